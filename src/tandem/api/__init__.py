@@ -1,0 +1,1 @@
+"""The nouns and contracts that the rooms share."""

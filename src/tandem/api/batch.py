@@ -1,0 +1,320 @@
+"""A batch: packed sequences in a `TensorDict`, one table of its fields, and the operations on sequences.
+
+A packed batch of N sequences with T tokens in all has ``cu_seqlens [N + 1]`` (int64, starts at 0, ends at T), *token*
+fields ``[T, …]``, *sequence* fields ``[N, …]``, *ragged* fields ``[R, …]`` with ``<name>_lengths [N]`` rows a sequence,
+and *meta* fields that belong to the batch as a whole. `TensorDict` is only the container: its own ``cat``, ``stack``,
+``split`` and indexing do not know sequences. Every function returns a new batch.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDict
+
+from tandem.api.failures import BatchError
+
+Kind = Literal["token", "sequence", "ragged", "weight", "meta"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field: what it has an entry for, its dtype, and what padding holds.
+
+    Kind ``weight`` is per token or per sequence, told by its length.
+    """
+
+    kind: Kind
+    dtype: torch.dtype | None = None
+    padding: float = 0
+    meaning: str = ""
+
+
+FIELDS: dict[str, Field] = {
+    "input_ids": Field("token", torch.int64, 0, "tokens, media placeholders expanded"),
+    "position_ids": Field("token", torch.int64, 0, "positions; [T, 3] where rotary positions are three-dimensional"),
+    "loss_mask": Field("token", torch.bool, False, "the policy produced the token and is trained on it"),
+    "rollout_logprobs": Field("token", torch.float32, 0, "by the inference engine"),
+    "proximal_logprobs": Field("token", torch.float32, 0, "by the trainer, just before this update"),
+    "reference_logprobs": Field("token", torch.float32, 0, "by the frozen reference"),
+    "versions": Field("token", torch.int64, -1, "weight version that produced the token"),
+    "token_rewards": Field("token", torch.float32, 0, "earned after the token"),
+    "entropy": Field("token", torch.float32, 0, "of the proximal policy"),
+    "values": Field("token", torch.float32, 0, "before the token"),
+    "advantages": Field("token", torch.float32, 0, ""),
+    "returns": Field("token", torch.float32, 0, ""),
+    "expired": Field("token", torch.bool, False, "older than η at consumption; out of the loss, still in denominators"),
+    "correction": Field("token", torch.float32, 0, "behaviour correction weight"),
+    "loss_weights": Field("weight", torch.float32, 0, "weight of each loss in the global sum"),
+    "reward": Field("sequence", torch.float32, 0, "of the sample"),
+    "accuracy": Field("sequence", torch.float32, 0, "of the sample; NaN where unknown"),
+    "temperature": Field("sequence", torch.float32, 1, "logits were divided by it"),
+    "group_id": Field("sequence", torch.int64, -1, "the prompt's group"),
+    "sample_id": Field("sequence", torch.int64, -1, "the sample; unique in the batch"),
+    "unit_id": Field("sequence", torch.int64, -1, "sequences that must stay in one micro-batch"),
+    "stop_reason": Field("sequence", torch.int64, 0, "`StopReason`"),
+    "in_statistics": Field("sequence", torch.bool, False, "enters group statistics"),
+    "in_loss": Field("sequence", torch.bool, False, "counts in N and is trained on"),
+    "bootstrap_value": Field("sequence", torch.float32, 0, "value after the last token"),
+    "pixel_values": Field("ragged", None, 0, "image patches"),
+    "image_grid_thw": Field("ragged", torch.int64, 0, "image grids"),
+    "audio_features": Field("ragged", None, 0, "audio frames"),
+}
+
+
+def field_of(name: str) -> Field:
+    """The declaration of a field; ``rewards/<name>`` is a sequence field, ``<ragged>_lengths`` too.
+
+    Raises:
+        BatchError: the name is not in the table.
+    """
+    if name in FIELDS:
+        return FIELDS[name]
+    if name.startswith("rewards/"):
+        return FIELDS["reward"]
+    if name.endswith("_lengths") and FIELDS.get(name.removesuffix("_lengths"), FIELDS["reward"]).kind == "ragged":
+        return Field("sequence", torch.int64, 0)
+    if name == "cu_seqlens":
+        return Field("meta", torch.int64)
+    raise BatchError(f"no field is called {name!r}; declare it with tandem.api.batch.declare(name, Field(...))")
+
+
+def declare(name: str, field: Field) -> None:
+    """Adds a field to the table, for a stage of one's own. Declaring the same field twice is fine, another one is not."""
+    if FIELDS.setdefault(name, field) != field:
+        raise BatchError(f"field {name!r} is declared already, as {FIELDS[name]}")
+
+
+def num_sequences(batch: TensorDict) -> int:
+    """N."""
+    return len(batch["cu_seqlens"]) - 1
+
+
+def lengths(batch: TensorDict) -> torch.Tensor:
+    """Tokens of each sequence, ``[N]`` int64."""
+    return batch["cu_seqlens"].diff()
+
+
+def sequence_index(batch: TensorDict) -> torch.Tensor:
+    """For each token the sequence it belongs to, ``[T]`` int64."""
+    return torch.repeat_interleave(lengths(batch))
+
+
+def per_token(batch: TensorDict, values: torch.Tensor) -> torch.Tensor:
+    """Spreads ``[N, …]`` over the tokens, ``[T, …]``."""
+    return values[sequence_index(batch)]
+
+
+def sum_by_sequence(batch: TensorDict, values: torch.Tensor) -> torch.Tensor:
+    """Sums ``[T]`` over each sequence, ``[N]``."""
+    return values.new_zeros(num_sequences(batch)).index_add(0, sequence_index(batch), values)
+
+
+def _kind(name: str, value: Any, batch_sizes: tuple[int, int]) -> Kind:
+    """``batch_sizes``: (T, N)."""
+    kind = field_of(name).kind
+    if kind != "weight":
+        return kind
+    return "token" if len(value) == batch_sizes[0] else "sequence"
+
+
+def _kinds(batch: TensorDict) -> dict[str, Kind]:
+    sizes = (int(batch["cu_seqlens"][-1]), num_sequences(batch))
+    return {name: _kind(name, batch[name], sizes) for name in batch.keys() if name != "cu_seqlens"}
+
+
+def check(batch: TensorDict) -> TensorDict:
+    """Returns the batch if every field has the length that its kind demands.
+
+    Raises:
+        BatchError: names the field, its length and the one expected.
+    """
+    cu_seqlens = batch["cu_seqlens"]
+    if len(cu_seqlens) < 1 or cu_seqlens[0] != 0 or (cu_seqlens.diff() < 0).any():
+        raise BatchError(f"cu_seqlens must start at 0 and never fall, got {cu_seqlens.tolist()[:8]}")
+    total, count = int(cu_seqlens[-1]), num_sequences(batch)
+    for name, kind in _kinds(batch).items():
+        value = batch[name]
+        expected = {"token": total, "sequence": count}.get(kind)
+        if kind == "ragged":
+            if name + "_lengths" not in batch.keys():
+                raise BatchError(f"ragged field {name!r} needs {name}_lengths, the rows of each sequence")
+            expected = int(batch[name + "_lengths"].sum())
+        if expected is not None and len(value) != expected:
+            raise BatchError(f"{kind} field {name!r} must have length {expected}, got {len(value)}")
+    return batch
+
+
+def pack(trajectories: Sequence[Mapping[str, Any]]) -> TensorDict:
+    """Packs sequences end to end.
+
+    Each mapping holds token fields ``[S, …]`` (at least ``input_ids``), sequence fields as scalars (or ``[…]``) and ragged
+    fields ``[R, …]``; all mappings have the same fields.
+
+    Raises:
+        BatchError: no sequences, different fields, or token fields of different length; names the sequence.
+    """
+    if not trajectories:
+        raise BatchError("nothing to pack: the list of sequences is empty")
+    names = list(trajectories[0])
+    for i, trajectory in enumerate(trajectories):
+        if set(trajectory) != set(names):
+            raise BatchError(f"sequence {i} has other fields than sequence 0: {sorted(set(trajectory) ^ set(names))}")
+        size = len(trajectory["input_ids"])
+        for name in names:
+            if field_of(name).kind == "token" and len(trajectory[name]) != size:
+                raise BatchError(f"sequence {i}: {name} has {len(trajectory[name])} entries, input_ids has {size}")
+    columns: dict[str, torch.Tensor] = {}
+    for name in names:
+        field, values = field_of(name), [trajectory[name] for trajectory in trajectories]
+        if field.kind in ("token", "ragged"):
+            columns[name] = torch.cat([torch.as_tensor(value, dtype=field.dtype) for value in values])
+        else:
+            columns[name] = torch.stack([torch.as_tensor(value, dtype=field.dtype) for value in values])
+        if field.kind == "ragged":
+            columns[name + "_lengths"] = torch.tensor([len(value) for value in values])
+    sizes = torch.tensor([len(trajectory["input_ids"]) for trajectory in trajectories])
+    columns["cu_seqlens"] = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)])
+    return check(TensorDict(columns, batch_size=[]))
+
+
+def _rows(indices: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """Positions of the rows of the chosen sequences, when sequence i owns ``sizes[i]`` rows in a row."""
+    starts = sizes.cumsum(0) - sizes
+    chosen = sizes[indices]
+    within = torch.arange(int(chosen.sum()), device=sizes.device) - torch.repeat_interleave(
+        chosen.cumsum(0) - chosen, chosen
+    )
+    return torch.repeat_interleave(starts[indices], chosen) + within
+
+
+def select(batch: TensorDict, indices: torch.Tensor | Sequence[int]) -> TensorDict:
+    """The sequences with these indices ``[M]``, in this order; an index may come twice. A boolean ``[N]`` works too."""
+    index = torch.as_tensor(indices, device=batch["cu_seqlens"].device)
+    index = index.nonzero().flatten() if index.dtype == torch.bool else index.to(torch.int64)
+    if len(index) and (int(index.min()) < 0 or int(index.max()) >= num_sequences(batch)):
+        raise BatchError(f"sequence indices must lie in 0…{num_sequences(batch) - 1}, got {index.tolist()[:8]}")
+    tokens = _rows(index, lengths(batch))
+    columns = {}
+    for name, kind in _kinds(batch).items():
+        if kind == "token":
+            columns[name] = batch[name][tokens]
+        elif kind == "sequence":
+            columns[name] = batch[name][index]
+        elif kind == "ragged":
+            columns[name] = batch[name][_rows(index, batch[name + "_lengths"])]
+        else:
+            columns[name] = batch[name]
+    sizes = lengths(batch)[index]
+    columns["cu_seqlens"] = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    return TensorDict(columns, batch_size=[])
+
+
+def split(batch: TensorDict, sizes: Sequence[int]) -> list[TensorDict]:
+    """Consecutive parts of ``sizes`` sequences each.
+
+    Raises:
+        BatchError: the sizes do not add up to N.
+    """
+    if sum(sizes) != num_sequences(batch):
+        raise BatchError(f"sizes {list(sizes)} add up to {sum(sizes)}, the batch has {num_sequences(batch)} sequences")
+    bounds = torch.tensor([0, *sizes]).cumsum(0).tolist()
+    return [select(batch, torch.arange(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def concatenate(batches: Iterable[TensorDict]) -> TensorDict:
+    """The sequences of all batches, in order.
+
+    Raises:
+        BatchError: no batches, or different fields.
+    """
+    batches = list(batches)
+    if not batches:
+        raise BatchError("nothing to concatenate")
+    names = set(batches[0].keys())
+    for batch in batches:
+        if set(batch.keys()) != names:
+            raise BatchError(f"batches have different fields: {sorted(set(batch.keys()) ^ names)}")
+    columns = {}
+    for name in names - {"cu_seqlens"}:
+        values = [batch[name] for batch in batches]
+        columns[name] = values[0] if field_of(name).kind == "meta" else torch.cat(values)
+    sizes = torch.cat([lengths(batch) for batch in batches])
+    columns["cu_seqlens"] = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    return check(TensorDict(columns, batch_size=[]))
+
+
+def pad(batch: TensorDict, num_tokens: int) -> TensorDict:
+    """Adds one sequence of padding, so that the batch has ``num_tokens`` tokens; nothing in it is trained.
+
+    Raises:
+        BatchError: the batch has more tokens already.
+    """
+    missing = num_tokens - int(batch["cu_seqlens"][-1])
+    if missing < 0:
+        raise BatchError(f"the batch has {int(batch['cu_seqlens'][-1])} tokens, more than {num_tokens}")
+    if missing == 0:
+        return batch.clone(recurse=False)
+    rows = {"token": missing, "sequence": 1, "ragged": 0}
+    columns = {}
+    for name, kind in _kinds(batch).items():
+        value = batch[name]
+        if kind == "meta":
+            columns[name] = value
+            continue
+        filler = value.new_full((rows[kind], *value.shape[1:]), field_of(name).padding)
+        columns[name] = torch.cat([value, filler])
+    columns["cu_seqlens"] = torch.cat([batch["cu_seqlens"], batch["cu_seqlens"].new_tensor([num_tokens])])
+    return TensorDict(columns, batch_size=[])
+
+
+def to_padded(batch: TensorDict) -> dict[str, torch.Tensor]:
+    """Token fields as ``[N, S, …]`` (S the longest), right-padded, with ``attention_mask [N, S]``; others unchanged."""
+    sizes, index = lengths(batch), sequence_index(batch)
+    longest = int(sizes.max()) if len(sizes) else 0
+    column = torch.arange(len(index), device=index.device) - batch["cu_seqlens"][index]
+    padded: dict[str, torch.Tensor] = {}
+    for name, kind in _kinds(batch).items():
+        value = batch[name]
+        if kind == "token":
+            table = value.new_full((len(sizes), longest, *value.shape[1:]), field_of(name).padding)
+            table[index, column] = value
+            padded[name] = table
+        else:
+            padded[name] = value
+    padded["attention_mask"] = torch.arange(longest, device=index.device)[None] < sizes[:, None]
+    return padded
+
+
+def from_padded(padded: Mapping[str, torch.Tensor]) -> TensorDict:
+    """Back to packed; rows may be padded on the left, on the right, or with holes: ``attention_mask`` decides."""
+    if "attention_mask" not in padded:
+        raise BatchError(f"from_padded needs attention_mask [N, S], got {sorted(padded)}")
+    mask = padded["attention_mask"].bool()
+    columns = {}
+    for name, value in padded.items():
+        if name != "attention_mask":
+            per_position = field_of(name).kind in ("token", "weight") and value.shape[:2] == mask.shape
+            columns[name] = value[mask] if per_position else value
+    sizes = mask.sum(1)
+    columns["cu_seqlens"] = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)])
+    return check(TensorDict(columns, batch_size=[]))
+
+
+def unpack(batch: TensorDict) -> list[dict[str, torch.Tensor]]:
+    """The inverse of `pack`: one mapping a sequence."""
+    kinds, bounds = _kinds(batch), batch["cu_seqlens"].tolist()
+    ragged = {name: [0, *batch[name + "_lengths"].cumsum(0).tolist()] for name, kind in kinds.items() if kind == "ragged"}
+    rows = []
+    for i, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        row = {}
+        for name, kind in kinds.items():
+            if kind == "token":
+                row[name] = batch[name][start:end]
+            elif kind == "ragged":
+                row[name] = batch[name][ragged[name][i] : ragged[name][i + 1]]
+            elif kind == "sequence" and not name.endswith("_lengths"):
+                row[name] = batch[name][i]
+        rows.append(row)
+    return rows

@@ -1,0 +1,136 @@
+"""The two engines: one generates, one trains. What costs money stands behind these classes."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from tensordict import TensorDict
+
+from tandem.api.requests import LLMRequest, LLMResponse
+from tandem.api.weights import WeightUpdate, WeightVersion
+
+TrainPart = Literal["parameters", "gradients", "optimizer"]
+InferencePart = Literal["weights", "kv_cache"]
+
+
+class Outputs(NamedTuple):
+    """What a forward pass gives a loss: per token ``[T]`` of the view, never logits.
+
+    Position t speaks of token t. At positions that are not predicted (the first of each sequence, and wherever the
+    caller's ``loss_mask`` is false) the values are 0.
+    """
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor | None = None
+    """None unless it was asked for."""
+
+
+Metrics = Mapping[str, torch.Tensor]
+"""Name → ``[T]`` (averaged over the tokens in ``loss_mask``), ``[N]`` (averaged over sequences); detached."""
+
+LossFn = Callable[[Outputs, TensorDict], tuple[torch.Tensor, Metrics]]
+"""``loss_fn(outputs, view) -> (losses, metrics)``, losses unreduced, ``[T]`` or ``[N]`` like ``loss_weights``.
+
+``view`` is the batch restricted to whole sequences, with their ``cu_seqlens``.
+"""
+
+
+class TrainEngine(ABC):
+    """A model that is trained. Takes and returns *global* batches; how they are sharded is its secret."""
+
+    @abstractmethod
+    def train_batch(self, batch: TensorDict, loss_fn: LossFn, *, entropy: bool = False) -> dict[str, float]:
+        """One optimizer step on ``sum(loss_weights * losses)`` over the whole batch; returns metrics.
+
+        Metrics: ``loss``, ``grad_norm``, ``lr``, ``skipped`` (1 if the step was not taken because something was not
+        finite), and the loss function's own. Sequences with the same ``unit_id`` stay together.
+        Raises `NonFinite` after too many skips in a row.
+        """
+
+    @abstractmethod
+    def eval_batch(self, batch: TensorDict, loss_fn: LossFn, *, entropy: bool = False) -> dict[str, float]:
+        """The same without a step."""
+
+    @abstractmethod
+    def forward(self, batch: TensorDict, *, entropy: bool = False) -> Outputs:
+        """Log-probabilities (and entropy) of the global batch, ``[T]`` in its order, no gradient."""
+
+    @abstractmethod
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """The full tensors under their Hugging Face names, one after another; tied tensors once. Collective."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write a Hugging Face model folder (weights and config; not the tokenizer). Collective."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> None:
+        """Read weights from a Hugging Face folder of the same architecture. Collective."""
+
+    @abstractmethod
+    def offload(self, parts: tuple[TrainPart, ...]) -> None:
+        """Move parts to host memory; on a CPU engine this frees gradients and is otherwise recorded only."""
+
+    @abstractmethod
+    def onload(self, parts: tuple[TrainPart, ...]) -> None:
+        """Bring parts back to the device."""
+
+
+class InferenceEngine(ABC):
+    """Generates. `agenerate` is awaited on any event loop; all other methods may be called from any thread."""
+
+    @abstractmethod
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        """Makes one completion. Weight updates on the way are resolved inside.
+
+        Cancelling the coroutine frees the request's memory. Raises `DataFailure` for a prompt that does not fit the
+        context, `EngineDied` when the engine is gone.
+        """
+
+    @property
+    @abstractmethod
+    def version(self) -> WeightVersion:
+        """The version that the next token will be made by."""
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> frozenset[str]:
+        """Any of ``staged``, ``in_place``, ``keep_kv``, ``sleep_weights``, ``sleep_kv_cache``, ``noise_key``."""
+
+    @abstractmethod
+    def prepare_weights(self, update: WeightUpdate) -> None:
+        """Take the new tensors beside the old ones and verify their digests; generation goes on."""
+
+    @abstractmethod
+    def commit_weights(self, version: WeightVersion) -> dict[str, float]:
+        """Switch to the prepared weights between two decode steps; returns ``pause_s`` and ``recompute_s``."""
+
+    @abstractmethod
+    def discard_weights(self) -> None:
+        """Forget what was prepared; nothing prepared is fine."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Stop between two steps; running requests keep their state. Returns when nothing is computed any more."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Go on."""
+
+    @abstractmethod
+    def sleep(self, parts: tuple[InferencePart, ...]) -> None:
+        """Give memory back. Refused while requests are running."""
+
+    @abstractmethod
+    def wake(self, parts: tuple[InferencePart, ...]) -> None:
+        """Take memory again; weights must be delivered anew before the next token if they slept."""
+
+    @abstractmethod
+    def statistics(self) -> dict[str, float]:
+        """Counters since the start: ``generated_tokens``, ``prefill_tokens``, ``busy_s``, ``running``, ``waiting`` …"""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End; running requests fail with `EngineDied`. Idempotent, leaves no process and no shared memory."""

@@ -1,0 +1,76 @@
+"""The tree of errors. Failures are values at four boundaries: episode, reward call, request, worker.
+
+TandemError
+├── ConfigError (ValueError)            a configuration that cannot work
+├── BatchError (ValueError)             a batch that lacks a field or has the wrong shape
+├── WaitTimeout (TimeoutError)          a wait that passed its deadline; says what it waited for
+├── NonFinite (ArithmeticError)         loss or gradient not finite too often in a row
+├── WeightUpdateFailed (RuntimeError)   an update that no engine took
+└── EpisodeFailure                      why an episode was dropped; `reason` is counted in metrics
+    ├── DataFailure                     the row or its reward: counted, bounded, never retried
+    │   └── RewardFailure               raised, timeout, not_finite, wrong_type
+    └── InfrastructureFailure           engine or machine: retried
+        └── EngineDied (RuntimeError)   the inference engine is gone
+"""
+
+from tandem.config.errors import ConfigError, TandemError
+
+__all__ = [
+    "BatchError",
+    "ConfigError",
+    "DataFailure",
+    "EngineDied",
+    "EpisodeFailure",
+    "InfrastructureFailure",
+    "NonFinite",
+    "RewardFailure",
+    "TandemError",
+    "WaitTimeout",
+    "WeightUpdateFailed",
+]
+
+
+class BatchError(TandemError, ValueError):
+    """A batch that lacks a field, or whose fields do not fit each other."""
+
+
+class WaitTimeout(TandemError, TimeoutError):
+    """A wait passed its deadline; the message says what it waited for."""
+
+
+class NonFinite(TandemError, ArithmeticError):
+    """Too many steps in a row had a loss or gradient that was not finite."""
+
+
+class WeightUpdateFailed(TandemError, RuntimeError):
+    """A weight update that no engine took; all of them still serve the version before."""
+
+
+class EpisodeFailure(TandemError):
+    """An episode that gave no group; `reason` is a short word that metrics count by.
+
+    Raise it in a workflow to drop the prompt: ``raise DataFailure("prompt_too_long", "2100 tokens, context 2048")``.
+    """
+
+    def __init__(self, reason: str, message: str = ""):
+        super().__init__(f"{reason}: {message}" if message else reason)
+        self.reason = reason
+
+
+class DataFailure(EpisodeFailure):
+    """The row or its reward is at fault: running it again would not help."""
+
+
+class RewardFailure(DataFailure):
+    """A reward that raised, ran past its deadline, was not finite or had the wrong type."""
+
+
+class InfrastructureFailure(EpisodeFailure):
+    """An engine or a machine is at fault: the episode is run again, up to `rollout.max_retries`."""
+
+
+class EngineDied(InfrastructureFailure, RuntimeError):
+    """The inference engine's process is gone."""
+
+    def __init__(self, message: str = ""):
+        super().__init__("engine_died", message)

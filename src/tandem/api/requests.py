@@ -1,0 +1,87 @@
+"""What goes into an inference engine and what comes out: tokens, never text."""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tandem.config.generation import GenerationConfig
+
+
+class StopReason(enum.IntEnum):
+    """Why a completion ended. An integer, because it is a field of the batch."""
+
+    STOP = 0
+    """A stop token or stop string."""
+
+    LENGTH = 1
+    """`max_new_tokens`, or the model's context, was reached."""
+
+    CANCELLED = 2
+    """Nobody wants the rest: the episode was cancelled, or the request's deadline passed."""
+
+
+class NoiseKey(NamedTuple):
+    """Names the noise of one trajectory: with the token's position it determines every draw.
+
+    So what is sampled does not depend on batching, arrival or retries of others. ``attempt`` grows when an
+    episode is run again.
+    """
+
+    seed: int
+    epoch: int = 0
+    group: int = 0
+    sample: int = 0
+    trajectory: int = 0
+    attempt: int = 0
+
+
+@dataclass(frozen=True)
+class LLMRequest:
+    """One completion to make.
+
+    Example: ``LLMRequest([1, 4093, 198], GenerationConfig(max_new_tokens=16), noise_key=NoiseKey(seed=0, sample=3))``
+    """
+
+    input_ids: tuple[int, ...]
+    """Prompt tokens, at least one."""
+
+    gconfig: GenerationConfig
+    """Sampling; ``n_samples`` is not read here: one request is one completion."""
+
+    noise_key: NoiseKey | None = None
+    """None: filled in by the episode that the request belongs to."""
+
+    affinity: str | None = None
+    """Requests with the same affinity (one group, one chat) share prefixes and go to the same server."""
+
+    deadline_s: float | None = None
+    """Seconds from submission after which the request ends as ``cancelled`` with what it has; None waits."""
+
+    model: str | None = None
+    """Which model, where an engine serves several."""
+
+    media: Mapping[str, Any] = field(default_factory=dict)
+    """Images and audio, preprocessed."""
+
+
+@dataclass(frozen=True)
+class LLMResponse:
+    """The tokens made for one request, each with its log-probability and weight version.
+
+    The four lists have one entry a generated token; log-probabilities are those of softmax(logits / temperature).
+    """
+
+    input_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    """Number of the weights that produced the token, stated by the engine."""
+
+    stop_reason: StopReason
+    temperature: float = 1.0
+
+    @property
+    def truncated(self) -> bool:
+        """True where the completion was cut by its length."""
+        return self.stop_reason == StopReason.LENGTH

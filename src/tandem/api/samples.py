@@ -1,0 +1,90 @@
+"""Samples and groups: what an episode makes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from tandem.api.requests import StopReason
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One token sequence with its per-token facts; all tensors are ``[S]``. Position t speaks of token t."""
+
+    input_ids: torch.Tensor
+    """int64, prompt and completion."""
+
+    loss_mask: torch.Tensor
+    """bool, true where the policy produced the token and is trained on it."""
+
+    rollout_logprobs: torch.Tensor
+    """float32, means something where ``loss_mask`` is true."""
+
+    versions: torch.Tensor
+    """int64, likewise; -1 elsewhere."""
+
+    temperature: float = 1.0
+    stop_reason: StopReason = StopReason.STOP
+    token_rewards: torch.Tensor | None = None
+    """float32, rewards earned after single tokens; None where there is only the sample's."""
+
+    media: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Ragged fields, each ``[R, …]`` with R rows of this trajectory."""
+
+    def __post_init__(self):
+        sizes = {
+            name: tuple(getattr(self, name).shape) for name in ("input_ids", "loss_mask", "rollout_logprobs", "versions")
+        }
+        if len(set(sizes.values())) > 1 or self.input_ids.dim() != 1:
+            raise ValueError(f"a trajectory's tensors must all be [S], got {sizes}")
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One answer: the unit of rewards and group statistics."""
+
+    trajectories: tuple[Trajectory, ...]
+    """Usually one; several when the context was reset or rewritten on the way."""
+
+    reward: float
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Named parts of the reward, where there are several."""
+
+    accuracy: float | None = None
+    """Whether the answer is right (0 to 1), before shaping; filters judge on it. None where it is unknown."""
+
+    in_statistics: bool = True
+    """False: its reward does not enter the group's mean and spread."""
+
+    in_loss: bool = True
+    """False: it is not trained on and does not count in N."""
+
+    prompt_text: str = ""
+    completion_text: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Whatever the workflow wants averaged in the step's metrics."""
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """T_i: trained tokens of all its trajectories."""
+        return sum(int(t.loss_mask.sum()) for t in self.trajectories)
+
+
+@dataclass(frozen=True)
+class Group:
+    """The samples of one prompt."""
+
+    samples: tuple[Sample, ...]
+    group_id: int = -1
+    """Given by the executor; unique in the run."""
+
+    source: str = ""
+    """Name of the data set the prompt came from."""
+
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """The row, for logs."""
+
+    failures: tuple[str, ...] = ()
+    """Reasons of the samples that failed and are missing here."""

@@ -1,0 +1,99 @@
+"""Episodes: how one prompt becomes a group of samples, and who judges them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from tandem.api.requests import LLMRequest, LLMResponse
+from tandem.api.samples import Group, Sample
+
+
+class GeneratesTokens(Protocol):
+    """The side of an inference engine that a workflow sees."""
+
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        """See `InferenceEngine.agenerate`."""
+        ...
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """What a reward says of one completion."""
+
+    value: float
+    """Finite."""
+
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    """Named parts, where there are several."""
+
+    accuracy: float | None = None
+    """0 to 1 where right and wrong are defined."""
+
+
+class RewardFn(ABC):
+    """Judges one completion of one row."""
+
+    @abstractmethod
+    async def __call__(
+        self,
+        *,
+        prompt: str,
+        completion: str,
+        prompt_ids: tuple[int, ...],
+        completion_ids: tuple[int, ...],
+        row: Mapping[str, Any],
+    ) -> RewardResult:
+        """Raises `RewardFailure` (reasons ``reward_raised``, ``reward_timeout``, ``reward_not_finite``, ``reward_wrong_type``)."""
+
+    def close(self) -> None:
+        """End worker processes; idempotent."""
+
+
+class RolloutWorkflow(ABC):
+    """One episode: from a row to samples."""
+
+    @abstractmethod
+    async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group | Sample | None:
+        """Runs one episode on one row.
+
+        One sample is a group of one. None drops the prompt with reason ``workflow_returned_none``; raise
+        `DataFailure` to give a better one. ``data`` is this episode's own copy.
+        """
+
+    async def finish_group(self, samples: tuple[Sample, ...], data: Mapping[str, Any]) -> tuple[Sample, ...]:
+        """May set rewards, ``in_statistics`` and ``in_loss`` from all samples together (votes, baselines, judges)."""
+        return samples
+
+
+class StepResult(NamedTuple):
+    """What an environment answers, in gymnasium's shape."""
+
+    observation: Any
+    reward: float
+    terminated: bool
+    truncated: bool
+    info: Mapping[str, Any]
+
+
+class Environment(ABC):
+    """gymnasium's shape, asynchronous."""
+
+    @abstractmethod
+    async def reset(self, data: Mapping[str, Any], seed: int) -> tuple[Any, Mapping[str, Any]]:
+        """Begins an episode; returns (observation, info)."""
+
+    @abstractmethod
+    async def step(self, action: Any) -> StepResult:
+        """Acts."""
+
+    async def close(self) -> None:
+        """Frees what it holds; called once an episode, also after failures."""
+
+
+class Agent(ABC):
+    """Decides; writes a chat that only appends."""
+
+    @abstractmethod
+    async def act(self, chat: Any, observation: Any) -> Any:
+        """Adds its turn to the chat and returns the action."""

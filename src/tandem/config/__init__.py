@@ -1,0 +1,1 @@
+"""Configuration: frozen dataclasses, one file a room. Never imports torch."""

@@ -1,0 +1,87 @@
+"""The algorithm, as parts that have names."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Knob = float | int | bool | str
+
+
+@dataclass(frozen=True)
+class Component:
+    """A named choice and its knobs: `policy_loss=ppo_clip`, `policy_loss.clip_high=0.28`."""
+
+    name: str
+    """Registered name, or `my_file.py:function`."""
+
+    knobs: Mapping[str, Knob] = field(default_factory=dict)
+    """Keyword arguments of the choice that differ from its defaults."""
+
+
+@dataclass(frozen=True)
+class KLConfig:
+    """Penalty for leaving the reference policy."""
+
+    coefficient: float = 0.0
+    """Weight of the penalty; 0 needs no reference model."""
+
+    where: Literal["loss", "reward"] = "loss"
+    """Add it to the loss, or subtract it from the reward of each token."""
+
+    estimator: Literal["k1", "k2", "k3", "k3_plus"] = "k3"
+    """Form of the penalty per token; see docs/algorithms.md."""
+
+
+@dataclass(frozen=True)
+class CorrectionConfig:
+    """Behaviour correction: importance weights for tokens that another version sampled."""
+
+    weight: Literal["none", "truncate", "mask"] = "none"
+    """What exp(proximal − rollout) does: nothing, multiply up to `high`, or multiply inside [low, high] and drop outside."""
+
+    level: Literal["token", "sequence"] = "token"
+    """Ratio of each token, or the product over the sequence."""
+
+    low: float = 0.0
+    """Lower bound of `mask`."""
+
+    high: float = 2.0
+    """Cap of `truncate` and upper bound of `mask`."""
+
+    reject: Literal["none", "product", "geometric", "negative_drift"] = "none"
+    """Rule that drops whole sequences that drifted too far from the policy that sampled them."""
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    """A preset, and the parts of it that were changed."""
+
+    preset: str = "grpo"
+    """Named combination that the other fields start from."""
+
+    advantage: Component = field(default_factory=lambda: Component("grpo"))
+    """How rewards become advantages."""
+
+    policy_loss: Component = field(default_factory=lambda: Component("ppo_clip"))
+    """Loss of each token."""
+
+    aggregation: Component = field(default_factory=lambda: Component("sequence_mean"))
+    """Weight of each token in the global batch."""
+
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+    """Off-policy correction."""
+
+    kl: KLConfig = field(default_factory=KLConfig)
+    """Penalty against the reference."""
+
+    shaping: tuple[Component, ...] = ()
+    """Changes to the reward of each sample, in order: `scale`, `clip`, `overlong`, `mask_truncated`, `penalize_truncated`."""
+
+    filter: Component = field(default_factory=lambda: Component("none"))
+    """Which groups are trained on; `dynamic_sampling` keeps drawing until the batch is full."""
+
+    entropy_coefficient: float = 0.0
+    """Weight of the entropy bonus."""
+
+    allow_truncated_sampling: bool = False
+    """Train although samples are drawn with top-p < 1 or top-k, whose log-probabilities are those of the untruncated distribution."""

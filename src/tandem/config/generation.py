@@ -1,0 +1,35 @@
+"""How completions are sampled: the `gconfig` section."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """Sampling of one completion, and how many of them a prompt gets."""
+
+    n_samples: int = 8
+    """Completions (samples) drawn for each prompt; they form one group."""
+
+    max_new_tokens: int = 256
+    """Most tokens that one completion may have; what reaches it counts as truncated."""
+
+    min_new_tokens: int = 0
+    """Stop tokens are suppressed until a completion has this many tokens."""
+
+    temperature: float = 1.0
+    """Logits are divided by this before the softmax; log-probabilities are those of the divided logits."""
+
+    top_p: float = 1.0
+    """Nucleus sampling: the smallest set of tokens whose probability reaches this; 1 turns it off."""
+
+    top_k: int = 0
+    """Only the k most probable tokens may be drawn; 0 turns it off."""
+
+    greedy: bool = False
+    """Take the most probable token instead of sampling."""
+
+    stop: tuple[str, ...] = ()
+    """Strings that end a completion when they appear in its text; the tokens that hold them are kept."""
+
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a completion, besides those of the model's generation config."""
