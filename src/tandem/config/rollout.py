@@ -34,8 +34,8 @@ class RolloutConfig:
     backend: str = "embedded"
     """Inference engine: `embedded` is the built-in one."""
 
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of generation."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Precision of generation (auto: bfloat16 where the device is fast in it, else float32)."""
 
     engine: EmbeddedEngineConfig = field(default_factory=EmbeddedEngineConfig)
     """Settings of the embedded engine."""

@@ -49,8 +49,8 @@ class TrainEngineConfig:
     backend: str = "fsdp:d1"
     """How the model is spread: `fsdp:dN` shards it over N data-parallel ranks."""
 
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of forward and backward; master weights and optimizer state are always float32."""
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Precision of forward and backward (auto: bfloat16 where the device is fast in it); master weights are always float32."""
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Optimizer and schedule."""
