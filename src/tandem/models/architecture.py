@@ -1,0 +1,191 @@
+"""The facts of a decoder, read from its Hugging Face configuration: one description for packed training and for generation.
+
+What is listed here is computed exactly; everything else is refused by name when the model is opened.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tandem.config.errors import ConfigError
+
+SUPPORTED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "smollm3")
+"""``model_type`` of the configurations that work. SmolLM and SmolLM2 are ``llama``."""
+
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+_REFUSED = {
+    "gemma3": "it has an image side; use a text-only Gemma 3 checkpoint (model_type gemma3_text)",
+}
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary embedding of one layer: angles are ``position * inv_freq``, cosine and sine times ``attention_scaling``."""
+
+    inv_freq: torch.Tensor
+    """``[head_dim / 2]`` float32, radians per position."""
+
+    attention_scaling: float = 1.0
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A decoder-only transformer with rotary positions and gated MLPs.
+
+    Example: SmolLM2-135M has 30 layers, 9 heads on 3 key-value heads of 64, hidden 576, tied, no biases, no windows.
+    """
+
+    model_type: str
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    intermediate_size: int
+    vocab_size: int
+    max_position_embeddings: int
+    """Context: most tokens of one sequence."""
+
+    rms_eps: float
+    norm_offset: float
+    """0: ``weight * x̂.to(dtype)``. 1 (Gemma): ``(x̂ * (1 + weight)).to(dtype)``, multiplied in float32."""
+
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    """RMS norm over each head of queries and keys before the rotation."""
+
+    post_norms: bool
+    """Gemma: a norm after attention (``post_attention_layernorm``) and around the MLP (``pre_`` and ``post_feedforward_layernorm``)."""
+
+    activation: str
+    """Name in transformers' ``ACT2FN``."""
+
+    query_scale: float
+    """Attention logits are ``q·k * query_scale``."""
+
+    attention_softcap: float | None
+    """Attention logits become ``cap * tanh(logits / cap)`` before the mask."""
+
+    final_softcap: float | None
+    """The same on the vocabulary's logits, before the temperature."""
+
+    embedding_scale: float
+    """Embeddings are multiplied by this, rounded to the weights' dtype."""
+
+    tied: bool
+    """The head is the embedding."""
+
+    sliding_windows: tuple[int | None, ...]
+    """Per layer: token i sees tokens i - window + 1 … i; None sees all."""
+
+    rope: tuple[Rope | None, ...]
+    """Per layer; None where a layer has no positions (SmolLM3)."""
+
+    @classmethod
+    def from_config(cls, config: Any) -> "Architecture":
+        """Reads a transformers configuration.
+
+        Raises:
+            ConfigError: names the architecture or the feature that is not exact here, and what works.
+        """
+        kind = config.model_type
+        _refuse_what_is_not_exact(config)
+        gemma = kind in ("gemma2", "gemma3_text")
+        heads = config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        attention_bias = bool(getattr(config, "attention_bias", False))
+        return cls(
+            model_type=kind,
+            num_layers=config.num_hidden_layers,
+            num_heads=heads,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=head_dim,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            vocab_size=config.vocab_size,
+            max_position_embeddings=config.max_position_embeddings,
+            rms_eps=config.rms_norm_eps,
+            norm_offset=1.0 if gemma else 0.0,
+            qkv_bias=True if kind == "qwen2" else attention_bias,
+            o_bias=False if kind == "qwen2" else attention_bias,
+            mlp_bias=bool(getattr(config, "mlp_bias", False)),
+            qk_norm=kind in ("qwen3", "gemma3_text"),
+            post_norms=gemma,
+            activation=config.hidden_activation if gemma else config.hidden_act,
+            query_scale=float(config.query_pre_attn_scalar if gemma else head_dim) ** -0.5,
+            # Gemma 3 has the field too, and its attention never reads it
+            attention_softcap=config.attn_logit_softcapping if kind == "gemma2" else None,
+            final_softcap=config.final_logit_softcapping if gemma else None,
+            embedding_scale=float(config.hidden_size) ** 0.5 if gemma else 1.0,
+            tied=bool(config.tie_word_embeddings),
+            sliding_windows=tuple(_window(config, i) for i in range(config.num_hidden_layers)),
+            rope=_ropes(config, head_dim),
+        )
+
+
+def _refuse_what_is_not_exact(config: Any) -> None:
+    kind = config.model_type
+    experts = next((n for n in ("num_experts", "num_local_experts", "n_routed_experts") if getattr(config, n, None)), None)
+    if experts is not None:
+        raise ConfigError(
+            f"model type {kind!r} is a mixture of experts ({experts}={getattr(config, experts)}); packed training and generation "
+            f"of those are not exact here. These work: {', '.join(SUPPORTED)}"
+        )
+    if kind not in SUPPORTED:
+        reason = _REFUSED.get(kind, "it was never proven equal to transformers here")
+        raise ConfigError(f"model type {kind!r} is not supported: {reason}. These work: {', '.join(SUPPORTED)}")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise ConfigError(f"{kind} with use_bidirectional_attention=true is no causal language model; set it to false")
+    if getattr(config, "is_causal", True) is False:
+        raise ConfigError(f"{kind} with is_causal=false is no causal language model")
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            "the model is quantised (quantization_config in config.json); training needs the full-precision checkpoint"
+        )
+
+
+def _window(config: Any, layer: int) -> int | None:
+    """Sliding window of one layer. Mistral applies its window to all layers and has no layer types."""
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return getattr(config, "sliding_window", None)
+    if types[layer] not in ("full_attention", "sliding_attention"):
+        raise ConfigError(
+            f"{config.model_type} layer {layer} has layer type {types[layer]!r}; full_attention and sliding_attention work"
+        )
+    return config.sliding_window if types[layer] == "sliding_attention" else None
+
+
+def _ropes(config: Any, head_dim: int) -> tuple[Rope | None, ...]:
+    by_type = config.rope_parameters
+    layers = range(config.num_hidden_layers)
+    if "rope_type" in by_type or "rope_theta" in by_type:
+        one = _rope(config, by_type, head_dim, None)
+        has_rope = getattr(config, "no_rope_layers", None) or [1] * config.num_hidden_layers
+        return tuple(one if has_rope[i] else None for i in layers)
+    made = {name: _rope(config, by_type[name], head_dim, name) for name in set(config.layer_types)}
+    return tuple(made[config.layer_types[i]] for i in layers)
+
+
+def _rope(config: Any, parameters: dict[str, Any], head_dim: int, layer_type: str | None) -> Rope:
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS  # noqa: PLC0415 - slow to import, the facts are not
+
+    kind = parameters.get("rope_type", "default")
+    if kind not in _STATIC_ROPE:
+        raise ConfigError(
+            f"rope type {kind!r} changes its frequencies with the sequence length, so packed and cached computation "
+            f"would differ from transformers'. These work: {', '.join(_STATIC_ROPE)}"
+        )
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError(
+            f"{config.model_type} with partial_rotary_factor={parameters['partial_rotary_factor']}; only 1 works"
+        )
+    if kind == "default":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim
+        return Rope(1.0 / parameters["rope_theta"] ** exponents)
+    arguments = {} if layer_type is None else {"layer_type": layer_type}
+    inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **arguments)
+    return Rope(inv_freq.float(), float(scaling))

