@@ -1,0 +1,109 @@
+"""From a name in a configuration to a reward: ``math``, ``math + 0.2*length(target_tokens=100)``, ``my_file.py:name``."""
+
+import ast
+import asyncio
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from tandem.api.plugins import load_object
+from tandem.api.workflow import RewardFn, RewardResult
+from tandem.config.errors import ConfigError
+from tandem.rewards import reasoning_gym, verifiable
+from tandem.rewards.function import AsyncReward, WorkerReward
+from tandem.rewards.outcome import is_async
+from tandem.rewards.registry import REWARDS, make
+
+__all__ = ["REWARDS", "SumReward", "build_reward", "reasoning_gym", "verifiable"]
+
+GRAMMAR = "a name, name(knob=value), a sum such as math + 0.2*format, or my_file.py:function"
+
+
+class SumReward(RewardFn):
+    """The weighted sum of several rewards; each is a named part. Accuracy is that of the first one that knows it."""
+
+    def __init__(self, terms: list[tuple[str, float, RewardFn]]):
+        self.terms = terms
+
+    async def __call__(
+        self,
+        *,
+        prompt: str,
+        completion: str,
+        prompt_ids: tuple[int, ...],
+        completion_ids: tuple[int, ...],
+        row: Mapping[str, Any],
+    ) -> RewardResult:
+        """See `RewardFn`; fails if one of the rewards fails."""
+        given = {
+            "prompt": prompt,
+            "completion": completion,
+            "prompt_ids": prompt_ids,
+            "completion_ids": completion_ids,
+            "row": row,
+        }
+        results = await asyncio.gather(*(reward(**given) for _, _, reward in self.terms))
+        rewards = {name: weight * result.value for (name, weight, _), result in zip(self.terms, results, strict=True)}
+        known = [result.accuracy for result in results if result.accuracy is not None]
+        return RewardResult(sum(rewards.values()), rewards, known[0] if known else None)
+
+    def close(self) -> None:
+        """Closes all of them."""
+        for _, _, reward in self.terms:
+            reward.close()
+
+
+def build_reward(spec: str, *, timeout_s: float) -> RewardFn:
+    """The reward that a configuration names.
+
+    Raises:
+        ConfigError: no such name (tells the nearest), file, function or knob, or a spec that cannot be read.
+    """
+    source, _, name = spec.rpartition(":")
+    if source.endswith(".py"):
+        return _from_file(spec, name, timeout_s)
+    try:
+        expression = ast.parse(spec.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise ConfigError(f"reward {spec!r} cannot be read; it is {GRAMMAR}") from error
+    terms = [(name, weight, make(name, timeout_s, knobs)) for name, weight, knobs in _terms(expression, spec)]
+    if len(terms) == 1 and terms[0][1] == 1.0:
+        return terms[0][2]
+    names = [name for name, _, _ in terms]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"reward {spec!r} names a reward twice; add their weights up")
+    return SumReward(terms)
+
+
+def _from_file(spec: str, name: str, timeout_s: float) -> RewardFn:
+    found = load_object(spec)
+    if isinstance(found, RewardFn):
+        return found
+    if inspect.isclass(found) and issubclass(found, RewardFn):
+        return found()
+    if not callable(found):
+        raise ConfigError(f"reward {spec!r} is a {type(found).__name__}; it must be a function, sync or async")
+    if is_async(found):
+        return AsyncReward(found, name, timeout_s=timeout_s)
+    return WorkerReward(found, spec, name=name, timeout_s=timeout_s)
+
+
+def _terms(node: ast.expr, spec: str) -> list[tuple[str, float, dict[str, Any]]]:
+    """(name, weight, knobs) of each term of the sum."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _terms(node.left, spec) + _terms(node.right, spec)
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        try:
+            factor = float(ast.literal_eval(node.left))
+        except (ValueError, TypeError):
+            raise ConfigError(f"reward {spec!r}: a weight is a number before the name; a reward is {GRAMMAR}") from None
+        return [(name, factor * weight, knobs) for name, weight, knobs in _terms(node.right, spec)]
+    if isinstance(node, ast.Name):
+        return [(node.id, 1.0, {})]
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
+        try:
+            knobs = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+        except ValueError:
+            raise ConfigError(f"reward {spec!r}: knobs of {node.func.id} must be plain values, as in name(knob=3)") from None
+        return [(node.func.id, 1.0, knobs)]
+    raise ConfigError(f"reward {spec!r} cannot be read; it is {GRAMMAR}")

@@ -1,0 +1,120 @@
+"""A function as a reward: a user's sync function in a worker process, an async one in the event loop."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tandem.api.failures import RewardFailure
+from tandem.api.workflow import RewardFn, RewardResult
+from tandem.config.errors import ConfigError
+from tandem.rewards.outcome import Arguments, Outcome, read_outcome
+from tandem.rewards.pool import WorkerPool
+
+
+def as_result(outcome: Outcome) -> RewardResult:
+    """The same for the rest of Tandem."""
+    return RewardResult(outcome.value, outcome.rewards, outcome.accuracy)
+
+
+class FunctionReward(RewardFn):
+    """What both kinds share: the arguments are those that the signature asks for."""
+
+    def __init__(self, function: Callable[..., Any], name: str):
+        self.name = name
+        self.arguments = Arguments(function, name)
+
+    def check_columns(self, columns: Mapping[str, Any]) -> None:
+        """For the first row of a data set, before training.
+
+        Raises:
+            ConfigError: the function needs a column that is not there.
+        """
+        if missing := self.arguments.missing(columns):
+            raise ConfigError(missing)
+
+    async def __call__(
+        self,
+        *,
+        prompt: str,
+        completion: str,
+        prompt_ids: tuple[int, ...],
+        completion_ids: tuple[int, ...],
+        row: Mapping[str, Any],
+    ) -> RewardResult:
+        """See `RewardFn`."""
+        if missing := self.arguments.missing(row):
+            raise RewardFailure("reward_raised", missing)
+        given = {
+            "prompt": prompt,
+            "completion": completion,
+            "prompt_ids": prompt_ids,
+            "completion_ids": completion_ids,
+            "row": dict(row),
+        }
+        return as_result(await self._judge(self.arguments.select(given, row)))
+
+    async def _judge(self, arguments: dict[str, Any]) -> Outcome:
+        raise NotImplementedError
+
+
+class WorkerReward(FunctionReward):
+    """A sync function, named by ``spec``, in worker processes that are killed at the deadline."""
+
+    def __init__(self, function: Callable[..., Any], spec: str, *, name: str, timeout_s: float, workers: int = 2):
+        super().__init__(function, name)
+        self.pool = WorkerPool(spec, name=name, timeout_s=timeout_s, size=workers)
+
+    async def _judge(self, arguments: dict[str, Any]) -> Outcome:
+        return await self.pool.call(arguments)
+
+    def close(self) -> None:
+        """Kills the workers."""
+        self.pool.close()
+
+
+class DirectReward(FunctionReward):
+    """A function of Tandem's own that takes microseconds: called where it stands."""
+
+    def __init__(self, function: Callable[..., Any], name: str):
+        super().__init__(function, name)
+        self.function = function
+
+    async def _judge(self, arguments: dict[str, Any]) -> Outcome:
+        try:
+            return read_outcome(self.function(**arguments), self.name)
+        except RewardFailure:
+            raise
+        except Exception as error:  # the reward boundary
+            raise RewardFailure("reward_raised", f"{self.name}: {type(error).__name__}: {error}") from error
+
+
+class AsyncReward(FunctionReward):
+    """An async function, in the event loop. It must not block: only a worker process could be killed."""
+
+    def __init__(self, function: Callable[..., Any], name: str, *, timeout_s: float):
+        super().__init__(function, name)
+        self.function, self.timeout_s = function, timeout_s
+        self._abandoned: set[asyncio.Task[Any]] = set()
+
+    async def _judge(self, arguments: dict[str, Any]) -> Outcome:
+        task = asyncio.ensure_future(self.function(**arguments))
+        try:
+            done, _ = await asyncio.wait({task}, timeout=self.timeout_s)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if not done:
+            self._abandon(task)  # not awaited: it may refuse to be cancelled
+            raise RewardFailure("reward_timeout", f"{self.name} took longer than {self.timeout_s:g} s and was cancelled")
+        try:
+            return read_outcome(task.result(), self.name)
+        except RewardFailure:
+            raise
+        except (Exception, asyncio.CancelledError) as error:  # the reward boundary
+            raise RewardFailure("reward_raised", f"{self.name}: {type(error).__name__}: {error}") from error
+
+    def _abandon(self, task: asyncio.Task[Any]) -> None:
+        self._abandoned.add(task)
+        task.add_done_callback(self._abandoned.discard)
+        task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # read, so that asyncio keeps quiet
+        task.cancel()

@@ -1,0 +1,105 @@
+"""What a reward function may take and return: read the same way in the run and in its worker processes."""
+
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from numbers import Real
+from typing import Any
+
+from tandem.api.failures import RewardFailure
+
+GIVEN = ("prompt", "completion", "prompt_ids", "completion_ids", "row")
+"""What a reward function can ask for besides the columns of the row; ``row`` is the whole row."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A judgement, checked: finite numbers only. (`RewardResult` without torch behind it.)"""
+
+    value: float
+    rewards: dict[str, float] = field(default_factory=dict)
+    accuracy: float | None = None
+
+
+class RemoteError(Exception):
+    """An exception in a worker process; its text is the traceback there."""
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """True for ``async def``, also as ``__call__`` of an object."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+class Arguments:
+    """Which arguments a function takes, read from its signature once."""
+
+    def __init__(self, function: Callable[..., Any], name: str):
+        self.name = name
+        parameters = inspect.signature(function).parameters.values()
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        self.names = {p.name for p in named}
+        self.required = {p.name for p in named if p.default is p.empty}
+        self.rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self.positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
+
+    def missing(self, columns: Mapping[str, Any]) -> str | None:
+        """What is wrong with these columns, in words; None if nothing is."""
+        if self.positional:
+            return (
+                f"reward {self.name} has positional-only parameters ({', '.join(self.positional)}); it is called by keyword"
+            )
+        absent = sorted(self.required - set(GIVEN) - set(columns))
+        if not absent:
+            return None
+        return (
+            f"reward {self.name} needs {', '.join(map(repr, absent))}, which is no column of the row; "
+            f"columns there: {', '.join(map(str, columns)) or 'none'}; always there: {', '.join(GIVEN)}"
+        )
+
+    def select(self, given: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+        """The keyword arguments of one call. A column called like one of `GIVEN` is reached through ``row``."""
+        everything = {**row, **given}
+        chosen = {name: everything[name] for name in self.names if name in everything}
+        if self.rest:
+            chosen |= {name: value for name, value in row.items() if isinstance(name, str) and name not in GIVEN}
+        return chosen
+
+
+def _number(value: Any, what: str) -> float:
+    if not isinstance(value, Real) or value is None:
+        raise RewardFailure("reward_wrong_type", f"{what} must be a number, got {type(value).__name__}: {value!r:.80}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise RewardFailure("reward_not_finite", f"{what} is {number}; a reward is a finite number")
+    return number
+
+
+def read_outcome(value: Any, name: str) -> Outcome:
+    """Checks what a reward function returned.
+
+    Raises:
+        RewardFailure: ``reward_wrong_type`` or ``reward_not_finite``.
+    """
+    module = sys.modules.get("tandem.api.workflow")  # not imported here: it brings torch
+    if isinstance(value, Outcome) or (module and isinstance(value, module.RewardResult)):
+        parts, total, accuracy = dict(value.rewards), value.value, value.accuracy
+    elif isinstance(value, Mapping):
+        parts = dict(value)
+        accuracy = parts.pop("accuracy", None)
+        if not parts:
+            raise RewardFailure("reward_wrong_type", f"{name} returned no part to sum, only {value!r:.80}")
+        total = sum(_number(part, f"{name}[{key!r}]") for key, part in parts.items())
+    else:
+        parts, total, accuracy = {}, value, None
+    rewards = {str(key): _number(part, f"{name}[{key!r}]") for key, part in parts.items()}
+    total = _number(total, f"the value of {name}")
+    if accuracy is not None:
+        accuracy = _number(accuracy, f"accuracy of {name}")
+        if not 0 <= accuracy <= 1:
+            raise RewardFailure("reward_wrong_type", f"accuracy of {name} must lie in 0…1, got {accuracy}")
+    return Outcome(total, rewards, accuracy)

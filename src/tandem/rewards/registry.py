@@ -1,0 +1,46 @@
+"""Rewards by name."""
+
+import inspect
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+from tandem.api.workflow import RewardFn
+from tandem.config.errors import ConfigError
+
+Builder = Callable[..., RewardFn]
+B = TypeVar("B", bound=Builder)
+
+REWARDS: dict[str, Builder] = {}
+"""Each builder takes ``timeout_s`` and its own knobs, all keyword-only, and returns a `RewardFn`."""
+
+
+def register(name: str) -> Callable[[B], B]:
+    """Registers a builder (a function or a `RewardFn` class) under a name."""
+
+    def put(builder: B) -> B:
+        REWARDS[name] = builder
+        return builder
+
+    return put
+
+
+def make(name: str, timeout_s: float, knobs: dict[str, Any]) -> RewardFn:
+    """The reward of that name.
+
+    Raises:
+        ConfigError: unknown name or knob; names the nearest one.
+    """
+    if name not in REWARDS:
+        near = get_close_matches(name, REWARDS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(
+            f"no reward is called {name!r}; {hint}registered: {', '.join(sorted(REWARDS))}; "
+            "a reward of your own is given as my_file.py:function"
+        )
+    builder = REWARDS[name]
+    allowed = [p for p in inspect.signature(builder).parameters if p != "timeout_s"]
+    for knob in knobs:
+        if knob not in allowed:
+            raise ConfigError(f"reward {name!r} has no knob {knob!r}; it has: {', '.join(allowed) or 'none'}")
+    return builder(timeout_s=timeout_s, **knobs)

@@ -1,0 +1,130 @@
+"""Rewards that compare a completion with the row's ``answer``, or look at its form. They judge the completion only.
+
+Text of the prompt never counts: a template that shows ``#### <number>`` to the model earns nothing.
+"""
+
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+from tandem.api.failures import RewardFailure
+from tandem.api.workflow import RewardFn, RewardResult
+from tandem.rewards.extraction import after_hashes, boxed, final_answer, gold_answer, last_number, plain_number
+from tandem.rewards.function import DirectReward, as_result
+from tandem.rewards.outcome import Outcome
+from tandem.rewards.pool import WorkerPool
+from tandem.rewards.registry import register
+
+CLOSENESS_WEIGHT = 0.3
+FORM_WEIGHT = 0.2
+
+
+def _gold(row: Mapping[str, Any]) -> str:
+    answer = row.get("answer")
+    if answer is None or not str(answer).strip():
+        raise RewardFailure("reward_raised", f"the row has no answer to compare with; columns there: {', '.join(row)}")
+    return gold_answer(answer)
+
+
+def _gold_number(row: Mapping[str, Any]) -> Fraction:
+    gold = _gold(row)
+    number = plain_number(gold)
+    if number is None:
+        number = plain_number(last_number(gold) or "")
+    if number is None:
+        raise RewardFailure(
+            "reward_raised", f"the row's answer holds no number: {gold!r:.80}; reward `math` compares expressions"
+        )
+    return number
+
+
+def _verdict(right: bool) -> Outcome:
+    return Outcome(float(right), accuracy=float(right))
+
+
+@register("math")
+class MathReward(RewardFn):
+    r"""1 if the final answer (``\boxed{}``, ``####``, last number) is mathematically equal to the row's, else 0.
+
+    Plain numbers are compared exactly, in microseconds; everything else goes to math-verify in a worker process.
+    """
+
+    def __init__(self, *, timeout_s: float, workers: int = 2):
+        self.pool = WorkerPool("tandem.rewards.equality:verify_answer", name="math", timeout_s=timeout_s, size=workers)
+
+    async def __call__(
+        self,
+        *,
+        prompt: str,
+        completion: str,
+        prompt_ids: tuple[int, ...],
+        completion_ids: tuple[int, ...],
+        row: Mapping[str, Any],
+    ) -> RewardResult:
+        """See `RewardFn`."""
+        gold, answer = _gold(row), final_answer(completion)
+        if answer is None:
+            return as_result(_verdict(False))
+        numbers = plain_number(gold), plain_number(answer)
+        if None not in numbers:
+            return as_result(_verdict(numbers[0] == numbers[1]))
+        if gold == answer:
+            return as_result(_verdict(True))
+        outcome = await self.pool.call({"gold": gold, "answer": answer})
+        return as_result(_verdict(outcome.value > 0))
+
+    def close(self) -> None:
+        """Kills the workers."""
+        self.pool.close()
+
+
+def exact_number(completion: str, row: Mapping[str, Any]) -> Outcome:
+    """1 if the last number of the completion is the row's number, else 0."""
+    expected, found = _gold_number(row), last_number(completion)
+    return _verdict(found is not None and plain_number(found) == expected)
+
+
+def has_form(completion: str) -> float:
+    r"""1 if the completion marks its final answer, by ``\boxed{…}`` or by ``####``, else 0."""
+    return 1.0 if boxed(completion) or after_hashes(completion) else 0.0
+
+
+def gsm8k_parts(completion: str, row: Mapping[str, Any]) -> dict[str, float]:
+    """Right answer 1; closeness up to 0.3; form 0.2 (0.1 for a number without ``####``); so a weak model sees a spread."""
+    expected, answer = _gold_number(row), final_answer(completion)
+    number = plain_number(answer) if answer else None
+    correct, closeness = 0.0, 0.0
+    if number is not None:
+        correct = float(number == expected)
+        closeness = CLOSENESS_WEIGHT / (1 + float(abs(number - expected) / max(Fraction(1), abs(expected))))
+    marked = plain_number(after_hashes(completion) or "") is not None
+    form = FORM_WEIGHT if marked else FORM_WEIGHT / 2 if number is not None else 0.0
+    return {"correct": correct, "closeness": closeness, "format": form, "accuracy": correct}
+
+
+@register("exact_number")
+def build_exact_number(*, timeout_s: float) -> RewardFn:
+    """See `exact_number`; takes microseconds, so ``timeout_s`` never passes."""
+    return DirectReward(exact_number, "exact_number")
+
+
+@register("format")
+def build_format(*, timeout_s: float) -> RewardFn:
+    """See `has_form`."""
+    return DirectReward(has_form, "format")
+
+
+@register("gsm8k")
+def build_gsm8k(*, timeout_s: float) -> RewardFn:
+    """See `gsm8k_parts`."""
+    return DirectReward(gsm8k_parts, "gsm8k")
+
+
+@register("length")
+def build_length(*, timeout_s: float, target_tokens: int = 256) -> RewardFn:
+    """1 up to ``target_tokens`` tokens, then falling in a straight line to 0 at twice as many."""
+
+    def length(completion_ids: tuple[int, ...]) -> float:
+        return min(1.0, max(0.0, 2.0 - len(completion_ids) / target_tokens))
+
+    return DirectReward(length, "length")

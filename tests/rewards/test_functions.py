@@ -1,0 +1,314 @@
+"""A user's function as a reward: what it may take and return, and what becomes of one that misbehaves."""
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+import time
+
+import psutil
+import pytest
+
+from tandem.api.failures import RewardFailure
+from tandem.api.workflow import RewardResult
+from tandem.config.errors import ConfigError
+from tandem.rewards.build import build_reward
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="worker processes are watched through Linux's process table")
+
+SOURCE = """
+import asyncio, os, subprocess, sys, time
+from fractions import Fraction
+
+def length(completion): return len(completion)
+def whole(prompt, completion, prompt_ids, completion_ids, **row):
+    return (prompt, completion, prompt_ids, completion_ids, row) == ("p", "c", (1,), (2, 3), {"answer": "a"})
+def column(answer, *, completion="", weight=2): return weight * (answer == "a")
+def parts(completion): return {"correct": 1.0, "format": 0.2, "accuracy": 1}
+def result(completion):
+    from tandem.api.workflow import RewardResult
+    return RewardResult(0.5, {"a": 0.5}, 1.0)
+def echo(returned): return eval(returned)
+def raises(completion):
+    raise KeyError("no such thing")
+def hangs(completion): time.sleep(1000)
+def spins(completion):
+    while True: pass
+def hangs_with_children(path):
+    children = [subprocess.Popen(["sleep", "1000"]), subprocess.Popen(["setsid", "sleep", "1000"])]
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            open(path, "a").write(f"{os.getpid()}\\n")
+            time.sleep(1000)
+        os._exit(0)
+    open(path, "a").write("".join(f"{child.pid}\\n" for child in children))
+    time.sleep(1000)
+def leaves_children(path):
+    open(path, "w").write(str(subprocess.Popen(["sleep", "1000"]).pid))
+    return 1.0
+def forks(completion):
+    os.fork()
+    return 0.75
+def prints(completion):
+    print("x" * 200000); sys.stdout.flush(); os.write(1, b"raw")
+    return 1.0
+def exits(completion): os._exit(3)
+def quits(completion): sys.exit("enough")
+def crashes(completion): os.kill(os.getpid(), 11)
+def forges(completion):
+    for fd in range(3, 64):
+        try: os.write(fd, b"\\0" * 7 + b"\\x10" + b'{"value": 100.0}')
+        except OSError: pass
+    return 0.0
+def slowly(completion):
+    time.sleep(0.3)
+    return 1.0
+def process(completion): return os.getpid()
+async def soon(completion):
+    await asyncio.sleep(0)
+    return {"a": 1, "b": 2}
+async def never(completion): await asyncio.sleep(1000)
+async def stubborn(completion):
+    while True:
+        try: await asyncio.sleep(1)
+        except asyncio.CancelledError:
+            if completion == "c": return 1.0
+async def fails(completion): raise ValueError("bad")
+def needs(answr): return 1.0
+not_callable = 3
+"""
+
+
+@pytest.fixture
+def reward(tmp_path):
+    """Builds the reward of that name from a user's file, and closes it."""
+    file, built = tmp_path / "my_rewards.py", []
+    file.write_text(textwrap.dedent(SOURCE))
+
+    def build(name, timeout_s=20.0):
+        built.append(build_reward(f"{file}:{name}", timeout_s=timeout_s))
+        return built[-1]
+
+    yield build
+    for one in built:
+        one.close()
+
+
+def call(function, **row):
+    """One call in an event loop of its own."""
+    return asyncio.run(acall(function, **row))
+
+
+async def acall(function, **row):
+    row = row or {"answer": "a"}
+    return await function(prompt="p", completion="c", prompt_ids=(1,), completion_ids=(2, 3), row=row)
+
+
+def failure_of(function, **row):
+    with pytest.raises(RewardFailure) as caught:
+        call(function, **row)
+    return caught.value
+
+
+def gone(pid):
+    """Dead, or a zombie that only waits for whoever inherited it."""
+    for _ in range(100):
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("length", RewardResult(1.0)),
+        ("whole", RewardResult(1.0)),
+        ("column", RewardResult(2.0)),
+        ("parts", RewardResult(1.2, {"correct": 1.0, "format": 0.2}, 1.0)),
+        ("result", RewardResult(0.5, {"a": 0.5}, 1.0)),
+        ("soon", RewardResult(3.0, {"a": 1.0, "b": 2.0})),
+        ("prints", RewardResult(1.0)),
+    ],
+)
+def test_a_function_takes_what_it_names_and_returns_a_number_or_parts(reward, name, expected):
+    assert call(reward(name)) == expected
+
+
+def test_what_is_no_finite_number_is_a_named_failure(reward):
+    echo = reward("echo")
+    assert call(echo, returned="True").value == 1.0
+    assert call(echo, returned="Fraction(1, 2)").value == 0.5
+    for returned in (
+        "None",
+        "'1.0'",
+        "[1.0]",
+        "{}",
+        "{'accuracy': 1.0}",
+        "{'a': None}",
+        "{'a': 1, 'accuracy': 2}",
+        "1j",
+        "echo",
+    ):
+        assert failure_of(echo, returned=returned).reason == "reward_wrong_type", returned
+    for returned in ("float('nan')", "float('inf')", "{'a': float('nan')}", "10**400", "{'a': 1e308, 'b': 1e308}"):
+        assert failure_of(echo, returned=returned).reason == "reward_not_finite", returned
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("raises", "KeyError"), ("quits", "SystemExit: enough"), ("fails", "ValueError: bad")]
+)
+def test_a_reward_that_raises_keeps_its_cause(reward, name, words):
+    failure = failure_of(reward(name))
+
+    assert failure.reason == "reward_raised" and words in str(failure)
+    assert failure.__cause__ is not None
+
+
+@pytest.mark.parametrize(("name", "words"), [("exits", "exit code 3"), ("crashes", "SIGSEGV")])
+def test_a_worker_that_dies_is_a_failure_and_is_replaced(reward, name, words):
+    function = reward(name)
+    for _ in range(2):
+        failure = failure_of(function)
+        assert failure.reason == "reward_raised" and words in str(failure)
+
+
+@pytest.mark.parametrize("name", ["hangs", "spins", "never", "stubborn"])
+def test_a_reward_past_its_deadline_is_a_timeout(reward, name):
+    start = time.monotonic()
+    failure = failure_of(reward(name, timeout_s=0.5))
+
+    assert failure.reason == "reward_timeout" and "0.5 s" in str(failure)
+    assert time.monotonic() - start < 10
+
+
+def test_close_kills_a_call_under_way_with_its_children_also_detached_ones(reward, tmp_path):
+    pids = tmp_path / "pids"
+    function = reward("hangs_with_children", timeout_s=30.0)
+
+    async def hang():
+        task = asyncio.create_task(acall(function, path=str(pids)))
+        while not pids.exists() or pids.read_text().count("\n") < 3:
+            await asyncio.sleep(0.02)
+        started = [int(pid) for pid in pids.read_text().split()]
+        assert all(psutil.pid_exists(pid) for pid in started)
+        function.close()
+        with pytest.raises(RewardFailure):
+            await task
+        return started
+
+    started = asyncio.run(hang())
+    assert len(started) == 3 and all(gone(pid) for pid in started)
+
+
+def test_the_deadline_kills_the_children_too(reward, tmp_path):
+    pids = tmp_path / "pids"
+    failure = failure_of(reward("hangs_with_children", timeout_s=2.0), path=str(pids))
+    started = [int(pid) for pid in pids.read_text().split()]
+
+    assert failure.reason == "reward_timeout"
+    assert len(started) == 3 and all(gone(pid) for pid in started)
+
+
+def test_children_left_behind_end_with_the_call(reward, tmp_path):
+    assert call(reward("leaves_children"), path=str(tmp_path / "pid")).value == 1.0
+    assert gone(int((tmp_path / "pid").read_text()))
+
+
+def test_a_reward_that_forks_answers_once(reward):
+    forks = reward("forks")
+    assert [call(forks).value for _ in range(3)] == [0.75] * 3
+
+
+def test_a_forged_answer_is_not_taken(reward):
+    with pytest.raises(RewardFailure):
+        call(reward("forges"))
+
+
+def test_a_hanging_call_does_not_hold_up_others(reward):
+    function = reward("slowly")
+    hanging = reward("spins", timeout_s=3.0)
+
+    async def both():
+        stuck = asyncio.create_task(acall(hanging))
+        values = await asyncio.gather(*(acall(function) for _ in range(4)))
+        assert not stuck.done()
+        with pytest.raises(RewardFailure):
+            await stuck
+        return values
+
+    assert [result.value for result in asyncio.run(both())] == [1.0] * 4
+
+
+def test_workers_are_reused_and_close_leaves_no_process(reward):
+    process = reward("process")
+
+    async def many():
+        return {(await acall(process)).value for _ in range(5)} | {
+            r.value for r in await asyncio.gather(*(acall(process) for _ in range(8)))
+        }
+
+    workers = {int(pid) for pid in asyncio.run(many())}
+    keepers = process.pool.pids
+    assert 1 <= len(workers) <= 2 and all(psutil.pid_exists(pid) for pid in workers)
+    process.close()
+    process.close()
+
+    assert all(gone(pid) for pid in [*workers, *keepers])
+    with pytest.raises(RuntimeError, match="closed"):
+        call(process)
+
+
+def test_workers_end_with_a_run_that_is_killed(tmp_path):
+    (tmp_path / "mine.py").write_text(SOURCE)
+    script = f"""
+import asyncio
+from tandem.rewards.build import build_reward
+reward = build_reward({str(tmp_path / "mine.py")!r} + ":hangs_with_children", timeout_s=1000)
+asyncio.run(reward(prompt="", completion="", prompt_ids=(), completion_ids=(), row={{"path": {str(tmp_path / "pids")!r}}}))
+"""
+    run = subprocess.Popen([sys.executable, "-c", script])
+    pids = tmp_path / "pids"
+    while not pids.exists() or pids.read_text().count("\n") < 3:
+        assert run.poll() is None
+        time.sleep(0.05)
+    family = [child.pid for child in psutil.Process(run.pid).children(recursive=True)]
+    run.kill()
+    run.wait()
+
+    assert len(family) >= 5 and all(gone(pid) for pid in family)
+
+
+def test_a_worker_does_not_import_torch():
+    code = "import sys, tandem.rewards.worker, tandem.rewards.outcome, tandem.api.plugins; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_a_missing_column_names_those_that_are_there(reward):
+    needs = reward("needs")
+    assert "'answr'" in str(failure_of(needs)) and "columns there: answer" in str(failure_of(needs))
+    with pytest.raises(ConfigError, match="columns there: answer"):
+        needs.check_columns({"answer": 1})
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("mth", "did you mean 'math'"),
+        ("length(target=3)", "it has: target_tokens"),
+        ("math +", "cannot be read"),
+        ("math*math", "a weight is a number"),
+        ("math + math", "twice"),
+        ("no_such_file.py:reward", "there is no file"),
+        ("FILE:lenght", "length"),
+        ("FILE:not_callable", "must be a function"),
+    ],
+)
+def test_a_spec_that_cannot_work_says_what_to_do(tmp_path, spec, words):
+    (tmp_path / "mine.py").write_text(SOURCE)
+    with pytest.raises(ConfigError, match=words.replace("(", r"\(")):
+        build_reward(spec.replace("FILE", str(tmp_path / "mine.py")), timeout_s=1.0)
