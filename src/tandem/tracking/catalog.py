@@ -1,0 +1,328 @@
+"""Every metric: its unit, what it is, and what to do when it looks wrong. docs/metrics.md is made from this table.
+
+A name may hold one part in angle brackets, which stands for any text: ``episodes/dropped/<reason>``.
+"""
+
+import re
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    """One row of the table."""
+
+    unit: str
+    meaning: str
+    advice: str
+
+
+SECTIONS: dict[str, dict[str, Metric]] = {
+    "Reward": {
+        "reward/mean": Metric(
+            "reward",
+            "Mean over the samples of the batch, before shaping.",
+            "It should rise, with noise. Flat from the start: read `trajectories/`; the prompt may be too hard (see "
+            "`groups/without_spread`), the answer may not be found in the text, or `actor.optimizer.lr` is too low. "
+            "Rising, then falling: lower the learning rate, add KL.",
+        ),
+        "reward/std": Metric(
+            "reward",
+            "Standard deviation over all samples of the batch.",
+            "Near 0: all samples are judged alike and there is little to learn from; use a reward with more steps, or"
+            " other prompts.",
+        ),
+        "reward/<source>": Metric(
+            "reward",
+            "Mean reward of one data set of a mixture.",
+            "One source falls while the others rise: give it more weight in `train_dataset.sources`.",
+        ),
+        "rewards/<name>": Metric(
+            "reward",
+            "Mean of one named part of the reward.",
+            "Only the easy part (format, length) rises: it is being exploited; lower its weight.",
+        ),
+        "accuracy": Metric(
+            "share",
+            "Mean accuracy of the samples, where right and wrong are defined.",
+            "Reward rises and accuracy does not: the reward is rewarding something else.",
+        ),
+        "groups/without_spread": Metric(
+            "share",
+            "Groups whose samples all have the same reward; their advantages are 0 and they teach nothing.",
+            "Above 0.5: prompts are too hard or too easy. Choose others, raise `gconfig.n_samples` or the "
+            "temperature, or use `algorithm.filter=dynamic_sampling`. At 1 the step changes nothing and says so.",
+        ),
+    },
+    "Optimization": {
+        "loss": Metric(
+            "—",
+            "What was minimised. In reinforcement learning it hovers around 0 and its height says nothing; in SFT it "
+            "is the mean negative log-probability.",
+            "In reinforcement learning look at the reward instead. In SFT it should fall; if it rises, lower the "
+            "learning rate.",
+        ),
+        "grad_norm": Metric(
+            "—",
+            "Global norm of the gradient before clipping at `actor.optimizer.max_grad_norm`.",
+            "Single peaks are clipped and harmless. Growing over many steps: lower the learning rate. Exactly 0: no "
+            "group had spread.",
+        ),
+        "lr": Metric(
+            "—",
+            "Learning rate of the last optimizer step.",
+            "Not what was expected: see `actor.optimizer.schedule` and `warmup_steps`.",
+        ),
+        "skipped": Metric(
+            "steps",
+            "Optimizer steps not taken because loss or gradient was not finite.",
+            "Above 0 now and then is survivable. Several in a row end the run: lower the learning rate, or use "
+            "`actor.dtype=float32`.",
+        ),
+        "entropy": Metric(
+            "nats",
+            "Mean entropy of the policy at the trained tokens.",
+            "Falling to 0 early: exploration has ended; raise `algorithm.entropy_coefficient`, `clip_high` or the "
+            "temperature, lower the learning rate. Rising without end: the policy is dissolving; lower the learning "
+            "rate.",
+        ),
+        "clip_fraction": Metric(
+            "share",
+            "Trained tokens whose ratio left the clipping range.",
+            "0 with one mini-batch a step is right (every ratio is 1). Above 0.3: the steps are too large; lower the "
+            "learning rate or `actor.mini_batches`.",
+        ),
+        "ratio": Metric(
+            "—",
+            "Mean of exp(policy − proximal) over the trained tokens.",
+            "It stays near 1; far from it the policy moves too far within one batch.",
+        ),
+        "kl/rollout_proximal": Metric(
+            "nats",
+            "How far the trainer's policy is from the one that sampled (k3 estimate, mean over trained tokens).",
+            "At staleness 0 it is numeric noise, below 0.01. Larger: the engine and the trainer disagree (see "
+            "`gap/mean`). Growing with staleness: lower `rollout.max_head_offpolicyness` or use "
+            "`algorithm.correction`.",
+        ),
+        "kl/reference": Metric(
+            "nats",
+            "How far the policy is from the reference, where one is used.",
+            "It rises slowly. Rising fast: raise `algorithm.kl.coefficient` or lower the learning rate.",
+        ),
+        "correction/mean": Metric(
+            "—",
+            "Mean weight of the behaviour correction.",
+            "Near 1. Far below: many tokens are off-policy; lower the staleness.",
+        ),
+    },
+    "Completions": {
+        "completion_length/mean": Metric(
+            "tokens",
+            "Mean trained tokens of a sample.",
+            "Growing up to `gconfig.max_new_tokens`: the model does not stop; see `truncated`. Collapsing: the reward"
+            " favours short answers.",
+        ),
+        "completion_length/max": Metric(
+            "tokens",
+            "The longest sample of the batch.",
+            "Always at `gconfig.max_new_tokens`: see `truncated`.",
+        ),
+        "truncated": Metric(
+            "share",
+            "Samples that were cut by `gconfig.max_new_tokens` or the context.",
+            "Above 0.2: allow more tokens, or use the `overlong` shaping.",
+        ),
+        "groups/size": Metric(
+            "samples",
+            "Mean samples of a group.",
+            "Below `gconfig.n_samples`: samples failed; see `episodes/dropped/<reason>` and the log.",
+        ),
+    },
+    "Staleness and the gap": {
+        "staleness/mean": Metric(
+            "versions",
+            "Mean over the trained tokens of the trainer's version minus the version that made the token.",
+            "0 when synchronous. When asynchronous it should be below `rollout.max_head_offpolicyness`; exactly 0 "
+            "means that nothing overlaps.",
+        ),
+        "staleness/max": Metric(
+            "versions",
+            "The largest of them.",
+            "It is never above `rollout.max_head_offpolicyness`; if it is, please report it, with `tandem doctor`.",
+        ),
+        "expired": Metric(
+            "share",
+            "Tokens that were too old and left the loss (`rollout.on_expiry=mask`).",
+            "Above 0.1: generation wastes work. Shorten the answers, use `on_expiry=wait`, or raise "
+            "`max_head_offpolicyness`.",
+        ),
+        "gap/mean": Metric(
+            "nats",
+            "Mean absolute difference between the engine's and the trainer's log-probability of the same token under "
+            "the same weights.",
+            "About 0.01 in bfloat16, 0.0001 in float32. Larger: set `rollout.dtype=float32` to see whether it is "
+            "numeric; if it stays, please report it.",
+        ),
+        "gap/max": Metric(
+            "nats",
+            "The largest difference in the batch.",
+            "Peaks up to about 1 are normal in bfloat16 for improbable tokens.",
+        ),
+    },
+    "Time": {
+        "time/step_s": Metric(
+            "s",
+            "The whole step.",
+            "See which of its parts grew.",
+        ),
+        "time/generate_s": Metric(
+            "s",
+            "From asking for a batch to having it: generating when synchronous, waiting when asynchronous.",
+            "Most of the step when synchronous: see `tokens_per_s/generate`, or train asynchronously.",
+        ),
+        "time/train_s": Metric(
+            "s",
+            "Log-probabilities, advantages and optimizer steps.",
+            "Large: raise `actor.max_tokens_per_micro_batch` while memory allows.",
+        ),
+        "time/update_weights_s": Metric(
+            "s",
+            "Publishing the new weights to the inference engine.",
+            "More than a tenth of the step: the machine is short of memory bandwidth.",
+        ),
+        "time/evaluate_s": Metric(
+            "s",
+            "Evaluation, where this step had one.",
+            "Large: lower `evaluate.max_rows` or evaluate less often.",
+        ),
+        "time/checkpoint_s": Metric(
+            "s",
+            "Saving, where this step saved.",
+            "Large: save less often, or on a faster disk.",
+        ),
+        "time/overlap": Metric(
+            "share",
+            "Part of the training time during which the engine was generating.",
+            "0 when synchronous. Below 0.3 when asynchronous: generation is not the bottleneck, or "
+            "`rollout.max_head_offpolicyness` is too small.",
+        ),
+        "time/pause_s": Metric(
+            "s",
+            "How long generation stood still for new weights.",
+            "See `time/recompute_s`, which is not part of it.",
+        ),
+        "time/recompute_s": Metric(
+            "s",
+            "Recomputing keys and values of running requests under new weights.",
+            "Large: `rollout.engine.keep_kv_on_update=true` spares it; watch the gap then.",
+        ),
+        "tokens_per_s/generate": Metric(
+            "tokens/s",
+            "Generated tokens per second of generation.",
+            "Low: raise `rollout.batch_size` or `gconfig.n_samples` (more sequences decoded together), check "
+            "`threads` and `tandem doctor` for bfloat16.",
+        ),
+        "tokens_per_s/train": Metric(
+            "tokens/s",
+            "Prompt and completion tokens per second of training.",
+            "Low: the same; and `gradient_checkpointing` costs a third.",
+        ),
+    },
+    "Episodes and resources": {
+        "episodes/trained": Metric(
+            "episodes",
+            "Prompts trained on since the start.",
+            "It grows by `rollout.batch_size` a step.",
+        ),
+        "episodes/dropped/<reason>": Metric(
+            "episodes",
+            "Prompts dropped since the start, by reason, such as `prompt_too_long`, `reward_timeout`, `deadline`, "
+            "`filtered`.",
+            "Read the first such warning in `log.txt`: it has the cause. Too many in a row end the run "
+            "(`rollout.max_data_failures`).",
+        ),
+        "episodes/running": Metric(
+            "episodes",
+            "Under way when the batch was taken.",
+            "0 in asynchronous training: nothing is generated during training.",
+        ),
+        "episodes/waiting": Metric(
+            "episodes",
+            "Finished and not yet consumed.",
+            "Large: training is the bottleneck.",
+        ),
+        "memory/peak_gib": Metric(
+            "GiB",
+            "Sum of the largest resident sizes of this process and its children; shared pages count in each, so it is"
+            " an upper bound.",
+            "Near the machine's memory: lower `actor.max_tokens_per_micro_batch`, `rollout.engine.kv_cache_gib` or "
+            "`rollout.engine.max_running`.",
+        ),
+    },
+    "Evaluation": {
+        "eval/accuracy": Metric(
+            "share",
+            "Greedy accuracy on `valid_dataset`; a row whose episode failed counts as wrong.",
+            "Falls while `reward/mean` rises: the model is over-fitting the training prompts or exploiting the reward.",
+        ),
+        "eval/reward": Metric(
+            "reward",
+            "Mean reward of the greedy samples.",
+            "As `eval/accuracy`.",
+        ),
+        "eval/completion_length": Metric(
+            "tokens",
+            "Their mean length.",
+            "As `completion_length/mean`.",
+        ),
+        "eval/truncated": Metric(
+            "share",
+            "Those cut by their length.",
+            "Above 0.2: raise `evaluate.max_new_tokens`.",
+        ),
+        "eval/failed": Metric(
+            "rows",
+            "Rows without an answer because their episode failed.",
+            "Above 0: see `log.txt`.",
+        ),
+        "eval/loss": Metric(
+            "nats",
+            "SFT: mean negative log-probability of the validation answers.",
+            "Rising while `loss` falls: over-fitting; stop earlier.",
+        ),
+    },
+}
+
+METRICS: dict[str, Metric] = {name: metric for section in SECTIONS.values() for name, metric in section.items()}
+
+
+def explain(name: str) -> Metric | None:
+    """The row for a metric's name; None where the table has none (a workflow's own metrics, for example)."""
+    if name in METRICS:
+        return METRICS[name]
+    for pattern, metric in METRICS.items():
+        literal = re.sub(r"\\?<\w+\\?>", ".+", re.escape(pattern))
+        if "<" in pattern and re.fullmatch(literal, name):
+            return metric
+    return None
+
+
+def markdown() -> str:
+    """The text of docs/metrics.md."""
+    lines = [
+        "# Metrics",
+        "",
+        "<!-- Made by `python -m tandem.tracking.catalog`; edit src/tandem/tracking/catalog.py instead. -->",
+        "",
+        "Each step is one line of `metrics.jsonl`, with `step`, `time` (seconds since 1970) and the values below;",
+        "one that is not finite is `null`.",
+        "`reward.png` and `curves.png` show most of them, and the line on the terminal the most important ones.",
+        "Metrics that do not apply (staleness of a run of SFT, for example) are absent. A workflow's own metrics",
+        "appear under its own names.",
+    ]
+    for section, metrics in SECTIONS.items():
+        lines += ["", f"## {section}", "", "| name | unit | what it is | when it looks wrong |", "|---|---|---|---|"]
+        lines += [f"| `{name}` | {metric.unit} | {metric.meaning} | {metric.advice} |" for name, metric in metrics.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,1 @@
+"""Further places for metrics, one file each; their libraries are optional."""

@@ -1,0 +1,58 @@
+"""What a sink is, which there are, and how one is opened."""
+
+import difflib
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tandem.config.errors import ConfigError
+
+
+class Sink(Protocol):
+    """Receives the metrics of each step. May raise: whoever calls it warns and goes on without it."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Finite and non-finite values alike."""
+        ...
+
+    def close(self) -> None:
+        """Deliver what is left."""
+        ...
+
+
+@dataclass(frozen=True)
+class SinkRun:
+    """What a sink is told of the run."""
+
+    folder: Path
+    project: str
+    name: str
+    config: Mapping[str, Any]
+    """Plain values, as in config.yaml."""
+
+
+SINKS = {
+    "tensorboard": ("tensorboard", "tandem.tracking.sinks.tensorboard"),
+    "wandb": ("wandb", "tandem.tracking.sinks.wandb"),
+    "trackio": ("trackio", "tandem.tracking.sinks.trackio"),
+}
+"""Name → (package it needs, which is also the extra that installs it; module with `open_sink`)."""
+
+
+def find_sink(name: str) -> Callable[[SinkRun], Sink]:
+    """The function that opens this sink; imports its library.
+
+    Raises:
+        ConfigError: no such sink (names the nearest), or its package is missing (says what to install).
+    """
+    if name not in SINKS:
+        near = difflib.get_close_matches(name, SINKS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"tracking.sinks has {name!r}; {hint}there are: {', '.join(SINKS)}")
+    package, module = SINKS[name]
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"tracking.sinks has {name!r}, whose package is not installed: pip install 'tandem-rl[{name}]'")
+    return importlib.import_module(module).open_sink

@@ -1,0 +1,124 @@
+"""The tracker: takes the metrics of each step and puts them where people look."""
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Self, TextIO
+
+from tandem.api.samples import Group
+from tandem.api.weights import WeightVersion
+from tandem.config.tracking import TrackingConfig
+from tandem.tracking.plots import draw_curves, draw_reward
+from tandem.tracking.progress import ProgressDisplay, line
+from tandem.tracking.sinks.base import Sink, SinkRun, find_sink
+from tandem.tracking.trajectories import write_trajectories
+
+log = logging.getLogger(__name__)
+
+
+class Tracker:
+    """Writes `metrics.jsonl`, `trajectories/`, the pictures and the sinks, and shows progress; a context manager.
+
+    `metrics.jsonl` must work: an error there is raised. What else fails (a picture, a sink, a sample) is warned of once,
+    with its cause, and training goes on.
+
+    Raises:
+        ConfigError: a sink that does not exist or is not installed, at construction.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: TrackingConfig,
+        *,
+        total_steps: int | None = None,
+        run_name: str = "",
+        config_dict: Mapping[str, Any] | None = None,
+        progress: bool = True,
+        file: TextIO | None = None,
+    ):
+        self.folder, self.config, self.total_steps = folder, config, total_steps
+        self.run_name = run_name or folder.name
+        self.series: dict[str, list[tuple[int, float]]] = {}
+        self.last: dict[str, float] = {}
+        """The newest value of each metric."""
+        self._warned: set[str] = set()
+        openers = {name: find_sink(name) for name in dict.fromkeys(config.sinks)}  # all of them, before any is opened
+        run = SinkRun(folder, config.project, self.run_name, dict(config_dict or {}))
+        self._sinks: dict[str, Sink] = {}
+        for name, opener in openers.items():
+            self._try(f"sink {name}", self._open, name, opener, run)
+        self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._display = ProgressDisplay(total_steps, self.run_name, file) if progress else None
+        self._drawn_at = self._step = 0
+
+    def log(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        groups: Iterable[Group] = (),
+        history: Mapping[int, WeightVersion] | None = None,
+    ) -> None:
+        """Records one step. ``groups`` are those of its batch, ``history`` says which weights each version number was."""
+        values = {name: float(value) for name, value in metrics.items()}
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._metrics.write(json.dumps({"step": step, "time": round(time.time(), 3)} | finite) + "\n")
+        self._metrics.flush()
+        for name, value in values.items():
+            self.series.setdefault(name, []).append((step, value))
+        self.last |= values
+        self._step = step
+        count = self.config.trajectories_per_step
+        self._try("trajectories", write_trajectories, self.folder, step, groups, count, history or {})
+        for name, sink in list(self._sinks.items()):
+            if not self._try(f"sink {name}", sink.log, step, values):
+                del self._sinks[name]
+        text = self._display.step(step, values) if self._display else line(step, self.total_steps, values)
+        log.info("%s", text)
+        if self.config.plot_every_steps and step - self._drawn_at >= self.config.plot_every_steps:
+            self.draw()
+
+    def draw(self) -> None:
+        """Draws both pictures from all steps so far."""
+        self._drawn_at = self._step
+        self._try("reward.png", draw_reward, self.series, self.folder / "reward.png", self.run_name)
+        self._try("curves.png", draw_curves, self.series, self.folder / "curves.png", self.run_name)
+
+    def close(self) -> None:
+        """Draws a last time and closes everything; idempotent."""
+        if self._metrics.closed:
+            return
+        if self._display is not None:
+            self._display.close()
+        if self.series:
+            self.draw()
+        for name, sink in self._sinks.items():
+            self._try(f"sink {name}", sink.close)
+        self._metrics.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self, name: str, opener: Callable[[SinkRun], Sink], run: SinkRun) -> None:
+        self._sinks[name] = opener(run)
+
+    def _try(self, what: str, function: Callable[..., object], *arguments: object) -> bool:
+        """Calls it; False and, the first time, a warning where it raises.
+
+        The one broad ``except`` of this room: libraries of sinks raise whatever they like, and none of it is worth a run.
+        """
+        try:
+            function(*arguments)
+        except Exception as error:
+            if what not in self._warned:
+                self._warned.add(what)
+                log.warning("%s failed, training goes on without it: %s: %s", what, type(error).__name__, error)
+                log.debug("cause", exc_info=error)
+            return False
+        return True

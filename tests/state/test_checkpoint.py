@@ -1,0 +1,149 @@
+"""A checkpoint is there whole or not at all, whatever happens on the way."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tandem.state.checkpoint import CheckpointFailed, save_checkpoint
+from tandem.state.existing import checkpoints
+from tandem.state.run_folder import RunFolder
+
+
+@pytest.fixture
+def run(tmp_path):
+    with RunFolder.open(tmp_path, "exp", "trial", config_text="") as run:
+        yield run
+
+
+def weights(value):
+    return lambda folder: save_file({"w": torch.full((8,), float(value))}, folder / "model.safetensors")
+
+
+def tokenizer(folder):
+    (folder / "tokenizer.json").write_text("{}")
+
+
+def names(run):
+    return sorted(path.name for path in run.checkpoints.iterdir())
+
+
+def test_a_checkpoint_has_model_and_tokenizer(run):
+    path = save_checkpoint(run, 3, weights(3), tokenizer, None)
+
+    assert path == run.checkpoints / "step_3"
+    assert load_file(path / "model.safetensors")["w"].tolist() == [3.0] * 8
+    assert (path / "tokenizer.json").read_text() == "{}"
+
+
+def test_only_the_newest_are_kept_by_number_and_not_by_name(run):
+    for step in (2, 9, 10, 11):
+        save_checkpoint(run, step, weights(step), tokenizer, 2)
+
+    assert [path.name for path in checkpoints(run.checkpoints)] == ["step_10", "step_11"]
+    assert names(run) == ["step_10", "step_11"]
+
+
+def test_null_keeps_all(run):
+    for step in range(4):
+        save_checkpoint(run, step, weights(step), tokenizer, None)
+
+    assert len(names(run)) == 4
+
+
+def test_a_saved_step_is_not_written_again(run):
+    save_checkpoint(run, 1, weights(1), tokenizer, None)
+    path = save_checkpoint(run, 1, weights(2), tokenizer, None)
+
+    assert load_file(path / "model.safetensors")["w"][0] == 1
+
+
+def test_a_disk_error_leaves_the_checkpoint_before_and_nothing_else(run):
+    save_checkpoint(run, 1, weights(1), tokenizer, 1)
+
+    def refuse(folder):
+        weights(2)(folder)
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointFailed, match=r"step 2 could not be saved: .*No space left.*step_1.*run\.root"):
+        save_checkpoint(run, 2, refuse, tokenizer, 1)
+    assert names(run) == ["step_1"]
+
+
+def test_an_error_that_is_not_the_disks_stays_itself_and_leaves_nothing(run):
+    def refuse(folder):
+        tokenizer(folder)
+        raise KeyError("a bug")
+
+    with pytest.raises(KeyError, match="a bug"):
+        save_checkpoint(run, 2, weights(2), refuse, 1)
+    assert names(run) == []
+
+
+LIMITED = """
+import json, resource, sys, torch
+from safetensors.torch import save_file
+from tandem.state.checkpoint import CheckpointFailed, save_checkpoint
+from tandem.state.run_folder import RunFolder
+
+with RunFolder.open(sys.argv[1], "exp", "limited", config_text="") as run:
+    small = lambda folder: save_file({"w": torch.ones(8)}, folder / "model.safetensors")
+    large = lambda folder: save_file({"w": torch.ones(100_000)}, folder / "model.safetensors")
+    save_checkpoint(run, 1, small, lambda folder: None, 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (65536, resource.RLIM_INFINITY))
+    try:
+        save_checkpoint(run, 2, large, lambda folder: None, 1)
+    except CheckpointFailed as error:
+        failed = str(error)
+    save_checkpoint(run, 3, small, lambda folder: None, 2)  # the run goes on and saves again
+print(json.dumps(failed))
+"""
+
+
+def test_a_write_that_the_system_refuses_is_a_failed_checkpoint(tmp_path):
+    done = subprocess.run([sys.executable, "-c", LIMITED, str(tmp_path)], capture_output=True, text=True, timeout=120)
+
+    assert done.returncode == 0, done.stderr
+    assert "File too large" in json.loads(done.stdout)  # the system's own word: the fault did happen
+    folder = tmp_path / "exp" / "limited" / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["step_1", "step_3"]
+    assert load_file(folder / "step_1" / "model.safetensors")["w"].tolist() == [1.0] * 8
+
+
+def test_too_little_space_is_seen_before_anything_is_written(run, monkeypatch):
+    save_checkpoint(run, 1, weights(1), tokenizer, None)
+    usage = shutil.disk_usage(run.checkpoints)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10))  # a full disk cannot be had here
+
+    with pytest.raises(CheckpointFailed, match=r"needs about .* GiB and 0.00 GiB are free"):
+        save_checkpoint(run, 2, lambda folder: pytest.fail("it was written"), tokenizer, None)
+    assert names(run) == ["step_1"]
+
+
+KILLED = """
+import os, sys, pathlib
+from tandem.state.checkpoint import save_checkpoint
+from tandem.state.run_folder import RunFolder
+
+run = RunFolder.open(sys.argv[1], "exp", "killed", config_text="")
+def die(folder):
+    (folder / "model.safetensors").write_bytes(b"half")
+    os.kill(os.getpid(), 9)
+save_checkpoint(run, 5, die, lambda folder: None, None)
+"""
+
+
+def test_what_a_killed_save_leaves_is_no_checkpoint_and_is_removed_by_the_next(run, tmp_path):
+    done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], timeout=120)
+    folder = tmp_path / "exp" / "killed" / "checkpoints"
+    assert done.returncode == -signal.SIGKILL
+    assert [path.name for path in folder.iterdir()] == [".step_5.partial"] and checkpoints(folder) == []
+
+    shutil.copytree(folder, run.checkpoints)
+    save_checkpoint(run, 6, weights(6), tokenizer, None)
+    assert names(run) == ["step_6"]

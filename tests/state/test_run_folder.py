@@ -1,0 +1,128 @@
+"""A run folder says what it holds and is never shared or overwritten."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tandem.config.errors import ConfigError
+from tandem.state.existing import existing_run
+from tandem.state.run_folder import RunFolder, RunFolderInUse, RunFolderTaken
+
+
+def open_run(root, trial="first", **kwargs):
+    return RunFolder.open(root, "exp", trial, config_text="seed: 3\n", seed=3, **kwargs)
+
+
+def info_of(run):
+    return json.loads((run.path / "run.json").read_text())
+
+
+def test_a_finished_run_says_so_and_with_what_it_was_made(tmp_path):
+    with open_run(tmp_path) as run:
+        assert info_of(run)["status"] == "running"
+        (run.path / "metrics.jsonl").write_text('{"step": 4, "reward/mean": 0.5}\n')
+
+    info = info_of(run)
+    assert run.path == tmp_path / "exp" / "first"
+    assert (run.path / "config.yaml").read_text() == "seed: 3\n"
+    assert (info["status"], info["steps"], info["seed"]) == ("finished", 4, 3)
+    assert {"python", "torch", "transformers", "tandem-rl"} <= info["versions"].keys()
+    assert info["machine"]["cores"] >= 1 and info["machine"]["memory_gib"] > 0
+    assert info["seconds"] >= 0 and info["ended"] >= info["started"]
+
+
+def test_run_json_names_neither_home_nor_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "hidden-key-123")
+    with open_run(tmp_path) as run:
+        text = (run.path / "run.json").read_text()
+
+    assert "hidden-key-123" not in text
+    assert str(tmp_path) not in text
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(KeyboardInterrupt(), "interrupted"), (SystemExit(1), "interrupted"), (ValueError("bad"), "failed")],
+)
+def test_how_a_run_ended_is_recorded(tmp_path, error, status):
+    with pytest.raises(type(error)), open_run(tmp_path) as run:
+        raise error
+
+    assert info_of(run)["status"] == status
+    assert info_of(run).get("error") == ("ValueError: bad" if status == "failed" else None)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../up", "-x", ".hidden", "a b", "a\n", "ä", "x" * 101, "a\\b"])
+def test_names_that_are_not_a_folders_are_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match="trial_name must be the name of one folder"):
+        open_run(tmp_path, trial=name)
+    with pytest.raises(ConfigError, match="experiment_name"):
+        RunFolder.open(tmp_path, name, "first", config_text="")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_with_a_run_is_refused_with_what_is_there(tmp_path):
+    with open_run(tmp_path) as run:
+        lines = ['{"step": 1, "reward/mean": 0.1}', '{"step": 7, "reward/mean": 0.25}', '{"step": 8, "rew']
+        (run.path / "metrics.jsonl").write_text("\n".join(lines))
+        (run.checkpoints / "step_7").mkdir(parents=True)
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.name != ".lock"}
+
+    with pytest.raises(RunFolderTaken, match=r"7 steps done; finished .*reward/mean 0.25; checkpoints: step_7.*trial_name"):
+        open_run(tmp_path)
+    assert before == {path: path.read_bytes() for path in before}
+    open_run(tmp_path, trial="second").close()
+
+
+def test_a_killed_run_is_recognised_and_its_lock_is_gone(tmp_path):
+    code = (
+        "import os, sys; from tandem.state.run_folder import RunFolder\n"
+        "run = RunFolder.open(sys.argv[1], 'exp', 'first', config_text=''); os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60).returncode == -9
+
+    with pytest.raises(RunFolderTaken, match="was killed before it could end"):
+        open_run(tmp_path)
+
+
+def test_a_folder_that_another_process_holds_is_refused_with_its_holder(tmp_path):
+    code = (
+        "import sys; from tandem.state.run_folder import RunFolder\n"
+        "run = RunFolder.open(sys.argv[1], 'exp', 'first', config_text=''); print('held', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(RunFolderInUse, match=rf"process {holder.pid} on \S+ since 20.*another trial_name"):
+            open_run(tmp_path)
+        holder.stdin.close()
+        assert holder.wait(timeout=30) == 0
+
+
+def test_one_process_cannot_hold_a_folder_twice(tmp_path):
+    with open_run(tmp_path), pytest.raises(RunFolderInUse, match=f"process {os.getpid()} "):
+        open_run(tmp_path)
+
+
+def test_an_empty_folder_is_fine_and_a_root_that_is_a_file_is_not(tmp_path):
+    (tmp_path / "exp" / "first").mkdir(parents=True)
+    assert existing_run(tmp_path / "exp" / "first") is None
+    open_run(tmp_path).close()
+
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.root="):
+        open_run(tmp_path / "file")
+
+
+def test_logs_go_to_the_folder_while_it_is_open(tmp_path):
+    log = logging.getLogger("tandem.somewhere")
+    with open_run(tmp_path) as run:
+        log.info("inside %d", 1)
+    log.info("outside")
+
+    text = (run.path / "log.txt").read_text()
+    assert "INFO tandem.somewhere: inside 1" in text and "outside" not in text
