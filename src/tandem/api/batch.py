@@ -121,7 +121,7 @@ def _kind(name: str, value: Any, batch_sizes: tuple[int, int]) -> Kind:
 
 def _kinds(batch: TensorDict) -> dict[str, Kind]:
     sizes = (int(batch["cu_seqlens"][-1]), num_sequences(batch))
-    return {name: _kind(name, batch[name], sizes) for name in batch.keys() if name != "cu_seqlens"}
+    return {str(name): _kind(str(name), batch[name], sizes) for name in batch.keys() if name != "cu_seqlens"}
 
 
 def check(batch: TensorDict) -> TensorDict:
@@ -232,7 +232,7 @@ def concatenate(batches: Iterable[TensorDict]) -> TensorDict:
     batches = list(batches)
     if not batches:
         raise BatchError("nothing to concatenate")
-    names = set(batches[0].keys())
+    names = {str(name) for name in batches[0].keys()}
     for batch in batches:
         if set(batch.keys()) != names:
             raise BatchError(f"batches have different fields: {sorted(set(batch.keys()) ^ names)}")

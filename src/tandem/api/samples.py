@@ -33,7 +33,7 @@ class Trajectory:
     media: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Ragged fields, each ``[R, …]`` with R rows of this trajectory."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         sizes = {
             name: tuple(getattr(self, name).shape) for name in ("input_ids", "loss_mask", "rollout_logprobs", "versions")
         }
