@@ -44,7 +44,7 @@ class RewardFn(ABC):
         completion_ids: tuple[int, ...],
         row: Mapping[str, Any],
     ) -> RewardResult:
-        """Raises `RewardFailure` (reasons ``reward_raised``, ``reward_timeout``, ``reward_not_finite``, ``reward_wrong_type``)."""
+        """Raises `RewardFailure`: ``reward_raised``, ``reward_timeout``, ``reward_not_finite`` or ``reward_wrong_type``."""
 
     def close(self) -> None:
         """End worker processes; idempotent."""
