@@ -1,0 +1,361 @@
+"""Attention over the KV cache: one new token a sequence (decode), or pieces of prompts packed end to end (prefill).
+
+What depends on lengths alone (masks, places to write to, which query belongs to which row) is planned once a step and used by all
+layers. Queries of the samples of one prompt attend to its shared keys together; the two parts are joined by their log-sum-exps.
+Grouped queries are a batch of small matrices against each key head, so keys are never repeated.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn import functional
+
+from tandem.engines.inference.kv_cache import Row, Slab
+from tandem.models.architecture import Architecture
+
+_NEVER = -1e30
+"""Hides a key. Finite: a row that sees nothing gives some average, whose log-sum-exp makes its weight 0, and never NaN."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The facts that attention needs of the model and the device."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    softcap: float | None
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(a: Architecture, dtype: torch.dtype, device: torch.device) -> "Kernel":
+        """For this model on this device."""
+        return Kernel(a.num_heads, a.num_kv_heads, a.head_dim, a.query_scale, a.attention_softcap, dtype, device)
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key head."""
+        return self.heads // self.kv_heads
+
+    def additive(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Additive mask of a boolean one."""
+        return torch.zeros(hidden.shape, dtype=self.dtype, device=hidden.device).masked_fill_(hidden, _NEVER)
+
+    def attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, *, lse: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention of ``[R, kv_heads, Q, D]`` to ``[R, kv_heads, S, D]``, additive mask ``[R, 1, 1 or Q, S]``.
+
+        Returns the output, shaped like the queries, and on demand the log-sum-exps ``[R, kv_heads, Q]`` in float32.
+        """
+        if self.dtype != torch.float32 and self.device.type == "cpu" and self.softcap is None:
+            mask = mask.expand(-1, 1, queries.shape[2], -1)
+            flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            return flash(queries, keys, values, 0.0, False, attn_mask=mask, scale=self.scale)
+        rows, kv_heads, count, head_dim = queries.shape
+        # [R · kv_heads, ...] is a view of the cache; the batched product of small float32 matrices beats flash there by a third.
+        flat_keys = keys.flatten(0, 1) if keys.is_contiguous() else _merged(keys)
+        flat_values = values.flatten(0, 1) if values.is_contiguous() else _merged(values)
+        flat_queries = queries.reshape(rows * kv_heads, count, head_dim)
+        flat_mask = mask.expand(rows, kv_heads, mask.shape[2], mask.shape[3]).reshape(rows * kv_heads, mask.shape[2], -1)
+        if self.softcap is None:
+            scores = torch.baddbmm(flat_mask, flat_queries, flat_keys.transpose(1, 2), alpha=self.scale)
+        else:
+            scores = torch.bmm(flat_queries, flat_keys.transpose(1, 2)).mul_(self.scale / self.softcap).tanh_()
+            scores = scores.mul_(self.softcap).add_(flat_mask)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(self.dtype)
+        out = torch.bmm(weights, flat_values).view(rows, kv_heads, count, head_dim)
+        total = torch.logsumexp(scores.float(), dim=-1).view(rows, kv_heads, count) if lse else None
+        return out, total
+
+
+def _merged(tensor: torch.Tensor) -> torch.Tensor:
+    """``[R, kv_heads, S, D]``, S cut short from a slab, as a view ``[R · kv_heads, S, D]``."""
+    rows, heads, length, dim = tensor.shape
+    return tensor.as_strided((rows * heads, length, dim), (tensor.stride(1), tensor.stride(2), 1))
+
+
+@dataclass
+class _OwnPart:
+    """Rows of one slab and the batch rows ``[start, stop)`` that they serve."""
+
+    slab: Slab
+    start: int
+    stop: int
+    used: int
+    """Rows of the slab that are read: all up to the last in use."""
+
+    length: int
+    """Keys that are read of each row."""
+
+    counts: torch.Tensor
+    """Tokens in each slab row with the new one, ``[used, 1]``."""
+
+    writes: torch.Tensor
+    """Where new keys go, ``[n · kv_heads]``, in the slab seen as ``[rows · kv_heads · capacity, D]``."""
+
+    to_slab: torch.Tensor | None
+    """Batch row (from ``start``) of each slab row; None where they are the same."""
+
+    from_slab: torch.Tensor | None
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+    """Window → additive mask ``[used, 1, 1, length]``."""
+
+
+@dataclass
+class _PromptPart:
+    """One slab of shared prompts and the samples that read them."""
+
+    slab: Slab
+    lengths: torch.Tensor
+    """Tokens of each prompt, ``[used, 1]``."""
+
+    length: int
+    positions: torch.Tensor
+    """Absolute position of each sample's new token, ``[used, samples]``; samples: the most that one prompt has."""
+
+    queries: torch.Tensor
+    """Which (batch row · heads) each query comes from, ``[used · kv_heads · samples · group]``."""
+
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+
+class DecodePlan:
+    """Attention of one new token of each sequence; built when the set of sequences changes, advanced at each step.
+
+    Args:
+        rows: each sequence's own row, ordered so that those of one slab stand together and those with a shared prompt last.
+        prompts: the shared prompt's row of each sequence, or None.
+        own: tokens in each own row with the new one.
+        starts: tokens of each shared prompt, 0 without.
+        windows: the sliding windows that occur in the model, None for full attention.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        rows: Sequence[Row],
+        prompts: Sequence[Row | None],
+        own: list[int],
+        starts: list[int],
+        windows: set[int | None],
+    ):
+        self.kernel = kernel
+        self._windows = windows
+        self._own_parts: list[_OwnPart] = []
+        self._prompt_parts: list[_PromptPart] = []
+        self._first_shared = next((i for i, prompt in enumerate(prompts) if prompt is not None), len(rows))
+        self._back: torch.Tensor | None = None
+        start = 0
+        for stop in range(1, len(rows) + 1):
+            if stop == len(rows) or rows[stop].slab is not rows[start].slab:
+                self._own_parts.append(self._own_part(rows, own, start, stop))
+                start = stop
+        if self._first_shared < len(rows):
+            self._plan_prompts(prompts, own, starts)
+        self._make_masks()
+
+    def advance(self) -> None:
+        """Every sequence has one token more."""
+        for part in self._own_parts:
+            part.counts += 1
+            part.writes += 1
+            part.length += 1
+        for shared in self._prompt_parts:
+            shared.positions += 1
+        self._make_masks()
+
+    def _own_part(self, rows: Sequence[Row], own: list[int], start: int, stop: int) -> _OwnPart:
+        slab, device = rows[start].slab, self.kernel.device
+        index = torch.tensor([row.index for row in rows[start:stop]], device=device)
+        used = int(index.max()) + 1
+        same = torch.equal(index, torch.arange(used, device=device))
+        count = torch.tensor(own[start:stop], device=device)
+        counts = torch.ones(used, 1, dtype=torch.long, device=device)
+        counts[index, 0] = count
+        to_slab = torch.zeros(used, dtype=torch.long, device=device)
+        to_slab[index] = torch.arange(stop - start, device=device)
+        heads = torch.arange(self.kernel.kv_heads, device=device)
+        writes = (index[:, None] * self.kernel.kv_heads + heads) * slab.capacity + count[:, None] - 1
+        places = (None, None) if same else (to_slab, index)
+        return _OwnPart(slab, start, stop, used, max(own[start:stop]), counts, writes.flatten(), *places)
+
+    def _plan_prompts(self, prompts: Sequence[Row | None], own: list[int], starts: list[int]) -> None:
+        kernel, device = self.kernel, self.kernel.device
+        members: dict[int, dict[int, list[int]]] = {}  # slab → row → batch rows
+        slabs: dict[int, Slab] = {}
+        for batch_row, prompt in enumerate(prompts):
+            if prompt is not None:
+                slabs[id(prompt.slab)] = prompt.slab
+                members.setdefault(id(prompt.slab), {}).setdefault(prompt.index, []).append(batch_row)
+        back = torch.zeros((len(prompts) - self._first_shared, kernel.heads), dtype=torch.long)
+        heads = torch.arange(kernel.heads).view(1, kernel.kv_heads, 1, kernel.group)
+        base = 0
+        for key, by_row in members.items():
+            samples = max(len(batch_rows) for batch_rows in by_row.values())
+            table = torch.zeros((max(by_row) + 1, samples), dtype=torch.long)
+            for index, batch_rows in by_row.items():
+                table[index, : len(batch_rows)] = torch.tensor(batch_rows)
+            queries = table[:, None, :, None] * kernel.heads + heads  # [used, kv_heads, samples, group]
+            places = torch.arange(queries.numel()).view(queries.shape) + base
+            lengths = torch.ones((len(table), 1), dtype=torch.long)
+            for index, batch_rows in by_row.items():
+                found = places[index, :, : len(batch_rows)].transpose(0, 1).reshape(len(batch_rows), kernel.heads)
+                back[torch.tensor(batch_rows) - self._first_shared] = found
+                lengths[index] = starts[batch_rows[0]]
+            base += queries.numel()
+            positions = torch.tensor(starts)[table] + torch.tensor(own)[table] - 1
+            part = (lengths.to(device), int(lengths.max()), positions.to(device), queries.flatten().to(device))
+            self._prompt_parts.append(_PromptPart(slabs[key], *part))
+        self._back = back.flatten().to(device)
+
+    def _make_masks(self) -> None:
+        for part in self._own_parts:
+            keys = torch.arange(part.length, device=self.kernel.device)
+            for window in self._windows:
+                hidden = keys >= part.counts
+                if window is not None:
+                    hidden = hidden | (part.counts - 1 - keys >= window)
+                part.masks[window] = self.kernel.additive(hidden[:, None, None])
+        for shared in self._prompt_parts:
+            keys = torch.arange(shared.length, device=self.kernel.device)
+            for window in self._windows:
+                if window is None and None in shared.masks:
+                    continue
+                hidden = (keys >= shared.lengths)[:, None, None]  # [used, 1, 1, length]
+                if window is not None:
+                    far = shared.positions[:, :, None] - keys >= window  # [used, samples, length]
+                    hidden = hidden | far.repeat_interleave(self.kernel.group, dim=1)[:, None]
+                shared.masks[window] = self.kernel.additive(hidden)
+
+    def __call__(
+        self, layer: int, window: int | None, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """Writes keys and values ``[B, kv_heads, D]`` and attends with ``[B, heads, D]``; returns ``[B, heads · D]``."""
+        kernel = self.kernel
+        shape = (-1, kernel.kv_heads, kernel.group, kernel.head_dim)
+        outs, totals = [], []
+        for part in self._own_parts:
+            slab, places = part.slab, slice(part.start, part.stop)
+            for cache, new in ((slab.keys[layer], keys), (slab.values[layer], values)):
+                flat = new[places].reshape(-1, kernel.head_dim)
+                cache.view(-1, kernel.head_dim).index_copy_(0, part.writes, flat)
+            own = (
+                queries[places].view(shape)
+                if part.to_slab is None
+                else queries[places].index_select(0, part.to_slab).view(shape)
+            )
+            args = slab.keys[layer][: part.used, :, : part.length], slab.values[layer][: part.used, :, : part.length]
+            shared = part.start >= self._first_shared
+            out, total = kernel.attend(own, *args, part.masks[window], lse=shared)
+            if part.from_slab is not None:
+                out = out.index_select(0, part.from_slab)
+                total = total.index_select(0, part.from_slab) if shared and total is not None else None
+            outs.append(out.reshape(-1, kernel.heads, kernel.head_dim))
+            if shared and total is not None:
+                totals.append(total.reshape(-1, kernel.heads))
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        if self._back is not None:
+            out = self._with_prompts(layer, window, queries, out, totals)
+        return out.view(len(out), -1)
+
+    def _with_prompts(
+        self, layer: int, window: int | None, queries: torch.Tensor, own: torch.Tensor, totals: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """Joins own attention ``[B, heads, D]`` with that to the shared prompts."""
+        kernel = self.kernel
+        outs, lses = [], []
+        flat = queries.reshape(-1, kernel.head_dim)
+        for part in self._prompt_parts:
+            used, samples = part.positions.shape
+            shape = (used, kernel.kv_heads, samples * kernel.group, kernel.head_dim)
+            gathered = flat.index_select(0, part.queries).view(shape)
+            keys, values = part.slab.keys[layer], part.slab.values[layer]
+            args = keys[:used, :, : part.length], values[:used, :, : part.length]
+            out, lse = kernel.attend(gathered, *args, part.masks[window], lse=True)
+            outs.append(out.reshape(-1, kernel.head_dim))
+            assert lse is not None
+            lses.append(lse.reshape(-1))
+        assert self._back is not None
+        prompt = (outs[0] if len(outs) == 1 else torch.cat(outs)).index_select(0, self._back)
+        prompt_lse = (lses[0] if len(lses) == 1 else torch.cat(lses)).index_select(0, self._back)
+        prompt = prompt.view(-1, kernel.heads, kernel.head_dim)
+        prompt_lse = prompt_lse.view(-1, kernel.heads)
+        own_lse = totals[0] if len(totals) == 1 else torch.cat(totals)
+        weight = torch.sigmoid(own_lse - prompt_lse).unsqueeze(-1).to(own.dtype)
+        first = self._first_shared
+        joined = torch.lerp(prompt, own[first:], weight)
+        return joined if first == 0 else torch.cat((own[:first], joined))
+
+
+@dataclass
+class Piece:
+    """Tokens ``[start, start + count)`` of one row, computed in one prefill pass, after ``prompt_length`` shared ones."""
+
+    row: Row
+    start: int
+    count: int
+    prompt: Row | None = None
+    prompt_length: int = 0
+
+
+class PrefillPlan:
+    """Attention of several pieces packed end to end, each to its own row and to the prompt before it."""
+
+    def __init__(self, kernel: Kernel, pieces: Sequence[Piece], windows: set[int | None]):
+        self.kernel = kernel
+        self._pieces = pieces
+        self._masks = [{window: self._mask(piece, window) for window in windows} for piece in pieces]
+
+    def _mask(self, piece: Piece, window: int | None) -> torch.Tensor | None:
+        """Additive ``[1, 1, count, keys]``, or None where the piece is simply causal."""
+        before = piece.prompt_length + piece.start
+        total = before + piece.count
+        if not before and self.kernel.softcap is None and (window is None or total <= window):
+            return None
+        keys = torch.arange(total, device=self.kernel.device)
+        queries = keys[before:, None]
+        hidden = keys > queries
+        if window is not None:
+            hidden = hidden | (queries - keys >= window)
+        return self.kernel.additive(hidden[None, None])
+
+    def __call__(
+        self, layer: int, window: int | None, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        """Writes keys and values ``[T, kv_heads, D]`` and attends with ``[T, heads, D]``; returns ``[T, heads · D]``."""
+        out = torch.empty_like(queries)
+        start = 0
+        for piece, masks in zip(self._pieces, self._masks, strict=True):
+            stop = start + piece.count
+            part = slice(start, stop)
+            row, end = piece.row, piece.start + piece.count
+            own_keys, own_values = row.slab.keys[layer][row.index, :, :end], row.slab.values[layer][row.index, :, :end]
+            own_keys[:, piece.start :] = keys[part].transpose(0, 1)
+            own_values[:, piece.start :] = values[part].transpose(0, 1)
+            if piece.prompt is not None:
+                slab, place = piece.prompt.slab, (piece.prompt.index, slice(None), slice(piece.prompt_length))
+                own_keys = torch.cat((slab.keys[layer][place], own_keys), dim=1)
+                own_values = torch.cat((slab.values[layer][place], own_values), dim=1)
+            out[part] = self._attend(queries[part], own_keys, own_values, masks[window])
+            start = stop
+        return out.flatten(1)
+
+    def _attend(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``[Q, heads, D]`` attends to ``[kv_heads, S, D]``."""
+        kernel = self.kernel
+        grouped = queries.transpose(0, 1)[None]  # [1, heads, Q, D]
+        if kernel.softcap is None:
+            args = grouped, keys[None], values[None], mask
+            out = functional.scaled_dot_product_attention(*args, is_causal=mask is None, scale=kernel.scale, enable_gqa=True)
+            return out[0].transpose(0, 1)
+        assert mask is not None
+        shape = (1, kernel.kv_heads, kernel.group * len(queries), kernel.head_dim)
+        many = mask.repeat(1, 1, kernel.group, 1)
+        out, _ = kernel.attend(grouped.reshape(shape), keys[None].contiguous(), values[None].contiguous(), many)
+        return out.view(kernel.heads, len(queries), kernel.head_dim).transpose(0, 1)

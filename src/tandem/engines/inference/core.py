@@ -1,0 +1,362 @@
+"""The heart of the embedded engine: one scheduling round after another, weights switched between two of them.
+
+One thread drives it (`EngineCore.step`); only `stage` may run in another at the same time.
+"""
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig
+
+from tandem.api.engines import InferencePart
+from tandem.api.failures import DataFailure
+from tandem.api.requests import LLMRequest, LLMResponse, StopReason
+from tandem.api.weights import WeightVersion
+from tandem.config.errors import ConfigError
+from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.engines.inference.attention import DecodePlan, Kernel, PrefillPlan
+from tandem.engines.inference.decoder import Decoder
+from tandem.engines.inference.fused_weights import FusedWeights, FusedWeightsBuilder, StagedWeights, compute_dtype
+from tandem.engines.inference.kv_cache import KVCache
+from tandem.engines.inference.scheduler import Scheduler
+from tandem.engines.inference.sequences import Job, Sequence, SharedPrompt
+from tandem.engines.inference.slots import Slots
+from tandem.engines.inference.stopping import StopText
+from tandem.models.architecture import Architecture
+from tandem.models.tokenizer import load_tokenizer
+
+__all__ = ["EngineCore", "StagedWeights"]
+
+Finished = list[tuple[int, LLMResponse]]
+
+_EAGER_PREFILL = 4
+"""A decode step is put off while more than one in so many running sequences still waits for its first token: a step costs
+nearly the same for few sequences as for many."""
+
+
+class EngineCore:
+    """Continuous batching over a slab cache.
+
+    Example: ``core.add(0, LLMRequest((1, 2, 3), GenerationConfig()))``, then ``core.step()`` until ``core.has_work`` is false.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        config: EmbeddedEngineConfig,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        version: WeightVersion,
+    ):
+        device = torch.device(device)
+        self._folder, self._device, self._dtype = folder, device, dtype
+        hf_config = AutoConfig.from_pretrained(folder)
+        a = self._architecture = Architecture.from_config(hf_config)
+        self._max_model_len = min(config.max_model_len or a.max_position_embeddings, a.max_position_embeddings)
+        compute = compute_dtype(dtype, device)
+        self._cache = KVCache(a.num_layers, a.num_kv_heads, a.head_dim, compute, device, config.kv_cache_gib)
+        if self._cache.budget_tokens < 32:
+            raise ConfigError(
+                f"rollout.engine.kv_cache_gib={config.kv_cache_gib} holds {self._cache.budget_tokens} tokens of this model, at "
+                f"{self._cache.bytes_per_token} bytes each; make it larger"
+            )
+        self._slots = Slots(config.max_running, a.vocab_size, _eos_ids(folder, hf_config), device)
+        self._scheduler = Scheduler(self._cache, self._slots, config.prefill_chunk_tokens)
+        self._kernel = Kernel.of(a, compute, device)
+        self._decoder = Decoder(a, dtype, compute, device, self._max_model_len)
+        self._plan: DecodePlan | None = None
+        self._last_hidden: dict[Sequence, torch.Tensor] = {}
+        """Of sequences with a prompt of their own that is done and has no token drawn from it yet."""
+
+        self._counters = dict.fromkeys(
+            (
+                "generated_tokens",
+                "prefill_tokens",
+                "recomputed_tokens",
+                "steps",
+                "busy_s",
+                "prefill_s",
+                "decode_s",
+                "cancelled",
+            ),
+            0.0,
+        )
+        self._version = version
+        self._weights: FusedWeights | None = self.stage(_tensors(folder)).weights
+
+    # ------------------------------------------------------------------ requests
+
+    @property
+    def version(self) -> WeightVersion:
+        """The version that the next token will be made by."""
+        return self._version
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is waiting or running."""
+        return bool(self._scheduler.sequences)
+
+    def add(self, request_id: int, request: LLMRequest) -> None:
+        """Queues a request.
+
+        Raises:
+            DataFailure: ``prompt_too_long`` where no token fits behind it, ``bad_request`` where it cannot be sampled.
+        """
+        ids, gconfig = request.input_ids, request.gconfig
+        if len(ids) >= self._max_model_len:
+            raise DataFailure("prompt_too_long", f"{len(ids)} tokens leave no room in the context of {self._max_model_len}")
+        if not ids or min(ids) < 0 or max(ids) >= self._architecture.vocab_size:
+            raise DataFailure(
+                "bad_request", f"a prompt has at least one token, each in [0, {self._architecture.vocab_size})"
+            )
+        if gconfig.temperature <= 0 or gconfig.max_new_tokens < 1 or gconfig.top_p <= 0 or gconfig.top_k < 0:
+            raise DataFailure(
+                "bad_request", f"temperature, top_p and max_new_tokens must be above 0 and top_k not below, got {gconfig}"
+            )
+        deadline = None if request.deadline_s is None else time.monotonic() + request.deadline_s
+        stop = StopText(load_tokenizer(self._folder), gconfig.stop) if gconfig.stop else None
+        limit = min(gconfig.max_new_tokens, self._max_model_len - len(ids))
+        sequence = Sequence(request_id, request, limit, deadline, stop)
+        needed = self._scheduler.needed(sequence)
+        if needed > self._cache.budget_tokens:
+            raise DataFailure(
+                "prompt_too_long",
+                f"{len(ids)} prompt and {limit} new tokens need {needed} of cache, rollout.engine.kv_cache_gib holds "
+                f"{self._cache.budget_tokens}; make it larger or max_new_tokens smaller",
+            )
+        self._scheduler.add(sequence)
+
+    def cancel(self, request_id: int) -> None:
+        """Frees what the request holds; no response is made for it. An unknown number is fine."""
+        sequence = self._scheduler.sequences.get(request_id)
+        if sequence is not None:
+            self._counters["cancelled"] += 1
+            self._scheduler.end([sequence])
+
+    # ------------------------------------------------------------------ one round
+
+    @torch.inference_mode()
+    def step(self) -> Finished:
+        """One round: admit, a piece of prefill and/or one token for every started sequence; returns what finished."""
+        if self._weights is None:
+            raise RuntimeError("the weights sleep; deliver them anew (stage, swap) before the next step")
+        began = time.perf_counter()
+        finished = self._expire()
+        scheduler = self._scheduler
+        scheduler.admit()
+        if scheduler.jobs or scheduler.ready:
+            finished += self._prefill()
+        self._counters["prefill_s"] += time.perf_counter() - began
+        middle = time.perf_counter()
+        pending = scheduler.num_running - len(scheduler.decoding)
+        if scheduler.decoding and pending * _EAGER_PREFILL <= len(scheduler.decoding):
+            finished += self._decode()
+        self._counters["decode_s"] += time.perf_counter() - middle
+        self._counters["busy_s"] += time.perf_counter() - began
+        self._counters["steps"] += 1
+        return finished
+
+    def _expire(self) -> Finished:
+        """Ends requests whose deadline has passed, with what they have."""
+        now = time.monotonic()
+        late = [s for s in self._scheduler.sequences.values() if s.deadline is not None and s.deadline <= now]
+        self._counters["cancelled"] += len(late)
+        return self._end([(sequence, StopReason.CANCELLED) for sequence in late])
+
+    def _end(self, ended: list[tuple[Sequence, StopReason]]) -> Finished:
+        finished = []
+        for sequence, reason in ended:
+            if sequence.slot >= 0:
+                response = self._slots.response(sequence, reason)
+            else:
+                request = sequence.request
+                response = LLMResponse(request.input_ids, (), (), (), reason, request.gconfig.temperature)
+            finished.append((sequence.request_id, response))
+        if ended:
+            self._scheduler.end([sequence for sequence, _ in ended])
+        return finished
+
+    def _prefill(self) -> Finished:
+        """One packed pass over waiting prompts, and the first token of every sequence whose prompt is done."""
+        scheduler = self._scheduler
+        starting, scheduler.ready = scheduler.ready, []
+        for job in self._run_jobs(scheduler.jobs, "prefill_tokens"):
+            starting += job.owner.members if isinstance(job.owner, SharedPrompt) else [job.owner]
+        scheduler.jobs = [job for job in scheduler.jobs if job.done < len(job.tokens)]
+        if not starting:
+            return []
+        hidden = [s.prompt.hidden if s.prompt is not None else self._last_hidden[s] for s in starting]
+        places: dict[int, int] = {}
+        unique = []
+        for h in hidden:
+            if id(h) not in places:
+                places[id(h)] = len(unique)
+                unique.append(h)
+        assert self._weights is not None
+        logits = self._decoder.logits(self._weights, torch.stack(unique))  # [prompts, V]
+        if len(unique) < len(hidden):
+            logits = logits[torch.tensor([places[id(h)] for h in hidden], device=self._device)]
+        self._last_hidden = {}
+        for sequence in starting:
+            scheduler.start(sequence)
+        slots = torch.tensor([sequence.slot for sequence in starting], device=self._device)
+        return self._draw(starting, slots, logits)
+
+    def _run_jobs(self, jobs: list[Job], counter: str) -> list[Job]:
+        """One prefill pass over the front of the jobs; returns those that it completed. Hidden states go to their owners."""
+        taken, pieces = self._scheduler.next_pieces(jobs)
+        if not taken:
+            return []
+        device, weights = self._device, self._weights
+        assert weights is not None
+        tokens = torch.cat([job.tokens[p.start : p.start + p.count] for job, p in zip(taken, pieces, strict=True)])
+        positions = torch.cat([torch.arange(p.count) + (p.prompt_length + p.start) for p in pieces])
+        complete, keep, end = [], [], 0
+        for job, piece in zip(taken, pieces, strict=True):
+            job.done += piece.count
+            end += piece.count
+            if job.done == len(job.tokens):
+                complete.append(job)
+                keep.append(end - 1)
+        plan = PrefillPlan(self._kernel, pieces, self._decoder.windows)
+        kept = torch.tensor(keep, dtype=torch.long, device=device)
+        hidden = self._decoder.hidden(weights, tokens.to(device), positions.to(device), plan, kept)
+        for job, last in zip(complete, hidden.unbind(0), strict=True):
+            if isinstance(job.owner, SharedPrompt):
+                job.owner.hidden = last
+            else:
+                self._last_hidden[job.owner] = last
+        self._counters[counter] += len(tokens)
+        return complete
+
+    def _decode(self) -> Finished:
+        """One token for every started sequence."""
+        scheduler, slots = self._scheduler, self._slots
+        if scheduler.changed or self._plan is None:
+            self._make_plan()
+        else:
+            self._plan.advance()
+        assert self._plan is not None and self._weights is not None
+        places = self._batch_slots
+        hidden = self._decoder.hidden(self._weights, slots.last[places], slots.positions[places] - 1, self._plan)
+        logits = self._decoder.logits(self._weights, hidden)
+        return self._draw(self._batch, places, logits, self._sampling)
+
+    def _make_plan(self) -> None:
+        """Plans attention for the sequences that decode now; valid until one joins or leaves."""
+        scheduler = self._scheduler
+        batch = self._batch = scheduler.ordered()
+        self._batch_slots = torch.tensor([sequence.slot for sequence in batch], device=self._device)
+        self._sampling = self._slots.sampling(self._batch_slots)
+        starts = [len(sequence.prompt.tokens) if sequence.prompt is not None else 0 for sequence in batch]
+        lengths = self._slots.positions[self._batch_slots].tolist()
+        own = [length - start for length, start in zip(lengths, starts, strict=True)]
+        rows = [sequence.row for sequence in batch if sequence.row is not None]
+        prompts = [sequence.prompt.row if sequence.prompt is not None else None for sequence in batch]
+        self._plan = DecodePlan(self._kernel, rows, prompts, own, starts, self._decoder.windows)
+        scheduler.changed = False
+
+    def _draw(self, batch: list[Sequence], slots: torch.Tensor, logits: torch.Tensor, rows=None) -> Finished:
+        """Draws a token for each sequence of the batch and ends those that are done."""
+        rows = self._slots.sampling(slots) if rows is None else rows
+        stopped, full = self._slots.draw(slots, logits, rows, self._version.number)
+        self._counters["generated_tokens"] += len(batch)
+        ended = {i: StopReason.LENGTH for i in full} | {i: StopReason.STOP for i in stopped}
+        for i, sequence in enumerate(batch):
+            if sequence.stop_text is not None and self._says_stop(sequence):
+                ended[i] = StopReason.STOP
+        return self._end([(batch[i], reason) for i, reason in sorted(ended.items())])
+
+    def _says_stop(self, sequence: Sequence) -> bool:
+        assert sequence.stop_text is not None
+        token, count = int(self._slots.last[sequence.slot]), int(self._slots.counts[sequence.slot])
+        return sequence.stop_text.add(token) and count >= sequence.request.gconfig.min_new_tokens
+
+    # ------------------------------------------------------------------ weights and memory
+
+    def stage(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
+        """Builds a second copy of the weights from a stream of tensors under their Hugging Face names.
+
+        May run in another thread while `step` runs; each tensor need only be valid until the next is asked for.
+
+        Raises:
+            WeightUpdateFailed: a tensor is missing, unknown, has another shape or came twice; the message names it.
+        """
+        builder = FusedWeightsBuilder(self._architecture, self._dtype, self._device)
+        for name, tensor in named_tensors:
+            builder.add(name, tensor)
+        return builder.finish()
+
+    @torch.inference_mode()
+    def swap(self, staged: StagedWeights, version: WeightVersion, keep_kv: bool = False) -> dict[str, float]:
+        """Switches to staged weights between two steps.
+
+        The cache of running requests is recomputed under the new weights, unless ``keep_kv``. Tokens drawn before keep their
+        log-probabilities and versions.
+
+        Returns:
+            ``pause_s`` without the recompute, and ``recompute_s``.
+        """
+        began = time.perf_counter()
+        self._weights, self._version = staged.weights, version
+        scheduler = self._scheduler
+        if keep_kv:
+            scheduler.stop_sharing()
+        else:
+            scheduler.restart_prefill()
+        switched = time.perf_counter()
+        if not keep_kv:
+            for jobs in scheduler.recompute_jobs():
+                while jobs:
+                    self._run_jobs(jobs, "recomputed_tokens")
+                    jobs = [job for job in jobs if job.done < len(job.tokens)]
+            self._last_hidden.clear()
+        return {"pause_s": switched - began, "recompute_s": time.perf_counter() - switched}
+
+    def sleep(self, parts: tuple[InferencePart, ...]) -> None:
+        """Gives memory back; refused while requests are waiting or running."""
+        if self.has_work:
+            raise RuntimeError(f"sleep needs an idle engine; {len(self._scheduler.sequences)} requests are under way")
+        if "kv_cache" in parts:
+            self._plan = None
+            self._cache.clear()
+        if "weights" in parts:
+            self._weights = None
+
+    def wake(self, parts: tuple[InferencePart, ...]) -> None:
+        """The cache comes back with the first request; weights come back by `stage` and `swap`."""
+
+    def statistics(self) -> dict[str, float]:
+        """Counters since the start, and what is held now."""
+        scheduler, cache = self._scheduler, self._cache
+        return self._counters | {
+            "running": float(scheduler.num_running),
+            "waiting": float(len(scheduler.waiting)),
+            "shared_prompt_tokens": float(scheduler.shared_tokens),
+            "kv_reserved_tokens": float(cache.reserved_tokens),
+            "kv_budget_tokens": float(cache.budget_tokens),
+            "kv_held_bytes": float(cache.held_bytes()),
+        }
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a Hugging Face folder's safetensors files."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"{folder} has no *.safetensors file; save the model with save_pretrained")
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a dict
+                yield name, opened.get_tensor(name)
+
+
+def _eos_ids(folder: Path, hf_config) -> set[int]:
+    """Tokens that end a completion: those of the generation config, else of the model's."""
+    file = folder / "generation_config.json"
+    ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    ids = ids if ids is not None else getattr(hf_config, "eos_token_id", None)
+    return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)

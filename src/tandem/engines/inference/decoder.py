@@ -1,0 +1,134 @@
+"""The forward pass of the engine: embeddings, fused layers, final norm, head. Attention is given, so prefill and decode share it."""
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+from transformers.activations import ACT2FN
+
+from tandem.engines.inference.fused_weights import FusedWeights, LayerWeights
+from tandem.models.architecture import Architecture, Rope
+
+Attend = Callable[[int, int | None, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""``attend(layer, window, queries [T, heads, D], keys [T, kv_heads, D], values) -> [T, heads · D]``; also writes the cache."""
+
+
+class Decoder:
+    """Stateless but for its rotary tables; the weights come with each call, so a new version is a new argument."""
+
+    def __init__(
+        self, architecture: Architecture, dtype: torch.dtype, compute: torch.dtype, device: torch.device, max_len: int
+    ):
+        self._a = architecture
+        self.windows = set(architecture.sliding_windows)
+        ropes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._tables: list[tuple[torch.Tensor, torch.Tensor] | None] = []
+        for rope in architecture.rope:
+            if rope is not None and id(rope) not in ropes:
+                ropes[id(rope)] = _rotary_table(rope, max_len, compute, device)
+            self._tables.append(None if rope is None else ropes[id(rope)])
+        # transformers rounds the scale to the weights' dtype
+        self._embedding_scale = float(torch.tensor(architecture.embedding_scale).to(dtype))
+        self._gated = _gate(architecture.activation)
+
+    def hidden(
+        self,
+        weights: FusedWeights,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        keep: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Final hidden states after the last norm, of all tokens or of those in ``keep``.
+
+        Args:
+            weights: which version.
+            tokens: ``[T]`` int64.
+            positions: ``[T]`` int64, absolute.
+            attend: attention over the cache, which it also writes.
+            keep: ``[K]`` int64, the tokens whose hidden state is wanted; K may be 0.
+
+        Returns:
+            ``[T, hidden]`` or ``[K, hidden]``.
+        """
+        x = functional.embedding(tokens, weights.embedding)
+        if self._embedding_scale != 1.0:
+            x = x * self._embedding_scale
+        rotations: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        last = len(weights.layers) - 1
+        for index, layer in enumerate(weights.layers):
+            table = self._tables[index]
+            if table is not None and id(table) not in rotations:
+                rotations[id(table)] = table[0][positions], table[1][positions]
+            rotation = None if table is None else rotations[id(table)]
+            mixed = self._attention(layer, index, x, rotation, attend)
+            if index == last and keep is not None:
+                mixed, x = mixed[keep], x[keep]
+            x = self._after_attention(layer, x, mixed)
+        return self._norm(x, weights.norm)
+
+    def logits(self, weights: FusedWeights, hidden: torch.Tensor) -> torch.Tensor:
+        """``[B, hidden]`` → ``[B, V]`` float32."""
+        logits = weights.head(hidden).float()
+        cap = self._a.final_softcap
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    def _attention(
+        self,
+        layer: LayerWeights,
+        index: int,
+        x: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor] | None,
+        attend: Attend,
+    ) -> torch.Tensor:
+        """Attention of one layer before its output projection, ``[T, heads · D]``."""
+        a = self._a
+        qkv = layer.projections["qkv"](self._norm(x, layer.norms["attention"]))
+        qkv = qkv.view(len(x), a.num_heads + 2 * a.num_kv_heads, a.head_dim)
+        rotated, values = qkv[:, : -a.num_kv_heads], qkv[:, -a.num_kv_heads :]
+        if a.qk_norm:
+            queries = self._norm(rotated[:, : a.num_heads], layer.norms["query"])
+            rotated = torch.cat((queries, self._norm(rotated[:, a.num_heads :], layer.norms["key"])), dim=1)
+        if rotation is not None:
+            rotated = _rotate(rotated, *rotation)
+        return attend(index, a.sliding_windows[index], rotated[:, : a.num_heads], rotated[:, a.num_heads :], values)
+
+    def _after_attention(self, layer: LayerWeights, x: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
+        """Output projection and MLP, each with its residual."""
+        o, down = layer.projections["o"], layer.projections["down"]
+        if self._a.post_norms:
+            x = x + self._norm(o(mixed), layer.norms["after_attention"])
+            inner = self._gated(layer.projections["gate_up"](self._norm(x, layer.norms["mlp"])))
+            return x + self._norm(down(inner), layer.norms["after_mlp"])
+        x = o.add_to(x, mixed)
+        return down.add_to(x, self._gated(layer.projections["gate_up"](self._norm(x, layer.norms["mlp"]))))
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, (x.shape[-1],), weight, self._a.rms_eps)
+
+
+def _rotary_table(rope: Rope, length: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine ``[length, 1, D]`` and sine ``[length, 1, D / 2]`` of every position, times the scaling."""
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), rope.inv_freq)
+    cos, sin = angles.cos() * rope.attention_scaling, angles.sin() * rope.attention_scaling
+    return torch.cat((cos, cos), dim=-1)[:, None].to(device, dtype), sin[:, None].to(device, dtype)
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions on ``[T, heads, D]``, first half against second half; three passes and no copies of halves."""
+    half = x.shape[-1] // 2
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin, value=-1)
+    out[..., half:].addcmul_(x[..., :half], sin)
+    return out
+
+
+def _gate(activation: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """``[T, 2 · I]`` (gate, up) → activation(gate) · up, ``[T, I]``."""
+    function = ACT2FN[activation]
+
+    def gated(both: torch.Tensor) -> torch.Tensor:
+        gate, up = both.chunk(2, dim=-1)
+        return function(gate).mul_(up)
+
+    return gated

@@ -1,0 +1,131 @@
+"""Keys and values: one row a sequence (or shared prompt), in slabs of rows of equal capacity.
+
+A slab's tensors are dense, so attention over its rows is a view and never a gather. Capacities come in steps, so a short
+sequence neither reserves nor reads what a long one needs. A row is reserved whole at admission: nothing that runs is ever evicted.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+_FIRST_ROWS = 8
+
+Pool = Literal["whole", "prompt", "suffix"]
+"""What a row holds: a whole sequence, a prompt that samples share, or the own tokens of one of those samples."""
+
+
+@dataclass(eq=False)
+class Row:
+    """A place for the keys and values of up to ``slab.capacity`` tokens; ``index`` changes when the slab is compacted."""
+
+    slab: "Slab"
+    index: int
+
+
+class Slab:
+    """Rows of one capacity: per layer keys and values ``[rows, kv_heads, capacity, head_dim]``."""
+
+    def __init__(self, cache: "KVCache", capacity: int):
+        self.capacity = capacity
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+        self.rows: list[Row] = []
+        self.size = 0
+        self._cache = cache
+
+    def resize(self, size: int) -> None:
+        """Makes room for ``size`` rows, keeping the first ones; layer by layer, so that at most one layer exists twice."""
+        cache, kept = self._cache, min(len(self.rows), size)
+        shape = (size, cache.kv_heads, self.capacity, cache.head_dim)
+        for tensors in (self.keys, self.values):
+            for layer in range(cache.layers):
+                # Zeros and not garbage: a masked position is multiplied by 0, and 0 · NaN is NaN.
+                new = torch.zeros(shape, dtype=cache.dtype, device=cache.device)
+                if kept:
+                    new[:kept] = tensors[layer][:kept]
+                if layer < len(tensors):
+                    tensors[layer] = new
+                else:
+                    tensors.append(new)
+        self.size = size
+
+    def release(self, row: Row) -> None:
+        """Moves the last row into the hole, so that rows in use stay the first ones."""
+        last = self.rows.pop()
+        if last is not row:
+            for tensor in (*self.keys, *self.values):
+                tensor[row.index] = tensor[last.index]
+            last.index = row.index
+            self.rows[last.index] = last
+
+
+class KVCache:
+    """All slabs, within a budget of tokens."""
+
+    def __init__(
+        self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device, budget_gib: float
+    ):
+        self.layers, self.kv_heads, self.head_dim = layers, kv_heads, head_dim
+        self.dtype, self.device = dtype, device
+        self.bytes_per_token = 2 * layers * kv_heads * head_dim * dtype.itemsize
+        self.budget_tokens = int(budget_gib * 2**30) // self.bytes_per_token
+        self.reserved_tokens = 0
+        self.slabs: dict[tuple[Pool, int], Slab] = {}
+
+    def capacity_for(self, tokens: int) -> int:
+        """The capacity of the row that holds so many tokens: steps of 32 to 128, then about a quarter each."""
+        step = 32
+        while tokens > 4 * step:
+            step *= 2
+        return min(-(-tokens // step) * step, max(self.budget_tokens, tokens))
+
+    def fits(self, capacities: Iterable[int]) -> bool:
+        """Whether rows of these capacities can be allocated now."""
+        return self.reserved_tokens + sum(capacities) <= self.budget_tokens
+
+    def reserve(self, pool: Pool, capacity: int, count: int) -> Slab:
+        """Grows a slab once for ``count`` further rows."""
+        slab = self.slabs.setdefault((pool, capacity), Slab(self, capacity))
+        if len(slab.rows) + count > slab.size:
+            wanted = max(len(slab.rows) + count, min(2 * slab.size, slab.size + 32), _FIRST_ROWS)
+            spare = self.budget_tokens - sum(s.size * s.capacity for s in self.slabs.values() if s is not slab)
+            if spare < wanted * capacity:
+                self._trim(slab)
+                wanted = len(slab.rows) + count
+            slab.resize(wanted)
+        return slab
+
+    def allocate(self, pool: Pool, capacity: int) -> Row:
+        """A row; the caller has asked `fits` before."""
+        slab = self.reserve(pool, capacity, 1)
+        row = Row(slab, len(slab.rows))
+        slab.rows.append(row)
+        self.reserved_tokens += capacity
+        return row
+
+    def free(self, row: Row) -> None:
+        """Gives a row back; other rows of the slab may move."""
+        row.slab.release(row)
+        self.reserved_tokens -= row.slab.capacity
+
+    def clear(self) -> None:
+        """Gives all memory back; only while no row is in use."""
+        if self.reserved_tokens:
+            raise RuntimeError(f"the KV cache holds {self.reserved_tokens} tokens; it can only be cleared when nothing runs")
+        self.slabs.clear()
+
+    def held_bytes(self) -> int:
+        """Bytes of all slabs, used or not."""
+        return sum(slab.size * slab.capacity for slab in self.slabs.values()) * self.bytes_per_token
+
+    def _trim(self, but: Slab) -> None:
+        """Cuts the other slabs down to the rows in use."""
+        for key, slab in list(self.slabs.items()):
+            if slab is but:
+                continue
+            if not slab.rows:
+                del self.slabs[key]
+            elif len(slab.rows) < slab.size:
+                slab.resize(len(slab.rows))

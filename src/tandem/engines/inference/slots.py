@@ -1,0 +1,141 @@
+"""Tables with one line a running sequence: what a step reads and writes as tensors, so that no token costs Python.
+
+Lists are made of them once, when a sequence ends.
+"""
+
+from collections.abc import Sequence as SequenceOf
+
+import torch
+
+from tandem.api.requests import LLMResponse, NoiseKey, StopReason
+from tandem.engines.inference.noise import stream_of, uniform
+from tandem.engines.inference.sampler import SamplingRows, sample
+from tandem.engines.inference.sequences import Sequence
+
+_NO_TOKEN = -1
+
+
+class Slots:
+    """State of up to ``count`` running sequences."""
+
+    def __init__(self, count: int, vocab_size: int, eos: SequenceOf[int], device: torch.device):
+        self._vocab_size = vocab_size
+        self._eos = tuple(eos)
+        self._free = list(range(count - 1, -1, -1))
+
+        def table(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return torch.zeros((count, *shape), dtype=dtype, device=device)
+
+        self.last = table(torch.long)
+        """Newest token, not yet in the cache."""
+
+        self.positions = table(torch.long)
+        """Absolute position of the next token to be drawn."""
+
+        self.counts = table(torch.long)
+        """Tokens drawn so far."""
+
+        self._limits, self._minimums = table(torch.long), table(torch.long)
+        self._streams, self._top_k = table(torch.long), table(torch.long)
+        self._temperatures, self._top_p = table(torch.float32), table(torch.float32)
+        self._greedy = table(torch.bool)
+        self._stop = table(torch.long, max(1, len(self._eos)))
+        self._tokens, self._versions = table(torch.long, 16), table(torch.long, 16)
+        self._logprobs = table(torch.float32, 16)
+
+    @property
+    def num_free(self) -> int:
+        """Sequences that could be taken in."""
+        return len(self._free)
+
+    def take(self, sequence: Sequence) -> None:
+        """Gives the sequence a line."""
+        slot = sequence.slot = self._free.pop()
+        request, gconfig = sequence.request, sequence.request.gconfig
+        self.positions[slot], self.counts[slot] = len(request.input_ids), 0
+        self._limits[slot], self._minimums[slot] = sequence.max_new_tokens, gconfig.min_new_tokens
+        key = request.noise_key if request.noise_key is not None else NoiseKey(seed=0, sample=sequence.request_id)
+        self._streams[slot] = stream_of(key)
+        self._temperatures[slot], self._top_p[slot] = gconfig.temperature, gconfig.top_p
+        self._top_k[slot] = min(gconfig.top_k, self._vocab_size) if gconfig.top_k else self._vocab_size
+        self._greedy[slot] = gconfig.greedy
+        stop = sorted({*self._eos, *gconfig.stop_token_ids})
+        self._stop = _widened(self._stop, len(stop), _NO_TOKEN)
+        self._stop[slot] = _NO_TOKEN
+        self._stop[slot, : len(stop)] = torch.tensor(stop, dtype=torch.long)
+        self._tokens = _widened(self._tokens, sequence.max_new_tokens, 0)
+        self._versions = _widened(self._versions, sequence.max_new_tokens, 0)
+        self._logprobs = _widened(self._logprobs, sequence.max_new_tokens, 0)
+
+    def release(self, sequence: Sequence) -> None:
+        """Takes the line back."""
+        self._free.append(sequence.slot)
+        sequence.slot = -1
+
+    def sampling(self, slots: torch.Tensor) -> SamplingRows:
+        """How the rows ``slots [B]`` sample; `draw` adds what changes from step to step."""
+        temperatures, top_p, top_k = self._temperatures[slots], self._top_p[slots], self._top_k[slots]
+        greedy = self._greedy[slots]
+        truncates = bool(((top_p < 1.0) | (top_k < self._vocab_size)).any())
+        return SamplingRows(
+            temperatures,
+            uniform_temperature=bool((temperatures == 1.0).all()),
+            greedy=greedy if bool(greedy.any()) else None,
+            top_p=top_p if truncates else None,
+            top_k=top_k if truncates else None,
+            minimums=bool((self._minimums[slots] > 0).any()),
+        )
+
+    def draw(
+        self, slots: torch.Tensor, logits: torch.Tensor, rows: SamplingRows, version: int
+    ) -> tuple[list[int], list[int]]:
+        """Draws and records the next token of ``slots [B]`` from ``logits [B, V]``.
+
+        Returns:
+            Places in ``slots`` that ended with a stop token, and those that reached their limit.
+        """
+        forbidden = self._forbidden(slots) if rows.minimums else None
+        positions, counts = self.positions[slots], self.counts[slots]
+        tokens, logprobs = sample(logits, uniform(self._streams[slots], positions), rows, forbidden)
+        self._tokens[slots, counts] = tokens
+        self._logprobs[slots, counts] = logprobs
+        self._versions[slots, counts] = version
+        self.last[slots] = tokens
+        self.positions[slots] = positions + 1
+        self.counts[slots] = counts + 1
+        stopped = (tokens[:, None] == self._stop[slots]).any(dim=-1)
+        full = (counts + 1 >= self._limits[slots]) & ~stopped
+        ended = torch.stack((stopped, full))
+        if not bool(ended.any()):
+            return [], []
+        return ended[0].nonzero().flatten().tolist(), ended[1].nonzero().flatten().tolist()
+
+    def _forbidden(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(row, stop token) pairs of the rows that may not end yet."""
+        stop = self._stop[slots]
+        early = (self.counts[slots] < self._minimums[slots])[:, None] & (stop != _NO_TOKEN)
+        rows, columns = early.nonzero(as_tuple=True)
+        return (rows, stop[rows, columns]) if len(rows) else None
+
+    def drawn(self, sequence: Sequence) -> torch.Tensor:
+        """Tokens drawn so far, ``[n]``."""
+        return self._tokens[sequence.slot, : int(self.counts[sequence.slot])]
+
+    def response(self, sequence: Sequence, reason: StopReason) -> LLMResponse:
+        """What the sequence has."""
+        count = int(self.counts[sequence.slot])
+        tokens, logprobs, versions = (
+            t[sequence.slot, :count].tolist() for t in (self._tokens, self._logprobs, self._versions)
+        )
+        request = sequence.request
+        temperature = request.gconfig.temperature
+        return LLMResponse(request.input_ids, tuple(tokens), tuple(logprobs), tuple(versions), reason, temperature)
+
+
+def _widened(table: torch.Tensor, columns: int, fill: int) -> torch.Tensor:
+    """The table with at least so many columns."""
+    if columns <= table.shape[1]:
+        return table
+    wide = torch.full((len(table), max(columns, 2 * table.shape[1])), fill, dtype=table.dtype, device=table.device)
+    wide[:, : table.shape[1]] = table
+    return wide
