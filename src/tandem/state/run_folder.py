@@ -44,6 +44,12 @@ def write_atomically(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
 
 
+def run_path(root: str | Path, experiment: str, trial: str) -> Path:
+    """`<root>/<experiment>/<trial>`, the names checked."""
+    parts = check_name("experiment_name", experiment), check_name("trial_name", trial)
+    return Path(root).expanduser().joinpath(*parts)
+
+
 class RunFolder:
     """`<root>/<experiment>/<trial>/`, held by this process until `close`; a context manager.
 
@@ -71,15 +77,14 @@ class RunFolder:
             RunFolderTaken: a run is there; says what of it, and how to proceed.
             ConfigError: a name that is not a folder's, or a root that cannot be written.
         """
-        parts = check_name("experiment_name", experiment), check_name("trial_name", trial)
-        path = Path(root).expanduser().joinpath(*parts)
+        path = run_path(root, experiment, trial)
         try:
             path.mkdir(parents=True, exist_ok=True)
             lock = _take_lock(path)
         except OSError as error:
             raise ConfigError(f"run.root={root} cannot hold the run folder {path}: {error.strerror or error}") from error
         try:
-            _refuse_existing(path)
+            refuse_existing(path)
             info = {
                 "experiment": experiment,
                 "trial": trial,
@@ -180,7 +185,8 @@ def _take_lock(folder: Path) -> IO[str]:
     return lock
 
 
-def _refuse_existing(folder: Path) -> None:
+def refuse_existing(folder: Path) -> None:
+    """Raises `RunFolderTaken` where the folder holds a run; says what of it, and how to proceed."""
     found = existing_run(folder)
     if found is not None:
         raise RunFolderTaken(

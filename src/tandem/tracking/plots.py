@@ -99,8 +99,13 @@ def draw_curves(series: Series, path: Path, title: str) -> Path | None:
         return None
     columns = min(4, len(panels))
     rows = math.ceil(len(panels) / columns)
-    figure = Figure(figsize=(3.4 * columns, 2.4 * rows + 0.3), dpi=100, layout="constrained")
-    figure.suptitle(title)
+    width, height = 3.4 * columns, 2.4 * rows + 0.5
+    figure = Figure(figsize=(width, height), dpi=100)
+    figure.suptitle(title, y=1 - 0.1 / height, va="top")
+    # fixed margins, in inches: matplotlib's own layout would draw everything twice
+    figure.subplots_adjust(
+        left=0.6 / width, right=1 - 0.15 / width, bottom=0.35 / height, top=1 - 0.7 / height, wspace=0.27, hspace=0.33
+    )
     grid = figure.subplots(rows, columns, squeeze=False).flat
     for axes, (name, curves) in zip(grid, panels, strict=False):
         for (metric, steps, values), colour in zip(curves, COLOURS, strict=False):

@@ -1,0 +1,152 @@
+"""Let a model answer a prompt, with the embedded engine and the model's chat template.
+
+examples:
+  tandem generate smollm2-135m "What is the capital of France?"
+  tandem generate runs/addition/grpo/checkpoints/step_14 "3 + 4 =" --n 4 --temperature 0.7
+  echo "Once upon a time" | tandem generate smollm2-135m - --raw --max-new-tokens 40
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import sys
+import time
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from tandem.api.engines import InferenceEngine
+from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey
+from tandem.config.errors import ConfigError
+from tandem.config.generation import GenerationConfig
+from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
+from tandem.engines.inference.build import build_inference_engine
+from tandem.models.catalog import resolve
+from tandem.models.precision import resolve_dtype
+from tandem.models.tokenizer import check_chat_template, load_tokenizer
+from tandem.state.machine import usable_cores
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("model", metavar="MODEL", help="a folder (a checkpoint), a hub name, or smollm2-135m")
+    parser.add_argument("prompt", metavar="PROMPT", help="the question; - reads it from standard input")
+    parser.add_argument("--n", type=int, default=1, help="number of answers (default: 1)")
+    parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer in tokens (default: 256)")
+    parser.add_argument("--temperature", type=float, default=1.0, help="1 is the model itself, lower is surer (default: 1)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling (default: 1, off)")
+    parser.add_argument("--top-k", type=int, default=0, help="only the k most probable tokens (default: 0, off)")
+    parser.add_argument("--greedy", action="store_true", help="always the most probable token")
+    parser.add_argument("--system", metavar="TEXT", help="a system message put before the prompt")
+    parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same answers (default: 0)")
+    parser.add_argument(
+        "--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="default: what is fast here"
+    )
+    parser.add_argument("--threads", type=int, help="CPU threads (default: all)")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU where there is one"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object: prompt, answers with log-probabilities, speed")
+
+
+def sampling(arguments: argparse.Namespace) -> GenerationConfig:
+    """Raises `ConfigError` for values that cannot be."""
+    rules = (
+        ("--n", arguments.n, arguments.n >= 1, "at least 1"),
+        ("--max-new-tokens", arguments.max_new_tokens, arguments.max_new_tokens >= 1, "at least 1"),
+        ("--temperature", arguments.temperature, 0 < arguments.temperature < math.inf, "above 0 (0 is written --greedy)"),
+        ("--top-p", arguments.top_p, 0 < arguments.top_p <= 1, "above 0 and at most 1"),
+        ("--top-k", arguments.top_k, arguments.top_k >= 0, "at least 0"),
+        ("--threads", arguments.threads, arguments.threads is None or arguments.threads >= 1, "at least 1"),
+    )
+    for name, value, right, rule in rules:
+        if not right:
+            raise ConfigError(f"{name} must be {rule}, got {value}")
+    if arguments.raw and arguments.system is not None:
+        raise ConfigError("--system needs the chat template, which --raw leaves out; write the system text into the prompt")
+    return GenerationConfig(
+        n_samples=arguments.n,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        greedy=arguments.greedy,
+    )
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, *, system: str | None, raw: bool) -> tuple[int, ...]:
+    """The prompt's tokens, as a chat with the assistant's turn opened unless ``raw``."""
+    if raw:
+        ids = tokenizer(prompt)["input_ids"]
+    else:
+        check_chat_template(tokenizer)
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        messages.append({"role": "user", "content": prompt})
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    if not ids:
+        raise ConfigError("the prompt has no tokens; give it some text")
+    return tuple(ids)
+
+
+async def answer(engine: InferenceEngine, ids: tuple[int, ...], gconfig: GenerationConfig, seed: int) -> list[LLMResponse]:
+    """All answers, generated together; they share the prompt's keys and values."""
+    requests = [LLMRequest(ids, gconfig, NoiseKey(seed, sample=i), affinity="prompt") for i in range(gconfig.n_samples)]
+    return list(await asyncio.gather(*(engine.agenerate(request) for request in requests)))
+
+
+def as_json(prompt: str, texts: list[str], responses: list[LLMResponse], seconds: float) -> dict[str, Any]:
+    """What `--json` prints."""
+    answers = [
+        {
+            "text": text,
+            "tokens": len(response.output_ids),
+            "stop_reason": response.stop_reason.name.lower(),
+            "output_ids": list(response.output_ids),
+            "logprobs": list(response.logprobs),
+        }
+        for text, response in zip(texts, responses, strict=True)
+    ]
+    prompt_tokens = len(responses[0].input_ids)
+    tokens = sum(len(response.output_ids) for response in responses)
+    speed = {"seconds": round(seconds, 3), "tokens_per_s": round(tokens / seconds, 1)}
+    return {"prompt": prompt, "prompt_tokens": prompt_tokens, "answers": answers} | speed
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """`tandem generate`."""
+    gconfig = sampling(arguments)
+    prompt = sys.stdin.read().rstrip("\n") if arguments.prompt == "-" else arguments.prompt
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda, but torch sees no GPU here; use --device cpu, or install a CUDA build of torch")
+    device = "cuda" if arguments.device != "cpu" and torch.cuda.is_available() else "cpu"
+    folder = resolve(arguments.model)
+    tokenizer = load_tokenizer(folder)
+    ids = encode(tokenizer, prompt, system=arguments.system, raw=arguments.raw)
+    threads = arguments.threads or usable_cores()
+    torch.set_num_threads(threads)
+    dtype = str(resolve_dtype(arguments.dtype, device)).removeprefix("torch.")
+    rollout = RolloutConfig(dtype=dtype, engine=EmbeddedEngineConfig(max_running=min(arguments.n, 128)))
+    engine = build_inference_engine(
+        rollout, folder=folder, placement="colocate", threads=threads, device=device, deterministic=False
+    )
+    try:
+        began = time.perf_counter()
+        responses = asyncio.run(answer(engine, ids, gconfig, arguments.seed))
+        seconds = time.perf_counter() - began
+    finally:
+        engine.close()
+    texts = [tokenizer.decode(response.output_ids, skip_special_tokens=True) for response in responses]
+    outcome = as_json(prompt, texts, responses, seconds)
+    if arguments.json:
+        print(json.dumps(outcome, ensure_ascii=False))
+        return 0
+    for i, text in enumerate(texts):
+        print(f"--- {i + 1}\n{text}" if len(texts) > 1 else text)
+    cut = sum(response.truncated for response in responses)
+    note = f"; {cut} cut at --max-new-tokens {arguments.max_new_tokens} or the model's context" if cut else ""
+    tokens = sum(answer["tokens"] for answer in outcome["answers"])
+    print(f"{tokens} tokens in {seconds:.1f} s, {outcome['tokens_per_s']:.0f} tok/s{note}", file=sys.stderr)
+    return 0

@@ -1,0 +1,108 @@
+"""`tandem …`: picks the command, and turns errors into messages and exit codes.
+
+Commands are imported when they run, so that `tandem --help` and `tandem config` answer at once, without torch.
+"""
+
+import argparse
+import importlib
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import NamedTuple
+
+from tandem import __version__
+from tandem.config.errors import ConfigError, TandemError
+
+EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
+
+
+class Command(NamedTuple):
+    """A sub-command: the module that has its `add_arguments(parser)` and its `run(arguments) -> int`, and its help."""
+
+    module: str
+    help: str
+
+
+COMMANDS = {
+    "train": Command("tandem.cli.train", "train a model with reinforcement learning"),
+    "sft": Command("tandem.cli.sft", "fine-tune a model on questions and answers"),
+    "generate": Command("tandem.cli.generate", "let a model answer a prompt"),
+    "config": Command("tandem.cli.config", "show the resolved configuration and where each value comes from"),
+    "doctor": Command("tandem.cli.doctor", "show what this machine has, for a bug report"),
+}
+
+EPILOG = """commands:
+{commands}
+
+`tandem COMMAND --help` says more about each. For a start:
+
+  tandem train examples/addition_grpo.yaml              learn one-digit addition in a few minutes on a CPU
+  tandem train examples/addition_grpo.yaml --dry-run    say what that would do
+  tandem generate smollm2-135m "What is 3 + 4?"         ask the built-in model
+
+exit codes: 0 done, 1 failed, 2 wrong configuration or usage, 130 interrupted"""
+
+
+def top_parser() -> argparse.ArgumentParser:
+    """The parser of `tandem` itself, which knows the commands' names only."""
+    commands = "\n".join(f"  {name:<10}{command.help}" for name, command in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="tandem",
+        usage="tandem COMMAND …",
+        description="Reinforcement learning of language models, from a laptop CPU to a GPU cluster.",
+        epilog=EPILOG.format(commands=commands),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"tandem {__version__}")
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help="one of the commands below")
+    return parser
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    """A polite kill ends like Ctrl-C: everything is closed on the way out."""
+    raise KeyboardInterrupt
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    name = top_parser().parse_args(argv[:1] or ["--help"]).command
+    command = COMMANDS[name]
+    module = importlib.import_module(command.module)
+    parser = argparse.ArgumentParser(
+        prog=f"tandem {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    module.add_arguments(parser)
+    parser.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
+    arguments = parser.parse_intermixed_args(argv[1:])
+    return run(module.run, arguments, getattr(module, "interrupted", None))
+
+
+def run(
+    function: Callable[[argparse.Namespace], int],
+    arguments: argparse.Namespace,
+    interrupted: Callable[[argparse.Namespace], str] | None = None,
+) -> int:
+    """Calls the command; an error raised on purpose becomes one message. ``interrupted`` gives Ctrl-C's sentence."""
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        return function(arguments)
+    except KeyboardInterrupt:
+        said = interrupted(arguments) if interrupted else ""
+        print(f"\nInterrupted. {said}".rstrip(), file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # `tandem config … | head`
+        sys.stderr.close()
+        return EXIT_FAILED
+    except TandemError as error:
+        if arguments.debug:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""What `tandem train` and `tandem sft` share: load the configuration, run, say what came of it."""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tandem.cli.arguments import add_config_arguments, split_arguments
+from tandem.config.errors import TandemError
+from tandem.config.experiment import BaseConfig
+from tandem.config.load import Resolved, load_config
+from tandem.state.existing import existing_run
+from tandem.state.run_folder import refuse_existing, run_path
+
+SHOWN = ("reward/mean", "loss", "eval/accuracy", "completion_length/mean")
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of both commands."""
+    add_config_arguments(parser)
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show the configuration and what a step would be; start nothing"
+    )
+    parser.add_argument("--json", action="store_true", help="print the outcome as one JSON object; progress goes to stderr")
+
+
+def resolve(arguments: argparse.Namespace, kind: type[BaseConfig]) -> Resolved:
+    """The configuration of these arguments."""
+    file, overrides = split_arguments(arguments.arguments)
+    return load_config(kind, file, overrides)
+
+
+def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Callable[[], Callable[..., Any]]) -> int:
+    """Trains. ``load`` imports the loop, and torch with it, only once the configuration is known to be right."""
+    resolved = resolve(arguments, kind)
+    config = resolved.config
+    folder = run_path(config.run.root, config.experiment_name, config.trial_name)
+    is_main = os.environ.get("RANK", "0") == "0"  # torchrun starts this once a rank; the first one speaks and writes
+    if is_main and not arguments.dry_run:
+        refuse_existing(folder)
+    train = load()
+    with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
+        summary = train(resolved, dry_run=arguments.dry_run)
+    if not is_main:
+        return 0
+    if arguments.json:
+        print(json.dumps(_plain(asdict(summary)), ensure_ascii=False))
+    elif not arguments.dry_run:
+        print(describe(summary))
+    return 0
+
+
+def describe(summary: Any) -> str:
+    """The end of a run in a few lines."""
+    lines = [f"Done: {summary.steps} step{'' if summary.steps == 1 else 's'}."]
+    values = [f"{name} {summary.metrics[name]:.4g}" for name in SHOWN if name in summary.metrics]
+    lines += [f"Last step: {', '.join(values)}"] if values else []
+    lines += [f"Metrics and pictures: {summary.folder}"] if summary.folder else []
+    lines += [f"Model: {summary.checkpoint}"] if summary.checkpoint else []
+    if summary.checkpoint:
+        lines.append(f'Try it: tandem generate {summary.checkpoint} "…"')
+    return "\n".join(lines)
+
+
+def where(arguments: argparse.Namespace, kind: type[BaseConfig]) -> str:
+    """After Ctrl-C: where the run's files are."""
+    try:
+        config = resolve(arguments, kind).config
+    except TandemError:
+        return "Nothing was started."
+    folder = run_path(config.run.root, config.experiment_name, config.trial_name)
+    found = existing_run(folder)
+    return f"{folder} has what was done: {found.describe()}." if found else "Nothing was written."
+
+
+def _plain(value: Any) -> Any:
+    """JSON-able: paths as text, values that are not finite as null."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    return None if isinstance(value, float) and value - value != 0 else value

@@ -1,0 +1,27 @@
+"""Fine-tune a model on questions and answers (supervised), as a YAML file and `key=value` overrides say.
+
+example:
+  tandem sft examples/gsm8k_sft.yaml actor.optimizer.lr=2e-5
+"""
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from tandem.cli.running import add_run_arguments, run_training, where
+from tandem.config.experiment import SFTConfig
+
+add_arguments = add_run_arguments
+interrupted = functools.partial(where, kind=SFTConfig)
+
+
+def _load() -> Callable[..., Any]:
+    from tandem.trainers.sft import train  # noqa: PLC0415 — imports torch
+
+    return train
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """`tandem sft`."""
+    return run_training(arguments, SFTConfig, _load)

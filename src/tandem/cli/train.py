@@ -1,0 +1,29 @@
+"""Train a model with reinforcement learning, as a YAML file and `key=value` overrides say.
+
+examples:
+  tandem train examples/addition_grpo.yaml
+  tandem train examples/gsm8k_grpo.yaml trial_name=hot gconfig.temperature=1.2 --dry-run
+  tandem train train_dataset.path=addition reward=my_reward.py:score total_train_steps=20
+"""
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from tandem.cli.running import add_run_arguments, run_training, where
+from tandem.config.experiment import TrainConfig
+
+add_arguments = add_run_arguments
+interrupted = functools.partial(where, kind=TrainConfig)
+
+
+def _load() -> Callable[..., Any]:
+    from tandem.trainers.rl import train  # noqa: PLC0415 — imports torch
+
+    return train
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """`tandem train`."""
+    return run_training(arguments, TrainConfig, _load)

@@ -1,0 +1,153 @@
+"""What `tandem` says and how it exits."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+
+import pytest
+
+from tandem.cli.arguments import split_arguments
+from tandem.cli.main import COMMANDS, main, run
+from tandem.config.errors import ConfigError, TandemError
+
+NOT_NEEDED = ("torch", "transformers", "matplotlib")
+
+
+def imported_by(*argv):
+    """Which of the slow libraries a command has loaded when it is done."""
+    code = (
+        "import sys\nfrom tandem.cli.main import main\n"
+        f"try:\n    main({list(argv)!r})\nexcept SystemExit:\n    pass\n"
+        f"print([name for name in {NOT_NEEDED!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["train", "--help"], ["config", "train_dataset.path=addition"]])
+def test_what_needs_no_torch_does_not_load_it(argv):
+    assert imported_by(*argv) == "[]"
+
+
+def test_a_wrong_configuration_is_told_before_torch_is_loaded():
+    assert imported_by("train", "actr.path=x") == "[]"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as left:
+        main([command, "--help"])
+
+    said = capsys.readouterr().out
+    assert left.value.code == 0
+    assert f"usage: tandem {command}" in said and "--debug" in said
+
+
+def test_help_lists_every_command(capsys):
+    with pytest.raises(SystemExit):
+        main([])
+
+    said = capsys.readouterr().out
+    assert all(f"  {name}" in said and command.help in said for name, command in COMMANDS.items())
+
+
+def test_an_unknown_command_is_a_usage_error(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["trian"])
+
+    assert left.value.code == 2 and "trian" in capsys.readouterr().err
+
+
+def raising(error):
+    def function(arguments):
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize(("error", "code"), [(ConfigError("wrong key"), 2), (TandemError("it broke"), 1)])
+def test_errors_raised_on_purpose_are_one_line_and_a_code(error, code, capsys):
+    assert run(raising(error), Namespace(debug=False)) == code
+    assert capsys.readouterr().err == f"error: {error}\n"
+
+
+def test_debug_shows_the_traceback():
+    with pytest.raises(TandemError, match="it broke"):
+        run(raising(TandemError("it broke")), Namespace(debug=True))
+
+
+def test_other_errors_are_bugs_and_keep_their_traceback():
+    with pytest.raises(ZeroDivisionError):
+        run(raising(ZeroDivisionError()), Namespace(debug=False))
+
+
+def test_ctrl_c_says_where_things_are(capsys):
+    assert run(raising(KeyboardInterrupt()), Namespace(debug=False), lambda arguments: "All is in runs/a/b.") == 130
+    assert capsys.readouterr().err == "\nInterrupted. All is in runs/a/b.\n"
+
+
+def test_a_polite_kill_ends_like_ctrl_c_and_the_handler_is_put_back(capsys):
+    closed = []
+
+    def function(arguments):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            closed.append(True)
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert run(function, Namespace(debug=False)) == 130
+    assert closed == [True] and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_file_and_overrides_come_in_any_order():
+    assert split_arguments(["seed=1", "a.yaml", "actor.path=x=y"]) == ("a.yaml", ["seed=1", "actor.path=x=y"])
+    assert split_arguments([]) == (None, [])
+    assert split_arguments(["./runs=1/a.yaml"]) == ("./runs=1/a.yaml", [])
+    with pytest.raises(ConfigError, match=r"one configuration file at most, got a\.yaml, b\.yaml"):
+        split_arguments(["a.yaml", "b.yaml"])
+
+
+def test_config_shows_values_and_their_sources(tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text("train_dataset:\n  path: addition\nseed: 3\n")
+
+    assert main(["config", "seed=4", str(file), "--json", "rollout.batch_size=2"]) == 0
+
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["config"]["seed"] == 4 and shown["config"]["rollout"]["batch_size"] == 2
+    assert shown["config"]["train_dataset"]["path"] == "addition"
+    assert {"seed", "rollout.batch_size", "train_dataset.path"} <= shown["sources"].keys()
+
+
+def test_config_prints_text_too(capsys):
+    assert main(["config", "train_dataset.path=addition", "seed=4"]) == 0
+    assert "seed" in capsys.readouterr().out
+
+
+def test_a_wrong_key_is_a_message_with_the_nearest(capsys):
+    assert main(["config", "train_dataset.path=addition", "rollout.batch_sise=2"]) == 2
+
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("error: ") and "batch_size" in said.err and "Traceback" not in said.err
+
+
+def test_a_name_that_is_a_path_is_refused_before_torch_is_loaded(tmp_path):
+    assert imported_by("train", "train_dataset.path=addition", f"run.root={tmp_path}", "trial_name=../x") == "[]"
+
+
+def test_a_folder_that_holds_a_run_is_refused_at_once(tmp_path, capsys):
+    folder = tmp_path / "sums" / "first"
+    folder.mkdir(parents=True)
+    (folder / "metrics.jsonl").write_text('{"step": 5, "reward/mean": 0.5}\n')
+    keys = ["train_dataset.path=addition", f"run.root={tmp_path}", "experiment_name=sums", "trial_name=first"]
+
+    assert main(["train", *keys]) == 2
+    said = capsys.readouterr().err
+    assert "5 steps done" in said and "reward/mean 0.5" in said and "trial_name=" in said
