@@ -58,7 +58,7 @@ class Architecture:
     """RMS norm over each head of queries and keys before the rotation."""
 
     post_norms: bool
-    """Gemma: a norm after attention (``post_attention_layernorm``) and around the MLP (``pre_`` and ``post_feedforward_layernorm``)."""
+    """Gemma: norms after attention (``post_attention_layernorm``) and around the MLP (``pre_``, ``post_feedforward_layernorm``)."""
 
     activation: str
     """Name in transformers' ``ACT2FN``."""
@@ -131,8 +131,8 @@ def _refuse_what_is_not_exact(config: Any) -> None:
     experts = next((n for n in ("num_experts", "num_local_experts", "n_routed_experts") if getattr(config, n, None)), None)
     if experts is not None:
         raise ConfigError(
-            f"model type {kind!r} is a mixture of experts ({experts}={getattr(config, experts)}); packed training and generation "
-            f"of those are not exact here. These work: {', '.join(SUPPORTED)}"
+            f"model type {kind!r} is a mixture of experts ({experts}={getattr(config, experts)}); packed training and "
+            f"generation of those are not exact here. These work: {', '.join(SUPPORTED)}"
         )
     if kind not in SUPPORTED:
         reason = _REFUSED.get(kind, "it was never proven equal to transformers here")

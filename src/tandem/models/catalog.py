@@ -113,7 +113,8 @@ def _locked(path: Path) -> Iterator[None]:
 def _checked(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"model folder {folder} has no config.json; give the folder that save_pretrained wrote, or a run's checkpoints/step_N"
+            f"model folder {folder} has no config.json; give the folder that save_pretrained wrote, "
+            "or a run's checkpoints/step_N"
         )
     patterns = ("*.safetensors", "pytorch_model*.bin")
     if not any(next(folder.glob(pattern), None) for pattern in patterns):

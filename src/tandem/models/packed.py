@@ -1,0 +1,70 @@
+"""A Hugging Face causal language model that takes packed sequences and gives log-probabilities."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tandem.api.engines import Outputs
+from tandem.models.architecture import Architecture
+from tandem.models.attention import NAME, Packing, check_lengths
+from tandem.models.logprobs import chunked_logprobs
+
+
+class PackedCausalLM(nn.Module):
+    """Wraps a transformers model, unchanged but for its attention function; `forward` is all that training needs.
+
+    Parameters keep their Hugging Face names under the prefix ``model.``.
+    """
+
+    def __init__(self, model: nn.Module, *, chunk_tokens: int = 1024):
+        """``model``: a transformers causal language model; ``chunk_tokens``: rows of logits that exist at a time.
+
+        Raises:
+            ConfigError: the architecture is not one that is computed exactly.
+        """
+        super().__init__()
+        self.architecture = Architecture.from_config(model.config)
+        model.set_attn_implementation(NAME)
+        self.model = model
+        self.chunk_tokens = chunk_tokens
+
+    @property
+    def config(self) -> Any:
+        """The transformers configuration."""
+        return self.model.config
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        temperature: torch.Tensor,
+        loss_mask: torch.Tensor,
+        entropy: bool = False,
+    ) -> Outputs:
+        """Log-probabilities (and entropies) of the tokens in ``loss_mask``, given what precedes them in their sequence.
+
+        ``input_ids [T]``, ``cu_seqlens [N + 1]``, ``temperature [N]``, ``loss_mask [T]`` bool. Returns ``[T]`` float32
+        tensors, 0 where nothing is predicted: outside the mask and at the first token of each sequence.
+        """
+        bounds = check_lengths(cu_seqlens, len(input_ids))
+        packing = Packing.from_cu_seqlens(cu_seqlens)
+        hidden = self.model.model(
+            input_ids=input_ids[None], position_ids=packing.positions()[None], use_cache=False, packing=packing
+        ).last_hidden_state[0]  # [T, H]
+
+        predicted = loss_mask.clone()
+        predicted[[start for start, end in zip(bounds, bounds[1:], strict=False) if start < end]] = False
+        index = predicted.nonzero().flatten()  # [M]
+        of_token = torch.repeat_interleave(temperature, cu_seqlens.diff(), output_size=len(input_ids))
+        head = chunked_logprobs(
+            hidden.index_select(0, index - 1),  # the state before a token predicts it
+            self.model.lm_head.weight,
+            input_ids[index],
+            of_token[index],
+            softcap=self.architecture.final_softcap,
+            entropy=entropy,
+            chunk_tokens=self.chunk_tokens,
+        )
+        spread = [None if x is None else x.new_zeros(len(input_ids)).index_copy(0, index, x) for x in head]
+        return Outputs(*spread)

@@ -1,0 +1,39 @@
+"""Tokenizers, and what to say when they are missing."""
+
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from tandem.config.errors import ConfigError
+
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model folder.
+
+    Raises:
+        ConfigError: the folder has none, or it cannot be read.
+    """
+    if not any((folder / name).is_file() for name in _FILES):
+        raise ConfigError(
+            f"model folder {folder} has no tokenizer ({' or '.join(_FILES[:2])}); "
+            "copy the tokenizer files of the base model into it"
+        )
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"the tokenizer in {folder} cannot be read: {error}") from error
+
+
+def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Passes if the tokenizer can turn messages into a prompt.
+
+    Raises:
+        ConfigError: it has no chat template.
+    """
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template, so messages cannot become "
+            "prompts; use an instruction-tuned model, or put a chat_template.jinja into the model folder"
+        )
