@@ -60,8 +60,7 @@ class Worker:
         )
         os.close(request_read)
         os.close(answer_write)
-        self._lock = threading.Lock()
-        self._closed = False
+        self._descriptors: tuple[int, ...] = (self._requests, self._answers)
 
     @property
     def pid(self) -> int:
@@ -114,17 +113,18 @@ class Worker:
                 raise _Silent("died") from None
 
     def kill(self, grace_s: float = 0.0) -> int:
-        """Ends the process with everything that it started; returns its exit code. Twice is fine."""
+        """Ends the process with everything that it started; returns its exit code. Any thread, twice is fine."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(grace_s)  # one that died by itself keeps its own exit code
-        kill_tree(self.pid)
-        code = self._process.wait()
-        with self._lock:
-            if not self._closed:
-                os.close(self._requests)
-                os.close(self._answers)
-            self._closed = True
-        return code
+        if self.alive:
+            kill_tree(self.pid)
+        return self._process.wait()
+
+    def release(self) -> None:
+        """Closes the pipes of a killed worker, once nobody reads from them; twice is fine."""
+        descriptors, self._descriptors = self._descriptors, ()
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 class WorkerPool:
@@ -167,10 +167,12 @@ class WorkerPool:
         with self._lock:
             self._closed = True
             workers = list(self._all)
-            self._all.clear()
         for worker in workers:
             worker.kill()
         self._threads.shutdown(wait=True, cancel_futures=True)
+        for worker in workers:
+            worker.release()
+        self._all.clear()
 
     def _call(self, token: str, body: bytes) -> Outcome:
         worker = self._take()
@@ -213,7 +215,9 @@ class WorkerPool:
     def _retire(self, worker: Worker, grace_s: float = 0.0) -> int:
         with self._lock:
             self._all.discard(worker)
-        return worker.kill(grace_s)
+        code = worker.kill(grace_s)
+        worker.release()
+        return code
 
     def _end(self, worker: Worker, why: str, limit_s: float, when: str = "") -> RewardFailure:
         code = self._retire(worker, grace_s=1.0 if why == "died" else 0.0)
