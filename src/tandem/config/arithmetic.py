@@ -1,0 +1,77 @@
+"""What follows from a configuration: staleness bound, placement, steps, and the arithmetic of a run in words."""
+
+import math
+
+from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
+
+
+def max_head_offpolicyness(config: TrainConfig) -> int:
+    """η: the most versions that a trained token may be behind the trainer."""
+    if not config.async_training:
+        return 0
+    wished = config.rollout.max_head_offpolicyness
+    return 1 if wished is None else wished
+
+
+def placement(config: TrainConfig) -> str:
+    """`colocate` or `decoupled`; follows `async_training` unless it was set."""
+    return config.placement or ("decoupled" if config.async_training else "colocate")
+
+
+def total_steps(config: BaseConfig, num_rows: int) -> int:
+    """Training steps of the run: `total_train_steps`, or those of `total_train_epochs`; the smaller where both are set."""
+    batch_size = config.rollout.batch_size if isinstance(config, TrainConfig) else getattr(config, "batch_size", 1)
+    epochs = config.total_train_epochs
+    if epochs is None and config.total_train_steps is not None:
+        return config.total_train_steps
+    by_epochs = math.ceil((epochs or 1) * num_rows / batch_size)
+    return by_epochs if config.total_train_steps is None else min(by_epochs, config.total_train_steps)
+
+
+def arithmetic(config: BaseConfig, num_rows: int) -> str:
+    """Prompts × samples, mini-batches, micro-batches, optimizer steps, steps, epochs. ``num_rows``: rows in one epoch."""
+    steps = total_steps(config, num_rows)
+    lines = _step(config) if isinstance(config, TrainConfig) else _supervised(config)
+    batch_size = config.rollout.batch_size if isinstance(config, TrainConfig) else getattr(config, "batch_size", 1)
+    per_epoch = num_rows / batch_size
+    lines += [
+        f"Epoch: {num_rows} rows ÷ {batch_size} = {per_epoch:g} steps." if per_epoch == int(per_epoch)
+        else f"Epoch: {num_rows} rows ÷ {batch_size} = {per_epoch:.2f} steps; a step may span two epochs.",
+        f"Run: {_many(steps, 'step')}, {steps * batch_size} prompts, {steps * batch_size / max(1, num_rows):.2f} epochs.",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}" if count == 1 else f"{count} {what}{'es' if what.endswith('ch') else 's'}"
+
+
+def _step(config: TrainConfig) -> list[str]:
+    prompts, samples, actor = config.rollout.batch_size, config.gconfig.n_samples, config.actor
+    sequences = prompts * samples
+    updates = actor.mini_batches * actor.epochs_per_batch
+    groups = math.ceil(prompts / actor.mini_batches)
+    budget = actor.max_tokens_per_micro_batch
+    completion_tokens = groups * samples * config.gconfig.max_new_tokens
+    eta = max_head_offpolicyness(config)
+    how = f"asynchronous, at most {_many(eta, 'version')} behind" if config.async_training else "synchronous"
+    return [
+        f"Step: {prompts} prompts × {samples} samples = {sequences} sequences of at most {config.gconfig.max_new_tokens} new tokens.",
+        f"Update: {_many(actor.mini_batches, 'mini-batch')} of {groups if prompts % actor.mini_batches == 0 else f'at most {groups}'}"
+        f" × {samples} = {groups * samples} sequences, {_many(actor.epochs_per_batch, 'pass')} = {_many(updates, 'optimizer step')}."
+        if actor.epochs_per_batch == 1
+        else f"Update: {_many(actor.mini_batches, 'mini-batch')} of {groups} × {samples} sequences, "
+        f"{actor.epochs_per_batch} passes = {_many(updates, 'optimizer step')}.",
+        f"Micro-batches: at most {budget} tokens each; the completions of a mini-batch are at most {completion_tokens} tokens, "
+        f"so about {_many(max(1, math.ceil(completion_tokens / budget)), 'micro-batch')} at most, and more with long prompts.",
+        f"Generation: {how}, {placement(config)}.",
+    ]
+
+
+def _supervised(config: BaseConfig) -> list[str]:
+    assert isinstance(config, SFTConfig)
+    budget, tokens = config.actor.max_tokens_per_micro_batch, config.batch_size * config.max_length
+    return [
+        f"Step: {_many(config.batch_size, 'row')} of at most {config.max_length} tokens = 1 optimizer step.",
+        f"Micro-batches: at most {budget} tokens each, so at most about {_many(max(1, math.ceil(tokens / budget)), 'micro-batch')}.",
+    ]

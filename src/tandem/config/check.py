@@ -1,0 +1,258 @@
+"""Rules that join several keys, and what follows from them."""
+
+import math
+import re
+from collections.abc import Container, Iterator
+
+from tandem.config.algorithm import AlgorithmConfig, Component
+from tandem.config.arithmetic import arithmetic, max_head_offpolicyness, placement, total_steps
+from tandem.config.data import DatasetConfig
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
+from tandem.config.keys import leaves
+from tandem.config.knobs import CHOICES, GROUP_RELATIVE
+from tandem.config.limits import LIMITS
+from tandem.config.nearest import nearest_names
+from tandem.config.presets import PRESETS
+
+__all__ = ["arithmetic", "check", "max_head_offpolicyness", "placement", "total_steps"]
+
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+FILE_ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
+SINKS = ("tensorboard", "wandb", "trackio")
+
+
+def check(config: BaseConfig, written: Container[str] = ()) -> None:
+    """Refuses what cannot work, all of it at once. ``written``: the keys that the user set himself.
+
+    Raises:
+        ConfigError: each problem with its key, the value, the rule and the remedy.
+    """
+    problems = [*_limits(config), *_common(config)]
+    if isinstance(config, TrainConfig):
+        problems += [*_rollout(config), *_algorithm(config), *_correction(config, written), *_sampling(config)]
+    if isinstance(config, SFTConfig):
+        problems += _sft(config)
+    problems = list(dict.fromkeys(problems))
+    if problems:
+        one = len(problems) == 1
+        raise ConfigError(problems[0] if one else f"{len(problems)} problems:\n" + "\n".join(f"- {p}" for p in problems))
+
+
+def _limits(config: BaseConfig) -> Iterator[str]:
+    for key, value in leaves(config):
+        limit = LIMITS.get(key)
+        if limit and value is not None and not limit.allows(value):
+            yield f"{key} must be {limit.rule()}, got {value}"
+
+
+def _common(config: BaseConfig) -> Iterator[str]:
+    for key in ("experiment_name", "trial_name"):
+        name = getattr(config, key)
+        if not NAME.fullmatch(name) or len(name) > 100:
+            yield (
+                f"{key} must be the name of one folder: letters, digits, '.', '_' and '-', not starting with '.' or '-', "
+                f"at most 100 characters; got {name!r}"
+            )
+    yield from _dataset("train_dataset", config.train_dataset)
+    yield from _dataset("valid_dataset", config.valid_dataset)
+    train, valid = config.train_dataset, config.valid_dataset
+    if train.path is None and not train.sources:
+        yield "train_dataset.path is missing: give a folder, a file, a hub name, `addition` or reasoning_gym:NAME"
+    alone = valid.path is None and not valid.sources
+    if config.evaluate.every_steps is not None and alone and train.path and train.path.endswith(FILE_ENDINGS):
+        yield (
+            f"evaluate.every_steps={config.evaluate.every_steps} needs validation rows, but train_dataset.path={train.path} is "
+            "one file without splits; set valid_dataset.path, or evaluate.every_steps=null"
+        )
+    yield from _backend(config.actor.backend)
+    for sink in config.tracking.sinks:
+        if sink not in SINKS:
+            yield f"tracking.sinks has {sink!r}; {nearest_names(sink, SINKS)}. A list is written [tensorboard, wandb]"
+    optimizer = config.actor.optimizer
+    if optimizer.schedule == "constant" and optimizer.min_lr_ratio:
+        yield (
+            f"actor.optimizer.min_lr_ratio={optimizer.min_lr_ratio:g} is not used by the constant schedule; "
+            "set actor.optimizer.schedule to linear or cosine, or leave it out"
+        )
+
+
+def _dataset(key: str, data: DatasetConfig) -> Iterator[str]:
+    if data.path is not None and data.sources:
+        yield f"{key} has both path={data.path} and sources; keep one: put the path among the sources"
+    if data.max_rows is not None and data.max_rows < 1:
+        yield f"{key}.max_rows must be at least 1 or null, got {data.max_rows}"
+    if data.size < 1:
+        yield f"{key}.size must be at least 1, got {data.size}"
+    for i, source in enumerate(data.sources):
+        if not (source.weight > 0 and math.isfinite(source.weight)):
+            yield f"{key}.sources[{i}].weight must be above 0, got {source.weight}; leave a source out to not use it"
+
+
+def _backend(backend: str) -> Iterator[str]:
+    if re.fullmatch(r"fsdp:d[1-9]\d*", backend):
+        return
+    name, _, layout = backend.partition(":")
+    if name != "fsdp":
+        what = "not in this version" if name in ("deepspeed", "megatron") else "not a training backend"
+        yield f"actor.backend={backend}: {name!r} is {what}; use fsdp:dN, N data-parallel ranks, for example fsdp:d1"
+    elif re.search(r"[tcp]\d", layout):
+        yield (
+            f"actor.backend={backend}: tensor (t), context (c) and pipeline (p) parallelism are not in this version; "
+            "use fsdp:dN, for example fsdp:d8"
+        )
+    else:
+        yield f"actor.backend={backend} must be fsdp:dN with N at least 1, for example fsdp:d1"
+
+
+def _rollout(config: TrainConfig) -> Iterator[str]:
+    rollout, eta = config.rollout, config.rollout.max_head_offpolicyness
+    if rollout.backend != "embedded":
+        what = "not in this version" if rollout.backend in ("sglang", "vllm") else "not an inference backend"
+        yield f"rollout.backend={rollout.backend} is {what}; use rollout.backend=embedded"
+    if not config.async_training and eta:
+        yield (
+            f"rollout.max_head_offpolicyness={eta} contradicts async_training=false, which means 0; "
+            "set async_training=true, or leave rollout.max_head_offpolicyness out"
+        )
+    if config.async_training and config.deterministic:
+        yield "deterministic=true contradicts async_training=true: arrival order would decide; set one of them to false"
+    if config.async_training and config.placement == "colocate":
+        yield (
+            "placement=colocate contradicts async_training=true: the devices would be used in turns and nothing overlaps; "
+            "leave placement out"
+        )
+    if rollout.oversample > 1 and config.async_training:
+        yield (
+            f"rollout.oversample={rollout.oversample:g} is for synchronous training; asynchronous training waits for no "
+            "straggler anyway: leave it out"
+        )
+    if rollout.oversample > 1 and config.deterministic:
+        yield f"rollout.oversample={rollout.oversample:g} contradicts deterministic=true: the slowest depend on timing; set it to 1"
+    if rollout.on_expiry != "mask" and max_head_offpolicyness(config) == 0:
+        yield f"rollout.on_expiry={rollout.on_expiry} has no effect at staleness 0; set async_training=true, or leave it out"
+    if config.actor.mini_batches > rollout.batch_size:
+        yield (
+            f"actor.mini_batches must be at most rollout.batch_size ({rollout.batch_size}), because groups are never divided; "
+            f"got {config.actor.mini_batches}"
+        )
+    if rollout.min_group_size > config.gconfig.n_samples:
+        yield (
+            f"rollout.min_group_size must be at most gconfig.n_samples ({config.gconfig.n_samples}), "
+            f"got {rollout.min_group_size}; every group would be dropped"
+        )
+
+
+def _algorithm(config: TrainConfig) -> Iterator[str]:
+    algorithm = config.algorithm
+    if algorithm.preset not in PRESETS:
+        yield f"algorithm.preset={algorithm.preset} is not known; {nearest_names(algorithm.preset, PRESETS)}"
+    for field in ("advantage", "policy_loss", "aggregation", "filter"):
+        yield from _component(field, f"algorithm.{field}", getattr(algorithm, field))
+    for i, shaping in enumerate(algorithm.shaping):
+        yield from _component("shaping", f"algorithm.shaping[{i}]", shaping)
+    yield from _kl(config, algorithm)
+    if algorithm.advantage.name in GROUP_RELATIVE and config.gconfig.n_samples < 2:
+        yield (
+            f"gconfig.n_samples must be at least 2 for algorithm.advantage={algorithm.advantage.name}, which compares the "
+            f"samples of a prompt, got {config.gconfig.n_samples}; every advantage would be 0"
+        )
+    band = algorithm.filter
+    if band.name == "accuracy_band":
+        low, high = float(band.knobs.get("low", 0.1)), float(band.knobs.get("high", 0.9))
+        if low > high:
+            yield f"algorithm.filter.low must be at most algorithm.filter.high ({high:g}), got {low:g}; no group would be kept"
+
+
+def _component(field: str, key: str, component: Component) -> Iterator[str]:
+    if ":" in component.name:
+        return  # my_file.py:function, whose signature is checked when it is loaded
+    choices = CHOICES[field]
+    if component.name not in choices:
+        yield f"{key}={component.name} is not known; {nearest_names(component.name, choices)}, or my_file.py:function"
+        return
+    knobs = choices[component.name]
+    for name, value in component.knobs.items():
+        if name not in knobs:
+            there = f"it has {', '.join(knobs)}" if knobs else "it has no knobs"
+            yield f"{key}.{name}={value} is not used by {component.name}; {there}. Leave it out, or choose another {field}"
+        elif not knobs[name].allows(value):
+            yield f"{key}.{name} must be {knobs[name].rule()}, got {value}"
+
+
+def _kl(config: TrainConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
+    kl = algorithm.kl
+    if kl.coefficient > 0 and kl.where == "loss" and kl.estimator == "k1":
+        yield (
+            "algorithm.kl.estimator=k1 in the loss has a gradient of zero on average; use k2, k3 or k3_plus, "
+            "or algorithm.kl.where=reward"
+        )
+    if kl.coefficient > 0 and kl.where == "reward" and kl.estimator not in ("k1", "k3"):
+        yield f"algorithm.kl.estimator={kl.estimator} is for the loss; in the reward it is always k1: set algorithm.kl.estimator=k1"
+    if kl.coefficient == 0:
+        for name in ("path", "dtype"):
+            value = getattr(config.reference, name)
+            if value is not None:
+                yield (
+                    f"reference.{name}={value} is not used, because algorithm.kl.coefficient is 0; "
+                    f"set algorithm.kl.coefficient, for example 0.001, or leave reference.{name} out"
+                )
+
+
+def _correction(config: TrainConfig, written: Container[str]) -> Iterator[str]:
+    correction = config.algorithm.correction
+    stale = config.async_training
+    if (
+        stale
+        and correction.weight == "none"
+        and correction.reject == "none"
+        and "algorithm.correction.weight" not in written
+    ):
+        yield (
+            "async_training=true trains on tokens of older versions, but algorithm.correction.weight is none; "
+            "use truncate or mask, or write algorithm.correction.weight=none to go without"
+        )
+    if correction.weight == "mask" and correction.low >= correction.high:
+        yield (
+            f"algorithm.correction.low must be below algorithm.correction.high ({correction.high:g}), "
+            f"got {correction.low:g}; every token would be dropped"
+        )
+    if correction.weight == "truncate" and correction.low > 0:
+        yield f"algorithm.correction.low={correction.low:g} is used by weight=mask only; leave it out with weight=truncate"
+    for name in ("low", "high", "level"):
+        if correction.weight == "none" and correction.reject == "none" and f"algorithm.correction.{name}" in written:
+            default = {"low": 0.0, "high": 2.0, "level": "token"}[name]
+            value = getattr(correction, name)
+            if value != default:
+                yield f"algorithm.correction.{name}={value} is not used with algorithm.correction.weight=none; set truncate or mask"
+
+
+def _sampling(config: TrainConfig) -> Iterator[str]:
+    sampling = config.gconfig
+    truncated = [f"gconfig.top_p={sampling.top_p:g}"] if sampling.top_p < 1 else []
+    truncated += [f"gconfig.top_k={sampling.top_k}"] if sampling.top_k > 0 else []
+    if truncated and not config.algorithm.allow_truncated_sampling:
+        yield (
+            f"{' and '.join(truncated)} draws from a truncated distribution, whose log-probabilities are not the ones trained on; "
+            "set gconfig.top_p=1 and gconfig.top_k=0, or algorithm.allow_truncated_sampling=true"
+        )
+    if sampling.greedy and sampling.n_samples > 1:
+        yield f"gconfig.greedy=true makes all {sampling.n_samples} samples of a prompt equal, so nothing is learnt; set it to false"
+    if sampling.min_new_tokens > sampling.max_new_tokens:
+        yield (
+            f"gconfig.min_new_tokens must be at most gconfig.max_new_tokens ({sampling.max_new_tokens}), "
+            f"got {sampling.min_new_tokens}"
+        )
+    longest = config.rollout.engine.max_model_len
+    if longest is not None and longest <= sampling.max_new_tokens:
+        yield (
+            f"rollout.engine.max_model_len must exceed gconfig.max_new_tokens ({sampling.max_new_tokens}), so that a prompt fits "
+            f"before the answer; got {longest}"
+        )
+
+
+def _sft(config: SFTConfig) -> Iterator[str]:
+    for name in ("mini_batches", "epochs_per_batch"):
+        value = getattr(config.actor, name)
+        if value != 1:
+            yield f"actor.{name}={value} is for reinforcement learning; supervised steps are set by batch_size: leave it out"

@@ -1,0 +1,155 @@
+"""Makes docs/configuration.md from the dataclasses: ``python -m tandem.config.docs > docs/configuration.md``."""
+
+import ast
+import dataclasses
+import inspect
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from tandem.config.algorithm import Component
+from tandem.config.coerce import without_none
+from tandem.config.data import SourceConfig
+from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
+from tandem.config.keys import field_types, section
+from tandem.config.knobs import CHOICES
+from tandem.config.presets import PRESETS
+
+HEAD = """# Configuration
+
+Made by `python -m tandem.config.docs > docs/configuration.md`; do not edit.
+
+A configuration is put together from, in this order: the defaults below, the algorithm preset, a YAML file, and `key=value` on the command
+line. `tandem config FILE key=value …` prints the result with the source of every value. An unknown key, a wrong type, an impossible value or
+a contradiction is refused before anything starts.
+
+- Keys are joined by dots: `actor.optimizer.lr=2e-5`. In YAML, sections are nested.
+- `null` means no limit, or "follows from the rest", as the key says.
+- Lists are written `[a, b]`; one element may stand alone.
+- A component, such as `algorithm.policy_loss`, is a name and knobs: `algorithm.policy_loss=ppo_clip algorithm.policy_loss.clip_high=0.28`, in
+  YAML `{name: ppo_clip, clip_high: 0.28}`. Another name starts from that choice's own defaults.
+- `algorithm=dapo` abbreviates `algorithm.preset=dapo`.
+"""
+
+
+def sentences(cls: type) -> dict[str, str]:
+    """Field → the string that stands under it, base classes included."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        tree = ast.parse(Path(inspect.getfile(base)).read_text(encoding="utf-8"))
+        body = next(n.body for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == base.__name__)
+        for node, below in zip(body, body[1:], strict=False):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(below, ast.Expr):
+                value = below.value
+                if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                    found[node.target.id] = " ".join(value.value.split())
+    return found
+
+
+def type_name(kind: Any) -> str:
+    """The type as a reader of the table wants it."""
+    kind, optional = without_none(kind)
+    origin = get_origin(kind)
+    if origin is Literal:
+        text = ", ".join(f"`{choice}`" for choice in get_args(kind))
+    elif origin is tuple:
+        text = f"list of {type_name(get_args(kind)[0])}"
+    elif origin is Mapping:
+        text = "keys and values"
+    elif kind is Component:
+        text = "component"
+    elif kind is SourceConfig:
+        text = "sources"
+    else:
+        text = {int: "whole number", float: "number", bool: "true / false", str: "text"}.get(kind, str(kind))
+    return text + (", `null`" if optional else "")
+
+
+def _default(value: Any) -> str:
+    if isinstance(value, Component):
+        return f"`{value.name}`"
+    if isinstance(value, (tuple, Mapping)):
+        return "`[]`" if isinstance(value, tuple) else "`{}`"
+    if value is None or isinstance(value, bool):
+        return {None: "`null`", True: "`true`", False: "`false`"}[value]
+    return f"`{value}`" if value != "" else "empty"
+
+
+def _table(cls: type, instance: Any, prefix: str, skip: frozenset[str] = frozenset()) -> Iterator[str]:
+    texts = sentences(cls)
+    rows, inner = [], []
+    for name, kind in field_types(cls).items():
+        if name in skip:
+            continue
+        value = getattr(instance, name)
+        if section(kind) is not None:
+            inner.append((name, section(kind), value))
+        else:
+            # A bar would end the cell of the table.
+            cells = (f"`{prefix}{name}`", type_name(kind), _default(value), texts[name].replace("|", "\\|"))
+            rows.append("| " + " | ".join(cells) + " |")
+    if rows:
+        yield from ("", "| key | type | default | what it does |", "|---|---|---|---|", *rows)
+    for name, kind, value in inner:
+        assert kind is not None
+        yield from ("", f"### `{prefix}{name}`", "", " ".join((kind.__doc__ or "").split()))
+        yield from _table(kind, value, f"{prefix}{name}.")
+
+
+def _choices() -> Iterator[str]:
+    yield from ("", "## Choices and their knobs")
+    for field, choices in CHOICES.items():
+        yield from ("", f"### `algorithm.{field}`", "", "| choice | knobs |", "|---|---|")
+        for name, knobs in choices.items():
+            cells = []
+            for knob, rule in knobs.items():
+                default = "" if rule.default is None else f" = {rule.default}"
+                cells.append(f"`{knob}`{default} ({rule.rule()}): {rule.meaning}".replace("|", "\\|"))
+            yield f"| `{name}` | {'<br>'.join(cells) or '—'} |"
+
+
+def _presets() -> Iterator[str]:
+    yield from ("", "## Presets", "", "| preset | what it is | sets | and when asynchronous |", "|---|---|---|---|")
+    for name, preset in PRESETS.items():
+        cells = [", ".join(_assignments(values)) for values in (preset.values, preset.asynchronous)]
+        yield f"| `{name}` | {preset.summary} | {cells[0]} | {cells[1]} |"
+
+
+def _assignments(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _assignments(value, f"{prefix}{key}.")
+        else:
+            shown = f"[{', '.join(value)}]" if isinstance(value, list) else value
+            yield f"`{prefix}{key.replace('name', '') if key == 'name' else key}={shown}`".replace(".=", "=")
+
+
+def markdown() -> str:
+    """The whole page."""
+    base = frozenset(field_types(BaseConfig))
+    source = SourceConfig("")
+    parts = [
+        HEAD,
+        "## `tandem train`",
+        "",
+        "Reinforcement learning.",
+        *_table(TrainConfig, TrainConfig(), ""),
+        "",
+        "## `tandem sft`",
+        "",
+        "Supervised fine-tuning has the keys of `run`, the data sets, `actor`, `checkpoint`, `evaluate`, `tracking` and the top level above that",
+        f"are not about sampling ({', '.join(f'`{name}`' for name in sorted(base))}), and these:",
+        *_table(SFTConfig, SFTConfig(), "", base),
+        "",
+        "## Elements of `train_dataset.sources`",
+        *_table(SourceConfig, source, ""),
+        *_choices(),
+        *_presets(),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+if __name__ == "__main__":
+    print(markdown(), end="")

@@ -1,0 +1,67 @@
+"""Bounds of single values, by key."""
+
+from tandem.config.knobs import KnobRule
+
+
+def _count(low: int = 1) -> KnobRule:
+    return KnobRule(None, low=low, integer=True)
+
+
+POSITIVE = KnobRule(None, above=0.0)
+SHARE = KnobRule(None, low=0.0, high=1.0)
+NOT_NEGATIVE = KnobRule(None, low=0.0)
+DECAY = KnobRule(None, low=0.0, high=0.999999)
+
+LIMITS: dict[str, KnobRule] = {
+    "seed": _count(0),
+    "threads": _count(),
+    "total_train_steps": _count(),
+    "total_train_epochs": _count(),
+    "batch_size": _count(),
+    "max_length": _count(2),
+    "reward_timeout_s": POSITIVE,
+    "evaluate.every_steps": _count(),
+    "evaluate.max_rows": _count(),
+    "evaluate.max_new_tokens": _count(),
+    "checkpoint.every_steps": _count(),
+    "checkpoint.keep_last": _count(),
+    "tracking.trajectories_per_step": _count(0),
+    "tracking.plot_every_steps": _count(),
+    "gconfig.n_samples": _count(),
+    "gconfig.max_new_tokens": _count(),
+    "gconfig.min_new_tokens": _count(0),
+    "gconfig.temperature": POSITIVE,
+    "gconfig.top_p": KnobRule(None, above=0.0, high=1.0),
+    "gconfig.top_k": _count(0),
+    "actor.mini_batches": _count(),
+    "actor.epochs_per_batch": _count(),
+    "actor.max_tokens_per_micro_batch": _count(),
+    "actor.logprob_chunk_tokens": _count(),
+    "actor.optimizer.lr": NOT_NEGATIVE,
+    "actor.optimizer.warmup_steps": _count(0),
+    "actor.optimizer.min_lr_ratio": SHARE,
+    "actor.optimizer.weight_decay": NOT_NEGATIVE,
+    "actor.optimizer.beta1": DECAY,
+    "actor.optimizer.beta2": DECAY,
+    "actor.optimizer.eps": POSITIVE,
+    "actor.optimizer.max_grad_norm": POSITIVE,
+    "actor.optimizer.max_consecutive_skips": _count(),
+    "rollout.batch_size": _count(),
+    "rollout.max_concurrent": _count(),
+    "rollout.max_head_offpolicyness": _count(0),
+    "rollout.episode_timeout_s": POSITIVE,
+    "rollout.max_retries": _count(0),
+    "rollout.max_data_failures": _count(),
+    "rollout.min_group_size": _count(),
+    "rollout.oversample": KnobRule(None, low=1.0),
+    "rollout.wait_timeout_s": POSITIVE,
+    "rollout.engine.max_running": _count(),
+    "rollout.engine.kv_cache_gib": POSITIVE,
+    "rollout.engine.prefill_chunk_tokens": _count(),
+    "rollout.engine.max_model_len": _count(2),
+    "rollout.engine.threads": _count(),
+    "algorithm.kl.coefficient": NOT_NEGATIVE,
+    "algorithm.entropy_coefficient": NOT_NEGATIVE,
+    "algorithm.correction.low": NOT_NEGATIVE,
+    "algorithm.correction.high": POSITIVE,
+}

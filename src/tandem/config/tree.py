@@ -1,0 +1,191 @@
+"""A configuration while it is being put together: assignments over defaults, then frozen data."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args, get_origin
+
+from tandem.config.algorithm import Component, Knob
+from tandem.config.coerce import coerce, expected
+from tandem.config.errors import ConfigError
+from tandem.config.keys import all_keys, field_types, section
+from tandem.config.nearest import nearest_keys
+from tandem.config.yaml_file import Assignment, Scalar, plain
+
+Tree = dict[str, Any]
+"""Field → value; a section is a tree, a `Component` a tree of ``name`` and ``knobs``."""
+
+
+class Draft:
+    """Collects assignments for one class, with the source of each value and everything that is wrong with them."""
+
+    def __init__(self, cls: type):
+        self.cls = cls
+        self.tree: Tree = {}
+        self.sources: dict[str, str] = {}
+        self.errors: list[str] = []
+
+    def apply(self, assignments: Sequence[Assignment]) -> None:
+        """One layer. A component's name is set before its knobs, in whatever order they stand."""
+        for item in sorted(assignments, key=lambda a: (len(a.path), a.path[-1] != "name")):
+            try:
+                _assign(self.cls, self.tree, item.path, item.value, _Place((), item.source, self))
+            except ConfigError as error:
+                self.errors.append(str(error))
+
+    def build(self) -> Any:
+        """The configuration; call it when there are no errors."""
+        return _build(self.cls, self.tree, self.cls())
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where in the configuration we are, for error messages and sources."""
+
+    prefix: tuple[str, ...]
+    source: str
+    draft: Draft
+
+    def inside(self, name: str) -> "_Place":
+        return dataclasses.replace(self, prefix=(*self.prefix, name))
+
+    @property
+    def key(self) -> str:
+        return ".".join(self.prefix)
+
+    def error(self, text: str) -> ConfigError:
+        return ConfigError(f"{self.key} {text} ({self.source})")
+
+    def record(self) -> None:
+        self.draft.sources[self.key] = self.source
+
+
+def _assign(kind: Any, tree: Tree, path: tuple[str, ...], value: Any, place: _Place) -> None:
+    """Puts one value into the tree of a dataclass ``kind``."""
+    if not path:
+        if isinstance(value, Scalar) and value.value is None or value == {}:
+            return  # `actor:` with nothing under it
+        inner = ", ".join(field_types(kind))
+        raise place.error(f"is a section with the keys {inner}; got the single value {plain(value)!r}")
+    name, rest = path[0], path[1:]
+    types = field_types(kind)
+    place = place.inside(name)
+    if name not in types:
+        raise _unknown(place, rest, value)
+    if section(types[name]) is not None:
+        if name == "algorithm" and not rest and isinstance(value, Scalar) and value.value is not None:
+            name, rest = "algorithm", ("preset",)
+        _assign(section(types[name]), tree.setdefault(name, {}), rest, value, place)
+    elif types[name] is Component:
+        _component(tree, name, rest, value, place)
+    elif get_origin(types[name]) is Mapping:
+        _mapping(tree, name, rest, value, place)
+    elif rest:
+        raise place.error(f"is {expected(types[name])}; it has no part {'.'.join(rest)!r}")
+    else:
+        tree[name] = _value(types[name], value, place)
+        place.record()
+
+
+def _unknown(place: _Place, rest: tuple[str, ...], value: Any) -> ConfigError:
+    wanted = ".".join((*place.prefix, *rest))
+    keys = list(all_keys(place.draft.cls))
+    close = nearest_keys(wanted, keys) or nearest_keys(place.key, keys)
+    text = f"unknown key {wanted}={plain(value)} ({place.source})"
+    if close:
+        return ConfigError(f"{text}; did you mean {' or '.join(close)}?")
+    section_name = ".".join(place.prefix[:-1])
+    there = [k for k in keys if k.rpartition(".")[0] == section_name]
+    return ConfigError(f"{text}; {section_name or 'the top level'} has {', '.join(there)}")
+
+
+def _component(tree: Tree, name: str, rest: tuple[str, ...], value: Any, place: _Place) -> None:
+    """``rest``: () or (name,) for the choice, (knob,) or (knobs, knob) for one of its knobs."""
+    part: Tree = tree.setdefault(name, {"name": None, "knobs": {}})
+    if rest in ((), ("name",)):
+        if not isinstance(value, Scalar) or value.value is None:
+            raise place.error(f"must be a name, or a mapping with name and knobs; got {plain(value)!r}")
+        if part["name"] != value.text:  # another choice starts from its own defaults
+            for knob in part["knobs"]:
+                place.draft.sources.pop(place.inside(knob).key, None)
+            part.update(name=value.text, knobs={})
+        place.record()
+        return
+    rest = rest[1:] if rest[0] == "knobs" and len(rest) > 1 else rest
+    if rest == ("knobs",) and not plain(value):
+        return
+    if len(rest) != 1:
+        raise place.error(f"has knobs of one word, got {'.'.join(rest)}")
+    place = place.inside(rest[0])
+    part["knobs"][rest[0]] = _value(Knob, value, place)
+    place.record()
+
+
+def _mapping(tree: Tree, name: str, rest: tuple[str, ...], value: Any, place: _Place) -> None:
+    """Free keys and values; single keys are added to those that are there."""
+    if rest:
+        table = tree.setdefault(name, {})
+        for key in rest[:-1]:
+            table = table.setdefault(key, {})
+        table[rest[-1]] = plain(value)
+    else:
+        tree[name] = _value(Mapping[str, Any], value, place)
+    place.record()
+
+
+def _value(kind: Any, value: Any, place: _Place) -> Any:
+    """A coerced value; tuples of dataclasses are built item by item."""
+    item = get_args(kind)[0] if get_origin(kind) is tuple else None
+    if not (isinstance(item, type) and dataclasses.is_dataclass(item)):
+        try:
+            return coerce(kind, value)
+        except ConfigError as error:
+            raise place.error(str(error)) from None
+    if isinstance(value, Scalar) and value.value is None:
+        raise place.error("must be a list, got null; an empty list is []")
+    items = value if isinstance(value, (list, tuple)) else [value]
+    name = place.prefix[-1]
+    places = [dataclasses.replace(place, prefix=(*place.prefix[:-1], f"{name}[{i}]")) for i in range(len(items))]
+    return tuple(_item(item, entry, where) for entry, where in zip(items, places, strict=True))
+
+
+def _item(kind: type, value: Any, place: _Place) -> Any:
+    """One element of a tuple of dataclasses, from a mapping, or from its first field alone."""
+    first = next(iter(field_types(kind)))
+    entries = value if isinstance(value, Mapping) else {first: value}
+    if kind is Component:
+        holder: Tree = {}
+        flat = {**{k: v for k, v in entries.items() if k != "knobs"}, **(entries.get("knobs") or {})}
+        for key in sorted(flat, key=lambda k: k != "name"):
+            _component(holder, "item", (key,), flat[key], place)
+        if holder["item"]["name"] is None:
+            raise place.error(f"needs a name, got {plain(entries)}")
+        return Component(**holder["item"])
+    types, values = field_types(kind), {}
+    for key, entry in entries.items():
+        if key not in types:
+            close = nearest_keys(key, list(types))
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(types)}"
+            raise place.error(f"has no key {key!r}; {hint}")
+        values[key] = _value(types[key], entry, place.inside(key))
+    missing = [f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING and f.name not in values]
+    if missing:
+        raise place.error(f"needs {', '.join(missing)}")
+    return kind(**values)
+
+
+def _build(cls: type, tree: Tree, base: Any) -> Any:
+    """``base`` with the values of the tree."""
+    changes: dict[str, Any] = {}
+    types = field_types(cls)
+    for name, value in tree.items():
+        inner = section(types[name])
+        if inner is not None:
+            changes[name] = _build(inner, value, getattr(base, name))
+        elif types[name] is Component:
+            default: Component = getattr(base, name)
+            chosen = value["name"] or default.name
+            kept = default.knobs if chosen == default.name else {}
+            changes[name] = Component(chosen, {**kept, **value["knobs"]})
+        else:
+            changes[name] = value
+    return dataclasses.replace(base, **changes)

@@ -1,0 +1,128 @@
+"""YAML as a flat list of assignments, each with the place it stands at."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tandem.config.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """One plain or quoted value: its text as written, and what YAML makes of it."""
+
+    text: str
+    value: Any
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """One key, one value, and where it was written.
+
+    Example: ``Assignment(("actor", "optimizer", "lr"), Scalar("2e-5", "2e-5"), "gsm8k.yaml:12")``
+    """
+
+    path: tuple[str, ...]
+    value: Any
+    """A `Scalar`, or a list or dict of such."""
+
+    source: str
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe; only its constructor for scalars is used."""
+
+
+def plain(value: Any) -> Any:
+    """The value without the notes on how it was written; numbers that YAML 1.1 takes for text become numbers."""
+    if isinstance(value, Scalar):
+        return number(value.text) if isinstance(value.value, str) and value.value == value.text else value.value
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return value
+
+
+def number(text: str) -> str | float:
+    """``2e-5`` is text in YAML 1.1 and a number to everyone else; other text stays."""
+    if "e" not in text.lower() or not any(c.isdigit() for c in text):
+        return text
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def read_file(file: Path) -> list[Assignment]:
+    """All values of a file, in order.
+
+    Raises:
+        ConfigError: no such file, not YAML (with the line), no mapping at the top, or a key given twice.
+    """
+    if not file.is_file():
+        raise ConfigError(f"there is no configuration file {file}; give a YAML file, or only key=value")
+    try:
+        node = yaml.compose(file.read_text(encoding="utf-8"), Loader=_Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
+    if node is None:
+        return []
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{file} must hold keys and values, such as `seed: 1`; its top is a {node.id}")
+    return list(_walk(node, (), file.name))
+
+
+def read_override(text: str) -> list[Assignment]:
+    """``key=value`` of a command line; the value is YAML.
+
+    Raises:
+        ConfigError: no `=`, or a value that is not YAML.
+    """
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"{text!r} is not key=value; write for example actor.optimizer.lr=1e-5")
+    path = tuple(key.strip().split("."))
+    try:
+        node = yaml.compose(value, Loader=_Loader)
+    except yaml.YAMLError as error:
+        # A model's stop string or a prompt is often no YAML: then the text is meant as it stands.
+        if value.lstrip()[:1] in ("[", "{"):
+            raise ConfigError(f"{key}={value}: the value is not valid YAML: {' '.join(str(error).split())}") from error
+        return [Assignment(path, Scalar(value, value), "command line")]
+    if node is None:
+        return [Assignment(path, Scalar("", "" if not value else None), "command line")]
+    if isinstance(node, yaml.MappingNode):
+        return list(_walk(node, path, None))
+    if isinstance(node, yaml.ScalarNode) and node.style is None:
+        return [Assignment(path, Scalar(value, _value(node).value), "command line")]
+    return [Assignment(path, _value(node), "command line")]
+
+
+def _walk(node: yaml.MappingNode, prefix: tuple[str, ...], file: str | None) -> Iterator[Assignment]:
+    """The leaves below a mapping; dotted keys are taken apart."""
+    seen: dict[str, int] = {}
+    for key_node, value_node in node.value:
+        key, line = str(key_node.value), key_node.start_mark.line + 1
+        source = f"{file}:{line}" if file else "command line"
+        if key in seen:
+            raise ConfigError(
+                f"{'.'.join((*prefix, key))} is given twice, in lines {seen[key]} and {line} of {file}; keep one"
+            )
+        seen[key] = line
+        path = (*prefix, *key.split("."))
+        if isinstance(value_node, yaml.MappingNode) and value_node.value:
+            yield from _walk(value_node, path, file)
+        else:
+            yield Assignment(path, _value(value_node), source)
+
+
+def _value(node: yaml.Node) -> Any:
+    if isinstance(node, yaml.MappingNode):
+        return {str(key.value): _value(value) for key, value in node.value}
+    if isinstance(node, yaml.SequenceNode):
+        return [_value(item) for item in node.value]
+    return Scalar(node.value, _Loader("").construct_object(node))
