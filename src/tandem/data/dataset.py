@@ -1,0 +1,126 @@
+"""Data sets: one source, or several mixed by weight."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import overload
+
+from tandem.config.data import DatasetConfig, SourceConfig
+from tandem.config.errors import ConfigError
+from tandem.data.files import ENDINGS, RawRow, read_file, read_folder
+from tandem.data.hub import read_hub
+from tandem.data.procedural import addition, reasoning_gym
+from tandem.data.rows import Row, normalise
+
+
+class Dataset(Sequence[Row]):
+    """Rows, and which of them make an epoch, in which order.
+
+    With one source an epoch is every row once. With several, an epoch is as long as the weights allow without repeating a
+    row: the sources' shares are exact to one row, and a source that is larger than its share goes on where it stopped
+    in the next epoch. ``len`` and indices are those of epoch 0 in the order of the files; `rows` are all there are.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[Row]], weights: Sequence[float] | None = None):
+        self.rows: list[Row] = [row for part in parts for row in part]
+        self._sizes = [len(part) for part in parts]
+        weights = list(weights) if weights is not None else [1.0] * len(parts)
+        shares = [weight / sum(weights) for weight in weights]
+        whole = min(size / share for size, share in zip(self._sizes, shares, strict=True))
+        # A tiny excess, so that 30 / (30 / 40) does not become 39 by rounding.
+        self._counts = [
+            min(size, max(1, int(whole * share + 1e-9))) for size, share in zip(self._sizes, shares, strict=True)
+        ]
+        self._first = self.order(0, seed=0, shuffle=False)
+
+    def order(self, epoch: int, *, seed: int, shuffle: bool) -> list[int]:
+        """Indices into `rows` of one epoch; the same for the same arguments."""
+        places: list[tuple[float, int]] = []
+        start = 0
+        for source, (size, count) in enumerate(zip(self._sizes, self._counts, strict=True)):
+            own = list(range(start, start + size))
+            if shuffle:
+                random.Random(f"{seed}/{source}").shuffle(own)
+            chosen = [own[(epoch * count + j) % size] for j in range(count)]
+            places += [((j + 0.5) / count, index) for j, index in enumerate(chosen)]
+            start += size
+        places.sort(key=lambda place: place[0])
+        indices = [index for _, index in places]
+        if shuffle:
+            random.Random(f"{seed}/epoch {epoch}").shuffle(indices)
+        return indices
+
+    def __len__(self) -> int:
+        """Rows in one epoch."""
+        return len(self._first)
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        """Rows of epoch 0 in the order of the files."""
+        if isinstance(index, slice):
+            return [self.rows[i] for i in self._first[index]]
+        return self.rows[self._first[index]]
+
+    def __iter__(self) -> Iterator[Row]:
+        """Rows of epoch 0 in the order of the files."""
+        return (self.rows[i] for i in self._first)
+
+
+def load_dataset(config: DatasetConfig, *, seed: int = 0, default_split: str = "train") -> Dataset:
+    """Reads the rows that a configuration names.
+
+    ``default_split`` is taken where ``config.split`` is null: `train` for training, `test` for validation.
+
+    Raises:
+        ConfigError: missing or empty data set, missing column, broken line, wrong type; says where.
+    """
+    if config.sources:
+        parts = [_load(replace(config, path=s.path), s, seed, default_split) for s in config.sources]
+        return Dataset(parts, [s.weight for s in config.sources])
+    if config.path is None:
+        raise ConfigError("the data set has no path: give a folder, a file, a hub name, `addition` or reasoning_gym:NAME")
+    return Dataset([_load(config, SourceConfig(config.path), seed, default_split)])
+
+
+def _load(config: DatasetConfig, source: SourceConfig, seed: int, default_split: str) -> list[Row]:
+    raw = _read(source.path, config, seed, default_split)
+    if config.max_rows is not None:
+        raw = raw[: config.max_rows]
+    if not raw:
+        raise ConfigError(
+            f"data set {source.path} (split {config.split or default_split!r}) is empty; it needs at least one row"
+        )
+    name = source.name or Path(source.path.rpartition(":")[2]).stem
+    return normalise(raw, config, source=name, reward=source.reward)
+
+
+def _read(path: str, config: DatasetConfig, seed: int, default_split: str) -> list[RawRow]:
+    split = config.split or default_split
+    if path == "addition":
+        return _located(addition(split, size=config.size, seed=seed), path)
+    if path.startswith("reasoning_gym:"):
+        return _located(reasoning_gym(path.partition(":")[2], split, size=config.size, seed=seed), path)
+    local = Path(path).expanduser()
+    if local.is_dir():
+        return read_folder(local, config.split, default_split)
+    if local.is_file():
+        if config.split is not None:
+            raise ConfigError(
+                f"split={config.split} chooses among the files of a folder, but {path} is one file; leave split out"
+            )
+        return read_file(local)
+    if local.suffix in ENDINGS or local.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
+        raise ConfigError(
+            f"data set {path} does not exist; looked in {Path.cwd() if not local.is_absolute() else local.parent}"
+        )
+    return _located(read_hub(path, split), path)
+
+
+def _located(rows: Iterator[Row], path: str) -> list[RawRow]:
+    return [RawRow(row, f"{path}, row {i}") for i, row in enumerate(rows, 1)]

@@ -1,0 +1,53 @@
+"""The one file that uses the optional library `datasets`: data sets by hub name, and parquet files."""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tandem.config.errors import ConfigError
+
+
+def _need(what: str) -> None:
+    if importlib.util.find_spec("datasets") is None:
+        raise ConfigError(f"{what} needs the library `datasets`: pip install 'tandem-rl[data]'")
+
+
+def read_parquet(file: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a parquet file.
+
+    Raises:
+        ConfigError: the library is not installed, or the file is not parquet.
+    """
+    _need(f"reading {file}")
+    import pyarrow  # noqa: PLC0415 comes with the optional library
+    import pyarrow.parquet  # noqa: PLC0415
+
+    try:
+        table = pyarrow.parquet.read_table(file)
+    except pyarrow.ArrowInvalid as error:
+        raise ConfigError(f"{file} is not a parquet file: {error}") from error
+    yield from table.to_pylist()
+
+
+def read_hub(name: str, split: str) -> Iterator[dict[str, Any]]:
+    """Rows of a data set of the Hugging Face hub; ``openai/gsm8k:main`` chooses a configuration.
+
+    Raises:
+        ConfigError: the library is not installed; no such data set, configuration or split; the hub is out of reach.
+    """
+    _need(f"data set {name}")
+    import datasets  # noqa: PLC0415 optional library
+
+    path, _, configuration = name.partition(":")
+    try:
+        if not configuration:
+            there = datasets.get_dataset_config_names(path)
+            configuration = "default" if "default" in there else "main" if "main" in there else there[0]
+        rows = datasets.load_dataset(path, configuration, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ConfigError(
+            f"data set {name} (split {split!r}) could not be loaded: there is no local file or folder of that name, and the hub "
+            f"said: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        ) from error
+    yield from rows

@@ -1,0 +1,96 @@
+"""One shape for all rows: ``messages``, ``answer``, ``source``, ``reward_name`` beside the original columns."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tandem.config.data import DatasetConfig
+from tandem.config.errors import ConfigError
+from tandem.config.nearest import nearest_names
+from tandem.data.files import RawRow
+
+PROMPTS = ("messages", "prompt", "question", "problem", "instruction")
+ANSWERS = ("answer", "solution", "completion", "response")
+ROLES = ("system", "user", "assistant", "tool")
+
+Row = dict[str, Any]
+
+
+def normalise(raw: Sequence[RawRow], config: DatasetConfig, *, source: str, reward: str | None = None) -> list[Row]:
+    """Adds ``messages`` (list of {role, content}), ``answer`` (text or None), ``source`` and ``reward_name``.
+
+    The original columns stay, except where they have one of these names. What the answer holds stays as it is (GSM8K's
+    working and ``#### 18``): rewards extract. A last message of the assistant becomes the answer where no column is.
+
+    Raises:
+        ConfigError: no such column (names those there), or a value of the wrong type (with file and line).
+    """
+    if not raw:
+        return []
+    columns = list(raw[0].columns)
+    prompt = _columns(columns, config.prompt_column, PROMPTS, raw[0].where, "prompt_column")
+    answer = _columns(columns, config.answer_column, ANSWERS, raw[0].where, "answer_column")
+    if not prompt:
+        raise ConfigError(
+            f"{raw[0].where}: no column for the question among {', '.join(columns) or 'none'}; looked for {', '.join(PROMPTS)}: "
+            "set prompt_column"
+        )
+    return [_row(row, prompt, answer, config.prompt_suffix, source, reward) for row in raw]
+
+
+def _columns(there: list[str], wished: str | None, usual: tuple[str, ...], where: str, key: str) -> tuple[str, ...]:
+    """The columns to read; several are joined by a space. Empty if none is found and none was wished for."""
+    if wished is not None:
+        if wished not in there:
+            raise ConfigError(f"{where}: {key}={wished}, but the row has no such column; {nearest_names(wished, there)}")
+        return (wished,)
+    lower = {name.lower(): name for name in there}
+    if usual is PROMPTS and "body" in lower and "question" in lower:
+        return (lower["body"], lower["question"])  # SVAMP: the story and what is asked
+    return next(((lower[name],) for name in usual if name in lower), ())
+
+
+def _row(raw: RawRow, prompt: tuple[str, ...], answer: tuple[str, ...], suffix: str, source: str, reward: str | None) -> Row:
+    missing = [name for name in (*prompt, *answer) if name not in raw.columns]
+    if missing:
+        there = ", ".join(raw.columns) or "none"
+        raise ConfigError(f"{raw.where}: column {missing[0]!r} is missing, other rows have it; columns there: {there}")
+    messages = _messages(raw, prompt)
+    expected = _answer(raw.columns[answer[0]], answer[0], raw.where) if answer else None
+    if messages[-1]["role"] == "assistant":
+        content = messages.pop()["content"]
+        expected = content if expected is None else expected
+        if not messages:
+            raise ConfigError(f"{raw.where}: column {prompt[0]!r} has only a message of the assistant; it needs a question")
+    if suffix:
+        messages[-1] = messages[-1] | {"content": _with_suffix(messages[-1]["content"], suffix)}
+    return {**raw.columns, "messages": messages, "answer": expected, "source": source, "reward_name": reward}
+
+
+def _messages(raw: RawRow, prompt: tuple[str, ...]) -> list[dict[str, Any]]:
+    values = [raw.columns[name] for name in prompt]
+    if isinstance(values[0], list) and len(values) == 1:
+        for message in values[0]:
+            if not (isinstance(message, Mapping) and message.get("role") in ROLES and message.get("content") is not None):
+                raise ConfigError(
+                    f"{raw.where}: column {prompt[0]!r} must be a list of {{role, content}} with a role of {', '.join(ROLES)}; "
+                    f"got {message!r}"
+                )
+        if values[0]:
+            return [dict(message) for message in values[0]]
+    for name, value in zip(prompt, values, strict=True):
+        if not isinstance(value, str) or not value.strip():
+            got = "nothing" if value in ("", None, []) else f"{type(value).__name__} {value!r}"
+            raise ConfigError(f"{raw.where}: column {name!r} must be text or a list of messages, got {got}")
+    return [{"role": "user", "content": " ".join(value.strip() for value in values) if len(values) > 1 else values[0]}]
+
+
+def _answer(value: Any, name: str, where: str) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return str(int(value)) if value == int(value) else str(value)
+    raise ConfigError(f"{where}: column {name!r} must be text or a number, got {type(value).__name__} {value!r}")
+
+
+def _with_suffix(content: Any, suffix: str) -> Any:
+    return [*content, {"type": "text", "text": suffix}] if isinstance(content, list) else content + suffix
