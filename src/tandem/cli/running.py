@@ -60,6 +60,9 @@ def describe(summary: Any) -> str:
     lines = [f"Done: {summary.steps} step{'' if summary.steps == 1 else 's'}."]
     values = [f"{name} {summary.metrics[name]:.4g}" for name in SHOWN if name in summary.metrics]
     lines += [f"Last step: {', '.join(values)}"] if values else []
+    if summary.evaluations:
+        told = (f"step {step}: {accuracy:.1%}" for step, accuracy in summary.evaluations.items())
+        lines.append(f"Greedy accuracy on the validation rows: {', '.join(told)}")
     lines += [f"Metrics and pictures: {summary.folder}"] if summary.folder else []
     lines += [f"Model: {summary.checkpoint}"] if summary.checkpoint else []
     if summary.checkpoint:

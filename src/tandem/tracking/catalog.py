@@ -193,7 +193,7 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             "Evaluation, where this step had one.",
             "Large: lower `evaluate.max_rows` or evaluate less often.",
         ),
-        "time/checkpoint_s": Metric(
+        "time/save_s": Metric(
             "s",
             "Saving, where this step saved.",
             "Large: save less often, or on a faster disk.",
@@ -239,6 +239,11 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             "Read the first such warning in `log.txt`: it has the cause. Too many in a row end the run "
             "(`rollout.max_data_failures`).",
         ),
+        "rows/dropped/<reason>": Metric(
+            "rows",
+            "SFT: rows left out since the start, by reason, such as `too_long`.",
+            "Many: raise `max_length`, or look at the rows.",
+        ),
         "episodes/running": Metric(
             "episodes",
             "Under way when the batch was taken.",
@@ -282,6 +287,11 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             "rows",
             "Rows without an answer because their episode failed.",
             "Above 0: see `log.txt`.",
+        ),
+        "eval/<name>": Metric(
+            "—",
+            "Any other metric, measured on the validation rows.",
+            "As the metric of training with that name.",
         ),
         "eval/loss": Metric(
             "nats",
