@@ -58,7 +58,7 @@ class Architecture:
     """RMS norm over each head of queries and keys before the rotation."""
 
     post_norms: bool
-    """Gemma: norms after attention (``post_attention_layernorm``) and around the MLP (``pre_``, ``post_feedforward_layernorm``)."""
+    """Gemma: norms after attention (``post_attention_layernorm``) and around the MLP (``…_feedforward_layernorm``)."""
 
     activation: str
     """Name in transformers' ``ACT2FN``."""

@@ -68,8 +68,8 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of one layer.
 
-    ``query [1, heads, T, D]``, ``key`` and ``value [1, kv_heads, T, D]``; returns ``([1, T, heads, D], None)``, the shape
-    that transformers expects. ``sliding_window``: token i sees i - window + 1 … i. ``softcap``: ``cap * tanh(logits / cap)``.
+    ``query [1, heads, T, D]``, ``key`` and ``value [1, kv_heads, T, D]``; returns ``([1, T, heads, D], None)``, as
+    transformers expects. ``sliding_window``: token i sees i - window + 1 … i. ``softcap``: ``cap * tanh(logits / cap)``.
     ``dropout`` is 0: `load_causal_lm` turns it off, because log-probabilities of a policy must not be random.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -1,15 +1,30 @@
 """Opens a model for training."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
 
 from tandem.config.errors import ConfigError
 from tandem.models.architecture import Architecture
 from tandem.models.attention import NAME
 from tandem.models.catalog import resolve
 from tandem.models.packed import PackedCausalLM
+
+
+@contextlib.contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keeps transformers' bars for reading and writing weights off the terminal, where a run shows its own progress."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def load_causal_lm(
@@ -36,12 +51,12 @@ def load_causal_lm(
     Architecture.from_config(config)  # refuse before reading gigabytes
     config.attention_dropout = 0.0
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, attn_implementation=NAME)
+        with no_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, attn_implementation=NAME)
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"the weights in {folder} cannot be read: {error}") from error
     model.to(device)
+    packed = PackedCausalLM(model, chunk_tokens=chunk_tokens)
     if gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    # transformers recomputes layers only in training mode, and nothing else depends on it once dropout is 0
-    model.train(gradient_checkpointing)
-    return PackedCausalLM(model, chunk_tokens=chunk_tokens)
+        packed.enable_gradient_checkpointing()
+    return packed

@@ -34,6 +34,13 @@ class PackedCausalLM(nn.Module):
         """The transformers configuration."""
         return self.model.config
 
+    def enable_gradient_checkpointing(self) -> None:
+        """From now on only the input of each layer is kept, and the rest is computed again in the backward pass."""
+        newer = getattr(self.model, "activation_checkpointing_enable", None)  # the name in later transformers
+        (newer or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
+        # transformers recomputes only in training mode; nothing else depends on that, because dropout is 0
+        self.model.train()
+
     def forward(
         self,
         input_ids: torch.Tensor,

@@ -1,0 +1,66 @@
+"""Weights in a Hugging Face folder."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from tandem.api.failures import ConfigError
+
+
+def write_folder(
+    folder: Path, model: Any, weights: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype, *, writes: bool
+) -> None:
+    """Writes ``weights``, the configuration and the generation configuration of a transformers ``model``.
+
+    ``writes=False`` only takes part in gathering. The file gets its name when it is complete.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in weights:
+        if writes:
+            tensors[name] = tensor.to("cpu").contiguous()
+    if not writes:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / "model.safetensors.partial"
+    save_file(tensors, partial, metadata={"format": "pt"})
+    partial.rename(folder / "model.safetensors")
+    settings = model.config.to_dict() | {
+        "dtype": str(dtype).removeprefix("torch."),
+        "architectures": [type(model).__name__],
+    }
+    type(model.config).from_dict(settings).save_pretrained(folder)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(folder)
+
+
+def read_weights(folder: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of ``shapes`` from the folder's safetensors files, after checking that all are there.
+
+    Raises:
+        ConfigError: no safetensors, a tensor is missing or has another shape; nothing was yielded then.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = json.loads(index.read_text())["weight_map"]
+    elif (folder / "model.safetensors").is_file():
+        with safe_open(folder / "model.safetensors", "pt") as file:
+            files = dict.fromkeys(file.keys(), "model.safetensors")
+    else:
+        raise ConfigError(f"folder {folder} has no model.safetensors to load weights from")
+    missing = sorted(set(shapes) - set(files))
+    if missing:
+        raise ConfigError(
+            f"folder {folder} lacks {len(missing)} tensors of this model, first {missing[0]!r}; is it another model?"
+        )
+    handles = {name: safe_open(folder / name, "pt") for name in set(files.values())}
+    for name, shape in shapes.items():
+        found = torch.Size(handles[files[name]].get_slice(name).get_shape())
+        if found != shape:
+            raise ConfigError(f"tensor {name!r} in {folder} is {list(found)}, this model has {list(shape)}")
+    for name in shapes:
+        yield name, handles[files[name]].get_tensor(name)

@@ -1,0 +1,265 @@
+"""The training engine on FSDP2: a model, its optimizer, and steps that do not depend on how a batch is cut."""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tandem.api.batch import lengths, num_sequences, select
+from tandem.api.engines import LossFn, Outputs, TrainEngine, TrainPart
+from tandem.api.failures import BatchError, ConfigError, NonFinite
+from tandem.config.train_engine import TrainEngineConfig
+from tandem.engines.train.folder import read_weights, write_folder
+from tandem.engines.train.holders import Holder, Replica, Sharded, sum_over_ranks
+from tandem.engines.train.micro_batches import plan
+from tandem.engines.train.schedule import learning_rate
+from tandem.engines.train.totals import Totals
+from tandem.models.load import load_causal_lm
+from tandem.models.precision import resolve_dtype
+
+_PREFIX = "model."
+"""What `PackedCausalLM` puts before the Hugging Face names."""
+
+
+class FSDPEngine(TrainEngine):
+    """Trains one model on one process or on all processes of a group.
+
+    Batches are global: every rank passes the same one and gets the same result. Weights are float32, the computation
+    has ``config.dtype``.
+    """
+
+    def __init__(
+        self,
+        config: TrainEngineConfig,
+        *,
+        total_steps: int,
+        device: str | torch.device = "cpu",
+        process_group: dist.ProcessGroup | None = None,
+    ):
+        """``total_steps``: optimizer steps of the run, for the schedule. ``process_group``: None takes the default group
+        where torch.distributed is initialised, else this process alone.
+
+        Raises:
+            ConfigError: the model cannot be opened, or the group has another size than ``config.backend`` says.
+        """
+        self.config, self.total_steps, self.device = config, total_steps, torch.device(device)
+        self.dtype = resolve_dtype(config.dtype, self.device)
+        self._group, mesh = _group_and_mesh(process_group, self.device)
+        self.world_size = 1 if self._group is None else dist.get_world_size(self._group)
+        self.rank = 0 if self._group is None else dist.get_rank(self._group)
+        if config.backend != f"fsdp:d{self.world_size}":
+            raise ConfigError(
+                f"actor.backend is {config.backend!r}, but {self.world_size} process(es) take part; "
+                f"set it to fsdp:d{self.world_size}, or start as many processes as it says"
+            )
+        self.model = load_causal_lm(
+            config.path,
+            torch.float32,
+            self.device,
+            config.gradient_checkpointing,
+            chunk_tokens=config.logprob_chunk_tokens,
+        )
+        layers = self.model.model.model.layers
+        self._holder: Holder = (
+            Replica(self.model, self.dtype) if mesh is None else Sharded(self.model, layers, self.dtype, mesh)
+        )
+        self._optimizer = self._make_optimizer()
+        self._offloaded: set[TrainPart] = set()
+        self._step = 0
+        self._skips_in_a_row = 0
+
+    def train_batch(self, batch: TensorDict, loss_fn: LossFn, *, entropy: bool = False) -> dict[str, float]:
+        """See `TrainEngine.train_batch`.
+
+        A gradient that is exactly 0 leaves weights and optimizer state as they are (no decay, no momentum): a batch without
+        information changes nothing. The schedule counts calls, taken or skipped.
+        """
+        self._require("parameters", "optimizer")
+        self._optimizer.zero_grad()
+        totals = Totals()
+        for indices in self._micro_batches(batch):
+            loss = self._loss(batch, indices, loss_fn, entropy, totals)
+            # FSDP averages gradients over ranks, the step needs their sum
+            (loss * self.world_size).backward()
+        metrics = totals.gather(self._group)
+        return metrics | self._take_step(metrics["loss"])
+
+    @torch.no_grad()
+    def eval_batch(self, batch: TensorDict, loss_fn: LossFn, *, entropy: bool = False) -> dict[str, float]:
+        """See `TrainEngine.eval_batch`."""
+        self._require("parameters")
+        totals = Totals()
+        for indices in self._micro_batches(batch):
+            self._loss(batch, indices, loss_fn, entropy, totals)
+        return totals.gather(self._group)
+
+    @torch.no_grad()
+    def forward(self, batch: TensorDict, *, entropy: bool = False) -> Outputs:
+        """See `TrainEngine.forward`."""
+        self._require("parameters")
+        bounds = batch["cu_seqlens"].tolist()
+        found = torch.zeros(2 if entropy else 1, bounds[-1], device=self.device)
+        for indices in self._micro_batches(batch):
+            if not indices:
+                self._compute(_filler(self.device), entropy)
+                continue
+            outputs = self._compute(select(batch, indices).to(self.device), entropy)
+            tokens = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in indices]).to(self.device)
+            found[0, tokens] = outputs.logprobs
+            if entropy:
+                found[1, tokens] = outputs.entropy
+        sum_over_ranks(found, self._group)
+        return Outputs(*found.to(batch["input_ids"].device))
+
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `TrainEngine.weights`. Without ``dtype`` they come as they are held: float32.
+
+        A tensor may be the engine's own memory: read it before asking for the next, and do not write to it.
+        """
+        self._require("parameters")
+        for name in self._holder.masters:
+            tensor = self._holder.full(name)
+            yield name.removeprefix(_PREFIX), tensor if dtype is None else tensor.to(dtype)
+
+    def save(self, folder: Path) -> None:
+        """See `TrainEngine.save`. Weights are written in the dtype that the engine computes in."""
+        write_folder(Path(folder), self.model.model, self.weights(self.dtype), self.dtype, writes=self.rank == 0)
+        if self._group is not None:
+            dist.barrier(self._group)
+
+    def load(self, folder: Path) -> None:
+        """See `TrainEngine.load`. The optimizer's state stays as it is.
+
+        Raises:
+            ConfigError: the folder has other tensors than this model.
+        """
+        self._require("parameters")
+        expected = {name.removeprefix(_PREFIX): parameter for name, parameter in self._holder.masters.items()}
+        for name, tensor in read_weights(Path(folder), {name: p.shape for name, p in expected.items()}):
+            self._holder.assign(_PREFIX + name, tensor)
+        self._holder.publish()
+
+    def offload(self, parts: tuple[TrainPart, ...]) -> None:
+        """See `TrainEngine.offload`. What is offloaded must be brought back before it is used."""
+        if "gradients" in parts:
+            self._optimizer.zero_grad()
+        if self.device.type != "cpu":
+            self._move(parts, torch.device("cpu"))
+        self._offloaded |= set(parts) - {"gradients"}
+
+    def onload(self, parts: tuple[TrainPart, ...]) -> None:
+        """See `TrainEngine.onload`."""
+        if self.device.type != "cpu":
+            self._move(parts, self.device)
+        self._offloaded -= set(parts)
+
+    def _move(self, parts: tuple[TrainPart, ...], device: torch.device) -> None:
+        if "parameters" in parts:
+            self._holder.move(device)
+        if "optimizer" in parts:
+            for state in self._optimizer.state.values():
+                state.update({name: x.to(device) for name, x in state.items() if isinstance(x, torch.Tensor) and x.dim()})
+
+    def _require(self, *parts: TrainPart) -> None:
+        missing = sorted(self._offloaded & set(parts))
+        if missing:
+            raise RuntimeError(
+                f"{' and '.join(missing)} of the train engine are offloaded; call onload({tuple(missing)}) first"
+            )
+
+    def _make_optimizer(self) -> torch.optim.AdamW:
+        options, masters = self.config.optimizer, self._holder.masters.values()
+        groups = [
+            {"params": [p for p in masters if p.dim() >= 2], "weight_decay": options.weight_decay},
+            {"params": [p for p in masters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=options.lr, betas=(options.beta1, options.beta2), eps=options.eps, fused=True)
+
+    def _micro_batches(self, batch: TensorDict) -> list[list[int]]:
+        """Indices of the sequences of each of this rank's micro-batches."""
+        count = num_sequences(batch)
+        if count == 0:
+            raise BatchError("the batch has no sequences")
+        units = batch["unit_id"].tolist() if "unit_id" in batch.keys() else range(count)
+        return plan(lengths(batch).tolist(), units, self.config.max_tokens_per_micro_batch, self.world_size)[self.rank]
+
+    def _compute(self, view: TensorDict, entropy: bool) -> Outputs:
+        temperature = (
+            view["temperature"] if "temperature" in view.keys() else torch.ones(num_sequences(view), device=self.device)
+        )
+        return self.model(view["input_ids"], view["cu_seqlens"], temperature, view["loss_mask"], entropy)
+
+    def _loss(self, batch: TensorDict, indices: list[int], loss_fn: LossFn, entropy: bool, totals: Totals) -> torch.Tensor:
+        """Weighted sum of the losses of one micro-batch; its metrics go into ``totals``."""
+        if not indices:
+            # another rank has one more: take part in the communication, add nothing
+            return self._compute(_filler(self.device), entropy).logprobs.sum() * 0.0
+        view = select(batch, indices).to(self.device)
+        losses, metrics = loss_fn(self._compute(view, entropy), view)
+        weights = view["loss_weights"]
+        if losses.shape != weights.shape:
+            raise BatchError(f"the loss function gave losses {list(losses.shape)}, loss_weights are {list(weights.shape)}")
+        loss = (losses * weights).sum()
+        totals.loss += float(loss.detach())
+        totals.add_all(metrics, view["loss_mask"], num_sequences(view))
+        return loss
+
+    def _gradient_norm(self) -> float:
+        """Global L2 norm, summed in float64 so that it does not depend on how parameters are cut."""
+        squares = [g.pow(2).sum(dtype=torch.float64) for g in self._holder.local_gradients()]
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=self.device)
+        return math.sqrt(float(sum_over_ranks(total, self._group)))
+
+    def _take_step(self, loss: float) -> dict[str, float]:
+        """Clips and steps, or skips; every rank decides the same, from the same numbers."""
+        options, norm = self.config.optimizer, self._gradient_norm()
+        rate = learning_rate(self._step, self.total_steps, options)
+        self._step += 1
+        report = {"grad_norm": norm, "lr": rate, "skipped": 0.0}
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._optimizer.zero_grad()
+            self._skips_in_a_row += 1
+            if self._skips_in_a_row >= options.max_consecutive_skips:
+                raise NonFinite(
+                    f"{self._skips_in_a_row} optimizer steps in a row had a loss or gradient that is not finite "
+                    f"(loss {loss}, gradient norm {norm}); lower actor.optimizer.lr, or look at the rewards and advantages"
+                )
+            return report | {"skipped": 1.0}
+        self._skips_in_a_row = 0
+        if norm > 0:
+            if options.max_grad_norm is not None and norm > options.max_grad_norm:
+                for gradient in self._holder.local_gradients():
+                    gradient.mul_(options.max_grad_norm / norm)
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.step()
+            self._holder.publish()
+        self._optimizer.zero_grad()
+        return report
+
+
+def _filler(device: torch.device) -> TensorDict:
+    """Two tokens for a rank that has nothing to do."""
+    columns = {
+        "input_ids": torch.zeros(2, dtype=torch.int64),
+        "cu_seqlens": torch.tensor([0, 2]),
+        "loss_mask": torch.tensor([False, True]),
+    }
+    return TensorDict(columns, batch_size=[]).to(device)
+
+
+def _group_and_mesh(
+    group: dist.ProcessGroup | None, device: torch.device
+) -> tuple[dist.ProcessGroup | None, DeviceMesh | None]:
+    """The group to communicate in and its mesh; None for a process alone."""
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is None or dist.get_world_size(group) == 1:
+        return None, None
+    if group is dist.group.WORLD:
+        return group, init_device_mesh(device.type, (dist.get_world_size(),))
+    return group, DeviceMesh.from_group(group, device.type)

@@ -1,0 +1,129 @@
+"""How a model and its float32 master weights lie over the processes.
+
+`Replica`: one process has all of it. `Sharded`: FSDP2 gives each process a part. Both show the same: ``masters``, the
+parameters that the optimizer moves, whose ``.grad`` is complete after the backward passes.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+class Holder(ABC):
+    """A model that computes in one dtype and is trained in float32."""
+
+    model: nn.Module
+    masters: dict[str, nn.Parameter]
+    """Name in ``model`` → float32 parameter; tied ones once."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """After the masters have changed: the model computes with their new values."""
+
+    @abstractmethod
+    def full(self, name: str) -> torch.Tensor:
+        """The whole master, on the device; collective where it is sharded."""
+
+    @abstractmethod
+    def assign(self, name: str, value: torch.Tensor) -> None:
+        """Overwrites a master with the whole tensor ``value``; every rank calls it with the same value."""
+
+    def move(self, device: torch.device | str) -> None:
+        """Moves model and masters."""
+        self.model.to(device)
+
+    def local_gradients(self) -> Iterator[torch.Tensor]:
+        """This rank's part of every gradient there is."""
+        for master in self.masters.values():
+            if master.grad is not None:
+                yield master.grad.to_local() if isinstance(master.grad, DTensor) else master.grad
+
+
+class Replica(Holder):
+    """All in one process.
+
+    In float32 masters and model are the same tensors. In bfloat16 the model has rounded copies, made once a step; their
+    gradients are added to the masters' in float32 as soon as each is complete.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype):
+        self.model = model
+        self._parameters = dict(model.named_parameters())
+        self.masters = self._parameters
+        if dtype != torch.float32:
+            self.masters = {name: nn.Parameter(p.detach().clone()) for name, p in self._parameters.items()}
+            for name, parameter in self._parameters.items():
+                parameter.data = parameter.data.to(dtype)
+                parameter.register_post_accumulate_grad_hook(self._collector(self.masters[name]))
+
+    @staticmethod
+    def _collector(master: nn.Parameter):
+        def collect(parameter: torch.Tensor) -> None:
+            if master.grad is None:
+                master.grad = parameter.grad.to(master.dtype)
+            else:
+                master.grad.add_(parameter.grad)
+            parameter.grad = None
+
+        return collect
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        if self.masters is not self._parameters:
+            for name, parameter in self._parameters.items():
+                parameter.copy_(self.masters[name])
+
+    def full(self, name: str) -> torch.Tensor:
+        return self.masters[name].detach()
+
+    @torch.no_grad()
+    def assign(self, name: str, value: torch.Tensor) -> None:
+        self.masters[name].copy_(value)
+
+    def move(self, device: torch.device | str) -> None:
+        super().move(device)
+        if self.masters is not self._parameters:
+            for master in self.masters.values():
+                master.data = master.data.to(device)
+
+
+class Sharded(Holder):
+    """FSDP2: each layer is gathered in the compute dtype when it is needed; gradients are reduced in float32."""
+
+    def __init__(self, model: nn.Module, layers: nn.ModuleList, dtype: torch.dtype, mesh: DeviceMesh):
+        precision = MixedPrecisionPolicy(
+            param_dtype=None if dtype == torch.float32 else dtype,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,  # temperatures stay float32
+        )
+        for layer in layers:
+            fully_shard(layer, mesh=mesh, mp_policy=precision)
+        # the embedding is also the head, or as large: keep it gathered between its two uses
+        fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+        self.model = model
+        self.masters = dict(model.named_parameters())
+
+    def publish(self) -> None:
+        """Nothing to do: the next forward pass gathers the new values."""
+
+    def full(self, name: str) -> torch.Tensor:
+        return self.masters[name].detach().full_tensor()
+
+    @torch.no_grad()
+    def assign(self, name: str, value: torch.Tensor) -> None:
+        master = self.masters[name]
+        # src_data_rank=None: every rank cuts its own part out of the tensor that it has
+        master.copy_(distribute_tensor(value.to(master), master.device_mesh, master.placements, src_data_rank=None))
+
+
+def sum_over_ranks(value: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Sums in place; without a group there is one rank."""
+    if group is not None:
+        dist.all_reduce(value, group=group)
+    return value

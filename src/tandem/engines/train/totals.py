@@ -1,0 +1,51 @@
+"""Metrics of a step, summed over micro-batches and ranks."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+
+class Totals:
+    """The loss, which is a sum, and metrics that are divided by their counts once, at the end."""
+
+    def __init__(self) -> None:
+        self.loss = 0.0
+        self._sums: dict[str, list[float]] = {}
+
+    def add(self, name: str, total: float, count: float) -> None:
+        """Adds a sum over ``count`` entries."""
+        entry = self._sums.setdefault(name, [0.0, 0.0])
+        entry[0] += total
+        entry[1] += count
+
+    def add_all(self, metrics: Mapping[str, torch.Tensor], loss_mask: torch.Tensor, num_sequences: int) -> None:
+        """Adds ``[T]`` metrics over the tokens of ``loss_mask [T]`` and ``[N]`` metrics over sequences.
+
+        Raises:
+            ValueError: a metric has neither length.
+        """
+        for name, value in metrics.items():
+            if value.shape == loss_mask.shape:
+                chosen = value[loss_mask]
+            elif value.shape == (num_sequences,):
+                chosen = value
+            else:
+                raise ValueError(
+                    f"metric {name!r} must be [T] = [{len(loss_mask)}] or [N] = [{num_sequences}], got {list(value.shape)}"
+                )
+            self.add(name, float(chosen.double().sum()), chosen.numel())
+
+    def gather(self, group: dist.ProcessGroup | None) -> dict[str, float]:
+        """``loss``, summed, and sum over count of each metric, over all ranks; what counted nothing is left out."""
+        parts: list[tuple[float, dict[str, list[float]]]] = [(self.loss, self._sums)]
+        if group is not None:
+            parts = [(0.0, {})] * dist.get_world_size(group)
+            dist.all_gather_object(parts, (self.loss, self._sums), group=group)
+        together = Totals()
+        for loss, sums in parts:
+            together.loss += loss
+            for name, (total, count) in sums.items():
+                together.add(name, total, count)
+        means = {name: total / count for name, (total, count) in together._sums.items() if count}
+        return {"loss": together.loss, **means}

@@ -1,0 +1,60 @@
+"""Micro-batches and learning rates."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.config.train_engine import OptimizerConfig
+from tandem.engines.train.micro_batches import plan
+from tandem.engines.train.schedule import learning_rate
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 6)), min_size=1, max_size=30),
+    max_tokens=st.integers(1, 100),
+    ranks=st.integers(1, 4),
+)
+def test_every_sequence_is_in_one_micro_batch_with_its_unit_and_within_the_budget(sizes, max_tokens, ranks):
+    lengths, units = [list(column) for column in zip(*sizes, strict=True)]
+    planned = plan(lengths, units, max_tokens, ranks)
+    everywhere = [micro for rank in planned for micro in rank]
+
+    assert Counter(i for micro in everywhere for i in micro) == Counter(range(len(lengths)))
+    assert len({len(rank) for rank in planned}) == 1
+    for unit in set(units):
+        assert sum(any(units[i] == unit for i in micro) for micro in everywhere) == 1
+    for micro in everywhere:
+        assert sum(lengths[i] for i in micro) <= max_tokens or len({units[i] for i in micro}) == 1
+
+
+def test_a_sequence_longer_than_the_budget_is_alone():
+    planned = plan([50, 3, 3], [0, 1, 2], 10, 1)
+    assert sorted(map(sorted, planned[0])) == [[0], [1, 2]]
+
+
+def test_ranks_get_nearly_equal_work():
+    lengths = [10 * (1 + i % 7) for i in range(64)]
+    planned = plan(lengths, range(64), 200, 2)
+    tokens = [[sum(lengths[i] for i in micro) for micro in rank] for rank in planned]
+    assert all(abs(a - b) <= 30 for a, b in zip(*tokens, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    [
+        ("constant", [0.5, 1, 1, 1, 1, 1]),
+        ("linear", [0.5, 1, 0.775, 0.55, 0.325, 0.1]),
+        ("cosine", [0.5, 1, 0.868198, 0.55, 0.231802, 0.1]),
+    ],
+)
+def test_schedules_warm_up_and_fall_to_their_floor(schedule, expected):
+    config = OptimizerConfig(lr=1.0, schedule=schedule, warmup_steps=2, min_lr_ratio=0.1)
+    rates = [learning_rate(step, 6, config) for step in (0, 2, 3, 4, 5, 6)]
+    assert rates == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_run_that_is_all_warm_up_has_no_division_by_zero():
+    config = OptimizerConfig(lr=1.0, schedule="cosine", warmup_steps=5)
+    assert [learning_rate(step, 5, config) for step in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])

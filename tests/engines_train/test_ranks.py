@@ -1,0 +1,87 @@
+"""Two processes do the same as one."""
+
+import contextlib
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from transformers import AutoModelForCausalLM
+
+from tests.engines_train.steps import distance, engine_on, random_batch, weighted_nll, weights_of
+from tests.tiny import tiny_model_folder
+
+BATCHES = {"many": (3, 14, 2, 5, 9, 9, 4), "one": (7,)}  # one sequence: the other rank has nothing to do
+
+
+def run_all(folder, out, ranks):
+    """Two steps, a forward pass, a save and a load; returns what can be compared."""
+    torch.set_num_threads(1)
+    found = {}
+    for name, lengths in BATCHES.items():
+        engine = engine_on(folder, max_tokens=15, ranks=ranks, max_grad_norm=0.05)
+        batch = random_batch(lengths)
+        metrics = [engine.train_batch(batch, weighted_nll, entropy=True) for _ in range(2)]
+        outputs = engine.forward(batch, entropy=True)
+        found[name] = {"metrics": metrics, "outputs": tuple(outputs), "weights": weights_of(engine)}
+    found["eval"] = engine.eval_batch(batch, weighted_nll)
+    engine.save(out / f"saved-{ranks}")
+    fresh = engine_on(folder, ranks=ranks)
+    fresh.load(out / f"saved-{ranks}")
+    found["loaded"] = weights_of(fresh)
+    found["bfloat16"] = engine_on(folder, dtype="bfloat16", ranks=ranks).train_batch(batch, weighted_nll)
+    return found
+
+
+def child(rank, folder, out, ranks):
+    with contextlib.redirect_stderr(io.StringIO()):
+        dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=ranks)
+        torch.save(run_all(folder, out, ranks), out / f"rank-{rank}.pt")
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """What one process found, and what each of two found."""
+    out = tmp_path_factory.mktemp("ranks")
+    folder = tiny_model_folder(out, "smollm")
+    context = mp.spawn(child, (folder, out, 2), nprocs=2, join=False)
+    one = run_all(folder, out, 1)
+    context.join()
+    two = [torch.load(out / f"rank-{rank}.pt", weights_only=True) for rank in range(2)]
+    return one, two, out, folder
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_steps_do_not_depend_on_the_number_of_ranks(runs, name):
+    one, two, _, folder = runs
+    initial = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    for found in two:
+        for ours, theirs in zip(one[name]["metrics"], found[name]["metrics"], strict=True):
+            assert theirs == pytest.approx(ours, rel=1e-4)
+        moved = distance(initial, one[name]["weights"])
+        assert moved > 0
+        assert distance(one[name]["weights"], found[name]["weights"]) <= 1e-3 * moved
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_every_rank_gets_the_whole_forward_pass_in_order(runs, name):
+    one, two, _, _ = runs
+    for found in two:
+        torch.testing.assert_close(found[name]["outputs"], one[name]["outputs"], atol=1e-4, rtol=1e-4)
+
+
+def test_evaluation_saving_and_loading_are_the_same(runs):
+    one, two, out, _ = runs
+    saved = AutoModelForCausalLM.from_pretrained(out / "saved-2")
+    for found in two:
+        assert found["eval"] == pytest.approx(one["eval"], rel=1e-4)
+        assert distance(found["loaded"], dict(saved.named_parameters())) == 0
+        assert distance(found["loaded"], found["one"]["weights"]) == 0
+
+
+def test_bfloat16_agrees_within_its_precision(runs):
+    one, two, _, _ = runs
+    assert two[0]["bfloat16"]["loss"] == pytest.approx(one["bfloat16"]["loss"], rel=0.02)
+    assert two[0]["bfloat16"]["grad_norm"] == pytest.approx(one["bfloat16"]["grad_norm"], rel=0.02)
