@@ -41,7 +41,7 @@ nearly the same for few sequences as for many."""
 class EngineCore:
     """Continuous batching over a slab cache.
 
-    Example: ``core.add(0, LLMRequest((1, 2, 3), GenerationConfig()))``, then ``core.step()`` until ``core.has_work`` is false.
+    Example: ``core.add(0, LLMRequest((1, 2, 3), GenerationConfig()))``, then ``core.step()`` while ``core.has_work``.
     """
 
     def __init__(
@@ -61,8 +61,8 @@ class EngineCore:
         self._cache = KVCache(a.num_layers, a.num_kv_heads, a.head_dim, compute, device, config.kv_cache_gib)
         if self._cache.budget_tokens < 32:
             raise ConfigError(
-                f"rollout.engine.kv_cache_gib={config.kv_cache_gib} holds {self._cache.budget_tokens} tokens of this model, at "
-                f"{self._cache.bytes_per_token} bytes each; make it larger"
+                f"rollout.engine.kv_cache_gib={config.kv_cache_gib} holds {self._cache.budget_tokens} tokens of this model, "
+                f"at {self._cache.bytes_per_token} bytes each; make it larger"
             )
         self._slots = Slots(config.max_running, a.vocab_size, _eos_ids(folder, hf_config), device)
         self._scheduler = Scheduler(self._cache, self._slots, config.prefill_chunk_tokens)
@@ -130,6 +130,7 @@ class EngineCore:
             )
         self._scheduler.add(sequence)
 
+    @torch.inference_mode()
     def cancel(self, request_id: int) -> None:
         """Frees what the request holds; no response is made for it. An unknown number is fine."""
         sequence = self._scheduler.sequences.get(request_id)
@@ -265,7 +266,7 @@ class EngineCore:
         rows = self._slots.sampling(slots) if rows is None else rows
         stopped, full = self._slots.draw(slots, logits, rows, self._version.number)
         self._counters["generated_tokens"] += len(batch)
-        ended = {i: StopReason.LENGTH for i in full} | {i: StopReason.STOP for i in stopped}
+        ended = dict.fromkeys(full, StopReason.LENGTH) | dict.fromkeys(stopped, StopReason.STOP)
         for i, sequence in enumerate(batch):
             if sequence.stop_text is not None and self._says_stop(sequence):
                 ended[i] = StopReason.STOP
@@ -350,7 +351,7 @@ def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         raise ConfigError(f"{folder} has no *.safetensors file; save the model with save_pretrained")
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - not a dict
+            for name in opened.keys():
                 yield name, opened.get_tensor(name)
 
 

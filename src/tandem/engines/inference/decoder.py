@@ -1,4 +1,7 @@
-"""The forward pass of the engine: embeddings, fused layers, final norm, head. Attention is given, so prefill and decode share it."""
+"""The forward pass of the engine: embeddings, fused layers, final norm, head.
+
+Attention is given from outside, so prefill and decode share the rest.
+"""
 
 from collections.abc import Callable
 
@@ -10,7 +13,7 @@ from tandem.engines.inference.fused_weights import FusedWeights, LayerWeights
 from tandem.models.architecture import Architecture, Rope
 
 Attend = Callable[[int, int | None, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""``attend(layer, window, queries [T, heads, D], keys [T, kv_heads, D], values) -> [T, heads · D]``; also writes the cache."""
+"""``attend(layer, window, queries [T, heads, D], keys [T, kv_heads, D], values) -> [T, heads · D]``; fills the cache."""
 
 
 class Decoder:

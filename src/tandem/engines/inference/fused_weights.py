@@ -1,8 +1,8 @@
 """The engine's own copy of the weights: projections fused, laid out for the matrix kernels, built from a stream of tensors.
 
-Query, key and value become one matrix, gate and up another. On a CPU matrices are packed for oneDNN, which is 15 to 50 % faster
-at the sizes of a decode step than the plain layout. On a CPU without bfloat16 instructions bfloat16 weights are kept as the
-float32 numbers that they are: computing in bfloat16 would be four times slower there, and less exact.
+Query, key and value become one matrix, gate and up another. On a CPU matrices are packed for oneDNN, which is 15 to 50 %
+faster at the sizes of a decode step than the plain layout. On a CPU without bfloat16 instructions bfloat16 weights are kept
+as the float32 numbers that they are: computing in bfloat16 would be four times slower there, and less exact.
 """
 
 from collections.abc import Iterable

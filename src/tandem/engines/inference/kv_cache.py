@@ -1,7 +1,8 @@
 """Keys and values: one row a sequence (or shared prompt), in slabs of rows of equal capacity.
 
 A slab's tensors are dense, so attention over its rows is a view and never a gather. Capacities come in steps, so a short
-sequence neither reserves nor reads what a long one needs. A row is reserved whole at admission: nothing that runs is ever evicted.
+sequence neither reserves nor reads what a long one needs. A row is reserved whole at admission: nothing that runs is ever
+evicted.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,8 @@
 """From logits to one token a row and its log-probability.
 
-Sampling inverts the cumulative distribution by sums over blocks of the vocabulary, so that the only passes over ``[B, V]`` are
-the softmax and one sum; the log-probability is read from the same softmax. `torch.multinomial` costs as much as the model.
+Sampling inverts the cumulative distribution by sums over blocks of the vocabulary, so that the only passes over ``[B, V]``
+are the softmax and one sum; the log-probability is read from the same softmax. `torch.multinomial` costs as much as the
+model.
 """
 
 from dataclasses import dataclass
@@ -55,16 +56,15 @@ def sample(
     if not rows.uniform_temperature:
         logits.div_(rows.temperatures[:, None])
     probabilities = torch.softmax(logits, dim=-1)
-    allowed = probabilities
     if forbidden is not None:
-        allowed = probabilities.clone()
-        allowed[forbidden] = 0.0
+        # What is drawn is not among them, so the probability that is recorded stays that of the whole distribution.
+        probabilities[forbidden] = 0.0
         logits[forbidden] = float("-inf")
-    tokens = _inverse_cdf(allowed, uniforms)
+    tokens = _inverse_cdf(probabilities, uniforms)
     if rows.top_p is not None and rows.top_k is not None:
         truncated = ((rows.top_p < 1.0) | (rows.top_k < logits.shape[-1])).nonzero().flatten()
         if len(truncated):
-            args = allowed[truncated], uniforms[truncated], rows.top_p[truncated], rows.top_k[truncated]
+            args = probabilities[truncated], uniforms[truncated], rows.top_p[truncated], rows.top_k[truncated]
             tokens[truncated] = _truncated(*args)
     if rows.greedy is not None:
         tokens = torch.where(rows.greedy, logits.argmax(dim=-1), tokens)  # logits: equal probabilities may hide a difference

@@ -1,6 +1,7 @@
 """Who runs: admission by memory and by lines in the tables, sharing of prompts, and which tokens are prefilled next.
 
-A request is admitted when all memory that it can ever need is there, so nothing that runs is evicted. First come, first served.
+A request is admitted when all memory that it can ever need is there, so nothing that runs is evicted. First come, first
+served.
 """
 
 from collections import Counter, deque

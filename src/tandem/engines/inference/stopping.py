@@ -18,7 +18,7 @@ class StopText:
         """Tokens whose text was looked at and ended in a whole character."""
 
         self._context = 0
-        """First token that is decoded: some before the new ones, since a tokenizer may write a token differently at the start."""
+        """First token that is decoded: some before the new ones, since a tokenizer may write the first one differently."""
 
         self._tail = ""
 
