@@ -75,7 +75,7 @@ class AlgorithmConfig:
     """Penalty against the reference."""
 
     shaping: tuple[Component, ...] = ()
-    """Changes to the reward of each sample, in order: `scale`, `clip`, `overlong`, `mask_truncated`, `penalize_truncated`."""
+    """Changes to each reward, in order: `scale`, `bias`, `clip`, `overlong`, `mask_truncated`, `penalize_truncated`."""
 
     filter: Component = field(default_factory=lambda: Component("none"))
     """Which groups are trained on; `dynamic_sampling` keeps drawing until the batch is full."""
@@ -84,4 +84,4 @@ class AlgorithmConfig:
     """Weight of the entropy bonus."""
 
     allow_truncated_sampling: bool = False
-    """Train although samples are drawn with top-p < 1 or top-k, whose log-probabilities are those of the untruncated distribution."""
+    """Train on samples drawn with top-p < 1 or top-k, although log-probabilities are those of the whole distribution."""

@@ -46,24 +46,26 @@ def _many(count: int, what: str) -> str:
     return f"{count} {what}" if count == 1 else f"{count} {what}{'es' if what.endswith('ch') else 's'}"
 
 
+def _micro_batches(tokens: int, budget: int) -> str:
+    return _many(max(1, math.ceil(tokens / budget)), "micro-batch")
+
+
 def _step(config: TrainConfig) -> list[str]:
     prompts, samples, actor = config.rollout.batch_size, config.gconfig.n_samples, config.actor
-    sequences = prompts * samples
     updates = actor.mini_batches * actor.epochs_per_batch
     groups = math.ceil(prompts / actor.mini_batches)
+    most = "" if prompts % actor.mini_batches == 0 else "at most "
     budget = actor.max_tokens_per_micro_batch
     completion_tokens = groups * samples * config.gconfig.max_new_tokens
     eta = max_head_offpolicyness(config)
     how = f"asynchronous, at most {_many(eta, 'version')} behind" if config.async_training else "synchronous"
     return [
-        f"Step: {prompts} prompts × {samples} samples = {sequences} sequences of at most {config.gconfig.max_new_tokens} new tokens.",
-        f"Update: {_many(actor.mini_batches, 'mini-batch')} of {groups if prompts % actor.mini_batches == 0 else f'at most {groups}'}"
-        f" × {samples} = {groups * samples} sequences, {_many(actor.epochs_per_batch, 'pass')} = {_many(updates, 'optimizer step')}."
-        if actor.epochs_per_batch == 1
-        else f"Update: {_many(actor.mini_batches, 'mini-batch')} of {groups} × {samples} sequences, "
-        f"{actor.epochs_per_batch} passes = {_many(updates, 'optimizer step')}.",
-        f"Micro-batches: at most {budget} tokens each; the completions of a mini-batch are at most {completion_tokens} tokens, "
-        f"so about {_many(max(1, math.ceil(completion_tokens / budget)), 'micro-batch')} at most, and more with long prompts.",
+        f"Step: {prompts} prompts × {samples} samples = {prompts * samples} sequences of at most "
+        f"{config.gconfig.max_new_tokens} new tokens.",
+        f"Update: {_many(actor.mini_batches, 'mini-batch')} of {most}{groups} × {samples} = {groups * samples} sequences, "
+        f"{actor.epochs_per_batch} pass{'' if actor.epochs_per_batch == 1 else 'es'} = {_many(updates, 'optimizer step')}.",
+        f"Micro-batches: at most {budget} tokens each; a mini-batch has at most {completion_tokens} completion tokens, "
+        f"so at most about {_micro_batches(completion_tokens, budget)}, and more with long prompts.",
         f"Generation: {how}, {placement(config)}.",
     ]
 
@@ -73,5 +75,5 @@ def _supervised(config: BaseConfig) -> list[str]:
     budget, tokens = config.actor.max_tokens_per_micro_batch, config.batch_size * config.max_length
     return [
         f"Step: {_many(config.batch_size, 'row')} of at most {config.max_length} tokens = 1 optimizer step.",
-        f"Micro-batches: at most {budget} tokens each, so at most about {_many(max(1, math.ceil(tokens / budget)), 'micro-batch')}.",
+        f"Micro-batches: at most {budget} tokens each, so at most about {_micro_batches(tokens, budget)}.",
     ]

@@ -62,8 +62,8 @@ def _common(config: BaseConfig) -> Iterator[str]:
     alone = valid.path is None and not valid.sources
     if config.evaluate.every_steps is not None and alone and train.path and train.path.endswith(FILE_ENDINGS):
         yield (
-            f"evaluate.every_steps={config.evaluate.every_steps} needs validation rows, but train_dataset.path={train.path} is "
-            "one file without splits; set valid_dataset.path, or evaluate.every_steps=null"
+            f"evaluate.every_steps={config.evaluate.every_steps} needs validation rows, but train_dataset.path={train.path} "
+            "is one file without splits; set valid_dataset.path, or evaluate.every_steps=null"
         )
     yield from _backend(config.actor.backend)
     for sink in config.tracking.sinks:
@@ -128,12 +128,12 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
             "straggler anyway: leave it out"
         )
     if rollout.oversample > 1 and config.deterministic:
-        yield f"rollout.oversample={rollout.oversample:g} contradicts deterministic=true: the slowest depend on timing; set it to 1"
+        yield f"rollout.oversample={rollout.oversample:g} contradicts deterministic=true: timing would decide; set it to 1"
     if rollout.on_expiry != "mask" and max_head_offpolicyness(config) == 0:
         yield f"rollout.on_expiry={rollout.on_expiry} has no effect at staleness 0; set async_training=true, or leave it out"
     if config.actor.mini_batches > rollout.batch_size:
         yield (
-            f"actor.mini_batches must be at most rollout.batch_size ({rollout.batch_size}), because groups are never divided; "
+            f"actor.mini_batches must be at most rollout.batch_size ({rollout.batch_size}), groups are never divided; "
             f"got {config.actor.mini_batches}"
         )
     if rollout.min_group_size > config.gconfig.n_samples:
@@ -161,7 +161,7 @@ def _algorithm(config: TrainConfig) -> Iterator[str]:
     if band.name == "accuracy_band":
         low, high = float(band.knobs.get("low", 0.1)), float(band.knobs.get("high", 0.9))
         if low > high:
-            yield f"algorithm.filter.low must be at most algorithm.filter.high ({high:g}), got {low:g}; no group would be kept"
+            yield f"algorithm.filter.low must be at most algorithm.filter.high ({high:g}), got {low:g}; no group would pass"
 
 
 def _component(field: str, key: str, component: Component) -> Iterator[str]:
@@ -188,7 +188,7 @@ def _kl(config: TrainConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
             "or algorithm.kl.where=reward"
         )
     if kl.coefficient > 0 and kl.where == "reward" and kl.estimator not in ("k1", "k3"):
-        yield f"algorithm.kl.estimator={kl.estimator} is for the loss; in the reward it is always k1: set algorithm.kl.estimator=k1"
+        yield f"algorithm.kl.estimator={kl.estimator} is for the loss; the reward takes algorithm.kl.estimator=k1"
     if kl.coefficient == 0:
         for name in ("path", "dtype"):
             value = getattr(config.reference, name)
@@ -201,13 +201,8 @@ def _kl(config: TrainConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
 
 def _correction(config: TrainConfig, written: Container[str]) -> Iterator[str]:
     correction = config.algorithm.correction
-    stale = config.async_training
-    if (
-        stale
-        and correction.weight == "none"
-        and correction.reject == "none"
-        and "algorithm.correction.weight" not in written
-    ):
+    none = correction.weight == correction.reject == "none"
+    if config.async_training and none and "algorithm.correction.weight" not in written:
         yield (
             "async_training=true trains on tokens of older versions, but algorithm.correction.weight is none; "
             "use truncate or mask, or write algorithm.correction.weight=none to go without"
@@ -220,11 +215,11 @@ def _correction(config: TrainConfig, written: Container[str]) -> Iterator[str]:
     if correction.weight == "truncate" and correction.low > 0:
         yield f"algorithm.correction.low={correction.low:g} is used by weight=mask only; leave it out with weight=truncate"
     for name in ("low", "high", "level"):
-        if correction.weight == "none" and correction.reject == "none" and f"algorithm.correction.{name}" in written:
+        if none and f"algorithm.correction.{name}" in written:
             default = {"low": 0.0, "high": 2.0, "level": "token"}[name]
             value = getattr(correction, name)
             if value != default:
-                yield f"algorithm.correction.{name}={value} is not used with algorithm.correction.weight=none; set truncate or mask"
+                yield f"algorithm.correction.{name}={value} is not used with weight=none; set truncate or mask"
 
 
 def _sampling(config: TrainConfig) -> Iterator[str]:
@@ -233,11 +228,11 @@ def _sampling(config: TrainConfig) -> Iterator[str]:
     truncated += [f"gconfig.top_k={sampling.top_k}"] if sampling.top_k > 0 else []
     if truncated and not config.algorithm.allow_truncated_sampling:
         yield (
-            f"{' and '.join(truncated)} draws from a truncated distribution, whose log-probabilities are not the ones trained on; "
+            f"{' and '.join(truncated)} draws from a truncated distribution, not the one trained on; "
             "set gconfig.top_p=1 and gconfig.top_k=0, or algorithm.allow_truncated_sampling=true"
         )
     if sampling.greedy and sampling.n_samples > 1:
-        yield f"gconfig.greedy=true makes all {sampling.n_samples} samples of a prompt equal, so nothing is learnt; set it to false"
+        yield f"gconfig.greedy=true makes all {sampling.n_samples} samples of a prompt equal: set it to false"
     if sampling.min_new_tokens > sampling.max_new_tokens:
         yield (
             f"gconfig.min_new_tokens must be at most gconfig.max_new_tokens ({sampling.max_new_tokens}), "
@@ -246,8 +241,8 @@ def _sampling(config: TrainConfig) -> Iterator[str]:
     longest = config.rollout.engine.max_model_len
     if longest is not None and longest <= sampling.max_new_tokens:
         yield (
-            f"rollout.engine.max_model_len must exceed gconfig.max_new_tokens ({sampling.max_new_tokens}), so that a prompt fits "
-            f"before the answer; got {longest}"
+            f"rollout.engine.max_model_len must exceed gconfig.max_new_tokens ({sampling.max_new_tokens}), so that a "
+            f"prompt fits before the answer; got {longest}"
         )
 
 

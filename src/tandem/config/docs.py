@@ -19,15 +19,16 @@ HEAD = """# Configuration
 
 Made by `python -m tandem.config.docs > docs/configuration.md`; do not edit.
 
-A configuration is put together from, in this order: the defaults below, the algorithm preset, a YAML file, and `key=value` on the command
-line. `tandem config FILE key=value …` prints the result with the source of every value. An unknown key, a wrong type, an impossible value or
-a contradiction is refused before anything starts.
+A configuration is put together from, in this order: the defaults below, the algorithm preset, a YAML file, and `key=value`
+on the command line. `tandem config FILE key=value …` prints the result with the source of every value. An unknown key, a
+wrong type, an impossible value or a contradiction is refused before anything starts.
 
 - Keys are joined by dots: `actor.optimizer.lr=2e-5`. In YAML, sections are nested.
 - `null` means no limit, or "follows from the rest", as the key says.
 - Lists are written `[a, b]`; one element may stand alone.
-- A component, such as `algorithm.policy_loss`, is a name and knobs: `algorithm.policy_loss=ppo_clip algorithm.policy_loss.clip_high=0.28`, in
-  YAML `{name: ppo_clip, clip_high: 0.28}`. Another name starts from that choice's own defaults.
+- A component, such as `algorithm.policy_loss`, is a name and knobs: `algorithm.policy_loss=ppo_clip
+  algorithm.policy_loss.clip_high=0.28`, in YAML `{name: ppo_clip, clip_high: 0.28}`. Another name starts from that choice's
+  own defaults.
 - `algorithm=dapo` abbreviates `algorithm.preset=dapo`.
 """
 
@@ -139,8 +140,7 @@ def markdown() -> str:
         "",
         "## `tandem sft`",
         "",
-        "Supervised fine-tuning has the keys of `run`, the data sets, `actor`, `checkpoint`, `evaluate`, `tracking` and the top level above that",
-        f"are not about sampling ({', '.join(f'`{name}`' for name in sorted(base))}), and these:",
+        f"Supervised fine-tuning has of the above {', '.join(f'`{name}`' for name in field_types(BaseConfig))}; and:",
         *_table(SFTConfig, SFTConfig(), "", base),
         "",
         "## Elements of `train_dataset.sources`",

@@ -66,9 +66,7 @@ POLICY_LOSSES: Mapping[str, Knobs] = {
     "ppo_clip": {
         "clip_low": KnobRule(0.2, low=0.0, high=1.0, meaning="The ratio is clipped at 1 − clip_low from below."),
         "clip_high": KnobRule(0.2, low=0.0, meaning="The ratio is clipped at 1 + clip_high from above."),
-        "dual_clip": KnobRule(
-            0.0, above=1.0, also=(0.0,), meaning="Cap of the loss at negative advantages, in |A|; 0 is off."
-        ),
+        "dual_clip": KnobRule(0.0, above=1.0, also=(0.0,), meaning="Cap of the loss where A < 0, in |A|; 0 is off."),
     },
     "reinforce": {},
 }
@@ -89,7 +87,7 @@ SHAPING: Mapping[str, Knobs] = {
     },
     "overlong": {
         "max_tokens": KnobRule(
-            None, low=1, integer=True, meaning="Length with the full penalty; unset takes gconfig.max_new_tokens."
+            None, low=1, integer=True, meaning="Length of the full penalty; unset takes gconfig.max_new_tokens."
         ),
         "buffer_tokens": KnobRule(
             None,

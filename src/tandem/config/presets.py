@@ -11,7 +11,7 @@ def _data(**values: Any) -> Mapping[str, Any]:
 
 
 DECOUPLED_PPO = _data(correction={"weight": "mask", "level": "token", "low": 0.0, "high": 5.0})
-"""AReaL's decoupled objective: tokens keep their weight exp(proximal − rollout), those above 5 are dropped (arXiv:2505.24298)."""
+"""AReaL's decoupled objective: tokens keep their weight exp(proximal − rollout), above 5 they are dropped (2505.24298)."""
 
 TRUNCATED = _data(correction={"weight": "truncate", "level": "token", "high": 2.0})
 """Weights of more than 2 become 2."""

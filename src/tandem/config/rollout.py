@@ -21,7 +21,7 @@ class EmbeddedEngineConfig:
     """Most tokens of prompt and completion together; null takes the model's context."""
 
     keep_kv_on_update: bool = False
-    """Keep the keys and values of running requests over a weight update instead of recomputing them under the new weights."""
+    """Keep keys and values of running requests over a weight update instead of recomputing them under the new weights."""
 
     threads: int | None = None
     """CPU threads of the engine; null takes `threads` when colocated and half of it when decoupled."""
@@ -47,10 +47,11 @@ class RolloutConfig:
     """Most episodes under way at once; null means what the staleness bound admits."""
 
     max_head_offpolicyness: int | None = None
-    """η: the most versions that a trained token may be behind the trainer; null means 0, or 1 when training is asynchronous."""
+    """η: most versions that a trained token may be behind the trainer; null means 0, or 1 when training is asynchronous."""
 
     on_expiry: Literal["mask", "wait", "drop"] = "mask"
-    """What happens to tokens older than η at consumption: leave the loss, hold admission back so that it cannot happen, or drop the group."""
+    """Tokens older than η at consumption: `mask` takes them out of the loss, `wait` holds admission back so that there are
+    none, `drop` drops the group."""
 
     episode_timeout_s: float = 600.0
     """An episode that takes longer is cancelled and counted as dropped with reason `deadline`."""

@@ -50,7 +50,7 @@ class TrainEngineConfig:
     """How the model is spread: `fsdp:dN` shards it over N data-parallel ranks."""
 
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Precision of forward and backward (auto: bfloat16 where the device is fast in it); master weights are always float32."""
+    """Precision of forward and backward (auto: bfloat16 where the device is fast in it); master weights are float32."""
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Optimizer and schedule."""

@@ -62,7 +62,7 @@ class _Place:
 def _assign(kind: Any, tree: Tree, path: tuple[str, ...], value: Any, place: _Place) -> None:
     """Puts one value into the tree of a dataclass ``kind``."""
     if not path:
-        if isinstance(value, Scalar) and value.value is None or value == {}:
+        if (isinstance(value, Scalar) and value.value is None) or value == {}:
             return  # `actor:` with nothing under it
         inner = ", ".join(field_types(kind))
         raise place.error(f"is a section with the keys {inner}; got the single value {plain(value)!r}")

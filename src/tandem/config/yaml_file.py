@@ -67,13 +67,13 @@ def read_file(file: Path) -> list[Assignment]:
         raise ConfigError(f"there is no configuration file {file}; give a YAML file, or only key=value")
     try:
         node = yaml.compose(file.read_text(encoding="utf-8"), Loader=_Loader)
+        if isinstance(node, yaml.MappingNode):
+            return list(_walk(node, (), file.name))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
     if node is None:
         return []
-    if not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{file} must hold keys and values, such as `seed: 1`; its top is a {node.id}")
-    return list(_walk(node, (), file.name))
+    raise ConfigError(f"{file} must hold keys and values, such as `seed: 1`; its top is a {node.id}")
 
 
 def read_override(text: str) -> list[Assignment]:
@@ -86,20 +86,23 @@ def read_override(text: str) -> list[Assignment]:
     if not equals or not key.strip():
         raise ConfigError(f"{text!r} is not key=value; write for example actor.optimizer.lr=1e-5")
     path = tuple(key.strip().split("."))
+    as_text = [Assignment(path, Scalar(value, value), "command line")]
+    flow = value.lstrip()[:1] in ("[", "{")
     try:
         node = yaml.compose(value, Loader=_Loader)
+        if isinstance(node, yaml.MappingNode) and flow:
+            return list(_walk(node, path, None))
+        # What is not a list or mapping in brackets is one value: a prompt may well read `Answer: a # b`.
+        if node is None or (not flow and isinstance(node, yaml.CollectionNode)):
+            return as_text
+        found = _value(node)
     except yaml.YAMLError as error:
-        # A model's stop string or a prompt is often no YAML: then the text is meant as it stands.
-        if value.lstrip()[:1] in ("[", "{"):
+        if flow:
             raise ConfigError(f"{key}={value}: the value is not valid YAML: {' '.join(str(error).split())}") from error
-        return [Assignment(path, Scalar(value, value), "command line")]
-    if node is None:
-        return [Assignment(path, Scalar("", "" if not value else None), "command line")]
-    if isinstance(node, yaml.MappingNode):
-        return list(_walk(node, path, None))
+        return as_text
     if isinstance(node, yaml.ScalarNode) and node.style is None:
-        return [Assignment(path, Scalar(value, _value(node).value), "command line")]
-    return [Assignment(path, _value(node), "command line")]
+        found = Scalar(value, found.value)
+    return [Assignment(path, found, "command line")]
 
 
 def _walk(node: yaml.MappingNode, prefix: tuple[str, ...], file: str | None) -> Iterator[Assignment]:

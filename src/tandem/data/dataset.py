@@ -111,9 +111,7 @@ def _read(path: str, config: DatasetConfig, seed: int, default_split: str) -> li
         return read_folder(local, config.split, default_split)
     if local.is_file():
         if config.split is not None:
-            raise ConfigError(
-                f"split={config.split} chooses among the files of a folder, but {path} is one file; leave split out"
-            )
+            raise ConfigError(f"split={config.split} chooses a file of a folder, but {path} is a file; leave split out")
         return read_file(local)
     if local.suffix in ENDINGS or local.is_absolute() or path.startswith((".", "~")) or path.count("/") > 1:
         raise ConfigError(

@@ -47,7 +47,7 @@ def read_hub(name: str, split: str) -> Iterator[dict[str, Any]]:
         rows = datasets.load_dataset(path, configuration, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ConfigError(
-            f"data set {name} (split {split!r}) could not be loaded: there is no local file or folder of that name, and the hub "
-            f"said: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+            f"data set {name} (split {split!r}) could not be loaded: there is no such file or folder, and the hub said: "
+            f" {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         ) from error
     yield from rows

@@ -56,8 +56,8 @@ class Loader:
         for name in ("num_rows", "seed", "shuffle"):
             if state[name] != own[name]:
                 raise ConfigError(
-                    f"the loader cannot resume: {name} was {state[name]} and is {own[name]} now; resume with the data set, seed "
-                    "and shuffle of the run"
+                    f"the loader cannot resume: {name} was {state[name]} and is {own[name]} now; resume with the data set, "
+                    "seed and shuffle of the run"
                 )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
         self._order = self._order_of(self.epoch)

@@ -31,8 +31,8 @@ def normalise(raw: Sequence[RawRow], config: DatasetConfig, *, source: str, rewa
     answer = _columns(columns, config.answer_column, ANSWERS, raw[0].where, "answer_column")
     if not prompt:
         raise ConfigError(
-            f"{raw[0].where}: no column for the question among {', '.join(columns) or 'none'}; looked for {', '.join(PROMPTS)}: "
-            "set prompt_column"
+            f"{raw[0].where}: no column for the question among {', '.join(columns) or 'none'}; "
+            f"looked for {', '.join(PROMPTS)}: set prompt_column"
         )
     return [_row(row, prompt, answer, config.prompt_suffix, source, reward) for row in raw]
 
@@ -72,8 +72,8 @@ def _messages(raw: RawRow, prompt: tuple[str, ...]) -> list[dict[str, Any]]:
         for message in values[0]:
             if not (isinstance(message, Mapping) and message.get("role") in ROLES and message.get("content") is not None):
                 raise ConfigError(
-                    f"{raw.where}: column {prompt[0]!r} must be a list of {{role, content}} with a role of {', '.join(ROLES)}; "
-                    f"got {message!r}"
+                    f"{raw.where}: column {prompt[0]!r} must be a list of {{role, content}} with a "
+                    f"role of {', '.join(ROLES)}; got {message!r}"
                 )
         if values[0]:
             return [dict(message) for message in values[0]]
@@ -81,7 +81,13 @@ def _messages(raw: RawRow, prompt: tuple[str, ...]) -> list[dict[str, Any]]:
         if not isinstance(value, str) or not value.strip():
             got = "nothing" if value in ("", None, []) else f"{type(value).__name__} {value!r}"
             raise ConfigError(f"{raw.where}: column {name!r} must be text or a list of messages, got {got}")
-    return [{"role": "user", "content": " ".join(value.strip() for value in values) if len(values) > 1 else values[0]}]
+    return [{"role": "user", "content": values[0] if len(values) == 1 else _joined(values)}]
+
+
+def _joined(parts: Sequence[str]) -> str:
+    """The parts as sentences: SVAMP's stories often lack the last stop."""
+    texts = [part.strip() for part in parts]
+    return " ".join([text if text[-1] in ".!?" else text + "." for text in texts[:-1]] + texts[-1:])
 
 
 def _answer(value: Any, name: str, where: str) -> str | None:

@@ -1,0 +1,174 @@
+"""Operations on packed batches, over batches that hypothesis makes: ragged media, 3-D positions, empty sequences of rows."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.api import batch as ops
+from tandem.api.failures import BatchError
+
+settings.register_profile("batch", deadline=None, max_examples=40)
+settings.load_profile("batch")
+
+
+def trajectory(size, patches, seed):
+    noise = torch.Generator().manual_seed(seed)
+    return {
+        "input_ids": torch.randint(0, 100, (size,), generator=noise),
+        "position_ids": torch.randint(0, 100, (size, 3), generator=noise),
+        "loss_mask": torch.rand(size, generator=noise) < 0.5,
+        "rollout_logprobs": torch.randn(size, generator=noise),
+        "reward": float(seed),
+        "rewards/format": 0.5,
+        "temperature": 0.7,
+        "sample_id": seed,
+        "pixel_values": torch.randn(patches, 4, generator=noise),
+    }
+
+
+@st.composite
+def trajectories(draw, least=1):
+    shapes = draw(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 3)), min_size=least, max_size=6))
+    return [trajectory(size, patches, i) for i, (size, patches) in enumerate(shapes)]
+
+
+def same(a, b):
+    assert set(a.keys()) == set(b.keys())
+    for name in a.keys():
+        torch.testing.assert_close(a[name], b[name], rtol=0, atol=0)
+
+
+@given(trajectories())
+def test_unpack_is_the_inverse_of_pack(rows):
+    batch = ops.pack(rows)
+    back = ops.unpack(batch)
+    for row, found in zip(rows, back, strict=True):
+        assert set(row) == set(found)
+        for name, value in row.items():
+            torch.testing.assert_close(found[name], torch.as_tensor(value, dtype=found[name].dtype), rtol=0, atol=0)
+    same(ops.pack(back), batch)
+
+
+@given(trajectories(), st.data())
+def test_select_is_the_same_as_choosing_before_packing(rows, data):
+    index = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=8))
+    same(ops.select(ops.pack(rows), index), ops.pack([rows[i] for i in index]))
+
+
+@given(trajectories(), st.data())
+def test_a_boolean_selects_like_its_indices(rows, data):
+    mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))))
+    batch = ops.pack(rows)
+    same(ops.select(batch, mask), ops.select(batch, mask.nonzero().flatten()))
+
+
+@given(trajectories(), st.data())
+def test_concatenate_is_the_inverse_of_split(rows, data):
+    batch, sizes, left = ops.pack(rows), [], len(rows)
+    while left:
+        sizes.append(data.draw(st.integers(0, left)))
+        left -= sizes[-1]
+        if not sizes[-1]:
+            sizes[-1], left = left, 0
+    parts = ops.split(batch, sizes)
+    assert [ops.num_sequences(part) for part in parts] == sizes
+    same(ops.concatenate(parts), batch)
+
+
+@given(trajectories())
+def test_from_padded_is_the_inverse_of_to_padded(rows):
+    batch = ops.pack(rows)
+    padded = ops.to_padded(batch)
+    longest = max(len(row["input_ids"]) for row in rows)
+    assert padded["input_ids"].shape == (len(rows), longest)
+    assert padded["position_ids"].shape == (len(rows), longest, 3)
+    assert padded["attention_mask"].sum() == len(batch["input_ids"])
+    same(ops.from_padded(padded), batch)
+
+
+@given(trajectories())
+def test_rows_padded_on_the_left_give_the_same_batch(rows):
+    batch = ops.pack(rows)
+    padded = ops.to_padded(batch)
+    tokens = [n for n in padded if n == "attention_mask" or ops.field_of(n).kind == "token"]
+    same(ops.from_padded({n: v.flip(1) if n in tokens else v for n, v in _reversed(padded, tokens).items()}), batch)
+
+
+def _reversed(padded, tokens):
+    """Each row's real tokens reversed in place, so that a flip of the whole row puts them right, behind the padding."""
+    out = dict(padded)
+    for name in tokens:
+        table = padded[name].clone()
+        for i, size in enumerate(padded["attention_mask"].sum(1).tolist()):
+            table[i, :size] = table[i, :size].flip(0)
+        out[name] = table
+    return out
+
+
+@given(trajectories(), st.integers(0, 9))
+def test_padding_adds_one_sequence_that_is_never_trained(rows, extra):
+    batch = ops.pack(rows)
+    total = len(batch["input_ids"])
+    padded = ops.check(ops.pad(batch, total + extra))
+    assert len(padded["input_ids"]) == total + extra
+    assert ops.num_sequences(padded) == len(rows) + (extra > 0)
+    assert not padded["loss_mask"][total:].any()
+    same(ops.select(padded, range(len(rows))), batch)
+
+
+@given(trajectories())
+def test_sums_and_spreads_agree_with_a_loop(rows):
+    batch = ops.pack(rows)
+    sums = ops.sum_by_sequence(batch, batch["rollout_logprobs"])
+    torch.testing.assert_close(sums, torch.stack([row["rollout_logprobs"].sum() for row in rows]))
+    spread = ops.per_token(batch, batch["reward"])
+    assert spread.tolist() == [row["reward"] for row in rows for _ in row["input_ids"]]
+
+
+@given(trajectories(least=2))
+def test_no_operation_changes_its_argument(rows):
+    batch = ops.pack(rows)
+    before = batch.clone()
+    ops.select(batch, [0]), ops.split(batch, [1, len(rows) - 1]), ops.pad(batch, 99), ops.to_padded(batch)
+    ops.concatenate([batch, batch])
+    same(batch, before)
+
+
+def test_loss_weights_are_told_by_their_length():
+    for size in (5, 2):
+        batch = ops.pack([trajectory(2, 1, 0), trajectory(3, 0, 1)])
+        batch["loss_weights"] = torch.arange(float(size))
+        chosen = ops.select(ops.check(batch), [1])
+        assert chosen["loss_weights"].tolist() == ([2.0, 3.0, 4.0] if size == 5 else [1.0])
+
+
+def test_errors_name_the_field_the_length_and_the_rule():
+    a, b = trajectory(2, 1, 0), trajectory(3, 0, 1)
+    batch = ops.pack([a, b])
+    cases = [
+        (lambda: ops.pack([]), "nothing to pack"),
+        (lambda: ops.pack([a, {"input_ids": [1]}]), "sequence 1 has other fields than sequence 0"),
+        (lambda: ops.pack([a | {"loss_mask": [True]}]), "sequence 0: loss_mask has 1 entries, input_ids has 2"),
+        (lambda: ops.pack([a | {"old_logprobs": [1.0, 2.0]}]), "no field is called 'old_logprobs'"),
+        (lambda: ops.select(batch, [2]), "must lie in 0…1"),
+        (lambda: ops.split(batch, [1]), "add up to 1, the batch has 2"),
+        (lambda: ops.concatenate([]), "nothing to concatenate"),
+        (lambda: ops.concatenate([batch, batch.exclude("reward")]), "different fields.*reward"),
+        (lambda: ops.pad(batch, 4), "has 5 tokens, more than 4"),
+        (lambda: ops.from_padded({"input_ids": torch.zeros(1, 1)}), "needs attention_mask"),
+        (lambda: ops.check(batch.clone().set("reward", torch.zeros(3))), "'reward' must have length 2, got 3"),
+        (lambda: ops.check(batch.exclude("pixel_values_lengths")), "needs pixel_values_lengths"),
+        (lambda: ops.declare("reward", ops.Field("token")), "declared already"),
+    ]
+    for act, words in cases:
+        with pytest.raises(BatchError, match=words):
+            act()
+
+
+def test_a_field_of_one_s_own_can_be_declared_twice_alike():
+    field = ops.Field("sequence", torch.float32, 0, "for this test")
+    ops.declare("test_only_score", field)
+    ops.declare("test_only_score", field)
+    batch = ops.pack([{"input_ids": [1], "test_only_score": 2.0}])
+    assert batch["test_only_score"].tolist() == [2.0]

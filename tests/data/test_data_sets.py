@@ -1,0 +1,182 @@
+"""Rows from everywhere come in one shape; what is wrong with them is said with file and line."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from tandem.config.data import DatasetConfig, SourceConfig
+from tandem.config.errors import ConfigError
+from tandem.data.dataset import load_dataset
+from tandem.data.procedural import HELD_OUT, PAIRS
+
+GSM8K = Path(__file__).parents[1] / "data_files" / "gsm8k"
+ROWS = [{"question": f"What is {i}?", "answer": str(i), "level": i} for i in range(5)]
+
+
+def jsonl(folder, rows, name="train.jsonl"):
+    file = folder / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(row if isinstance(row, str) else json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def load(path, default="train", **config):
+    return load_dataset(DatasetConfig(path=str(path), **config), default_split=default)
+
+
+def error_of(path, default="train", **config):
+    with pytest.raises(ConfigError) as error:
+        load(path, default, **config)
+    return str(error.value)
+
+
+def test_gsm8k_keeps_its_columns_and_gains_messages_answer_and_source():
+    train, test = load(GSM8K), load(GSM8K, "test")
+    assert (len(train), len(test)) == (20, 20)
+    row = train[0]
+    assert row["messages"] == [{"role": "user", "content": row["question"]}]
+    assert row["answer"].endswith("#### 72")
+    assert row["source"] == "gsm8k" and row["reward_name"] is None
+    assert not {r["question"] for r in train} & {r["question"] for r in test}
+
+
+def test_every_file_format_gives_the_same_rows(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet", reason="parquet needs the optional library")
+    table = pytest.importorskip("pyarrow").Table.from_pylist(ROWS)
+    files = [tmp_path / f"rows.{ending}" for ending in ("jsonl", "json", "csv", "parquet")]
+    jsonl(tmp_path, ROWS, "rows.jsonl")
+    files[1].write_text(json.dumps(ROWS))
+    with files[2].open("w", newline="") as out:
+        writer = csv.DictWriter(out, list(ROWS[0]))
+        writer.writeheader()
+        writer.writerows(ROWS)
+    parquet.write_table(table, files[3])
+    parts = [[(r["messages"], r["answer"], int(r["level"])) for r in load(file)] for file in files]
+    assert parts[0] == parts[1] == parts[2] == parts[3]
+
+
+def test_a_folder_has_splits_also_in_several_files_and_in_its_data_folder(tmp_path):
+    jsonl(tmp_path, ROWS[:2], "data/train-00000-of-00002.jsonl")
+    jsonl(tmp_path, ROWS[2:], "data/train-00001-of-00002.jsonl")
+    jsonl(tmp_path, ROWS[:1], "data/test.jsonl")
+    assert [r["level"] for r in load(tmp_path)] == [0, 1, 2, 3, 4]
+    assert len(load(tmp_path, "test")) == 1
+    assert len(load(tmp_path, "test", split="train")) == 5
+
+
+def test_one_file_of_any_name_is_the_training_split_and_no_other(tmp_path):
+    jsonl(tmp_path, ROWS, "questions.jsonl")
+    assert len(load(tmp_path)) == 5
+    assert "no split 'test'; there are questions" in error_of(tmp_path, "test")
+
+
+def test_svamp_s_story_and_question_belong_together(tmp_path):
+    file = jsonl(tmp_path, [{"Body": "Ann has 3 nuts", "Question": "How many?", "Answer": 3.0}])
+    row = load(file)[0]
+    assert row["messages"][0]["content"] == "Ann has 3 nuts. How many?"
+    assert row["answer"] == "3" and row["Answer"] == 3.0
+
+
+def test_columns_can_be_named_and_the_suffix_stands_behind_the_question(tmp_path):
+    file = jsonl(tmp_path, [{"q": "1 + 1?", "a": 2, "question": "other"}])
+    row = load(file, prompt_column="q", answer_column="a", prompt_suffix="\nJust the number.")[0]
+    assert row["messages"] == [{"role": "user", "content": "1 + 1?\nJust the number."}]
+    assert row["answer"] == "2"
+
+
+def test_messages_are_taken_as_they_are_and_a_last_answer_of_the_assistant_is_the_answer(tmp_path):
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    row = load(jsonl(tmp_path, [{"messages": messages}]))[0]
+    assert row["messages"] == messages[:2] and row["answer"] == "a"
+
+
+def test_addition_has_16_held_out_pairs_that_are_never_trained_on():
+    train, test = load("addition", size=3000), load("addition", "test")
+    asked = {r["question"] for r in train}
+    assert len(train) == 3000 and len(asked) == 65
+    assert len(test) == len(HELD_OUT) == 16
+    assert not asked & {r["question"] for r in test}
+    assert len({r["answer"] for r in test}) >= 8
+    assert train[0]["messages"][0]["content"].startswith("What is ") and len(PAIRS) == 81
+
+
+def test_addition_follows_the_seed():
+    questions = [[r["question"] for r in load_dataset(DatasetConfig("addition", size=50), seed=s)] for s in (0, 0, 1)]
+    assert questions[0] == questions[1] != questions[2]
+
+
+def test_reasoning_gym_has_splits_that_do_not_overlap_and_keeps_what_its_scorer_needs():
+    gym = pytest.importorskip("reasoning_gym", reason="the optional library is not installed")
+    train, test = (load("reasoning_gym:chain_sum", split, size=40) for split in ("train", "test"))
+    assert len(train) == len(test) == 40
+    assert not {r["question"] for r in train} & {r["question"] for r in test}
+    row = train[0]
+    assert gym.get_score_answer_fn(row["metadata"]["source_dataset"])(row["answer"], row) == 1.0
+
+
+def test_max_rows_keeps_the_first():
+    assert [r["question"] for r in load(GSM8K, max_rows=3)] == [r["question"] for r in load(GSM8K)[:3]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([], ["is empty"]),
+        ([ROWS[0], '{"question": \n'], ["train.jsonl:2", "not valid JSON"]),
+        ([ROWS[0], "[1]\n"], ["train.jsonl:2", "must be an object of columns, got list"]),
+        ([{"text": "x", "label": 1}], ["train.jsonl:1", "text, label", "set prompt_column"]),
+        ([ROWS[0], {"question": "x"}], ["train.jsonl:2", "column 'answer' is missing", "columns there: question"]),
+        ([{"question": 5, "answer": "x"}], ["train.jsonl:1", "'question' must be text or a list of messages, got int 5"]),
+        ([{"question": "", "answer": "x"}], ["train.jsonl:1", "got nothing"]),
+        ([{"question": "x", "answer": ["y"]}], ["train.jsonl:1", "'answer' must be text or a number, got list"]),
+        ([{"messages": [{"role": "robot", "content": "x"}]}], ["train.jsonl:1", "role of system, user"]),
+        ([{"messages": [{"role": "assistant", "content": "x"}]}], ["train.jsonl:1", "needs a question"]),
+    ],
+)
+def test_bad_rows_are_refused_with_file_and_line(tmp_path, rows, words):
+    text = error_of(jsonl(tmp_path, rows))
+    for word in words:
+        assert word in text
+
+
+def test_a_wished_column_that_is_not_there_is_named_with_those_that_are(tmp_path):
+    text = error_of(jsonl(tmp_path, ROWS), prompt_column="questoin")
+    assert "prompt_column=questoin" in text and "did you mean 'question'?" in text and "level" in text
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("./nowhere", ["./nowhere does not exist"]),
+        ("nowhere.jsonl", ["nowhere.jsonl does not exist"]),
+        ("reasoning_gym:chain_sun", ["did you mean 'chain_sum'?"]),
+    ],
+)
+def test_a_missing_data_set_says_where_it_was_looked_for(path, words):
+    assert all(word in error_of(path) for word in words)
+
+
+def test_an_empty_folder_a_strange_file_and_a_split_of_a_file_are_refused(tmp_path):
+    assert "has no files ending in .jsonl" in error_of(tmp_path)
+    (tmp_path / "a.txt").write_text("x")
+    assert "not a data file" in error_of(tmp_path / "a.txt")
+    assert "leave split out" in error_of(jsonl(tmp_path, ROWS), split="train")
+    (tmp_path / "b.json").write_text('{"a": 1}\n{"a": 2}\n')
+    assert "call it .jsonl" in error_of(tmp_path / "b.json")
+    (tmp_path / "c.csv").write_text("question,answer\nx\n")
+    assert "c.csv:2" in error_of(tmp_path / "c.csv")
+
+
+def test_a_mixture_keeps_the_weights_repeats_nothing_and_names_source_and_reward(tmp_path):
+    big, small = jsonl(tmp_path, ROWS * 20, "big.jsonl"), jsonl(tmp_path, ROWS * 2, "small.jsonl")
+    sources = (SourceConfig(str(big), 3.0), SourceConfig(str(small), 1.0, "exact_number", "tiny"))
+    mixed = load_dataset(DatasetConfig(sources=sources))
+    assert len(mixed) == 40 and len(mixed.rows) == 110
+    order = mixed.order(0, seed=1, shuffle=True)
+    assert len(set(order)) == 40
+    assert sum(mixed.rows[i]["source"] == "tiny" for i in order) == 10
+    assert {(r["source"], r["reward_name"]) for r in mixed} == {("big", None), ("tiny", "exact_number")}
+    seen = {i for epoch in range(4) for i in mixed.order(epoch, seed=1, shuffle=True)}
+    assert len(seen) == 110  # a large source goes on where it stopped
