@@ -1,5 +1,6 @@
 """Weight versions, and how an update is described on its way."""
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -33,3 +34,15 @@ class WeightUpdate:
     source: WeightSource
     digests: Mapping[str, str]
     """Hugging Face name → hex digest of the bytes in the dtype that is delivered."""
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Hex digest (SHA-256) of a tensor's bytes, row by row, in the dtype it has. Releases the GIL while it reads."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(data.numpy().data).hexdigest()
+
+
+def version_digest(digests: Mapping[str, str]) -> str:
+    """Hex digest of a whole version, from the name and digest of each tensor, in the order of the names."""
+    lines = "".join(f"{name} {digests[name]}\n" for name in sorted(digests))
+    return hashlib.sha256(lines.encode()).hexdigest()

@@ -1,1 +1,1 @@
-
+"""How new weights reach inference: channels, versions and digests."""

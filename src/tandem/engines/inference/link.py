@@ -1,0 +1,223 @@
+"""The parent's end of the pipe to an engine's process: starts it, talks to it, notices its end, ends it."""
+
+import itertools
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tandem.api.failures import EngineDied, WaitTimeout
+from tandem.engines.inference.callers import Callers
+from tandem.engines.inference.messages import Answer, Call, Close, Died, Finished, Ready, Start
+
+WATCH_S = 0.25
+"""How often the process is looked at while the pipe is silent: its end can be hidden when someone forked us."""
+
+CLOSE_TIMEOUT_S = 5.0
+"""An engine that has not ended by itself after this is killed."""
+
+
+class Link:
+    """A running engine process. `send` never blocks; results go to ``callers``."""
+
+    def __init__(self, process: subprocess.Popen[bytes], connection: Connection, callers: Callers):
+        self._process, self._connection, self._callers = process, connection, callers
+        self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._calls: dict[int, Future[Mapping[str, float] | None]] = {}
+        self._ended: str | None = None
+        self._closing = False
+        self._threads = [
+            threading.Thread(target=self._write, name="engine-writer", daemon=True),
+            threading.Thread(target=self._read, name="engine-reader", daemon=True),
+        ]
+
+    @classmethod
+    def start(cls, start: Start, callers: Callers, timeout_s: float) -> "Link":
+        """Starts the process and waits until its model is loaded.
+
+        Raises:
+            EngineDied: it ended; with its traceback.
+            WaitTimeout: it was not ready within ``timeout_s``.
+        """
+        process, connection = _launch(start.threads)
+        try:
+            connection.send_bytes(pickle.dumps(start))
+            _wait_ready(process, connection, timeout_s)
+        except BaseException as error:
+            connection.close()
+            process.kill()
+            process.wait()
+            if isinstance(error, (EOFError, OSError)):
+                raise EngineDied(f"at its start {_how_it_ended(process)}; see its output above") from error
+            raise
+        link = cls(process, connection, callers)
+        for thread in link._threads:
+            thread.start()
+        return link
+
+    @property
+    def pid(self) -> int:
+        """Process number of the engine."""
+        return self._process.pid
+
+    def send(self, message: Any) -> None:
+        """Queues a message; all that wait are sent as one. What cannot be pickled raises here, at its sender."""
+        self._outbox.put(pickle.dumps(message))
+
+    def call(self, method: str, arguments: tuple[Any, ...], timeout_s: float) -> Mapping[str, float] | None:
+        """Runs a method of the driver in the engine's process.
+
+        Raises:
+            EngineDied: the process is gone, or goes.
+            WaitTimeout: no answer within ``timeout_s``.
+        """
+        answer: Future[Mapping[str, float] | None] = Future()
+        with self._lock:
+            if self._ended is not None:
+                raise EngineDied(self._ended)
+            number = next(self._numbers)
+            self._calls[number] = answer
+        self.send(Call(number, method, arguments))
+        try:
+            return answer.result(timeout_s)
+        except TimeoutError:
+            if answer.done():  # the method's own
+                raise
+            raise WaitTimeout(f"the engine process {self.pid} did not answer {method} within {timeout_s:g} s") from None
+        finally:
+            with self._lock:
+                self._calls.pop(number, None)
+
+    def close(self) -> None:
+        """Ends the process, kindly at first. Idempotent."""
+        self._closing = True
+        self._end("the engine was closed", None)
+        self.send(Close())
+        try:
+            self._process.wait(CLOSE_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._outbox.put(None)
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(CLOSE_TIMEOUT_S)
+        self._connection.close()
+
+    def _end(self, reason: str, cause: Exception | None) -> None:
+        with self._lock:
+            self._ended = self._ended or reason
+            calls = list(self._calls.values())
+            self._calls.clear()
+        for answer in calls:
+            answer.set_exception(EngineDied(reason))
+        self._callers.end(reason, cause)
+
+    def _write(self) -> None:
+        while True:
+            messages = [self._outbox.get()]
+            while not self._outbox.empty():
+                messages.append(self._outbox.get())
+            try:
+                if any(message is not None for message in messages):
+                    self._connection.send_bytes(pickle.dumps([message for message in messages if message is not None]))
+            except OSError:
+                return  # the reader says why
+            if None in messages:
+                return
+
+    def _read(self) -> None:
+        try:
+            reason, cause = self._listen(), None
+        except Exception as error:  # the worker boundary: whoever waits gets the cause
+            reason, cause = f"its pipe broke: {type(error).__name__}: {error}", error
+        if not self._closing:
+            self._end(reason, cause)
+
+    def _listen(self) -> str:
+        """Takes messages until the process ends; returns what ended it."""
+        while True:
+            try:
+                if self._connection.poll(WATCH_S):
+                    message = pickle.loads(self._connection.recv_bytes())
+                elif self._process.poll() is None:
+                    continue
+                else:
+                    return _how_it_ended(self._process)
+            except (EOFError, OSError):
+                return _how_it_ended(self._process)
+            if isinstance(message, Died):
+                return f"{message.reason}\n{message.trace}"
+            self._take(message)
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case Finished(results):
+                self._callers.resolve(results)
+            case Answer():
+                with self._lock:
+                    answer = self._calls.pop(message.number, None)
+                if answer is None:  # it came too late, nobody waits any more
+                    return
+                if message.error is not None:
+                    answer.set_exception(message.error)
+                else:
+                    answer.set_result(message.value)
+
+
+def _launch(threads: int) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Starts the interpreter of the child, with a socket pair to it and its own number of threads.
+
+    A fresh interpreter and not `multiprocessing`: that would import the user's script a second time.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "tandem.engines.inference.child", str(theirs.fileno()), str(os.getpid())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,  # the terminal's Ctrl-C does not reach it
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+                "OMP_NUM_THREADS": str(threads),
+                "MKL_NUM_THREADS": str(threads),
+            },
+        )
+    return process, Connection(ours.detach())
+
+
+def _wait_ready(process: subprocess.Popen[bytes], connection: Connection, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not connection.poll(WATCH_S):
+        if process.poll() is not None:
+            raise EOFError
+        if time.monotonic() > deadline:
+            raise WaitTimeout(f"the engine process {process.pid} had not loaded its model within {timeout_s:g} s")
+    message = pickle.loads(connection.recv_bytes())
+    if isinstance(message, Died):
+        raise EngineDied(f"at its start: {message.reason}\n{message.trace}")
+    if not isinstance(message, Ready):
+        raise EngineDied(f"at its start the engine process said {message!r}")
+
+
+def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
+    """In words; the process has closed its pipe, so it is about to end if it has not."""
+    try:
+        status = process.wait(CLOSE_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return f"its process {process.pid} closed its pipe but did not end"
+    if status < 0:
+        return f"its process {process.pid} was killed by {signal.Signals(-status).name}"
+    return f"its process {process.pid} ended with exit status {status}"

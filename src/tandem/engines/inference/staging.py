@@ -1,0 +1,59 @@
+"""Taking a weight update in: every tensor is checked against its digest while the core copies it."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import torch
+
+from tandem.api.failures import WeightUpdateFailed
+from tandem.api.weights import WeightUpdate, tensor_digest, version_digest
+
+if TYPE_CHECKING:
+    from tandem.engines.inference.core import EngineCore, StagedWeights
+
+HASH_THREADS = 2
+"""Digests are computed beside the copying; one update keeps two cores busy with them at most."""
+
+
+def stage_update(core: "EngineCore", update: WeightUpdate) -> "StagedWeights":
+    """Lays the update beside the weights that the core serves; it goes on generating meanwhile.
+
+    Raises:
+        WeightUpdateFailed: a tensor is missing, unknown, has the wrong shape or not the bytes that were sent; names it.
+    """
+    if version_digest(update.digests) != update.version.digest:
+        raise WeightUpdateFailed(
+            f"version {update.version.number}: the digests of its tensors do not give the version's digest "
+            f"{update.version.digest[:12]}…; the update was mixed up on its way"
+        )
+    try:
+        with ThreadPoolExecutor(HASH_THREADS, "weight-digest") as pool:
+            return core.stage(_verified(update, pool))
+    except (ValueError, KeyError, RuntimeError, OSError) as error:
+        if isinstance(error, WeightUpdateFailed):
+            raise
+        raise WeightUpdateFailed(f"version {update.version.number} cannot be taken: {error}") from error
+
+
+def _verified(update: WeightUpdate, pool: ThreadPoolExecutor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors; the digest of each is computed while the consumer copies it.
+
+    A tensor is only valid until the next is asked for, so its digest is awaited before that.
+    """
+    missing = set(update.digests)
+    for name, tensor in update.source.tensors():
+        if name not in missing:
+            raise WeightUpdateFailed(f"version {update.version.number}: tensor {name!r} came twice or was not announced")
+        missing.remove(name)
+        digest: Future[str] = pool.submit(tensor_digest, tensor)
+        yield name, tensor
+        if digest.result() != update.digests[name]:
+            raise WeightUpdateFailed(
+                f"version {update.version.number}: tensor {name!r} arrived with digest {digest.result()[:12]}…, "
+                f"sent was {update.digests[name][:12]}…; the bytes changed on their way"
+            )
+    if missing:
+        raise WeightUpdateFailed(
+            f"version {update.version.number}: {len(missing)} tensors did not arrive, first {min(missing)!r}"
+        )

@@ -1,0 +1,88 @@
+"""Channels: where the tensors of an update lie until every engine has taken them."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from tandem.api.weights import WeightSource, tensor_digest
+
+DIGEST_THREADS = 2
+"""Digests are computed beside the casting and copying."""
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """Tensors that lie ready, with the digest of each."""
+
+    source: WeightSource
+    digests: dict[str, str]
+    """Hugging Face name → digest."""
+
+    num_bytes: int
+
+
+class Channel(ABC):
+    """One way of handing tensors over. A delivery is valid until the next `put`."""
+
+    @abstractmethod
+    def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
+        """Lays the tensors down in ``dtype``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give all memory back; idempotent."""
+
+
+@dataclass(frozen=True)
+class LocalSource(WeightSource):
+    """Tensors of this process, as they are."""
+
+    named_tensors: tuple[tuple[str, torch.Tensor], ...]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `WeightSource`."""
+        yield from self.named_tensors
+
+
+class LocalChannel(Channel):
+    """To an engine of this process. Copies only what has another dtype: the engine copies anyway."""
+
+    def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
+        """See `Channel`. In its own dtype a tensor is not copied: do not train before the engine has taken it."""
+        kept: list[tuple[str, torch.Tensor]] = []
+        with Digests() as digests:
+            for name, tensor in named_tensors:
+                tensor = tensor.detach().to(dtype)
+                kept.append((name, tensor))
+                digests.add(name, tensor)
+        return Delivery(LocalSource(tuple(kept)), digests.result(), sum(tensor.nbytes for _, tensor in kept))
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Digests:
+    """Computes digests in threads, while the next tensors are made: ``with Digests() as digests: digests.add(…)``."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(DIGEST_THREADS, "weight-digest")
+        self._futures: dict[str, Future[str]] = {}
+
+    def __enter__(self) -> "Digests":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._pool.shutdown()
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """``tensor`` must stay as it is until the block ends."""
+        if name in self._futures:
+            raise ValueError(f"tensor {name!r} came twice")
+        self._futures[name] = self._pool.submit(tensor_digest, tensor)
+
+    def result(self) -> dict[str, str]:
+        """Name → digest of all that were added."""
+        return {name: future.result() for name, future in self._futures.items()}

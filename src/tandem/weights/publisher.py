@@ -1,0 +1,126 @@
+"""Publishing: the trainer's weights become the next version of every inference engine, or of none."""
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from tandem.api.engines import InferenceEngine, TrainEngine
+from tandem.api.failures import WeightUpdateFailed
+from tandem.api.weights import WeightUpdate, WeightVersion, version_digest
+from tandem.weights.channel import Channel, LocalChannel
+from tandem.weights.shared_memory import SharedMemoryChannel
+
+
+class WeightPublisher:
+    """Delivers versions of one model, one at a time.
+
+    Every rank calls `publish`, for the stream of weights is collective; ranks without an engine give an empty sequence.
+    An engine that fails to switch when another one has switched already is closed: it must not serve old weights.
+    """
+
+    def __init__(
+        self,
+        train_engine: TrainEngine,
+        inference_engine: InferenceEngine | Sequence[InferenceEngine],
+        *,
+        run: str,
+        model: str = "actor",
+        dtype: torch.dtype,
+        channel: Channel | None = None,
+    ):
+        self._train_engine = train_engine
+        single = isinstance(inference_engine, InferenceEngine)
+        self._engines: tuple[InferenceEngine, ...] = (inference_engine,) if single else tuple(inference_engine)
+        self._run, self._model, self._dtype = run, model, dtype
+        self._channel = channel or channel_for(self._engines)
+        self._version = self._engines[0].version if self._engines else WeightVersion(0, "", run, model)
+        self._history = {self._version.number: self._version}
+
+    @property
+    def version(self) -> WeightVersion:
+        """The version that the engines serve."""
+        return self._version
+
+    @property
+    def history(self) -> dict[int, WeightVersion]:
+        """All versions published so far, and the one that the engines began with (whose digest is empty), by number."""
+        return dict(self._history)
+
+    def publish(self) -> dict[str, float]:
+        """Delivers the trainer's weights as the next version.
+
+        Returns seconds: ``prepare_s`` (stream, digests, transfer, verification; generation goes on), ``pause_s`` (nothing
+        is generated), ``recompute_s`` (keys and values of running requests, under the new weights), ``update_weights_s``
+        (all of it), and ``bytes`` delivered. With several engines the slowest counts.
+
+        Raises:
+            WeightUpdateFailed: no engine took it; all serve the version before, and the next `publish` may succeed.
+        """
+        began = time.perf_counter()
+        number = self._version.number + 1
+        try:
+            delivery = self._channel.put(self._train_engine.weights(self._dtype), self._dtype)
+            version = WeightVersion(number, version_digest(delivery.digests), self._run, self._model)
+            update = WeightUpdate(version, delivery.source, delivery.digests)
+            self._each(lambda engine: engine.prepare_weights(update))
+        except Exception as error:  # the worker boundary: whatever it was, no engine may keep half an update
+            self._discard()
+            raise WeightUpdateFailed(f"version {number} was not published, {self._version.number} stays: {error}") from error
+        prepared = time.perf_counter()
+        report = self._commit(version)
+        self._version = self._history[number] = version
+        return {
+            "prepare_s": prepared - began,
+            **report,
+            "update_weights_s": time.perf_counter() - began,
+            "bytes": float(delivery.num_bytes),
+        }
+
+    def close(self) -> None:
+        """Gives the channel's memory back; idempotent. The engines are not closed."""
+        self._channel.close()
+
+    def _each(self, action: Callable[[InferenceEngine], None]) -> None:
+        """Does it to all engines at the same time; raises the first failure once all have ended."""
+        if len(self._engines) < 2:  # in this thread, which has warm thread pools
+            for engine in self._engines:
+                action(engine)
+            return
+        with ThreadPoolExecutor(len(self._engines), "weight-update") as pool:
+            for future in [pool.submit(action, engine) for engine in self._engines]:
+                future.result()
+
+    def _commit(self, version: WeightVersion) -> dict[str, float]:
+        reports: list[dict[str, float]] = []
+        failures: list[tuple[InferenceEngine, Exception]] = []
+        for engine in self._engines:
+            try:
+                reports.append(engine.commit_weights(version))
+            except Exception as error:  # the worker boundary: the other engines decide what becomes of it
+                failures.append((engine, error))
+                if not isinstance(error, WeightUpdateFailed):  # it may have switched, or may do so later
+                    engine.close()
+        if failures and not reports:
+            self._discard()
+            cause = failures[0][1]
+            raise WeightUpdateFailed(
+                f"version {version.number} was not published, {self._version.number} stays: {cause}"
+            ) from cause
+        for engine, _ in failures:
+            engine.close()
+        self._engines = tuple(engine for engine in self._engines if engine not in [failed for failed, _ in failures])
+        return {key: max((report[key] for report in reports), default=0.0) for key in ("pause_s", "recompute_s")}
+
+    def _discard(self) -> None:
+        for engine in self._engines:
+            try:
+                engine.discard_weights()
+            except Exception:  # the worker boundary: a dead engine has nothing to discard
+                continue
+
+
+def channel_for(engines: Sequence[InferenceEngine]) -> Channel:
+    """Shared memory if any engine lives in another process, else none."""
+    return SharedMemoryChannel() if any("shared_memory" in engine.capabilities for engine in engines) else LocalChannel()

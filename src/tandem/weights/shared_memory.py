@@ -1,0 +1,127 @@
+"""Weights for engines in other processes of this machine: one segment of memory, written again at every update.
+
+The segment is an anonymous memory file: it has no name that could be left behind, does not count against the size of
+/dev/shm, and is gone when the last process that has it open ends, however that happens.
+"""
+
+import mmap
+import os
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from tandem.api.weights import WeightSource
+from tandem.weights.channel import Channel, Delivery, Digests
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where one tensor lies in the segment."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the tensor; at least 1, as nothing cannot be mapped."""
+        return max(1, torch.Size(self.shape).numel() * self.dtype.itemsize)
+
+    def map(self, fd: int) -> torch.Tensor:
+        """The tensor, backed by the segment; unmapped when nothing refers to it any more."""
+        memory = mmap.mmap(fd, self.num_bytes, offset=self.offset)
+        count = torch.Size(self.shape).numel()
+        return (
+            torch.frombuffer(memory, dtype=self.dtype, count=count).view(self.shape)
+            if count
+            else torch.empty(self.shape, dtype=self.dtype)
+        )
+
+
+@dataclass(frozen=True)
+class SharedMemorySource(WeightSource):
+    """Describes a segment; another process that unpickles it reads the same memory."""
+
+    path: str
+    slots: tuple[Slot, ...]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `WeightSource`; nothing is copied. Raises `OSError` when the segment is gone."""
+        fd = os.open(self.path, os.O_RDWR)
+        try:
+            for slot in self.slots:
+                yield slot.name, slot.map(fd)
+        finally:
+            os.close(fd)
+
+
+class Segment:
+    """Memory that other processes of this user can map by its path; grows as tensors are laid down one after another."""
+
+    def __init__(self) -> None:
+        if hasattr(os, "memfd_create"):
+            self._fd = os.memfd_create("tandem-weights")
+            self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+            self._finalize = weakref.finalize(self, os.close, self._fd)
+        else:  # a named file then, removed with this object and at the end of the interpreter
+            self._fd, self.path = tempfile.mkstemp(prefix="tandem-weights-")
+            self._finalize = weakref.finalize(self, _remove, self._fd, self.path)
+        self._size = 0
+        self._tensors: dict[str, tuple[Slot, torch.Tensor]] = {}
+
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Slot, torch.Tensor] | None:
+        """The slot of this name and its memory, made if there is none; None if the name has another shape or dtype."""
+        if name not in self._tensors:
+            slot = Slot(name, shape, dtype, self._size)
+            pages = -(-slot.num_bytes // mmap.ALLOCATIONGRANULARITY)
+            self._size += pages * mmap.ALLOCATIONGRANULARITY
+            os.ftruncate(self._fd, self._size)
+            self._tensors[name] = (slot, slot.map(self._fd))
+        slot, memory = self._tensors[name]
+        return (slot, memory) if (slot.shape, slot.dtype) == (shape, dtype) else None
+
+    def close(self) -> None:
+        """Gives the memory back once no process maps it any more."""
+        self._tensors.clear()
+        self._finalize()
+
+
+def _remove(fd: int, path: str) -> None:
+    os.close(fd)
+    os.unlink(path)
+
+
+class SharedMemoryChannel(Channel):
+    """To engines in other processes. Casting and copying are one pass, straight into the segment.
+
+    An engine that still reads an update which was given up sees digests that do not fit, and refuses it.
+    """
+
+    def __init__(self) -> None:
+        self._segment: Segment | None = None
+
+    def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
+        """See `Channel`. ``named_tensors`` may come in another dtype."""
+        segment = self._segment = self._segment or Segment()
+        slots: list[Slot] = []
+        with Digests() as digests:
+            for name, tensor in named_tensors:
+                place = segment.tensor(name, tuple(tensor.shape), dtype)
+                if place is None:
+                    raise ValueError(f"tensor {name!r} has another shape or dtype than in the update before")
+                slot, memory = place
+                memory.copy_(tensor.detach())
+                digests.add(name, memory)
+                slots.append(slot)
+        source = SharedMemorySource(segment.path, tuple(slots))
+        return Delivery(source, digests.result(), sum(slot.num_bytes for slot in slots))
+
+    def close(self) -> None:
+        """See `Channel`."""
+        if self._segment is not None:
+            self._segment.close()
+            self._segment = None

@@ -1,0 +1,98 @@
+"""What goes into a channel comes out of it, in the dtype asked for, also in another process."""
+
+import hashlib
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tandem.api.weights import tensor_digest, version_digest
+from tandem.weights.channel import LocalChannel
+from tandem.weights.shared_memory import SharedMemoryChannel
+
+CHANNELS = (LocalChannel, SharedMemoryChannel)
+
+
+def tensors(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"embed": (50, 16), "norm": (16,), "scale": (), "none": (0, 4), "odd": (7, 3)}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_arrive_in_order_and_in_their_dtype(channel, dtype):
+    sent = tensors()
+    channel = channel()
+    delivery = channel.put(sent.items(), dtype)
+    received = list(delivery.source.tensors())
+
+    assert [name for name, _ in received] == list(sent)
+    for name, tensor in received:
+        assert tensor.dtype == dtype
+        assert torch.equal(tensor, sent[name].to(dtype))
+        assert delivery.digests[name] == tensor_digest(tensor) == tensor_digest(sent[name].to(dtype))
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_a_transposed_tensor_arrives_as_what_it_is(channel):
+    sent = torch.randn(5, 9).t()
+    channel = channel()
+    delivery = channel.put([("w", sent)], torch.float32)
+    [(_, received)] = delivery.source.tensors()
+    assert torch.equal(received, sent)
+    assert delivery.digests["w"] == hashlib.sha256(sent.contiguous().numpy().tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+def test_a_name_that_comes_twice_is_refused(channel):
+    with pytest.raises(ValueError, match="'a' came twice"):
+        channel().put([("a", torch.zeros(2)), ("a", torch.zeros(2))], torch.float32)
+
+
+def test_the_segment_is_written_again_and_its_memory_does_not_grow():
+    channel = SharedMemoryChannel()
+    first = channel.put(tensors(0).items(), torch.float32)
+    second = channel.put(tensors(1).items(), torch.float32)
+
+    assert first.source == second.source
+    assert dict(second.source.tensors())["embed"].equal(tensors(1)["embed"])
+    assert first.digests["embed"] != second.digests["embed"]
+
+
+def test_a_tensor_that_changes_its_shape_between_updates_is_refused():
+    channel = SharedMemoryChannel()
+    channel.put([("w", torch.zeros(4))], torch.float32)
+    with pytest.raises(ValueError, match="'w' has another shape"):
+        channel.put([("w", torch.zeros(5))], torch.float32)
+
+
+def test_another_process_reads_the_same_memory_and_none_can_after_close():
+    channel = SharedMemoryChannel()
+    sent = tensors()
+    delivery = channel.put(sent.items(), torch.bfloat16)
+    read = [sys.executable, "-c", READER, pickle.dumps(delivery.source).hex()]
+
+    result = subprocess.run(read, capture_output=True, text=True, timeout=60, check=True)
+    assert dict(line.split() for line in result.stdout.splitlines()) == delivery.digests
+    assert result.stderr == ""
+    channel.close()
+    channel.close()
+    with pytest.raises(OSError, match="No such file"):
+        list(delivery.source.tensors())
+
+
+READER = """
+import pickle, sys
+from tandem.api.weights import tensor_digest
+for name, tensor in pickle.loads(bytes.fromhex(sys.argv[1])).tensors():
+    print(name, tensor_digest(tensor))
+"""
+
+
+def test_a_versions_digest_follows_names_and_tensors_but_not_their_order():
+    one = {"a": "1", "b": "2"}
+    assert version_digest(one) == version_digest({"b": "2", "a": "1"})
+    assert len({version_digest(d) for d in (one, {"a": "2", "b": "1"}, {"a": "1"}, {"ab": "12"}, {})}) == 5

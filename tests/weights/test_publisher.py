@@ -1,0 +1,266 @@
+"""Publishing to real engines, in this process and in another, while requests run."""
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tandem.api.failures import WeightUpdateFailed
+from tandem.api.requests import LLMRequest, NoiseKey
+from tandem.api.weights import WeightUpdate, version_digest
+from tandem.config.generation import GenerationConfig
+from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
+from tandem.engines.inference.build import build_inference_engine
+from tandem.weights.channel import LocalChannel, LocalSource
+from tandem.weights.publisher import WeightPublisher, channel_for
+from tandem.weights.shared_memory import SharedMemoryChannel
+from tests.tiny import tiny_model, tiny_model_folder
+
+PLACEMENTS = ("colocate", "decoupled")
+ROLLOUT = RolloutConfig(dtype="float32", engine=EmbeddedEngineConfig(max_running=8, kv_cache_gib=0.01, threads=1))
+
+
+class Weights:
+    """Stands where the trainer does: its weights are those of a tiny model with a seed, or spoiled ones."""
+
+    def __init__(self, seed=0):
+        self.become(seed)
+
+    def become(self, seed):
+        self.model, self.spoil = tiny_model(seed=seed), lambda named: named
+
+    def weights(self, dtype=None):
+        yield from self.spoil((name, tensor.to(dtype)) for name, tensor in self.model.state_dict().items())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model_folder(tmp_path_factory.mktemp("model"))
+
+
+def build(folder, placement):
+    return build_inference_engine(ROLLOUT, folder=folder, placement=placement, threads=1, device="cpu", deterministic=False)
+
+
+@pytest.fixture(scope="module", params=PLACEMENTS)
+def engine(request, folder):
+    engine = build(folder, request.param)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def trainer():
+    return Weights()
+
+
+@pytest.fixture
+def publisher(trainer, engine):
+    publisher = WeightPublisher(trainer, engine, run="test", dtype=torch.float32)
+    yield publisher
+    publisher.close()
+
+
+def ask(sample=0, tokens=8):
+    gconfig = GenerationConfig(max_new_tokens=tokens, min_new_tokens=tokens)
+    return LLMRequest((5, 9, 44, 7), gconfig, noise_key=NoiseKey(seed=1, sample=sample))
+
+
+def generate(engine, requests):
+    async def all_of_them():
+        return await asyncio.gather(*(engine.agenerate(request) for request in requests))
+
+    return asyncio.run(asyncio.wait_for(all_of_them(), 60))
+
+
+@torch.no_grad()
+def score(model, response):
+    """Log-probabilities of the response's tokens under a Hugging Face model, ``[T]``."""
+    ids = torch.tensor([response.input_ids + response.output_ids])
+    logprobs = model(ids).logits[0].log_softmax(-1)
+    made = torch.arange(len(response.input_ids) - 1, ids.shape[1] - 1)
+    return logprobs[made, ids[0, made + 1]]
+
+
+def test_after_publishing_the_engine_generates_with_the_new_weights_and_says_so(engine, trainer, publisher):
+    number = engine.version.number
+    for seed in (1, 2):
+        trainer.become(seed)
+        metrics = publisher.publish()
+        response = generate(engine, [ask()])[0]
+
+        assert engine.version == publisher.version == publisher.history[number + seed]
+        assert set(response.versions) == {engine.version.number} == {number + seed}
+        torch.testing.assert_close(torch.tensor(response.logprobs), score(trainer.model, response), atol=1e-4, rtol=0)
+        assert metrics["bytes"] == sum(t.nbytes for t in trainer.model.state_dict().values())
+        assert metrics["update_weights_s"] >= metrics["prepare_s"] + metrics["pause_s"] + metrics["recompute_s"] > 0
+    assert publisher.history[number + 1].digest != publisher.history[number + 2].digest
+    assert engine.version.run == "test"
+
+
+def test_every_token_made_during_updates_has_the_log_probability_of_its_stamped_version(engine, trainer, publisher):
+    trainer.become(0)
+    publisher.publish()
+    models = {publisher.version.number: trainer.model}
+
+    async def updates_under_way():
+        tasks = [asyncio.ensure_future(engine.agenerate(ask(i, tokens=200))) for i in range(8)]
+        made = engine.statistics()["generated_tokens"]
+        for seed in range(1, 6):
+            while engine.statistics()["generated_tokens"] < made + 200 * seed:
+                await asyncio.sleep(0.01)
+            trainer.become(seed)
+            models[publisher.version.number + 1] = trainer.model
+            await asyncio.to_thread(publisher.publish)
+        return await asyncio.gather(*tasks)
+
+    responses = asyncio.run(asyncio.wait_for(updates_under_way(), 100))
+    assert max(len(set(response.versions)) for response in responses) >= 3
+    for response in responses:
+        assert list(response.versions) == sorted(response.versions)
+        stamped = torch.tensor(response.versions)
+        recorded = torch.tensor(response.logprobs)
+        for number in set(response.versions):
+            mine = stamped == number
+            torch.testing.assert_close(recorded[mine], score(models[number], response)[mine], atol=1e-3, rtol=0)
+            wrong = (
+                recorded[mine] - score(models[number - 1 if number - 1 in models else number + 1], response)[mine]
+            ).abs()
+            assert wrong.mean() > 0.01  # ten times the tolerance: a wrong stamp would show
+
+
+def flip_a_bit(update):
+    named = [(name, tensor.clone()) for name, tensor in update.source.tensors()]
+    named[3][1].view(-1).view(torch.int32)[0] ^= 1
+    return replace(update, source=LocalSource(tuple(named)))
+
+
+def lose_a_tensor(update):
+    return replace(update, source=LocalSource(tuple(update.source.tensors())[1:]))
+
+
+def mix_digests_up(update):
+    names = list(update.digests)
+    swapped = {**update.digests, names[0]: update.digests[names[1]], names[1]: update.digests[names[0]]}
+    return replace(update, digests=swapped)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [(flip_a_bit, "bytes changed"), (lose_a_tensor, "did not arrive|lacks|missing"), (mix_digests_up, "mixed up")],
+)
+def test_a_damaged_update_is_refused_and_the_old_version_stays(engine, trainer, publisher, damage, message):
+    before = (engine.version, generate(engine, [ask()]))
+    trainer.become(50)
+    delivery = publisher._channel.put(trainer.weights(torch.float32), torch.float32)
+    version = replace(engine.version, number=engine.version.number + 1, digest=version_digest(delivery.digests))
+
+    with pytest.raises(WeightUpdateFailed, match=message):
+        engine.prepare_weights(damage(WeightUpdate(version, delivery.source, delivery.digests)))
+    with pytest.raises(WeightUpdateFailed, match="nothing is prepared"):
+        engine.commit_weights(version)
+    assert (engine.version, generate(engine, [ask()])) == before
+
+
+def without_the_last(named):
+    return list(named)[:-1]
+
+
+def with_another_shape(named):
+    return [(name, tensor[:-1] if tensor.dim() == 2 else tensor) for name, tensor in named]
+
+
+def with_a_stranger(named):
+    return [*named, ("model.surprise.weight", torch.zeros(3))]
+
+
+def that_breaks_off(named):
+    yield from list(named)[:2]
+    raise RuntimeError("the trainer ran out of memory")
+
+
+@pytest.mark.parametrize("spoil", [without_the_last, with_another_shape, with_a_stranger, that_breaks_off])
+def test_weights_that_do_not_fit_are_published_nowhere_and_the_next_ones_are(engine, trainer, publisher, spoil):
+    before = (engine.version, generate(engine, [ask()]))
+    trainer.become(60)
+    trainer.spoil = spoil
+    with pytest.raises(WeightUpdateFailed, match=f"{before[0].number} stays"):
+        publisher.publish()
+    assert (engine.version, generate(engine, [ask()])) == before
+    assert publisher.version == before[0]
+
+    fresh = WeightPublisher(Weights(61), engine, run="test", dtype=torch.float32)
+    fresh.publish()
+    assert engine.version.number == before[0].number + 1
+    assert generate(engine, [ask()]) != before[1]
+
+
+def test_a_commit_returns_only_once_the_engine_has_its_own_copy(engine, trainer, publisher):
+    trainer.become(70)
+    publisher.publish()
+    before = generate(engine, [ask()])
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():  # what training does next
+            parameter.zero_()
+    publisher._channel.put(trainer.weights(torch.float32), torch.float32)
+    assert generate(engine, [ask()]) == before
+
+
+def test_publishing_works_while_the_engine_is_paused(engine, trainer, publisher):
+    async def paused_update():
+        task = asyncio.ensure_future(engine.agenerate(ask(tokens=200)))
+        await asyncio.sleep(0.03)
+        engine.pause()
+        trainer.become(80)
+        await asyncio.to_thread(publisher.publish)
+        engine.resume()
+        return await task
+
+    response = asyncio.run(asyncio.wait_for(paused_update(), 60))
+    assert response.versions[-1] == engine.version.number
+    assert score(trainer.model, response)[-1].item() == pytest.approx(response.logprobs[-1], abs=1e-3)
+
+
+def test_sleeping_weights_come_back_with_the_next_version(engine, trainer, publisher):
+    trainer.become(90)
+    engine.sleep(("weights", "kv_cache"))
+    engine.wake(("weights", "kv_cache"))
+    publisher.publish()
+    response = generate(engine, [ask()])[0]
+    torch.testing.assert_close(torch.tensor(response.logprobs), score(trainer.model, response), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("second", ["colocate", pytest.param("decoupled", marks=pytest.mark.slow)])
+def test_two_engines_change_together_or_not_at_all(folder, second):
+    trainer, engines = Weights(), [build(folder, placement) for placement in ("colocate", second)]
+    publisher = WeightPublisher(trainer, engines, run="test", dtype=torch.float32)
+    assert isinstance(channel_for(engines), SharedMemoryChannel if second == "decoupled" else LocalChannel)
+
+    trainer.become(1)
+    publisher.publish()
+    assert {engine.version for engine in engines} == {publisher.version}
+    assert generate(engines[0], [ask()])[0].output_ids == generate(engines[1], [ask()])[0].output_ids
+
+    engines[1].close()
+    trainer.become(2)
+    with pytest.raises(WeightUpdateFailed, match="1 stays"):
+        publisher.publish()
+    assert engines[0].version.number == 1
+    with pytest.raises(WeightUpdateFailed, match="nothing is prepared"):
+        engines[0].commit_weights(publisher.version)
+    engines[0].close()
+    publisher.close()
+
+
+def test_no_thread_is_left_after_publishing(engine, trainer, publisher):
+    publisher.publish()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("weight-")]
+
+
+def test_a_rank_without_an_engine_takes_part_in_the_stream():
+    trainer = Weights()
+    publisher = WeightPublisher(trainer, (), run="test", dtype=torch.float32)
+    publisher.publish()
+    assert publisher.version.number == 1
