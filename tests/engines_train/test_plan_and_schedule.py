@@ -7,36 +7,51 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.config.train_engine import OptimizerConfig
-from tandem.engines.train.micro_batches import plan
+from tandem.engines.train.micro_batches import Item, plan
 from tandem.engines.train.schedule import learning_rate
 
 
+def computed(items, micro):
+    """Tokens that a micro-batch computes: each prompt once."""
+    prompts = {items[i].prompt for i in micro}
+    return sum(map(len, prompts)) + sum(items[i].completion for i in micro)
+
+
 @given(
-    sizes=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 6)), min_size=1, max_size=30),
+    sizes=st.lists(
+        st.tuples(st.integers(0, 3), st.integers(1, 40), st.one_of(st.none(), st.integers(0, 6))), min_size=1, max_size=30
+    ),
     max_tokens=st.integers(1, 100),
     ranks=st.integers(1, 4),
 )
 def test_every_sequence_is_in_one_micro_batch_with_its_unit_and_within_the_budget(sizes, max_tokens, ranks):
-    lengths, units = [list(column) for column in zip(*sizes, strict=True)]
-    planned = plan(lengths, units, max_tokens, ranks)
+    items = [Item((prompt,) * 5 * prompt, completion, unit) for prompt, completion, unit in sizes]
+    planned = plan(items, max_tokens, ranks)
     everywhere = [micro for rank in planned for micro in rank]
 
-    assert Counter(i for micro in everywhere for i in micro) == Counter(range(len(lengths)))
+    assert Counter(i for micro in everywhere for i in micro) == Counter(range(len(items)))
     assert len({len(rank) for rank in planned}) == 1
-    for unit in set(units):
-        assert sum(any(units[i] == unit for i in micro) for micro in everywhere) == 1
+    for unit in {item.unit for item in items} - {None}:
+        assert sum(any(items[i].unit == unit for i in micro) for micro in everywhere) == 1
     for micro in everywhere:
-        assert sum(lengths[i] for i in micro) <= max_tokens or len({units[i] for i in micro}) == 1
+        whole = {i if items[i].unit is None else -1 - items[i].unit for i in micro}
+        assert computed(items, micro) <= max_tokens or len(whole) == 1
 
 
 def test_a_sequence_longer_than_the_budget_is_alone():
-    planned = plan([50, 3, 3], [0, 1, 2], 10, 1)
+    planned = plan([Item((), size) for size in (50, 3, 3)], 10, 1)
     assert sorted(map(sorted, planned[0])) == [[0], [1, 2]]
+
+
+def test_samples_of_one_prompt_go_together_as_far_as_the_budget_allows():
+    items = [Item((prompt,) * 40, 5) for prompt in range(4) for _ in range(8)]
+    planned = plan(items, 200, 1)[0]
+    assert sum(computed(items, micro) for micro in planned) == 4 * (40 + 8 * 5)
 
 
 def test_ranks_get_nearly_equal_work():
     lengths = [10 * (1 + i % 7) for i in range(64)]
-    planned = plan(lengths, range(64), 200, 2)
+    planned = plan([Item((), length) for length in lengths], 200, 2)
     tokens = [[sum(lengths[i] for i in micro) for micro in rank] for rank in planned]
     assert all(abs(a - b) <= 30 for a, b in zip(*tokens, strict=True))
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from tandem.models.attention import Packing
+from tandem.models.attention import Packing, positions
 from tandem.models.logprobs import chunked_logprobs
 from tandem.models.packed import PackedCausalLM
 from tests.tiny import KINDS, tiny_model
@@ -138,4 +138,4 @@ def test_equal_neighbours_form_runs_and_positions_start_anew():
     packing = Packing.from_cu_seqlens(torch.tensor([0, 3, 6, 6, 11]))
     assert packing.runs == ((2, 3), (1, 5))
     assert packing.longest == 5
-    assert packing.positions().tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 4]
+    assert positions(torch.tensor([0, 3, 6, 6, 11]), 11).tolist() == [0, 1, 2, 0, 1, 2, 0, 1, 2, 3, 4]

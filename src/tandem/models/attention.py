@@ -1,8 +1,9 @@
 """Attention over packed sequences, registered with transformers as ``tandem_packed``.
 
 Each token sees its own sequence only, causally. On a CPU each sequence is one call of the fused kernel, neighbours of
-equal length go together; on a GPU one variable-length kernel takes all of them. The sequences arrive as the keyword
-argument ``packing``, which transformers hands down to every layer.
+equal length go together; on a GPU one variable-length kernel takes all of them. Completions that share a prompt attend to
+it where it stands (see prefixes.py). All this arrives as the keyword argument ``packing``, which transformers hands down
+to every layer.
 """
 
 import inspect
@@ -15,6 +16,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from tandem.models.prefixes import Prompt
+
 NAME = "tandem_packed"
 
 
@@ -23,6 +26,11 @@ class Run(NamedTuple):
 
     count: int
     length: int
+
+    @property
+    def tokens(self) -> int:
+        """Of all of them."""
+        return self.count * self.length
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,9 @@ class Packing:
     cu_seqlens: torch.Tensor
     """``[N + 1]`` int32 on the device of the model."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[Run | Prompt, ...]
+    """In the order of their tokens."""
+
     longest: int
 
     @classmethod
@@ -45,11 +55,18 @@ class Packing:
         runs = tuple(Run(len(list(same)), length) for length, same in groupby(lengths))
         return cls(cu_seqlens.to(torch.int32), runs, max(lengths, default=0))
 
-    def positions(self) -> torch.Tensor:
-        """Position of each token in its sequence, ``[T]`` int64."""
-        starts, lengths = self.cu_seqlens[:-1].long(), self.cu_seqlens.diff().long()
-        total = sum(run.count * run.length for run in self.runs)
-        return torch.arange(total, device=starts.device) - torch.repeat_interleave(starts, lengths, output_size=total)
+    @classmethod
+    def from_prompts(cls, cu_seqlens: torch.Tensor, prompts: Sequence[Prompt]) -> "Packing":
+        """Prompts with their completions; ``cu_seqlens`` is that of the batch that they came from."""
+        longest = max(prompt.length + max(prompt.completions) for prompt in prompts)
+        return cls(cu_seqlens.to(torch.int32), tuple(prompts), longest)
+
+
+def positions(cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
+    """Position of each token in its sequence, ``[T]`` int64."""
+    return torch.arange(total, device=cu_seqlens.device) - torch.repeat_interleave(
+        cu_seqlens[:-1], cu_seqlens.diff(), output_size=total
+    )
 
 
 def packed_attention(
@@ -74,37 +91,69 @@ def packed_attention(
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = sliding_window if sliding_window is not None and sliding_window < packing.longest else None
-    if query.is_cuda and softcap is None and query.dtype in (torch.bfloat16, torch.float16) and _varlen_attn is not None:
+    shared = any(isinstance(run, Prompt) for run in packing.runs)
+    if query.is_cuda and not shared and softcap is None and query.dtype in (torch.bfloat16, torch.float16) and _varlen_attn is not None:
         return _varlen(query, key, value, packing, scale, window), None
 
-    sizes = [run.count * run.length for run in packing.runs]
+    sizes = [run.tokens for run in packing.runs]
     # `split` and `cat` have each other as gradients; slices would each make a gradient of the size of the whole
     tensors = [tensor[0].transpose(0, 1).split(sizes) for tensor in (query, key, value)]
     outputs = []
     for run, *parts in zip(packing.runs, *tensors, strict=True):
+        if isinstance(run, Prompt):
+            outputs.append(_shared(run, parts, scale, window, softcap))
+            continue
         q, k, v = (part.unflatten(0, (run.count, run.length)).transpose(1, 2) for part in parts)  # [B, heads, S, D]
         outputs.append(_causal(q, k, v, scale, window, softcap).transpose(1, 2).flatten(0, 1))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0), None
 
 
+def _shared(
+    prompt: Prompt, parts: Sequence[torch.Tensor], scale: float, window: int | None, softcap: float | None
+) -> torch.Tensor:
+    """Attention of a prompt and of the completions behind it; ``parts``: q, k, v ``[tokens, heads, D]`` → ``[tokens, heads, D]``.
+
+    Completions are padded to the longest of them. What a shorter one has behind its end is later than all its tokens, so
+    the causal mask, the same for all, hides it.
+    """
+    sizes = [prompt.length, sum(prompt.completions)]
+    (q_prompt, q_rest), (k_prompt, k_rest), (v_prompt, v_rest) = (part.split(sizes) for part in parts)
+    outputs = []
+    if prompt.length:
+        q, k, v = (x[None].transpose(1, 2) for x in (q_prompt, k_prompt, v_prompt))
+        outputs.append(_causal(q, k, v, scale, window, softcap)[0].transpose(0, 1))
+    if sizes[1]:
+        count, longest = len(prompt.completions), max(prompt.completions)
+        lengths = torch.tensor(prompt.completions, device=q_rest.device)
+        column = torch.arange(longest, device=q_rest.device)
+        valid = column < lengths[:, None]  # [count, longest]
+        index = ((lengths.cumsum(0) - lengths)[:, None] + column).where(valid, 0)
+        q, k, v = (x[index] for x in (q_rest, k_rest, v_rest))  # [count, longest, heads, D]
+        k = torch.cat([k_prompt.expand(count, -1, -1, -1), k], 1).transpose(1, 2)
+        v = torch.cat([v_prompt.expand(count, -1, -1, -1), v], 1).transpose(1, 2)
+        outputs.append(_causal(q.transpose(1, 2), k, v, scale, window, softcap).transpose(1, 2)[valid])
+    return torch.cat(outputs)
+
+
 def _causal(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, softcap: float | None
 ) -> torch.Tensor:
-    """``[B, heads, S, D]`` each (fewer heads in ``k`` and ``v``) → ``[B, heads, S, D]``."""
-    length = q.shape[2]
+    """``q [B, heads, Q, D]``, the last Q of the K tokens of ``k`` and ``v`` (which may have fewer heads) → ``[B, heads, Q, D]``."""
+    queries, keys = q.shape[2], k.shape[2]
     grouped = q.shape[1] != k.shape[1]
     if softcap is not None:
         return _capped(q, k, v, scale, window, softcap)
-    if window is None or window >= length:
+    if queries == keys and (window is None or window >= keys):
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-    mask = _visible(length, window, q.device)
+    mask = _visible(queries, keys, window, q.device)
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
-def _visible(length: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Which key (column) each query (row) sees, ``[S, S]`` bool."""
-    visible = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return visible if window is None else visible.triu(1 - window)
+def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Which key (column) each of the last queries (row) sees, ``[Q, K]`` bool."""
+    last = keys - queries
+    visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(last)
+    return visible if window is None else visible.triu(last + 1 - window)
 
 
 def _capped(
@@ -114,7 +163,7 @@ def _capped(
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     logits = torch.tanh(q @ k.transpose(2, 3) * (scale / softcap)) * softcap
-    logits = logits.masked_fill(~_visible(q.shape[2], window, q.device), float("-inf"))
+    logits = logits.masked_fill(~_visible(q.shape[2], k.shape[2], window, q.device), float("-inf"))
     return logits.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
 
 

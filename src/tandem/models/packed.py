@@ -7,8 +7,9 @@ from torch import nn
 
 from tandem.api.engines import Outputs
 from tandem.models.architecture import Architecture
-from tandem.models.attention import NAME, Packing, check_lengths
+from tandem.models.attention import NAME, Packing, check_lengths, positions
 from tandem.models.logprobs import chunked_logprobs
+from tandem.models.prefixes import compact
 
 
 class PackedCausalLM(nn.Module):
@@ -52,20 +53,29 @@ class PackedCausalLM(nn.Module):
         """Log-probabilities (and entropies) of the tokens in ``loss_mask``, given what precedes them in their sequence.
 
         ``input_ids [T]``, ``cu_seqlens [N + 1]``, ``temperature [N]``, ``loss_mask [T]`` bool. Returns ``[T]`` float32
-        tensors, 0 where nothing is predicted: outside the mask and at the first token of each sequence.
+        tensors, 0 where nothing is predicted: outside the mask and at the first token of each sequence. A prompt (the tokens
+        before the first one in the mask) that several sequences begin with is computed once.
         """
         bounds = check_lengths(cu_seqlens, len(input_ids))
-        packing = Packing.from_cu_seqlens(cu_seqlens)
+        ids, at = input_ids, positions(cu_seqlens, len(input_ids))
+        shared = compact(input_ids, bounds, loss_mask)
+        if shared is None:
+            packing = Packing.from_cu_seqlens(cu_seqlens)
+        else:
+            packing = Packing.from_prompts(cu_seqlens, shared.prompts)
+            ids, at = ids[shared.tokens], at[shared.tokens]
         hidden = self.model.model(
-            input_ids=input_ids[None], position_ids=packing.positions()[None], use_cache=False, packing=packing
-        ).last_hidden_state[0]  # [T, H]
+            input_ids=ids[None], position_ids=at[None], use_cache=False, packing=packing
+        ).last_hidden_state[0]  # [C, H]
 
         predicted = loss_mask.clone()
         predicted[[start for start, end in zip(bounds, bounds[1:], strict=False) if start < end]] = False
         index = predicted.nonzero().flatten()  # [M]
+        before = index - 1  # the state before a token predicts it
+        before = before if shared is None else shared.place[before]
         of_token = torch.repeat_interleave(temperature, cu_seqlens.diff(), output_size=len(input_ids))
         head = chunked_logprobs(
-            hidden.index_select(0, index - 1),  # the state before a token predicts it
+            hidden.index_select(0, before),
             self.model.lm_head.weight,
             input_ids[index],
             of_token[index],

@@ -15,11 +15,12 @@ from tandem.api.failures import BatchError, ConfigError, NonFinite
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.folder import read_weights, write_folder
 from tandem.engines.train.holders import Holder, Replica, Sharded, sum_over_ranks
-from tandem.engines.train.micro_batches import plan
+from tandem.engines.train.micro_batches import Item, plan
 from tandem.engines.train.schedule import learning_rate
 from tandem.engines.train.totals import Totals
 from tandem.models.load import load_causal_lm
 from tandem.models.precision import resolve_dtype
+from tandem.models.prefixes import prompt_keys
 
 _PREFIX = "model."
 """What `PackedCausalLM` puts before the Hugging Face names."""
@@ -184,8 +185,11 @@ class FSDPEngine(TrainEngine):
         count = num_sequences(batch)
         if count == 0:
             raise BatchError("the batch has no sequences")
-        units = batch["unit_id"].tolist() if "unit_id" in batch.keys() else range(count)
-        return plan(lengths(batch).tolist(), units, self.config.max_tokens_per_micro_batch, self.world_size)[self.rank]
+        keys, sizes = prompt_keys(batch["input_ids"], batch["cu_seqlens"].tolist(), batch["loss_mask"])
+        rest = [length - size for length, size in zip(lengths(batch).tolist(), sizes, strict=True)]
+        units = batch["unit_id"].tolist() if "unit_id" in batch.keys() else [None] * count
+        sequences = [Item(*item) for item in zip(keys, rest, units, strict=True)]
+        return plan(sequences, self.config.max_tokens_per_micro_batch, self.world_size)[self.rank]
 
     def _compute(self, view: TensorDict, entropy: bool) -> Outputs:
         temperature = (

@@ -2,45 +2,87 @@
 
 import heapq
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 
-def plan(lengths: Sequence[int], units: Sequence[int], max_tokens: int, ranks: int) -> list[list[list[int]]]:
+class Item(NamedTuple):
+    """What the plan needs to know of one sequence."""
+
+    prompt: tuple[int, ...]
+    """Its prompt; sequences with equal ones in a micro-batch compute it once."""
+
+    completion: int
+    """Tokens behind the prompt."""
+
+    unit: int | None = None
+    """Sequences with equal numbers stay together; None stands for itself."""
+
+
+def plan(items: Sequence[Item], max_tokens: int, ranks: int) -> list[list[list[int]]]:
     """Micro-batches of each rank: ``plan[rank][i]`` holds the indices of its sequences.
 
-    ``lengths [N]`` tokens; ``units [N]``: sequences with equal numbers stay together. All ranks get the same number of
-    micro-batches, some of them empty where there are fewer units than ranks. A micro-batch has at most ``max_tokens``,
-    except that a unit which is longer has one of its own. Micro-batches have nearly equal numbers of tokens, those that
-    run at the same time on different ranks most of all.
+    All ranks get the same number of micro-batches, some of them empty where there are fewer units than ranks. A
+    micro-batch computes at most ``max_tokens``, except that a unit which is longer has one of its own. Micro-batches have
+    nearly equal numbers of tokens, those that run at the same time on different ranks most of all.
 
-    Example: lengths 3, 4, 2, 5, units 0…3, 7 tokens, 2 ranks → [[[3, 2]], [[1, 0]]] up to order
+    Example: completions of 3, 4, 2, 5 tokens without prompts, 7 tokens, 2 ranks → [[[3, 2]], [[1, 0]]] up to order
     """
-    members: dict[int, list[int]] = defaultdict(list)
-    for index, unit in enumerate(units):
-        members[unit].append(index)
-    sized = sorted(((sum(lengths[i] for i in group), group) for group in members.values()), key=lambda x: (-x[0], x[1]))
-
-    alone = [(tokens, [group]) for tokens, group in sized if tokens > max_tokens]
-    rest = sized[len(alone) :]
-    shared = -(-sum(tokens for tokens, _ in rest) // max_tokens)
+    blocks = _blocks(items, max_tokens, ranks)
+    sized = sorted(((_cost(items, block), block) for block in blocks), key=lambda x: (-x[0], x[1]))
+    wanted = -(-sum(min(cost, max_tokens) for cost, _ in sized) // max_tokens)
+    count = ranks * max(1, -(-wanted // ranks))
     while True:
-        shared += -(len(alone) + shared) % ranks  # every rank runs the same number
-        bins = alone + _spread(rest, shared)
-        if shared >= len(rest) or all(tokens <= max_tokens for tokens, _ in bins[len(alone) :]):
+        bins = _spread(sized, count)
+        fits = all(tokens <= max_tokens or len(groups) == 1 for tokens, groups in bins)
+        if fits or count >= len(sized):
             break
-        shared += 1
+        count += ranks
 
     bins.sort(key=lambda x: (-x[0], x[1]))
     # neighbours in length together, so that sequences of equal length share a call of attention
-    ordered = [sorted((i for group in groups for i in group), key=lambda i: (lengths[i], i)) for _, groups in bins]
-    rounds = [ordered[i : i + ranks] for i in range(0, len(bins), ranks)]
+    ordered = [
+        sorted((i for group in groups for i in group), key=lambda i: (len(items[i].prompt) + items[i].completion, i))
+        for _, groups in bins
+    ]
+    rounds = [ordered[i : i + ranks] for i in range(0, count, ranks)]
     # the larger ones go to the first ranks in one round and to the last ones in the next
     rounds = [part if i % 2 == 0 else part[::-1] for i, part in enumerate(rounds)]
     return [[part[rank] for part in rounds] for rank in range(ranks)]
 
 
+def _cost(items: Sequence[Item], indices: Sequence[int]) -> int:
+    """Tokens that these sequences compute together."""
+    return sum(len(prompt) for prompt in {items[i].prompt for i in indices}) + sum(items[i].completion for i in indices)
+
+
+def _blocks(items: Sequence[Item], max_tokens: int, ranks: int) -> list[list[int]]:
+    """Sequences that go together: units always, and those of one prompt as far as a micro-batch and an even share allow."""
+    units: dict[Hashable, list[int]] = defaultdict(list)
+    for index, item in enumerate(items):
+        units[("alone", index) if item.unit is None else item.unit].append(index)
+    of_prompt: dict[Hashable, list[list[int]]] = defaultdict(list)
+    for number, unit in units.items():
+        prompts = {items[i].prompt for i in unit}
+        common = next(iter(prompts)) if len(prompts) == 1 else ()
+        of_prompt[common or ("nothing shared", number)].append(unit)
+
+    everything = sum(item.completion for item in items) + sum(len(prompt) for prompt in {item.prompt for item in items})
+    limit = min(max_tokens, max(1, -(-everything // ranks)))
+    blocks: list[list[int]] = []
+    for parts in of_prompt.values():
+        block: list[int] = []
+        for unit in parts:
+            if block and _cost(items, block + unit) > limit:
+                blocks.append(block)
+                block = []
+            block = block + unit
+        blocks.append(block)
+    return blocks
+
+
 def _spread(sized: list[tuple[int, list[int]]], count: int) -> list[tuple[int, list[list[int]]]]:
-    """Puts units, largest first, into whichever of ``count`` bins has the fewest tokens."""
+    """Puts blocks, largest first, into whichever of ``count`` bins has the fewest tokens."""
     heap: list[tuple[int, int]] = [(0, i) for i in range(count)]
     bins: list[list[list[int]]] = [[] for _ in range(count)]
     for tokens, group in sized:
