@@ -8,9 +8,6 @@ from hypothesis import strategies as st
 from tandem.api import batch as ops
 from tandem.api.failures import BatchError
 
-settings.register_profile("batch", deadline=None, max_examples=40)
-settings.load_profile("batch")
-
 
 def trajectory(size, patches, seed):
     noise = torch.Generator().manual_seed(seed)
@@ -39,6 +36,7 @@ def same(a, b):
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=0)
 
 
+@settings(deadline=None, max_examples=40)
 @given(trajectories())
 def test_unpack_is_the_inverse_of_pack(rows):
     batch = ops.pack(rows)
@@ -50,12 +48,14 @@ def test_unpack_is_the_inverse_of_pack(rows):
     same(ops.pack(back), batch)
 
 
+@settings(deadline=None, max_examples=40)
 @given(trajectories(), st.data())
 def test_select_is_the_same_as_choosing_before_packing(rows, data):
     index = data.draw(st.lists(st.integers(0, len(rows) - 1), min_size=1, max_size=8))
     same(ops.select(ops.pack(rows), index), ops.pack([rows[i] for i in index]))
 
 
+@settings(deadline=None, max_examples=40)
 @given(trajectories(), st.data())
 def test_a_boolean_selects_like_its_indices(rows, data):
     mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows))))
@@ -63,6 +63,7 @@ def test_a_boolean_selects_like_its_indices(rows, data):
     same(ops.select(batch, mask), ops.select(batch, mask.nonzero().flatten()))
 
 
+@settings(deadline=None, max_examples=40)
 @given(trajectories(), st.data())
 def test_concatenate_is_the_inverse_of_split(rows, data):
     batch, sizes, left = ops.pack(rows), [], len(rows)
@@ -76,6 +77,7 @@ def test_concatenate_is_the_inverse_of_split(rows, data):
     same(ops.concatenate(parts), batch)
 
 
+@settings(deadline=None, max_examples=40)
 @given(trajectories())
 def test_from_padded_is_the_inverse_of_to_padded(rows):
     batch = ops.pack(rows)
@@ -87,6 +89,7 @@ def test_from_padded_is_the_inverse_of_to_padded(rows):
     same(ops.from_padded(padded), batch)
 
 
+@settings(deadline=None, max_examples=40)
 @given(trajectories())
 def test_rows_padded_on_the_left_give_the_same_batch(rows):
     batch = ops.pack(rows)
@@ -106,6 +109,7 @@ def _reversed(padded, tokens):
     return out
 
 
+@settings(deadline=None, max_examples=40)
 @given(trajectories(), st.integers(0, 9))
 def test_padding_adds_one_sequence_that_is_never_trained(rows, extra):
     batch = ops.pack(rows)
@@ -117,6 +121,7 @@ def test_padding_adds_one_sequence_that_is_never_trained(rows, extra):
     same(ops.select(padded, range(len(rows))), batch)
 
 
+@settings(deadline=None, max_examples=40)
 @given(trajectories())
 def test_sums_and_spreads_agree_with_a_loop(rows):
     batch = ops.pack(rows)
@@ -126,6 +131,7 @@ def test_sums_and_spreads_agree_with_a_loop(rows):
     assert spread.tolist() == [row["reward"] for row in rows for _ in row["input_ids"]]
 
 
+@settings(deadline=None, max_examples=40)
 @given(trajectories(least=2))
 def test_no_operation_changes_its_argument(rows):
     batch = ops.pack(rows)

@@ -119,7 +119,7 @@ def test_the_arithmetic_is_told_in_words():
     assert "at most 4096 tokens each" in text
     assert "synchronous, colocate" in text
     assert "2000 rows ÷ 8 = 250 steps" in text
-    assert "14 steps, 112 prompts, 0.06 epochs" in text
+    assert "14 steps, 112 rows, 0.06 epochs" in text
 
 
 def test_the_arithmetic_of_supervised_runs():

@@ -4,7 +4,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem.config.data import DatasetConfig
@@ -21,6 +21,7 @@ def take(loader, count):
     return [(row["epoch"], row["index"]) for row in itertools.islice(loader, count)]
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.integers(1, 30), st.integers(0, 100), st.integers(0, 100), st.booleans())
 def test_resumed_equals_uninterrupted(size, before, after, shuffle):
     whole = take(Loader(dataset(size), seed=3, shuffle=shuffle), before + after)
@@ -31,6 +32,7 @@ def test_resumed_equals_uninterrupted(size, before, after, shuffle):
     assert start + take(second, after) == whole
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.integers(1, 30), st.integers(0, 5))
 def test_each_epoch_has_every_row_once(size, seed):
     rows = take(Loader(dataset(size), seed=seed, epochs=3), 1000)

@@ -37,7 +37,7 @@ def arithmetic(config: BaseConfig, num_rows: int) -> str:
     lines += [
         f"Epoch: {num_rows} rows ÷ {batch_size} = {per_epoch:g} steps." if per_epoch == int(per_epoch)
         else f"Epoch: {num_rows} rows ÷ {batch_size} = {per_epoch:.2f} steps; a step may span two epochs.",
-        f"Run: {_many(steps, 'step')}, {steps * batch_size} prompts, {steps * batch_size / max(1, num_rows):.2f} epochs.",
+        f"Run: {_many(steps, 'step')}, {steps * batch_size} rows, {steps * batch_size / max(1, num_rows):.2f} epochs.",
     ]  # fmt: skip
     return "\n".join(lines)
 
@@ -65,7 +65,7 @@ def _step(config: TrainConfig) -> list[str]:
         f"Update: {_many(actor.mini_batches, 'mini-batch')} of {most}{groups} × {samples} = {groups * samples} sequences, "
         f"{actor.epochs_per_batch} pass{'' if actor.epochs_per_batch == 1 else 'es'} = {_many(updates, 'optimizer step')}.",
         f"Micro-batches: at most {budget} tokens each; a mini-batch has at most {completion_tokens} completion tokens, "
-        f"so at most about {_micro_batches(completion_tokens, budget)}, and more with long prompts.",
+        f"so about {_micro_batches(completion_tokens, budget)} when all answers are that long, plus what the prompts take.",
         f"Generation: {how}, {placement(config)}.",
     ]
 
