@@ -182,10 +182,11 @@ def test_the_real_model_gives_generates_tokens_and_log_probabilities():
     greedy = GenerationConfig(max_new_tokens=72, greedy=True)
     requests = {i: LLMRequest(p, greedy) for i, p in enumerate([*ids, ids[1], ids[1]])}  # the second is a group of three
     responses = run(core, requests)
-    for i, response in responses.items():
-        prompt = torch.tensor([requests[i].input_ids])
+    for prompt in ids:
+        whole = torch.tensor([prompt])
         with torch.no_grad():
-            whole = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=72, do_sample=False)
-        assert response.output_ids == tuple(whole[0, prompt.shape[1] :].tolist())
-        assert (torch.tensor(response.logprobs) - score(model, response)).abs().max() <= 1e-4
+            whole = model.generate(whole, attention_mask=torch.ones_like(whole), max_new_tokens=72, do_sample=False)
+        for response in (r for r in responses.values() if r.input_ids == prompt):
+            assert response.output_ids == tuple(whole[0, len(prompt) :].tolist())
+            assert (torch.tensor(response.logprobs) - score(model, response)).abs().max() <= 1e-4
     assert max(len(r.output_ids) for r in responses.values()) >= 64
