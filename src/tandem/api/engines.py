@@ -28,7 +28,10 @@ class Outputs(NamedTuple):
 
 
 Metrics = Mapping[str, torch.Tensor]
-"""Name → ``[T]`` (averaged over the tokens in ``loss_mask``), ``[N]`` (averaged over sequences); detached."""
+"""Name → ``[T]`` (averaged over the tokens in ``loss_mask``), ``[N]`` (averaged over sequences); detached.
+
+Of names that end in ``/max`` the largest entry is taken instead.
+"""
 
 LossFn = Callable[[Outputs, TensorDict], tuple[torch.Tensor, Metrics]]
 """``loss_fn(outputs, view) -> (losses, metrics)``, losses unreduced, ``[T]`` or ``[N]`` like ``loss_weights``.
@@ -45,7 +48,8 @@ class TrainEngine(ABC):
         """One optimizer step on ``sum(loss_weights * losses)`` over the whole batch; returns metrics.
 
         Metrics: ``loss``, ``grad_norm``, ``lr``, ``skipped`` (1 if the step was not taken because something was not
-        finite), and the loss function's own. Sequences with the same ``unit_id`` stay together.
+        finite), and the loss function's own. Sequences with the same ``unit_id`` stay together. A gradient that is
+        exactly 0 changes neither weights nor optimizer state; the schedule counts the call.
         Raises `NonFinite` after too many skips in a row.
         """
 

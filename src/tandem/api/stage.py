@@ -25,6 +25,11 @@ class Stage:
     adds: tuple[str, ...] = ()
     reads_state: tuple[str, ...] = ()
     writes_state: tuple[str, ...] = ()
+    may_read: tuple[str, ...] = ()
+    """Read where they are there, or where the role's configuration needs them."""
+
+    may_add: tuple[str, ...] = ()
+    """Added where the role's configuration needs them."""
 
 
 def stage(
@@ -33,6 +38,8 @@ def stage(
     adds: tuple[str, ...] = (),
     reads_state: tuple[str, ...] = (),
     writes_state: tuple[str, ...] = (),
+    may_read: tuple[str, ...] = (),
+    may_add: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declares a role method ``method(self, batch, …)`` as a stage and checks that the fields it reads are there.
 
@@ -44,7 +51,7 @@ def stage(
         raise ValueError(f"role state must be one of {ROLE_STATES}, got {sorted(unknown)}")
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
-        declaration = Stage(method.__name__, reads, adds, reads_state, writes_state)
+        declaration = Stage(method.__name__, reads, adds, reads_state, writes_state, may_read, may_add)
 
         @functools.wraps(method)
         def checked(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,6 @@
 """Metrics of a step, summed over micro-batches and ranks."""
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -12,6 +13,7 @@ class Totals:
     def __init__(self) -> None:
         self.loss = 0.0
         self._sums: dict[str, list[float]] = {}
+        self._maxima: dict[str, float] = {}
 
     def add(self, name: str, total: float, count: float) -> None:
         """Adds a sum over ``count`` entries."""
@@ -20,7 +22,8 @@ class Totals:
         entry[1] += count
 
     def add_all(self, metrics: Mapping[str, torch.Tensor], loss_mask: torch.Tensor, num_sequences: int) -> None:
-        """Adds ``[T]`` metrics over the tokens of ``loss_mask [T]`` and ``[N]`` metrics over sequences.
+        """Adds ``[T]`` metrics over the tokens of ``loss_mask [T]`` and ``[N]`` metrics over sequences; of names that end
+        in ``/max`` the largest entry is kept.
 
         Raises:
             ValueError: a metric has neither length.
@@ -34,18 +37,24 @@ class Totals:
                 raise ValueError(
                     f"metric {name!r} must be [T] = [{len(loss_mask)}] or [N] = [{num_sequences}], got {list(value.shape)}"
                 )
-            self.add(name, float(chosen.double().sum()), chosen.numel())
+            if not name.endswith("/max"):
+                self.add(name, float(chosen.double().sum()), chosen.numel())
+            elif chosen.numel():
+                self._maxima[name] = max(self._maxima.get(name, -math.inf), float(chosen.max()))
 
     def gather(self, group: dist.ProcessGroup | None) -> dict[str, float]:
         """``loss``, summed, and sum over count of each metric, over all ranks; what counted nothing is left out."""
-        parts: list[tuple[float, dict[str, list[float]]]] = [(self.loss, self._sums)]
+        mine = (self.loss, self._sums, self._maxima)
+        parts = [mine]
         if group is not None:
-            parts = [(0.0, {})] * dist.get_world_size(group)
-            dist.all_gather_object(parts, (self.loss, self._sums), group=group)
+            parts = [mine] * dist.get_world_size(group)
+            dist.all_gather_object(parts, mine, group=group)
         together = Totals()
-        for loss, sums in parts:
+        for loss, sums, maxima in parts:
             together.loss += loss
+            for name, value in maxima.items():
+                together._maxima[name] = max(together._maxima.get(name, value), value)
             for name, (total, count) in sums.items():
                 together.add(name, total, count)
         means = {name: total / count for name, (total, count) in together._sums.items() if count}
-        return {"loss": together.loss, **means}
+        return {"loss": together.loss, **means, **together._maxima}

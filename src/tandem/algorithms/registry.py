@@ -1,0 +1,173 @@
+"""Functions by name, and what each kind of function may ask for.
+
+A function names its tensors as positional parameters, any subset of its registry's ``inputs``, and its knobs as keyword-only
+parameters. Whoever calls it reads the signature, gives the tensors by name and the knobs from the configuration; so a later
+algorithm that needs one more tensor is one more function.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from difflib import get_close_matches
+from typing import Any, Generic, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class UnknownName(ValueError):
+    """No function of that name is registered."""
+
+
+class WrongSignature(ValueError):
+    """A function asks for a tensor that its kind is not given."""
+
+
+class Registry(Generic[F]):
+    """Functions of one kind.
+
+    Example::
+
+        @POLICY_LOSSES.register("mine")
+        def mine(policy, advantages, mask, *, strength=1.0): ...
+    """
+
+    def __init__(self, kind: str, inputs: Mapping[str, str]):
+        """``kind``: for messages. ``inputs``: tensors that a function may ask for, with their shape and meaning."""
+        self.kind, self.inputs = kind, inputs
+        self._functions: dict[str, F] = {}
+
+    def register(self, name: str) -> Callable[[F], F]:
+        """Registers the decorated function.
+
+        Raises:
+            ValueError: the name is taken, or the function asks for an input that this kind is not given.
+        """
+
+        def put(function: F) -> F:
+            if name in self._functions:
+                raise ValueError(f"a {self.kind} called {name!r} is registered already")
+            self.asked(function)
+            self._functions[name] = function
+            return function
+
+        return put
+
+    def get(self, name: str) -> F:
+        """The function of that name.
+
+        Raises:
+            UnknownName: names the nearest one and those that there are.
+        """
+        if name not in self._functions:
+            near = get_close_matches(name, self._functions, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise UnknownName(f"no {self.kind} is called {name!r}; {hint}There are: {', '.join(sorted(self))}")
+        return self._functions[name]
+
+    def asked(self, function: Callable[..., Any]) -> tuple[str, ...]:
+        """Names of the inputs that a function asks for.
+
+        Raises:
+            WrongSignature: one of them is none of this kind's, and has no default.
+        """
+        names = []
+        for name, parameter in inspect.signature(function).parameters.items():
+            if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+                continue
+            if name in self.inputs:
+                names.append(name)
+            elif parameter.default is parameter.empty:
+                raise WrongSignature(
+                    f"{self.kind} {function.__name__} asks for {name!r}; it may ask for {', '.join(self.inputs)}, "
+                    "and has its knobs behind a *"
+                )
+        return tuple(names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._functions)
+
+
+REQUIRED = object()
+
+
+def knobs_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Knobs of a function (its keyword-only parameters) and their defaults; `REQUIRED` where it has none."""
+    return {
+        name: REQUIRED if parameter.default is parameter.empty else parameter.default
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+
+
+Function = Callable[..., Any]
+
+PER_SAMPLE = {
+    "rewards": "[M] float, one for each sample, shaped",
+    "group_id": "[M] int, the prompt's group",
+    "in_statistics": "[M] bool, enters the group's mean and spread",
+    "lengths": "[M] int, trained tokens of the sample, all trajectories together",
+}
+PER_TOKEN = {
+    "mask": "[T] bool, trained tokens",
+    "sequence": "[T] int, the trajectory that the token belongs to, ascending",
+}
+
+ADVANTAGES: Registry[Function] = Registry(
+    "advantage",
+    PER_SAMPLE
+    | PER_TOKEN
+    | {"token_rewards": "[T] float, earned after the token; the sample's reward on its last trained one"},
+)
+"""Sample level, → ``[M]``; or, where ``token_rewards`` is asked for, token level, → ``[T]``."""
+
+POLICY_LOSSES: Registry[Function] = Registry(
+    "policy loss",
+    PER_TOKEN
+    | {
+        "policy": "[T] log-probabilities under the weights that are optimised; has the gradient",
+        "proximal": "[T] log-probabilities just before this update, or `policy` detached where there is one step",
+        "rollout": "[T] log-probabilities by the inference engine",
+        "advantages": "[T]",
+    },
+)
+"""→ losses ``[T]`` and metrics ``{name: [T]}``, detached, both 0 outside the mask."""
+
+AGGREGATIONS: Registry[Function] = Registry(
+    "aggregation",
+    {
+        "mask": "[T] bool, tokens that count in denominators",
+        "sample": "[T] int, the sample that the token belongs to",
+    },
+)
+"""→ weight of each token's loss ``[T]``, 0 outside the mask."""
+
+SHAPING: Registry[Function] = Registry(
+    "shaping",
+    PER_SAMPLE | {"truncated": "[M] bool, the sample was cut by its length", "accuracy": "[M] float, NaN where unknown"},
+)
+"""→ new rewards ``[M]``, or a pair of them and ``kept [M]`` bool: the other samples get weight 0."""
+
+FILTERS: Registry[Function] = Registry(
+    "filter",
+    {
+        "accuracies": "G floats, None where unknown",
+        "rewards": "G floats, before shaping",
+    },
+)
+"""→ whether the group is trained on, and if not a short reason to count it by."""
+
+_LOG_PROBABILITIES = {
+    "policy": "[T], detached",
+    "proximal": "[T]",
+    "rollout": "[T]",
+    "advantages": "[T]",
+}
+IMPORTANCE_WEIGHTS: Registry[Function] = Registry("correction weight", {"ratio": "[T], exp(proximal − rollout)"})
+"""→ weights ``[T]``."""
+
+REJECTIONS: Registry[Function] = Registry("rejection rule", PER_TOKEN | _LOG_PROBABILITIES)
+"""→ kept ``[T]`` bool."""
+
+KL: Registry[Function] = Registry(
+    "KL estimator", {"policy": "[T]", "reference": "[T] log-probabilities by the frozen reference", "mask": "[T] bool"}
+)
+"""→ ``[T]``, 0 outside the mask."""

@@ -1,0 +1,57 @@
+"""From a named choice of the configuration to a function that is called with whatever tensors there are."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any
+
+from tandem.algorithms.registry import REQUIRED, Registry, UnknownName, WrongSignature, knobs_of
+from tandem.api.plugins import is_file_spec, load_object
+from tandem.config.algorithm import Component
+from tandem.config.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A function with its knobs."""
+
+    name: str
+    function: Callable[..., Any]
+    asked: tuple[str, ...]
+    """Tensors that it is called with."""
+
+    knobs: Mapping[str, Any]
+    """Those that were set, and the defaults of the others."""
+
+    def __call__(self, **tensors: Any) -> Any:
+        """Calls it with those of the tensors that it asks for."""
+        return self.function(**{name: tensors[name] for name in self.asked}, **self.knobs)
+
+
+def choose(registry: Registry[Any], component: Component, key: str, filled: Mapping[str, Any] | None = None) -> Choice:
+    """The function that a component names, registered or ``my_file.py:function``.
+
+    ``key``: where it stands in the configuration, for messages, such as ``algorithm.policy_loss``. ``filled``: values for
+    knobs that are not set and have no default of their own.
+
+    Raises:
+        ConfigError: unknown name or knob, a knob that must be set and is not, or a function that asks for something else.
+    """
+    try:
+        function = load_object(component.name) if is_file_spec(component.name) else registry.get(component.name)
+        asked = registry.asked(function)
+    except (UnknownName, WrongSignature) as error:
+        raise ConfigError(f"{key}={component.name}: {error}") from error
+    knobs = knobs_of(function)
+    for name in component.knobs:
+        if name not in knobs:
+            near = get_close_matches(name, knobs, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(knobs) or 'none'}"
+            raise ConfigError(f"{key}.{name} is not a knob of {component.name}; {hint}")
+    required = {name for name, default in knobs.items() if default is REQUIRED}
+    values = {name: value for name, value in (filled or {}).items() if name in required and value is not None}
+    values |= component.knobs
+    missing = sorted(required - set(values))
+    if missing:
+        raise ConfigError(f"{key}.{missing[0]} must be set for {component.name}; it has no default here")
+    return Choice(component.name, function, asked, knobs | values)

@@ -1,0 +1,112 @@
+"""The actor's loss: policy loss with behaviour correction, KL to the reference, entropy bonus."""
+
+from dataclasses import dataclass
+
+import torch
+from tensordict import TensorDict
+
+from tandem.algorithms.correction import behaviour_ratio
+from tandem.algorithms.kl import k3
+from tandem.algorithms.registry import IMPORTANCE_WEIGHTS, KL, POLICY_LOSSES, REJECTIONS
+from tandem.api.batch import sequence_index
+from tandem.api.engines import Outputs
+from tandem.config.algorithm import AlgorithmConfig, Component
+from tandem.roles.components import Choice, choose
+from tandem.roles.samples import trained_tokens
+
+
+@dataclass(frozen=True)
+class Objective:
+    """``objective(outputs, view) -> losses, metrics``, both per token: the signature of the training engine.
+
+    Where the batch has no ``proximal_logprobs``, the policy, detached, stands in: right for one optimizer step a batch.
+    Metrics are 0 at tokens that carry no weight; ``kept`` counts the others, and `averages.together` divides by it.
+    """
+
+    policy_loss: Choice
+    weight: Choice
+    rejection: Choice
+    level: str
+    kl: Choice | None
+    """None: no KL in the loss."""
+
+    kl_coefficient: float
+    entropy_coefficient: float
+    version: int
+    """Updates of the weights so far: a token of this version was made by the weights that train now."""
+
+    @classmethod
+    def of(cls, config: AlgorithmConfig, version: int = 0) -> "Objective":
+        """The parts that a configuration names."""
+        correction, kl = config.correction, config.kl
+        bounds = {"low": correction.low, "high": correction.high}
+        weight = choose(IMPORTANCE_WEIGHTS, Component(correction.weight), "algorithm.correction.weight")
+        weight = Choice(weight.name, weight.function, weight.asked, {name: bounds[name] for name in weight.knobs})
+        in_loss = kl.coefficient > 0 and kl.where == "loss"
+        return cls(
+            policy_loss=choose(POLICY_LOSSES, config.policy_loss, "algorithm.policy_loss"),
+            weight=weight,
+            rejection=choose(REJECTIONS, Component(correction.reject), "algorithm.correction.reject"),
+            level=correction.level,
+            kl=choose(KL, Component(kl.estimator), "algorithm.kl.estimator") if in_loss else None,
+            kl_coefficient=kl.coefficient,
+            entropy_coefficient=config.entropy_coefficient,
+            version=version,
+        )
+
+    @property
+    def has_other_terms(self) -> bool:
+        """Whether there is a gradient without any advantage."""
+        return self.kl is not None or self.entropy_coefficient > 0
+
+    def __call__(self, outputs: Outputs, view: TensorDict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Losses ``[T]`` and metrics ``[T]``."""
+        mask, policy = trained_tokens(view), outputs.logprobs
+        tensors = {
+            "mask": mask,
+            "sequence": sequence_index(view),
+            "policy": policy,
+            "proximal": view["proximal_logprobs"] if "proximal_logprobs" in view.keys() else policy.detach(),
+            "rollout": view["rollout_logprobs"],
+            "advantages": view["advantages"],
+        }
+        losses, metrics = self.policy_loss(**tensors)
+        weights, corrected = self._correct(tensors)
+        losses = losses * weights
+        metrics = metrics | corrected | self._distances(tensors, view)
+        if "reference_logprobs" in view.keys():
+            reference = view["reference_logprobs"]
+            metrics["kl/reference"] = k3(policy.detach(), reference, mask)
+            if self.kl is not None:
+                losses = losses + self.kl_coefficient * self.kl(policy=policy, reference=reference, mask=mask)
+        entropy = outputs.entropy if outputs.entropy is not None else view["entropy"]
+        metrics["entropy"] = entropy.detach()
+        if self.entropy_coefficient:
+            losses = losses - self.entropy_coefficient * entropy.masked_fill(~mask, 0.0)
+        kept = (mask & ~view["dropped"]).float()
+        return losses, {"kept": kept} | {name: value * kept for name, value in metrics.items()}
+
+    def _correct(self, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """Weight of each token's policy loss ``[T]``, and what to know about it."""
+        if self.weight.name == "none" and self.rejection.name == "none":
+            return torch.ones_like(tensors["rollout"]), {}
+        mask, sequence = tensors["mask"], tensors["sequence"]
+        ratio = behaviour_ratio(tensors["proximal"], tensors["rollout"], mask, sequence, self.level)
+        detached = tensors | {"policy": tensors["policy"].detach()}
+        weights = self.weight(ratio=ratio) * self.rejection(**detached)
+        return weights, {
+            "correction/mean": weights,
+            "correction/square": weights.square(),
+            "correction/max": ratio,
+            "correction/dropped": (weights == 0).float(),
+        }
+
+    def _distances(self, tensors: dict[str, torch.Tensor], view: TensorDict) -> dict[str, torch.Tensor]:
+        """How far the engine's log-probabilities are from the trainer's, and of tokens of the same weights: the gap."""
+        mask, proximal, rollout = tensors["mask"], tensors["proximal"], tensors["rollout"]
+        found = {"kl/rollout_proximal": k3(rollout, proximal, mask)}  # the sampler stands first
+        if "versions" in view.keys():
+            fresh = view["versions"] == self.version
+            gap = (proximal - rollout).abs().masked_fill(~(mask & fresh), 0.0)
+            found |= {"gap/mean": gap, "gap/max": gap, "gap/fresh": fresh.float()}
+        return found

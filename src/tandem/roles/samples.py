@@ -1,0 +1,53 @@
+"""Samples of a packed batch: one sample may be held in several trajectories."""
+
+from typing import NamedTuple
+
+import torch
+from tensordict import TensorDict
+
+from tandem.api.batch import num_sequences, sum_by_sequence
+from tandem.api.requests import StopReason
+
+
+class Samples(NamedTuple):
+    """The M distinct samples of a batch, in the order of their numbers."""
+
+    of_sequence: torch.Tensor
+    """[N] int64, the row of each trajectory's sample here."""
+
+    first: torch.Tensor
+    """[M] int64, its first trajectory."""
+
+    last: torch.Tensor
+    """[M] int64, its last trajectory, which says how the sample ended."""
+
+    lengths: torch.Tensor
+    """[M] int64, T_i: trained tokens of all its trajectories."""
+
+
+def samples_of(batch: TensorDict) -> Samples:
+    """Finds them by ``sample_id``."""
+    ids, of_sequence = torch.unique(batch["sample_id"], return_inverse=True)
+    position = torch.arange(num_sequences(batch), device=ids.device)
+    first = ids.new_full((len(ids),), num_sequences(batch)).scatter_reduce(0, of_sequence, position, "amin")
+    last = ids.new_zeros(len(ids)).scatter_reduce(0, of_sequence, position, "amax")
+    trained = sum_by_sequence(batch, trained_tokens(batch).to(torch.int64))
+    return Samples(of_sequence, first, last, ids.new_zeros(len(ids)).index_add(0, of_sequence, trained))
+
+
+def truncated(batch: TensorDict, samples: Samples) -> torch.Tensor:
+    """Whether each sample was cut by its length: by its last trajectory's stop reason, not by a count. ``[M]`` bool."""
+    return batch["stop_reason"][samples.last] == StopReason.LENGTH
+
+
+def trained_tokens(batch: TensorDict) -> torch.Tensor:
+    """``loss_mask [T]`` without the first token of each sequence, which nothing predicts."""
+    mask = batch["loss_mask"].clone()
+    starts = batch["cu_seqlens"][:-1]
+    mask[starts[starts < len(mask)]] = False
+    return mask
+
+
+def with_fields(batch: TensorDict, **fields: torch.Tensor) -> TensorDict:
+    """A new batch with more (or other) fields; tensors are shared."""
+    return TensorDict(dict(batch.items()) | fields, batch_size=[])
