@@ -1,0 +1,68 @@
+"""The table of knobs in `config/` says what the functions' signatures say."""
+
+import pytest
+
+from tandem.algorithms.registry import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    FILTERS,
+    IMPORTANCE_WEIGHTS,
+    KL,
+    POLICY_LOSSES,
+    REJECTIONS,
+    REQUIRED,
+    SHAPING,
+    knobs_of,
+)
+from tandem.config.algorithm import Component, CorrectionConfig, KLConfig
+from tandem.config.knobs import CHOICES, GROUP_RELATIVE
+from tandem.config.presets import PRESETS
+
+REGISTRIES = {
+    "advantage": ADVANTAGES,
+    "policy_loss": POLICY_LOSSES,
+    "aggregation": AGGREGATIONS,
+    "shaping": SHAPING,
+    "filter": FILTERS,
+}
+
+
+def test_every_kind_of_choice_has_a_registry():
+    assert set(CHOICES) == set(REGISTRIES)
+
+
+@pytest.mark.parametrize("kind", REGISTRIES)
+def test_table_and_functions_have_the_same_names(kind):
+    assert set(CHOICES[kind]) == set(REGISTRIES[kind])
+
+
+@pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, registry in REGISTRIES.items() for name in registry])
+def test_table_and_function_have_the_same_knobs_with_the_same_defaults(kind, name):
+    table = {knob: rule.default for knob, rule in CHOICES[kind][name].items()}
+    function = {k: None if v is REQUIRED else v for k, v in knobs_of(REGISTRIES[kind].get(name)).items()}
+    assert table == function
+
+
+def test_group_relative_advantages_are_those_that_compare_within_a_group():
+    assert set(GROUP_RELATIVE) == {name for name in ADVANTAGES if "group_id" in ADVANTAGES.asked(ADVANTAGES.get(name))}
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "registry"),
+    [
+        (CorrectionConfig, "weight", IMPORTANCE_WEIGHTS),
+        (CorrectionConfig, "reject", REJECTIONS),
+        (KLConfig, "estimator", KL),
+    ],
+)
+def test_fixed_choices_of_the_configuration_are_the_registered_ones(config, field, registry):
+    assert set(config.__annotations__[field].__args__) == set(registry)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_part_of_a_preset_is_registered(name):
+    for kind, registry in REGISTRIES.items():
+        value = PRESETS[name].values.get(kind, [])
+        for part in value if isinstance(value, list) else [value]:
+            component = Component(part) if isinstance(part, str) else Component(part["name"])
+            registry.get(component.name)

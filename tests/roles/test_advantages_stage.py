@@ -1,0 +1,131 @@
+"""`compute_advantages`: from rewards of samples to advantages of tokens."""
+
+import pytest
+import torch
+
+from tandem.api.batch import unpack
+from tandem.api.failures import BatchError
+from tandem.config.algorithm import Component, KLConfig
+from tandem.config.errors import ConfigError
+from tandem.config.roles import ActorConfig
+from tandem.roles.actor import Actor
+from tandem.roles.reference import Reference
+from tests.roles.batches import PROMPT, algorithm_config, rollout_batch
+
+
+def actor(**algorithm):
+    """Advantages need no engine."""
+    return Actor(None, algorithm_config(**algorithm), ActorConfig(), reference=Reference(None), max_new_tokens=10)
+
+
+def completions(batch, field):
+    """The field at the trained tokens, one list a trajectory."""
+    return [row[field][PROMPT:].tolist() for row in unpack(batch)]
+
+
+def test_the_advantage_of_a_sample_goes_to_the_trained_tokens_of_each_of_its_trajectories():
+    batch = rollout_batch([[(1.0, [2, 1]), (0.0, 3)]])
+    found = actor(advantage="dr_grpo").compute_advantages(batch)
+    assert completions(found, "advantages") == [[0.5, 0.5], [0.5], [-0.5] * 3]
+    assert not found["advantages"][~found["loss_mask"]].any()
+
+
+def test_a_sample_of_two_trajectories_counts_once_in_the_statistics():
+    found = actor(advantage="rloo").compute_advantages(rollout_batch([[(1.0, [2, 2]), (0.0, 1), (0.0, 1)]]))
+    assert completions(found, "advantages") == [[1, 1], [1, 1], [-0.5], [-0.5]]
+
+
+def test_the_batch_is_not_changed():
+    batch = rollout_batch([[(1.0, 2), (0.0, 1)]])
+    before = {name: value.clone() for name, value in batch.items()}
+    actor(shaping=(Component("scale", {"factor": 3.0}),)).compute_advantages(batch)
+    assert set(batch.keys()) == set(before)
+    assert all(torch.equal(batch[name], before[name]) for name in before)
+
+
+def test_reinforce_puts_the_reward_on_the_last_trained_token_and_adds_those_of_tokens():
+    batch = rollout_batch([[(1.0, 3), (2.0, 1)]])
+    batch["token_rewards"] = torch.tensor([0, 0, 9, 0, 0.5, 0, 0, 0, 0, 0])
+    found = actor(advantage="reinforce").compute_advantages(batch)
+    assert completions(found, "advantages") == [[1.5, 1.5, 1], [2]]
+
+
+def test_token_rewards_are_refused_where_whole_samples_are_judged():
+    batch = rollout_batch([[(1.0, 1), (0.0, 1)]])
+    batch["token_rewards"] = torch.ones(len(batch["input_ids"]))
+    with pytest.raises(BatchError, match=r"token_rewards, and algorithm.advantage=grpo judges whole samples"):
+        actor().compute_advantages(batch)
+
+
+def test_shaping_is_applied_in_order_and_once_for_a_sample():
+    batch = rollout_batch([[(1.0, [2, 7]), (0.0, 8)]])
+    shaping = (Component("bias", {"offset": 1.0}), Component("scale", {"factor": 10.0}), Component("overlong"))
+    found = actor(shaping=shaping).compute_advantages(batch)  # 10 tokens, buffer 2: nine trained tokens cost a half
+    assert found["shaped_reward"].tolist() == [19.5, 19.5, 10]
+
+
+def test_truncated_samples_are_told_by_the_stop_reason_of_their_last_trajectory():
+    batch = rollout_batch([[(1.0, [1, 1]), (0.0, [1, 1]), (0.0, 1)]], stop_reason=[1, 0, 0, 1, 0])
+    found = actor(shaping=(Component("mask_truncated"),)).compute_advantages(batch)
+    assert completions(found, "dropped") == [[False], [False], [True], [True], [False]]
+    assert found["shaped_reward"].tolist() == [1, 1, 0, 0, 0]
+    penalised = actor(shaping=(Component("penalize_truncated", {"penalty": 2.0}),)).compute_advantages(batch)
+    assert penalised["shaped_reward"].tolist() == [1, 1, -2, -2, 0]
+
+
+def test_expired_tokens_are_dropped_and_keep_their_advantage():
+    batch = rollout_batch([[(1.0, 2), (0.0, 2)]])
+    batch["expired"][PROMPT] = True
+    found = actor(advantage="dr_grpo").compute_advantages(batch)
+    assert completions(found, "dropped") == [[True, False], [False, False]]
+    assert completions(found, "advantages")[0] == [0.5, 0.5]
+
+
+def test_a_sample_outside_the_statistics_is_left_out_of_them():
+    batch = rollout_batch([[(1.0, 1), (0.0, 1), (5.0, 1)]], in_statistics=[True, True, False])
+    assert completions(actor(advantage="dr_grpo").compute_advantages(batch), "advantages") == [[0.5], [-0.5], [4.5]]
+
+
+def with_distance(batch, distance):
+    """Adds proximal and reference log-probabilities that far apart at every token, also the prompt's."""
+    batch["proximal_logprobs"] = torch.full((len(batch["input_ids"]),), -1.0)
+    batch["reference_logprobs"] = batch["proximal_logprobs"] - distance
+    return batch
+
+
+def test_kl_in_the_reward_is_taken_from_the_sample_before_the_comparison():
+    batch = with_distance(rollout_batch([[(1.0, [1, 1]), (0.0, 1)]]), 0.5)
+    kl = KLConfig(coefficient=0.1, where="reward", estimator="k1")
+    found = actor(advantage="rloo", kl=kl).compute_advantages(batch)  # 1 − .1·.5·2 against 0 − .1·.5·1
+    assert [x for row in completions(found, "advantages") for x in row] == pytest.approx([0.95, 0.95, -0.95])
+
+
+def test_kl_in_the_reward_counts_from_its_token_on_for_reinforce():
+    batch = with_distance(rollout_batch([[(1.0, 3)]]), 1.0)
+    kl = KLConfig(coefficient=0.1, where="reward", estimator="k1")
+    found = actor(advantage="reinforce", kl=kl).compute_advantages(batch)
+    assert completions(found, "advantages")[0] == pytest.approx([0.7, 0.8, 0.9])
+
+
+def test_kl_in_the_reward_names_the_stage_that_was_left_out():
+    kl = KLConfig(coefficient=0.1, where="reward", estimator="k1")
+    with pytest.raises(BatchError, match=r"no proximal_logprobs.*call compute_proximal\(batch\) before"):
+        actor(kl=kl).compute_advantages(rollout_batch([[(1.0, 1)]]))
+
+
+def test_a_missing_field_is_named_with_the_stage():
+    batch = rollout_batch([[(1.0, 1)]])
+    del batch["group_id"]
+    with pytest.raises(BatchError, match=r"compute_advantages needs the fields \['group_id'\]"):
+        actor().compute_advantages(batch)
+
+
+def test_kl_without_a_reference_is_refused_at_once():
+    with pytest.raises(ConfigError, match=r"algorithm.kl.coefficient=0.1 measures.*set algorithm.kl.coefficient=0"):
+        Actor(None, algorithm_config(kl=KLConfig(0.1)), ActorConfig())
+
+
+def test_an_advantage_of_ones_own_must_have_the_right_length(tmp_path):
+    (tmp_path / "own.py").write_text("def short(rewards):\n    return rewards[:1]\n")
+    with pytest.raises(ConfigError, match=r"own.py:short returned \[1\], expected \[2\]"):
+        actor(advantage=f"{tmp_path}/own.py:short").compute_advantages(rollout_batch([[(1.0, 1), (0.0, 1)]]))
