@@ -1,0 +1,176 @@
+"""A conversation as tokens: it only appends, so what is trained is what the engine saw and made."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from tandem.api.requests import LLMRequest, LLMResponse, StopReason
+from tandem.api.samples import Sample, Trajectory
+from tandem.config.generation import GenerationConfig
+
+SENTINEL = "\u2402reply\u2403"
+"""Stands for a reply when the template is asked what it writes around one."""
+
+
+class Tokens:
+    """One growing trajectory: tokens with mask, log-probabilities and versions of equal length."""
+
+    def __init__(self, context: Sequence[int]):
+        self.ids: list[int] = []
+        self.mask: list[bool] = []
+        self.logprobs: list[float] = []
+        self.versions: list[int] = []
+        self.temperature: float | None = None
+        self.stop_reason = StopReason.STOP
+        self.add_context(context)
+
+    def add_context(self, ids: Sequence[int]) -> None:
+        """Tokens that the policy did not make."""
+        self.ids += ids
+        self.mask += [False] * len(ids)
+        self.logprobs += [0.0] * len(ids)
+        self.versions += [-1] * len(ids)
+
+    def add_response(self, response: LLMResponse) -> None:
+        """Tokens that it made."""
+        if tuple(self.ids) != tuple(response.input_ids):
+            raise ValueError("the response answers another request: its input_ids are not the tokens of this chat")
+        if self.temperature not in (None, response.temperature):
+            raise ValueError(
+                f"one trajectory has one temperature: it began with {self.temperature}, this turn has {response.temperature}"
+            )
+        self.temperature, self.stop_reason = response.temperature, response.stop_reason
+        self.ids += response.output_ids
+        self.mask += [True] * len(response.output_ids)
+        self.logprobs += response.logprobs
+        self.versions += response.versions
+
+    def trajectory(self) -> Trajectory:
+        """As tensors, ``[S]``."""
+        return Trajectory(
+            input_ids=torch.tensor(self.ids, dtype=torch.int64),
+            loss_mask=torch.tensor(self.mask, dtype=torch.bool),
+            rollout_logprobs=torch.tensor(self.logprobs, dtype=torch.float32),
+            versions=torch.tensor(self.versions, dtype=torch.int64),
+            temperature=1.0 if self.temperature is None else self.temperature,
+            stop_reason=self.stop_reason,
+        )
+
+
+class Chat:
+    """One sample's conversation.
+
+    Example::
+
+        chat = Chat(tokenizer, [{"role": "user", "content": "3 + 4 ="}])
+        chat.add(await engine.agenerate(chat.request(gconfig)))
+        chat.say("Try again.")
+
+    Tokens are never made from text twice: a new turn appends the tokens of what the template writes around it. Where the
+    template rewrites history (it drops the thinking of earlier turns, say), the model would see other tokens than were
+    trained: then the chat goes on in a new trajectory of the same sample, whose whole history is context.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        system_prompt: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ):
+        self.tokenizer, self._kwargs = tokenizer, dict(chat_template_kwargs or {})
+        self.messages = [dict(message) for message in messages]
+        if system_prompt is not None and not any(message["role"] == "system" for message in self.messages):
+            self.messages.insert(0, {"role": "system", "content": system_prompt})
+        self.prompt = self._text = self._render(self.messages)
+        self.prompt_ids = tuple(self._encode(self.prompt))
+        self.completion, self.completion_ids = "", ()
+        self._ended: list[Tokens] = []
+        self._tokens = Tokens(self.prompt_ids)
+
+    @property
+    def input_ids(self) -> tuple[int, ...]:
+        """Tokens of the trajectory so far: what the next request sends."""
+        return tuple(self._tokens.ids)
+
+    def request(self, gconfig: GenerationConfig) -> LLMRequest:
+        """Asks for the next turn of the model."""
+        return LLMRequest(self.input_ids, gconfig)
+
+    def add(self, response: LLMResponse) -> None:
+        """The model's turn: these tokens are trained on.
+
+        Raises:
+            ValueError: it answers another request, or was sampled at another temperature than the turns before.
+        """
+        self._tokens.add_response(response)
+        self.completion_ids = tuple(response.output_ids)
+        self.completion = self.tokenizer.decode(list(response.output_ids), skip_special_tokens=True)
+        self.messages.append({"role": "assistant", "content": self.completion})
+
+    def say(self, text: str, role: str = "user") -> None:
+        """Somebody else's turn, after the model's: context, masked out of the loss.
+
+        What the template writes between the two turns is context too, the end-of-turn token included where the model
+        stopped without it. Raises `ValueError` if the model has not spoken.
+        """
+        if self.messages[-1]["role"] != "assistant":
+            raise ValueError(f"say() follows the model's turn (add); the last message is from {self.messages[-1]['role']!r}")
+        turn = {"role": role, "content": text}
+        rendered, addition = self._render([*self.messages, turn]), self._addition(turn)
+        if addition is not None and rendered in (
+            self._text + self.completion + addition,
+            self._text + self.completion.strip() + addition,  # white space around a reply may be trimmed: no other words
+        ):
+            self._tokens.add_context(self._encode(self._without_end(addition)))
+        else:
+            self._ended.append(self._tokens)
+            self._tokens = Tokens(self._encode(rendered))
+        self.messages.append(turn)
+        self._text = rendered
+
+    def sample(
+        self,
+        reward: float,
+        *,
+        rewards: Mapping[str, float] | None = None,
+        accuracy: float | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> Sample:
+        """The finished sample, with every trajectory that has trained tokens."""
+        spoken = [tokens for tokens in (*self._ended, self._tokens) if any(tokens.mask)]
+        return Sample(
+            trajectories=tuple(tokens.trajectory() for tokens in spoken or [self._tokens]),
+            reward=float(reward),
+            rewards=dict(rewards or {}),
+            accuracy=accuracy,
+            prompt_text=self.prompt,
+            completion_text=self.completion,
+            metrics=dict(metrics or {}),
+        )
+
+    def _addition(self, turn: Mapping[str, Any]) -> str | None:
+        """What the template writes after the reply when ``turn`` follows; None if it changed what stood before."""
+        reply = {"role": "assistant", "content": SENTINEL}
+        before, found, after = self._render([*self.messages[:-1], reply, turn]).partition(SENTINEL)
+        return after if found and before == self._text else None
+
+    def _without_end(self, addition: str) -> str:
+        """The addition less the end-of-turn token that the model made itself."""
+        if self._tokens.stop_reason == StopReason.STOP and self.completion_ids:
+            made = self.tokenizer.decode([self.completion_ids[-1]], skip_special_tokens=False)
+            if self.completion_ids[-1] in self.tokenizer.all_special_ids and addition.startswith(made):
+                return addition[len(made) :]
+        return addition
+
+    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        rendered = self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True, **self._kwargs
+        )
+        return str(rendered)
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -1,0 +1,93 @@
+"""The engine as one episode sees it: requests get the episode's noise key, affinity and deadline."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from tandem.api.failures import DataFailure
+from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey, StopReason
+from tandem.api.workflow import GeneratesTokens
+
+
+class EpisodeEngine:
+    """Fills in what a request leaves out; what a request says itself is kept.
+
+    ``noise_key`` names the episode (its ``trajectory`` is counted here: a request that continues the last one's tokens
+    belongs to the same trajectory, any other begins a new one, so that no noise is used twice). ``deadline_s`` counts
+    from construction. ``on_issue`` is called on the event loop once the first request of each sample has been issued.
+    """
+
+    def __init__(
+        self,
+        engine: GeneratesTokens,
+        noise_key: NoiseKey,
+        *,
+        deadline_s: float | None = None,
+        affinity: str | None = None,
+        on_issue: Callable[[], None] | None = None,
+    ):
+        self._engine, self.noise_key = engine, noise_key
+        self._expires = None if deadline_s is None else time.monotonic() + deadline_s
+        self._affinity = affinity or f"{noise_key.epoch}/{noise_key.group}"
+        self._on_issue = on_issue
+        self._samples: list[EpisodeEngine] = []
+        self._last: tuple[int, ...] | None = None
+        self._trajectory = -1
+        self.issued = False
+
+    def for_sample(self, sample: int) -> "EpisodeEngine":
+        """The engine of one sample of the group: other noise, same affinity and deadline."""
+        one = EpisodeEngine(
+            self._engine, self.noise_key._replace(sample=sample), affinity=self._affinity, on_issue=self._on_issue
+        )
+        one._expires = self._expires
+        self._samples.append(one)
+        return one
+
+    @property
+    def settled(self) -> bool:
+        """Whether each sample has issued its first request, or ended without one."""
+        return all(one.settled for one in self._samples) if self._samples else self.issued
+
+    def end(self) -> None:
+        """This sample will issue nothing any more."""
+        self._settle()
+
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        """See `InferenceEngine.agenerate`.
+
+        Raises:
+            DataFailure: ``deadline``, when the episode's time is spent.
+        """
+        request, ours = self._complete(request)
+        self._settle()
+        response = await self._engine.agenerate(request)
+        if ours and response.stop_reason == StopReason.CANCELLED and self._remaining_s() <= 0:
+            raise DataFailure("deadline", "the episode's time (rollout.episode_timeout_s) was spent while it was generating")
+        self._last = (*request.input_ids, *response.output_ids)
+        return response
+
+    def _complete(self, request: LLMRequest) -> tuple[LLMRequest, bool]:
+        """The request with all fields filled in; whether its deadline is the episode's."""
+        changes: dict[str, object] = {}
+        if request.noise_key is None:
+            if self._last is None or request.input_ids[: len(self._last)] != self._last:
+                self._trajectory += 1
+            self._last = None  # taken: another request beside this one is another trajectory
+            changes["noise_key"] = self.noise_key._replace(trajectory=self._trajectory)
+        if request.affinity is None:
+            changes["affinity"] = self._affinity
+        ours = request.deadline_s is None and self._expires is not None
+        if ours:
+            changes["deadline_s"] = max(0.0, self._remaining_s())
+        return replace(request, **changes), ours  # type: ignore[arg-type]
+
+    def _remaining_s(self) -> float:
+        return float("inf") if self._expires is None else self._expires - time.monotonic()
+
+    def _settle(self) -> None:
+        if not self.issued:
+            self.issued = True
+            if self._on_issue is not None:  # after this step of the loop: then the engine has the request
+                asyncio.get_running_loop().call_soon(self._on_issue)

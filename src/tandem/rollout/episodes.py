@@ -1,0 +1,95 @@
+"""One episode: a workflow on one row, with its deadline and its retries. Failures come out as values with a reason."""
+
+import asyncio
+import copy
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure
+from tandem.api.requests import NoiseKey
+from tandem.api.samples import Group, Sample
+from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
+from tandem.rollout.episode_engine import EpisodeEngine
+from tandem.rollout.ledger import Prompt
+from tandem.rollout.workflows import as_failure
+
+
+@dataclass(eq=False)
+class Episode:
+    """One episode under way, or finished and not consumed."""
+
+    number: int
+    """Order of start; also the id of its group."""
+
+    prompt: Prompt
+    row: Mapping[str, Any]
+    workflow: RolloutWorkflow
+    version: int
+    """Number of the engine's weights when it started; all its tokens are at least as new."""
+
+    started: float = field(default_factory=time.monotonic)
+    task: asyncio.Task[None] | None = None
+    engine: EpisodeEngine | None = None
+    group: Group | None = None
+    aborted: bool = False
+
+
+async def run_episode(
+    episode: Episode,
+    engine: GeneratesTokens,
+    *,
+    seed: int,
+    timeout_s: float,
+    max_retries: int,
+    on_issue: Callable[[], None] | None = None,
+) -> Group:
+    """Runs it; each attempt gets its own copy of the row and its own noise. The deadline is over all attempts.
+
+    Raises:
+        EpisodeFailure: why there is no group: ``deadline``, ``workflow_raised``, or what workflow, reward or engine gave.
+    """
+    loop = asyncio.get_running_loop()
+    expires = loop.time() + timeout_s
+    for attempt in range(max_retries + 1):
+        key = NoiseKey(seed, episode.prompt.epoch, episode.prompt.index, attempt=attempt)
+        episode.engine = EpisodeEngine(engine, key, deadline_s=expires - loop.time(), on_issue=on_issue)
+        limit = asyncio.timeout_at(expires)
+        try:
+            async with limit:
+                result = await episode.workflow.arun_episode(episode.engine, copy.deepcopy(dict(episode.row)))
+                return as_group(result, episode)
+        except EngineDied:
+            raise
+        except InfrastructureFailure:
+            if attempt == max_retries:
+                raise
+        except Exception as error:  # the episode boundary
+            if limit.expired():
+                message = f"not done after {timeout_s:g} s (rollout.episode_timeout_s)"
+                raise DataFailure("deadline", message) from error
+            raise as_failure(error) from error.__cause__
+    raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+def as_group(result: Group | Sample | None, episode: Episode) -> Group:
+    """What a workflow returned, checked, as this episode's group.
+
+    Raises:
+        DataFailure: there is nothing in it, or a reward is not finite.
+        TypeError: it is something else.
+    """
+    if result is None:
+        raise DataFailure("workflow_returned_none")
+    group = Group((result,)) if isinstance(result, Sample) else result
+    if not isinstance(group, Group):
+        raise TypeError(f"a workflow must return Group, Sample or None, got {type(result).__name__}")
+    if not group.samples or not all(sample.trajectories for sample in group.samples):
+        raise DataFailure("empty_group", "a group needs at least one sample, a sample at least one trajectory")
+    for sample in group.samples:
+        if not math.isfinite(sample.reward):
+            raise DataFailure("reward_not_finite", f"the workflow gave a sample the reward {sample.reward}")
+    source = group.source or str(episode.row.get("source") or "")
+    return replace(group, group_id=episode.number, source=source, data=episode.row)

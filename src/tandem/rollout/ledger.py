@@ -1,0 +1,120 @@
+"""The ledger: what became of each prompt of each epoch, exactly once."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from tandem.rollout.gate import StalenessGate
+
+State = Literal["pending", "running", "waiting", "taken", "trained", "dropped"]
+
+STATES: tuple[State, ...] = ("pending", "running", "waiting", "taken", "trained", "dropped")
+
+# From which states a prompt may enter each.
+BEFORE: dict[State, tuple[State | None, ...]] = {
+    "pending": (None, "running"),
+    "running": (None, "pending"),
+    "waiting": ("running",),
+    "taken": ("waiting",),
+    "trained": ("taken",),
+    "dropped": ("running", "waiting"),
+}
+
+
+class Prompt(NamedTuple):
+    """Names a prompt: its epoch, and its place in that epoch."""
+
+    epoch: int
+    index: int
+
+
+class Ledger:
+    """In memory. A prompt is ``pending`` until its episode starts, and ends as ``trained`` or ``dropped``, once.
+
+    Use is counted when a batch is first trained on; training on the same batch again does not change the ledger.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[Prompt, State] = {}
+        self._reasons: dict[Prompt, str] = {}
+        self._sizes: dict[int, int] = {}
+        self._totals: Counter[str] = Counter()
+        self._dropped: Counter[str] = Counter()
+
+    def begin_epoch(self, epoch: int, size: int) -> None:
+        """The epoch has ``size`` prompts; those not seen yet count as pending."""
+        self._sizes.setdefault(epoch, size)
+
+    def move(self, prompt: Prompt, state: State, reason: str = "") -> None:
+        """The prompt enters ``state``; ``reason`` belongs to ``dropped``.
+
+        Raises:
+            RuntimeError: it cannot come there from where it is; a prompt would be lost or used twice.
+        """
+        before = self._states.get(prompt)
+        if before not in BEFORE[state]:
+            raise RuntimeError(
+                f"prompt {prompt.index} of epoch {prompt.epoch} cannot become {state}: it is {before or 'new'} "
+                f"{self._reasons.get(prompt, '')}; per epoch each prompt is trained once, or dropped with a reason"
+            )
+        if before is not None:
+            self._totals[before] -= 1
+        self._states[prompt] = state
+        self._totals[state] += 1
+        if state == "dropped":
+            self._reasons[prompt] = reason
+            self._dropped[reason] += 1
+
+    def state(self, prompt: Prompt) -> State:
+        """Where a prompt is; one that was never seen is pending."""
+        return self._states.get(prompt, "pending")
+
+    def knows(self, prompt: Prompt) -> bool:
+        """Whether it was seen."""
+        return prompt in self._states
+
+    def total(self, state: State) -> int:
+        """Prompts seen so far that are in this state, over all epochs."""
+        return self._totals[state]
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """Reason → prompts dropped for it since the start."""
+        return dict(self._dropped)
+
+    def epoch_totals(self, epoch: int) -> dict[str, int]:
+        """State → prompts of one epoch; they add up to its size once `begin_epoch` gave it."""
+        totals = dict.fromkeys(STATES, 0)
+        for prompt, state in self._states.items():
+            totals[state] += prompt.epoch == epoch
+        totals["pending"] += max(0, self._sizes.get(epoch, 0) - sum(totals.values()))
+        return totals
+
+    def check(self, gate: StalenessGate) -> None:
+        """Counts everything anew and compares with the gate.
+
+        Raises:
+            RuntimeError: totals that do not agree; says which.
+        """
+        counted = Counter(self._states.values())
+        gates = {"running": gate.running, "waiting": gate.waiting, "taken": gate.taken}
+        for state in STATES:
+            if counted[state] != self._totals[state] or counted[state] != gates.get(state, counted[state]):
+                raise RuntimeError(
+                    f"the ledger is inconsistent: {counted[state]} prompts are {state}, its total says "
+                    f"{self._totals[state]}, the gate {gates.get(state, 'nothing')}"
+                )
+        if sum(self._dropped.values()) != counted["dropped"]:
+            raise RuntimeError(f"the ledger is inconsistent: {counted['dropped']} dropped, reasons {dict(self._dropped)}")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, in plain lists."""
+        prompts = [[p.epoch, p.index, state, self._reasons.get(p, "")] for p, state in self._states.items()]
+        return {"prompts": prompts, "sizes": [[epoch, size] for epoch, size in self._sizes.items()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes the place of what is here."""
+        self._states = {Prompt(epoch, index): where for epoch, index, where, _ in state["prompts"]}
+        self._reasons = {Prompt(epoch, index): why for epoch, index, where, why in state["prompts"] if where == "dropped"}
+        self._sizes = dict(state["sizes"])
+        self._totals, self._dropped = Counter(self._states.values()), Counter(self._reasons.values())

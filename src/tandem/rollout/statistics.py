@@ -1,0 +1,70 @@
+"""What a batch looks like, as metrics by name."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from tensordict import TensorDict
+
+from tandem.api.requests import StopReason
+from tandem.api.samples import Group
+
+
+def mean(values: Sequence[float]) -> float:
+    """0 for nothing."""
+    return sum(values) / len(values) if values else 0.0
+
+
+def batch_metrics(groups: Sequence[Group], batch: TensorDict, *, version: int) -> dict[str, float]:
+    """Metrics of one batch; ``version`` is the trainer's at consumption. Rewards are those of ``in_statistics`` samples.
+
+    Staleness is over the tokens that are trained: expired ones are counted in ``expired`` instead, as a share.
+    """
+    samples = [sample for group in groups for sample in group.samples]
+    rewards = [sample.reward for sample in samples if sample.in_statistics]
+    lengths = [sample.num_trained_tokens for sample in samples]
+    average = mean(rewards)
+    metrics = {
+        "reward/mean": average,
+        "reward/std": mean([(reward - average) ** 2 for reward in rewards]) ** 0.5,
+        "completion_length/mean": mean(lengths),
+        "completion_length/max": float(max(lengths, default=0)),
+        "truncated": mean([float(s.trajectories[-1].stop_reason == StopReason.LENGTH) for s in samples]),
+        "groups/without_spread": mean([float(without_spread(group)) for group in groups]),
+        "groups/size": mean([len(group.samples) for group in groups]),
+    }
+    accuracies = [sample.accuracy for sample in samples if sample.accuracy is not None]
+    if accuracies:
+        metrics["accuracy"] = mean(accuracies)
+    return metrics | _parts(groups) | _ages(batch, version)
+
+
+def without_spread(group: Group) -> bool:
+    """Whether all rewards of the group that count are the same, so that its advantages are 0."""
+    rewards = [sample.reward for sample in group.samples if sample.in_statistics]
+    return not rewards or max(rewards) == min(rewards)
+
+
+def _parts(groups: Sequence[Group]) -> dict[str, float]:
+    """Means by source (where there are several), of named rewards, and of the workflow's own metrics."""
+    values: dict[str, list[float]] = defaultdict(list)
+    several = len({group.source for group in groups}) > 1
+    for group in groups:
+        for sample in group.samples:
+            if several and sample.in_statistics:
+                values[f"reward/{group.source}"].append(sample.reward)
+            for name, value in sample.rewards.items():
+                values[f"rewards/{name}"].append(value)
+            for name, value in sample.metrics.items():
+                values[name].append(value)
+    return {name: mean(numbers) for name, numbers in sorted(values.items())}
+
+
+def _ages(batch: TensorDict, version: int) -> dict[str, float]:
+    produced, expired = batch["loss_mask"], batch["expired"]
+    ages = (version - batch["versions"][produced & ~expired]).float()
+    return {
+        "staleness/mean": float(ages.mean()) if len(ages) else 0.0,
+        "staleness/max": float(ages.max()) if len(ages) else 0.0,
+        "expired": float(expired.sum() / torch.clamp(produced.sum(), min=1)),
+    }

@@ -1,0 +1,173 @@
+"""Workflows: from a row to samples. Each is one coroutine that reads as the protocol it is."""
+
+import asyncio
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from tandem.api.failures import DataFailure, EpisodeFailure, InfrastructureFailure
+from tandem.api.requests import StopReason
+from tandem.api.samples import Group, Sample
+from tandem.api.workflow import GeneratesTokens, RewardFn, RewardResult, RolloutWorkflow
+from tandem.config.errors import ConfigError
+from tandem.config.generation import GenerationConfig
+from tandem.rollout.chat import Chat
+
+
+class ChatWorkflow(RolloutWorkflow):
+    """What workflows of chats share: how one starts, and how it is judged. A row has ``messages``."""
+
+    def __init__(
+        self,
+        reward: RewardFn,
+        gconfig: GenerationConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        system_prompt: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ):
+        self.reward, self.gconfig, self.tokenizer = reward, gconfig, tokenizer
+        self.system_prompt, self.chat_template_kwargs = system_prompt, dict(chat_template_kwargs or {})
+
+    def start(self, data: Mapping[str, Any]) -> Chat:
+        """A chat that begins with the row's messages."""
+        return Chat(
+            self.tokenizer,
+            data["messages"],
+            system_prompt=self.system_prompt,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+    async def judge(self, chat: Chat, data: Mapping[str, Any]) -> RewardResult:
+        """The reward of the last reply."""
+        return await self.reward(
+            prompt=chat.prompt,
+            completion=chat.completion,
+            prompt_ids=chat.prompt_ids,
+            completion_ids=chat.completion_ids,
+            row=data,
+        )
+
+    async def reply(self, engine: GeneratesTokens, chat: Chat) -> StopReason:
+        """Lets the model speak; returns why it stopped.
+
+        Raises:
+            DataFailure: ``cancelled``, when the engine gave up the request.
+        """
+        response = await engine.agenerate(chat.request(self.gconfig))
+        if response.stop_reason == StopReason.CANCELLED:
+            raise DataFailure("cancelled", "the request was cancelled, so the reply is not what the policy would have said")
+        chat.add(response)
+        return response.stop_reason
+
+
+class RLVRWorkflow(ChatWorkflow):
+    """One question, one answer, one verifiable reward. One sample; `Repeated` makes the group."""
+
+    async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Sample:
+        """See `RolloutWorkflow`."""
+        chat = self.start(data)
+        await self.reply(engine, chat)
+        result = await self.judge(chat, data)
+        return chat.sample(result.value, rewards=result.rewards, accuracy=result.accuracy)
+
+
+class MultiTurnWorkflow(ChatWorkflow):
+    """Ask again, the wrong answer in context, until it is right or the turns are spent.
+
+    The reward of the last turn is multiplied by ``turn_discount`` for each turn before it. An answer is right when its
+    accuracy is 1, or, where the reward states none, when the reward is above 0.
+    """
+
+    def __init__(
+        self,
+        reward: RewardFn,
+        gconfig: GenerationConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        system_prompt: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        max_turns: int = 3,
+        turn_discount: float = 0.9,
+        retry_message: str = "That is not correct. Try again.",
+    ):
+        super().__init__(reward, gconfig, tokenizer, system_prompt=system_prompt, chat_template_kwargs=chat_template_kwargs)
+        if max_turns < 1:
+            raise ConfigError(f"max_turns must be at least 1, got {max_turns}")
+        self.max_turns, self.turn_discount, self.retry_message = max_turns, turn_discount, retry_message
+
+    async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Sample:
+        """See `RolloutWorkflow`."""
+        chat = self.start(data)
+        for turn in range(self.max_turns):
+            stop_reason = await self.reply(engine, chat)
+            result = await self.judge(chat, data)
+            right = result.value > 0 if result.accuracy is None else result.accuracy >= 1
+            if right or stop_reason == StopReason.LENGTH or turn + 1 == self.max_turns:
+                break
+            chat.say(self.retry_message)
+        discount = self.turn_discount**turn
+        return chat.sample(
+            result.value * discount, rewards=result.rewards, accuracy=result.accuracy, metrics={"turns": turn + 1.0}
+        )
+
+
+class Repeated(RolloutWorkflow):
+    """Runs a workflow of one sample ``n`` times, each on its own copy of the data: the group.
+
+    A sample that fails because of its data leaves a ragged group, down to ``min_group_size``; below that the group fails
+    with the first sample's reason. A failure of the infrastructure fails the whole episode, which is then run again.
+    """
+
+    def __init__(self, workflow: RolloutWorkflow, n: int, min_group_size: int = 1):
+        if n < 1 or not 1 <= min_group_size <= n:
+            raise ConfigError(f"min_group_size must lie in 1…n, and n be at least 1; got {min_group_size} and n={n}")
+        self.workflow, self.n, self.min_group_size = workflow, n, min_group_size
+
+    async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group:
+        """See `RolloutWorkflow`."""
+        for_sample = getattr(engine, "for_sample", None)
+        engines = [for_sample(i) if for_sample is not None else engine for i in range(self.n)]
+        results = await asyncio.gather(*(self._sample(one, data) for one in engines), return_exceptions=True)
+        failures: list[EpisodeFailure] = []
+        for result in results:
+            if isinstance(result, InfrastructureFailure) or (
+                isinstance(result, BaseException) and not isinstance(result, Exception)
+            ):
+                raise result
+            if isinstance(result, Exception):
+                failures.append(as_failure(result))
+        samples = tuple(result for result in results if isinstance(result, Sample))
+        if len(samples) < self.min_group_size:
+            raise failures[0]
+        return Group(await self.finish_group(samples, data), failures=tuple(failure.reason for failure in failures))
+
+    async def finish_group(self, samples: tuple[Sample, ...], data: Mapping[str, Any]) -> tuple[Sample, ...]:
+        """The workflow's own."""
+        return tuple(await self.workflow.finish_group(samples, data))
+
+    async def _sample(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Sample:
+        try:
+            result = await self.workflow.arun_episode(engine, copy.deepcopy(dict(data)))
+        finally:
+            end = getattr(engine, "end", None)
+            if end is not None:
+                end()
+        if result is None:
+            raise DataFailure("workflow_returned_none")
+        if isinstance(result, Group):
+            if len(result.samples) != 1:
+                raise TypeError(f"Repeated runs a workflow of one sample; this one returned {len(result.samples)}")
+            return result.samples[0]
+        return result
+
+
+def as_failure(error: Exception) -> EpisodeFailure:
+    """The episode boundary: any error as a failure with a reason, its cause kept."""
+    if isinstance(error, EpisodeFailure):
+        return error
+    failure = DataFailure("workflow_raised", f"{type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

@@ -1,0 +1,97 @@
+"""The staleness inequality and the ledger, under any order of events."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.rollout.gate import StalenessGate
+from tandem.rollout.ledger import STATES, Ledger, Prompt
+
+EVENTS = st.lists(st.sampled_from(["submit", "finish", "drop", "discard", "consume", "end_step"]), max_size=80)
+
+
+@given(EVENTS, st.integers(1, 4), st.integers(0, 3), st.none() | st.integers(1, 5))
+def test_the_inequality_holds_and_nothing_is_lost_whatever_happens(events, batch_size, eta, max_concurrent):
+    gate, ledger = StalenessGate(batch_size, eta, max_concurrent), Ledger()
+    places = {"running": [], "waiting": [], "taken": []}
+    count = 0
+    for event in events:
+        if event == "submit" and gate.capacity():
+            gate.submit()
+            ledger.move(Prompt(0, count), "running")
+            places["running"].append(count)
+            count += 1
+        elif event in ("finish", "drop") and places["running"]:
+            prompt = Prompt(0, places["running"].pop())
+            getattr(gate, event)()
+            ledger.move(prompt, *(("waiting",) if event == "finish" else ("dropped", "deadline")))
+            places["waiting"] += [prompt.index] if event == "finish" else []
+        elif event in ("discard", "consume") and places["waiting"]:
+            prompt = Prompt(0, places["waiting"].pop(0))
+            getattr(gate, event)()
+            ledger.move(prompt, *(("taken",) if event == "consume" else ("dropped", "expired")))
+            places["taken"] += [prompt.index] if event == "consume" else []
+        elif event == "end_step":
+            for index in places["taken"]:
+                ledger.move(Prompt(0, index), "trained")
+            places["taken"] = []
+            gate.end_step()
+        ledger.check(gate)
+        assert gate.running + gate.waiting + gate.taken <= (eta + 1) * batch_size
+        assert gate.running <= (max_concurrent or gate.running)
+        assert sum(ledger.total(state) for state in STATES) == count
+
+
+def test_the_gate_counts_as_its_formula_says():
+    gate = StalenessGate(batch_size=4, max_head_offpolicyness=1, max_concurrent=3)
+    assert gate.capacity() == 3
+    for _ in range(3):
+        gate.submit()
+    assert gate.capacity() == 0
+    gate.finish()
+    gate.consume()
+    assert gate.capacity() == 1
+    gate.end_step()
+    assert gate.capacity() == 1  # max_concurrent binds
+    gate.drop()
+    assert gate.capacity() == 2
+
+
+def test_a_shut_gate_and_an_empty_place_are_errors():
+    gate = StalenessGate(batch_size=1)
+    gate.submit()
+    with pytest.raises(RuntimeError, match="shut"):
+        gate.submit()
+    with pytest.raises(RuntimeError, match="waiting"):
+        gate.consume()
+
+
+def test_a_prompt_is_used_once():
+    ledger = Ledger()
+    for state in ("running", "waiting", "taken", "trained"):
+        ledger.move(Prompt(0, 5), state)
+    with pytest.raises(RuntimeError, match="prompt 5 of epoch 0 cannot become running: it is trained"):
+        ledger.move(Prompt(0, 5), "running")
+    ledger.move(Prompt(1, 5), "running")
+    assert ledger.total("trained") == 1
+
+
+def test_the_totals_of_an_epoch_add_up_and_survive_a_restart():
+    ledger = Ledger()
+    ledger.begin_epoch(0, 10)
+    ledger.move(Prompt(0, 1), "running")
+    ledger.move(Prompt(0, 1), "dropped", "deadline")
+    ledger.move(Prompt(0, 2), "running")
+    assert ledger.epoch_totals(0) == {**dict.fromkeys(STATES, 0), "pending": 8, "running": 1, "dropped": 1}
+    again = Ledger()
+    again.load_state_dict(ledger.state_dict())
+    assert again.state_dict() == ledger.state_dict()
+    assert again.dropped == {"deadline": 1}
+    assert again.epoch_totals(0) == ledger.epoch_totals(0)
+
+
+def test_a_ledger_that_disagrees_with_the_gate_says_where():
+    ledger = Ledger()
+    ledger.move(Prompt(0, 0), "running")
+    with pytest.raises(RuntimeError, match="1 prompts are running.*the gate 0"):
+        ledger.check(StalenessGate(1))
