@@ -1,0 +1,73 @@
+"""Seconds of publishing weights to the embedded engine while requests run, in both placements; medians over several updates.
+
+python benchmarks/weight_update.py                    # SmolLM2-135M in bfloat16: 270 MB
+python benchmarks/weight_update.py --running 0        # an idle engine: no keys and values to recompute
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+
+import torch
+
+from tandem.api.engines import InferenceEngine
+from tandem.api.requests import LLMRequest, NoiseKey
+from tandem.config.generation import GenerationConfig
+from tandem.config.rollout import RolloutConfig
+from tandem.config.train_engine import TrainEngineConfig
+from tandem.engines.inference.build import build_inference_engine
+from tandem.engines.train.build import build_train_engine
+from tandem.models.catalog import resolve
+from tandem.weights.publisher import WeightPublisher
+
+
+async def measure(engine: InferenceEngine, publisher: WeightPublisher, running: int, updates: int) -> list[dict[str, float]]:
+    """Publishes ``updates`` times, one more at first for warmth, each time among ``running`` requests."""
+    gconfig = GenerationConfig(max_new_tokens=1024, min_new_tokens=1024)
+    prompts = [tuple(range(100 + i, 164 + i)) for i in range(running)]
+    requests = [LLMRequest(p, gconfig, noise_key=NoiseKey(seed=0, sample=i)) for i, p in enumerate(prompts)]
+    tasks = [asyncio.ensure_future(engine.agenerate(request)) for request in requests]
+    rows = []
+    for _ in range(updates + 1):
+        before = engine.statistics()["generated_tokens"]
+        while running and engine.statistics()["generated_tokens"] < before + 4 * running:
+            await asyncio.sleep(0.05)
+        rows.append(await asyncio.to_thread(publisher.publish))
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return rows[1:]
+
+
+def main() -> None:
+    """Prints one JSON object a placement."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--running", type=int, default=16)
+    parser.add_argument("--updates", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    trainer = build_train_engine(TrainEngineConfig(path=args.model, dtype=args.dtype), 1, args.device)
+    for placement in ("colocate", "decoupled"):
+        engine = build_inference_engine(
+            RolloutConfig(dtype=args.dtype),
+            folder=resolve(args.model),
+            placement=placement,
+            threads=args.threads,
+            device=args.device,
+            deterministic=False,
+        )
+        publisher = WeightPublisher(trainer, engine, run="benchmark", dtype=getattr(torch, args.dtype))
+        rows = asyncio.run(measure(engine, publisher, args.running, args.updates))
+        medians = {name: round(statistics.median(row[name] for row in rows), 4) for name in rows[0]}
+        print(json.dumps({"placement": placement, "running": args.running, **medians}), flush=True)
+        publisher.close()
+        engine.close()
+
+
+if __name__ == "__main__":
+    main()
