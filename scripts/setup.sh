@@ -38,10 +38,8 @@ if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
     must_pip -e ".[dev]"
 else
     echo "  no NVIDIA GPU here: torch $TORCH, CPU build"
-    # The CPU build is named +cpu on Linux and lies in the configured registry or in PyTorch's own; on macOS it is the plain one.
-    quiet_pip "torch==$TORCH+cpu" ||
-        quiet_pip --retries 0 --timeout 10 --extra-index-url https://download.pytorch.org/whl/cpu "torch==$TORCH+cpu" ||
-        must_pip "torch==$TORCH"
+    # Where the configured registry gives the CUDA build for a plain name, TORCH_INDEX names an index that has the CPU build.
+    quiet_pip "torch==$TORCH+cpu" || must_pip ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "torch==$TORCH"
     echo "  Tandem and its development tools"
     must_pip -c constraints.txt -e ".[dev]"
 fi

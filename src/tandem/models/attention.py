@@ -92,7 +92,13 @@ def packed_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = sliding_window if sliding_window is not None and sliding_window < packing.longest else None
     shared = any(isinstance(run, Prompt) for run in packing.runs)
-    if query.is_cuda and not shared and softcap is None and query.dtype in (torch.bfloat16, torch.float16) and _varlen_attn is not None:
+    if (
+        query.is_cuda
+        and not shared
+        and softcap is None
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and _varlen_attn is not None
+    ):
         return _varlen(query, key, value, packing, scale, window), None
 
     sizes = [run.tokens for run in packing.runs]

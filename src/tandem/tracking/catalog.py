@@ -30,6 +30,11 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             "Near 0: all samples are judged alike and there is little to learn from; use a reward with more steps, or"
             " other prompts.",
         ),
+        "reward/shaped_mean": Metric(
+            "reward",
+            "Mean after `algorithm.shaping`; absent without shaping.",
+            "Far below `reward/mean`: the penalties outweigh the reward.",
+        ),
         "reward/<source>": Metric(
             "reward",
             "Mean reward of one data set of a mixture.",
@@ -65,6 +70,11 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             "Global norm of the gradient before clipping at `actor.optimizer.max_grad_norm`.",
             "Single peaks are clipped and harmless. Growing over many steps: lower the learning rate. Exactly 0: no "
             "group had spread.",
+        ),
+        "step_without_signal": Metric(
+            "0 or 1",
+            "1 when no sample had an advantage and there is neither KL nor entropy in the loss: weights stay as they are.",
+            "Often 1: see `groups/without_spread`.",
         ),
         "lr": Metric(
             "—",
@@ -111,6 +121,21 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             "—",
             "Mean weight of the behaviour correction.",
             "Near 1. Far below: many tokens are off-policy; lower the staleness.",
+        ),
+        "correction/max": Metric(
+            "—",
+            "The largest exp(proximal − rollout), before it is capped.",
+            "Single large ones are what the cap is for. Large at staleness 0: see `gap/max`.",
+        ),
+        "correction/dropped": Metric(
+            "share",
+            "Trained tokens that the correction gave weight 0.",
+            "Above 0.2: work is thrown away; lower the staleness, or raise `algorithm.correction.high`.",
+        ),
+        "correction/ess": Metric(
+            "share",
+            "Effective sample size of the weights, (Σw)² / (n·Σw²).",
+            "1 is ideal. Below 0.5: a few tokens decide the step; lower the staleness.",
         ),
     },
     "Completions": {
@@ -203,6 +228,11 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             "Part of the training time during which the engine was generating.",
             "0 when synchronous. Below 0.3 when asynchronous: generation is not the bottleneck, or "
             "`rollout.max_head_offpolicyness` is too small.",
+        ),
+        "time/prepare_s": Metric(
+            "s",
+            "Bringing the new weights to the engine and verifying their digests, while it generates.",
+            "Large: another program takes the cores, or memory is short.",
         ),
         "time/pause_s": Metric(
             "s",

@@ -1,1 +1,1 @@
-
+"""The loops: reinforcement learning, supervised fine-tuning, evaluation."""

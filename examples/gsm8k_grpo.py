@@ -1,0 +1,65 @@
+"""GRPO on GSM8K, synchronous or asynchronous: the same lines.
+
+    python examples/gsm8k_grpo.py train_dataset.path=PATH
+    python examples/gsm8k_grpo.py train_dataset.path=PATH async_training=true trial_name=asynchronous
+    torchrun --nproc-per-node 2 examples/gsm8k_grpo.py train_dataset.path=PATH actor.backend=fsdp:d2
+
+addition_grpo.py makes every object itself; here `open_session` makes them, and the loop is what is left. Every rank runs
+the same lines: `prepare_batch` gives all of them the global batch, and only rank 0 generates and writes.
+"""
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from tandem.config.arithmetic import total_steps
+from tandem.config.experiment import TrainConfig
+from tandem.config.load import load_config
+from tandem.tracking.statistics import PhaseTimer
+from tandem.tracking.tracker import Tracker
+from tandem.trainers.parts import open_rows
+from tandem.trainers.process import start_process
+from tandem.trainers.session import open_session
+from tandem.trainers.summary import open_run, save_if_due
+
+HERE = Path(__file__).parent
+
+
+def main(overrides: list[str]) -> None:
+    config = load_config(TrainConfig, HERE / "gsm8k_grpo.yaml", overrides).config
+    process = start_process(config)
+    rows = open_rows(config)
+    steps = total_steps(config, len(rows.train))
+    name = f"{config.experiment_name}/{config.trial_name}"
+
+    with ExitStack() as stack:
+        run = open_run(config, process, stack)
+        tracker = None
+        if run is not None:
+            tracker = stack.enter_context(Tracker(run.path, config.tracking, total_steps=steps, run_name=name))
+        session = stack.enter_context(open_session(config, process, rows, steps, name))
+        rollout, actor, publisher = session.rollout, session.actor, session.publisher
+        timer = PhaseTimer()
+
+        for step in range(1, steps + 1):
+            with timer("generate"):
+                batch = rollout.prepare_batch(session.loader, session.workflow)
+            with timer("train"), session.meter:
+                batch = actor.compute_proximal(batch)
+                batch = actor.compute_advantages(batch)
+                metrics = actor.ppo_update(batch)
+            with timer("update_weights"):
+                publisher.publish()
+            rollout.end_step()
+
+            save_if_due(config, run, step, steps, session.trainer, session.tokenizer.save_pretrained)
+            metrics |= rollout.metrics() | session.meter.metrics() | timer.metrics()
+            if tracker is not None:
+                tracker.log(step, metrics, rollout.last_groups, publisher.history)
+
+    if run is not None:
+        print(f"curves: {run.path}/reward.png   model: {run.checkpoints}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,54 @@
+"""Supervised fine-tuning on GSM8K: the loss stands on the solution's tokens only.
+
+python examples/gsm8k_sft.py train_dataset.path=PATH total_train_steps=50
+"""
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from tandem.config.arithmetic import total_steps
+from tandem.config.experiment import SFTConfig
+from tandem.config.load import load_config
+from tandem.data.loader import Loader
+from tandem.engines.train.build import build_train_engine
+from tandem.models.catalog import resolve
+from tandem.models.tokenizer import load_tokenizer
+from tandem.roles.language_model import LanguageModel
+from tandem.tracking.statistics import PhaseTimer
+from tandem.tracking.tracker import Tracker
+from tandem.trainers.parts import open_rows
+from tandem.trainers.process import start_process
+from tandem.trainers.sft import BatchMaker, Encoder
+from tandem.trainers.summary import open_run, save_if_due
+
+HERE = Path(__file__).parent
+
+
+def main(overrides: list[str]) -> None:
+    config = load_config(SFTConfig, HERE / "gsm8k_sft.yaml", overrides).config
+    process = start_process(config)
+    rows = open_rows(config)
+    steps = total_steps(config, len(rows.train))
+    tokenizer = load_tokenizer(resolve(config.actor.path))
+
+    with ExitStack() as stack:
+        run = open_run(config, process, stack)
+        tracker = stack.enter_context(Tracker(run.path, config.tracking, total_steps=steps)) if run else None
+        trainer = build_train_engine(config.actor, total_steps=steps, device=process.device)
+        model = LanguageModel(trainer)
+        loader = Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
+        batches = BatchMaker(loader, Encoder(tokenizer, config), config.batch_size)
+        timer = PhaseTimer()
+
+        for step in range(1, steps + 1):
+            batch = batches.next_batch()
+            with timer("train"):
+                metrics = model.train_lm(batch)
+            save_if_due(config, run, step, steps, trainer, tokenizer.save_pretrained)
+            if tracker is not None:
+                tracker.log(step, metrics | timer.metrics())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,76 @@
+"""Greedy accuracy on held-out rows, with the engine and the workflow of the run."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tandem.api.failures import EngineDied, EpisodeFailure
+from tandem.api.requests import NoiseKey
+from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
+from tandem.config.experiment import TrainConfig
+from tandem.config.generation import GenerationConfig
+from tandem.rollout.episode_engine import EpisodeEngine
+
+EVALUATION_EPOCH = -1
+"""Epoch in the noise keys of evaluation, so that they never meet those of training."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What came of it. A row whose episode failed counts as wrong in ``accuracy`` and is counted in ``failed``."""
+
+    accuracy: float
+    reward: float
+    completion_length: float
+    truncated: float
+    failed: int
+    rows: int
+
+    def metrics(self) -> dict[str, float]:
+        """By metric name."""
+        values = {"accuracy": self.accuracy, "reward": self.reward, "truncated": self.truncated, "failed": self.failed}
+        return {f"eval/{name}": float(value) for name, value in values.items()} | {
+            "eval/completion_length": self.completion_length
+        }
+
+
+def greedy(config: TrainConfig) -> GenerationConfig:
+    """The run's sampling with one greedy sample and the evaluation's length."""
+    longest = config.evaluate.max_new_tokens or config.gconfig.max_new_tokens
+    return replace(config.gconfig, n_samples=1, greedy=True, max_new_tokens=longest)
+
+
+async def evaluate(
+    engine: GeneratesTokens,
+    workflow: RolloutWorkflow,
+    rows: Sequence[dict[str, Any]],
+    seed: int = 0,
+    deadline_s: float = 600.0,
+) -> Evaluation:
+    """Runs ``workflow`` (one sample a row) on all rows at once, beside whatever else the engine is doing.
+
+    It stands outside the staleness gate: evaluation episodes take no slot and are never trained on.
+    """
+
+    async def one(index: int, row: dict[str, Any]) -> Any:
+        try:
+            handle = EpisodeEngine(engine, NoiseKey(seed, EVALUATION_EPOCH, index), deadline_s=deadline_s)
+            return await workflow.arun_episode(handle, dict(row))
+        except EngineDied:
+            raise
+        except EpisodeFailure as failure:
+            return failure
+
+    results = await asyncio.gather(*(one(i, row) for i, row in enumerate(rows)))
+    samples = [s for r in results for s in (r.samples if hasattr(r, "samples") else [r]) if hasattr(s, "reward")]
+    count = max(1, len(rows))
+    lengths = [sample.num_trained_tokens for sample in samples]
+    return Evaluation(
+        accuracy=sum(s.reward if s.accuracy is None else s.accuracy for s in samples) / count,
+        reward=sum(s.reward for s in samples) / max(1, len(samples)),
+        completion_length=sum(lengths) / max(1, len(lengths)),
+        truncated=sum(s.trajectories[-1].stop_reason == 1 for s in samples) / count,
+        failed=len(rows) - len(samples),
+        rows=len(rows),
+    )

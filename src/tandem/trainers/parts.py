@@ -1,0 +1,155 @@
+"""The objects of a run, made from its configuration: each function makes one, so that a script can take them one by one."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from tandem.algorithms.registry import FILTERS
+from tandem.api.plugins import load_object
+from tandem.api.samples import Group
+from tandem.api.workflow import RewardFn, RewardResult, RolloutWorkflow
+from tandem.config.data import DatasetConfig
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import BaseConfig, TrainConfig
+from tandem.config.generation import GenerationConfig
+from tandem.config.train_engine import TrainEngineConfig
+from tandem.data.dataset import Dataset, load_dataset
+from tandem.rewards.build import build_reward
+from tandem.roles.components import choose
+from tandem.rollout.workflows import MultiTurnWorkflow, Repeated, RLVRWorkflow
+
+WORKFLOWS: dict[str, type[RolloutWorkflow]] = {"rlvr": RLVRWorkflow, "multi_turn": MultiTurnWorkflow}
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows for training, and for evaluation (empty when the run never evaluates)."""
+
+    train: Dataset
+    valid: Sequence[dict[str, Any]]
+
+
+def open_rows(config: BaseConfig) -> Rows:
+    """Loads the data sets.
+
+    Raises:
+        ConfigError: missing or empty data, missing columns, broken lines; names the file.
+    """
+    train = load_dataset(config.train_dataset, seed=config.seed, default_split="train")
+    if not config.evaluate.every_steps:
+        return Rows(train, ())
+    valid = load_dataset(validation_config(config), seed=config.seed, default_split="test")
+    return Rows(train, valid)
+
+
+def validation_config(config: BaseConfig) -> DatasetConfig:
+    """`valid_dataset`, or the test split of the training data where no path is given."""
+    if config.valid_dataset.path is not None or config.valid_dataset.sources:
+        return config.valid_dataset
+    train = config.train_dataset
+    return replace(train, split=config.valid_dataset.split, max_rows=config.valid_dataset.max_rows)
+
+
+class RewardBySource(RewardFn):
+    """Gives each row to the reward of its data set."""
+
+    def __init__(self, default: RewardFn, by_name: Mapping[str, RewardFn]):
+        self.default, self.by_name = default, by_name
+
+    async def __call__(self, *, row: Mapping[str, Any], **rest: Any) -> RewardResult:
+        """See `RewardFn`."""
+        return await self.by_name.get(row.get("reward_name") or "", self.default)(row=row, **rest)
+
+    def check_columns(self, row: Mapping[str, Any]) -> None:
+        """Raises ConfigError where a reward asks for a column that the row lacks."""
+        for reward in (self.default, *self.by_name.values()):
+            check_columns(reward, row)
+
+    def close(self) -> None:
+        """Closes all of them."""
+        for reward in (self.default, *self.by_name.values()):
+            reward.close()
+
+
+def check_columns(reward: RewardFn, row: Mapping[str, Any]) -> None:
+    """Asks a reward that can tell whether the columns it needs are there, before anything is generated."""
+    check = getattr(reward, "check_columns", None)
+    if check is not None:
+        check(row)
+
+
+def make_reward(config: TrainConfig) -> RewardFn:
+    """The run's reward, and those that single sources name."""
+    default = build_reward(config.reward, timeout_s=config.reward_timeout_s)
+    names = {source.reward for source in config.train_dataset.sources if source.reward}
+    if not names:
+        return default
+    return RewardBySource(default, {name: build_reward(name, timeout_s=config.reward_timeout_s) for name in names})
+
+
+def make_workflow(
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, reward: RewardFn, gconfig: GenerationConfig
+) -> RolloutWorkflow:
+    """The workflow of one sample that `workflow` names: a registered one, or a class or function in a file.
+
+    It is given whichever of ``reward, gconfig, tokenizer, system_prompt, chat_template_kwargs`` its signature takes. A
+    function ``async def episode(engine, data, …)`` is a workflow too.
+    """
+    if ":" in config.workflow:
+        make: Callable[..., Any] = load_object(config.workflow)
+    elif config.workflow in WORKFLOWS:
+        make = WORKFLOWS[config.workflow]
+    else:
+        raise ConfigError(f"workflow={config.workflow} is not one of {sorted(WORKFLOWS)}, and not my_file.py:Name")
+    available = {
+        "reward": reward,
+        "gconfig": gconfig,
+        "tokenizer": tokenizer,
+        "system_prompt": config.system_prompt,
+        "chat_template_kwargs": dict(config.chat_template_kwargs),
+    }
+    taken = {name: value for name, value in available.items() if name in inspect.signature(make).parameters}
+    return FunctionWorkflow(make, taken) if inspect.iscoroutinefunction(make) else make(**taken)
+
+
+class FunctionWorkflow(RolloutWorkflow):
+    """A coroutine function ``episode(engine, data, …)`` as a workflow."""
+
+    def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]):
+        self.function, self.arguments = function, arguments
+
+    async def arun_episode(self, engine: Any, data: Mapping[str, Any]) -> Any:
+        """See `RolloutWorkflow`."""
+        return await self.function(engine, data, **self.arguments)
+
+
+def training_workflow(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, reward: RewardFn) -> RolloutWorkflow:
+    """`n_samples` of the workflow for each prompt."""
+    one = make_workflow(config, tokenizer, reward, config.gconfig)
+    return Repeated(one, config.gconfig.n_samples, min_group_size=config.rollout.min_group_size)
+
+
+def reference_config(config: TrainConfig) -> TrainEngineConfig:
+    """The frozen policy: the actor's model and precision unless `reference` says otherwise."""
+    path, dtype = config.reference.path or config.actor.path, config.reference.dtype or config.actor.dtype
+    fields = {f.name: getattr(config.actor, f.name) for f in dataclasses.fields(TrainEngineConfig)}
+    return TrainEngineConfig(**fields | {"path": path, "dtype": dtype})
+
+
+def make_filter(config: TrainConfig) -> Callable[[Group], tuple[bool, str]] | None:
+    """Which groups are trained on, as the executor asks it; None where all are."""
+    if config.algorithm.filter.name == "none":
+        return None
+    choice = choose(FILTERS, config.algorithm.filter, "algorithm.filter")
+
+    def keeps(group: Group) -> tuple[bool, str]:
+        counted = [sample for sample in group.samples if sample.in_statistics]
+        if not counted:
+            return False, "no_sample_counts"
+        return choice(accuracies=[s.accuracy for s in counted], rewards=[s.reward for s in counted])
+
+    return keeps

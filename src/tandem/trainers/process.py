@@ -1,0 +1,58 @@
+"""What has to be settled once a process, before tensors are made: threads, device, ranks, seeds."""
+
+import os
+import random
+from dataclasses import dataclass
+
+import numpy
+import torch
+import torch.distributed
+
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import BaseConfig
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process among those of the run."""
+
+    device: str
+    threads: int
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0, which alone generates, logs and writes."""
+        return self.rank == 0
+
+
+def start_process(config: BaseConfig) -> Process:
+    """Sets threads, seeds and the process group (when started by torchrun).
+
+    Raises:
+        ConfigError: `device=cuda` without a GPU, or `actor.backend` names another number of ranks than were started.
+    """
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda, but torch sees no GPU here; use device=cpu, or install a CUDA build of torch")
+    cuda = torch.cuda.is_available() if config.device == "auto" else config.device == "cuda"
+    world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    wanted = int(config.actor.backend.rpartition(":d")[2])
+    if wanted != world_size:
+        raise ConfigError(
+            f"actor.backend={config.actor.backend} wants {wanted} rank(s), but {world_size} was started; "
+            f"run it with: torchrun --nproc-per-node {wanted} -m tandem train …"
+        )
+    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if cuda else "cpu"
+    if cuda:
+        torch.cuda.set_device(device)
+    if world_size > 1 and not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("nccl" if cuda else "gloo")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = config.threads or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    torch.set_num_threads(threads)
+    random.seed(config.seed)
+    numpy.random.seed(config.seed % 2**32)
+    torch.manual_seed(config.seed)
+    torch.use_deterministic_algorithms(config.deterministic)
+    return Process(device, threads, rank, world_size)

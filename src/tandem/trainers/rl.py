@@ -1,0 +1,106 @@
+"""Reinforcement learning: `tandem train`. One loop, synchronous and asynchronous; only the staleness bound differs.
+
+Consumes rows of the loader; produces a Hugging Face folder and a run folder. A step waits for its batch (deadline
+`rollout.wait_timeout_s`); nothing else waits. Evaluation and saving do not stop generation.
+"""
+
+import contextlib
+from pathlib import Path
+
+from tandem.config.arithmetic import arithmetic, total_steps
+from tandem.config.experiment import TrainConfig
+from tandem.config.load import Resolved, describe
+from tandem.state.run_folder import RunFolder
+from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
+from tandem.tracking.tracker import Tracker
+from tandem.trainers.evaluation import Evaluation, evaluate
+from tandem.trainers.parts import Rows, open_rows
+from tandem.trainers.process import start_process
+from tandem.trainers.session import Session, open_session
+from tandem.trainers.summary import Summary, open_run, save_if_due
+
+
+def train(resolved: Resolved, *, dry_run: bool = False) -> Summary:
+    """Runs it; ``dry_run`` prints the configuration and the batch arithmetic and starts nothing.
+
+    Raises:
+        ConfigError: anything about the configuration, before the model is loaded.
+        TandemError: what ended the run; the folder says so too.
+    """
+    config: TrainConfig = resolved.config
+    rows = open_rows(config)
+    if dry_run:
+        print(describe(resolved))
+        print(arithmetic(config, len(rows.train)))
+        return Summary(folder=None, steps=0)
+    process = start_process(config)
+    steps = total_steps(config, len(rows.train))
+    name = f"{config.experiment_name}/{config.trial_name}"
+    with contextlib.ExitStack() as stack:
+        run = open_run(config, process, stack)
+        tracker = None
+        if run is not None:
+            tracker = stack.enter_context(Tracker(run.path, config.tracking, total_steps=steps, run_name=name))
+        session = stack.enter_context(open_session(config, process, rows, steps, name))
+        return loop(config, session, run, tracker, rows, steps)
+
+
+def step(session: Session, timer: PhaseTimer) -> dict[str, float]:
+    """generate → reward → advantage → loss → update → publish; returns the metrics of the update."""
+    actor, rollout = session.actor, session.rollout
+    with timer("generate"):
+        batch = rollout.prepare_batch(session.loader, session.workflow)
+    with timer("train"), session.meter:
+        if session.reference is not None:
+            batch = session.reference.compute_logprobs(batch)
+        batch = actor.compute_proximal(batch)
+        batch = actor.compute_advantages(batch)
+        metrics = actor.ppo_update(batch)
+    with timer("update_weights"):
+        published = session.publisher.publish()
+        metrics |= {f"time/{name}": published[name] for name in ("prepare_s", "pause_s", "recompute_s")}
+    rollout.end_step()
+    tokens = {"generate": session.meter.generated_tokens(), "train": int(batch["cu_seqlens"][-1])}
+    seconds = {phase: timer.seconds(phase) for phase in tokens}
+    metrics |= {f"tokens_per_s/{phase}": count / max(seconds[phase], 1e-9) for phase, count in tokens.items()}
+    return metrics | session.meter.metrics() | rollout.metrics()
+
+
+def loop(
+    config: TrainConfig, session: Session, run: RunFolder | None, tracker: Tracker | None, rows: Rows, steps: int
+) -> Summary:
+    """All steps, with evaluation, saving and tracking between them."""
+    timer, every = PhaseTimer(), config.evaluate.every_steps
+    evaluations: dict[int, float] = {}
+    checkpoint: Path | None = None
+    metrics: dict[str, float] = {}
+    if every:
+        evaluations[0] = examine(session, rows, config).get("eval/accuracy", float("nan"))
+    timer.metrics()  # what came before the first step is not part of it
+    for number in range(1, steps + 1):
+        metrics = step(session, timer)
+        if every and (number % every == 0 or number == steps):
+            with timer("evaluate"):
+                found = examine(session, rows, config)
+            metrics |= found
+            evaluations[number] = found.get("eval/accuracy", float("nan"))
+        with timer("save"):
+            checkpoint = (
+                save_if_due(config, run, number, steps, session.trainer, session.tokenizer.save_pretrained) or checkpoint
+            )
+        metrics |= timer.metrics() | {"memory/peak_gib": peak_memory_gib()}
+        if tracker is not None:
+            tracker.log(number, metrics, session.rollout.last_groups, session.publisher.history)
+    return Summary(run.path if run else None, steps, metrics, checkpoint, evaluations)
+
+
+def examine(session: Session, rows: Rows, config: TrainConfig) -> dict[str, float]:
+    """Greedy accuracy on the validation rows, on the executor's own event loop, beside running episodes; rank 0 only."""
+    if session.engine is None:
+        return {}
+    chosen = list(rows.valid)[: config.evaluate.max_rows]
+    deadline_s = config.rollout.episode_timeout_s
+    result: Evaluation = session.rollout.run(
+        evaluate(session.engine, session.greedy_workflow, chosen, seed=config.seed, deadline_s=deadline_s)
+    )
+    return result.metrics()

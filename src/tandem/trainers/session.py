@@ -1,0 +1,117 @@
+"""A run's objects, made in order and closed in reverse, whatever happens."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from tandem.api.engines import InferenceEngine, TrainEngine
+from tandem.api.workflow import RolloutWorkflow
+from tandem.config.arithmetic import max_head_offpolicyness, placement
+from tandem.config.experiment import TrainConfig
+from tandem.data.loader import Loader
+from tandem.engines.inference.build import build_inference_engine
+from tandem.engines.train.build import build_train_engine
+from tandem.models.catalog import resolve
+from tandem.models.precision import resolve_dtype
+from tandem.models.tokenizer import check_chat_template, load_tokenizer
+from tandem.roles.actor import Actor
+from tandem.roles.reference import Reference
+from tandem.rollout.executor import Rollout
+from tandem.trainers.evaluation import greedy
+from tandem.trainers.meter import EngineMeter
+from tandem.trainers.parts import (
+    Rows,
+    make_filter,
+    make_reward,
+    make_workflow,
+    reference_config,
+    training_workflow,
+)
+from tandem.trainers.process import Process
+from tandem.weights.publisher import WeightPublisher
+
+
+@dataclass(frozen=True)
+class Session:
+    """Everything that the loop uses. On ranks other than 0 ``engine`` is None: one rank generates for all."""
+
+    tokenizer: PreTrainedTokenizerBase
+    loader: Loader
+    actor: Actor
+    trainer: TrainEngine
+    reference: Reference | None
+    engine: InferenceEngine | None
+    rollout: Rollout
+    workflow: RolloutWorkflow
+    greedy_workflow: RolloutWorkflow
+    publisher: WeightPublisher
+    meter: EngineMeter
+
+
+@contextlib.contextmanager
+def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, name: str) -> Iterator[Session]:
+    """Makes the objects of a run. On leaving, engine, workers and shared memory are gone, also after an error."""
+    folder = resolve(config.actor.path)
+    tokenizer = load_tokenizer(folder)
+    check_chat_template(tokenizer)
+    with contextlib.ExitStack() as stack:
+        engine = make_engine(config, process, folder)
+        if engine is not None:
+            stack.callback(engine.close)
+        reference = make_reference(config, process)
+        optimizer_steps = steps * config.actor.mini_batches * config.actor.epochs_per_batch
+        trainer = build_train_engine(config.actor, total_steps=optimizer_steps, device=process.device)
+        actor = Actor(
+            trainer,
+            config.algorithm,
+            config.actor,
+            reference=reference,
+            max_head_offpolicyness=max_head_offpolicyness(config),
+            max_new_tokens=config.gconfig.max_new_tokens,
+        )
+        engines = () if engine is None else (engine,)
+        publisher = WeightPublisher(trainer, engines, run=name, dtype=resolve_dtype(config.rollout.dtype, process.device))
+        stack.callback(publisher.close)
+        reward = make_reward(config)
+        stack.callback(reward.close)
+        rollout = Rollout(
+            engine, config.rollout, seed=config.seed, deterministic=config.deterministic, group_filter=make_filter(config)
+        )
+        stack.callback(rollout.close)
+        yield Session(
+            tokenizer=tokenizer,
+            loader=Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle),
+            actor=actor,
+            trainer=trainer,
+            reference=reference,
+            engine=engine,
+            rollout=rollout,
+            workflow=training_workflow(config, tokenizer, reward),
+            greedy_workflow=make_workflow(config, tokenizer, reward, greedy(config)),
+            publisher=publisher,
+            meter=EngineMeter(engine),
+        )
+
+
+def make_engine(config: TrainConfig, process: Process, folder: Path) -> InferenceEngine | None:
+    """The inference engine, on rank 0."""
+    if not process.is_main:
+        return None
+    return build_inference_engine(
+        config.rollout,
+        folder=folder,
+        placement=placement(config),
+        threads=process.threads,
+        device=process.device,
+        deterministic=config.deterministic,
+    )
+
+
+def make_reference(config: TrainConfig, process: Process) -> Reference | None:
+    """The frozen policy, where the algorithm measures KL against it."""
+    if config.algorithm.kl.coefficient == 0:
+        return None
+    return Reference(build_train_engine(reference_config(config), total_steps=0, device=process.device))

@@ -1,0 +1,69 @@
+"""Every snippet in the documentation works, and pages that are made from code are up to date."""
+
+import re
+import runpy
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tandem.cli.arguments import split_arguments
+from tandem.config.experiment import SFTConfig, TrainConfig
+from tandem.config.load import load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+
+
+def snippets(language: str) -> list:
+    """All fenced blocks of a language, named by page and number."""
+    found = []
+    for page in PAGES:
+        for number, block in enumerate(re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S), 1):
+            found.append(pytest.param(block, id=f"{page.stem}-{number}"))
+    return found
+
+
+@pytest.mark.parametrize("code", snippets("python"))
+def test_python_snippets_run(code, tmp_path, monkeypatch):
+    file = tmp_path / "snippet.py"
+    file.write_text(code)
+    monkeypatch.chdir(tmp_path)
+    assert runpy.run_path(str(file))
+
+
+@pytest.mark.parametrize("text", snippets("yaml"))
+def test_yaml_snippets_are_configurations(text, tmp_path):
+    values = yaml.safe_load(text)
+    file = tmp_path / "snippet.yaml"
+    file.write_text(text)
+    overrides = [] if "train_dataset" in values else ["train_dataset.path=addition"]
+    assert load_config(TrainConfig, file, overrides).config
+
+
+@pytest.mark.parametrize("block", snippets("bash"))
+def test_commands_name_files_and_keys_that_exist(block, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    commands = [shlex.split(line) for line in block.replace("\\\n", " ").splitlines() if "tandem " in line]
+    for words in commands:
+        name = words.index(next(word for word in words if Path(word).name == "tandem"))
+        command, arguments = words[name + 1], [w for w in words[name + 2 :] if not w.startswith("-")]
+        if command in ("train", "sft", "config"):
+            file, overrides = split_arguments(arguments)
+            kind = SFTConfig if command == "sft" or "sft" in str(file) else TrainConfig
+            assert load_config(kind, file, overrides).config
+        else:
+            assert command in ("generate", "doctor")
+
+
+def test_the_life_of_a_batch_names_the_files_and_their_lengths():
+    page = runpy.run_path(str(ROOT / "scripts/life_of_a_batch.py"))["page"]()
+    assert (ROOT / "docs/life_of_a_batch.md").read_text() == page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target

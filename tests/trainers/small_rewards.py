@@ -1,0 +1,35 @@
+"""Rewards of these tests, taken by file as a user takes his own."""
+
+import os
+import time
+
+
+def even(completion_ids: tuple[int, ...]) -> float:
+    """Share of even token ids: something that a random model has spread in and can learn."""
+    return sum(token % 2 == 0 for token in completion_ids) / max(1, len(completion_ids))
+
+
+def constant() -> float:
+    return 0.5
+
+
+def raises(completion: str) -> float:
+    raise ValueError("this reward is broken")
+
+
+def hangs(completion: str) -> float:
+    time.sleep(3600)
+    return 0.0
+
+
+def not_a_number() -> float:
+    return float("nan")
+
+
+def slow_now_and_then(completion_ids: tuple[int, ...]) -> float:
+    time.sleep(0.2 if sum(completion_ids) % 5 == 0 else 0.0)
+    return even(completion_ids)
+
+
+def ends_its_process() -> float:
+    os._exit(3)

@@ -1,0 +1,221 @@
+"""The loop: equal in script and trainer, reproducible, synchronous and asynchronous, and clear when something is wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tandem.api.failures import EngineDied, TandemError
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import TrainConfig
+from tandem.config.load import load_config
+from tandem.engines.inference.process import EmbeddedProcess
+from tandem.trainers.rl import train
+
+ROOT = Path(__file__).resolve().parents[2]
+REWARDS = Path(__file__).parent / "small_rewards.py"
+
+
+def run(overrides: list[str], *more: str):
+    """Trains; the last of two equal keys counts."""
+    keys = {item.partition("=")[0]: item for item in [*overrides, *more]}
+    return train(load_config(TrainConfig, None, list(keys.values())))
+
+
+def weights(summary) -> dict[str, torch.Tensor]:
+    return load_file(summary.checkpoint / "model.safetensors")
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def rows(summary) -> list[dict]:
+    return [json.loads(line) for line in (summary.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_a_hugging_face_folder_curves_samples_and_metrics(overrides):
+    summary = run(overrides, "evaluate.every_steps=2", "checkpoint.every_steps=2")
+
+    assert AutoModelForCausalLM.from_pretrained(summary.checkpoint).num_parameters() > 0
+    assert AutoTokenizer.from_pretrained(summary.checkpoint).chat_template
+    for name in (
+        "config.yaml",
+        "run.json",
+        "log.txt",
+        "reward.png",
+        "curves.png",
+        "checkpoints/step_2",
+        "checkpoints/step_3",
+    ):
+        assert (summary.folder / name).exists(), name
+    assert json.loads((summary.folder / "run.json").read_text())["status"] == "finished"
+    assert set(summary.evaluations) == {0, 2, 3}
+    sample = json.loads((summary.folder / "trajectories/step_2.jsonl").read_text().splitlines()[0])
+    assert {"prompt", "completion", "reward", "versions"} <= set(sample)
+    last = rows(summary)[-1]
+    for name in """reward/mean reward/std loss grad_norm lr entropy kl/rollout_proximal clip_fraction groups/without_spread
+        completion_length/mean staleness/mean staleness/max time/step_s time/generate_s time/train_s time/update_weights_s
+        time/overlap tokens_per_s/generate tokens_per_s/train episodes/trained memory/peak_gib gap/mean gap/max""".split():
+        assert last[name] is not None, name
+    assert last["gap/max"] < 1e-3
+    assert last["episodes/trained"] == 12
+
+
+def test_two_deterministic_runs_are_equal_and_another_seed_is_not(overrides, model):
+    first = weights(run(overrides, "deterministic=true", "trial_name=a"))
+    second = weights(run(overrides, "deterministic=true", "trial_name=b"))
+    other = weights(run(overrides, "deterministic=true", "trial_name=c", "seed=1"))
+
+    assert same(first, second)
+    assert not same(first, other)
+    assert not same(first, load_file(model / "model.safetensors"))
+
+
+@pytest.mark.parametrize("script", ["addition_grpo.py", "gsm8k_grpo.py"])
+def test_a_script_and_the_trainer_give_the_same_weights(overrides, tmp_path, script, monkeypatch):
+    config = ROOT / "examples" / script.replace(".py", ".yaml")
+    items = [*overrides, "deterministic=true", "evaluate.every_steps=null"]
+    items += [] if script.startswith("addition") else ["system_prompt=null"]
+    trained = train(load_config(TrainConfig, config, [*items, "trial_name=trainer"]))
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [sys.executable, str(ROOT / "examples" / script), *items, "trial_name=script"],
+        check=True,
+        env=environment,
+        timeout=240,
+    )
+
+    by_script = load_file(trained.folder.parent / "script/checkpoints/step_3/model.safetensors")
+    assert same(by_script, weights(trained))
+
+
+def test_asynchronous_training_stays_within_the_staleness_bound_and_overlaps(overrides):
+    summary = run(
+        overrides,
+        "async_training=true",
+        "rollout.max_head_offpolicyness=2",
+        f"reward={REWARDS}:slow_now_and_then",
+        "total_train_steps=8",
+        "evaluate.every_steps=4",
+    )
+    metrics = rows(summary)
+
+    assert max(row["staleness/max"] for row in metrics) in (1, 2)
+    assert metrics[-1]["episodes/trained"] == 32
+    assert set(summary.evaluations) == {0, 4, 8}
+    assert [row["gap/max"] for row in metrics if "gap/max" in row]
+
+
+def test_groups_without_spread_change_nothing_and_say_so(overrides, model, caplog):
+    summary = run(overrides, f"reward={REWARDS}:constant")
+
+    assert same(weights(summary), load_file(model / "model.safetensors"))
+    assert rows(summary)[-1]["groups/without_spread"] == 1
+    assert "changes nothing" in (summary.folder / "log.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("reward", "reason"), [("raises", "reward_raised"), ("not_a_number", "reward_not_finite"), ("hangs", "reward_timeout")]
+)
+def test_a_reward_that_fails_ends_the_run_by_name_and_never_counts_as_zero(overrides, reward, reason, tmp_path):
+    with pytest.raises(TandemError, match=reason):
+        run(overrides, f"reward={REWARDS}:{reward}", "rollout.max_data_failures=4", "reward_timeout_s=1")
+    (info,) = tmp_path.glob("*/*/run.json")
+    assert json.loads(info.read_text())["status"] == "failed"
+
+
+def test_prompts_longer_than_the_context_are_dropped_with_a_reason(overrides, tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    lines = [{"question": "How many? " * (400 if i % 2 else 1), "answer": "1"} for i in range(16)]
+    (data / "train.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    summary = run(overrides, f"train_dataset.path={data}", "rollout.engine.max_model_len=128", "total_train_steps=2")
+    assert rows(summary)[-1]["episodes/dropped/prompt_too_long"] >= 1
+
+
+def test_a_context_that_holds_no_prompt_at_all_is_said_to_be_too_small(overrides):
+    with pytest.raises(TandemError, match="prompt_too_long"):
+        run(overrides, "rollout.engine.max_model_len=12", "rollout.max_data_failures=8")
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [
+        ("workflow=rlvrr", "rlvr"),
+        ("reward=mathh", "math"),
+        ("algorithm=grpoo", "grpo"),
+        ("train_dataset.path=/nowhere/at/all", "nowhere"),
+        ("actor.path=/nowhere/model", "nowhere"),
+    ],
+)
+def test_names_that_do_not_exist_are_refused_with_what_there_is(overrides, item, words):
+    with pytest.raises(ConfigError, match=words):
+        run(overrides, item)
+
+
+def test_a_folder_that_holds_a_run_is_refused_with_the_way_on(overrides):
+    run(overrides, "total_train_steps=1")
+    with pytest.raises(ConfigError, match="trial_name"):
+        run(overrides, "total_train_steps=1")
+
+
+def test_an_engine_process_that_is_killed_ends_the_run_within_five_seconds(overrides, monkeypatch):
+    started = []
+    original = EmbeddedProcess.start.__func__
+
+    def start(cls, *args, **kwargs):
+        engine = original(cls, *args, **kwargs)
+        started.append(engine)
+        return engine
+
+    monkeypatch.setattr(EmbeddedProcess, "start", classmethod(start))
+    killed_at = []
+
+    def kill():
+        while not started or started[0].statistics().get("generated_tokens", 0) < 50:
+            time.sleep(0.05)
+        killed_at.append(time.monotonic())
+        os.kill(started[0].pid, signal.SIGKILL)
+
+    killer = threading.Thread(target=kill, daemon=True)
+    killer.start()
+    with pytest.raises(EngineDied):
+        run(overrides, "placement=decoupled", "total_train_steps=500", f"reward={REWARDS}:slow_now_and_then")
+    assert killed_at and time.monotonic() - killed_at[0] < 5
+
+
+def test_ctrl_c_ends_a_run_cleanly(overrides, tmp_path):
+    items = [*overrides, "total_train_steps=100000", "placement=decoupled"]
+    before = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").exists() else set()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tandem", "train", *items], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    deadline = time.monotonic() + 120
+    while not any(path.stat().st_size for path in tmp_path.glob("*/*/metrics.jsonl")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=30)
+
+    assert process.returncode == 130, output
+    assert str(tmp_path) in output
+    (info,) = tmp_path.glob("*/*/run.json")
+    assert json.loads(info.read_text())["status"] == "interrupted"
+    if before:
+        assert not {path for path in set(Path("/dev/shm").iterdir()) - before if "tandem" in path.name}
+
+
+def test_dry_run_says_what_a_step_is_and_makes_nothing(overrides, tmp_path, capsys):
+    train(load_config(TrainConfig, None, overrides), dry_run=True)
+    assert "4 prompts × 4 samples = 16 sequences" in capsys.readouterr().out
+    assert not list(tmp_path.glob("*/*"))
