@@ -52,7 +52,8 @@ class OneRequest(RolloutWorkflow):
 def measure(episodes: int) -> tuple[float, float]:
     """Milliseconds an episode: (executor, packing)."""
     rows = [
-        {"messages": [{"role": "user", "content": "3 + 4 ="}], "answer": "7", "epoch": 0, "index": i} for i in range(episodes)
+        {"messages": [{"role": "user", "content": "3 + 4 ="}], "answer": "7", "epoch": 0, "index": i}
+        for i in range(episodes)
     ]
     with Rollout(AtOnce(), RolloutConfig(batch_size=episodes)) as rollout:
         began = time.perf_counter()

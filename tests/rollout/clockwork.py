@@ -1,4 +1,4 @@
-"""An engine whose answers come when a schedule says: the executor's own logic is tested on it. It keeps the engines' contract."""
+"""An engine, by the contract, whose answers come when a schedule says: the executor's own logic is tested on it."""
 
 import asyncio
 

@@ -13,7 +13,8 @@ from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, 
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import RolloutConfig
-from tandem.rollout.executor import NoBatch, Rollout
+from tandem.rollout.executor import Rollout
+from tandem.rollout.pool import NoBatch
 from tandem.rollout.workflows import Repeated
 from tests.rollout.clockwork import ClockworkEngine, OneAnswer, prompts, rows
 

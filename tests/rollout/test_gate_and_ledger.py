@@ -93,5 +93,5 @@ def test_the_totals_of_an_epoch_add_up_and_survive_a_restart():
 def test_a_ledger_that_disagrees_with_the_gate_says_where():
     ledger = Ledger()
     ledger.move(Prompt(0, 0), "running")
-    with pytest.raises(RuntimeError, match="1 prompts are running.*the gate 0"):
+    with pytest.raises(RuntimeError, match=r"1 prompts are running.*the gate 0"):
         ledger.check(StalenessGate(1))

@@ -87,7 +87,8 @@ class Chat:
             self.messages.insert(0, {"role": "system", "content": system_prompt})
         self.prompt = self._text = self._render(self.messages)
         self.prompt_ids = tuple(self._encode(self.prompt))
-        self.completion, self.completion_ids = "", ()
+        self.completion = ""
+        self.completion_ids: tuple[int, ...] = ()
         self._ended: list[Tokens] = []
         self._tokens = Tokens(self.prompt_ids)
 
@@ -108,7 +109,7 @@ class Chat:
         """
         self._tokens.add_response(response)
         self.completion_ids = tuple(response.output_ids)
-        self.completion = self.tokenizer.decode(list(response.output_ids), skip_special_tokens=True)
+        self.completion = str(self.tokenizer.decode(list(response.output_ids), skip_special_tokens=True))
         self.messages.append({"role": "assistant", "content": self.completion})
 
     def say(self, text: str, role: str = "user") -> None:

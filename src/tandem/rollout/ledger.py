@@ -2,7 +2,8 @@
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from tandem.rollout.gate import StalenessGate
 
@@ -21,7 +22,8 @@ BEFORE: dict[State, tuple[State | None, ...]] = {
 }
 
 
-class Prompt(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Prompt:
     """Names a prompt: its epoch, and its place in that epoch."""
 
     epoch: int
@@ -84,7 +86,7 @@ class Ledger:
 
     def epoch_totals(self, epoch: int) -> dict[str, int]:
         """State → prompts of one epoch; they add up to its size once `begin_epoch` gave it."""
-        totals = dict.fromkeys(STATES, 0)
+        totals: dict[str, int] = dict.fromkeys(STATES, 0)
         for prompt, state in self._states.items():
             totals[state] += prompt.epoch == epoch
         totals["pending"] += max(0, self._sizes.get(epoch, 0) - sum(totals.values()))

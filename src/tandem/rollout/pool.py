@@ -1,0 +1,237 @@
+"""The episodes under way: started as the staleness gate admits, ended with a group or a reason."""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from tandem.api.engines import InferenceEngine
+from tandem.api.failures import DataFailure, EngineDied, EpisodeFailure, InfrastructureFailure, TandemError
+from tandem.api.samples import Group
+from tandem.api.workflow import RolloutWorkflow
+from tandem.config.rollout import RolloutConfig
+from tandem.rollout.episodes import Episode, run_episode
+from tandem.rollout.event_loop import BackgroundLoop
+from tandem.rollout.gate import StalenessGate
+from tandem.rollout.ledger import Ledger, Prompt
+
+Row = Mapping[str, Any]
+GroupFilter = Callable[[Group], tuple[bool, str]]
+"""``group -> (keep, reason)``; a group that is not kept is dropped as ``filter/<reason>``."""
+
+logger = logging.getLogger("tandem.rollout")
+
+NO_EPOCH = -2
+"""Epoch of rows that bring no ``epoch`` and ``index``; they are numbered as they come. (-1 is evaluation's.)"""
+
+
+class NoBatch(TandemError, RuntimeError):
+    """No batch can be made any more: the data ended, a filter keeps too little, or too many episodes failed."""
+
+
+class EpisodePool:
+    """What is queued, running and waiting, with the gate and the ledger that count it.
+
+    Everything here is guarded by ``changed``, whose waiters are woken when there may be something for them. Methods are
+    called with it held, but for those that run on the loop and say so. ``deterministic``: the caller alone starts episodes.
+    """
+
+    def __init__(
+        self,
+        engine: InferenceEngine | None,
+        config: RolloutConfig,
+        gate: StalenessGate,
+        *,
+        seed: int,
+        deterministic: bool,
+        group_filter: GroupFilter | None,
+        max_draws: int,
+    ):
+        self._engine, self._config, self._seed, self._deterministic = engine, config, seed, deterministic
+        self._filter, self._max_draws = group_filter, max_draws
+        self.gate, self.ledger, self.loop = gate, Ledger(), BackgroundLoop()
+        self.changed = threading.Condition()
+        self.submitted: deque[tuple[Row, RolloutWorkflow]] = deque()
+        self.source: tuple[Iterator[Row], RolloutWorkflow] | None = None
+        self.running: dict[int, Episode] = {}
+        self.waiting: dict[int, Episode] = {}  # in order of arrival
+        self.wanted = 0  # groups that a caller is waiting for
+        self.filtered: Counter[str] = Counter()  # since the last batch
+        self.broken: Exception | None = None
+        self._count = 0
+        self._in_a_row = {"data": 0, "infrastructure": 0}
+        self._failures: deque[str] = deque(maxlen=5)
+
+    # ------------------------------------------------------------------ starting
+
+    def _next(self) -> tuple[Row, RolloutWorkflow] | None:
+        """What starts next; rows of a loader only while someone waits, or training is asynchronous."""
+        if self.submitted:
+            return self.submitted.popleft()
+        if self.source is None or not (self.wanted or self.gate.max_head_offpolicyness):
+            return None
+        rows, workflow = self.source
+        try:
+            row = next(rows)
+        except StopIteration:
+            self.source = None
+            return None
+        dataset = getattr(rows, "dataset", None)
+        if dataset is not None and "epoch" in row:
+            self.ledger.begin_epoch(row["epoch"], len(dataset))
+        return row, workflow
+
+    def admit(self) -> list[Episode]:
+        """Registers as many episodes as the gate admits; they do not run yet."""
+        assert self._engine is not None, "ranks other than 0 have no engine; episodes start on rank 0"
+        episodes: list[Episode] = []
+        if self.broken is not None:
+            return episodes
+        version = self._engine.version.number
+        for _ in range(self.gate.capacity()):
+            item = self._next()
+            if item is None:
+                break
+            row, workflow = item
+            numbered = isinstance(row.get("epoch"), int) and isinstance(row.get("index"), int)
+            prompt = Prompt(row["epoch"], row["index"]) if numbered else Prompt(NO_EPOCH, self._count)
+            self.ledger.move(prompt, "running")
+            self.gate.submit()
+            episode = Episode(self._count, prompt, row, workflow, version)
+            self.running[self._count] = episode
+            self._count += 1
+            episodes.append(episode)
+        return episodes
+
+    def pump(self) -> None:
+        """Starts what the gate admits."""
+        episodes = self.admit()
+        if episodes:
+            self.loop.call(self.spawn, episodes)
+
+    def spawn(self, episodes: Sequence[Episode]) -> None:
+        """Runs episodes that were admitted. On the loop."""
+        loop = asyncio.get_running_loop()
+        for episode in episodes:
+            if not episode.aborted:
+                episode.task = loop.create_task(self._run(episode))
+
+    # ------------------------------------------------------------------ ending
+
+    async def _run(self, episode: Episode) -> None:
+        """On the loop."""
+        assert self._engine is not None
+        config = self._config
+        try:
+            group = await run_episode(
+                episode,
+                self._engine,
+                seed=self._seed,
+                timeout_s=config.episode_timeout_s,
+                max_retries=config.max_retries,
+                on_issue=self.notify if self._deterministic else None,
+            )
+        except EpisodeFailure as failure:
+            self._end(episode, failure)
+        except asyncio.CancelledError:
+            self._end(episode, DataFailure("cancelled", "the workflow was cancelled, not by the executor"))
+            raise
+        except Exception as error:  # the worker boundary: a bug here must reach whoever waits
+            self._break(error)
+        else:
+            self._end(episode, group)
+
+    def _end(self, episode: Episode, outcome: Group | EpisodeFailure) -> None:
+        try:
+            with self.changed:
+                if episode.number not in self.running:  # it was aborted meanwhile
+                    return
+                if isinstance(outcome, EpisodeFailure):
+                    self._failed(episode, outcome)
+                else:
+                    self._finished(episode, outcome)
+                if not self._deterministic:
+                    self.pump()
+                # Waking the caller costs more than an episode: only when there may be something for it.
+                full = self.wanted and len(self.waiting) >= self.wanted
+                if full or not self.running or self.broken or self._deterministic or self._config.on_expiry != "mask":
+                    self.changed.notify_all()
+        except Exception as error:  # a filter or a loader that raised
+            self._break(error)
+
+    def _finished(self, episode: Episode, group: Group) -> None:
+        self._in_a_row = dict.fromkeys(self._in_a_row, 0)
+        keep, reason = (True, "") if self._filter is None else self._filter(group)
+        if keep:
+            del self.running[episode.number]
+            episode.group = group
+            self.waiting[episode.number] = episode
+            self.gate.finish()
+            self.ledger.move(episode.prompt, "waiting")
+        else:
+            self.filtered[reason] += 1
+            self.leave(episode, "dropped", f"filter/{reason}")
+            drawn, most = self.filtered.total() + len(self.waiting), self._max_draws * self._config.batch_size
+            if self.broken is None and self.wanted > len(self.waiting) and drawn >= most:
+                self.broken = NoBatch(
+                    f"the filter of groups kept {len(self.waiting)} of {drawn} groups, and {self.wanted} are needed; "
+                    f"at most {self._max_draws} × rollout.batch_size are drawn for a batch. Turned down: "
+                    f"{dict(self.filtered)}. Use easier or harder prompts, or another algorithm.filter"
+                )
+
+    def _failed(self, episode: Episode, failure: EpisodeFailure) -> None:
+        self._failures.append(f"prompt {episode.prompt.index} of epoch {episode.prompt.epoch}: {failure}")
+        if isinstance(failure, EngineDied):
+            self.broken = self.broken or failure
+            self.leave(episode, "pending")
+            return
+        if failure.reason not in self.ledger.dropped:
+            logger.warning("an episode was dropped (%s)", self._failures[-1], exc_info=failure)
+        self.leave(episode, "dropped", failure.reason)
+        kind = "infrastructure" if isinstance(failure, InfrastructureFailure) else "data"
+        self._in_a_row[kind] += 1
+        if self._in_a_row[kind] >= self._config.max_data_failures:
+            self.broken = self.broken or NoBatch(
+                f"{self._in_a_row[kind]} episodes in a row were dropped by {kind} failures (rollout.max_data_failures); the "
+                f"last: {'; '.join(self._failures)}"
+            )
+
+    def leave(self, episode: Episode, state: str, reason: str = "") -> None:
+        """Out of `running` without a group."""
+        del self.running[episode.number]
+        self.gate.drop()
+        self.ledger.move(episode.prompt, "dropped" if state == "dropped" else "pending", reason)
+
+    def _break(self, error: Exception) -> None:
+        with self.changed:
+            self.broken = self.broken or error
+            self.changed.notify_all()
+
+    def notify(self) -> None:
+        """Wakes the waiters. On the loop."""
+        with self.changed:
+            self.changed.notify_all()
+
+    def discard(self, episode: Episode, reason: str) -> None:
+        """A finished group is dropped before it is consumed."""
+        del self.waiting[episode.number]
+        self.gate.discard()
+        self.ledger.move(episode.prompt, "dropped", reason)
+
+    def abort(self, episode: Episode, reason: str | None) -> None:
+        """Stops an episode; without a reason its prompt is pending again."""
+        episode.aborted = True
+        self.leave(episode, "dropped" if reason else "pending", reason or "")
+        if episode.task is not None:
+            self.loop.call(episode.task.cancel)
+
+    def describe(self) -> str:
+        """Where everything is, for errors."""
+        ages = [time.monotonic() - episode.started for episode in self.running.values()]
+        oldest = f", the oldest for {max(ages):.1f} s" if ages else ""
+        failures = f"; last failures: {'; '.join(self._failures)}" if self._failures else "; no failures"
+        gate = self.gate
+        return f"running {gate.running}{oldest}, waiting {gate.waiting}, taken {gate.taken}{failures}"

@@ -1,0 +1,48 @@
+"""What an episode adds to its requests."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from tandem.api.failures import DataFailure
+from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey, StopReason
+from tandem.config.generation import GenerationConfig
+from tandem.rollout.episode_engine import EpisodeEngine
+from tests.rollout.clockwork import ClockworkEngine
+
+
+def ask(*requests, deadline_s=None, sample=0):
+    async def all_of_them():
+        inner = ClockworkEngine()
+        engine = EpisodeEngine(inner, NoiseKey(1, 2, 3), deadline_s=deadline_s).for_sample(sample)
+        for request in requests:
+            await engine.agenerate(request)
+        return inner.requests
+
+    return asyncio.run(all_of_them())
+
+
+def test_a_chat_that_appends_keeps_its_trajectory_and_any_other_request_starts_one():
+    request = LLMRequest((1, 2), GenerationConfig())
+    longer = replace(request, input_ids=(1, 2, 7, 8, 5))  # the answer is (7, 8)
+    seen = ask(request, longer, request, sample=4)
+    assert [r.noise_key for r in seen] == [NoiseKey(1, 2, 3, 4, trajectory, 0) for trajectory in (0, 0, 1)]
+    assert {r.affinity for r in seen} == {"2/3"}
+
+
+def test_what_a_request_says_itself_is_kept():
+    own = LLMRequest((1,), GenerationConfig(), noise_key=NoiseKey(9), affinity="mine", deadline_s=5.0)
+    assert ask(own, deadline_s=1.0) == [own]
+    (filled,) = ask(replace(own, deadline_s=None), deadline_s=1.0)
+    assert 0 < filled.deadline_s <= 1
+
+
+def test_a_request_that_the_deadline_cut_is_a_failure_and_not_a_short_answer():
+    class Cuts:
+        async def agenerate(self, request):
+            return LLMResponse(request.input_ids, (), (), (), StopReason.CANCELLED)
+
+    engine = EpisodeEngine(Cuts(), NoiseKey(0), deadline_s=0.0)
+    with pytest.raises(DataFailure, match="deadline"):
+        asyncio.run(engine.agenerate(LLMRequest((1,), GenerationConfig())))
