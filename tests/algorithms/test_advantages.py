@@ -35,8 +35,8 @@ def test_a_group_is_found_by_its_number_and_not_by_its_place(advantage):
 @pytest.mark.parametrize("value", [0.7, 0.1, 1 / 3])
 @pytest.mark.parametrize("advantage", GROUP_RELATIVE)
 def test_equal_rewards_give_exactly_zero_whatever_their_rounding(advantage, value):
-    for size in range(2, 65):  # for many of these the mean is not the value, also in float64
-        rewards = torch.full((size,), value)
+    for size in range(2, 65):  # of many of these the mean is not the value
+        rewards = torch.full((size,), value, dtype=torch.float64)
         assert not advantage(rewards, torch.zeros(size, dtype=torch.int64), everyone(rewards)).any()
 
 
