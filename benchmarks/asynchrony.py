@@ -5,9 +5,10 @@
 Reach: at least 2× in steps per second, and 85 % of the ideal. Both runs train the same real (tiny, random) model on the
 same rows with the same code, and differ in η alone. The engine lives in its own process. After its answer each episode
 waits, as for a tool, by a Pareto draw that depends on the row. The ideal comes from phases that are measured: a step
-cannot be shorter than its training and publishing, nor than its episodes' time over the (η + 1)·B slots of the gate:
+cannot be shorter than its training and publishing, nor than its episodes' time over the (η + 1)·B slots of the gate (an
+episode counted as its mean sample, which is less than its slowest, so the ideal is not made easy):
 
-    ideal_s = max(train_s + update_s, B · mean(episode_s) / ((η + 1) · B))
+    ideal_s = max(train_s + update_s, B · mean(sample_s) / ((η + 1) · B))
 
 The phases of training are those of the asynchronous run: on few cores generating and training share them, and that is not
 the executor's doing; ``speedup_if_alone`` has the ideal with the synchronous run's phases instead.

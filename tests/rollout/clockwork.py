@@ -13,10 +13,13 @@ from tandem.rollout.chat import Tokens
 
 
 class ClockworkEngine(InferenceEngine):
-    """Answers two tokens after ``delay_s(request)`` seconds, stamped with the version at the beginning and at the end."""
+    """Answers two tokens after ``delay_s(request)`` seconds, stamped with the version at the beginning and at the end.
 
-    def __init__(self, delay_s=lambda request: 0.0):
-        self.delay_s, self.number, self.requests, self.dead, self.paused = delay_s, 0, [], False, 0
+    Where there is a delay, ``hold(request, version)`` may prolong it.
+    """
+
+    def __init__(self, delay_s=lambda request: 0.0, hold=lambda request, number: False):
+        self.delay_s, self.hold, self.number, self.requests, self.dead, self.paused = delay_s, 0, [], False, 0
 
     async def agenerate(self, request):
         if self.dead:
@@ -24,7 +27,7 @@ class ClockworkEngine(InferenceEngine):
         self.requests.append(request)
         began, delay_s = self.number, self.delay_s(request)
         end = asyncio.get_running_loop().time() + delay_s
-        while delay_s and (self.paused or asyncio.get_running_loop().time() < end):
+        while delay_s and (self.paused or self.hold(request, self.number) or asyncio.get_running_loop().time() < end):
             if self.dead:
                 raise EngineDied("the clockwork has stopped")
             await asyncio.sleep(min(delay_s, 0.01))

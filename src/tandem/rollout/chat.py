@@ -162,7 +162,7 @@ class Chat:
     def _without_end(self, addition: str) -> str:
         """The addition less the end-of-turn token that the model made itself."""
         if self._tokens.stop_reason == StopReason.STOP and self.completion_ids:
-            made = self.tokenizer.decode([self.completion_ids[-1]], skip_special_tokens=False)
+            made = str(self.tokenizer.decode([self.completion_ids[-1]], skip_special_tokens=False))
             if self.completion_ids[-1] in self.tokenizer.all_special_ids and addition.startswith(made):
                 return addition[len(made) :]
         return addition
