@@ -19,7 +19,7 @@ class ClockworkEngine(InferenceEngine):
     """
 
     def __init__(self, delay_s=lambda request: 0.0, hold=lambda request, number: False):
-        self.delay_s, self.hold, self.number, self.requests, self.dead, self.paused = delay_s, 0, [], False, 0
+        self.delay_s, self.hold, self.number, self.requests, self.dead, self.paused = delay_s, hold, 0, [], False, 0
 
     async def agenerate(self, request):
         if self.dead:
