@@ -11,8 +11,6 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from tandem.rollout.executor import Rollout
-
 from tandem.config.arithmetic import max_head_offpolicyness, placement
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config, to_yaml
@@ -25,6 +23,7 @@ from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import load_tokenizer
 from tandem.rewards.build import build_reward
 from tandem.roles.actor import Actor
+from tandem.rollout.executor import Rollout
 from tandem.rollout.workflows import Repeated, RLVRWorkflow
 from tandem.state.checkpoint import save_checkpoint
 from tandem.state.run_folder import RunFolder
@@ -75,7 +74,15 @@ def main(overrides: list[str]) -> None:
         # An episode: eight answers to one question, each judged by the reward.
         workflow = Repeated(RLVRWorkflow(reward, config.gconfig, tokenizer), config.gconfig.n_samples)
         examiner = RLVRWorkflow(reward, greedy(config), tokenizer)
-        rollout = stack.enter_context(Rollout(engine, config.rollout, seed=config.seed, deterministic=config.deterministic))
+        rollout = stack.enter_context(
+            Rollout(
+                engine,
+                config.rollout,
+                seed=config.seed,
+                deterministic=config.deterministic,
+                max_head_offpolicyness=max_head_offpolicyness(config),
+            )
+        )
         tracker = stack.enter_context(
             Tracker(run.path, config.tracking, total_steps=config.total_train_steps, run_name=name)
         )

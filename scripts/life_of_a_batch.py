@@ -11,8 +11,8 @@ WALK = [
     ("src/tandem/data/loader.py", "A row of the data set comes, with its epoch and its place in it."),
     (
         "src/tandem/rollout/executor.py",
-        "The gate (`gate.py`) lets an episode start, the ledger (`ledger.py`) writes down which; the episode runs on the "
-        "executor's event loop, with retries and a deadline, and its group waits to be consumed, oldest first.",
+        "The gate (`gate.py`) lets an episode start, the ledger (`ledger.py`) writes down which; the episode runs on "
+        "the executor's event loop, with retries and a deadline, and its group waits to be consumed, oldest first.",
     ),
     (
         "src/tandem/rollout/workflows.py",
@@ -21,8 +21,8 @@ WALK = [
     ),
     (
         "src/tandem/engines/inference/core.py",
-        "One scheduling round: admit requests, compute a piece of their prompts, decode one token of every running sequence, "
-        "sample, stamp each token with the version that made it.",
+        "One scheduling round: admit requests, compute a piece of their prompts, decode one token of every running "
+        "sequence, sample, stamp each token with the version that made it.",
     ),
     (
         "src/tandem/rollout/collate.py",
@@ -49,8 +49,8 @@ HEADER = """# The life of a batch
 
 <!-- Made by `python scripts/life_of_a_batch.py`; edit that file instead. -->
 
-From prompt to gradient, and back to the engine: the files in the order in which a batch meets them. The loop that calls them is
-`step` in `src/tandem/trainers/rl.py`; the words are those of [concepts.md](concepts.md).
+From prompt to gradient, and back to the engine: the files in the order in which a batch meets them. The loop that calls
+them is `step` in `src/tandem/trainers/rl.py`; the words are those of [concepts.md](concepts.md).
 
 | | file | lines | what happens |
 |---|---|---|---|"""

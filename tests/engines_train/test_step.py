@@ -258,3 +258,20 @@ def test_tied_tensors_come_once_under_their_hugging_face_names(folder):
 def test_a_backend_that_does_not_fit_is_refused(folder, backend, message):
     with pytest.raises(ConfigError, match=message):
         build_train_engine(TrainEngineConfig(path=str(folder), backend=backend), 1, "cpu")
+
+
+def test_sequences_without_weight_change_no_gradient_and_stay_in_the_metrics(folder, batch):
+    def counted(outputs, view):
+        return -outputs.logprobs, {"logprob": outputs.logprobs.detach()}
+
+    some = batch.clone()
+    bounds = batch["cu_seqlens"].tolist()
+    some["loss_weights"][bounds[0] : bounds[1]] = 0
+    rest = select(some, list(range(1, len(bounds) - 1)))
+    with_all, without = engine_on(folder), engine_on(folder)
+    whole, part = with_all.train_batch(some, counted), without.train_batch(rest, counted)
+
+    assert whole["grad_norm"] == pytest.approx(part["grad_norm"], rel=1e-5)
+    assert whole["loss"] == pytest.approx(part["loss"], rel=1e-5)
+    assert whole["logprob"] == pytest.approx(engine_on(folder).eval_batch(batch, counted)["logprob"], rel=1e-5)
+    assert whole["logprob"] != pytest.approx(part["logprob"], rel=1e-5)

@@ -25,6 +25,33 @@ ROOT = Path(__file__).resolve().parents[2]
 REWARDS = Path(__file__).parent / "small_rewards.py"
 
 
+STEP_METRICS = [
+    "reward/mean",
+    "reward/std",
+    "loss",
+    "grad_norm",
+    "lr",
+    "entropy",
+    "kl/rollout_proximal",
+    "clip_fraction",
+    "groups/without_spread",
+    "completion_length/mean",
+    "staleness/mean",
+    "staleness/max",
+    "time/step_s",
+    "time/generate_s",
+    "time/train_s",
+    "time/update_weights_s",
+    "time/overlap",
+    "tokens_per_s/generate",
+    "tokens_per_s/train",
+    "episodes/trained",
+    "memory/peak_gib",
+    "gap/mean",
+    "gap/max",
+]
+
+
 def run(overrides: list[str], *more: str):
     """Trains; the last of two equal keys counts."""
     keys = {item.partition("=")[0]: item for item in [*overrides, *more]}
@@ -63,9 +90,7 @@ def test_a_run_leaves_a_hugging_face_folder_curves_samples_and_metrics(overrides
     sample = json.loads((summary.folder / "trajectories/step_2.jsonl").read_text().splitlines()[0])
     assert {"prompt", "completion", "reward", "versions"} <= set(sample)
     last = rows(summary)[-1]
-    for name in """reward/mean reward/std loss grad_norm lr entropy kl/rollout_proximal clip_fraction groups/without_spread
-        completion_length/mean staleness/mean staleness/max time/step_s time/generate_s time/train_s time/update_weights_s
-        time/overlap tokens_per_s/generate tokens_per_s/train episodes/trained memory/peak_gib gap/mean gap/max""".split():
+    for name in STEP_METRICS:
         assert last[name] is not None, name
     assert last["gap/max"] < 1e-3
     assert last["episodes/trained"] == 12

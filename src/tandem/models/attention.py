@@ -117,7 +117,7 @@ def packed_attention(
 def _shared(
     prompt: Prompt, parts: Sequence[torch.Tensor], scale: float, window: int | None, softcap: float | None
 ) -> torch.Tensor:
-    """Attention of a prompt and of the completions behind it; ``parts``: q, k, v ``[tokens, heads, D]`` → ``[tokens, heads, D]``.
+    """Attention of a prompt and of the completions behind it: q, k, v ``[tokens, heads, D]`` → ``[tokens, heads, D]``.
 
     Completions are padded to the longest of them. What a shorter one has behind its end is later than all its tokens, so
     the causal mask, the same for all, hides it.
@@ -144,7 +144,7 @@ def _shared(
 def _causal(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None, softcap: float | None
 ) -> torch.Tensor:
-    """``q [B, heads, Q, D]``, the last Q of the K tokens of ``k`` and ``v`` (which may have fewer heads) → ``[B, heads, Q, D]``."""
+    """``q [B, heads, Q, D]`` are the last Q of the K tokens of ``k`` and ``v`` (fewer heads) → ``[B, heads, Q, D]``."""
     queries, keys = q.shape[2], k.shape[2]
     grouped = q.shape[1] != k.shape[1]
     if softcap is not None:

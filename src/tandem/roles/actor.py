@@ -156,7 +156,7 @@ class Actor:
         self._check_age(batch)
         entropy = self.algorithm.entropy_coefficient > 0 or "entropy" not in batch.keys()
         steps = []
-        for part in self._weighted(batch):
+        for part in self._weighted(batch, only_policy=not objective.has_other_terms):
             result = self.engine.train_batch(part, objective, entropy=entropy)
             steps.append(result | {"tokens": float(part["loss_mask"].sum())})
         self.version += 1
@@ -243,13 +243,20 @@ class Actor:
         earned[last[trained]] += rewards[samples.of_sequence][trained]
         return earned
 
-    def _weighted(self, batch: TensorDict) -> Iterator[TensorDict]:
-        """The mini-batches of all epochs with their ``loss_weights``; samples outside the loss are not computed."""
+    def _weighted(self, batch: TensorDict, *, only_policy: bool = False) -> Iterator[TensorDict]:
+        """The mini-batches of all epochs with their ``loss_weights``; samples outside the loss are not computed.
+
+        ``only_policy``: the loss has no term but the policy's. Then a token without advantage gets weight 0: its gradient
+        is 0 in any case, and the engine spares the backward pass of sequences that have no other tokens.
+        """
         inside = select(batch, batch["in_loss"])
         for part in mini_batches(inside, self.config.mini_batches, self.config.epochs_per_batch, self.seed):
             of_token = per_token(part, samples_of(part).of_sequence)
             weights = self._aggregation(mask=trained_tokens(part), sample=of_token)
-            yield with_fields(part, loss_weights=weights * ~part["dropped"])
+            counts = ~part["dropped"]
+            if only_policy:
+                counts = counts & (part["advantages"] != 0)
+            yield with_fields(part, loss_weights=weights * counts)
 
     def _reward_metrics(self, batch: TensorDict) -> dict[str, float]:
         samples = samples_of(batch)

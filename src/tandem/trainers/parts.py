@@ -20,6 +20,7 @@ from tandem.config.train_engine import TrainEngineConfig
 from tandem.data.dataset import Dataset, load_dataset
 from tandem.rewards.build import build_reward
 from tandem.roles.components import choose
+from tandem.rollout.executor import MAX_DRAWS, GroupFilter
 from tandem.rollout.workflows import MultiTurnWorkflow, Repeated, RLVRWorkflow
 
 WORKFLOWS: dict[str, type[RolloutWorkflow]] = {"rlvr": RLVRWorkflow, "multi_turn": MultiTurnWorkflow}
@@ -140,10 +141,10 @@ def reference_config(config: TrainConfig) -> TrainEngineConfig:
     return TrainEngineConfig(**fields | {"path": path, "dtype": dtype})
 
 
-def make_filter(config: TrainConfig) -> Callable[[Group], tuple[bool, str]] | None:
-    """Which groups are trained on, as the executor asks it; None where all are."""
+def make_filter(config: TrainConfig) -> tuple[GroupFilter | None, int]:
+    """Which groups are trained on, as the executor asks it (None: all), and how often a batch may be drawn for it."""
     if config.algorithm.filter.name == "none":
-        return None
+        return None, MAX_DRAWS
     choice = choose(FILTERS, config.algorithm.filter, "algorithm.filter")
 
     def keeps(group: Group) -> tuple[bool, str]:
@@ -152,4 +153,4 @@ def make_filter(config: TrainConfig) -> Callable[[Group], tuple[bool, str]] | No
             return False, "no_sample_counts"
         return choice(accuracies=[s.accuracy for s in counted], rewards=[s.reward for s in counted])
 
-    return keeps
+    return keeps, int(choice.knobs.get("max_draws", MAX_DRAWS))

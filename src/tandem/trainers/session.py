@@ -71,14 +71,22 @@ def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, 
             reference=reference,
             max_head_offpolicyness=max_head_offpolicyness(config),
             max_new_tokens=config.gconfig.max_new_tokens,
+            seed=config.seed,
         )
         engines = () if engine is None else (engine,)
         publisher = WeightPublisher(trainer, engines, run=name, dtype=resolve_dtype(config.rollout.dtype, process.device))
         stack.callback(publisher.close)
         reward = make_reward(config)
         stack.callback(reward.close)
+        group_filter, max_draws = make_filter(config)
         rollout = Rollout(
-            engine, config.rollout, seed=config.seed, deterministic=config.deterministic, group_filter=make_filter(config)
+            engine,
+            config.rollout,
+            seed=config.seed,
+            deterministic=config.deterministic,
+            group_filter=group_filter,
+            max_draws=max_draws,
+            max_head_offpolicyness=max_head_offpolicyness(config),
         )
         stack.callback(rollout.close)
         yield Session(

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tensordict import TensorDict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tandem.api.batch import lengths, num_sequences, select
+from tandem.api.batch import lengths, num_sequences, select, sum_by_sequence
 from tandem.api.engines import LossFn, Outputs, TrainEngine, TrainPart
 from tandem.api.failures import BatchError, ConfigError, NonFinite
 from tandem.config.train_engine import TrainEngineConfig
@@ -77,15 +77,19 @@ class FSDPEngine(TrainEngine):
         """See `TrainEngine.train_batch`.
 
         A gradient that is exactly 0 leaves weights and optimizer state as they are (no decay, no momentum): a batch without
-        information changes nothing. The schedule counts calls, taken or skipped.
+        information changes nothing. The schedule counts calls, taken or skipped. Sequences whose ``loss_weights`` are all 0
+        have no gradient: they are in the metrics, and cost a forward pass only.
         """
         self._require("parameters", "optimizer")
         self._optimizer.zero_grad()
-        totals = Totals()
-        for indices in self._micro_batches(batch):
+        totals, weighted = Totals(), _has_weight(batch)
+        for indices in self._micro_batches(batch, weighted):
             loss = self._loss(batch, indices, loss_fn, entropy, totals)
             # FSDP averages gradients over ranks, the step needs their sum
             (loss * self.world_size).backward()
+        with torch.no_grad():
+            for indices in self._micro_batches(batch, ~weighted):
+                self._loss(batch, indices, loss_fn, entropy, totals)
         metrics = totals.gather(self._group)
         return metrics | self._take_step(metrics["loss"])
 
@@ -180,16 +184,20 @@ class FSDPEngine(TrainEngine):
         ]
         return torch.optim.AdamW(groups, lr=options.lr, betas=(options.beta1, options.beta2), eps=options.eps, fused=True)
 
-    def _micro_batches(self, batch: TensorDict) -> list[list[int]]:
-        """Indices of the sequences of each of this rank's micro-batches."""
+    def _micro_batches(self, batch: TensorDict, chosen: torch.Tensor | None = None) -> list[list[int]]:
+        """Indices of the sequences of each of this rank's micro-batches; ``chosen [N]`` bool: of these only."""
         count = num_sequences(batch)
         if count == 0:
             raise BatchError("the batch has no sequences")
+        if chosen is not None and not bool(chosen.any()):
+            return []
         keys, sizes = prompt_keys(batch["input_ids"], batch["cu_seqlens"].tolist(), batch["loss_mask"])
         rest = [length - size for length, size in zip(lengths(batch).tolist(), sizes, strict=True)]
         units = batch["unit_id"].tolist() if "unit_id" in batch.keys() else [None] * count
-        sequences = [Item(*item) for item in zip(keys, rest, units, strict=True)]
-        return plan(sequences, self.config.max_tokens_per_micro_batch, self.world_size)[self.rank]
+        index = list(range(count)) if chosen is None else chosen.nonzero().flatten().tolist()
+        items = [Item(keys[i], rest[i], units[i]) for i in index]
+        planned = plan(items, self.config.max_tokens_per_micro_batch, self.world_size)[self.rank]
+        return [[index[i] for i in micro_batch] for micro_batch in planned]
 
     def _compute(self, view: TensorDict, entropy: bool) -> Outputs:
         temperature = (
@@ -244,6 +252,14 @@ class FSDPEngine(TrainEngine):
             self._holder.publish()
         self._optimizer.zero_grad()
         return report
+
+
+def _has_weight(batch: TensorDict) -> torch.Tensor:
+    """Sequences with a loss weight other than 0, ``[N]`` bool."""
+    weighted = (batch["loss_weights"] != 0).float()
+    if len(weighted) != num_sequences(batch):
+        weighted = sum_by_sequence(batch, weighted)
+    return weighted > 0
 
 
 def _filler(device: torch.device) -> TensorDict:
