@@ -27,7 +27,7 @@ from tandem.rollout.executor import Rollout
 from tandem.rollout.workflows import Repeated, RLVRWorkflow
 from tandem.state.checkpoint import save_checkpoint
 from tandem.state.run_folder import RunFolder
-from tandem.tracking.statistics import PhaseTimer
+from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
 from tandem.tracking.tracker import Tracker
 from tandem.trainers.evaluation import evaluate, greedy
 from tandem.trainers.process import start_process
@@ -99,7 +99,8 @@ def main(overrides: list[str]) -> None:
             with timer("update_weights"):
                 publisher.publish()
             rollout.end_step()
-            tracker.log(step, metrics | rollout.metrics() | timer.metrics(), rollout.last_groups, publisher.history)
+            metrics |= rollout.metrics() | timer.metrics() | {"memory/peak_gib": peak_memory_gib()}
+            tracker.log(step, metrics, rollout.last_groups, publisher.history)
         after = rollout.run(evaluate(engine, examiner, held_out))
 
         checkpoint = save_checkpoint(run, config.total_train_steps, trainer.save, tokenizer.save_pretrained, keep_last=None)

@@ -244,3 +244,42 @@ def test_dry_run_says_what_a_step_is_and_makes_nothing(overrides, tmp_path, caps
     train(load_config(TrainConfig, None, overrides), dry_run=True)
     assert "4 prompts × 4 samples = 16 sequences" in capsys.readouterr().out
     assert not list(tmp_path.glob("*/*"))
+
+
+def test_the_multi_turn_example_trains_and_shows_a_sample_token_by_token(overrides, capfd):
+    command = [sys.executable, str(ROOT / "examples/multi_turn.py"), *overrides, "reward=exact_number"]
+    command = list({item.partition("=")[0]: item for item in command}.values())
+    done = subprocess.run(command, check=True, timeout=240, capture_output=True, text=True)
+    assert done.stdout.count("[") >= 3  # three turns of a random model, each trained on
+    assert "Try again." in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.invariant
+def test_two_ranks_train_as_one(overrides):
+    alone = run(overrides, "deterministic=true", "trial_name=one", "actor.optimizer.lr=0.001")
+    items = [*overrides, "deterministic=true", "trial_name=two", "actor.optimizer.lr=0.001", "actor.backend=fsdp:d2"]
+    items = list({item.partition("=")[0]: item for item in items}.values())
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        "0",
+        "-m",
+        "tandem",
+        "train",
+    ]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "WARN": "0"}
+    done = subprocess.run([*command, *items], timeout=240, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    one = weights(alone)
+    two = load_file(alone.folder.parent / "two/checkpoints/step_3/model.safetensors")
+    start = load_file(Path(next(i for i in items if i.startswith("actor.path=")).partition("=")[2]) / "model.safetensors")
+    moved = sum(float((one[name] - start[name]).square().sum()) for name in one) ** 0.5
+    apart = sum(float((one[name] - two[name]).square().sum()) for name in one) ** 0.5
+    assert moved > 0
+    assert apart <= 1e-2 * moved

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tandem.config.arithmetic import arithmetic, total_steps
 from tandem.config.experiment import TrainConfig
-from tandem.config.load import Resolved, describe
+from tandem.config.load import Resolved, describe, plain_data
 from tandem.state.run_folder import RunFolder
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
 from tandem.tracking.tracker import Tracker
@@ -40,7 +40,9 @@ def train(resolved: Resolved, *, dry_run: bool = False) -> Summary:
         run = open_run(config, process, stack)
         tracker = None
         if run is not None:
-            tracker = stack.enter_context(Tracker(run.path, config.tracking, total_steps=steps, run_name=name))
+            tracker = stack.enter_context(
+                Tracker(run.path, config.tracking, total_steps=steps, run_name=name, config_dict=plain_data(config))
+            )
         session = stack.enter_context(open_session(config, process, rows, steps, name))
         return loop(config, session, run, tracker, rows, steps)
 
@@ -75,7 +77,10 @@ def loop(
     checkpoint: Path | None = None
     metrics: dict[str, float] = {}
     if every:
-        evaluations[0] = examine(session, rows, config).get("eval/accuracy", float("nan"))
+        found = examine(session, rows, config)
+        evaluations[0] = found.get("eval/accuracy", float("nan"))
+        if tracker is not None:
+            tracker.log(0, found)
     timer.metrics()  # what came before the first step is not part of it
     for number in range(1, steps + 1):
         metrics = step(session, timer)

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.engines import InferenceEngine, TrainEngine
-from tandem.api.workflow import RolloutWorkflow
+from tandem.api.workflow import RewardFn, RolloutWorkflow
 from tandem.config.arithmetic import max_head_offpolicyness, placement
 from tandem.config.experiment import TrainConfig
 from tandem.data.loader import Loader
@@ -24,6 +24,7 @@ from tandem.trainers.evaluation import greedy
 from tandem.trainers.meter import EngineMeter
 from tandem.trainers.parts import (
     Rows,
+    check_columns,
     make_filter,
     make_reward,
     make_workflow,
@@ -45,6 +46,7 @@ class Session:
     reference: Reference | None
     engine: InferenceEngine | None
     rollout: Rollout
+    reward: RewardFn
     workflow: RolloutWorkflow
     greedy_workflow: RolloutWorkflow
     publisher: WeightPublisher
@@ -78,6 +80,7 @@ def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, 
         stack.callback(publisher.close)
         reward = make_reward(config)
         stack.callback(reward.close)
+        check_columns(reward, rows.train[0])
         group_filter, max_draws = make_filter(config)
         rollout = Rollout(
             engine,
@@ -97,6 +100,7 @@ def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, 
             reference=reference,
             engine=engine,
             rollout=rollout,
+            reward=reward,
             workflow=training_workflow(config, tokenizer, reward),
             greedy_workflow=make_workflow(config, tokenizer, reward, greedy(config)),
             publisher=publisher,

@@ -1,0 +1,93 @@
+"""A workflow of one's own, in one file: ask again, the wrong answer in context, until it is right or the turns are spent.
+
+    python examples/multi_turn.py
+    tandem train examples/multi_turn.yaml workflow=examples/multi_turn.py:RetryUntilCorrect
+
+What is trained on is exactly what the engine saw and made: a chat only appends tokens, the reply's as they came, and text is
+never tokenised again. Where a chat template rewrites earlier turns (as those do that strip the thinking), the sample goes on
+in a new trajectory. The script prints one sample token by token: those in [brackets] are trained on.
+"""
+
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+from tandem.config.arithmetic import total_steps
+from tandem.config.experiment import TrainConfig
+from tandem.config.load import load_config
+from tandem.rollout.workflows import ChatWorkflow, Repeated
+from tandem.tracking.statistics import PhaseTimer
+from tandem.tracking.tracker import Tracker
+from tandem.trainers.parts import open_rows
+from tandem.trainers.process import start_process
+from tandem.trainers.session import open_session
+from tandem.trainers.summary import open_run, save_if_due
+
+HERE = Path(__file__).parent
+MAX_TURNS = 3
+TURN_DISCOUNT = 0.8
+
+
+class RetryUntilCorrect(ChatWorkflow):
+    """One sample; the reward shrinks with each turn that it took."""
+
+    async def arun_episode(self, engine, data):
+        chat = self.start(data)
+        for turn in range(MAX_TURNS):
+            response = await engine.agenerate(chat.request(self.gconfig))
+            chat.add(response)  # trained on: tokens, log-probabilities and weight versions stay aligned
+            result = await self.judge(chat, data)
+            if result.value > 0 or response.truncated or turn + 1 == MAX_TURNS:
+                break
+            chat.say("That is not correct. Try again.")  # context only: masked out of the loss
+        return chat.sample(result.value * TURN_DISCOUNT**turn, accuracy=result.accuracy, metrics={"turns": turn + 1.0})
+
+
+def show(sample, tokenizer) -> str:
+    """The tokens of a sample's trajectories as text; those that are trained on in brackets."""
+    lines = []
+    for trajectory in sample.trajectories:
+        text, inside = "", False
+        for token, trained in zip(trajectory.input_ids.tolist(), trajectory.loss_mask.tolist(), strict=True):
+            text += ("[" if trained and not inside else "]" if inside and not trained else "") + tokenizer.decode([token])
+            inside = trained
+        lines.append(text + ("]" if inside else ""))
+    return "\n--- a new trajectory of the same sample ---\n".join(lines)
+
+
+def main(overrides: list[str]) -> None:
+    config = load_config(TrainConfig, HERE / "multi_turn.yaml", overrides).config
+    process = start_process(config)
+    rows = open_rows(config)
+    steps = total_steps(config, len(rows.train))
+    name = f"{config.experiment_name}/{config.trial_name}"
+
+    with ExitStack() as stack:
+        run = open_run(config, process, stack)
+        tracker = stack.enter_context(Tracker(run.path, config.tracking, total_steps=steps, run_name=name))
+        session = stack.enter_context(open_session(config, process, rows, steps, name))
+        rollout, actor = session.rollout, session.actor
+        one = RetryUntilCorrect(session.reward, config.gconfig, session.tokenizer)
+        workflow = Repeated(one, config.gconfig.n_samples)
+        timer = PhaseTimer()
+
+        for step in range(1, steps + 1):
+            with timer("generate"):
+                batch = rollout.prepare_batch(session.loader, workflow)
+            with timer("train"):
+                batch = actor.compute_proximal(batch)
+                batch = actor.compute_advantages(batch)
+                metrics = actor.ppo_update(batch)
+            with timer("update_weights"):
+                session.publisher.publish()
+            rollout.end_step()
+
+            save_if_due(config, run, step, steps, session.trainer, session.tokenizer.save_pretrained)
+            tracker.log(step, metrics | rollout.metrics() | timer.metrics(), rollout.last_groups)
+
+        longest = max((s for g in rollout.last_groups for s in g.samples), key=lambda s: s.metrics["turns"])
+        print(show(longest, session.tokenizer))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
