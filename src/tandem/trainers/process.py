@@ -8,8 +8,10 @@ import numpy
 import torch
 import torch.distributed
 
+from tandem.config.arithmetic import placement
 from tandem.config.errors import ConfigError
-from tandem.config.experiment import BaseConfig
+from tandem.config.experiment import BaseConfig, TrainConfig
+from tandem.engines.inference.build import engine_threads
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,16 @@ class Process:
     def is_main(self) -> bool:
         """True on rank 0, which alone generates, logs and writes."""
         return self.rank == 0
+
+
+def training_threads(config: BaseConfig, threads: int) -> int:
+    """CPU threads of training: all, but for those of an engine that generates at the same time.
+
+    More threads than cores would wait for each other at every matrix product.
+    """
+    if not isinstance(config, TrainConfig) or placement(config) == "colocate":
+        return threads
+    return max(1, threads - engine_threads(config.rollout, placement="decoupled", threads=threads))
 
 
 def start_process(config: BaseConfig) -> Process:
@@ -50,7 +62,7 @@ def start_process(config: BaseConfig) -> Process:
         torch.distributed.init_process_group("nccl" if cuda else "gloo")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = config.threads or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
-    torch.set_num_threads(threads)
+    torch.set_num_threads(training_threads(config, threads) if not cuda else threads)
     random.seed(config.seed)
     numpy.random.seed(config.seed % 2**32)
     torch.manual_seed(config.seed)
