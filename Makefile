@@ -19,7 +19,7 @@ $(STAMP): pyproject.toml constraints.txt scripts/setup.sh
 	@touch $(STAMP)
 
 train: $(STAMP) ## GRPO on one-digit addition with a real 135M model, a few minutes on two cores
-	$(RUN) examples/addition_grpo.py
+	$(RUN) examples/addition_grpo.py trial_name=$$(date +%Y-%m-%d_%H-%M-%S)
 
 test: $(STAMP) ## the fast tests
 	OMP_NUM_THREADS=$(OMP_NUM_THREADS_TESTS) $(RUN) -m pytest -m "not slow" -n $(TEST_WORKERS) --dist loadfile

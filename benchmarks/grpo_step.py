@@ -2,7 +2,7 @@
 
 8 prompts × 8 completions × at most 64 new tokens of one-digit addition, two threads. The learning rate is so small that the
 policy stays as it is, so that both sides generate completions of the same mean length in every step; medians are over the
-steps after the first. --dtype is that of both sides; TRL is measured in float32 weights with bf16 autocast (amp) on request.
+steps after the first. Compare like with like: float32 on both sides where the CPU has no bfloat16 instructions.
 
     python benchmarks/grpo_step.py --trl-python VENV/bin/python --trl-script trl_grpo.py --model MODEL_FOLDER
     python benchmarks/grpo_step.py                       # ours alone
@@ -38,7 +38,7 @@ def ours(steps: int, dtype: str) -> dict[str, float]:
         command = [sys.executable, "-m", "tandem.cli.main", "train", str(ROOT / "examples/addition_grpo.yaml"), *overrides]
         subprocess.run(command, check=True, stdout=sys.stderr, timeout=1800)
         lines = next(Path(root).glob("*/*/metrics.jsonl")).read_text().splitlines()
-    rows = [json.loads(line) for line in lines][1:]
+    rows = [row for row in map(json.loads, lines) if row["step"] > 1]
     names = {
         "step_s": "time/step_s",
         "generate_s": "time/generate_s",
@@ -66,10 +66,12 @@ def main() -> None:
     parser.add_argument("--trl-script")
     parser.add_argument("--model")
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--dtype", default="auto", choices=["auto", "bfloat16", "float32"], help="of ours")
+    parser.add_argument("--trl-dtype", default="fp32", choices=["bf16", "fp32", "amp"], help="of TRL's")
     args = parser.parse_args()
-    result: dict[str, object] = {"tandem": ours(args.steps, "bfloat16")}
+    result: dict[str, object] = {"tandem": ours(args.steps, args.dtype)}
     if args.trl_python:
-        result["trl"] = trl(args.trl_python, args.trl_script, args.model, args.steps, "bf16")
+        result["trl"] = trl(args.trl_python, args.trl_script, args.model, args.steps, args.trl_dtype)
         result["ratio"] = result["trl"]["step_s"] / result["tandem"]["step_s"]  # type: ignore[index]
     print(json.dumps(result, indent=2))
 

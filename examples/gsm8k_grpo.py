@@ -8,10 +8,10 @@ addition_grpo.py makes every object itself; here `open_session` makes them, and 
 the same lines: `prepare_batch` gives all of them the global batch, and only rank 0 generates and writes.
 """
 
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+from tandem.cli.main import run_script
 from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
@@ -62,4 +62,4 @@ def main(overrides: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_script(main)

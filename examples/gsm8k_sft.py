@@ -3,10 +3,10 @@
 python examples/gsm8k_sft.py train_dataset.path=PATH total_train_steps=50
 """
 
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+from tandem.cli.main import run_script
 from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import SFTConfig
 from tandem.config.load import load_config
@@ -51,4 +51,4 @@ def main(overrides: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_script(main)

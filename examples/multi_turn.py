@@ -8,10 +8,10 @@ never tokenised again. Where a chat template rewrites earlier turns (as those do
 in a new trajectory. The script prints one sample token by token: those in [brackets] are trained on.
 """
 
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
+from tandem.cli.main import run_script
 from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
@@ -90,4 +90,4 @@ def main(overrides: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_script(main)

@@ -143,3 +143,16 @@ def test_both_attention_kernels_give_softmax_attention_and_its_log_sum_exp(dtype
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     assert torch.allclose(out.float(), scores.softmax(-1) @ values.float(), atol=tolerance)
     assert torch.allclose(lse.float(), scores.logsumexp(-1), atol=tolerance)
+
+
+def test_a_group_whose_two_rows_do_not_fit_together_is_served_one_after_the_other(tmp_path):
+    folder = tiny_model_folder(tmp_path)
+    gconfig = GenerationConfig(max_new_tokens=50, min_new_tokens=50)
+    requests = {i: LLMRequest(prompts([40])[0], gconfig, NoiseKey(0, sample=i)) for i in range(3)}
+    narrow = make_core(folder, kv_cache_gib=GIB_OF_512 * 100 / 512)
+    for number, request in requests.items():
+        narrow.add(number, request)
+    responses = {}
+    for _ in range(400):
+        responses.update(narrow.step())
+    assert {i: len(r.output_ids) for i, r in responses.items()} == {0: 50, 1: 50, 2: 50}

@@ -181,3 +181,15 @@ def test_a_deadline_ends_a_request_with_what_it_has(tmp_path):
     assert responses[1].stop_reason == StopReason.CANCELLED
     assert 0 < len(responses[1].output_ids) == len(responses[1].logprobs) < 400
     assert core.statistics()["running"] == 1
+
+
+@pytest.mark.parametrize("size", [304, 1300])
+def test_tokens_that_are_held_back_leave_the_others_drawable_however_small(size):
+    logits = torch.zeros(4, size)
+    logits[:, 7] = 500.0  # all other probabilities underflow to 0
+    rows = SamplingRows(temperatures=torch.ones(4), uniform_temperature=True)
+    forbidden = torch.arange(4), torch.full((4,), 7)
+    tokens, logprobs = sample(logits.clone(), torch.tensor([0.01, 0.4, 0.6, 0.99], dtype=torch.float64), rows, forbidden)
+
+    assert ((tokens >= 0) & (tokens < size) & (tokens != 7)).all()
+    assert logprobs.tolist() == pytest.approx([-500.0] * 4)

@@ -138,7 +138,25 @@ def test_asynchronous_training_stays_within_the_staleness_bound_and_overlaps(ove
     assert max(row["staleness/max"] for row in metrics) in (1, 2)
     assert metrics[-1]["episodes/trained"] == 32
     assert set(summary.evaluations) == {0, 4, 8}
-    assert [row["gap/max"] for row in metrics if "gap/max" in row]
+    assert all(row["expired"] <= 0.1 for row in metrics)
+
+
+def test_a_trajectory_that_an_update_overtakes_carries_both_versions_with_different_digests(overrides):
+    summary = run(
+        overrides,
+        "async_training=true",
+        "rollout.max_head_offpolicyness=2",
+        "rollout.max_concurrent=1",
+        "gconfig.max_new_tokens=300",
+        "total_train_steps=4",
+        "tracking.trajectories_per_step=16",
+    )
+    pieces = []
+    for file in (summary.folder / "trajectories").iterdir():
+        for line in file.read_text().splitlines():
+            pieces += [part for part in json.loads(line)["versions"] if len(part) > 1]
+    assert pieces
+    assert all(len({part.get("digest") for part in trajectory}) == len(trajectory) for trajectory in pieces)
 
 
 def test_groups_without_spread_change_nothing_and_say_so(overrides, model, caplog):

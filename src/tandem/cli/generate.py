@@ -2,7 +2,7 @@
 
 examples:
   tandem generate smollm2-135m "What is the capital of France?"
-  tandem generate runs/addition/grpo/checkpoints/step_14 "3 + 4 =" --n 4 --temperature 0.7
+  tandem generate runs/addition/grpo/checkpoints/step_18 "3 + 4 =" --n 4 --temperature 0.7
   echo "Once upon a time" | tandem generate smollm2-135m - --raw --max-new-tokens 40
 """
 

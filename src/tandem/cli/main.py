@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from tandem import __version__
 from tandem.config.errors import ConfigError, TandemError
@@ -102,6 +102,11 @@ def run(
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def run_script(script: Callable[[list[str]], None]) -> NoReturn:
+    """Runs an example's ``main(arguments)`` as a command would run: errors as one message, Ctrl-C as one sentence."""
+    sys.exit(run(lambda _: script(sys.argv[1:]) or 0, argparse.Namespace(debug=False)))
 
 
 if __name__ == "__main__":

@@ -207,6 +207,11 @@ def _correction(config: TrainConfig, written: Container[str]) -> Iterator[str]:
             "async_training=true trains on tokens of older versions, but algorithm.correction.weight is none; "
             "use truncate or mask, or write algorithm.correction.weight=none to go without"
         )
+    if correction.weight == "mask" and correction.high < 1:
+        yield (
+            f"algorithm.correction.high must be at least 1 with weight=mask, got {correction.high:g}; "
+            "tokens of the current policy have ratio 1 and would all be dropped"
+        )
     if correction.weight == "mask" and correction.low >= correction.high:
         yield (
             f"algorithm.correction.low must be below algorithm.correction.high ({correction.high:g}), "
@@ -215,7 +220,7 @@ def _correction(config: TrainConfig, written: Container[str]) -> Iterator[str]:
     if correction.weight == "truncate" and correction.low > 0:
         yield f"algorithm.correction.low={correction.low:g} is used by weight=mask only; leave it out with weight=truncate"
     for name in ("low", "high", "level"):
-        if none and f"algorithm.correction.{name}" in written:
+        if correction.weight == "none" and f"algorithm.correction.{name}" in written:
             default = {"low": 0.0, "high": 2.0, "level": "token"}[name]
             value = getattr(correction, name)
             if value != default:
@@ -226,13 +231,14 @@ def _sampling(config: TrainConfig) -> Iterator[str]:
     sampling = config.gconfig
     truncated = [f"gconfig.top_p={sampling.top_p:g}"] if sampling.top_p < 1 else []
     truncated += [f"gconfig.top_k={sampling.top_k}"] if sampling.top_k > 0 else []
+    truncated += [f"gconfig.min_new_tokens={sampling.min_new_tokens}"] if sampling.min_new_tokens > 0 else []
     if truncated and not config.algorithm.allow_truncated_sampling:
         yield (
             f"{' and '.join(truncated)} draws from a truncated distribution, not the one trained on; "
-            "set gconfig.top_p=1 and gconfig.top_k=0, or algorithm.allow_truncated_sampling=true"
+            "set gconfig.top_p=1, gconfig.top_k=0 and gconfig.min_new_tokens=0, or algorithm.allow_truncated_sampling=true"
         )
-    if sampling.greedy and sampling.n_samples > 1:
-        yield f"gconfig.greedy=true makes all {sampling.n_samples} samples of a prompt equal: set it to false"
+    if sampling.greedy:
+        yield "gconfig.greedy=true explores nothing, so nothing can be learnt: set it to false (evaluation is greedy)"
     if sampling.min_new_tokens > sampling.max_new_tokens:
         yield (
             f"gconfig.min_new_tokens must be at most gconfig.max_new_tokens ({sampling.max_new_tokens}), "

@@ -47,6 +47,13 @@ class SumReward(RewardFn):
         known = [result.accuracy for result in results if result.accuracy is not None]
         return RewardResult(sum(rewards.values()), rewards, known[0] if known else None)
 
+    def check_columns(self, columns: Mapping[str, Any]) -> None:
+        """Asks each term that can tell whether the row has what it needs."""
+        for _, _, reward in self.terms:
+            check = getattr(reward, "check_columns", None)
+            if check is not None:
+                check(columns)
+
     def close(self) -> None:
         """Closes all of them."""
         for _, _, reward in self.terms:

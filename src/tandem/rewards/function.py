@@ -16,6 +16,18 @@ def as_result(outcome: Outcome) -> RewardResult:
     return RewardResult(outcome.value, outcome.rewards, outcome.accuracy)
 
 
+def require_answer(row: Mapping[str, Any], name: str) -> None:
+    """Raises ConfigError where a row has no answer to compare with."""
+    if row.get("answer") is None:
+        there = ", ".join(
+            column for column in row if column not in ("messages", "answer", "source", "reward_name", "epoch", "index")
+        )
+        raise ConfigError(
+            f"reward {name!r} compares with the row's answer, and the data set has none; name its column with "
+            f"train_dataset.answer_column. Columns there: {there}"
+        )
+
+
 class FunctionReward(RewardFn):
     """What both kinds share: the arguments are those that the signature asks for."""
 
@@ -75,9 +87,15 @@ class WorkerReward(FunctionReward):
 class DirectReward(FunctionReward):
     """A function of Tandem's own that takes microseconds: called where it stands."""
 
-    def __init__(self, function: Callable[..., Any], name: str):
+    def __init__(self, function: Callable[..., Any], name: str, *, needs_answer: bool = False):
         super().__init__(function, name)
-        self.function = function
+        self.function, self.needs_answer = function, needs_answer
+
+    def check_columns(self, columns: Mapping[str, Any]) -> None:
+        """See `FunctionReward`."""
+        super().check_columns(columns)
+        if self.needs_answer:
+            require_answer(columns, self.name)
 
     async def _judge(self, arguments: dict[str, Any]) -> Outcome:
         try:

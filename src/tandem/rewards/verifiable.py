@@ -10,7 +10,7 @@ from typing import Any
 from tandem.api.failures import RewardFailure
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.rewards.extraction import after_hashes, boxed, final_answer, gold_answer, last_number, plain_number
-from tandem.rewards.function import DirectReward, as_result
+from tandem.rewards.function import DirectReward, as_result, require_answer
 from tandem.rewards.outcome import Outcome
 from tandem.rewards.pool import WorkerPool
 from tandem.rewards.registry import register
@@ -51,6 +51,10 @@ class MathReward(RewardFn):
 
     def __init__(self, *, timeout_s: float, workers: int = 2):
         self.pool = WorkerPool("tandem.rewards.equality:verify_answer", name="math", timeout_s=timeout_s, size=workers)
+
+    def check_columns(self, columns: Mapping[str, Any]) -> None:
+        """For the first row of a data set; raises ConfigError where it has no answer."""
+        require_answer(columns, "math")
 
     async def __call__(
         self,
@@ -105,7 +109,7 @@ def gsm8k_parts(completion: str, row: Mapping[str, Any]) -> dict[str, float]:
 @register("exact_number")
 def build_exact_number(*, timeout_s: float) -> RewardFn:
     """See `exact_number`; takes microseconds, so ``timeout_s`` never passes."""
-    return DirectReward(exact_number, "exact_number")
+    return DirectReward(exact_number, "exact_number", needs_answer=True)
 
 
 @register("format")
@@ -117,7 +121,7 @@ def build_format(*, timeout_s: float) -> RewardFn:
 @register("gsm8k")
 def build_gsm8k(*, timeout_s: float) -> RewardFn:
     """See `gsm8k_parts`."""
-    return DirectReward(gsm8k_parts, "gsm8k")
+    return DirectReward(gsm8k_parts, "gsm8k", needs_answer=True)
 
 
 @register("length")

@@ -186,9 +186,12 @@ def _take_lock(folder: Path) -> IO[str]:
 
 
 def refuse_existing(folder: Path) -> None:
-    """Raises `RunFolderTaken` where the folder holds a run; says what of it, and how to proceed."""
+    """Raises `RunFolderTaken` where the folder holds a run; says what of it, and how to proceed.
+
+    A run that failed before its first step left nothing worth keeping: its folder may be used again.
+    """
     found = existing_run(folder)
-    if found is not None:
+    if found is not None and not (found.status == "failed" and found.steps == 0 and not found.checkpoints):
         raise RunFolderTaken(
             f"{folder} holds a run: {found.describe()}. A run is never overwritten: choose another name with trial_name=…, "
             "or move that folder away. (Resuming a run is not in this version.)"

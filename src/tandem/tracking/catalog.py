@@ -182,7 +182,7 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "gap/mean": Metric(
             "nats",
             "Mean absolute difference between the engine's and the trainer's log-probability of the same token under "
-            "the same weights.",
+            "the same weights. Absent where the batch has no token of the current weights (asynchronous training).",
             "About 0.01 in bfloat16, 0.0001 in float32. Larger: set `rollout.dtype=float32` to see whether it is "
             "numeric; if it stays, please report it.",
         ),
@@ -265,7 +265,7 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "episodes/dropped/<reason>": Metric(
             "episodes",
             "Prompts dropped since the start, by reason, such as `prompt_too_long`, `reward_timeout`, `deadline`, "
-            "`filtered`.",
+            "`filter/<reason>`.",
             "Read the first such warning in `log.txt`: it has the cause. Too many in a row end the run "
             "(`rollout.max_data_failures`).",
         ),

@@ -107,7 +107,7 @@ def draw_curves(series: Series, path: Path, title: str) -> Path | None:
         left=0.6 / width, right=1 - 0.15 / width, bottom=0.35 / height, top=1 - 0.7 / height, wspace=0.27, hspace=0.33
     )
     grid = figure.subplots(rows, columns, squeeze=False).flat
-    for axes, (name, curves) in zip(grid, panels, strict=False):
+    for (name, curves), axes in zip(panels, grid, strict=False):  # panels first: zip must not take one axes too many
         for (metric, steps, values), colour in zip(curves, COLOURS, strict=False):
             label = metric.rpartition("/")[2].removesuffix("_s")
             marker = "o" if len(steps) < 30 else None

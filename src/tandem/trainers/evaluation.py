@@ -1,16 +1,21 @@
 """Greedy accuracy on held-out rows, with the engine and the workflow of the run."""
 
 import asyncio
+import copy
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tandem.api.failures import EngineDied, EpisodeFailure
+from tandem.api.failures import EngineDied
 from tandem.api.requests import NoiseKey
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
 from tandem.config.experiment import TrainConfig
 from tandem.config.generation import GenerationConfig
 from tandem.rollout.episode_engine import EpisodeEngine
+from tandem.rollout.workflows import as_failure
+
+log = logging.getLogger(__name__)
 
 EVALUATION_EPOCH = -1
 """Epoch in the noise keys of evaluation, so that they never meet those of training."""
@@ -54,12 +59,15 @@ async def evaluate(
     """
 
     async def one(index: int, row: dict[str, Any]) -> Any:
+        handle = EpisodeEngine(engine, NoiseKey(seed, EVALUATION_EPOCH, index), deadline_s=deadline_s)
         try:
-            handle = EpisodeEngine(engine, NoiseKey(seed, EVALUATION_EPOCH, index), deadline_s=deadline_s)
-            return await workflow.arun_episode(handle, dict(row))
+            async with asyncio.timeout(deadline_s):
+                return await workflow.arun_episode(handle, copy.deepcopy(row))
         except EngineDied:
             raise
-        except EpisodeFailure as failure:
+        except Exception as error:  # the episode boundary: a row that fails is counted, and the others go on
+            failure = as_failure(error)
+            log.warning("evaluation row %d failed: %s", index, failure)
             return failure
 
     results = await asyncio.gather(*(one(i, row) for i, row in enumerate(rows)))

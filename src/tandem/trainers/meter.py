@@ -17,7 +17,7 @@ class EngineMeter:
         self._began = 0.0
         self._busy_s = 0.0
         self._overlap = 0.0
-        self._tokens = 0.0
+        self._seen = (0.0, 0.0)
 
     def _statistics(self, name: str) -> float:
         return self.engine.statistics().get(name, 0.0) if self.engine is not None else 0.0
@@ -30,11 +30,9 @@ class EngineMeter:
             trained_s = max(time.perf_counter() - self._began, 1e-9)
             self._overlap = min(1.0, (self._statistics("busy_s") - self._busy_s) / trained_s)
 
-    def generated_tokens(self) -> float:
-        """Tokens made since the last call."""
-        before, self._tokens = self._tokens, self._statistics("generated_tokens")
-        return self._tokens - before
-
     def metrics(self) -> dict[str, float]:
-        """``time/overlap``: share of the last training time during which the engine was generating, 0 to 1."""
-        return {"time/overlap": self._overlap}
+        """``time/overlap``: share of the last training time during which the engine was generating, 0 to 1.
+        ``tokens_per_s/generate``: tokens a second of the time that it was busy since the last call."""
+        (tokens, busy_s), self._seen = self._seen, (self._statistics("generated_tokens"), self._statistics("busy_s"))
+        rate = (self._seen[0] - tokens) / max(self._seen[1] - busy_s, 1e-9)
+        return {"time/overlap": self._overlap, "tokens_per_s/generate": rate}

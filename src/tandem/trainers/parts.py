@@ -2,14 +2,15 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from tandem.algorithms.registry import FILTERS
-from tandem.api.plugins import load_object
+from tandem.api.plugins import is_file_spec, load_object
 from tandem.api.samples import Group
 from tandem.api.workflow import RewardFn, RewardResult, RolloutWorkflow
 from tandem.config.data import DatasetConfig
@@ -22,6 +23,7 @@ from tandem.rewards.build import build_reward
 from tandem.roles.components import choose
 from tandem.rollout.executor import MAX_DRAWS, GroupFilter
 from tandem.rollout.workflows import MultiTurnWorkflow, Repeated, RLVRWorkflow
+from tandem.tracking.sinks.base import find_sink
 
 WORKFLOWS: dict[str, type[RolloutWorkflow]] = {"rlvr": RLVRWorkflow, "multi_turn": MultiTurnWorkflow}
 
@@ -61,14 +63,14 @@ class RewardBySource(RewardFn):
     def __init__(self, default: RewardFn, by_name: Mapping[str, RewardFn]):
         self.default, self.by_name = default, by_name
 
+    def of(self, row: Mapping[str, Any]) -> RewardFn:
+        """The reward of a row."""
+        name = row.get("reward_name")
+        return self.by_name[name] if name else self.default
+
     async def __call__(self, *, row: Mapping[str, Any], **rest: Any) -> RewardResult:
         """See `RewardFn`."""
-        return await self.by_name.get(row.get("reward_name") or "", self.default)(row=row, **rest)
-
-    def check_columns(self, row: Mapping[str, Any]) -> None:
-        """Raises ConfigError where a reward asks for a column that the row lacks."""
-        for reward in (self.default, *self.by_name.values()):
-            check_columns(reward, row)
+        return await self.of(row)(row=row, **rest)
 
     def close(self) -> None:
         """Closes all of them."""
@@ -76,20 +78,55 @@ class RewardBySource(RewardFn):
             reward.close()
 
 
-def check_columns(reward: RewardFn, row: Mapping[str, Any]) -> None:
-    """Asks a reward that can tell whether the columns it needs are there, before anything is generated."""
-    check = getattr(reward, "check_columns", None)
-    if check is not None:
-        check(row)
+def check_columns(reward: RewardBySource, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Asks the reward of each data set, at its first row, whether the columns that it needs are there.
+
+    Raises:
+        ConfigError: one is missing; names those there.
+    """
+    seen = set()
+    for row in rows:
+        if row["source"] not in seen:
+            seen.add(row["source"])
+            check = getattr(reward.of(row), "check_columns", None)
+            if check is not None:
+                check(row)
 
 
-def make_reward(config: TrainConfig) -> RewardFn:
+def make_reward(config: TrainConfig) -> RewardBySource:
     """The run's reward, and those that single sources name."""
-    default = build_reward(config.reward, timeout_s=config.reward_timeout_s)
-    names = {source.reward for source in config.train_dataset.sources if source.reward}
-    if not names:
-        return default
-    return RewardBySource(default, {name: build_reward(name, timeout_s=config.reward_timeout_s) for name in names})
+    sources = (*config.train_dataset.sources, *config.valid_dataset.sources)
+    names = {source.reward for source in sources if source.reward}
+    by_name = {name: build_reward(name, timeout_s=config.reward_timeout_s) for name in sorted(names)}
+    return RewardBySource(build_reward(config.reward, timeout_s=config.reward_timeout_s), by_name)
+
+
+def find_workflow(name: str) -> Callable[..., Any]:
+    """The class or coroutine function that `workflow` names.
+
+    Raises:
+        ConfigError: there is none; tells the nearest name.
+    """
+    if is_file_spec(name):
+        return load_object(name)
+    if name not in WORKFLOWS:
+        near = get_close_matches(name, WORKFLOWS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"no workflow is called {name!r}; {hint}There are: {', '.join(WORKFLOWS)}, and my_file.py:Name")
+    return WORKFLOWS[name]
+
+
+def check_names(config: TrainConfig) -> None:
+    """Resolves everything that the configuration names, before a folder is made or a model is loaded.
+
+    Raises:
+        ConfigError: a reward, workflow, part of the algorithm or sink that is not there.
+    """
+    make_reward(config).close()
+    find_workflow(config.workflow)
+    make_filter(config)
+    for sink in config.tracking.sinks:
+        find_sink(sink)
 
 
 def make_workflow(
@@ -100,12 +137,7 @@ def make_workflow(
     It is given whichever of ``reward, gconfig, tokenizer, system_prompt, chat_template_kwargs`` its signature takes. A
     function ``async def episode(engine, data, …)`` is a workflow too.
     """
-    if ":" in config.workflow:
-        make: Callable[..., Any] = load_object(config.workflow)
-    elif config.workflow in WORKFLOWS:
-        make = WORKFLOWS[config.workflow]
-    else:
-        raise ConfigError(f"workflow={config.workflow} is not one of {sorted(WORKFLOWS)}, and not my_file.py:Name")
+    make = find_workflow(config.workflow)
     available = {
         "reward": reward,
         "gconfig": gconfig,

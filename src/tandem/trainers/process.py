@@ -1,8 +1,10 @@
 """What has to be settled once a process, before tensors are made: threads, device, ranks, seeds."""
 
+import atexit
 import os
 import random
 from dataclasses import dataclass
+from datetime import timedelta
 
 import numpy
 import torch
@@ -59,7 +61,10 @@ def start_process(config: BaseConfig) -> Process:
     if cuda:
         torch.cuda.set_device(device)
     if world_size > 1 and not torch.distributed.is_initialized():
-        torch.distributed.init_process_group("nccl" if cuda else "gloo")
+        # ranks wait for rank 0's batch: no collective may give up before the executor does
+        patience = timedelta(seconds=getattr(getattr(config, "rollout", None), "wait_timeout_s", 3600.0) + 600)
+        torch.distributed.init_process_group("nccl" if cuda else "gloo", timeout=patience)
+        atexit.register(torch.distributed.destroy_process_group)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = config.threads or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     torch.set_num_threads(training_threads(config, threads) if not cuda else threads)

@@ -14,7 +14,7 @@ from tandem.state.run_folder import RunFolder
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
 from tandem.tracking.tracker import Tracker
 from tandem.trainers.evaluation import Evaluation, evaluate
-from tandem.trainers.parts import Rows, open_rows
+from tandem.trainers.parts import Rows, check_names, open_rows
 from tandem.trainers.process import start_process
 from tandem.trainers.session import Session, open_session
 from tandem.trainers.summary import Summary, open_run, save_if_due
@@ -28,6 +28,7 @@ def train(resolved: Resolved, *, dry_run: bool = False) -> Summary:
         TandemError: what ended the run; the folder says so too.
     """
     config: TrainConfig = resolved.config
+    check_names(config)
     rows = open_rows(config)
     if dry_run:
         print(describe(resolved))
@@ -62,10 +63,8 @@ def step(session: Session, timer: PhaseTimer) -> dict[str, float]:
         published = session.publisher.publish()
         metrics |= {f"time/{name}": published[name] for name in ("prepare_s", "pause_s", "recompute_s")}
     rollout.end_step()
-    tokens = {"generate": session.meter.generated_tokens(), "train": int(batch["cu_seqlens"][-1])}
-    seconds = {phase: timer.seconds(phase) for phase in tokens}
-    metrics |= {f"tokens_per_s/{phase}": count / max(seconds[phase], 1e-9) for phase, count in tokens.items()}
-    return metrics | session.meter.metrics() | rollout.metrics()
+    metrics["tokens_per_s/train"] = int(batch["cu_seqlens"][-1]) / max(timer.seconds("train"), 1e-9)
+    return rollout.metrics() | metrics | session.meter.metrics()
 
 
 def loop(

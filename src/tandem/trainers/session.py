@@ -80,7 +80,7 @@ def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, 
         stack.callback(publisher.close)
         reward = make_reward(config)
         stack.callback(reward.close)
-        check_columns(reward, rows.train[0])
+        check_columns(reward, rows.train.rows)
         group_filter, max_draws = make_filter(config)
         rollout = Rollout(
             engine,

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from tandem.api.engines import InferenceEngine, TrainEngine
-from tandem.api.failures import WeightUpdateFailed
+from tandem.api.failures import EngineDied, WeightUpdateFailed
 from tandem.api.weights import WeightUpdate, WeightVersion, version_digest
 from tandem.weights.channel import Channel, LocalChannel
 from tandem.weights.shared_memory import SharedMemoryChannel
@@ -65,6 +65,9 @@ class WeightPublisher:
             version = WeightVersion(number, version_digest(delivery.digests), self._run, self._model)
             update = WeightUpdate(version, delivery.source, delivery.digests)
             self._each(lambda engine: engine.prepare_weights(update))
+        except EngineDied:
+            self._discard()
+            raise
         except Exception as error:  # the worker boundary: whatever it was, no engine may keep half an update
             self._discard()
             raise WeightUpdateFailed(f"version {number} was not published, {self._version.number} stays: {error}") from error

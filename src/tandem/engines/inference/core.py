@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from tandem.api.engines import InferencePart
 from tandem.api.failures import DataFailure
@@ -53,6 +53,7 @@ class EngineCore:
         version: WeightVersion,
     ):
         device = torch.device(device)
+        self._tokenizer: PreTrainedTokenizerBase | None = None  # loaded once a request has stop strings
         self._folder, self._device, self._dtype = folder, device, dtype
         hf_config = AutoConfig.from_pretrained(folder)
         a = self._architecture = Architecture.from_config(hf_config)
@@ -118,7 +119,9 @@ class EngineCore:
                 "bad_request", f"temperature, top_p and max_new_tokens must be above 0 and top_k not below, got {gconfig}"
             )
         deadline = None if request.deadline_s is None else time.monotonic() + request.deadline_s
-        stop = StopText(load_tokenizer(self._folder), gconfig.stop) if gconfig.stop else None
+        if gconfig.stop and self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._folder)
+        stop = StopText(self._tokenizer, gconfig.stop) if gconfig.stop else None
         limit = min(gconfig.max_new_tokens, self._max_model_len - len(ids))
         sequence = Sequence(request_id, request, limit, deadline, stop)
         needed = self._scheduler.needed(sequence)

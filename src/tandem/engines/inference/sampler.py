@@ -55,11 +55,13 @@ def sample(
     """
     if not rows.uniform_temperature:
         logits.div_(rows.temperatures[:, None])
-    probabilities = torch.softmax(logits, dim=-1)
+    whole = torch.empty(0)
     if forbidden is not None:
-        # What is drawn is not among them, so the probability that is recorded stays that of the whole distribution.
-        probabilities[forbidden] = 0.0
+        # Drawn from the rest, normalised anew; the probability that is recorded is that of the whole distribution.
+        limited = forbidden[0].unique()
+        whole = torch.logsumexp(logits[limited], dim=-1)
         logits[forbidden] = float("-inf")
+    probabilities = torch.softmax(logits, dim=-1)
     tokens = _inverse_cdf(probabilities, uniforms)
     if rows.top_p is not None and rows.top_k is not None:
         truncated = ((rows.top_p < 1.0) | (rows.top_k < logits.shape[-1])).nonzero().flatten()
@@ -68,8 +70,10 @@ def sample(
             tokens[truncated] = _truncated(*args)
     if rows.greedy is not None:
         tokens = torch.where(rows.greedy, logits.argmax(dim=-1), tokens)  # logits: equal probabilities may hide a difference
-    chosen = probabilities.gather(-1, tokens[:, None]).squeeze(-1)
-    return tokens, chosen.log()
+    logprobs = probabilities.gather(-1, tokens[:, None]).squeeze(-1).log()
+    if forbidden is not None:
+        logprobs[limited] = logits[limited, tokens[limited]] - whole
+    return tokens, logprobs
 
 
 def _inverse_cdf(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:

@@ -73,7 +73,10 @@ class Scheduler:
                     pool, needs = "whole", [self.needed(sequence)]
             if not self.cache.fits(planned + needs):
                 new_prompts.discard(tokens)
-                break
+                if self.num_running or admitted:
+                    break
+                # two rows, each rounded up, can need more than the whole cache: then it runs alone, in one
+                pool, needs = "whole", [self.needed(sequence)]
             planned += needs
             self._leave_queue(self.waiting.popleft())
             admitted.append((sequence, pool, needs[0]))

@@ -1,0 +1,80 @@
+"""Evaluation beside training, and what a run is made of."""
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from tandem.api.requests import LLMResponse, StopReason
+from tandem.api.workflow import RolloutWorkflow
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import TrainConfig
+from tandem.config.load import load_config
+from tandem.trainers.evaluation import evaluate
+from tandem.trainers.parts import check_columns, check_names, make_reward, open_rows
+
+REWARDS = Path(__file__).parent / "small_rewards.py"
+
+
+class Waits(RolloutWorkflow):
+    async def arun_episode(self, engine, data):
+        await asyncio.sleep(3600)
+
+
+class Raises(RolloutWorkflow):
+    async def arun_episode(self, engine, data):
+        data["messages"].append("changed")
+        raise ValueError("a bug of the user's")
+
+
+class NoEngine:
+    async def agenerate(self, request):
+        return LLMResponse(request.input_ids, (), (), (), StopReason.STOP)
+
+
+@pytest.mark.parametrize("workflow", [Waits(), Raises()])
+def test_a_row_that_hangs_or_raises_is_counted_and_the_evaluation_ends(workflow):
+    rows = [{"messages": []}, {"messages": []}]
+    found = asyncio.run(evaluate(NoEngine(), workflow, rows, deadline_s=0.2))
+    assert (found.failed, found.rows, found.accuracy) == (2, 2, 0.0)
+    assert rows == [{"messages": []}, {"messages": []}]
+
+
+def mixture(tmp_path, reward="gold_reward.py:score"):
+    (tmp_path / "gold_reward.py").write_text("def score(gold):\n    return float(gold)\n")
+    for name, row in {"one": {"question": "a?", "answer": "1"}, "two": {"question": "b?", "gold": 2.0}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "train.jsonl").write_text(json.dumps(row) + "\n")
+    sources = f"[{{path: {tmp_path}/one}}, {{path: {tmp_path}/two, reward: '{tmp_path}/{reward}'}}]"
+    return load_config(TrainConfig, None, [f"train_dataset.sources={sources}", "reward=exact_number"]).config
+
+
+def test_each_source_of_a_mixture_is_judged_by_its_own_reward(tmp_path):
+    config = mixture(tmp_path)
+    rows, reward = open_rows(config).train.rows, make_reward(config)
+    try:
+        check_columns(reward, rows)
+        judged = {}
+        for row in rows:
+            result = asyncio.run(reward(prompt="", completion="1", prompt_ids=(), completion_ids=(), row=row))
+            judged[row["source"]] = result.value
+    finally:
+        reward.close()
+    assert judged == {"one": 1.0, "two": 2.0}
+
+
+def test_a_reward_that_lacks_its_column_is_refused_at_start_with_the_columns_there(tmp_path):
+    (tmp_path / "train.jsonl").write_text(json.dumps({"question": "a?", "gold": "1"}) + "\n")
+    config = load_config(TrainConfig, None, [f"train_dataset.path={tmp_path}", "reward=exact_number"]).config
+    with pytest.raises(ConfigError, match=r"answer_column.*question, gold"):
+        check_columns(make_reward(config), open_rows(config).train.rows)
+
+
+@pytest.mark.parametrize(
+    ("item", "words"),
+    [("reward=exact_nubmer", "exact_number"), ("workflow=multi_trun", "multi_turn"), ("tracking.sinks=[wandbb]", "wandb")],
+)
+def test_names_are_resolved_before_anything_is_made(item, words):
+    with pytest.raises(ConfigError, match=words):
+        check_names(load_config(TrainConfig, None, ["train_dataset.path=addition", item]).config)
