@@ -6,7 +6,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tandem.cli.arguments import split_arguments
 from tandem.config.experiment import SFTConfig, TrainConfig
@@ -20,30 +19,31 @@ def snippets(language: str) -> list:
     """All fenced blocks of a language, named by page and number."""
     found = []
     for page in PAGES:
-        for number, block in enumerate(re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S), 1):
-            found.append(pytest.param(block, id=f"{page.stem}-{number}"))
+        blocks = re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.M | re.S)
+        for number, block in enumerate(blocks, 1):
+            found.append(pytest.param(block, blocks[0], id=f"{page.stem}-{number}"))
     return found
 
 
-@pytest.mark.parametrize("code", snippets("python"))
-def test_python_snippets_run(code, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("code", "first"), snippets("python"))
+def test_python_snippets_run(code, first, tmp_path, monkeypatch):
+    (tmp_path / "my_reward.py").write_text(first)  # what later snippets of a page call it
     file = tmp_path / "snippet.py"
     file.write_text(code)
     monkeypatch.chdir(tmp_path)
     assert runpy.run_path(str(file))
 
 
-@pytest.mark.parametrize("text", snippets("yaml"))
-def test_yaml_snippets_are_configurations(text, tmp_path):
-    values = yaml.safe_load(text)
+@pytest.mark.parametrize("text", [p.read_text() for p in sorted((ROOT / "examples").glob("*.yaml"))])
+def test_example_files_are_configurations(text, tmp_path):
     file = tmp_path / "snippet.yaml"
     file.write_text(text)
-    overrides = [] if "train_dataset" in values else ["train_dataset.path=addition"]
-    assert load_config(TrainConfig, file, overrides).config
+    kind = SFTConfig if "trial_name: sft" in text else TrainConfig
+    assert load_config(kind, file).config
 
 
-@pytest.mark.parametrize("block", snippets("bash"))
-def test_commands_name_files_and_keys_that_exist(block, monkeypatch):
+@pytest.mark.parametrize(("block", "first"), snippets("bash"))
+def test_commands_name_files_and_keys_that_exist(block, first, monkeypatch):
     monkeypatch.chdir(ROOT)
     commands = [shlex.split(line) for line in block.replace("\\\n", " ").splitlines() if "tandem " in line]
     for words in commands:

@@ -65,11 +65,10 @@ class WeightPublisher:
             version = WeightVersion(number, version_digest(delivery.digests), self._run, self._model)
             update = WeightUpdate(version, delivery.source, delivery.digests)
             self._each(lambda engine: engine.prepare_weights(update))
-        except EngineDied:
-            self._discard()
-            raise
         except Exception as error:  # the worker boundary: whatever it was, no engine may keep half an update
             self._discard()
+            if isinstance(error, EngineDied) and len(self._engines) == 1:
+                raise
             raise WeightUpdateFailed(f"version {number} was not published, {self._version.number} stays: {error}") from error
         prepared = time.perf_counter()
         report = self._commit(version)
