@@ -2,6 +2,7 @@
 
 import csv
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -151,7 +152,13 @@ def test_a_wished_column_that_is_not_there_is_named_with_those_that_are(tmp_path
     [
         ("./nowhere", ["./nowhere does not exist"]),
         ("nowhere.jsonl", ["nowhere.jsonl does not exist"]),
-        ("reasoning_gym:chain_sun", ["did you mean 'chain_sum'?"]),
+        pytest.param(
+            "reasoning_gym:chain_sun",
+            ["did you mean 'chain_sum'?"],
+            marks=pytest.mark.skipif(
+                find_spec("reasoning_gym") is None, reason="optional library reasoning-gym is not installed"
+            ),
+        ),
     ],
 )
 def test_a_missing_data_set_says_where_it_was_looked_for(path, words):

@@ -259,6 +259,28 @@ def test_ctrl_c_ends_a_run_cleanly(overrides, tmp_path):
         assert not {path for path in set(Path("/dev/shm").iterdir()) - before if "tandem" in path.name}
 
 
+@pytest.mark.parametrize(
+    "items",
+    [
+        ["algorithm=dapo"],
+        ["algorithm=dr_grpo"],
+        ["algorithm=rloo"],
+        ["algorithm=reinforce"],
+        ["algorithm.kl.coefficient=0.1"],
+        ["algorithm.kl.coefficient=0.1", "algorithm.kl.where=reward"],
+        ["algorithm.entropy_coefficient=0.01", "actor.mini_batches=2", "actor.epochs_per_batch=2"],
+        ["rollout.oversample=1.5"],
+        ["async_training=true", "rollout.engine.keep_kv_on_update=true", "rollout.on_expiry=wait"],
+        ["async_training=true", "algorithm=dapo", "rollout.on_expiry=drop"],
+    ],
+    ids=lambda items: " ".join(items),
+)
+def test_every_preset_and_option_trains(overrides, model, items):
+    summary = run(overrides, "total_train_steps=2", *items)
+    assert summary.steps == 2
+    assert not same(weights(summary), load_file(model / "model.safetensors"))
+
+
 def test_dry_run_says_what_a_step_is_and_makes_nothing(overrides, tmp_path, capsys):
     train(load_config(TrainConfig, None, overrides), dry_run=True)
     assert "4 prompts × 4 samples = 16 sequences" in capsys.readouterr().out
@@ -276,22 +298,28 @@ def test_the_multi_turn_example_trains_and_shows_a_sample_token_by_token(overrid
 @pytest.mark.slow
 @pytest.mark.invariant
 def test_two_ranks_train_as_one(overrides):
-    alone = run(overrides, "deterministic=true", "trial_name=one", "actor.optimizer.lr=0.001")
-    items = [*overrides, "deterministic=true", "trial_name=two", "actor.optimizer.lr=0.001", "actor.backend=fsdp:d2"]
+    alone = run(overrides, "deterministic=true", "trial_name=one", "actor.optimizer.lr=0.1", "actor.optimizer.eps=0.1")
+    items = [
+        *overrides,
+        "deterministic=true",
+        "trial_name=two",
+        "actor.optimizer.lr=0.1",
+        "actor.optimizer.eps=0.1",
+        "actor.backend=fsdp:d2",
+    ]
     items = list({item.partition("=")[0]: item for item in items}.values())
     command = [
         sys.executable,
         "-m",
         "torch.distributed.run",
+        "--standalone",
         "--nproc-per-node",
         "2",
-        "--master-port",
-        "0",
         "-m",
         "tandem",
         "train",
     ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "WARN": "0"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, *items], timeout=240, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -301,4 +329,4 @@ def test_two_ranks_train_as_one(overrides):
     moved = sum(float((one[name] - start[name]).square().sum()) for name in one) ** 0.5
     apart = sum(float((one[name] - two[name]).square().sum()) for name in one) ** 0.5
     assert moved > 0
-    assert apart <= 1e-2 * moved
+    assert apart <= 1e-3 * moved

@@ -73,7 +73,7 @@ def read_file(file: Path) -> list[Assignment]:
         raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
     if node is None:
         return []
-    raise ConfigError(f"{file} must hold keys and values, such as `seed: 1`; its top is a {node.id}")
+    raise ConfigError(f"{file} must hold keys and values, such as `seed: 1`; its top is a {type(node).__name__}")
 
 
 def read_override(text: str) -> list[Assignment]:

@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.batch import pack
 from tandem.api.failures import DataFailure
-from tandem.config.arithmetic import total_steps
+from tandem.config.arithmetic import arithmetic, total_steps
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import SFTConfig
-from tandem.config.load import Resolved
+from tandem.config.load import Resolved, describe
 from tandem.data.loader import Loader
 from tandem.engines.train.build import build_train_engine
 from tandem.models.catalog import resolve
@@ -102,7 +102,8 @@ def train(resolved: Resolved, *, dry_run: bool = False) -> Summary:
     rows = open_rows(config)
     steps = total_steps(config, len(rows.train))
     if dry_run:
-        print(f"{len(rows.train)} rows, {config.batch_size} a step, {steps} steps")
+        print(describe(resolved))
+        print(arithmetic(config, len(rows.train)))
         return Summary(folder=None, steps=0)
     folder = resolve(config.actor.path)
     tokenizer = load_tokenizer(folder)
