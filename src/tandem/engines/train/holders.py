@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
@@ -110,7 +110,10 @@ class Sharded(Holder):
         self.masters = dict(model.named_parameters())
 
     def publish(self) -> None:
-        """Nothing to do: the next forward pass gathers the new values."""
+        """Lets go of what a forward pass without a backward one left gathered: the next one gathers the new values."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     def full(self, name: str) -> torch.Tensor:
         return self.masters[name].detach().full_tensor()
