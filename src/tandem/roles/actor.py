@@ -53,6 +53,7 @@ class Actor:
         self.engine, self.algorithm, self.config = engine, algorithm, config
         self.max_head_offpolicyness, self.seed, self.version = max_head_offpolicyness, seed, version
         self.reference = reference
+        self._warned = False
         if algorithm.kl.coefficient > 0 and reference is None:
             raise ConfigError(
                 f"algorithm.kl.coefficient={algorithm.kl.coefficient:g} measures the distance to a reference policy, and "
@@ -149,10 +150,12 @@ class Actor:
         counts = (batch["advantages"] != 0) & ~batch["dropped"] & per_token(batch, batch["in_loss"])
         without_signal = not (bool(counts.any()) or objective.has_other_terms)
         if without_signal:
-            log.warning(
+            log.log(
+                logging.INFO if self._warned else logging.WARNING,
                 "this step changes nothing: no group has samples with different rewards. If that goes on, choose easier or "
-                "harder prompts, raise gconfig.n_samples, or use algorithm.filter=dynamic_sampling"
+                "harder prompts, raise gconfig.n_samples, or use algorithm.filter=dynamic_sampling",
             )
+            self._warned = True
         self._check_age(batch)
         entropy = self.algorithm.entropy_coefficient > 0 or "entropy" not in batch.keys()
         steps = []
