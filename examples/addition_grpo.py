@@ -21,11 +21,10 @@ from tandem.models.catalog import resolve
 from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import load_tokenizer
 from tandem.roles.actor import Actor
-from tandem.rollout.executor import Rollout
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
 from tandem.tracking.tracker import Tracker
 from tandem.trainers.evaluation import evaluate, greedy
-from tandem.trainers.parts import check_names, make_filter, make_reward, make_workflow, open_rows, training_workflow
+from tandem.trainers.parts import check_names, make_reward, make_rollout, make_workflow, open_rows, training_workflow
 from tandem.trainers.process import start_process
 from tandem.trainers.summary import open_run, save_if_due
 from tandem.weights.publisher import WeightPublisher
@@ -70,16 +69,7 @@ def main(overrides: list[str]) -> None:
         examiner = make_workflow(config, tokenizer, reward, greedy(config))
 
         eta = max_head_offpolicyness(config)
-        group_filter, max_draws = make_filter(config)
-        rollout = Rollout(
-            engine,
-            config.rollout,
-            seed=config.seed,
-            deterministic=config.deterministic,
-            group_filter=group_filter,
-            max_draws=max_draws,
-            max_head_offpolicyness=eta,
-        )
+        rollout = make_rollout(config, engine)
         stack.callback(rollout.close)
         longest = config.gconfig.max_new_tokens
         actor = Actor(

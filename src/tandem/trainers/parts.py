@@ -10,9 +10,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tandem.algorithms.registry import FILTERS
+from tandem.api.engines import InferenceEngine
 from tandem.api.plugins import is_file_spec, load_object
 from tandem.api.samples import Group
 from tandem.api.workflow import RewardFn, RewardResult, RolloutWorkflow
+from tandem.config.arithmetic import max_head_offpolicyness
 from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
@@ -21,7 +23,7 @@ from tandem.config.train_engine import TrainEngineConfig
 from tandem.data.dataset import Dataset, load_dataset
 from tandem.rewards.build import build_reward
 from tandem.roles.components import choose
-from tandem.rollout.executor import MAX_DRAWS, GroupFilter
+from tandem.rollout.executor import MAX_DRAWS, GroupFilter, Rollout
 from tandem.rollout.workflows import MultiTurnWorkflow, Repeated, RLVRWorkflow
 from tandem.tracking.sinks.base import find_sink
 
@@ -186,3 +188,17 @@ def make_filter(config: TrainConfig) -> tuple[GroupFilter | None, int]:
         return choice(accuracies=[s.accuracy for s in counted], rewards=[s.reward for s in counted])
 
     return keeps, int(choice.knobs.get("max_draws", MAX_DRAWS))
+
+
+def make_rollout(config: TrainConfig, engine: InferenceEngine | None) -> Rollout:
+    """The executor with the run's staleness bound and filter; ``engine`` is None on ranks other than 0."""
+    group_filter, max_draws = make_filter(config)
+    return Rollout(
+        engine,
+        config.rollout,
+        seed=config.seed,
+        deterministic=config.deterministic,
+        group_filter=group_filter,
+        max_draws=max_draws,
+        max_head_offpolicyness=max_head_offpolicyness(config),
+    )

@@ -25,8 +25,8 @@ from tandem.trainers.meter import EngineMeter
 from tandem.trainers.parts import (
     Rows,
     check_columns,
-    make_filter,
     make_reward,
+    make_rollout,
     make_workflow,
     reference_config,
     training_workflow,
@@ -81,16 +81,7 @@ def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, 
         reward = make_reward(config)
         stack.callback(reward.close)
         check_columns(reward, rows.train.rows)
-        group_filter, max_draws = make_filter(config)
-        rollout = Rollout(
-            engine,
-            config.rollout,
-            seed=config.seed,
-            deterministic=config.deterministic,
-            group_filter=group_filter,
-            max_draws=max_draws,
-            max_head_offpolicyness=max_head_offpolicyness(config),
-        )
+        rollout = make_rollout(config, engine)
         stack.callback(rollout.close)
         yield Session(
             tokenizer=tokenizer,
