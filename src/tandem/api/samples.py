@@ -55,6 +55,12 @@ class Sample:
     accuracy: float | None = None
     """Whether the answer is right (0 to 1), before shaping; filters judge on it. None where it is unknown."""
 
+    answer: str | None = None
+    """The answer that the reward found in the completion; None where it found none, or looks for none."""
+
+    extracted: bool | None = None
+    """Whether it found one; None where it looks for none."""
+
     in_statistics: bool = True
     """False: its reward does not enter the group's mean and spread."""
 

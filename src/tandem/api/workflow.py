@@ -30,6 +30,12 @@ class RewardResult:
     accuracy: float | None = None
     """0 to 1 where right and wrong are defined."""
 
+    answer: str | None = None
+    """The answer that was found in the completion; None where none was found, or none is looked for."""
+
+    extracted: bool | None = None
+    """Whether an answer was found; None where the reward looks for none."""
+
 
 class RewardFn(ABC):
     """Judges one completion of one row."""

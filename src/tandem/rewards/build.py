@@ -20,7 +20,7 @@ GRAMMAR = "a name, name(knob=value), a sum such as math + 0.2*format, or my_file
 
 
 class SumReward(RewardFn):
-    """The weighted sum of several rewards; each is a named part. Accuracy is that of the first one that knows it."""
+    """The weighted sum of several rewards; each is a named part. Accuracy and answer are those of the first one that knows."""
 
     def __init__(self, terms: list[tuple[str, float, RewardFn]]):
         self.terms = terms
@@ -45,7 +45,10 @@ class SumReward(RewardFn):
         results = await asyncio.gather(*(reward(**given) for _, _, reward in self.terms))
         rewards = {name: weight * result.value for (name, weight, _), result in zip(self.terms, results, strict=True)}
         known = [result.accuracy for result in results if result.accuracy is not None]
-        return RewardResult(sum(rewards.values()), rewards, known[0] if known else None)
+        looking = next((result for result in results if result.extracted is not None), RewardResult(0.0))
+        return RewardResult(
+            sum(rewards.values()), rewards, known[0] if known else None, looking.answer, looking.extracted
+        )
 
     def check_columns(self, columns: Mapping[str, Any]) -> None:
         """Asks each term that can tell whether the row has what it needs."""

@@ -13,18 +13,18 @@ from tandem.rewards.pool import WorkerPool
 
 def as_result(outcome: Outcome) -> RewardResult:
     """The same for the rest of Tandem."""
-    return RewardResult(outcome.value, outcome.rewards, outcome.accuracy)
+    return RewardResult(outcome.value, outcome.rewards, outcome.accuracy, outcome.answer, outcome.extracted)
 
 
 def require_answer(row: Mapping[str, Any], name: str) -> None:
     """Raises ConfigError where a row has no answer to compare with."""
-    if row.get("answer") is None:
+    if row.get("answer") is None or not str(row["answer"]).strip():
         there = ", ".join(
             column for column in row if column not in ("messages", "answer", "source", "reward_name", "epoch", "index")
         )
         raise ConfigError(
-            f"reward {name!r} compares with the row's answer, and the data set has none; name its column with "
-            f"train_dataset.answer_column. Columns there: {there}"
+            f"reward {name!r} compares with the row's answer, and there is none; name its column with answer_column "
+            f"(of train_dataset, valid_dataset or the data of an evaluation). Columns there: {there}"
         )
 
 

@@ -21,6 +21,8 @@ class Outcome:
     value: float
     rewards: dict[str, float] = field(default_factory=dict)
     accuracy: float | None = None
+    answer: str | None = None
+    extracted: bool | None = None
 
 
 class RemoteError(Exception):
@@ -82,15 +84,23 @@ def _number(value: Any, what: str) -> float:
 def read_outcome(value: Any, name: str) -> Outcome:
     """Checks what a reward function returned.
 
+    A mapping's text under ``answer`` is the answer that was found in the completion, its None that none was found.
+
     Raises:
         RewardFailure: ``reward_wrong_type`` or ``reward_not_finite``.
     """
     module = sys.modules.get("tandem.api.workflow")  # not imported here: it brings torch
+    answer: str | None = None
+    extracted: bool | None = None
     if isinstance(value, Outcome) or (module and isinstance(value, module.RewardResult)):
         parts, total, accuracy = dict(value.rewards), value.value, value.accuracy
+        answer, extracted = value.answer, value.extracted
     elif isinstance(value, Mapping):
         parts = dict(value)
         accuracy = parts.pop("accuracy", None)
+        if "answer" in parts and (parts["answer"] is None or isinstance(parts["answer"], str)):
+            answer = parts.pop("answer")
+            extracted = answer is not None
         if not parts:
             raise RewardFailure("reward_wrong_type", f"{name} returned no part to sum, only {value!r:.80}")
         total = sum(_number(part, f"{name}[{key!r}]") for key, part in parts.items())
@@ -102,4 +112,4 @@ def read_outcome(value: Any, name: str) -> Outcome:
         accuracy = _number(accuracy, f"accuracy of {name}")
         if not 0 <= accuracy <= 1:
             raise RewardFailure("reward_wrong_type", f"accuracy of {name} must lie in 0…1, got {accuracy}")
-    return Outcome(total, rewards, accuracy)
+    return Outcome(total, rewards, accuracy, answer, extracted)

@@ -231,4 +231,4 @@ class WorkerPool:
         if "failure" in message:
             cause = RemoteError(message["traceback"])
             raise RewardFailure(message["failure"], f"{self.name}: {message['message']}") from cause
-        return Outcome(message["value"], message["rewards"], message["accuracy"])
+        return Outcome(**{name: message[name] for name in ("value", "rewards", "accuracy", "answer", "extracted")})

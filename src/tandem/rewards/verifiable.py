@@ -38,8 +38,8 @@ def _gold_number(row: Mapping[str, Any]) -> Fraction:
     return number
 
 
-def _verdict(right: bool) -> Outcome:
-    return Outcome(float(right), accuracy=float(right))
+def _verdict(right: bool, answer: str | None) -> Outcome:
+    return Outcome(float(right), accuracy=float(right), answer=answer, extracted=answer is not None)
 
 
 @register("math")
@@ -68,14 +68,14 @@ class MathReward(RewardFn):
         """See `RewardFn`."""
         gold, answer = _gold(row), final_answer(completion)
         if answer is None:
-            return as_result(_verdict(False))
+            return as_result(_verdict(False, None))
         numbers = plain_number(gold), plain_number(answer)
         if None not in numbers:
-            return as_result(_verdict(numbers[0] == numbers[1]))
+            return as_result(_verdict(numbers[0] == numbers[1], answer))
         if gold == answer:
-            return as_result(_verdict(True))
+            return as_result(_verdict(True, answer))
         outcome = await self.pool.call({"gold": gold, "answer": answer})
-        return as_result(_verdict(outcome.value > 0))
+        return as_result(_verdict(outcome.value > 0, answer))
 
     def close(self) -> None:
         """Kills the workers."""
@@ -85,7 +85,7 @@ class MathReward(RewardFn):
 def exact_number(completion: str, row: Mapping[str, Any]) -> Outcome:
     """1 if the last number of the completion is the row's number, else 0."""
     expected, found = _gold_number(row), last_number(completion)
-    return _verdict(found is not None and plain_number(found) == expected)
+    return _verdict(found is not None and plain_number(found) == expected, found)
 
 
 def has_form(completion: str) -> float:
@@ -93,7 +93,7 @@ def has_form(completion: str) -> float:
     return 1.0 if boxed(completion) or after_hashes(completion) else 0.0
 
 
-def gsm8k_parts(completion: str, row: Mapping[str, Any]) -> dict[str, float]:
+def gsm8k_parts(completion: str, row: Mapping[str, Any]) -> dict[str, float | str | None]:
     """Right answer 1; closeness up to 0.3; form 0.2 (0.1 for a number without ``####``); so a weak model sees a spread."""
     expected, answer = _gold_number(row), final_answer(completion)
     number = plain_number(answer) if answer else None
@@ -103,7 +103,7 @@ def gsm8k_parts(completion: str, row: Mapping[str, Any]) -> dict[str, float]:
         closeness = CLOSENESS_WEIGHT / (1 + float(abs(number - expected) / max(Fraction(1), abs(expected))))
     marked = plain_number(after_hashes(completion) or "") is not None
     form = FORM_WEIGHT if marked else FORM_WEIGHT / 2 if number is not None else 0.0
-    return {"correct": correct, "closeness": closeness, "format": form, "accuracy": correct}
+    return {"correct": correct, "closeness": closeness, "format": form, "accuracy": correct, "answer": answer}
 
 
 @register("exact_number")

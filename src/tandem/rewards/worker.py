@@ -125,7 +125,13 @@ def judge(function: Callable[..., Any], name: str, arguments: dict[str, Any]) ->
         return _failed(failure.reason, failure)
     except BaseException as error:  # the reward boundary: sys.exit() in a reward is a failure of the reward
         return _failed("reward_raised", error)
-    return {"value": outcome.value, "rewards": outcome.rewards, "accuracy": outcome.accuracy}
+    return {
+        "value": outcome.value,
+        "rewards": outcome.rewards,
+        "accuracy": outcome.accuracy,
+        "answer": outcome.answer,
+        "extracted": outcome.extracted,
+    }
 
 
 def _end_leftovers(kept: set[int]) -> None:

@@ -140,6 +140,8 @@ class Chat:
         rewards: Mapping[str, float] | None = None,
         accuracy: float | None = None,
         metrics: Mapping[str, float] | None = None,
+        answer: str | None = None,
+        extracted: bool | None = None,
     ) -> Sample:
         """The finished sample, with every trajectory that has trained tokens."""
         spoken = [tokens for tokens in (*self._ended, self._tokens) if any(tokens.mask)]
@@ -151,6 +153,8 @@ class Chat:
             prompt_text=self.prompt,
             completion_text=self.completion,
             metrics=dict(metrics or {}),
+            answer=answer,
+            extracted=extracted,
         )
 
     def _addition(self, turn: Mapping[str, Any]) -> str | None:

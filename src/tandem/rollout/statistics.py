@@ -36,6 +36,9 @@ def batch_metrics(groups: Sequence[Group], batch: TensorDict, *, version: int) -
     accuracies = [sample.accuracy for sample in samples if sample.accuracy is not None]
     if accuracies:
         metrics["accuracy"] = mean(accuracies)
+    extracted = [float(sample.extracted) for sample in samples if sample.extracted is not None]
+    if extracted:
+        metrics["extracted"] = mean(extracted)
     return metrics | _parts(groups) | _ages(batch, version)
 
 

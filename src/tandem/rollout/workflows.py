@@ -71,7 +71,13 @@ class RLVRWorkflow(ChatWorkflow):
         chat = self.start(data)
         await self.reply(engine, chat)
         result = await self.judge(chat, data)
-        return chat.sample(result.value, rewards=result.rewards, accuracy=result.accuracy)
+        return chat.sample(
+            result.value,
+            rewards=result.rewards,
+            accuracy=result.accuracy,
+            answer=result.answer,
+            extracted=result.extracted,
+        )
 
 
 class MultiTurnWorkflow(ChatWorkflow):
@@ -110,7 +116,12 @@ class MultiTurnWorkflow(ChatWorkflow):
             chat.say(self.retry_message)
         discount = self.turn_discount**turn
         return chat.sample(
-            result.value * discount, rewards=result.rewards, accuracy=result.accuracy, metrics={"turns": turn + 1.0}
+            result.value * discount,
+            rewards=result.rewards,
+            accuracy=result.accuracy,
+            metrics={"turns": turn + 1.0},
+            answer=result.answer,
+            extracted=result.extracted,
         )
 
 

@@ -50,6 +50,12 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             "Mean accuracy of the samples, where right and wrong are defined.",
             "Reward rises and accuracy does not: the reward is rewarding something else.",
         ),
+        "extracted": Metric(
+            "share",
+            "Samples in which the reward found an answer to judge, where it looks for one.",
+            "Below 0.9: the model does not write its answer as the reward expects it; say in the prompt how, or see "
+            "`truncated`.",
+        ),
         "groups/without_spread": Metric(
             "share",
             "Groups whose samples all have the same reward; their advantages are 0 and they teach nothing.",
