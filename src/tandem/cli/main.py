@@ -28,6 +28,7 @@ COMMANDS = {
     "train": Command("tandem.cli.train", "train a model with reinforcement learning"),
     "sft": Command("tandem.cli.sft", "fine-tune a model on questions and answers"),
     "generate": Command("tandem.cli.generate", "let a model answer a prompt"),
+    "algorithms": Command("tandem.cli.algorithms", "list the algorithms, or say what one of them is"),
     "config": Command("tandem.cli.config", "show the resolved configuration and where each value comes from"),
     "doctor": Command("tandem.cli.doctor", "show what this machine has, for a bug report"),
 }
@@ -46,7 +47,7 @@ exit codes: 0 done, 1 failed, 2 wrong configuration or usage, 130 interrupted"""
 
 def top_parser() -> argparse.ArgumentParser:
     """The parser of `tandem` itself, which knows the commands' names only."""
-    commands = "\n".join(f"  {name:<10}{command.help}" for name, command in COMMANDS.items())
+    commands = "\n".join(f"  {name:<12}{command.help}" for name, command in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="tandem",
         usage="tandem COMMAND …",

@@ -1,0 +1,150 @@
+"""What there is to know of an algorithm, put together from the preset, the knobs, the formulas and the notes.
+
+`tandem algorithms` prints it; scripts/algorithm_pages.py writes it into docs/algorithms/.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from tandem.config.algorithm import AlgorithmConfig, Component
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import TrainConfig
+from tandem.config.formulas import CORRECTIONS, FORMULAS, KL_FORMS
+from tandem.config.knobs import CHOICES
+from tandem.config.load import load_config, plain_data
+from tandem.config.notes import NOTES, Note, needs
+from tandem.config.presets import PRESETS
+
+SOME_DATA = "train_dataset.path=addition"
+"""A configuration is whole with data only; which data does not matter here."""
+
+PARTS = ("advantage", "policy_loss", "aggregation", "filter")
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One preset, resolved, with what the user changed in it."""
+
+    name: str
+    summary: str
+    """One line."""
+
+    note: Note
+    needs: tuple[str, ...]
+    """What it needs besides the actor."""
+
+    formulas: Mapping[str, str]
+    """Part → formula, in the order in which a batch meets them."""
+
+    values: Mapping[str, Any]
+    """The whole `algorithm` section, plain data, defaults of knobs included."""
+
+    asynchronous: Mapping[str, Any] | str
+    """Dotted key → value that asynchronous training changes; or the reason why it is refused."""
+
+    def shown(self) -> dict[str, Any]:
+        """The values that say something: every part with its knobs, and what is not at its default."""
+        plain = plain_data(AlgorithmConfig())
+        return {
+            key: value
+            for key, value in self.values.items()
+            if (key in PARTS and value != {"name": "none"}) or (key not in PARTS and key != "preset" and value != plain[key])
+        }
+
+
+def algorithm(name: str, overrides: Sequence[str] = ()) -> Algorithm:
+    """The preset of that name, with ``key=value`` changes.
+
+    Raises:
+        ConfigError: no such preset (tells the nearest), or changes that are refused.
+    """
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"no algorithm is called {name!r}; {hint}There are: {', '.join(PRESETS)}")
+    config = _load(name, overrides).algorithm
+    return Algorithm(
+        name=name,
+        summary=PRESETS[name].summary,
+        note=NOTES[name],
+        needs=needs(name),
+        formulas=dict(_formulas(config)),
+        values=_with_knobs(config),
+        asynchronous=_asynchronous(name, overrides, config),
+    )
+
+
+def _load(name: str, overrides: Sequence[str]) -> TrainConfig:
+    return load_config(TrainConfig, None, [SOME_DATA, f"algorithm={name}", *overrides]).config
+
+
+def _with_knobs(config: AlgorithmConfig) -> dict[str, Any]:
+    """The section as plain data, where a component shows its knobs, also those at their defaults."""
+    values = plain_data(config)
+    for part in PARTS:
+        values[part] = _component(part, getattr(config, part))
+    values["shaping"] = [_component("shaping", shaping) for shaping in config.shaping]
+    return values
+
+
+def _component(part: str, component: Component) -> dict[str, Any]:
+    defaults = {name: rule.default for name, rule in CHOICES[part].get(component.name, {}).items()}
+    return {"name": component.name, **defaults, **component.knobs}
+
+
+def _formulas(config: AlgorithmConfig) -> Iterator[tuple[str, str]]:
+    parts = [("shaping", shaping) for shaping in config.shaping]
+    parts += [(part, getattr(config, part)) for part in ("filter", "advantage", "policy_loss", "aggregation")]
+    for part, component in parts:
+        formula = FORMULAS[part].get(component.name)  # none for a function of the user's
+        if formula is not None and component.name != "none":
+            yield (f"{part}: {component.name}" if part == "shaping" else part), formula.text
+    correction, kl = config.correction, config.kl
+    if correction.weight != "none":
+        text = CORRECTIONS[correction.weight].text
+        bounds = f"low = {correction.low:g}, high = {correction.high:g}" if correction.weight == "mask" else (
+            f"high = {correction.high:g}"
+        )  # fmt: skip
+        yield "correction", f"{text}; {bounds}, of each {correction.level}"
+    if kl.coefficient > 0:
+        what = {"loss": "added to L_t", "reward": "subtracted from the reward of each token"}[kl.where]
+        yield "kl", f"{kl.coefficient:g} × ({KL_FORMS[kl.estimator].text}) {what}"
+    if config.entropy_coefficient:
+        yield "entropy", f"L_t ← L_t − {config.entropy_coefficient:g} × entropy of token t"
+
+
+def _asynchronous(name: str, overrides: Sequence[str], config: AlgorithmConfig) -> Mapping[str, Any] | str:
+    try:
+        other = _load(name, [*overrides, "async_training=true"]).algorithm
+    except ConfigError as error:
+        return str(error)
+    before, after = dict(_flat(plain_data(config))), dict(_flat(plain_data(other)))
+    return {f"algorithm.{key}": value for key, value in after.items() if before.get(key) != value}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def refusals(name: str) -> Iterator[tuple[str, str]]:
+    """The overrides that a preset is refused with, and the messages; the message is empty where it is not refused."""
+    for overrides in NOTES[name].refused:
+        try:
+            _load(name, overrides)
+            message = ""
+        except ConfigError as error:
+            message = str(error)
+        yield " ".join(overrides), message
+
+
+def as_yaml(values: Mapping[str, Any]) -> str:
+    """The section as it would stand in a file."""
+    return yaml.safe_dump({"algorithm": dict(values)}, sort_keys=False, allow_unicode=True, width=120).rstrip()
