@@ -48,6 +48,7 @@ def engine_on(
     chunk_tokens=1024,
     checkpointing=False,
     device="cpu",
+    head="lm",
     **optimizer,
 ) -> FSDPEngine:
     options = {"lr": 1e-2, "max_grad_norm": None, "weight_decay": 0.1, **optimizer}
@@ -60,7 +61,7 @@ def engine_on(
         logprob_chunk_tokens=chunk_tokens,
         gradient_checkpointing=checkpointing,
     )
-    return FSDPEngine(config, total_steps=total_steps, device=device)
+    return FSDPEngine(config, total_steps=total_steps, device=device, head=head)
 
 
 def weights_of(engine) -> dict[str, torch.Tensor]:

@@ -55,7 +55,7 @@ def test_packed_equals_padded_in_values_and_gradients(kind):
 
     torch.testing.assert_close(packed.logprobs, padded[0], atol=2e-5, rtol=1e-5)
     torch.testing.assert_close(packed.entropy, padded[1], atol=2e-5, rtol=1e-5)
-    sum((x * d).sum() for x, d in zip(packed, direction, strict=True)).backward()
+    sum((x * d).sum() for x, d in zip(packed[:2], direction, strict=True)).backward()
     sum((x * d).sum() for x, d in zip(padded, direction, strict=True)).backward()
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert (ours.grad - theirs.grad).abs().max() <= 2e-5 * theirs.grad.abs().max(), name

@@ -19,12 +19,17 @@ class Outputs(NamedTuple):
     """What a forward pass gives a loss: per token ``[T]`` of the view, never logits.
 
     Position t speaks of token t. At positions that are not predicted (the first of each sequence, and wherever the
-    caller's ``loss_mask`` is false) the values are 0.
+    caller's ``loss_mask`` is false) log-probabilities and entropies are 0.
     """
 
     logprobs: torch.Tensor
+    """Empty where the model has a scalar head."""
+
     entropy: torch.Tensor | None = None
     """None unless it was asked for."""
+
+    scores: torch.Tensor | None = None
+    """What a scalar head reads *after* token t, at every token; None where the model has none."""
 
 
 Metrics = Mapping[str, torch.Tensor]
@@ -59,7 +64,7 @@ class TrainEngine(ABC):
 
     @abstractmethod
     def forward(self, batch: TensorDict, *, entropy: bool = False) -> Outputs:
-        """Log-probabilities (and entropy) of the global batch, ``[T]`` in its order, no gradient."""
+        """Log-probabilities (and entropy), or scores, of the global batch, ``[T]`` in its order, no gradient."""
 
     @abstractmethod
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:

@@ -3,15 +3,17 @@
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging
 
 from tandem.config.errors import ConfigError
 from tandem.models.architecture import Architecture
 from tandem.models.attention import NAME
 from tandem.models.catalog import resolve
+from tandem.models.heads import PackedScalarModel, read_classifier
 from tandem.models.packed import PackedCausalLM
 
 
@@ -44,12 +46,7 @@ def load_causal_lm(
         ConfigError: no such model, a damaged folder, or an architecture that is not computed exactly.
     """
     folder = resolve(path)
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"config.json of {folder} cannot be read: {error}") from error
-    Architecture.from_config(config)  # refuse before reading gigabytes
-    config.attention_dropout = 0.0
+    config = _read_config(folder)
     try:
         with no_progress_bars():
             model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, attn_implementation=NAME)
@@ -60,3 +57,37 @@ def load_causal_lm(
     if gradient_checkpointing:
         packed.enable_gradient_checkpointing()
     return packed
+
+
+def load_scalar_model(
+    path: str | os.PathLike[str],
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    gradient_checkpointing: bool = False,
+) -> PackedScalarModel:
+    """The model at ``path`` with one number a token as its head: a critic, or a reward model.
+
+    A sequence classifier brings its head; from a causal language model the head begins as zeros.
+
+    Raises:
+        ConfigError: what `load_causal_lm` refuses, and a classifier with more than one label.
+    """
+    folder = resolve(path)
+    config = _read_config(folder)
+    with no_progress_bars():
+        model = read_classifier(folder, config, dtype)
+    packed = PackedScalarModel(model.to(device))
+    if gradient_checkpointing:
+        packed.enable_gradient_checkpointing()
+    return packed
+
+
+def _read_config(folder: Path) -> PretrainedConfig:
+    """The configuration, if the architecture is computed exactly; without dropout."""
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"config.json of {folder} cannot be read: {error}") from error
+    Architecture.from_config(config)  # refuse before reading gigabytes
+    config.attention_dropout = 0.0
+    return config

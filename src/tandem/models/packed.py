@@ -1,6 +1,6 @@
 """A Hugging Face causal language model that takes packed sequences and gives log-probabilities."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,14 +12,24 @@ from tandem.models.logprobs import chunked_logprobs
 from tandem.models.prefixes import compact
 
 
-class PackedCausalLM(nn.Module):
-    """Wraps a transformers model, unchanged but for its attention function; `forward` is all that training needs.
+class Hidden(NamedTuple):
+    """Last hidden states, without those of repeated prompts."""
+
+    states: torch.Tensor
+    """``[C, H]``, normalised."""
+
+    place: torch.Tensor | None
+    """``[T]``: the row of each token; None where C = T and every token has its own."""
+
+
+class PackedModel(nn.Module):
+    """Wraps a transformers model, unchanged but for its attention function. Its head is a subclass's.
 
     Parameters keep their Hugging Face names under the prefix ``model.``.
     """
 
-    def __init__(self, model: nn.Module, *, chunk_tokens: int = 1024):
-        """``model``: a transformers causal language model; ``chunk_tokens``: rows of logits that exist at a time.
+    def __init__(self, model: nn.Module):
+        """``model``: a transformers model whose backbone is called ``model``.
 
         Raises:
             ConfigError: the architecture is not one that is computed exactly.
@@ -28,7 +38,6 @@ class PackedCausalLM(nn.Module):
         self.architecture = Architecture.from_config(model.config)
         model.set_attn_implementation(NAME)
         self.model = model
-        self.chunk_tokens = chunk_tokens
 
     @property
     def config(self) -> Any:
@@ -42,6 +51,38 @@ class PackedCausalLM(nn.Module):
         # transformers recomputes only in training mode; nothing else depends on that, because dropout is 0
         self.model.train()
 
+    def hidden(self, input_ids: torch.Tensor, cu_seqlens: torch.Tensor, loss_mask: torch.Tensor) -> Hidden:
+        """States after each token, ``input_ids [T]``, ``cu_seqlens [N + 1]``.
+
+        A prompt (the tokens before the first one in ``loss_mask [T]``) that several sequences begin with is computed once:
+        causal attention makes its states the same in all of them.
+        """
+        bounds = check_lengths(cu_seqlens, len(input_ids))
+        ids, at = input_ids, positions(cu_seqlens, len(input_ids))
+        shared = compact(input_ids, bounds, loss_mask)
+        if shared is None:
+            packing = Packing.from_cu_seqlens(cu_seqlens)
+        else:
+            packing = Packing.from_prompts(cu_seqlens, shared.prompts)
+            ids, at = ids[shared.tokens], at[shared.tokens]
+        states = self.model.model(
+            input_ids=ids[None], position_ids=at[None], use_cache=False, packing=packing
+        ).last_hidden_state[0]  # [C, H]
+        return Hidden(states, None if shared is None else shared.place)
+
+
+class PackedCausalLM(PackedModel):
+    """A causal language model; `forward` is all that training needs."""
+
+    def __init__(self, model: nn.Module, *, chunk_tokens: int = 1024):
+        """``model``: a transformers causal language model; ``chunk_tokens``: rows of logits that exist at a time.
+
+        Raises:
+            ConfigError: the architecture is not one that is computed exactly.
+        """
+        super().__init__(model)
+        self.chunk_tokens = chunk_tokens
+
     def forward(
         self,
         input_ids: torch.Tensor,
@@ -53,26 +94,16 @@ class PackedCausalLM(nn.Module):
         """Log-probabilities (and entropies) of the tokens in ``loss_mask``, given what precedes them in their sequence.
 
         ``input_ids [T]``, ``cu_seqlens [N + 1]``, ``temperature [N]``, ``loss_mask [T]`` bool. Returns ``[T]`` float32
-        tensors, 0 where nothing is predicted: outside the mask and at the first token of each sequence. A prompt (the tokens
-        before the first one in the mask) that several sequences begin with is computed once.
+        tensors, 0 where nothing is predicted: outside the mask and at the first token of each sequence.
         """
-        bounds = check_lengths(cu_seqlens, len(input_ids))
-        ids, at = input_ids, positions(cu_seqlens, len(input_ids))
-        shared = compact(input_ids, bounds, loss_mask)
-        if shared is None:
-            packing = Packing.from_cu_seqlens(cu_seqlens)
-        else:
-            packing = Packing.from_prompts(cu_seqlens, shared.prompts)
-            ids, at = ids[shared.tokens], at[shared.tokens]
-        hidden = self.model.model(
-            input_ids=ids[None], position_ids=at[None], use_cache=False, packing=packing
-        ).last_hidden_state[0]  # [C, H]
+        hidden, place = self.hidden(input_ids, cu_seqlens, loss_mask)
+        bounds = cu_seqlens.tolist()
 
         predicted = loss_mask.clone()
         predicted[[start for start, end in zip(bounds, bounds[1:], strict=False) if start < end]] = False
         index = predicted.nonzero().flatten()  # [M]
         before = index - 1  # the state before a token predicts it
-        before = before if shared is None else shared.place[before]
+        before = before if place is None else place[before]
         of_token = torch.repeat_interleave(temperature, cu_seqlens.diff(), output_size=len(input_ids))
         head = chunked_logprobs(
             hidden.index_select(0, before),

@@ -34,8 +34,9 @@ def write_folder(
         "architectures": [type(model).__name__],
     }
     type(model.config).from_dict(settings).save_pretrained(folder)
-    if model.generation_config is not None:
-        model.generation_config.save_pretrained(folder)
+    generation_config = getattr(model, "generation_config", None)  # a classifier has none
+    if generation_config is not None:
+        generation_config.save_pretrained(folder)
 
 
 def read_weights(folder: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -18,12 +19,15 @@ from tandem.engines.train.holders import Holder, Replica, Sharded, sum_over_rank
 from tandem.engines.train.micro_batches import Item, plan
 from tandem.engines.train.schedule import learning_rate
 from tandem.engines.train.totals import Totals
-from tandem.models.load import load_causal_lm
+from tandem.models.load import load_causal_lm, load_scalar_model
+from tandem.models.packed import PackedModel
 from tandem.models.precision import resolve_dtype
 from tandem.models.prefixes import prompt_keys
 
 _PREFIX = "model."
-"""What `PackedCausalLM` puts before the Hugging Face names."""
+"""What `PackedModel` puts before the Hugging Face names."""
+
+Head = Literal["lm", "scalar"]
 
 
 class FSDPEngine(TrainEngine):
@@ -40,9 +44,11 @@ class FSDPEngine(TrainEngine):
         total_steps: int,
         device: str | torch.device = "cpu",
         process_group: dist.ProcessGroup | None = None,
+        head: Head = "lm",
     ):
         """``total_steps``: optimizer steps of the run, for the schedule. ``process_group``: None takes the default group
-        where torch.distributed is initialised, else this process alone.
+        where torch.distributed is initialised, else this process alone. ``head``: ``scalar`` gives ``scores`` and neither
+        log-probabilities nor entropy; it is saved as a sequence classifier.
 
         Raises:
             ConfigError: the model cannot be opened, or the group has another size than ``config.backend`` says.
@@ -57,13 +63,8 @@ class FSDPEngine(TrainEngine):
                 f"actor.backend is {config.backend!r}, but {self.world_size} process(es) take part; "
                 f"set it to fsdp:d{self.world_size}, or start as many processes as it says"
             )
-        self.model = load_causal_lm(
-            config.path,
-            torch.float32,
-            self.device,
-            config.gradient_checkpointing,
-            chunk_tokens=config.logprob_chunk_tokens,
-        )
+        self.head = head
+        self.model = self._load_model()
         layers = self.model.model.model.layers
         self._holder: Holder = (
             Replica(self.model, self.dtype) if mesh is None else Sharded(self.model, layers, self.dtype, mesh)
@@ -107,18 +108,19 @@ class FSDPEngine(TrainEngine):
         """See `TrainEngine.forward`."""
         self._require("parameters")
         bounds = batch["cu_seqlens"].tolist()
-        found = torch.zeros(2 if entropy else 1, bounds[-1], device=self.device)
+        found = torch.zeros(2 if entropy else 1, bounds[-1], device=self.device)  # [1 or 2, T]
         for indices in self._micro_batches(batch):
             if not indices:
                 self._compute(_filler(self.device), entropy)
                 continue
             outputs = self._compute(select(batch, indices).to(self.device), entropy)
             tokens = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in indices]).to(self.device)
-            found[0, tokens] = outputs.logprobs
+            found[0, tokens] = self._main(outputs)
             if entropy:
                 found[1, tokens] = outputs.entropy
         sum_over_ranks(found, self._group)
-        return Outputs(*found.to(batch["input_ids"].device))
+        found = found.to(batch["input_ids"].device)
+        return Outputs(*found) if self.head == "lm" else Outputs(found.new_zeros(0), scores=found[0])
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TrainEngine.weights`. Without ``dtype`` they come as they are held: float32.
@@ -176,6 +178,18 @@ class FSDPEngine(TrainEngine):
                 f"{' and '.join(missing)} of the train engine are offloaded; call onload({tuple(missing)}) first"
             )
 
+    def _load_model(self) -> PackedModel:
+        config = self.config
+        if self.head == "scalar":
+            return load_scalar_model(config.path, torch.float32, self.device, config.gradient_checkpointing)
+        return load_causal_lm(
+            config.path,
+            torch.float32,
+            self.device,
+            config.gradient_checkpointing,
+            chunk_tokens=config.logprob_chunk_tokens,
+        )
+
     def _make_optimizer(self) -> torch.optim.AdamW:
         options, masters = self.config.optimizer, self._holder.masters.values()
         groups = [
@@ -199,7 +213,17 @@ class FSDPEngine(TrainEngine):
         planned = plan(items, self.config.max_tokens_per_micro_batch, self.world_size)[self.rank]
         return [[index[i] for i in micro_batch] for micro_batch in planned]
 
+    def _main(self, outputs: Outputs) -> torch.Tensor:
+        """What the head is for, ``[T]``."""
+        found = outputs.logprobs if self.head == "lm" else outputs.scores
+        assert found is not None
+        return found
+
     def _compute(self, view: TensorDict, entropy: bool) -> Outputs:
+        if self.head == "scalar":
+            if entropy:
+                raise ValueError("a model with a scalar head has no distribution over tokens, so it has no entropy")
+            return self.model(view["input_ids"], view["cu_seqlens"], view["loss_mask"])
         temperature = (
             view["temperature"] if "temperature" in view.keys() else torch.ones(num_sequences(view), device=self.device)
         )
@@ -209,7 +233,7 @@ class FSDPEngine(TrainEngine):
         """Weighted sum of the losses of one micro-batch; its metrics go into ``totals``."""
         if not indices:
             # another rank has one more: take part in the communication, add nothing
-            return self._compute(_filler(self.device), entropy).logprobs.sum() * 0.0
+            return self._main(self._compute(_filler(self.device), entropy)).sum() * 0.0
         view = select(batch, indices).to(self.device)
         losses, metrics = loss_fn(self._compute(view, entropy), view)
         weights = view["loss_weights"]

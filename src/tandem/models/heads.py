@@ -1,0 +1,111 @@
+"""The scalar head: one number a token, which a critic reads as a value and a reward model as a score.
+
+On disk it is a Hugging Face sequence classifier with one label, whose head is called ``score``.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForSequenceClassification, GenerationConfig, PretrainedConfig
+from transformers.utils import logging
+
+from tandem.api.engines import Outputs
+from tandem.config.errors import ConfigError
+from tandem.models.attention import NAME
+from tandem.models.packed import PackedModel
+
+HEAD = "score.weight"
+"""Name of the head's only tensor, ``[1, H]``: it has no bias."""
+
+
+class PackedScalarModel(PackedModel):
+    """A transformers sequence classifier with one label, read at every token."""
+
+    def forward(self, input_ids: torch.Tensor, cu_seqlens: torch.Tensor, loss_mask: torch.Tensor) -> Outputs:
+        """``scores [T]`` float32: position t holds what the head reads from the state *after* token t, for every token.
+
+        ``input_ids [T]``, ``cu_seqlens [N + 1]``; ``loss_mask [T]`` bool only tells where prompts end, so that a common one
+        is computed once. ``logprobs`` is empty: no logits are computed.
+        """
+        states, place = self.hidden(input_ids, cu_seqlens, loss_mask)
+        # in float32: bfloat16 has steps of 1/128 between 1 and 2, coarser than what values must tell apart
+        scores = (states.float() @ self.model.score.weight.float().T)[:, 0]  # [C]
+        return Outputs(scores.new_zeros(0), scores=scores if place is None else scores[place])
+
+
+def is_classifier(config: PretrainedConfig) -> bool:
+    """Whether a folder holds a sequence classifier; else its head is another, or there is none."""
+    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+
+
+def read_classifier(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
+    """A transformers sequence classifier with one label; its head is 0 where the folder has none.
+
+    Raises:
+        ConfigError: more than one label, no usable padding token, or weights that are missing or cannot be read.
+    """
+    brings_head = is_classifier(config)
+    if brings_head and config.num_labels != 1:
+        raise ConfigError(
+            f"{folder} is a classifier with {config.num_labels} labels ({', '.join(map(str, config.id2label.values()))}); "
+            "a reward model or critic has one number, so give a classifier with num_labels=1 or a language model"
+        )
+    config.num_labels = 1
+    padding = padding_token(folder, config)
+    try:
+        with _no_report():
+            model, report = AutoModelForSequenceClassification.from_pretrained(
+                folder, config=config, dtype=dtype, attn_implementation=NAME, output_loading_info=True
+            )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"the weights in {folder} cannot be read: {error}") from error
+    missing = sorted(set(report["missing_keys"]) - (set() if brings_head else {HEAD}))
+    if missing:
+        raise ConfigError(f"the weights in {folder} cannot be read: {len(missing)} are missing, first {missing[0]!r}")
+    if not brings_head:
+        nn.init.zeros_(model.score.weight)
+    model.config.pad_token_id = padding
+    # a packed batch has no padding; left as it is, the embedding of that token would get no gradient after a reload
+    model.model.embed_tokens.padding_idx = None
+    return model
+
+
+def padding_token(folder: Path, config: PretrainedConfig) -> int:
+    """The token that pads rows in transformers, where a classifier scores the last token that is *not* padding.
+
+    So it must be one that no text ends with: the configuration's own if that is so, else the beginning of a text.
+
+    Raises:
+        ConfigError: both end texts, or there are none.
+    """
+    ends = _as_set(config.eos_token_id)
+    with contextlib.suppress(OSError):  # a classifier's folder has no generation_config.json
+        ends |= _as_set(GenerationConfig.from_pretrained(folder).eos_token_id)
+    for token in (config.pad_token_id, config.bos_token_id):
+        if token is not None and token not in ends:
+            return token
+    raise ConfigError(
+        f"config.json of {folder} has no padding token that transformers could tell from the end of a text "
+        f"(pad_token_id={config.pad_token_id}, bos_token_id={config.bos_token_id}, ends {sorted(ends)}); "
+        "set pad_token_id there to a token that no text ends with"
+    )
+
+
+def _as_set(tokens: int | list[int] | None) -> set[int]:
+    if tokens is None:
+        return set()
+    return set(tokens) if isinstance(tokens, list) else {tokens}
+
+
+@contextlib.contextmanager
+def _no_report() -> Iterator[None]:
+    """Silences transformers' report of a head that is new: what may be missing is checked here."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
