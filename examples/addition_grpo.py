@@ -23,7 +23,7 @@ from tandem.models.tokenizer import load_tokenizer
 from tandem.roles.actor import Actor
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
 from tandem.tracking.tracker import Tracker
-from tandem.trainers.evaluation import evaluate, greedy
+from tandem.trainers.evaluation import evaluate, evaluation_gconfig
 from tandem.trainers.parts import check_names, make_reward, make_rollout, make_workflow, open_rows, training_workflow
 from tandem.trainers.process import start_process
 from tandem.trainers.summary import open_run, save_if_due
@@ -66,7 +66,7 @@ def main(overrides: list[str]) -> None:
         reward = make_reward(config)
         stack.callback(reward.close)
         workflow = training_workflow(config, tokenizer, reward)
-        examiner = make_workflow(config, tokenizer, reward, greedy(config))
+        examiner = make_workflow(config, tokenizer, reward, evaluation_gconfig(config))
 
         eta = max_head_offpolicyness(config)
         rollout = make_rollout(config, engine)

@@ -29,6 +29,8 @@ COMMANDS = {
     "sft": Command("tandem.cli.sft", "fine-tune a model on questions and answers"),
     "generate": Command("tandem.cli.generate", "let a model answer a prompt"),
     "algorithms": Command("tandem.cli.algorithms", "list the algorithms, or say what one of them is"),
+    "eval": Command("tandem.cli.eval", "evaluate a model on data sets"),
+    "compare": Command("tandem.cli.compare", "compare two evaluations, with a test of significance"),
     "config": Command("tandem.cli.config", "show the resolved configuration and where each value comes from"),
     "doctor": Command("tandem.cli.doctor", "show what this machine has, for a bug report"),
 }

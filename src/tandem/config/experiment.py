@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tandem.config.algorithm import AlgorithmConfig
+from tandem.config.curriculum import CurriculumConfig
 from tandem.config.data import DatasetConfig
 from tandem.config.generation import GenerationConfig
 from tandem.config.roles import ActorConfig, ReferenceConfig
@@ -15,7 +16,7 @@ from tandem.config.tracking import TrackingConfig
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Greedy accuracy on the validation set."""
+    """Accuracy on the validation set, greedy unless there are several samples."""
 
     every_steps: int | None = None
     """Evaluate before the first step, every so many steps and at the end; null never evaluates."""
@@ -25,6 +26,12 @@ class EvaluateConfig:
 
     max_new_tokens: int | None = None
     """Longest answer in evaluation; null takes `gconfig.max_new_tokens`."""
+
+    n_samples: int = 1
+    """Samples of each row; several give `eval/pass@k` and `eval/maj@k` too."""
+
+    temperature: float | None = None
+    """Temperature of evaluation, 0 is greedy; null is greedy with one sample and `gconfig.temperature` with several."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,9 @@ class TrainConfig(BaseConfig):
 
     reward_timeout_s: float = 15.0
     """A reward that takes longer is killed and is a failure of its sample, never a 0."""
+
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    """Choice of prompts."""
 
     gconfig: GenerationConfig = field(default_factory=GenerationConfig)
     """Sampling."""

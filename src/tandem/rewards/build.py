@@ -20,7 +20,7 @@ GRAMMAR = "a name, name(knob=value), a sum such as math + 0.2*format, or my_file
 
 
 class SumReward(RewardFn):
-    """The weighted sum of several rewards; each is a named part. Accuracy and answer are those of the first one that knows."""
+    """The weighted sum of several rewards; each is a named part. Accuracy and answer are the first one's that knows."""
 
     def __init__(self, terms: list[tuple[str, float, RewardFn]]):
         self.terms = terms

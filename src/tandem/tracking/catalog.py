@@ -301,12 +301,13 @@ SECTIONS: dict[str, dict[str, Metric]] = {
     "Evaluation": {
         "eval/accuracy": Metric(
             "share",
-            "Greedy accuracy on `valid_dataset`; a row whose episode failed counts as wrong.",
+            "Mean accuracy of the samples on `valid_dataset`, greedy unless `evaluate.n_samples` is above 1; a sample whose "
+            "episode failed counts as wrong.",
             "Falls while `reward/mean` rises: the model is over-fitting the training prompts or exploiting the reward.",
         ),
         "eval/reward": Metric(
             "reward",
-            "Mean reward of the greedy samples.",
+            "Their mean reward, failed ones left out.",
             "As `eval/accuracy`.",
         ),
         "eval/completion_length": Metric(
@@ -323,6 +324,26 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             "rows",
             "Rows without an answer because their episode failed.",
             "Above 0: see `log.txt`.",
+        ),
+        "eval/extraction_failed": Metric(
+            "share",
+            "Samples in which the reward found no answer, where it looks for one.",
+            "Above 0.1: the model does not write its answer as the reward expects it, or is cut before it.",
+        ),
+        "eval/pass@<k>": Metric(
+            "share",
+            "Unbiased estimate of the share of rows that have a correct answer among k samples (`evaluate.n_samples`).",
+            "Falls while `eval/accuracy` rises: the policy is losing the diversity that it could learn from.",
+        ),
+        "eval/maj@<k>": Metric(
+            "share",
+            "Unbiased estimate of the share of rows that a vote of k samples gets right.",
+            "As `eval/accuracy`.",
+        ),
+        "eval/accuracy/<source>": Metric(
+            "share",
+            "Accuracy on one data set, where `valid_dataset` has several.",
+            "As `eval/accuracy`.",
         ),
         "eval/<name>": Metric(
             "—",

@@ -13,7 +13,7 @@ from tandem.config.load import Resolved, describe, plain_data
 from tandem.state.run_folder import RunFolder
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
 from tandem.tracking.tracker import Tracker
-from tandem.trainers.evaluation import Evaluation, evaluate
+from tandem.trainers.evaluation import Evaluation, evaluate, evaluation_places
 from tandem.trainers.parts import Rows, check_names, open_rows
 from tandem.trainers.process import start_process
 from tandem.trainers.session import Session, open_session
@@ -99,12 +99,20 @@ def loop(
 
 
 def examine(session: Session, rows: Rows, config: TrainConfig) -> dict[str, float]:
-    """Greedy accuracy on the validation rows, on the executor's own event loop, beside running episodes; rank 0 only."""
+    """Accuracy on the validation rows, on the executor's own event loop, beside running episodes; rank 0 only."""
     if session.engine is None:
         return {}
     chosen = list(rows.valid)[: config.evaluate.max_rows]
-    deadline_s = config.rollout.episode_timeout_s
     result: Evaluation = session.rollout.run(
-        evaluate(session.engine, session.greedy_workflow, chosen, seed=config.seed, deadline_s=deadline_s)
+        evaluate(
+            session.engine,
+            session.examiner,
+            chosen,
+            seed=config.seed,
+            deadline_s=config.rollout.episode_timeout_s,
+            n_samples=config.evaluate.n_samples,
+            max_concurrent=evaluation_places(config),
+            together=config.deterministic,
+        )
     )
     return result.metrics()

@@ -20,7 +20,7 @@ from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.roles.actor import Actor
 from tandem.roles.reference import Reference
 from tandem.rollout.executor import Rollout
-from tandem.trainers.evaluation import greedy
+from tandem.trainers.evaluation import evaluation_gconfig
 from tandem.trainers.meter import EngineMeter
 from tandem.trainers.parts import (
     Rows,
@@ -48,7 +48,7 @@ class Session:
     rollout: Rollout
     reward: RewardFn
     workflow: RolloutWorkflow
-    greedy_workflow: RolloutWorkflow
+    examiner: RolloutWorkflow
     publisher: WeightPublisher
     meter: EngineMeter
 
@@ -93,7 +93,7 @@ def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, 
             rollout=rollout,
             reward=reward,
             workflow=training_workflow(config, tokenizer, reward),
-            greedy_workflow=make_workflow(config, tokenizer, reward, greedy(config)),
+            examiner=make_workflow(config, tokenizer, reward, evaluation_gconfig(config)),
             publisher=publisher,
             meter=EngineMeter(engine),
         )

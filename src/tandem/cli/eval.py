@@ -1,0 +1,133 @@
+"""Evaluate a model on one or several data sets, with the engine, workflows and rewards of training; nothing is trained.
+
+examples:
+  tandem eval smollm2-135m --data gsm8k --max-rows 200
+  tandem eval runs/gsm8k/grpo/checkpoints/step_200 --data gsm8k --data svamp --n 8 --temperature 0.8
+  tandem eval smollm2-135m --data my/folder prompt_column=text answer_column=label reward=my_reward.py:score
+
+Known by name: gsm8k, math500, svamp, aime24, humaneval, fetched from the Hugging Face hub or taken from data_root=FOLDER or
+from a folder of that name. The evaluation goes into evaluations/LABEL/; interrupted, the same command goes on where it was.
+"""
+
+import argparse
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from tandem.cli.arguments import split_arguments
+from tandem.config.errors import ConfigError, TandemError
+from tandem.config.evaluation import EvaluationConfig, load_evaluation
+from tandem.config.load import Resolved, describe
+from tandem.config.yaml_file import Assignment, Scalar
+
+OPTIONS = {
+    "workflow": ("workflow", str, "registered workflow, or my_file.py:ClassOrFunction (default: rlvr)"),
+    "reward": ("reward", str, "registered reward, or my_file.py:function (default: the benchmark's, else math)"),
+    "n": ("gconfig.n_samples", int, "samples of each row; several give pass@k and maj@k (default: 1, greedy)"),
+    "temperature": ("gconfig.temperature", float, "sample at this temperature instead of greedily"),
+    "max-new-tokens": ("gconfig.max_new_tokens", int, "longest answer in tokens (default: 512)"),
+    "max-rows": ("max_rows", int, "only the first rows of each data set"),
+    "seed": ("seed", int, "the same seed gives the same answers (default: 0)"),
+    "label": ("label", str, "name of the evaluation's folder (default: model and data)"),
+    "out": ("out", str, "folder of evaluations (default: evaluations)"),
+}
+"""Option → (key, type, help): short forms of the keys that are used most."""
+
+NAMED = re.compile(r"([A-Za-z0-9_-]+)=(.+)")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument(
+        "arguments",
+        nargs="*",
+        metavar="MODEL [FILE] [key=value …]",
+        help="a model folder, hub name or smollm2-135m; a YAML file; keys that replace its values (docs/configuration.md)",
+    )
+    parser.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="DATA",
+        help="known benchmark, folder, file or hub name, or BENCHMARK=FOLDER; once for each data set",
+    )
+    for option, (key, kind, text) in OPTIONS.items():
+        parser.add_argument(f"--{option}", type=kind, metavar=key.rpartition(".")[2].upper(), help=text)
+    parser.add_argument("--k", type=int, nargs="+", help="the k of pass@k and maj@k (default: 2, 4, 8 … and n)")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show the configuration and where values come from; start nothing"
+    )
+    parser.add_argument("--json", action="store_true", help="print the results as one JSON object; progress goes to stderr")
+
+
+def resolve(arguments: argparse.Namespace) -> Resolved[EvaluationConfig]:
+    """The configuration of these arguments.
+
+    Raises:
+        ConfigError: more than one model or file, or anything about a value.
+    """
+    words = [word for word in arguments.arguments if not word.endswith((".yaml", ".yml"))]
+    files = [word for word in arguments.arguments if word.endswith((".yaml", ".yml"))]
+    if len(files) > 1:
+        raise ConfigError(f"one configuration file at most, got {', '.join(files)}")
+    try:
+        model, overrides = split_arguments(words)
+    except ConfigError as error:
+        raise ConfigError(f"one model at most, got {', '.join(w for w in words if '=' not in w)}") from error
+    chosen: list[str | Assignment] = [_assignment("model", model)] if model is not None else []
+    chosen += overrides
+    chosen += _of_options(arguments)
+    return load_evaluation(files[0] if files else None, chosen)
+
+
+def _of_options(arguments: argparse.Namespace) -> Iterator[Assignment]:
+    for option, (key, _, _) in OPTIONS.items():
+        value = getattr(arguments, option.replace("-", "_"))
+        if value is not None:
+            yield _assignment(key, value)
+    if arguments.k:
+        yield Assignment(("k",), [_scalar(k) for k in arguments.k], "command line")
+    if arguments.data:
+        yield Assignment(("data",), [_data(text) for text in arguments.data], "command line")
+
+
+def _data(text: str) -> dict[str, Any]:
+    named = NAMED.fullmatch(text)
+    if named is None:
+        return {"path": _scalar(text)}
+    return {"path": _scalar(named.group(2)), "benchmark": _scalar(named.group(1))}
+
+
+def _scalar(value: Any) -> Scalar:
+    return Scalar(str(value), value)
+
+
+def _assignment(key: str, value: Any) -> Assignment:
+    return Assignment(tuple(key.split(".")), _scalar(value), "command line")
+
+
+def interrupted(arguments: argparse.Namespace) -> str:
+    """After Ctrl-C: what is recorded."""
+    from tandem.trainers.evaluation.run import state_of  # noqa: PLC0415 — imports torch, which is loaded by now
+
+    try:
+        return state_of(resolve(arguments).config)
+    except TandemError:
+        return "Nothing was started."
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """`tandem eval`."""
+    resolved = resolve(arguments)
+    if arguments.dry_run:
+        print(describe(resolved))
+        return 0
+    from tandem.trainers.evaluation.run import evaluate_model  # noqa: PLC0415 — imports torch
+
+    with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
+        finished = evaluate_model(resolved)
+    print(json.dumps(finished.results, ensure_ascii=False) if arguments.json else finished.text)
+    return 0

@@ -1,0 +1,258 @@
+"""Evaluation without training: `tandem eval`. Its configuration, how it is loaded, and what is refused."""
+
+import re
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from tandem.config.errors import ConfigError
+from tandem.config.generation import GenerationConfig
+from tandem.config.keys import leaves
+from tandem.config.knobs import KnobRule
+from tandem.config.limits import LIMITS
+from tandem.config.load import Resolved
+from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.config.tree import Draft
+from tandem.config.yaml_file import Assignment, read_file, read_override
+
+LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+NOT_PART_OF_THE_RESULT = ("out", "label")
+"""Keys that a resumed evaluation may have otherwise."""
+
+
+@dataclass(frozen=True)
+class EvaluationData:
+    """One data set of an evaluation. What is null follows the key of the same name at the top, then the benchmark."""
+
+    path: str
+    """Known benchmark, folder, file, hub name, `addition`, or `reasoning_gym:NAME`."""
+
+    benchmark: str | None = None
+    """Known format that the rows have; null recognises it by the last part of `path`, `none` takes the rows as they are."""
+
+    name: str | None = None
+    """Name in results; null takes the benchmark's, else the last part of the path."""
+
+    split: str | None = None
+    """Split of a folder or hub data set."""
+
+    prompt_column: str | None = None
+    """Column that holds the user's question."""
+
+    answer_column: str | None = None
+    """Column that holds the expected answer."""
+
+    prompt_suffix: str | None = None
+    """Text put behind every question."""
+
+    reward: str | None = None
+    """Who judges the answers: registered reward, or `my_file.py:function`."""
+
+    max_rows: int | None = None
+    """Use only the first rows."""
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Evaluation of a model on one or several data sets: `tandem eval`."""
+
+    model: str = ""
+    """Model folder (a checkpoint), hub name, or a built-in name such as smollm2-135m."""
+
+    data: tuple[EvaluationData, ...] = ()
+    """The data sets."""
+
+    data_root: str | None = None
+    """Folder with a sub-folder for each known benchmark; null fetches them from the Hugging Face hub."""
+
+    split: str | None = None
+    """Split of folders and hub data sets; null takes the benchmark's, else `test`."""
+
+    prompt_column: str | None = None
+    """Column that holds the user's question; null takes the benchmark's, else looks for messages, prompt, question …"""
+
+    answer_column: str | None = None
+    """Column that holds the expected answer; null takes the benchmark's, else looks for answer, solution, completion."""
+
+    prompt_suffix: str | None = None
+    """Text put behind every question; null takes the benchmark's, else none."""
+
+    reward: str | None = None
+    """Who judges the answers: registered reward, or `my_file.py:function`; null takes the benchmark's, else `math`."""
+
+    reward_timeout_s: float = 15.0
+    """A reward that takes longer is killed and is a failure of its sample."""
+
+    max_rows: int | None = None
+    """Use only the first rows of each data set; null uses all."""
+
+    workflow: str = "rlvr"
+    """Registered workflow of one sample, or `my_file.py:ClassOrFunction`."""
+
+    system_prompt: str | None = None
+    """System message put before each prompt; null puts none."""
+
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of the model's chat template."""
+
+    gconfig: GenerationConfig = field(default_factory=lambda: GenerationConfig(n_samples=1, max_new_tokens=512, greedy=True))
+    """Sampling. Greedy unless `n_samples`, `temperature`, `top_p` or `top_k` is set."""
+
+    k: tuple[int, ...] = ()
+    """The k of pass@k and maj@k; empty takes 2, 4, 8 … and `gconfig.n_samples`."""
+
+    confidence: float = 0.95
+    """Level of the intervals."""
+
+    seed: int = 0
+    """Sampling and the draws of the bootstrap follow from this."""
+
+    wave_samples: int = 256
+    """Samples that are generated together and recorded together; what a kill loses is at most one wave."""
+
+    threads: int | None = None
+    """CPU threads; null takes the cores that this process may use."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where tensors live; auto takes a GPU when there is one."""
+
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Precision of generation (auto: bfloat16 where the device is fast in it, else float32)."""
+
+    engine: EmbeddedEngineConfig = field(default_factory=EmbeddedEngineConfig)
+    """Settings of the embedded engine."""
+
+    episode_timeout_s: float = 3600.0
+    """A sample that takes longer, waiting for its turn included, fails with reason `deadline`."""
+
+    max_retries: int = 2
+    """How often a sample is run again after an infrastructure failure."""
+
+    out: str = "evaluations"
+    """Folder under which each evaluation has one of its own."""
+
+    label: str | None = None
+    """Name of that folder, and of the evaluation in comparisons; null makes one from `model` and `data`."""
+
+
+OWN_LIMITS: dict[str, KnobRule] = {
+    "max_rows": KnobRule(None, low=1, integer=True),
+    "wave_samples": KnobRule(None, low=1, integer=True),
+    "confidence": KnobRule(None, above=0.0, high=0.9999),
+}
+
+
+def load_evaluation(file: Path | str | None = None, overrides: Sequence[str | Assignment] = ()) -> Resolved[Any]:
+    """Defaults ← YAML file ← ``key=value``, checked; as `load_config` does for training.
+
+    Raises:
+        ConfigError: names every key that is wrong, its value, the rule and what to do.
+    """
+    draft = Draft(EvaluationConfig)
+    if file is not None:
+        draft.apply(read_file(Path(file)))
+    for item in overrides:
+        draft.apply([item] if isinstance(item, Assignment) else read_override(item))
+    _refuse(draft.errors)
+    config: EvaluationConfig = draft.build()
+    written = dict(draft.sources)
+    if "gconfig.greedy" not in written:
+        sampled = any(f"gconfig.{key}" in written for key in ("temperature", "top_p", "top_k"))
+        config = replace(config, gconfig=replace(config.gconfig, greedy=config.gconfig.n_samples == 1 and not sampled))
+        written["gconfig.greedy"] = "follows from gconfig"
+    _refuse([*_problems(config, written)])
+    if config.label is None:
+        parts = [label_of(one) for one in (config.model, *(d.name or d.path for d in config.data))]
+        config = replace(config, label="-".join(parts)[:100])
+        written["label"] = "follows from model and data"
+    if not config.k:
+        config = replace(config, k=usual_k(config.gconfig.n_samples))
+    return Resolved(config, {key: written.get(key, "default") for key, _ in leaves(config)})
+
+
+def usual_k(n_samples: int) -> tuple[int, ...]:
+    """2, 4, 8 … below ``n_samples``, and that; nothing for one sample.
+
+    >>> usual_k(10)
+    (2, 4, 8, 10)
+    """
+    powers = [2**i for i in range(1, n_samples.bit_length()) if 2**i < n_samples]
+    return (*powers, n_samples) if n_samples > 1 else ()
+
+
+def label_of(model: str) -> str:
+    """A folder's name from a model's: `runs/addition/grpo/checkpoints/step_18` is `addition-grpo-step_18`."""
+    parts = [part for part in model.rstrip("/").split("/") if part not in ("", ".", "..")]
+    if len(parts) > 3 and parts[-2] == "checkpoints":
+        parts = [*parts[-4:-2], parts[-1]]
+    else:
+        parts = parts[-1:]
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts)).lstrip(".-")[:100] or "model"
+
+
+def _refuse(problems: Sequence[str]) -> None:
+    problems = list(dict.fromkeys(problems))
+    if len(problems) == 1:
+        raise ConfigError(problems[0])
+    if problems:
+        raise ConfigError(f"{len(problems)} problems:\n" + "\n".join(f"- {problem}" for problem in problems))
+
+
+def _problems(config: EvaluationConfig, written: Container[str]) -> Iterator[str]:
+    for key, value in leaves(config):
+        limit = OWN_LIMITS.get(key) or LIMITS.get(key) or LIMITS.get(f"rollout.{key}")
+        if limit and value is not None and not limit.allows(value):
+            yield f"{key} must be {limit.rule()}, got {value}"
+    if not config.model:
+        yield "model is missing: give a folder (a checkpoint), a hub name, or smollm2-135m"
+    if not config.data:
+        yield "data is missing: give --data with a known benchmark, a folder, a file or a hub name"
+    if config.label is not None and (not LABEL.fullmatch(config.label) or len(config.label) > 100):
+        yield f"label must be the name of one folder: letters, digits, '.', '_' and '-', at most 100; got {config.label!r}"
+    if config.engine.keep_kv_on_update:
+        yield "engine.keep_kv_on_update=true has no effect: an evaluation updates no weights; leave it out"
+    yield from _samples(config, written)
+
+
+def _samples(config: EvaluationConfig, written: Container[str]) -> Iterator[str]:
+    sampling = config.gconfig
+    if sampling.greedy and sampling.n_samples > 1:
+        yield (
+            f"gconfig.n_samples={sampling.n_samples} with gconfig.greedy=true makes {sampling.n_samples} equal answers; "
+            "set gconfig.greedy=false and a temperature, or gconfig.n_samples=1"
+        )
+    if sampling.greedy:
+        for key in ("temperature", "top_p", "top_k"):
+            if f"gconfig.{key}" in written:
+                yield f"gconfig.{key}={getattr(sampling, key)} is not used with gconfig.greedy=true; leave one of them out"
+    for k in config.k:
+        if not 1 <= k <= sampling.n_samples:
+            yield (
+                f"k must lie in 1…gconfig.n_samples ({sampling.n_samples}), got {k}: pass@{k} needs at least {k} samples of "
+                f"each prompt; set gconfig.n_samples={k} or leave it out"
+            )
+    if sampling.min_new_tokens > sampling.max_new_tokens:
+        yield (
+            f"gconfig.min_new_tokens must be at most gconfig.max_new_tokens ({sampling.max_new_tokens}), "
+            f"got {sampling.min_new_tokens}"
+        )
+    longest = config.engine.max_model_len
+    if longest is not None and longest <= sampling.max_new_tokens:
+        yield (
+            f"engine.max_model_len must exceed gconfig.max_new_tokens ({sampling.max_new_tokens}), so that a prompt fits "
+            f"before the answer; got {longest}"
+        )
+    for i, data in enumerate(config.data):
+        if data.max_rows is not None and data.max_rows < 1:
+            yield f"data[{i}].max_rows must be at least 1 or null, got {data.max_rows}"
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(key, value in one, value in other) of every leaf that differs; nested mappings are joined by dots."""
+    for key in dict.fromkeys([*one, *other]):
+        a, b = one.get(key), other.get(key)
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            yield from differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            yield f"{prefix}{key}", a, b

@@ -1,0 +1,168 @@
+"""Benchmarks known by name: where they come from, their columns, how they are asked and who judges."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.config.errors import ConfigError
+from tandem.config.nearest import nearest_names
+
+HASHES = '\nSolve the problem step by step. End with the final number alone on a line after "####".'
+BOX = "\nReason step by step and put the final answer into \\boxed{}."
+PROGRAM = "\n\nComplete this function. Answer with the whole function in one block of code."
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A format of rows, and what one does with it."""
+
+    name: str
+    title: str
+    hub: str
+    """Name on the Hugging Face hub, with its configuration where it has several."""
+
+    hub_split: str
+    columns: tuple[str, ...]
+    """Those that every row has."""
+
+    prompt_suffix: str
+    reward: str | None = None
+    """None: nothing here can judge it; ``refusal`` says why."""
+
+    prompt_column: str | None = None
+    """None: found by the usual names (SVAMP's body and question are joined)."""
+
+    answer_column: str | None = None
+    aliases: tuple[str, ...] = ()
+    refusal: str = ""
+
+
+KNOWN: dict[str, Benchmark] = {
+    benchmark.name: benchmark
+    for benchmark in (
+        Benchmark(
+            name="gsm8k",
+            title="grade-school word problems (GSM8K)",
+            hub="openai/gsm8k:main",
+            hub_split="test",
+            columns=("question", "answer"),
+            prompt_suffix=HASHES,
+            reward="math",
+            prompt_column="question",
+            answer_column="answer",
+            aliases=("gsm-8k",),
+        ),
+        Benchmark(
+            name="math500",
+            title="competition problems (MATH-500)",
+            hub="HuggingFaceH4/MATH-500",
+            hub_split="test",
+            columns=("problem", "answer"),
+            prompt_suffix=BOX,
+            reward="math",
+            prompt_column="problem",
+            answer_column="answer",
+            aliases=("math-500",),
+        ),
+        Benchmark(
+            name="svamp",
+            title="one-step word problems with distracting numbers (SVAMP)",
+            hub="ChilleD/SVAMP",
+            hub_split="test",
+            columns=("Body", "Question", "Answer"),
+            prompt_suffix=HASHES,
+            reward="math",
+            answer_column="Answer",
+        ),
+        Benchmark(
+            name="aime24",
+            title="American Invitational Mathematics Examination 2024",
+            hub="HuggingFaceH4/aime_2024",
+            hub_split="train",
+            columns=("problem", "answer"),
+            prompt_suffix=BOX,
+            reward="math",
+            prompt_column="problem",
+            answer_column="answer",
+            aliases=("aime-24", "aime2024", "aime-2024"),
+        ),
+        Benchmark(
+            name="humaneval",
+            title="Python functions with unit tests (HumanEval)",
+            hub="openai/openai_humaneval",
+            hub_split="test",
+            columns=("task_id", "prompt", "canonical_solution", "test", "entry_point"),
+            prompt_suffix=PROGRAM,
+            prompt_column="prompt",
+            answer_column="canonical_solution",
+            aliases=("human-eval", "openai-humaneval"),
+            refusal=(
+                "it is scored by running the program that the model wrote, and this version has no sandbox to run code in "
+                "that nobody trusts; give a reward of your own with reward=my_file.py:function, which can ask for the "
+                "columns prompt, test and entry_point"
+            ),
+        ),
+    )
+}
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "-")
+
+
+def named(name: str) -> Benchmark | None:
+    """The benchmark of that name or alias, whatever its case and dashes; None if there is none."""
+    wanted = _plain(name)
+    return next((known for known in KNOWN.values() if wanted in (known.name, *known.aliases)), None)
+
+
+def recognise(path: str, rows: Iterable[Mapping[str, Any]] = ()) -> Benchmark | None:
+    """The benchmark that a path's last part names, or its parent's (`…/gsm8k/test.jsonl`), or that the hub knows so.
+
+    ``rows``: HumanEval-style rows are recognised by their columns too, because nothing else can judge them.
+    """
+    by_hub = next((known for known in KNOWN.values() if path.partition(":")[0] == known.hub.partition(":")[0]), None)
+    place = Path(path)
+    found = by_hub or named(place.stem) or (named(place.parent.name) if place.suffix else None)
+    first = next(iter(rows), None)
+    if found is None and first is not None and set(KNOWN["humaneval"].columns) <= set(first):
+        return KNOWN["humaneval"]
+    return found
+
+
+def find_benchmark(name: str) -> Benchmark:
+    """The benchmark that a configuration names.
+
+    Raises:
+        ConfigError: there is none; tells the nearest.
+    """
+    found = named(name)
+    if found is None:
+        raise ConfigError(f"no benchmark is called {name!r}; {nearest_names(name, KNOWN)}, and none")
+    return found
+
+
+def locate(path: str, root: str | None) -> tuple[str, bool]:
+    """Where the rows of ``path`` are, and whether that is the hub: a folder or file, one below ``root``, or a hub name.
+
+    Raises:
+        ConfigError: a single word that is neither a folder nor known; tells the nearest.
+    """
+    if Path(path).expanduser().exists() or path == "addition" or path.startswith("reasoning_gym:"):
+        return path, False
+    known = named(path)
+    if known is not None:
+        if root is None:
+            return known.hub, True
+        folders = {_plain(f.name): f for f in Path(root).expanduser().iterdir()} if Path(root).expanduser().is_dir() else {}
+        for name in (known.name, *known.aliases):
+            if name in folders:
+                return str(folders[name]), False
+        raise ConfigError(f"data_root={root} has no folder {known.name}; there are: {', '.join(sorted(folders)) or 'none'}")
+    if "/" not in path and not Path(path).suffix:
+        raise ConfigError(
+            f"no data set is called {path!r}; {nearest_names(path, [*KNOWN, 'addition'])}, reasoning_gym:NAME, "
+            "a folder, a file, and hub names (owner/name)"
+        )
+    return path, "/" in path

@@ -1,0 +1,213 @@
+"""Asking: samples of rows through a workflow and an engine, each judged alone. Failures come out as values with a reason."""
+
+import asyncio
+import copy
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tandem.api.engines import InferenceEngine
+from tandem.api.failures import DataFailure, EngineDied, EpisodeFailure, InfrastructureFailure
+from tandem.api.requests import NoiseKey, StopReason
+from tandem.api.samples import Group, Sample
+from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
+from tandem.rollout.episode_engine import EpisodeEngine
+from tandem.rollout.workflows import as_failure
+
+log = logging.getLogger(__name__)
+
+EVALUATION_EPOCH = -1
+"""Epoch in the noise keys of evaluation, so that they never meet those of training."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One sample to make: sample ``sample`` of row ``row`` of data set ``data``."""
+
+    data: str
+    row: int
+    sample: int
+    columns: Mapping[str, Any] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of it; a plain line of `samples.jsonl`. A failed one has ``failed`` and ``error`` and nothing to judge."""
+
+    data: str
+    row: int
+    sample: int
+    failed: str | None = None
+    error: str = ""
+    reward: float | None = None
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    accuracy: float | None = None
+    answer: str | None = None
+    extracted: bool | None = None
+    stop_reason: str = ""
+    tokens: int = 0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    text: str = ""
+
+    @property
+    def truncated(self) -> bool:
+        """Whether it was cut by its length."""
+        return self.stop_reason == StopReason.LENGTH.name.lower()
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How samples are asked for."""
+
+    seed: int = 0
+    timeout_s: float = 600.0
+    max_retries: int = 0
+    max_concurrent: int | None = None
+    """Most samples under way at once; None: all."""
+
+
+async def ask(
+    engine: GeneratesTokens,
+    workflow: RolloutWorkflow,
+    asks: Sequence[Ask],
+    terms: Terms,
+    *,
+    on_answer: Callable[[Answer], None] | None = None,
+    on_issue: Callable[[], None] | None = None,
+) -> list[Answer]:
+    """Runs ``workflow`` once a sample, beside whatever else the engine is doing; the answers in the order of ``asks``.
+
+    It stands outside the staleness gate: these episodes take no slot and are never trained on. Noise is keyed by row and
+    sample alone, so what is drawn does not depend on batching, arrival or what else is asked. `finish_group` is not called:
+    samples are judged one by one, not against each other. ``on_issue`` is called once a sample, when its first request
+    has reached the engine or it has ended without one.
+
+    Raises:
+        EngineDied: the engine is gone.
+    """
+    places = asyncio.Semaphore(terms.max_concurrent or max(1, len(asks)))
+
+    async def one(item: Ask) -> Answer:
+        async with places:
+            answer = await _ask_one(engine, workflow, item, terms, on_issue)
+        if on_answer is not None:
+            on_answer(answer)
+        return answer
+
+    tasks = [asyncio.ensure_future(one(item)) for item in asks]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def ask_together(
+    engine: InferenceEngine,
+    workflow: RolloutWorkflow,
+    asks: Sequence[Ask],
+    terms: Terms,
+    *,
+    on_answer: Callable[[Answer], None] | None = None,
+) -> list[Answer]:
+    """`ask` as one wave: the engine stands still until every sample has issued its first request, and then begins.
+
+    So which samples are computed together does not depend on timing, and on one machine the answers are equal to the bit
+    (single-turn workflows, an engine that was built ``deterministic``).
+    """
+    issued, everybody = 0, asyncio.Event()
+
+    def count() -> None:
+        nonlocal issued
+        issued += 1
+        if issued == len(asks):
+            everybody.set()
+
+    terms = replace(terms, max_concurrent=None)  # who waits for a place would never issue a request
+    await asyncio.to_thread(engine.pause)
+    running = asyncio.ensure_future(ask(engine, workflow, asks, terms, on_answer=on_answer, on_issue=count))
+    try:
+        waiting = asyncio.ensure_future(everybody.wait())
+        await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+    except BaseException:
+        running.cancel()
+        raise
+    finally:
+        engine.resume()
+    try:
+        return await running
+    finally:
+        running.cancel()
+
+
+async def _ask_one(
+    engine: GeneratesTokens, workflow: RolloutWorkflow, item: Ask, terms: Terms, on_issue: Callable[[], None] | None
+) -> Answer:
+    loop = asyncio.get_running_loop()
+    expires = loop.time() + terms.timeout_s
+    for attempt in range(terms.max_retries + 1):
+        key = NoiseKey(terms.seed, EVALUATION_EPOCH, item.row, item.sample, attempt=attempt)
+        handle = EpisodeEngine(
+            engine,
+            key,
+            deadline_s=expires - loop.time(),
+            affinity=f"{item.data}/{item.row}",
+            on_issue=on_issue if attempt == 0 else None,
+        )
+        limit = asyncio.timeout_at(expires)
+        try:
+            async with limit:
+                result = await workflow.arun_episode(handle, copy.deepcopy(dict(item.columns)))
+            return _judged(item, _only_sample(result))
+        except EngineDied:
+            raise
+        except Exception as error:  # the episode boundary: a sample that fails is counted, and the others go on
+            if isinstance(error, InfrastructureFailure) and attempt < terms.max_retries:
+                continue
+            failure = as_failure(error)
+            if limit.expired():
+                failure = DataFailure("deadline", f"not done after {terms.timeout_s:g} s")
+            return _failed(item, failure)
+        finally:
+            handle.end()
+    raise AssertionError("unreachable: the last attempt returns")
+
+
+def _only_sample(result: Group | Sample | None) -> Sample:
+    if result is None:
+        raise DataFailure("workflow_returned_none")
+    if isinstance(result, Group):
+        if len(result.samples) != 1:
+            raise TypeError(f"an evaluation runs a workflow of one sample; this one returned {len(result.samples)}")
+        return result.samples[0]
+    if not isinstance(result, Sample):
+        raise TypeError(f"a workflow must return Sample, a Group of one, or None; got {type(result).__name__}")
+    if not math.isfinite(result.reward):
+        raise DataFailure("reward_not_finite", f"the workflow gave a sample the reward {result.reward}")
+    return result
+
+
+def _judged(item: Ask, sample: Sample) -> Answer:
+    return Answer(
+        item.data,
+        item.row,
+        item.sample,
+        reward=float(sample.reward),
+        rewards={name: float(value) for name, value in sample.rewards.items()},
+        accuracy=sample.accuracy,
+        answer=sample.answer,
+        extracted=sample.extracted,
+        stop_reason=sample.trajectories[-1].stop_reason.name.lower(),
+        tokens=sample.num_trained_tokens,
+        metrics={name: float(value) for name, value in sample.metrics.items()},
+        text=sample.completion_text,
+    )
+
+
+def _failed(item: Ask, failure: EpisodeFailure) -> Answer:
+    log.warning("%s, row %d, sample %d failed: %s", item.data, item.row, item.sample, failure)
+    return Answer(item.data, item.row, item.sample, failed=failure.reason, error=str(failure))
