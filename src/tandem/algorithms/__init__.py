@@ -3,11 +3,31 @@
 from tandem.algorithms import (
     advantages,
     aggregation,
+    behaviour_losses,
     correction,
+    covariance,
     filters,
     kl,
     policy_losses,
+    preference,
+    returns,
+    selection,
+    sequence_losses,
     shaping,
 )
 
-__all__ = ["advantages", "aggregation", "correction", "filters", "kl", "policy_losses", "shaping"]
+__all__ = [
+    "advantages",
+    "aggregation",
+    "behaviour_losses",
+    "correction",
+    "covariance",
+    "filters",
+    "kl",
+    "policy_losses",
+    "preference",
+    "returns",
+    "selection",
+    "sequence_losses",
+    "shaping",
+]

@@ -23,15 +23,15 @@ class GroupStatistics(NamedTuple):
 
 
 def group_statistics(rewards: torch.Tensor, group_id: torch.Tensor, in_statistics: torch.Tensor) -> GroupStatistics:
-    """Over the members with ``in_statistics``, however many there are. All arguments ``[M]``."""
-    values = rewards.double()
+    """Over the members with ``in_statistics``, however many there are; others may hold anything. All arguments ``[M]``."""
+    values = rewards.double().masked_fill(~in_statistics, 0.0)
     ids, index = torch.unique(group_id, return_inverse=True)
     member = in_statistics.double()
 
     def summed(x: torch.Tensor) -> torch.Tensor:
         return x.new_zeros(len(ids)).index_add(0, index, x)
 
-    count, total = summed(member), summed(values * member)
+    count, total = summed(member), summed(values)
     mean = total / count.clamp(min=1)
     squares = summed((values - mean[index]).square() * member)
     std = (squares / (count - 1).clamp(min=1)).sqrt()
@@ -40,3 +40,9 @@ def group_statistics(rewards: torch.Tensor, group_id: torch.Tensor, in_statistic
     lowest = infinity.scatter_reduce(0, index, values.masked_fill(~in_statistics, float("inf")), "amin")
     has_spread = highest > lowest  # false for one member; -inf > inf is false for none
     return GroupStatistics(count[index], total[index], mean[index], std[index], has_spread[index])
+
+
+def group_sum(values: torch.Tensor, group_id: torch.Tensor) -> torch.Tensor:
+    """Sum over each group, given to its samples: ``[M]``, ``[M]`` → ``[M]``."""
+    ids, index = torch.unique(group_id, return_inverse=True)
+    return values.new_zeros(len(ids)).index_add(0, index, values)[index]

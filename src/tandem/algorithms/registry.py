@@ -89,8 +89,8 @@ class Registry(Generic[F]):
 REQUIRED = object()
 
 
-def knobs_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Knobs of a function (its keyword-only parameters) and their defaults; `REQUIRED` where it has none."""
+def own_knobs(function: Callable[..., Any]) -> dict[str, Any]:
+    """Keyword-only parameters of a function and their defaults; `REQUIRED` where it has none."""
     return {
         name: REQUIRED if parameter.default is parameter.empty else parameter.default
         for name, parameter in inspect.signature(function).parameters.items()
@@ -98,12 +98,41 @@ def knobs_of(function: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
+def knobs_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Knobs of a function and of its preparation."""
+    before = preparation_of(function)
+    return own_knobs(function) | ({} if before is None else own_knobs(before))
+
+
 Function = Callable[..., Any]
+
+
+def prepared_by(before: Function) -> Callable[[F], F]:
+    """Marks a policy loss: ``before`` is called once for the whole batch, and the loss may ask for its result, `prepared`.
+
+    So a choice of tokens (the largest, the most certain) does not depend on how a batch is cut into micro-batches.
+
+    Raises:
+        WrongSignature: it asks for a tensor that is not known before the update.
+    """
+    PREPARATIONS.asked(before)
+
+    def attach(loss: F) -> F:
+        loss.preparation = before  # type: ignore[attr-defined]
+        return loss
+
+    return attach
+
+
+def preparation_of(loss: Function) -> Function | None:
+    """What `prepared_by` attached."""
+    return getattr(loss, "preparation", None)
+
 
 PER_SAMPLE = {
     "rewards": "[M] float, one for each sample, shaped",
     "group_id": "[M] int, the prompt's group",
-    "in_statistics": "[M] bool, enters the group's mean and spread",
+    "in_statistics": "[M] bool, enters the statistics of the group and of the batch",
     "lengths": "[M] int, trained tokens of the sample, all trajectories together",
 }
 PER_TOKEN = {
@@ -115,9 +144,20 @@ ADVANTAGES: Registry[Function] = Registry(
     "advantage",
     PER_SAMPLE
     | PER_TOKEN
-    | {"token_rewards": "[T] float, earned after the token; the sample's reward on its last trained one"},
+    | {
+        "named_rewards": "name → [M] float, the parts of the reward, before shaping; NaN where a sample has none",
+        "greedy": "[M] bool, the group's greedy sample, a baseline that is not trained on",
+        "sample": "[T] int, the row in [M] of the token's sample",
+        "token_rewards": "[T] float, earned after the token; the sample's reward on its last trained one",
+        "values": "[T] float, of the critic, before the token",
+        "bootstrap_value": "[N] float, of the critic, after the trajectory's last token",
+        "cut": "[N] bool, the trajectory was ended by its length, by its stop reason",
+    },
 )
-"""Sample level, → ``[M]``; or, where ``token_rewards`` is asked for, token level, → ``[T]``."""
+"""Sample level, → ``[M]``; or, where a tensor of `TOKEN_LEVEL` is asked for, token level, → ``[T]`` or
+``(advantages, returns)``, ``[T]`` each."""
+
+TOKEN_LEVEL = ("token_rewards", "values")
 
 POLICY_LOSSES: Registry[Function] = Registry(
     "policy loss",
@@ -127,9 +167,27 @@ POLICY_LOSSES: Registry[Function] = Registry(
         "proximal": "[T] log-probabilities just before this update, or `policy` detached where there is one step",
         "rollout": "[T] log-probabilities by the inference engine",
         "advantages": "[T]",
+        "sample_lengths": "[T] int, trained tokens of the token's sample, all trajectories together",
+        "prepared": "[T] what the function of `prepared_by` returned for the whole batch",
     },
 )
-"""→ losses ``[T]`` and metrics ``{name: [T]}``, detached, both 0 outside the mask."""
+"""→ losses ``[T]`` and metrics ``{name: [T]}``, detached, both 0 outside the mask. A metric ``dropped`` is 1 at the tokens
+that the loss itself leaves out."""
+
+_BEFORE = {
+    "mask": "[T] bool, trained tokens of samples in the loss",
+    "sequence": "[T] int, the trajectory that the token belongs to, ascending",
+    "proximal": "[T] log-probabilities just before this update",
+    "rollout": "[T] log-probabilities by the inference engine",
+    "advantages": "[T]",
+    "entropy": "[T] of the proximal policy",
+    "noise": "[T] float in [0, 1), follows from the ids of group, sample and token, and the step",
+}
+PREPARATIONS: Registry[Function] = Registry("preparation", _BEFORE)
+"""→ ``[T]``, over the whole batch. Nothing is registered here: a policy loss brings its own, see `prepared_by`."""
+
+TOKEN_FILTERS: Registry[Function] = Registry("token filter", _BEFORE)
+"""→ kept ``[T]`` bool, over the whole batch; the other tokens get weight 0 and stay in the denominators."""
 
 AGGREGATIONS: Registry[Function] = Registry(
     "aggregation",
@@ -168,6 +226,12 @@ REJECTIONS: Registry[Function] = Registry("rejection rule", PER_TOKEN | _LOG_PRO
 """→ kept ``[T]`` bool."""
 
 KL: Registry[Function] = Registry(
-    "KL estimator", {"policy": "[T]", "reference": "[T] log-probabilities by the frozen reference", "mask": "[T] bool"}
+    "KL estimator",
+    {
+        "policy": "[T]",
+        "reference": "[T] log-probabilities by the frozen reference",
+        "mask": "[T] bool",
+        "ratio": "[T] exp(policy − rollout), has a gradient; 1 where tokens are not reweighted",
+    },
 )
 """→ ``[T]``, 0 outside the mask."""

@@ -28,8 +28,17 @@ class KLConfig:
     where: Literal["loss", "reward"] = "loss"
     """Add it to the loss, or subtract it from the reward of each token."""
 
-    estimator: Literal["k1", "k2", "k3", "k3_plus"] = "k3"
-    """Form of the penalty per token; see docs/algorithms.md."""
+    estimator: Literal["k1", "k2", "k3", "k3_plus"] | None = None
+    """Form of the penalty per token, see docs/algorithms.md; null takes k3 in the loss and k1 in the reward."""
+
+    importance: bool = False
+    """In the loss: weight each token by exp(policy − rollout), so that tokens of older policies count as they should."""
+
+    target: float | None = None
+    """Wished KL of a sample, in nats over all its tokens: the coefficient follows it; null keeps the coefficient."""
+
+    horizon: float = 10000.0
+    """How slowly the coefficient follows `target`: in so many samples it changes by at most a fifth."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,7 @@ class CorrectionConfig:
     high: float = 2.0
     """Cap of `truncate` and upper bound of `mask`."""
 
-    reject: Literal["none", "product", "geometric", "negative_drift"] = "none"
+    reject: Component = field(default_factory=lambda: Component("none"))
     """Rule that drops whole sequences that drifted too far from the policy that sampled them."""
 
 
@@ -79,6 +88,16 @@ class AlgorithmConfig:
 
     filter: Component = field(default_factory=lambda: Component("none"))
     """Which groups are trained on; `dynamic_sampling` keeps drawing until the batch is full."""
+
+    labels: Literal["reward", "majority"] = "reward"
+    """What a sample is judged by: the run's `reward`, or agreement with the majority of its group (TTRL), which never sees
+    the expected answer."""
+
+    update_samples: int | None = None
+    """Samples of each group that are trained on and enter its statistics, the first ones; null takes all of them."""
+
+    token_filter: Component = field(default_factory=lambda: Component("none"))
+    """Which tokens of the batch are trained on: `top_entropy` keeps those at which the policy is least certain."""
 
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus."""

@@ -4,15 +4,20 @@ import math
 import re
 from collections.abc import Container, Iterator
 
+from tandem.config import preference
 from tandem.config.algorithm import AlgorithmConfig, Component
 from tandem.config.arithmetic import arithmetic, max_head_offpolicyness, placement, total_steps
-from tandem.config.data import DatasetConfig
+from tandem.config.check_algorithm import combinations, corrects_itself
+from tandem.config.check_critic import critic_problems
+from tandem.config.check_groups import groups
+from tandem.config.data import COLUMNS, DatasetConfig
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.keys import leaves
 from tandem.config.knobs import CHOICES, GROUP_RELATIVE
 from tandem.config.limits import LIMITS
 from tandem.config.nearest import nearest_names
+from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
 from tandem.config.presets import PRESETS
 
 __all__ = ["arithmetic", "check", "max_head_offpolicyness", "placement", "total_steps"]
@@ -31,8 +36,15 @@ def check(config: BaseConfig, written: Container[str] = ()) -> None:
     problems = [*_limits(config), *_common(config)]
     if isinstance(config, TrainConfig):
         problems += [*_rollout(config), *_algorithm(config), *_correction(config, written), *_sampling(config)]
+        problems += groups(config, written)
+        problems += combinations(config, written)
+        problems += critic_problems(config)
     if isinstance(config, SFTConfig):
         problems += _sft(config)
+    if isinstance(config, (PreferenceConfig, RewardModelConfig, DistillConfig)):
+        problems += preference.problems(config)
+    if isinstance(config, DistillConfig):
+        problems += [*_rollout(training_config(config)), *_sampling(training_config(config))]
     problems = list(dict.fromkeys(problems))
     if problems:
         one = len(problems) == 1
@@ -82,6 +94,9 @@ def _dataset(key: str, data: DatasetConfig) -> Iterator[str]:
         yield f"{key} has both path={data.path} and sources; keep one: put the path among the sources"
     if data.max_rows is not None and data.max_rows < 1:
         yield f"{key}.max_rows must be at least 1 or null, got {data.max_rows}"
+    for ours in data.columns:
+        if ours not in COLUMNS:
+            yield f"{key}.columns.{ours} is none of our names; {nearest_names(ours, COLUMNS)}"
     if data.size < 1:
         yield f"{key}.size must be at least 1, got {data.size}"
     for i, source in enumerate(data.sources):
@@ -147,8 +162,9 @@ def _algorithm(config: TrainConfig) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.preset not in PRESETS:
         yield f"algorithm.preset={algorithm.preset} is not known; {nearest_names(algorithm.preset, PRESETS)}"
-    for field in ("advantage", "policy_loss", "aggregation", "filter"):
+    for field in ("advantage", "policy_loss", "aggregation", "filter", "token_filter"):
         yield from _component(field, f"algorithm.{field}", getattr(algorithm, field))
+    yield from _component("correction.reject", "algorithm.correction.reject", algorithm.correction.reject)
     for i, shaping in enumerate(algorithm.shaping):
         yield from _component("shaping", f"algorithm.shaping[{i}]", shaping)
     yield from _kl(config, algorithm)
@@ -182,15 +198,18 @@ def _component(field: str, key: str, component: Component) -> Iterator[str]:
 
 def _kl(config: TrainConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
     kl = algorithm.kl
-    if kl.coefficient > 0 and kl.where == "loss" and kl.estimator == "k1":
+    if kl.coefficient > 0 and kl.where == "loss" and kl.estimator == "k1" and not kl.importance:
         yield (
             "algorithm.kl.estimator=k1 in the loss has a gradient of zero on average; use k2, k3 or k3_plus, "
-            "or algorithm.kl.where=reward"
+            "algorithm.kl.importance=true, or algorithm.kl.where=reward"
         )
-    if kl.coefficient > 0 and kl.where == "reward" and kl.estimator not in ("k1", "k3"):
-        yield f"algorithm.kl.estimator={kl.estimator} is for the loss; the reward takes algorithm.kl.estimator=k1"
+    if kl.coefficient > 0 and kl.where == "reward" and kl.estimator not in (None, "k1"):
+        yield (
+            f"algorithm.kl.estimator={kl.estimator} is for the loss; the reward takes k1: leave it out, "
+            "or set algorithm.kl.where=loss"
+        )
     if kl.coefficient == 0:
-        for name in ("path", "dtype"):
+        for name in ("path", "dtype", "refresh_every_steps"):
             value = getattr(config.reference, name)
             if value is not None:
                 yield (
@@ -201,7 +220,7 @@ def _kl(config: TrainConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
 
 def _correction(config: TrainConfig, written: Container[str]) -> Iterator[str]:
     correction = config.algorithm.correction
-    none = correction.weight == correction.reject == "none"
+    none = correction.weight == correction.reject.name == "none" and not corrects_itself(config)
     if config.async_training and none and "algorithm.correction.weight" not in written:
         yield (
             "async_training=true trains on tokens of older versions, but algorithm.correction.weight is none; "
@@ -239,6 +258,11 @@ def _sampling(config: TrainConfig) -> Iterator[str]:
         )
     if sampling.greedy:
         yield "gconfig.greedy=true explores nothing, so nothing can be learnt: set it to false (evaluation is greedy)"
+    if config.evaluate.n_samples > 1 and config.evaluate.temperature == 0:
+        yield (
+            f"evaluate.temperature=0 is greedy, so evaluate.n_samples={config.evaluate.n_samples} makes equal answers; set "
+            "a temperature above 0, or evaluate.n_samples=1"
+        )
     if sampling.min_new_tokens > sampling.max_new_tokens:
         yield (
             f"gconfig.min_new_tokens must be at most gconfig.max_new_tokens ({sampling.max_new_tokens}), "

@@ -10,9 +10,11 @@ from typing import Any, Literal, get_args, get_origin
 from tandem.config.algorithm import Component
 from tandem.config.coerce import without_none
 from tandem.config.data import SourceConfig
+from tandem.config.evaluation import EvaluationConfig, EvaluationData
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.keys import field_types, section
-from tandem.config.knobs import CHOICES
+from tandem.config.knobs import CHOICES, Knobs
+from tandem.config.preference import PREFERENCE_LOSSES, DistillConfig, PreferenceConfig, RewardModelConfig
 from tandem.config.presets import PRESETS
 
 HEAD = """# Configuration
@@ -61,8 +63,8 @@ def type_name(kind: Any) -> str:
         text = "keys and values"
     elif kind is Component:
         text = "component"
-    elif kind is SourceConfig:
-        text = "sources"
+    elif kind in (SourceConfig, EvaluationData):
+        text = "sources" if kind is SourceConfig else "data sets"
     else:
         text = {int: "whole number", float: "number", bool: "true / false", str: "text"}.get(kind, str(kind))
     return text + (", `null`" if optional else "")
@@ -99,23 +101,46 @@ def _table(cls: type, instance: Any, prefix: str, skip: frozenset[str] = frozens
         yield from _table(kind, value, f"{prefix}{name}.")
 
 
+def _judged(base: frozenset[str]) -> Iterator[str]:
+    """`tandem preference`, `reward` and `distill`."""
+    head = "has the same shared keys, and:"
+    yield from ("", "## `tandem preference`", "", f"Preference learning {head}")
+    yield from _table(PreferenceConfig, PreferenceConfig(), "", base)
+    yield from ("", "| `loss` | knobs |", "|---|---|", *_knobs(PREFERENCE_LOSSES))
+    yield from ("", "## `tandem reward`", "", f"Training a reward model {head}")
+    yield from _table(RewardModelConfig, RewardModelConfig(), "", base)
+    shared = base | {"gconfig", "rollout"}
+    yield from (
+        "",
+        "## `tandem distill`",
+        "",
+        f"On-policy distillation {head[:-5]}, `gconfig` and `rollout` of `tandem train`, and:",
+    )
+    yield from _table(DistillConfig, DistillConfig(), "", shared)
+
+
 def _choices() -> Iterator[str]:
     yield from ("", "## Choices and their knobs")
     for field, choices in CHOICES.items():
-        yield from ("", f"### `algorithm.{field}`", "", "| choice | knobs |", "|---|---|")
-        for name, knobs in choices.items():
-            cells = []
-            for knob, rule in knobs.items():
-                default = "" if rule.default is None else f" = {rule.default}"
-                cells.append(f"`{knob}`{default} ({rule.rule()}): {rule.meaning}".replace("|", "\\|"))
-            yield f"| `{name}` | {'<br>'.join(cells) or '—'} |"
+        yield from ("", f"### `algorithm.{field}`", "", "| choice | knobs |", "|---|---|", *_knobs(choices))
+
+
+def _knobs(choices: Mapping[str, Knobs]) -> Iterator[str]:
+    """A row for each choice."""
+    for name, knobs in choices.items():
+        cells = []
+        for knob, rule in knobs.items():
+            default = "" if rule.default is None else f" = {rule.default}"
+            cells.append(f"`{knob}`{default} ({rule.rule()}): {rule.meaning}".replace("|", "\\|"))
+        yield f"| `{name}` | {'<br>'.join(cells) or '—'} |"
 
 
 def _presets() -> Iterator[str]:
     yield from ("", "## Presets", "", "| preset | what it is | sets | and when asynchronous |", "|---|---|---|---|")
     for name, preset in PRESETS.items():
-        cells = [", ".join(_assignments(values)) for values in (preset.values, preset.asynchronous)]
-        yield f"| `{name}` | {preset.summary} | {cells[0]} | {cells[1]} |"
+        sets = ", ".join([*_assignments(preset.values), *_assignments(preset.run)])
+        later = "never asynchronous" if preset.asynchronous is None else ", ".join(_assignments(preset.asynchronous))
+        yield f"| `{name}` | {preset.summary} | {sets} | {later or 'nothing: the loss corrects itself'} |"
 
 
 def _assignments(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -142,6 +167,15 @@ def markdown() -> str:
         "",
         f"Supervised fine-tuning has of the above {', '.join(f'`{name}`' for name in field_types(BaseConfig))}; and:",
         *_table(SFTConfig, SFTConfig(), "", base),
+        *_judged(base),
+        "",
+        "## `tandem eval`",
+        "",
+        "Evaluation without training; docs/evaluation.md says more.",
+        *_table(EvaluationConfig, EvaluationConfig(), ""),
+        "",
+        "## Elements of `data` of `tandem eval`",
+        *_table(EvaluationData, EvaluationData(""), ""),
         "",
         "## Elements of `train_dataset.sources`",
         *_table(SourceConfig, source, ""),

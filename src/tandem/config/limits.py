@@ -55,6 +55,11 @@ LIMITS: dict[str, KnobRule] = {
     "actor.optimizer.eps": POSITIVE,
     "actor.optimizer.max_grad_norm": POSITIVE,
     "actor.optimizer.max_consecutive_skips": _count(),
+    "critic.mini_batches": _count(),
+    "critic.epochs_per_batch": _count(),
+    "critic.max_tokens_per_micro_batch": _count(),
+    "critic.value_clip": POSITIVE,
+    "critic.warmup_steps": _count(0),
     "rollout.batch_size": _count(),
     "rollout.max_concurrent": _count(),
     "rollout.max_head_offpolicyness": _count(0),
@@ -79,4 +84,7 @@ LIMITS: dict[str, KnobRule] = {
     "algorithm.update_samples": _count(),
     "algorithm.correction.low": NOT_NEGATIVE,
     "algorithm.correction.high": POSITIVE,
+}
+LIMITS |= {
+    key.replace("actor.", "critic.", 1): rule for key, rule in LIMITS.items() if key.startswith("actor.optimizer.")
 }

@@ -67,8 +67,11 @@ def _preset(tree: Mapping[str, Any]) -> list[Assignment]:
         raise ConfigError(f"algorithm.preset={name} is not known; {nearest_names(name, PRESETS)}")
     preset = PRESETS[name]
     found = list(_flatten(preset.values, ("algorithm",), f"preset {name}"))
-    if tree.get("async_training"):
-        found += _flatten(preset.asynchronous, ("algorithm",), f"preset {name}, asynchronous")
+    found += _flatten(preset.run, (), f"preset {name}")
+    replays = tree.get("rollout", {}).get("replay", {}).get("groups")
+    if (tree.get("async_training") or replays) and preset.asynchronous is not None:
+        how = "asynchronous" if tree.get("async_training") else "replay"
+        found += _flatten(preset.asynchronous, ("algorithm",), f"preset {name}, {how}")
     return found
 
 

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import torch
 from tensordict import TensorDict
 
-from tandem.algorithms.kl import k1
-from tandem.algorithms.registry import ADVANTAGES, AGGREGATIONS, SHAPING
-from tandem.api.batch import per_token, select, sequence_index, sum_by_sequence
+from tandem.algorithms.kl import adapted, k1
+from tandem.algorithms.registry import AGGREGATIONS
+from tandem.api.batch import per_token, select
 from tandem.api.engines import TrainEngine
 from tandem.api.failures import BatchError
 from tandem.api.stage import stage
@@ -16,11 +16,13 @@ from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.errors import ConfigError
 from tandem.config.roles import ActorConfig
 from tandem.roles.averages import together
-from tandem.roles.components import Choice, choose
+from tandem.roles.components import choose
+from tandem.roles.credit import Credit
 from tandem.roles.mini_batches import mini_batches
 from tandem.roles.objective import Objective
 from tandem.roles.reference import Reference
-from tandem.roles.samples import Samples, samples_of, trained_tokens, truncated, with_fields
+from tandem.roles.samples import samples_of, trained_tokens, with_fields
+from tandem.roles.tokens import TokenChoice
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,7 @@ class Actor:
         self.engine, self.algorithm, self.config = engine, algorithm, config
         self.max_head_offpolicyness, self.seed, self.version = max_head_offpolicyness, seed, version
         self.reference = reference
+        self.kl_coefficient = algorithm.kl.coefficient
         self._warned = False
         if algorithm.kl.coefficient > 0 and reference is None:
             raise ConfigError(
@@ -60,9 +63,9 @@ class Actor:
                 "there is none; give Actor(reference=Reference(engine)), or set algorithm.kl.coefficient=0"
             )
         filled = {"max_tokens": max_new_tokens}
-        self._advantage = choose(ADVANTAGES, algorithm.advantage, "algorithm.advantage", filled)
+        self._credit = Credit(algorithm, max_new_tokens)
+        self._tokens = TokenChoice(algorithm, seed)
         self._aggregation = choose(AGGREGATIONS, algorithm.aggregation, "algorithm.aggregation", filled)
-        self._shaping = [choose(SHAPING, s, f"algorithm.shaping[{i}]", filled) for i, s in enumerate(algorithm.shaping)]
         Objective.of(algorithm)  # refused here, not in the first step
 
     @property
@@ -75,9 +78,11 @@ class Actor:
         """Whether `compute_proximal` has to run.
 
         With one optimizer step a batch the policy of that step *is* the proximal one, and stands in for it in ratio,
-        behaviour correction and rejection, all of which are per trajectory. KL in the reward needs it earlier.
+        behaviour correction and rejection, all of which are per trajectory. KL in the reward, a coefficient that follows
+        the KL, and what is chosen among the tokens of the whole batch need it earlier.
         """
-        return self.updates_per_batch > 1 or self._kl_in_reward
+        follows = self.algorithm.kl.target is not None
+        return self.updates_per_batch > 1 or self._kl_in_reward or follows or self._tokens.needs_proximal
 
     @property
     def _kl_in_reward(self) -> bool:
@@ -100,21 +105,49 @@ class Actor:
     @stage(
         reads=("loss_mask", "reward", "group_id", "sample_id", "stop_reason", "in_statistics"),
         adds=("advantages", "dropped", "shaped_reward"),
-        may_read=("accuracy", "expired", "token_rewards", "proximal_logprobs", "reference_logprobs"),
+        may_read=(
+            "input_ids",
+            "accuracy",
+            "expired",
+            "in_loss",
+            "greedy",
+            "token_rewards",
+            "values",
+            "bootstrap_value",
+            "rollout_logprobs",
+            "proximal_logprobs",
+            "reference_logprobs",
+            "entropy",
+        ),
+        may_add=("returns", "prepared"),
     )
     def compute_advantages(self, batch: TensorDict) -> TensorDict:
         """Adds ``advantages``, ``shaped_reward`` and ``dropped``: the tokens that get weight 0, expired ones among them."""
         samples, mask = samples_of(batch), trained_tokens(batch)
-        rewards, kept = self._shape(batch, samples)
-        dropped = ~per_token(batch, kept[samples.of_sequence])
+        if self._kl_in_reward:
+            self._require(batch, "proximal_logprobs", True, "compute_proximal(batch)")
+            self._require(batch, "reference_logprobs", True, "reference.compute_logprobs(batch)")
+        rewards, _ = self._credit.shape(batch, samples)
+        penalty = self.kl_coefficient if self._kl_in_reward else 0.0
+        dropped = torch.stack(list(self._drops(batch).values())).any(0)
         if "expired" in batch.keys():
-            dropped = dropped | batch["expired"]
-        return with_fields(
+            dropped = dropped | (batch["expired"] & mask)
+        found = with_fields(
             batch,
             shaped_reward=rewards[samples.of_sequence],
-            advantages=self._advantages(batch, samples, rewards, mask) * mask,
-            dropped=dropped & mask,
+            dropped=dropped,
+            **self._credit.advantages(batch, samples, rewards, penalty),
         )
+        return with_fields(found, **self._tokens.prepared(found, self.version))
+
+    def _drops(self, batch: TensorDict) -> dict[str, torch.Tensor]:
+        """The trained tokens that each rule of the algorithm takes out of the loss, ``[T]`` bool."""
+        samples = samples_of(batch)
+        _, kept = self._credit.shape(batch, samples)
+        return {
+            "shaping": ~per_token(batch, kept[samples.of_sequence]) & trained_tokens(batch),
+            "token_filter": self._tokens.filtered(batch, self.version),
+        }
 
     @stage(
         reads=(
@@ -130,7 +163,16 @@ class Actor:
             "in_statistics",
             "in_loss",
         ),
-        may_read=("proximal_logprobs", "reference_logprobs", "entropy", "versions"),
+        may_read=(
+            "proximal_logprobs",
+            "reference_logprobs",
+            "entropy",
+            "versions",
+            "prepared",
+            "reward",
+            "accuracy",
+            "stop_reason",
+        ),
         reads_state=("weights", "optimizer"),
         writes_state=("weights", "optimizer"),
     )
@@ -146,7 +188,7 @@ class Actor:
         self._require(batch, "proximal_logprobs", self.needs_proximal, "compute_proximal(batch)")
         in_loss_term = self.algorithm.kl.coefficient > 0 and self.algorithm.kl.where == "loss"
         self._require(batch, "reference_logprobs", in_loss_term, "reference.compute_logprobs(batch)")
-        objective = Objective.of(self.algorithm, self.version)
+        objective = Objective.of(self.algorithm, self.version, self.kl_coefficient)
         counts = (batch["advantages"] != 0) & ~batch["dropped"] & per_token(batch, batch["in_loss"])
         without_signal = not (bool(counts.any()) or objective.has_other_terms)
         if without_signal:
@@ -162,9 +204,37 @@ class Actor:
         for part in self._weighted(batch, only_policy=not objective.has_other_terms):
             result = self.engine.train_batch(part, objective, entropy=entropy)
             steps.append(result | {"tokens": float(part["loss_mask"].sum())})
+        metrics = (together(steps) if steps else {}) | self._reward_metrics(batch) | self._dropped_metrics(batch)
+        metrics |= self._follow_kl(batch)
         self.version += 1
-        metrics = together(steps) if steps else {}
-        return metrics | self._reward_metrics(batch) | {"step_without_signal": float(without_signal)}
+        return metrics | {"step_without_signal": float(without_signal)}
+
+    def rest(self, batch: TensorDict) -> dict[str, float]:
+        """In place of `ppo_update` while a critic warms up: weights and optimizer stay as they are, the version counts on."""
+        self.version += 1
+        return self._reward_metrics(batch)
+
+    def _follow_kl(self, batch: TensorDict) -> dict[str, float]:
+        """Moves the coefficient towards the wished KL; the metrics are the KL of a sample, and the coefficient used."""
+        kl = self.algorithm.kl
+        if kl.target is None:
+            return {}
+        inside = select(batch, batch["in_loss"])
+        of_token = k1(inside["proximal_logprobs"], inside["reference_logprobs"], trained_tokens(inside))
+        count = len(samples_of(inside).first)
+        found = {"kl/sample": float(of_token.double().sum()) / max(1, count), "kl/coefficient": self.kl_coefficient}
+        self.kl_coefficient = adapted(self.kl_coefficient, found["kl/sample"], kl.target, count, kl.horizon)
+        return found
+
+    def _dropped_metrics(self, batch: TensorDict) -> dict[str, float]:
+        """Shares of the trained tokens in the loss, for the rules that are in use."""
+        inside = trained_tokens(batch) & per_token(batch, batch["in_loss"])
+        used = {"shaping": bool(self._credit.shaping), "token_filter": self._tokens.filter.name != "none"}
+        if not any(used.values()):
+            return {}
+        total = max(1, int(inside.sum()))
+        drops = self._drops(batch)
+        return {f"dropped/{name}": int((drops[name] & inside).sum()) / total for name, is_used in used.items() if is_used}
 
     def _check_age(self, batch: TensorDict) -> None:
         """The last guard of the staleness bound: whoever collects the batch marks older tokens as expired."""
@@ -182,70 +252,6 @@ class Actor:
         if needed and field not in batch.keys():
             raise BatchError(f"the batch has no {field}, which this algorithm needs; call {remedy} before")
 
-    def _shape(self, batch: TensorDict, samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rewards after shaping ``[M]``, and the samples that keep their weight ``[M]`` bool."""
-        rewards = batch["reward"][samples.first].float()
-        kept = torch.ones_like(rewards, dtype=torch.bool)
-        tensors = {
-            "group_id": batch["group_id"][samples.first],
-            "in_statistics": batch["in_statistics"][samples.first],
-            "lengths": samples.lengths,
-            "truncated": truncated(batch, samples),
-            "accuracy": batch["accuracy"][samples.first]
-            if "accuracy" in batch.keys()
-            else torch.full_like(rewards, torch.nan),
-        }
-        for shaping in self._shaping:
-            result = shaping(rewards=rewards, **tensors)
-            rewards, keeps = result if isinstance(result, tuple) else (result, kept)
-            kept = kept & keeps
-        return rewards, kept
-
-    def _advantages(self, batch: TensorDict, samples: Samples, rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """``[T]``: those of a sample go to each of its trajectories."""
-        penalty = self._reward_penalty(batch, mask)
-        tensors = {
-            "group_id": batch["group_id"][samples.first],
-            "in_statistics": batch["in_statistics"][samples.first],
-            "lengths": samples.lengths,
-            "mask": mask,
-            "sequence": sequence_index(batch),
-        }
-        if "token_rewards" in self._advantage.asked:
-            earned = self._token_rewards(batch, samples, rewards, mask) - penalty
-            return _sized(self._advantage(rewards=rewards, token_rewards=earned, **tensors), mask, self._advantage)
-        if "token_rewards" in batch.keys() and bool(batch["token_rewards"].any()):
-            raise BatchError(
-                f"the batch has token_rewards, and algorithm.advantage={self._advantage.name} judges whole samples; "
-                "use algorithm.advantage=reinforce, or give the sample one reward"
-            )
-        penalties = torch.zeros_like(rewards).index_add(0, samples.of_sequence, sum_by_sequence(batch, penalty))
-        advantages = _sized(self._advantage(rewards=rewards - penalties, **tensors), rewards, self._advantage)
-        return per_token(batch, advantages[samples.of_sequence])
-
-    def _reward_penalty(self, batch: TensorDict, mask: torch.Tensor) -> torch.Tensor:
-        """β·k1 of the proximal policy, where KL is part of the reward ``[T]``; else 0."""
-        if not self._kl_in_reward:
-            return torch.zeros_like(mask, dtype=torch.float32)
-        self._require(batch, "proximal_logprobs", True, "compute_proximal(batch)")
-        self._require(batch, "reference_logprobs", True, "reference.compute_logprobs(batch)")
-        return self.algorithm.kl.coefficient * k1(batch["proximal_logprobs"], batch["reference_logprobs"], mask)
-
-    def _token_rewards(self, batch: TensorDict, samples: Samples, rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        """Rewards of tokens ``[T]``: the sample's on the last trained token of each of its trajectories."""
-        position = torch.arange(len(mask), device=mask.device)
-        last = torch.full_like(samples.of_sequence, -1).scatter_reduce(
-            0, sequence_index(batch)[mask], position[mask], "amax"
-        )  # [N]
-        earned = (
-            batch["token_rewards"].clone()
-            if "token_rewards" in batch.keys()
-            else torch.zeros_like(mask, dtype=torch.float32)
-        )
-        trained = last >= 0
-        earned[last[trained]] += rewards[samples.of_sequence][trained]
-        return earned
-
     def _weighted(self, batch: TensorDict, *, only_policy: bool = False) -> Iterator[TensorDict]:
         """The mini-batches of all epochs with their ``loss_weights``; samples outside the loss are not computed.
 
@@ -254,12 +260,14 @@ class Actor:
         """
         inside = select(batch, batch["in_loss"])
         for part in mini_batches(inside, self.config.mini_batches, self.config.epochs_per_batch, self.seed):
-            of_token = per_token(part, samples_of(part).of_sequence)
+            samples = samples_of(part)
+            of_token = per_token(part, samples.of_sequence)
             weights = self._aggregation(mask=trained_tokens(part), sample=of_token)
             counts = ~part["dropped"]
             if only_policy:
                 counts = counts & (part["advantages"] != 0)
-            yield with_fields(part, loss_weights=weights * counts)
+            lengths = samples.lengths[samples.of_sequence]
+            yield with_fields(part, loss_weights=weights * counts, sample_length=lengths)
 
     def _reward_metrics(self, batch: TensorDict) -> dict[str, float]:
         samples = samples_of(batch)
@@ -269,12 +277,6 @@ class Actor:
         ids = groups.unique()
         flat = [len(rewards[counts & (groups == i)].unique()) < 2 for i in ids]
         metrics = {"groups/without_spread": sum(flat) / max(1, len(flat))}
-        if self._shaping:
+        if self._credit.shaping:
             metrics["reward/shaped_mean"] = float(rewards.mean())
         return metrics
-
-
-def _sized(result: torch.Tensor, like: torch.Tensor, choice: Choice) -> torch.Tensor:
-    if result.shape != like.shape:
-        raise ConfigError(f"algorithm.advantage={choice.name} returned {list(result.shape)}, expected {list(like.shape)}")
-    return result.to(torch.float32)

@@ -5,7 +5,16 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from tandem.algorithms.registry import REQUIRED, Registry, UnknownName, WrongSignature, knobs_of
+from tandem.algorithms.registry import (
+    PREPARATIONS,
+    REQUIRED,
+    Registry,
+    UnknownName,
+    WrongSignature,
+    knobs_of,
+    own_knobs,
+    preparation_of,
+)
 from tandem.api.plugins import is_file_spec, load_object
 from tandem.config.algorithm import Component
 from tandem.config.errors import ConfigError
@@ -22,6 +31,9 @@ class Choice:
 
     knobs: Mapping[str, Any]
     """Those that were set, and the defaults of the others."""
+
+    preparation: "Choice | None" = None
+    """What is called once for the whole batch before it; its result is the tensor ``prepared``."""
 
     def __call__(self, **tensors: Any) -> Any:
         """Calls it with those of the tensors that it asks for."""
@@ -54,4 +66,13 @@ def choose(registry: Registry[Any], component: Component, key: str, filled: Mapp
     missing = sorted(required - set(values))
     if missing:
         raise ConfigError(f"{key}.{missing[0]} must be set for {component.name}; it has no default here")
-    return Choice(component.name, function, asked, knobs | values)
+    settings, before = knobs | values, preparation_of(function)
+    preparation = None
+    if before is not None:
+        mine = {name: settings[name] for name in own_knobs(before)}
+        preparation = Choice(component.name, before, PREPARATIONS.asked(before), mine)
+    elif "prepared" in asked:
+        raise ConfigError(
+            f"{key}={component.name} asks for `prepared`, and nothing prepares it; decorate it with prepared_by"
+        )
+    return Choice(component.name, function, asked, {name: settings[name] for name in own_knobs(function)}, preparation)

@@ -7,12 +7,29 @@ from tensordict import TensorDict
 
 from tandem.algorithms.correction import behaviour_ratio
 from tandem.algorithms.kl import k3
+from tandem.algorithms.ratios import log_ratio
 from tandem.algorithms.registry import IMPORTANCE_WEIGHTS, KL, POLICY_LOSSES, REJECTIONS
-from tandem.api.batch import sequence_index
+from tandem.api.batch import per_token, sequence_index
 from tandem.api.engines import Outputs
 from tandem.config.algorithm import AlgorithmConfig, Component
 from tandem.roles.components import Choice, choose
 from tandem.roles.samples import trained_tokens
+
+PROPORTIONAL = (
+    "ppo_clip",
+    "reinforce",
+    "cispo",
+    "sapo",
+    "gspo",
+    "gspo_token",
+    "luspo",
+    "gmpo",
+    "vespo",
+    "m2po",
+    "dppo",
+    "clip_cov",
+)
+"""Policy losses without a gradient where there is no advantage; of a user's own one that is not known."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +48,16 @@ class Objective:
     """None: no KL in the loss."""
 
     kl_coefficient: float
+    kl_importance: bool
+    """Weight the KL by exp(policy − rollout)."""
+
     entropy_coefficient: float
     version: int
     """Updates of the weights so far: a token of this version was made by the weights that train now."""
 
     @classmethod
-    def of(cls, config: AlgorithmConfig, version: int = 0) -> "Objective":
-        """The parts that a configuration names."""
+    def of(cls, config: AlgorithmConfig, version: int = 0, kl_coefficient: float | None = None) -> "Objective":
+        """The parts that a configuration names. ``kl_coefficient``: what it has become; None takes the configured one."""
         correction, kl = config.correction, config.kl
         bounds = {"low": correction.low, "high": correction.high}
         weight = choose(IMPORTANCE_WEIGHTS, Component(correction.weight), "algorithm.correction.weight")
@@ -46,10 +66,11 @@ class Objective:
         return cls(
             policy_loss=choose(POLICY_LOSSES, config.policy_loss, "algorithm.policy_loss"),
             weight=weight,
-            rejection=choose(REJECTIONS, Component(correction.reject), "algorithm.correction.reject"),
+            rejection=choose(REJECTIONS, correction.reject, "algorithm.correction.reject"),
             level=correction.level,
-            kl=choose(KL, Component(kl.estimator), "algorithm.kl.estimator") if in_loss else None,
-            kl_coefficient=kl.coefficient,
+            kl=choose(KL, Component(kl.estimator or "k3"), "algorithm.kl.estimator") if in_loss else None,
+            kl_coefficient=kl.coefficient if kl_coefficient is None else kl_coefficient,
+            kl_importance=kl.importance,
             entropy_coefficient=config.entropy_coefficient,
             version=version,
         )
@@ -57,7 +78,7 @@ class Objective:
     @property
     def has_other_terms(self) -> bool:
         """Whether there is a gradient without any advantage."""
-        return self.kl is not None or self.entropy_coefficient > 0
+        return self.kl is not None or self.entropy_coefficient > 0 or self.policy_loss.name not in PROPORTIONAL
 
     def __call__(self, outputs: Outputs, view: TensorDict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Losses ``[T]`` and metrics ``[T]``."""
@@ -70,7 +91,9 @@ class Objective:
             "rollout": view["rollout_logprobs"],
             "advantages": view["advantages"],
         }
-        losses, metrics = self.policy_loss(**tensors)
+        losses, metrics = self.policy_loss(**tensors, **self._asked(view))
+        if "dropped" in metrics:
+            metrics = {f"dropped/{self.policy_loss.name}" if n == "dropped" else n: m for n, m in metrics.items()}
         weights, corrected = self._correct(tensors)
         losses = losses * weights
         metrics = metrics | corrected | self._distances(tensors, view)
@@ -78,7 +101,9 @@ class Objective:
             reference = view["reference_logprobs"]
             metrics["kl/reference"] = k3(policy.detach(), reference, mask)
             if self.kl is not None:
-                losses = losses + self.kl_coefficient * self.kl(policy=policy, reference=reference, mask=mask)
+                ratio = log_ratio(policy, tensors["rollout"], mask).exp() if self.kl_importance else torch.ones_like(policy)
+                penalty = self.kl(policy=policy, reference=reference, mask=mask, ratio=ratio)
+                losses = losses + self.kl_coefficient * penalty
         entropy = outputs.entropy if outputs.entropy is not None else view["entropy"]
         metrics["entropy"] = entropy.detach()
         if self.entropy_coefficient:
@@ -86,20 +111,29 @@ class Objective:
         kept = (mask & ~view["dropped"]).float()
         return losses, {"kept": kept} | {name: value * kept for name, value in metrics.items()}
 
+    def _asked(self, view: TensorDict) -> dict[str, torch.Tensor]:
+        """Further tensors ``[T]`` that this policy loss asks for."""
+        found = {}
+        if "sample_lengths" in self.policy_loss.asked:
+            found["sample_lengths"] = per_token(view, view["sample_length"])
+        if "prepared" in self.policy_loss.asked:
+            found["prepared"] = view["prepared"]
+        return found
+
     def _correct(self, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Weight of each token's policy loss ``[T]``, and what to know about it."""
-        if self.weight.name == "none" and self.rejection.name == "none":
-            return torch.ones_like(tensors["rollout"]), {}
         mask, sequence = tensors["mask"], tensors["sequence"]
         ratio = behaviour_ratio(tensors["proximal"], tensors["rollout"], mask, sequence, self.level)
-        detached = tensors | {"policy": tensors["policy"].detach()}
-        weights = self.weight(ratio=ratio) * self.rejection(**detached)
-        return weights, {
-            "correction/mean": weights,
-            "correction/square": weights.square(),
-            "correction/max": ratio,
-            "correction/dropped": (weights == 0).float(),
-        }
+        weighted, rejects = self.weight.name != "none", self.rejection.name != "none"
+        kept = self.rejection(**tensors | {"policy": tensors["policy"].detach()})
+        weights = self.weight(ratio=ratio) * kept
+        shown = weights if weighted or rejects else ratio
+        metrics = {"correction/mean": shown, "correction/square": shown.square(), "correction/max": ratio}
+        if weighted or rejects:
+            metrics["correction/dropped"] = (weights == 0).float()
+        if rejects:
+            metrics[f"dropped/{self.rejection.name}"] = (~kept).float()
+        return weights, metrics
 
     def _distances(self, tensors: dict[str, torch.Tensor], view: TensorDict) -> dict[str, torch.Tensor]:
         """How far the engine's log-probabilities are from the trainer's, and of tokens of the same weights: the gap."""

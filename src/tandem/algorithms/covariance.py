@@ -1,0 +1,79 @@
+"""Policy losses that hold back the few tokens which drive the entropy down: those where advantage and log-probability are
+large together (arXiv:2505.22617). All tensors ``[T]``; the tokens are chosen once for the whole batch, from `proximal`."""
+
+import torch
+
+from tandem.algorithms.policy_losses import Result, outside, ppo_clip
+from tandem.algorithms.ratios import log_ratio
+from tandem.algorithms.registry import POLICY_LOSSES, prepared_by
+from tandem.algorithms.selection import largest
+
+
+def covariance(proximal: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """(A − mean A)·(proximal − mean proximal), means over the mask; 0 outside it."""
+    if not bool(mask.any()):
+        return torch.zeros_like(proximal)
+    centred = [(x - x[mask].mean()).masked_fill(~mask, 0.0) for x in (advantages.double(), proximal.double())]
+    return (centred[0] * centred[1]).to(proximal.dtype)
+
+
+def _count(share: float, mask: torch.Tensor) -> int:
+    """At least one."""
+    return max(1, int(share * int(mask.sum())))
+
+
+def random_high_covariance(
+    proximal: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    noise: torch.Tensor,
+    *,
+    share: float = 2e-4,
+    low: float = 1.0,
+    high: float = 5.0,
+) -> torch.Tensor:
+    """1 at a random ``share`` of the tokens, drawn from those with a covariance in (low, high); else 0."""
+    found = covariance(proximal, advantages, mask)
+    return largest(noise, mask & (found > low) & (found < high), _count(share, mask), noise).float()
+
+
+def highest_covariance(
+    proximal: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, noise: torch.Tensor, *, share: float = 2e-4
+) -> torch.Tensor:
+    """1 at the ``share`` of the tokens with the largest covariance; else 0."""
+    return largest(covariance(proximal, advantages, mask), mask, _count(share, mask), noise).float()
+
+
+@POLICY_LOSSES.register("clip_cov")
+@prepared_by(random_high_covariance)
+def clip_cov(
+    policy: torch.Tensor,
+    proximal: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    prepared: torch.Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+) -> Result:
+    """`ppo_clip`; the tokens of `random_high_covariance` that the ratio leaves unclipped have loss 0."""
+    losses, metrics = ppo_clip(policy, proximal, advantages, mask, clip_low=clip_low, clip_high=clip_high)
+    taken = (prepared > 0) & (outside(metrics["ratio"], clip_low, clip_high) == 0)
+    return losses.masked_fill(taken, 0.0), metrics | {"dropped": taken.float()}
+
+
+@POLICY_LOSSES.register("kl_cov")
+@prepared_by(highest_covariance)
+def kl_cov(
+    policy: torch.Tensor,
+    proximal: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    prepared: torch.Tensor,
+    *,
+    coefficient: float = 1.0,
+) -> Result:
+    """−ρA, unclipped; plus coefficient·|log ρ| at the tokens of `highest_covariance`."""
+    logs = log_ratio(policy, proximal, mask)
+    losses = -logs.exp() * advantages + coefficient * logs.abs() * prepared
+    return losses.masked_fill(~mask, 0.0), {"ratio": logs.detach().exp(), "penalised": prepared}

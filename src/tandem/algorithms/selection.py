@@ -1,0 +1,33 @@
+"""Choosing some of a batch's tokens: once for the whole batch, and the same ones in whatever order they stand."""
+
+import math
+
+import torch
+
+from tandem.algorithms.registry import TOKEN_FILTERS
+
+
+def order(scores: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Indices by falling score, equal ones by falling noise. All ``[K]``."""
+    by_noise = torch.argsort(noise, descending=True, stable=True)
+    return by_noise[torch.argsort(scores[by_noise], descending=True, stable=True)]
+
+
+def largest(scores: torch.Tensor, among: torch.Tensor, count: int, noise: torch.Tensor) -> torch.Tensor:
+    """The ``count`` tokens of largest score among those with ``among [T]``, as ``[T]`` bool."""
+    candidates = among.nonzero().flatten()
+    chosen = torch.zeros_like(among)
+    chosen[candidates[order(scores[candidates], noise[candidates])[:count]]] = True
+    return chosen
+
+
+@TOKEN_FILTERS.register("none")
+def keep_all(mask: torch.Tensor) -> torch.Tensor:
+    """Every token."""
+    return torch.ones_like(mask)
+
+
+@TOKEN_FILTERS.register("top_entropy")
+def top_entropy(entropy: torch.Tensor, mask: torch.Tensor, noise: torch.Tensor, *, share: float = 0.2) -> torch.Tensor:
+    """The share of the batch's trained tokens at which the policy is least certain, rounded up (arXiv:2506.01939)."""
+    return largest(entropy, mask, math.ceil(share * int(mask.sum()) - 1e-9), noise)

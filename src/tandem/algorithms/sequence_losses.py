@@ -1,0 +1,122 @@
+"""Policy losses with a ratio for each trajectory. All tensors ``[T]``: a trajectory's ratio stands at each of its tokens."""
+
+import torch
+
+from tandem.algorithms.policy_losses import Result, outside, surrogate
+from tandem.algorithms.ratios import MAX_LOG_RATIO, log_ratio, mean_by_sequence, sum_by
+from tandem.algorithms.registry import POLICY_LOSSES
+
+MAX_LOG_SEQUENCE_RATIO = 10.0
+SMALLEST_LOG_WEIGHT = -18.420680743952367
+"""ln 1e-8."""
+
+
+def _sequence_ratio(
+    policy: torch.Tensor, proximal: torch.Tensor, mask: torch.Tensor, sequence: torch.Tensor
+) -> torch.Tensor:
+    """exp(mean over the trajectory's trained tokens of log ρ), the logarithm at most 10."""
+    return mean_by_sequence(log_ratio(policy, proximal, mask), mask, sequence).clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
+
+
+@POLICY_LOSSES.register("gspo")
+def gspo(
+    policy: torch.Tensor,
+    proximal: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    sequence: torch.Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Result:
+    """`ppo_clip` with s = exp(mean of log ρ over the trajectory) as the ratio (arXiv:2507.18071)."""
+    ratio = _sequence_ratio(policy, proximal, mask, sequence)
+    losses = surrogate(ratio, advantages.masked_fill(~mask, 0.0), clip_low, clip_high)
+    return losses.masked_fill(~mask, 0.0), {"ratio": ratio.detach(), "clip_fraction": outside(ratio, clip_low, clip_high)}
+
+
+@POLICY_LOSSES.register("gspo_token")
+def gspo_token(
+    policy: torch.Tensor,
+    proximal: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    sequence: torch.Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Result:
+    """`gspo` with the ratio sg[s]·π/sg[π]: its value, and a gradient of each token's own (arXiv:2507.18071).
+
+    For advantages that differ within a trajectory; with equal ones the gradient is that of `gspo`.
+    """
+    inside = policy.masked_fill(~mask, 0.0)
+    ratio = _sequence_ratio(policy.detach(), proximal, mask, sequence) * (inside - inside.detach()).exp()
+    losses = surrogate(ratio, advantages.masked_fill(~mask, 0.0), clip_low, clip_high)
+    return losses.masked_fill(~mask, 0.0), {"ratio": ratio.detach(), "clip_fraction": outside(ratio, clip_low, clip_high)}
+
+
+@POLICY_LOSSES.register("luspo")
+def luspo(
+    policy: torch.Tensor,
+    proximal: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    sequence: torch.Tensor,
+    sample_lengths: torch.Tensor,
+    *,
+    clip_low: float = 2e-3,
+    clip_high: float = 2.5e-3,
+) -> Result:
+    """`gspo` times the sample's number of trained tokens, so that `sequence_mean` favours no short ones (2602.05261)."""
+    losses, metrics = gspo(policy, proximal, advantages, mask, sequence, clip_low=clip_low, clip_high=clip_high)
+    return losses * sample_lengths, metrics
+
+
+@POLICY_LOSSES.register("gmpo")
+def gmpo(
+    policy: torch.Tensor,
+    proximal: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    sequence: torch.Tensor,
+    *,
+    clip: float = 0.4,
+) -> Result:
+    """−A·exp(mean of c over the trajectory), the geometric mean of clipped ratios (arXiv:2507.20673).
+
+    c = min(log ρ, +clip) for A > 0, else max(log ρ, −clip).
+    """
+    gains = advantages.masked_fill(~mask, 0.0)
+    logs = log_ratio(policy, proximal, mask)
+    clipped = torch.where(gains > 0, logs.clamp(max=clip), logs.clamp(min=-clip))
+    losses = -gains * mean_by_sequence(clipped, mask, sequence).exp()
+    metrics = {"ratio": logs.detach().exp(), "clip_fraction": (clipped != logs).float()}
+    return losses.masked_fill(~mask, 0.0), metrics
+
+
+@POLICY_LOSSES.register("vespo")
+def vespo(
+    policy: torch.Tensor,
+    rollout: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    sequence: torch.Tensor,
+    *,
+    power_positive: float = 2.0,
+    rate_positive: float = 3.0,
+    power_negative: float = 3.0,
+    rate_negative: float = 2.0,
+) -> Result:
+    """−φ·A·policy, φ = e^λ·W^k·e^(−λW) without gradient (arXiv:2602.10693); (k, λ) = (power, rate), by the sign of A.
+
+    W is the product of exp(policy − rollout) over the trajectory, its logarithm within [ln 1e-8, 20]: φ is 1 on policy and
+    falls on both sides, so this corrects for the behaviour policy itself.
+    """
+    logs = sum_by(log_ratio(policy.detach(), rollout, mask), sequence).clamp(SMALLEST_LOG_WEIGHT, MAX_LOG_RATIO)
+    positive = advantages >= 0
+    power = torch.where(positive, power_positive, power_negative).to(logs.dtype)
+    rate = torch.where(positive, rate_positive, rate_negative).to(logs.dtype)
+    weight = (rate + power * logs - rate * logs.exp()).exp()
+    losses = -weight * advantages * policy.masked_fill(~mask, 0.0)
+    return losses.masked_fill(~mask, 0.0), {"ratio": logs.exp(), "weight": weight}

@@ -1,0 +1,16 @@
+"""To mean 0 and variance 1, over the entries that count."""
+
+import torch
+
+EPSILON = 1e-8
+
+
+def whiten(values: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """(x − μ)/√(σ² + 1e-8), μ and the unbiased σ² over the entries with ``counted``; all arguments of one shape, → float64.
+
+    Exactly 0 where the entries that count are all equal, and where there are fewer than two.
+    """
+    inside = values[counted].double()
+    if len(inside) < 2 or bool(inside.max() == inside.min()):
+        return torch.zeros_like(values, dtype=torch.float64)
+    return (values.double() - inside.mean()) / (inside.var() + EPSILON).sqrt()

@@ -1,0 +1,142 @@
+"""From rewards of samples to advantages of tokens."""
+
+import torch
+from tensordict import TensorDict
+
+from tandem.algorithms.kl import k1
+from tandem.algorithms.registry import ADVANTAGES, SHAPING, TOKEN_LEVEL
+from tandem.api.batch import per_token, sequence_index, sum_by_sequence
+from tandem.api.failures import BatchError
+from tandem.api.requests import StopReason
+from tandem.config.algorithm import AlgorithmConfig
+from tandem.config.errors import ConfigError
+from tandem.roles.components import choose
+from tandem.roles.samples import Samples, trained_tokens, truncated
+
+
+class Credit:
+    """Shaping and advantage, as the configuration names them."""
+
+    def __init__(self, algorithm: AlgorithmConfig, max_new_tokens: int | None = None):
+        """``max_new_tokens``: what `overlong` takes where its knob is not set.
+
+        Raises:
+            ConfigError: one of them is not known, or lacks what it needs.
+        """
+        filled = {"max_tokens": max_new_tokens}
+        self.advantage = choose(ADVANTAGES, algorithm.advantage, "algorithm.advantage", filled)
+        self.shaping = [choose(SHAPING, s, f"algorithm.shaping[{i}]", filled) for i, s in enumerate(algorithm.shaping)]
+
+    @property
+    def of_tokens(self) -> bool:
+        """Whether advantages are made from rewards of single tokens."""
+        return any(name in self.advantage.asked for name in TOKEN_LEVEL)
+
+    def shape(self, batch: TensorDict, samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rewards after shaping ``[M]``, and the samples that keep their weight ``[M]`` bool."""
+        rewards = batch["reward"][samples.first].float()
+        kept = torch.ones_like(rewards, dtype=torch.bool)
+        tensors = _of_samples(batch, samples) | {
+            "truncated": truncated(batch, samples),
+            "accuracy": batch["accuracy"][samples.first]
+            if "accuracy" in batch.keys()
+            else torch.full_like(rewards, torch.nan),
+        }
+        for shaping in self.shaping:
+            result = shaping(rewards=rewards, **tensors)
+            rewards, keeps = result if isinstance(result, tuple) else (result, kept)
+            kept = kept & keeps
+        return rewards, kept
+
+    def advantages(
+        self, batch: TensorDict, samples: Samples, rewards: torch.Tensor, kl_coefficient: float
+    ) -> dict[str, torch.Tensor]:
+        """``advantages [T]``, and ``returns [T]`` where the choice makes them; those of a sample go to all its trajectories.
+
+        ``kl_coefficient``: weight of the penalty for leaving the reference in the reward; 0 where it is not part of it.
+        """
+        mask = trained_tokens(batch)
+        penalty = _penalty(batch, mask, kl_coefficient)
+        tensors = _of_samples(batch, samples) | {
+            "mask": mask,
+            "sequence": sequence_index(batch),
+            "sample": per_token(batch, samples.of_sequence),
+        }
+        if self.of_tokens:
+            earned = _token_rewards(batch, samples, rewards, mask) - penalty
+            return self._of_tokens(batch, tensors | {"rewards": rewards, "token_rewards": earned}, mask)
+        if "token_rewards" in batch.keys() and bool(batch["token_rewards"].any()):
+            raise BatchError(
+                f"the batch has token_rewards, and algorithm.advantage={self.advantage.name} judges whole samples; "
+                "use algorithm.advantage=reinforce, or give the sample one reward"
+            )
+        tensors |= self._baselines(batch, samples)
+        penalties = torch.zeros_like(rewards).index_add(0, samples.of_sequence, sum_by_sequence(batch, penalty))
+        found = self._sized(self._call(tensors | {"rewards": rewards - penalties}), rewards)
+        return {"advantages": per_token(batch, found[samples.of_sequence]).masked_fill(~mask, 0.0)}
+
+    def _of_tokens(self, batch: TensorDict, tensors: dict[str, torch.Tensor], mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        for name in ("values", "bootstrap_value"):
+            if name in self.advantage.asked:
+                if name not in batch.keys():
+                    raise BatchError(
+                        f"the batch has no {name}, which algorithm.advantage={self.advantage.name} needs; "
+                        "call critic.compute_values(batch) before"
+                    )
+                tensors[name] = batch[name]
+        found = self._call(tensors | {"cut": batch["stop_reason"] == StopReason.LENGTH})
+        parts = dict(zip(("advantages", "returns"), found if isinstance(found, tuple) else (found,), strict=False))
+        return {name: self._sized(part, mask).masked_fill(~mask, 0.0) for name, part in parts.items()}
+
+    def _baselines(self, batch: TensorDict, samples: Samples) -> dict[str, torch.Tensor]:
+        """What single choices compare with."""
+        found = {}
+        if "greedy" in self.advantage.asked:
+            is_there = "greedy" in batch.keys()
+            found["greedy"] = (
+                batch["greedy"][samples.first] if is_there else torch.zeros_like(samples.first, dtype=torch.bool)
+            )
+        if "named_rewards" in self.advantage.asked:
+            names = sorted(str(name) for name in batch.keys() if str(name).startswith("rewards/"))
+            found["named_rewards"] = {name.removeprefix("rewards/"): batch[name][samples.first] for name in names}
+        return found
+
+    def _call(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        try:
+            return self.advantage(**tensors)
+        except ValueError as error:
+            raise BatchError(f"algorithm.advantage={self.advantage.name}: {error}") from error
+
+    def _sized(self, result: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        if result.shape != like.shape:
+            raise ConfigError(
+                f"algorithm.advantage={self.advantage.name} returned {list(result.shape)}, expected {list(like.shape)}"
+            )
+        return result.to(torch.float32)
+
+
+def _of_samples(batch: TensorDict, samples: Samples) -> dict[str, torch.Tensor]:
+    return {
+        "group_id": batch["group_id"][samples.first],
+        "in_statistics": batch["in_statistics"][samples.first],
+        "lengths": samples.lengths,
+    }
+
+
+def _penalty(batch: TensorDict, mask: torch.Tensor, coefficient: float) -> torch.Tensor:
+    """β·k1 of the proximal policy, where KL is part of the reward ``[T]``; else 0."""
+    if coefficient == 0:
+        return torch.zeros_like(mask, dtype=torch.float32)
+    return coefficient * k1(batch["proximal_logprobs"], batch["reference_logprobs"], mask)
+
+
+def _token_rewards(batch: TensorDict, samples: Samples, rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Rewards of tokens ``[T]``: the sample's on the last trained token of each of its trajectories."""
+    position = torch.arange(len(mask), device=mask.device)
+    last = torch.full_like(samples.of_sequence, -1).scatter_reduce(0, sequence_index(batch)[mask], position[mask], "amax")
+    earned = (
+        batch["token_rewards"].clone() if "token_rewards" in batch.keys() else torch.zeros_like(mask, dtype=torch.float32)
+    )
+    trained = last >= 0  # [N]
+    earned[last[trained]] += rewards[samples.of_sequence][trained]
+    return earned
