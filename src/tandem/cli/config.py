@@ -2,7 +2,7 @@
 
 examples:
   tandem config examples/gsm8k_grpo.yaml seed=3
-  tandem config --sft batch_size=32
+  tandem config --for preference loss=kto
 """
 
 import argparse
@@ -13,18 +13,28 @@ from tandem.cli.arguments import add_config_arguments
 from tandem.cli.running import resolve
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import describe
+from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
+
+KINDS = {
+    "train": TrainConfig,
+    "sft": SFTConfig,
+    "preference": PreferenceConfig,
+    "reward": RewardModelConfig,
+    "distill": DistillConfig,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add_config_arguments(parser)
-    parser.add_argument("--sft", action="store_true", help="the configuration of `tandem sft` instead of `tandem train`")
+    parser.add_argument("--for", dest="kind", choices=KINDS, default="train", help="the command whose configuration it is")
+    parser.add_argument("--sft", action="store_const", const="sft", dest="kind", help="the same as --for sft")
     parser.add_argument("--json", action="store_true", help="one JSON object: config, and sources by key")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """`tandem config`."""
-    resolved = resolve(arguments, SFTConfig if arguments.sft else TrainConfig)
+    resolved = resolve(arguments, KINDS[arguments.kind])
     if arguments.json:
         shown = {"config": asdict(resolved.config), "sources": dict(resolved.sources)}
         print(json.dumps(shown, ensure_ascii=False, default=str))

@@ -27,6 +27,9 @@ class Command(NamedTuple):
 COMMANDS = {
     "train": Command("tandem.cli.train", "train a model with reinforcement learning"),
     "sft": Command("tandem.cli.sft", "fine-tune a model on questions and answers"),
+    "preference": Command("tandem.cli.preference", "learn from preferences: DPO, IPO, KTO, SimPO, ORPO"),
+    "reward": Command("tandem.cli.reward", "train a reward model from ranked pairs or judged steps"),
+    "distill": Command("tandem.cli.distill", "distil a teacher into a student that writes itself"),
     "generate": Command("tandem.cli.generate", "let a model answer a prompt"),
     "algorithms": Command("tandem.cli.algorithms", "list the algorithms, or say what one of them is"),
     "eval": Command("tandem.cli.eval", "evaluate a model on data sets"),

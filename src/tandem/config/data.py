@@ -1,6 +1,22 @@
 """Data sets: where rows come from and which columns mean what."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+COLUMNS = (
+    "messages",
+    "prompt",
+    "question",
+    "answer",
+    "completion",
+    "chosen",
+    "rejected",
+    "margin",
+    "label",
+    "completions",
+    "labels",
+)
+"""Names that `columns` may map."""
 
 
 @dataclass(frozen=True)
@@ -8,7 +24,7 @@ class SourceConfig:
     """One data set of a mixture."""
 
     path: str
-    """Folder, file, hub name, `addition`, or `reasoning_gym:NAME`."""
+    """Folder, file, hub name, `addition`, `addition_pairs`, or `reasoning_gym:NAME`."""
 
     weight: float = 1.0
     """Share of prompts drawn from this source, relative to the others."""
@@ -25,7 +41,7 @@ class DatasetConfig:
     """Rows for training or validation."""
 
     path: str | None = None
-    """Folder, file, hub name, `addition`, or `reasoning_gym:NAME`."""
+    """Folder, file, hub name, `addition`, `addition_pairs`, or `reasoning_gym:NAME`."""
 
     split: str | None = None
     """Split of a folder or hub data set; null takes `train` for training and `test` for validation."""
@@ -38,6 +54,9 @@ class DatasetConfig:
 
     answer_column: str | None = None
     """Column that holds the expected answer; null looks for answer, solution, completion."""
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Other names of columns, ours first: `columns.chosen=winner`; see docs/preferences.md for the names."""
 
     max_rows: int | None = None
     """Use only the first rows of the data set; null uses all."""

@@ -110,12 +110,8 @@ def _judged(base: frozenset[str]) -> Iterator[str]:
     yield from ("", "## `tandem reward`", "", f"Training a reward model {head}")
     yield from _table(RewardModelConfig, RewardModelConfig(), "", base)
     shared = base | {"gconfig", "rollout"}
-    yield from (
-        "",
-        "## `tandem distill`",
-        "",
-        f"On-policy distillation {head[:-5]}, `gconfig` and `rollout` of `tandem train`, and:",
-    )
+    text = "On-policy distillation has the same shared keys, `gconfig` and `rollout` of `tandem train`, and:"
+    yield from ("", "## `tandem distill`", "", text)
     yield from _table(DistillConfig, DistillConfig(), "", shared)
 
 

@@ -8,10 +8,11 @@ from typing import overload
 
 from tandem.config.data import DatasetConfig, SourceConfig
 from tandem.config.errors import ConfigError
+from tandem.data.examples import Reader
 from tandem.data.files import ENDINGS, RawRow, read_file, read_folder
 from tandem.data.hub import read_hub
-from tandem.data.procedural import addition, reasoning_gym
-from tandem.data.rows import Row, normalise
+from tandem.data.procedural import addition, addition_pairs, reasoning_gym
+from tandem.data.rows import Row, normalise, renamed
 
 
 class Dataset(Sequence[Row]):
@@ -72,23 +73,26 @@ class Dataset(Sequence[Row]):
         return (self.rows[i] for i in self._first)
 
 
-def load_dataset(config: DatasetConfig, *, seed: int = 0, default_split: str = "train") -> Dataset:
+def load_dataset(
+    config: DatasetConfig, *, seed: int = 0, default_split: str = "train", reader: Reader = normalise
+) -> Dataset:
     """Reads the rows that a configuration names.
 
-    ``default_split`` is taken where ``config.split`` is null: `train` for training, `test` for validation.
+    ``default_split`` is taken where ``config.split`` is null: `train` for training, `test` for validation. ``reader``: gives
+    rows their shape, questions with answers unless another one (`tandem.data.examples`) is given.
 
     Raises:
         ConfigError: missing or empty data set, missing column, broken line, wrong type; says where.
     """
     if config.sources:
-        parts = [_load(replace(config, path=s.path), s, seed, default_split) for s in config.sources]
+        parts = [_load(replace(config, path=s.path), s, seed, default_split, reader) for s in config.sources]
         return Dataset(parts, [s.weight for s in config.sources])
     if config.path is None:
         raise ConfigError("the data set has no path: give a folder, a file, a hub name, `addition` or reasoning_gym:NAME")
-    return Dataset([_load(config, SourceConfig(config.path), seed, default_split)])
+    return Dataset([_load(config, SourceConfig(config.path), seed, default_split, reader)])
 
 
-def _load(config: DatasetConfig, source: SourceConfig, seed: int, default_split: str) -> list[Row]:
+def _load(config: DatasetConfig, source: SourceConfig, seed: int, default_split: str, reader: Reader) -> list[Row]:
     raw = _read(source.path, config, seed, default_split)
     if config.max_rows is not None:
         raw = raw[: config.max_rows]
@@ -97,13 +101,15 @@ def _load(config: DatasetConfig, source: SourceConfig, seed: int, default_split:
             f"data set {source.path} (split {config.split or default_split!r}) is empty; it needs at least one row"
         )
     name = source.name or Path(source.path.rpartition(":")[2]).stem
-    return normalise(raw, config, source=name, reward=source.reward)
+    return reader(renamed(raw, config.columns), config, source=name, reward=source.reward)
 
 
 def _read(path: str, config: DatasetConfig, seed: int, default_split: str) -> list[RawRow]:
     split = config.split or default_split
     if path == "addition":
         return _located(addition(split, size=config.size, seed=seed), path)
+    if path == "addition_pairs":
+        return _located(addition_pairs(split, size=config.size, seed=seed), path)
     if path.startswith("reasoning_gym:"):
         return _located(reasoning_gym(path.partition(":")[2], split, size=config.size, seed=seed), path)
     local = Path(path).expanduser()

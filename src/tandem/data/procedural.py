@@ -32,6 +32,19 @@ def addition(split: str, *, size: int, seed: int) -> Iterator[dict[str, Any]]:
         yield {"question": f"What is {x} + {y}? Answer with just the number.", "answer": str(x + y)}
 
 
+def addition_pairs(split: str, *, size: int, seed: int) -> Iterator[dict[str, Any]]:
+    """The questions of `addition`, each with the right answer as ``chosen`` and a wrong one as ``rejected``.
+
+    Raises:
+        ConfigError: another split.
+    """
+    draw = random.Random(f"addition_pairs/{split}/{seed}")
+    for row in addition(split, size=size, seed=seed):
+        right = int(row["answer"])
+        wrong = draw.choice([number for number in range(2, 19) if number != right])
+        yield {"prompt": row["question"], "chosen": str(right), "rejected": str(wrong)}
+
+
 def reasoning_gym(name: str, split: str, *, size: int, seed: int) -> Iterator[dict[str, Any]]:
     """Rows of one family, with the ``metadata`` that its own scorer needs: use `reward=reasoning_gym`.
 

@@ -37,6 +37,30 @@ def normalise(raw: Sequence[RawRow], config: DatasetConfig, *, source: str, rewa
     return [_row(row, prompt, answer, config.prompt_suffix, source, reward) for row in raw]
 
 
+def renamed(raw: Sequence[RawRow], columns: Mapping[str, str]) -> list[RawRow]:
+    """Rows whose columns have our names: ``columns`` maps ours to theirs.
+
+    Raises:
+        ConfigError: the first row has no such column.
+    """
+    for ours, theirs in columns.items() if raw else ():
+        if theirs not in raw[0].columns:
+            raise ConfigError(
+                f"{raw[0].where}: columns.{ours}={theirs}, but the row has no such column; "
+                f"{nearest_names(theirs, list(raw[0].columns))}"
+            )
+    if not columns:
+        return list(raw)
+    back = {theirs: ours for ours, theirs in columns.items()}
+    return [
+        RawRow(
+            {back.get(name, name): value for name, value in row.columns.items() if name in back or name not in columns},
+            row.where,
+        )
+        for row in raw
+    ]
+
+
 def _columns(there: list[str], wished: str | None, usual: tuple[str, ...], where: str, key: str) -> tuple[str, ...]:
     """The columns to read; several are joined by a space. Empty if none is found and none was wished for."""
     if wished is not None:

@@ -1,148 +1,64 @@
-"""Supervised fine-tuning: `tandem sft`. Rows with a question and an answer, packed, trained on the answer's tokens only."""
+"""Supervised fine-tuning: `tandem sft`. Conversations, packed, trained on the assistant's tokens only."""
 
-import contextlib
-import logging
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.batch import pack
-from tandem.api.failures import DataFailure
-from tandem.config.arithmetic import arithmetic, total_steps
-from tandem.config.errors import ConfigError
-from tandem.config.experiment import SFTConfig
-from tandem.config.load import Resolved, describe
-from tandem.data.loader import Loader
-from tandem.engines.train.build import build_train_engine
-from tandem.models.catalog import resolve
-from tandem.models.tokenizer import check_chat_template, load_tokenizer
+from tandem.api.engines import TrainEngine
+from tandem.config.experiment import BaseConfig, SFTConfig
+from tandem.config.load import Resolved
+from tandem.data.encoding import ChatEncoder, sequence
+from tandem.data.examples import conversations
+from tandem.models.tokenizer import check_chat_template
 from tandem.roles.language_model import LanguageModel
-from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
-from tandem.tracking.tracker import Tracker
-from tandem.trainers.parts import open_rows
-from tandem.trainers.process import start_process
-from tandem.trainers.summary import Summary, open_run, save_if_due
+from tandem.trainers.process import Process
+from tandem.trainers.summary import Summary
+from tandem.trainers.supervised import BatchMaker, Recipe, Sequences, Stages, train_on_rows
 
-log = logging.getLogger(__name__)
+__all__ = ["RECIPE", "BatchMaker", "Encoder", "train"]
+
+
+def chat_encoder(tokenizer: PreTrainedTokenizerBase, config: BaseConfig) -> ChatEncoder:
+    """The encoder of a run.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template.
+    """
+    check_chat_template(tokenizer)
+    return ChatEncoder(
+        tokenizer,
+        max_length=config.max_length,  # type: ignore[attr-defined]
+        system_prompt=config.system_prompt,
+        chat_template_kwargs=config.chat_template_kwargs,
+    )
 
 
 class Encoder:
-    """Turns rows into trajectories: the chat template around question and answer, the loss on the answer alone."""
+    """Turns rows of `tandem.data.examples.conversations` into sequences, the loss on the assistant's tokens alone."""
+
+    keeps_rows_together = False
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: SFTConfig):
-        check_chat_template(tokenizer)
-        self.tokenizer, self.config = tokenizer, config
+        self.chat = chat_encoder(tokenizer, config)
 
-    def encode(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """``input_ids [S]``, ``loss_mask [S]`` and the temperature of one row.
-
-        Raises:
-            DataFailure: no answer, an answer that the template does not append, or more tokens than `max_length`.
-        """
-        if not row.get("answer"):
-            raise DataFailure("no_answer", f"row {row.get('index')} has no answer to learn")
-        messages = [*self._system(), *row["messages"]]
-        answered = [*messages, {"role": "assistant", "content": str(row["answer"])}]
-        question = self._render(messages, add_generation_prompt=True)
-        whole = self._render(answered, add_generation_prompt=False)
-        if not whole.startswith(question):
-            raise DataFailure("template_rewrites", "the chat template does not put the answer behind the question")
-        prompt = self.tokenizer.encode(question, add_special_tokens=False)
-        answer = self.tokenizer.encode(whole.removeprefix(question), add_special_tokens=False)
-        if len(prompt) + len(answer) > self.config.max_length:
-            raise DataFailure("too_long", f"{len(prompt) + len(answer)} tokens, max_length={self.config.max_length}")
-        mask = torch.tensor([False] * len(prompt) + [True] * len(answer))
-        return {"input_ids": torch.tensor(prompt + answer), "loss_mask": mask, "temperature": 1.0}
-
-    def _system(self) -> list[dict[str, str]]:
-        return [{"role": "system", "content": self.config.system_prompt}] if self.config.system_prompt else []
-
-    def _render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
-        kwargs = dict(self.config.chat_template_kwargs)
-        return self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
-        )
-
-
-class BatchMaker:
-    """Draws rows until a batch is full; rows that cannot be trained on are counted by reason, never silently lost."""
-
-    def __init__(self, loader: Loader, encoder: Encoder, batch_size: int):
-        self.loader, self.encoder, self.batch_size = loader, encoder, batch_size
-        self.dropped: Counter[str] = Counter()
-
-    def next_batch(self) -> TensorDict:
-        """The next ``batch_size`` sequences.
+    def encode(self, row: Mapping[str, Any]) -> Sequences:
+        """One sequence, or one for each stretch of a conversation whose history the template rewrites.
 
         Raises:
-            ConfigError: a whole pass over the data gave too few usable rows.
+            DataFailure: see `ChatEncoder.conversation`.
         """
-        rows: list[dict[str, Any]] = []
-        for _ in range(self.batch_size + len(self.loader.dataset)):
-            if len(rows) == self.batch_size:
-                break
-            try:
-                rows.append(self.encoder.encode(next(self.loader)))
-            except DataFailure as failure:
-                self.dropped[failure.reason] += 1
-                log.info("row dropped: %s", failure)
-        if len(rows) < self.batch_size:
-            raise ConfigError(f"no {self.batch_size} usable rows in a whole pass over the data: {dict(self.dropped)}")
-        return pack(rows)
+        return [sequence(encoded) for encoded in self.chat.conversation(row["messages"], row["train_from"])]
 
 
-def train(resolved: Resolved, *, dry_run: bool = False) -> Summary:
+def _stages(engine: TrainEngine, config: SFTConfig, process: Process) -> Stages:
+    model = LanguageModel(engine)
+    return Stages(train=model.train_lm, evaluate=model.evaluate_lm)
+
+
+RECIPE = Recipe(reader=conversations, encoder=Encoder, stages=_stages)
+
+
+def train(resolved: Resolved[SFTConfig], *, dry_run: bool = False) -> Summary:
     """Runs supervised fine-tuning; ``dry_run`` says what it would do."""
-    config: SFTConfig = resolved.config
-    process = start_process(config)
-    rows = open_rows(config)
-    steps = total_steps(config, len(rows.train))
-    if dry_run:
-        print(describe(resolved))
-        print(arithmetic(config, len(rows.train)))
-        return Summary(folder=None, steps=0)
-    folder = resolve(config.actor.path)
-    tokenizer = load_tokenizer(folder)
-    encoder = Encoder(tokenizer, config)
-    with contextlib.ExitStack() as stack:
-        run = open_run(config, process, stack)
-        engine = build_train_engine(config.actor, total_steps=steps, device=process.device)
-        model = LanguageModel(engine)
-        batches = BatchMaker(
-            Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle), encoder, config.batch_size
-        )
-        valid = validation_batch(encoder, rows.valid, config) if config.evaluate.every_steps else None
-        tracker = (
-            stack.enter_context(Tracker(run.path, config.tracking, total_steps=steps, run_name=run.path.name))
-            if run
-            else None
-        )
-        timer, checkpoint = PhaseTimer(), None
-        for step in range(1, steps + 1):
-            batch = batches.next_batch()
-            with timer("train"):
-                metrics = model.train_lm(batch)
-            metrics |= {f"rows/dropped/{reason}": float(count) for reason, count in batches.dropped.items()}
-            if valid is not None and (step % config.evaluate.every_steps == 0 or step == steps):
-                metrics |= {f"eval/{name}": value for name, value in model.evaluate_lm(valid).items()}
-            metrics |= timer.metrics() | {"memory/peak_gib": peak_memory_gib()}
-            metrics["tokens_per_s/train"] = int(batch["cu_seqlens"][-1]) / metrics["time/train_s"]
-            if tracker is not None:
-                tracker.log(step, metrics)
-            checkpoint = save_if_due(config, run, step, steps, engine, tokenizer.save_pretrained) or checkpoint
-        return Summary(folder=run.path if run else None, steps=steps, metrics=metrics, checkpoint=checkpoint)
-
-
-def validation_batch(encoder: Encoder, rows: Sequence[Mapping[str, Any]], config: SFTConfig) -> TensorDict:
-    """The held-out rows that fit, as one batch."""
-    encoded = []
-    for row in list(rows)[: config.evaluate.max_rows]:
-        with contextlib.suppress(DataFailure):
-            encoded.append(encoder.encode(row))
-    if not encoded:
-        raise ConfigError("evaluate.every_steps is set, but no row of valid_dataset can be used")
-    return pack(encoded)
+    return train_on_rows(resolved, RECIPE, dry_run=dry_run)

@@ -1,0 +1,19 @@
+"""Losses of reward models: pairs that were ranked, steps that were judged."""
+
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
+
+
+def bradley_terry(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor) -> torch.Tensor:
+    """−log σ(r_chosen − r_rejected − margin): the better side's score should be higher by the margin. All ``[P]``.
+
+    Bradley and Terry's model of comparisons (arXiv:2203.02155), its margin as in arXiv:2307.09288.
+    """
+    return -logsigmoid(chosen - rejected - margin)
+
+
+def step_cross_entropy(scores: torch.Tensor, right: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """−log σ(±score) at the end of each judged step, 0 elsewhere (arXiv:2305.20050). All ``[T]``; ``right`` is bool."""
+    target = right.to(scores.dtype)
+    losses = binary_cross_entropy_with_logits(scores.masked_fill(~mask, 0.0), target, reduction="none")
+    return losses.masked_fill(~mask, 0.0)

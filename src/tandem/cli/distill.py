@@ -1,0 +1,27 @@
+"""Distil a teacher into a student that writes itself, as a YAML file and `key=value` overrides say.
+
+example:
+  tandem distill examples/addition_distill.yaml teacher.path=FOLDER
+"""
+
+import argparse
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from tandem.cli.running import add_run_arguments, run_training, where
+from tandem.config.preference import DistillConfig
+
+add_arguments = add_run_arguments
+interrupted = functools.partial(where, kind=DistillConfig)
+
+
+def _load() -> Callable[..., Any]:
+    from tandem.trainers.distill import train  # noqa: PLC0415 — imports torch
+
+    return train
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """`tandem distill`."""
+    return run_training(arguments, DistillConfig, _load)

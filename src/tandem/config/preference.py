@@ -1,0 +1,171 @@
+"""Learning from judged completions: preference losses, reward models, and distillation from a teacher."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tandem.config.algorithm import AlgorithmConfig, Component, CorrectionConfig
+from tandem.config.experiment import BaseConfig, TrainConfig
+from tandem.config.generation import GenerationConfig
+from tandem.config.keys import field_types
+from tandem.config.knobs import KnobRule, Knobs
+from tandem.config.nearest import nearest_names
+from tandem.config.roles import ReferenceConfig
+from tandem.config.rollout import RolloutConfig
+
+BETA = "Strength of the pull towards the reference, inverse: a small value lets the policy go far."
+
+PREFERENCE_LOSSES: Mapping[str, Knobs] = {
+    "dpo": {
+        "beta": KnobRule(0.1, above=0.0, meaning=BETA),
+        "label_smoothing": KnobRule(
+            0.0, low=0.0, high=0.5, meaning="Share of pairs that are believed to be the wrong way round."
+        ),
+    },
+    "ipo": {"beta": KnobRule(0.1, above=0.0, meaning="The difference of mean log-ratios is drawn to 1/(2·beta).")},
+    "kto": {
+        "beta": KnobRule(0.1, above=0.0, meaning=BETA),
+        "desirable_weight": KnobRule(1.0, low=0.0, meaning="Weight of completions with a true label."),
+        "undesirable_weight": KnobRule(1.0, low=0.0, meaning="Weight of completions with a false label."),
+    },
+    "simpo": {
+        "beta": KnobRule(2.5, above=0.0, meaning="Scale of the mean log-probabilities."),
+        "gamma": KnobRule(1.375, low=0.0, meaning="Margin by which the better side should lead."),
+    },
+    "orpo": {"odds_weight": KnobRule(0.1, low=0.0, meaning="λ: weight of the odds ratio beside the likelihood.")},
+}
+"""Loss → its knobs; a test compares them with the functions' signatures."""
+
+REFERENCE_FREE = ("simpo", "orpo")
+"""Losses that never load a reference."""
+
+
+@dataclass(frozen=True)
+class PreferenceConfig(BaseConfig):
+    """Preference learning: `tandem preference`."""
+
+    loss: Component = field(default_factory=lambda: Component("dpo"))
+    """Loss and its knobs: `loss=dpo loss.beta=0.05`; one of `dpo`, `ipo`, `kto`, `simpo`, `orpo`."""
+
+    batch_size: int = 16
+    """Rows in one optimizer step: pairs, or single completions where the loss is `kto`."""
+
+    max_length: int = 1024
+    """Rows with a side of more tokens are dropped with a reason."""
+
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    """The frozen policy, which `dpo`, `ipo` and `kto` compare with."""
+
+
+@dataclass(frozen=True)
+class RewardModelConfig(BaseConfig):
+    """Training a reward model: `tandem reward`."""
+
+    supervision: Literal["pairs", "steps"] = "pairs"
+    """Learn from pairs of which one side is better, or from completions whose every step was judged right or wrong."""
+
+    batch_size: int = 16
+    """Rows in one optimizer step."""
+
+    max_length: int = 1024
+    """Rows with more tokens (on one side) are dropped with a reason."""
+
+    margin: float = 0.0
+    """The better side's score should lead by this; a row with a margin of its own keeps that."""
+
+    step_separator: str = "\n"
+    """Text between the steps of a completion, with `supervision=steps`."""
+
+
+@dataclass(frozen=True)
+class TeacherConfig:
+    """The model that the student learns from; it reads what the student wrote and writes nothing itself."""
+
+    path: str | None = None
+    """Model folder, hub name, or a built-in name; it must have the student's tokenizer."""
+
+    dtype: Literal["auto", "bfloat16", "float32"] | None = None
+    """Precision of its forward pass; null takes the actor's."""
+
+
+@dataclass(frozen=True)
+class DistillConfig(BaseConfig):
+    """On-policy distillation: `tandem distill`."""
+
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    """The teacher."""
+
+    async_training: bool = False
+    """Generate while training, within the staleness bound."""
+
+    workflow: str = "rlvr"
+    """Registered workflow, or `my_file.py:ClassOrFunction`."""
+
+    reward: str = "math"
+    """Only measured, never trained on: a registered reward, or `my_file.py:function`."""
+
+    reward_timeout_s: float = 15.0
+    """A reward that takes longer is killed and is a failure of its sample."""
+
+    gconfig: GenerationConfig = field(default_factory=lambda: GenerationConfig(n_samples=1))
+    """Sampling."""
+
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Generation and staleness."""
+
+
+def training_config(config: DistillConfig) -> TrainConfig:
+    """The reinforcement learning that distillation is: REINFORCE on an advantage a token, every token the same."""
+    shared = {name: getattr(config, name) for name in field_types(DistillConfig) if name != "teacher"}
+    correction = CorrectionConfig("truncate") if config.async_training else CorrectionConfig()
+    algorithm = AlgorithmConfig(
+        preset="reinforce",
+        advantage=Component("reinforce"),
+        policy_loss=Component("reinforce"),
+        aggregation=Component("token_mean"),
+        correction=correction,
+    )
+    return TrainConfig(**shared, algorithm=algorithm)
+
+
+def problems(config: BaseConfig) -> Iterator[str]:
+    """Rules that join several keys of the configurations here."""
+    if not isinstance(config, DistillConfig):
+        for name in ("mini_batches", "epochs_per_batch"):
+            value = getattr(config.actor, name)
+            if value != 1:
+                yield f"actor.{name}={value} is for reinforcement learning; steps here are set by batch_size: leave it out"
+    if isinstance(config, PreferenceConfig):
+        yield from _loss(config.loss)
+        yield from _reference(config)
+    if isinstance(config, RewardModelConfig) and config.supervision == "steps" and config.margin:
+        yield f"margin={config.margin:g} is for supervision=pairs; steps are right or wrong: leave it out"
+    if isinstance(config, RewardModelConfig) and not config.step_separator:
+        yield "step_separator is empty; steps would run into each other: leave it out, or give the text between steps"
+    if isinstance(config, DistillConfig) and config.teacher.path is None:
+        yield "teacher.path is missing: give the model to learn from, a folder, a hub name or a built-in name"
+
+
+def _loss(loss: Component) -> Iterator[str]:
+    if ":" in loss.name:
+        return  # my_file.py:function, whose signature is checked when it is loaded
+    if loss.name not in PREFERENCE_LOSSES:
+        yield f"loss={loss.name} is not known; {nearest_names(loss.name, PREFERENCE_LOSSES)}, or my_file.py:function"
+        return
+    knobs = PREFERENCE_LOSSES[loss.name]
+    for name, value in loss.knobs.items():
+        if name not in knobs:
+            users = [other for other, own in PREFERENCE_LOSSES.items() if name in own]
+            hint = f"; {', '.join(users)} would use it" if users else ""
+            yield f"loss.{name}={value} is not used by {loss.name}, which has {', '.join(knobs)}{hint}. Leave it out"
+        elif not knobs[name].allows(value):
+            yield f"loss.{name} must be {knobs[name].rule()}, got {value}"
+
+
+def _reference(config: PreferenceConfig) -> Iterator[str]:
+    if config.loss.name not in REFERENCE_FREE:
+        return
+    for name in ("path", "dtype"):
+        value = getattr(config.reference, name)
+        if value is not None:
+            yield f"reference.{name}={value} is not used, because loss={config.loss.name} needs no reference; leave it out"

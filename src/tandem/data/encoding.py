@@ -1,0 +1,195 @@
+"""From messages to tokens: which of them are learnt, exactly as they will be generated.
+
+A conversation is rendered turn by turn with the model's chat template, and each piece (what stands before a reply, the
+reply) is tokenised on its own: so the tokens are those that a chat at generation time sees and appends. A template with
+``{% generation %}`` marks says itself which characters are the assistant's.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from tandem.api.failures import DataFailure
+
+_MARKS = re.compile(r"\{%-?\s*generation\b")
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Encoded(NamedTuple):
+    """Tokens ``[S]`` and which of them are learnt ``[S]``."""
+
+    ids: list[int]
+    mask: list[bool]
+
+
+class ChatEncoder:
+    """Messages → tokens of one model."""
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_length: int,
+        system_prompt: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ):
+        """``system_prompt``: put before conversations that have none. ``max_length``: longer sequences are refused."""
+        self.tokenizer, self.max_length, self.system_prompt = tokenizer, max_length, system_prompt
+        self._kwargs = dict(chat_template_kwargs or {})
+        self._marked = bool(_MARKS.search(str(tokenizer.chat_template)))
+
+    def conversation(self, messages: Messages, train_from: int = 0) -> list[Encoded]:
+        """Every reply of the assistant from message ``train_from`` on is learnt, up to and with its end-of-turn token.
+
+        Usually one sequence. Where the template rewrites history (it drops the thinking of earlier turns, say) a reply
+        was generated behind another text than the final one shows: then it ends a sequence of its own, whose
+        context is what the model would have seen.
+
+        Raises:
+            DataFailure: no reply (`no_answer`), an empty one (`empty_completion`), too many tokens (`too_long`,
+                `prompt_too_long`), or a template that does not put a reply behind its prompt (`template_rewrites`).
+        """
+        replies = [message for message in messages[train_from:] if message["role"] == "assistant"]
+        if not replies:
+            raise DataFailure("no_answer", "there is no reply of the assistant to learn")
+        if any(_is_empty(reply) for reply in replies):
+            raise DataFailure("empty_completion", "a reply of the assistant has no text")
+        system = [{"role": "system", "content": self.system_prompt}]
+        if self.system_prompt and not any(message["role"] == "system" for message in messages):
+            messages, train_from = [*system, *messages], train_from + 1
+        marked = self._marked and not any(m["role"] == "assistant" for m in messages[:train_from])
+        found = self._by_turns(messages, train_from)
+        if marked and len(found) == 1:  # else the marks are of a text that the model would not have seen
+            found = [self._by_marks(messages)]
+        for encoded in found:
+            self._check_length(encoded)
+        return found
+
+    def completion(self, prompt: Messages, completion: Messages) -> Encoded:
+        """One sequence whose prompt is context.
+
+        Raises:
+            DataFailure: as `conversation`, also where the template rewrites history within the completion.
+        """
+        found = self.conversation([*prompt, *completion], train_from=len(prompt))
+        if len(found) > 1:
+            raise DataFailure("template_rewrites", "the chat template rewrites earlier turns, so this is not one sequence")
+        return found[0]
+
+    def steps(self, prompt: Messages, steps: Sequence[str], separator: str) -> tuple[Encoded, list[int]]:
+        """A reply made of steps, and the positions of their last tokens. Every step is tokenised on its own.
+
+        Raises:
+            DataFailure: as `conversation`, and where the template changes a step.
+        """
+        texts = [step.strip() for step in steps]
+        if not texts or not all(texts):
+            raise DataFailure("empty_completion", "there is a step without text")
+        if self.system_prompt and not any(message["role"] == "system" for message in prompt):
+            prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
+        before, after = self._turn([*prompt, {"role": "assistant", "content": separator.join(texts)}], len(prompt))
+        ids, reply, ends = self.encode(before), after[len(before) :], []
+        size = len(ids)
+        for text in texts:
+            at = reply.find(text)
+            if at < 0:
+                raise DataFailure("template_rewrites", "the chat template changes the text of a step")
+            ids += self.encode(reply[: at + len(text)])
+            ends.append(len(ids) - 1)
+            reply = reply[at + len(text) :]
+        ids += self.encode(reply)
+        encoded = Encoded(ids, [i >= size for i in range(len(ids))])
+        self._check_length(encoded)
+        return encoded, ends
+
+    def encode(self, text: str) -> list[int]:
+        """Tokens of a text in which the template has put the special ones already."""
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
+
+    def _by_turns(self, messages: Messages, train_from: int) -> list[Encoded]:
+        found: list[Encoded] = []
+        text = rest = ""  # rendered so far; its last characters, which are not tokens yet
+        for index, message in enumerate(messages):
+            if message["role"] != "assistant" or index < train_from:
+                continue
+            before, after = self._turn(messages, index)
+            if not found or not before.startswith(text):
+                if found:
+                    self._add_context(found[-1], rest)
+                found.append(Encoded([], []))
+                text = rest = ""
+            self._add_context(found[-1], rest + before[len(text) :])
+            reply = self.encode(after[len(before) :])
+            size, rest = self._ended(reply, after)
+            found[-1].ids.extend(reply[:size])
+            found[-1].mask.extend([True] * size)
+            text = after
+        self._add_context(found[-1], rest)
+        return found
+
+    def _turn(self, messages: Messages, index: int) -> tuple[str, str]:
+        """The conversation before the reply at ``index``, ready for it, and with it."""
+        before = self._render(messages[:index], add_generation_prompt=True) if index else ""
+        after = self._render(messages[: index + 1], add_generation_prompt=False)
+        if not after.startswith(before):
+            raise DataFailure("template_rewrites", "the chat template does not put the reply behind its prompt")
+        return before, after
+
+    def _ended(self, reply: list[int], text: str) -> tuple[int, str]:
+        """How many of the reply's tokens the model makes, and the white space behind them that the template adds."""
+        special = set(self.tokenizer.all_special_ids)
+        size = next((i + 1 for i in range(len(reply) - 1, -1, -1) if reply[i] in special), len(reply))
+        tail = str(self.tokenizer.decode(reply[size:], skip_special_tokens=False)) if size < len(reply) else ""
+        return (size, tail) if not tail.strip() and text.endswith(tail) else (len(reply), "")
+
+    def _add_context(self, encoded: Encoded, text: str) -> None:
+        ids = self.encode(text)
+        encoded.ids.extend(ids)
+        encoded.mask.extend([False] * len(ids))
+
+    def _by_marks(self, messages: Messages) -> Encoded:
+        found = self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tokenize=True,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **self._kwargs,
+        )
+        mask = [bool(value) for value in found["assistant_masks"]]
+        if not any(mask):
+            raise DataFailure("no_answer", "the chat template marks nothing of this conversation as the assistant's")
+        return Encoded(list(found["input_ids"]), mask)
+
+    def _check_length(self, encoded: Encoded) -> None:
+        if len(encoded.ids) <= self.max_length:
+            return
+        prompt = encoded.mask.index(True)
+        if prompt >= self.max_length:
+            raise DataFailure("prompt_too_long", f"the prompt has {prompt} tokens, max_length={self.max_length}")
+        raise DataFailure("too_long", f"{len(encoded.ids)} tokens, max_length={self.max_length}")
+
+    def _render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
+        rendered = self.tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            **self._kwargs,
+        )
+        return str(rendered)
+
+
+def _is_empty(message: Mapping[str, Any]) -> bool:
+    content = message.get("content")
+    return not message.get("tool_calls") and not (content.strip() if isinstance(content, str) else content)
+
+
+def sequence(encoded: Encoded, **fields: Any) -> dict[str, Any]:
+    """A trajectory for `tandem.api.batch.pack`: ``input_ids [S]``, ``loss_mask [S]``, temperature 1, and ``fields``."""
+    return {
+        "input_ids": torch.tensor(encoded.ids, dtype=torch.int64),
+        "loss_mask": torch.tensor(encoded.mask, dtype=torch.bool),
+        "temperature": 1.0,
+    } | fields

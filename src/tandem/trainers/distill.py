@@ -1,0 +1,91 @@
+"""On-policy distillation: `tandem distill`. The student writes, the teacher says how probable each word was to it.
+
+The loop is that of `tandem train`; only the advantages come from the teacher instead of a reward.
+"""
+
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from tandem.config.arithmetic import arithmetic, total_steps
+from tandem.config.errors import ConfigError
+from tandem.config.load import Resolved, describe, plain_data
+from tandem.config.preference import DistillConfig, training_config
+from tandem.engines.train.build import build_train_engine
+from tandem.models.catalog import resolve
+from tandem.models.tokenizer import load_tokenizer
+from tandem.roles.teacher import Student, Teacher
+from tandem.tracking.tracker import Tracker
+from tandem.trainers.parts import check_names, open_rows
+from tandem.trainers.process import start_process
+from tandem.trainers.rl import loop
+from tandem.trainers.session import open_session
+from tandem.trainers.summary import Summary, open_run
+
+
+def train(resolved: Resolved[DistillConfig], *, dry_run: bool = False) -> Summary:
+    """Runs it; ``dry_run`` prints the configuration and the batch arithmetic and starts nothing.
+
+    Raises:
+        ConfigError: anything about the configuration, before a model is loaded; a teacher with another tokenizer.
+    """
+    config = resolved.config
+    inner = training_config(config)
+    check_names(inner)
+    check_teacher(config)
+    rows = open_rows(inner)
+    if dry_run:
+        print(describe(resolved))
+        print(arithmetic(inner, len(rows.train)))
+        return Summary(folder=None, steps=0)
+    process = start_process(inner)
+    steps = total_steps(inner, len(rows.train))
+    name = f"{config.experiment_name}/{config.trial_name}"
+    with contextlib.ExitStack() as stack:
+        run = open_run(config, process, stack)
+        tracker = None
+        if run is not None:
+            tracker = stack.enter_context(
+                Tracker(run.path, config.tracking, total_steps=steps, run_name=name, config_dict=plain_data(config))
+            )
+        teacher = make_teacher(config, process.device)
+        session = stack.enter_context(open_session(inner, process, rows, steps, name))
+        session = replace(session, actor=Student(session.actor, teacher))
+        return loop(inner, session, run, tracker, rows, steps)
+
+
+def make_teacher(config: DistillConfig, device: str) -> Teacher:
+    """The frozen teacher, held as the actor is."""
+    frozen = replace(config.actor, path=str(config.teacher.path), dtype=config.teacher.dtype or config.actor.dtype)
+    return Teacher(build_train_engine(frozen, total_steps=0, device=device))
+
+
+def check_teacher(config: DistillConfig) -> None:
+    """Passes if teacher and student read and write the same tokens.
+
+    Raises:
+        ConfigError: another tokenizer; names both models and what differs.
+    """
+    names = (config.actor.path, str(config.teacher.path))
+    student, teacher = (load_tokenizer(Path(resolve(name))) for name in names)
+    difference = vocabulary_difference(student, teacher)
+    if difference:
+        raise ConfigError(
+            f"teacher.path={names[1]} has another tokenizer than the student, actor.path={names[0]}: {difference}. "
+            "The teacher must judge the student's own tokens; take a teacher of the same family, or learn from its texts "
+            "with `tandem sft`"
+        )
+
+
+def vocabulary_difference(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> str:
+    """What differs, in words; empty where every token has the same number."""
+    ours, theirs = student.get_vocab(), teacher.get_vocab()
+    if ours == theirs:
+        return ""
+    both = sorted(set(ours) | set(theirs), key=lambda token: (ours.get(token, theirs.get(token, 0)), token))
+    token = next(token for token in both if ours.get(token) != theirs.get(token))
+    numbers = (f"token {table[token]}" if token in table else "no token" for table in (theirs, ours))
+    where = " there and ".join(numbers)
+    return f"{len(theirs)} tokens instead of {len(ours)}; {token!r} is {where} here"

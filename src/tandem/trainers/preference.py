@@ -1,0 +1,103 @@
+"""Preference learning: `tandem preference`. DPO, IPO, KTO, SimPO and ORPO on ranked pairs or judged completions."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from tandem.algorithms.preference import PREFERENCE_LOSSES, is_paired, needs_reference
+from tandem.api.engines import TrainEngine
+from tandem.api.failures import DataFailure
+from tandem.config.load import Resolved
+from tandem.config.preference import PreferenceConfig
+from tandem.data.encoding import ChatEncoder, Encoded, sequence
+from tandem.data.examples import Reader, judged, pairs
+from tandem.engines.train.build import build_train_engine
+from tandem.roles.components import Choice, choose
+from tandem.roles.preference import PreferenceLearner
+from tandem.roles.reference import Reference
+from tandem.trainers.parts import reference_config
+from tandem.trainers.process import Process
+from tandem.trainers.sft import chat_encoder
+from tandem.trainers.summary import Summary
+from tandem.trainers.supervised import Encoder, Recipe, Sequences, Stages, train_on_rows
+
+
+def encode_sides(chat: ChatEncoder, row: Mapping[str, Any]) -> tuple[Encoded, Encoded]:
+    """Both sides of a row of `tandem.data.examples.pairs`.
+
+    Raises:
+        DataFailure: equal sides (`equal_sides`), or what `ChatEncoder.conversation` refuses.
+    """
+    chosen, rejected = (chat.completion(row["messages"], row[side]) for side in ("chosen", "rejected"))
+    if chosen.ids == rejected.ids:
+        raise DataFailure("equal_sides", "chosen and rejected are the same, so there is nothing to prefer")
+    return chosen, rejected
+
+
+class PairEncoder:
+    """Ranked pairs: two sequences a row, which share their prompt."""
+
+    keeps_rows_together = True
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: PreferenceConfig):
+        self.chat = chat_encoder(tokenizer, config)
+
+    def encode(self, row: Mapping[str, Any]) -> Sequences:
+        """The better side first. Raises `DataFailure` as `encode_sides` does."""
+        chosen, rejected = encode_sides(self.chat, row)
+        return [sequence(chosen, chosen=True), sequence(rejected, chosen=False)]
+
+
+class JudgedEncoder:
+    """Single completions that are desirable or not."""
+
+    keeps_rows_together = False
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: PreferenceConfig):
+        self.chat = chat_encoder(tokenizer, config)
+
+    def encode(self, row: Mapping[str, Any]) -> Sequences:
+        """One sequence. Raises `DataFailure` as `ChatEncoder.completion` does."""
+        return [sequence(self.chat.completion(row["messages"], row["completion"]), chosen=row["label"])]
+
+
+def make_loss(config: PreferenceConfig) -> Choice:
+    """The loss that `loss` names.
+
+    Raises:
+        ConfigError: there is none of that name, or it has no such knob.
+    """
+    return choose(PREFERENCE_LOSSES, config.loss, "loss")
+
+
+def reader_of(config: PreferenceConfig) -> Reader:
+    """The row format that the loss wants: pairs, or judged completions."""
+    return pairs if is_paired(make_loss(config).function) else judged
+
+
+def make_encoder(tokenizer: PreTrainedTokenizerBase, config: PreferenceConfig) -> Encoder:
+    """The encoder of those rows."""
+    return (PairEncoder if is_paired(make_loss(config).function) else JudgedEncoder)(tokenizer, config)
+
+
+def make_reference(config: PreferenceConfig, device: str) -> Reference | None:
+    """The frozen policy, where the loss compares with one; else nothing is loaded."""
+    if not needs_reference(make_loss(config).function):
+        return None
+    return Reference(build_train_engine(reference_config(config), total_steps=0, device=device))
+
+
+def _stages(engine: TrainEngine, config: PreferenceConfig, process: Process) -> Stages:
+    learner = PreferenceLearner(engine, config.loss, reference=make_reference(config, process.device))
+    return Stages(
+        prepare=learner.compute_reference,
+        train=lambda batch: learner.train_preference(learner.compute_baseline(batch)),
+        evaluate=lambda batch: learner.evaluate_preference(learner.compute_baseline(batch)),
+    )
+
+
+def train(resolved: Resolved[PreferenceConfig], *, dry_run: bool = False) -> Summary:
+    """Runs preference learning; ``dry_run`` says what it would do."""
+    recipe = Recipe(reader=reader_of(resolved.config), encoder=make_encoder, stages=_stages)
+    return train_on_rows(resolved, recipe, dry_run=dry_run)

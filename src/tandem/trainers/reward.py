@@ -1,0 +1,73 @@
+"""Training a reward model: `tandem reward`. From ranked pairs, or from completions judged step by step."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from tandem.api.engines import TrainEngine
+from tandem.config.load import Resolved
+from tandem.config.preference import RewardModelConfig
+from tandem.data.encoding import sequence
+from tandem.data.examples import pairs, steps
+from tandem.roles.reward_model import RewardModel
+from tandem.trainers.preference import encode_sides
+from tandem.trainers.process import Process
+from tandem.trainers.sft import chat_encoder
+from tandem.trainers.summary import Summary
+from tandem.trainers.supervised import Recipe, Sequences, Stages, train_on_rows
+
+
+class ScoredPairEncoder:
+    """Ranked pairs with a margin."""
+
+    keeps_rows_together = True
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: RewardModelConfig):
+        self.chat, self.margin = chat_encoder(tokenizer, config), config.margin
+
+    def encode(self, row: Mapping[str, Any]) -> Sequences:
+        """The better side first. Raises `DataFailure` as `encode_sides` does."""
+        chosen, rejected = encode_sides(self.chat, row)
+        margin = self.margin if row["margin"] is None else row["margin"]
+        return [sequence(chosen, chosen=True, margin=margin), sequence(rejected, chosen=False, margin=margin)]
+
+
+class StepEncoder:
+    """Completions judged step by step."""
+
+    keeps_rows_together = False
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: RewardModelConfig):
+        self.chat, self.separator = chat_encoder(tokenizer, config), config.step_separator
+
+    def encode(self, row: Mapping[str, Any]) -> Sequences:
+        """One sequence, its judged tokens marked. Raises `DataFailure` as `ChatEncoder.steps` does."""
+        encoded, ends = self.chat.steps(row["messages"], row["steps"], self.separator)
+        end = torch.zeros(len(encoded.ids), dtype=torch.bool)
+        right = end.clone()
+        end[ends] = True
+        right[ends] = torch.tensor(row["labels"], dtype=torch.bool)
+        return [sequence(encoded, step_end=end, step_right=right)]
+
+
+def _pair_stages(engine: TrainEngine, config: RewardModelConfig, process: Process) -> Stages:
+    model = RewardModel(engine)
+    return Stages(train=model.train_pairs, evaluate=model.evaluate_pairs)
+
+
+def _step_stages(engine: TrainEngine, config: RewardModelConfig, process: Process) -> Stages:
+    model = RewardModel(engine)
+    return Stages(train=model.train_steps, evaluate=model.evaluate_steps)
+
+
+RECIPES = {
+    "pairs": Recipe(reader=pairs, encoder=ScoredPairEncoder, stages=_pair_stages, head="scalar"),
+    "steps": Recipe(reader=steps, encoder=StepEncoder, stages=_step_stages, head="scalar"),
+}
+
+
+def train(resolved: Resolved[RewardModelConfig], *, dry_run: bool = False) -> Summary:
+    """Trains a reward model; ``dry_run`` says what it would do."""
+    return train_on_rows(resolved, RECIPES[resolved.config.supervision], dry_run=dry_run)

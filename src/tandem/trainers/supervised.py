@@ -1,0 +1,221 @@
+"""The loop of everything that learns from rows: `tandem sft`, `tandem preference`, `tandem reward`.
+
+Consumes rows; produces a Hugging Face folder and a run folder. A step is: rows → tokens → (reference) → one optimizer step.
+"""
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tensordict import TensorDict
+from transformers import PreTrainedTokenizerBase
+
+from tandem.api.batch import pack
+from tandem.api.engines import TrainEngine
+from tandem.api.failures import DataFailure
+from tandem.config.arithmetic import arithmetic, total_steps
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import BaseConfig
+from tandem.config.load import Resolved, describe, plain_data
+from tandem.data.dataset import Dataset, load_dataset
+from tandem.data.examples import Reader
+from tandem.data.loader import Loader
+from tandem.engines.train.build import build_train_engine
+from tandem.engines.train.fsdp import Head
+from tandem.models.catalog import resolve
+from tandem.models.tokenizer import check_chat_template, load_tokenizer
+from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
+from tandem.tracking.tracker import Tracker
+from tandem.trainers.parts import Rows, validation_config
+from tandem.trainers.process import Process, start_process
+from tandem.trainers.summary import Summary, open_run, save_if_due
+
+log = logging.getLogger(__name__)
+
+Sequences = list[dict[str, Any]]
+"""What a row becomes: one sequence, or several, each as `pack` takes them."""
+
+
+class Encoder(Protocol):
+    """Turns a row into sequences."""
+
+    @property
+    def keeps_rows_together(self) -> bool:
+        """Whether the sequences of a row must be in one micro-batch, as the sides of a pair must."""
+        ...
+
+    def encode(self, row: Mapping[str, Any]) -> Sequences:
+        """The row's sequences; raises `DataFailure` with the reason where it cannot be learnt from."""
+        ...
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What is done with a batch."""
+
+    train: Callable[[TensorDict], dict[str, float]]
+    evaluate: Callable[[TensorDict], dict[str, float]]
+    prepare: Callable[[TensorDict], TensorDict] = lambda batch: batch
+    """Fields that the frozen reference adds; once for each training batch, and once for the validation rows."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What one kind of training brings to the loop."""
+
+    reader: Reader
+    """The format of its rows."""
+
+    encoder: Callable[[PreTrainedTokenizerBase, Any], Encoder]
+    """From the tokenizer and the configuration."""
+
+    stages: Callable[[TrainEngine, Any, Process], Stages]
+    """From the engine, the configuration and this process."""
+
+    head: Head = "lm"
+
+
+class BatchMaker:
+    """Draws rows until a batch is full; rows that cannot be trained on are counted by reason, never silently lost."""
+
+    def __init__(self, loader: Loader, encoder: Encoder, batch_size: int):
+        self.loader, self.encoder, self.batch_size = loader, encoder, batch_size
+        self.dropped: Counter[str] = Counter()
+
+    def next_batch(self) -> TensorDict:
+        """The sequences of the next ``batch_size`` rows.
+
+        Raises:
+            ConfigError: a whole pass over the data gave too few usable rows.
+        """
+        rows: list[Sequences] = []
+        for _ in range(self.batch_size + len(self.loader.dataset)):
+            if len(rows) == self.batch_size:
+                break
+            rows += self._encoded(next(self.loader))
+        if len(rows) < self.batch_size:
+            raise ConfigError(f"no {self.batch_size} usable rows in a whole pass over the data: {dict(self.dropped)}")
+        return batch_of(rows, self.encoder)
+
+    def all_of(self, rows: Iterable[Mapping[str, Any]]) -> TensorDict:
+        """Every row that can be used, as one batch.
+
+        Raises:
+            ConfigError: none can.
+        """
+        encoded = [sequences for row in rows for sequences in self._encoded(row)]
+        if not encoded:
+            raise ConfigError(f"no row of valid_dataset can be used: {dict(self.dropped)}")
+        return batch_of(encoded, self.encoder)
+
+    def _encoded(self, row: Mapping[str, Any]) -> list[Sequences]:
+        try:
+            return [self.encoder.encode(row)]
+        except DataFailure as failure:
+            level = logging.INFO if self.dropped[failure.reason] else logging.WARNING
+            self.dropped[failure.reason] += 1
+            log.log(level, "row dropped: %s: %s (counted as rows/dropped/%s)", row.get("where"), failure, failure.reason)
+            return []
+
+
+def batch_of(rows: Iterable[Sequences], encoder: Encoder) -> TensorDict:
+    """Rows as one packed batch."""
+    if not encoder.keeps_rows_together:
+        return pack([sequence for sequences in rows for sequence in sequences])
+    return pack([sequence | {"unit_id": number} for number, sequences in enumerate(rows) for sequence in sequences])
+
+
+def open_examples(config: BaseConfig, reader: Reader) -> Rows:
+    """Loads the data sets in a reader's format.
+
+    Raises:
+        ConfigError: missing or empty data, missing columns, a value of the wrong type; names the row.
+    """
+    train = load_dataset(config.train_dataset, seed=config.seed, default_split="train", reader=reader)
+    if not config.evaluate.every_steps:
+        return Rows(train, ())
+    valid: Dataset = load_dataset(validation_config(config), seed=config.seed, default_split="test", reader=reader)
+    return Rows(train, valid)
+
+
+def train_on_rows(resolved: Resolved[Any], recipe: Recipe, *, dry_run: bool = False) -> Summary:
+    """Runs it; ``dry_run`` prints the configuration and the batch arithmetic and starts nothing.
+
+    Raises:
+        ConfigError: anything about the configuration or the rows.
+    """
+    config = resolved.config
+    rows = open_examples(config, recipe.reader)
+    steps = total_steps(config, len(rows.train))
+    if dry_run:
+        print(describe(resolved))
+        print(arithmetic(config, len(rows.train)))
+        return Summary(folder=None, steps=0)
+    process = start_process(config)
+    tokenizer = load_tokenizer(resolve(config.actor.path))
+    check_chat_template(tokenizer)
+    with contextlib.ExitStack() as stack:
+        run = open_run(config, process, stack)
+        engine = build_train_engine(config.actor, total_steps=steps, device=process.device, head=recipe.head)
+        loader = Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
+        batches = BatchMaker(loader, recipe.encoder(tokenizer, config), config.batch_size)
+        stages = recipe.stages(engine, config, process)
+        tracker = None
+        if run is not None:
+            name = f"{config.experiment_name}/{config.trial_name}"
+            tracker = stack.enter_context(
+                Tracker(run.path, config.tracking, total_steps=steps, run_name=name, config_dict=plain_data(config))
+            )
+        return loop(config, Parts(engine, batches, stages, tokenizer.save_pretrained), run, tracker, rows, steps)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What the loop uses."""
+
+    engine: TrainEngine
+    batches: BatchMaker
+    stages: Stages
+    save_tokenizer: Callable[[Any], object]
+
+
+def loop(config: Any, parts: Parts, run: Any, tracker: Tracker | None, rows: Rows, steps: int) -> Summary:
+    """All steps, with evaluation before the first one and between them, saving and tracking."""
+    stages, batches, every = parts.stages, parts.batches, config.evaluate.every_steps
+    timer, checkpoint = PhaseTimer(), None
+    valid = None
+    if every:
+        valid = stages.prepare(validation_batches(batches).all_of(list(rows.valid)[: config.evaluate.max_rows]))
+        found = examined(stages, valid)
+        if tracker is not None:
+            tracker.log(0, found)
+    timer.metrics()  # what came before the first step is not part of it
+    metrics: dict[str, float] = {}
+    for step in range(1, steps + 1):
+        batch = batches.next_batch()
+        with timer("train"):
+            metrics = stages.train(stages.prepare(batch))
+        metrics |= {f"rows/dropped/{reason}": float(count) for reason, count in batches.dropped.items()}
+        metrics["tokens_per_s/train"] = int(batch["cu_seqlens"][-1]) / max(timer.seconds("train"), 1e-9)
+        if valid is not None and (step % every == 0 or step == steps):
+            with timer("evaluate"):
+                metrics |= examined(stages, valid)
+        with timer("save"):
+            checkpoint = save_if_due(config, run, step, steps, parts.engine, parts.save_tokenizer) or checkpoint
+        metrics |= timer.metrics() | {"memory/peak_gib": peak_memory_gib()}
+        if tracker is not None:
+            tracker.log(step, metrics)
+    return Summary(folder=run.path if run else None, steps=steps, metrics=metrics, checkpoint=checkpoint)
+
+
+def validation_batches(batches: BatchMaker) -> BatchMaker:
+    """A maker with counts of its own: what validation drops is not counted as training rows."""
+    return BatchMaker(batches.loader, batches.encoder, batches.batch_size)
+
+
+def examined(stages: Stages, valid: TensorDict) -> dict[str, float]:
+    """The metrics of the validation rows, as ``eval/…``."""
+    return {f"eval/{name}": value for name, value in stages.evaluate(valid).items()}

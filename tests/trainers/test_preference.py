@@ -1,0 +1,181 @@
+"""`tandem preference` and `tandem reward` through their trainers: one shape, bad rows counted, knobs refused."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from tandem.config.errors import ConfigError
+from tandem.config.load import load_config
+from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
+from tandem.data.examples import pairs
+from tandem.engines.train.build import build_train_engine
+from tandem.roles.reward_model import RewardModel
+from tandem.trainers import preference, reward
+from tandem.trainers.distill import check_teacher
+from tandem.trainers.preference import make_reference
+from tandem.trainers.supervised import batch_of, open_examples
+from tests.tiny import tiny_model_folder
+
+LOSSES = ("dpo", "ipo", "kto", "simpo", "orpo")
+
+
+@pytest.fixture
+def items(model, tmp_path):
+    return [
+        f"run.root={tmp_path}",
+        f"actor.path={model}",
+        "actor.dtype=float32",
+        "actor.optimizer.lr=0.003",
+        "train_dataset.path=addition_pairs",
+        "total_train_steps=6",
+        "batch_size=8",
+        "evaluate.every_steps=3",
+        "evaluate.max_rows=8",
+        "threads=1",
+    ]
+
+
+def metrics_of(summary):
+    return [json.loads(line) for line in (summary.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_every_loss_leaves_the_same_files_and_curves(items, loss):
+    summary = preference.train(load_config(PreferenceConfig, None, [*items, f"loss={loss}"]))
+    rows = metrics_of(summary)
+
+    assert [row["step"] for row in rows] == list(range(7))
+    assert [row["step"] for row in rows if "eval/loss" in row] == [0, 3, 6]
+    assert {"loss", "margin", "accuracy", "score/chosen", "score/rejected", "grad_norm", "lr"} <= set(rows[-1])
+    assert {"eval/margin", "eval/accuracy", "time/train_s", "tokens_per_s/train"} <= set(rows[-1])
+    assert rows[-1]["eval/margin"] > rows[0]["eval/margin"]
+    assert (summary.checkpoint / "model.safetensors").exists()
+    assert (summary.folder / "curves.png").exists()
+
+
+def test_two_runs_are_equal_to_the_bit(items):
+    items = [*items, "deterministic=true", "loss=kto", "checkpoint.at_end=false"]
+    first, second = (preference.train(load_config(PreferenceConfig, None, [*items, f"trial_name={n}"])) for n in "ab")
+    losses = [[row.get("loss") for row in metrics_of(summary)] for summary in (first, second)]
+    assert losses[0] == losses[1]
+    assert len(set(losses[0])) > 3
+
+
+def test_simpo_and_orpo_load_no_reference(items):
+    for loss in ("simpo", "orpo"):
+        assert make_reference(load_config(PreferenceConfig, None, [*items, f"loss={loss}"]).config, "cpu") is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (
+            ["loss=simpo", "loss.label_smoothing=0.1"],
+            "loss.label_smoothing=0.1 is not used by simpo, which has beta, gamma; dpo",
+        ),
+        (["loss=dpo", "loss.gamma=1"], "loss.gamma=1 is not used by dpo"),
+        (["loss=dpo", "loss.beta=0"], "loss.beta must be a number, above 0, got 0"),
+        (["loss.label_smoothing=0.7"], "loss.label_smoothing must be a number, at least 0, at most 0.5"),
+        (["loss=dpoo"], "loss=dpoo is not known; did you mean dpo"),
+        (["loss=orpo", "reference.path=x"], "reference.path=x is not used, because loss=orpo needs no reference"),
+        (["actor.mini_batches=2"], "actor.mini_batches=2 is for reinforcement learning"),
+        (["train_dataset.columns.chosn=x"], "train_dataset.columns.chosn is none of our names; did you mean chosen"),
+    ],
+)
+def test_what_a_loss_does_not_use_is_refused_at_start(items, overrides, said):
+    with pytest.raises(ConfigError) as error:
+        load_config(PreferenceConfig, None, [*items, *overrides])
+    assert said in str(error.value).replace("'", "")
+
+
+def test_rows_that_teach_nothing_are_counted_by_reason(items, tmp_path, caplog):
+    fine = {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}
+    rows = [
+        fine,
+        fine | {"rejected": "4"},
+        fine | {"chosen": " "},
+        fine | {"prompt": "2 + 2?" * 200},
+        fine | {"chosen": "4" * 300},
+        fine | {"prompt": "3 + 3?", "chosen": "6"},
+    ]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    more = [
+        f"train_dataset.path={file}",
+        "batch_size=2",
+        "max_length=200",
+        "evaluate.every_steps=null",
+        "total_train_steps=3",
+    ]
+    chosen = {item.partition("=")[0]: item for item in [*items, *more, "train_dataset.shuffle=false"]}
+    summary = preference.train(load_config(PreferenceConfig, None, list(chosen.values())))
+    last = metrics_of(summary)[-1]
+    dropped = {name.rpartition("/")[2]: last[name] for name in last if name.startswith("rows/dropped/")}
+    assert set(dropped) == {"equal_sides", "empty_completion", "prompt_too_long", "too_long"}
+    assert all(torch.tensor([row["loss"], row["grad_norm"]]).isfinite().all() for row in metrics_of(summary))
+    assert "pairs.jsonl:2: equal_sides" in caplog.text or "pairs.jsonl:2" in (summary.folder / "log.txt").read_text()
+
+
+def test_data_without_a_usable_row_is_an_error_with_the_reasons(items, tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text(json.dumps({"prompt": "2 + 2?", "chosen": "4", "rejected": "4"}) + "\n")
+    more = [*items[:4], f"train_dataset.path={file}", "batch_size=1", "total_train_steps=1", "threads=1"]
+    with pytest.raises(ConfigError, match=r"no 1 usable rows .*equal_sides"):
+        preference.train(load_config(PreferenceConfig, None, more))
+
+
+def test_a_saved_reward_model_scores_in_transformers_as_here(items):
+    summary = reward.train(load_config(RewardModelConfig, None, items))
+    rows = metrics_of(summary)
+    assert rows[-1]["eval/loss"] < rows[0]["eval/loss"]
+    assert rows[-1]["eval/margin"] > rows[0]["eval/margin"] == 0.0
+
+    theirs = AutoModelForSequenceClassification.from_pretrained(summary.checkpoint, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(summary.checkpoint)
+    config = load_config(RewardModelConfig, None, [*items, f"actor.path={summary.checkpoint}"]).config
+    rows = open_examples(config, pairs).valid[:4]
+    encoder = reward.ScoredPairEncoder(tokenizer, config)
+    ours = RewardModel(build_train_engine(config.actor, total_steps=0, head="scalar"))
+    scores = ours.score(batch_of([encoder.encode(row) for row in rows], encoder)).tolist()
+    asked = [row["messages"] + row[side] for row in rows for side in ("chosen", "rejected")]
+    for messages, score in zip(asked, scores, strict=True):
+        ids = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)["input_ids"]
+        with torch.no_grad():
+            assert float(theirs(ids).logits[0, 0]) == pytest.approx(score, abs=1e-5)
+    assert len(set(scores)) == len(scores)
+
+
+def test_a_reward_model_learns_from_judged_steps(items, tmp_path):
+    file = tmp_path / "steps.jsonl"
+    row = {"prompt": "2 + 2?", "completions": ["Two and two", "make 4"], "labels": [True, False]}
+    file.write_text("".join(json.dumps(row | {"labels": [i % 2 == 0, i % 3 == 0]}) + "\n" for i in range(8)))
+    more = [*items[:4], f"train_dataset.path={file}", "batch_size=8", "total_train_steps=4", "supervision=steps"]
+    rows = metrics_of(reward.train(load_config(RewardModelConfig, None, more)))
+    assert rows[-1]["loss"] < rows[0]["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert 0 <= rows[-1]["accuracy"] <= 1
+
+
+def test_a_classifier_with_several_labels_is_refused(items, tmp_path, model):
+    theirs = AutoModelForSequenceClassification.from_pretrained(model, num_labels=3, dtype=torch.float32)
+    theirs.save_pretrained(tmp_path / "three")
+    AutoTokenizer.from_pretrained(model).save_pretrained(tmp_path / "three")
+    with pytest.raises(ConfigError, match="classifier with 3 labels"):
+        reward.train(load_config(RewardModelConfig, None, [*items, f"actor.path={tmp_path / 'three'}"]))
+
+
+def test_a_teacher_with_another_vocabulary_is_refused_by_name(model, tmp_path):
+    other = tiny_model_folder(tmp_path, seed=3)
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.save_pretrained(other)
+    config = load_config(
+        DistillConfig, None, [f"actor.path={model}", f"teacher.path={other}", "train_dataset.path=addition"]
+    ).config
+    with pytest.raises(
+        ConfigError, match=r"has another tokenizer than the student.*'<think>' is token \d+ there and no token here"
+    ):
+        check_teacher(config)
+    with pytest.raises(ConfigError, match=r"teacher\.path is missing"):
+        load_config(DistillConfig, None, [f"actor.path={model}", "train_dataset.path=addition"])
