@@ -1,5 +1,6 @@
 """Every snippet in the documentation works, and pages that are made from code are up to date."""
 
+import argparse
 import re
 import runpy
 import shlex
@@ -7,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tandem.cli import compare as cli_compare
+from tandem.cli import eval as cli_eval
 from tandem.cli.arguments import split_arguments
+from tandem.config.evaluation import load_evaluation
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
 
@@ -42,6 +46,13 @@ def test_example_files_are_configurations(text, tmp_path):
     assert load_config(kind, file).config
 
 
+def test_the_evaluation_page_shows_a_configuration(tmp_path):
+    (block,) = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs/evaluation.md").read_text(), re.M | re.S)
+    (tmp_path / "eval.yaml").write_text(block)
+    config = load_evaluation(tmp_path / "eval.yaml").config
+    assert [data.path for data in config.data] == ["gsm8k", "my/folder"] and not config.gconfig.greedy
+
+
 @pytest.mark.parametrize(("block", "first"), snippets("bash"))
 def test_commands_name_files_and_keys_that_exist(block, first, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -53,6 +64,12 @@ def test_commands_name_files_and_keys_that_exist(block, first, monkeypatch):
             file, overrides = split_arguments(arguments)
             kind = SFTConfig if command == "sft" or "sft" in str(file) else TrainConfig
             assert load_config(kind, file, overrides).config
+        elif command in ("eval", "compare"):
+            parser = argparse.ArgumentParser()
+            module = {"eval": cli_eval, "compare": cli_compare}[command]
+            module.add_arguments(parser)
+            parsed = parser.parse_intermixed_args(words[name + 2 :])
+            assert command == "compare" or cli_eval.resolve(parsed).config
         else:
             assert command in ("generate", "doctor")
 

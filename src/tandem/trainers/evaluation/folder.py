@@ -43,14 +43,10 @@ class EvaluationFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
             lock = (path / ".lock").open("a+", encoding="utf-8")
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in (errno.EWOULDBLOCK, errno.EACCES) and (path / ".lock").exists():
-                raise ConfigError(
-                    f"{path} is being written by another evaluation; wait for it, or choose another label"
-                ) from None
             raise ConfigError(f"{path} cannot hold an evaluation: {error.strerror or error}; choose another out") from error
         try:
+            _take(lock, path)
             _agree(path, settings)
         except BaseException:
             lock.close()
@@ -107,6 +103,16 @@ class EvaluationFolder:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def _take(lock: IO[str], path: Path) -> None:
+    """The lock dies with its process, so a killed evaluation leaves none behind."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            raise
+        raise ConfigError(f"{path} is being written by another evaluation; wait for it, or choose another label") from None
 
 
 def _agree(path: Path, settings: Mapping[str, Any]) -> None:

@@ -1,0 +1,44 @@
+"""Small evaluations for these tests."""
+
+from pathlib import Path
+
+from tandem.config.evaluation import load_evaluation
+from tandem.trainers.evaluation.asking import Answer
+from tandem.trainers.evaluation.run import evaluate_model
+
+DATA = Path(__file__).resolve().parents[1] / "data_files"
+FILES = ("evaluation.json", "samples.jsonl", "results.json")
+
+
+def settings(model: Path, out: Path, *more: str) -> list[str]:
+    """Keys of an evaluation of a few rows; later ones win."""
+    items = [
+        f"model={model}",
+        f"data=[{DATA}/gsm8k]",
+        f"out={out}",
+        "label=first",
+        "max_rows=6",
+        "gconfig.n_samples=2",
+        "gconfig.max_new_tokens=12",
+        "wave_samples=4",
+        "engine.kv_cache_gib=0.05",
+        "threads=1",
+        "dtype=float32",
+    ]
+    return list({item.partition("=")[0]: item for item in [*items, *more]}.values())
+
+
+def evaluated(model: Path, out: Path, *more: str):
+    """Runs it."""
+    return evaluate_model(load_evaluation(None, settings(model, out, *more)))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """File → what it holds."""
+    return {name: (folder / name).read_bytes() for name in FILES}
+
+
+def answer(row: int, score: float | None, *, sample: int = 0, data: str = "d", said: str | None = "1", **more) -> Answer:
+    """A judged sample."""
+    given = {"reward": score or 0.0, "accuracy": score, "answer": said, "extracted": said is not None, "stop_reason": "stop"}
+    return Answer(data, row, sample, **given | more)

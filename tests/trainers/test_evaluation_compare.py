@@ -1,0 +1,93 @@
+"""`tandem compare`: paired by row, with a test of significance, and refused where the rows are not the same."""
+
+import json
+
+import pytest
+
+from tandem.cli.main import main
+from tandem.config.errors import ConfigError
+from tandem.trainers.evaluation.compare import compare, describe, open_recorded
+from tandem.trainers.evaluation.folder import line_of
+from tests.trainers.evaluating import DATA, answer, evaluated
+
+
+def recorded(folder, scores, *, digests=None, data="d", reward="math", n=1, **config):
+    """A folder as `tandem eval` leaves it; ``scores`` has a list a row."""
+    folder.mkdir(parents=True)
+    settings = {
+        "config": {"label": folder.name, "out": "x", "k": [n] if n > 1 else [], "gconfig": {"n_samples": n}, **config},
+        "data": {data: {"rows": len(scores), "digest": "", "reward": reward}},
+        "row_digests": {data: " ".join(digests or (f"row{i}" for i in range(len(scores))))},
+        "files": {},
+    }
+    (folder / "evaluation.json").write_text(json.dumps(settings))
+    answers = [answer(row, s, sample=i, data=data) for row, own in enumerate(scores) for i, s in enumerate(own)]
+    (folder / "samples.jsonl").write_bytes(b"".join(map(line_of, answers)))
+    return open_recorded(folder)
+
+
+def test_one_sample_a_row_is_compared_by_mcnemar(tmp_path):
+    first = recorded(tmp_path / "a", [[1.0]] * 10 + [[0.0]] * 2 + [[1.0]] * 20 + [[0.0]] * 8)
+    second = recorded(tmp_path / "b", [[0.0]] * 10 + [[1.0]] * 2 + [[1.0]] * 20 + [[0.0]] * 8, seed=3)
+    (one,) = compare(first, second).differences
+    assert (one.only_first, one.only_second, one.test) == (10, 2, "McNemar, exact")
+    assert one.p_value == pytest.approx(158 / 4096)
+    assert (one.first, one.second, one.difference) == (0.75, 0.55, pytest.approx(-0.2))
+    assert -0.4 < one.low < -0.2 < one.high < 0
+    said = describe(compare(first, second))
+    assert "10 rows right only with a, 2 only with b" in said and "seed (None / 3)" in said
+
+
+def test_several_samples_a_row_are_compared_by_sign_flips(tmp_path):
+    first = recorded(tmp_path / "a", [[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]], n=2)
+    second = recorded(tmp_path / "b", [[1.0, 0.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0]], n=2)
+    found = {one.measure: one for one in compare(first, second).differences}
+    assert set(found) == {"accuracy", "pass@2", "maj@2"}
+    assert found["accuracy"].difference == pytest.approx(0.375)
+    assert found["accuracy"].p_value == pytest.approx(2 / 8)
+    assert found["pass@2"].difference == pytest.approx(0.25)
+
+
+def test_an_evaluation_against_itself_has_no_difference(tmp_path):
+    one = recorded(tmp_path / "a", [[1.0], [0.0]])
+    (found,) = compare(one, one).differences
+    assert (found.difference, found.p_value) == (0.0, 1.0)
+    assert "No difference is significant" in describe(compare(one, one))
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"data": "e"}, "different data"),
+        ({"scores": [[1.0]]}, "2 rows"),
+        ({"digests": ["row0", "changed"]}, "row 1 to begin with"),
+        ({"reward": "gsm8k"}, "different rewards"),
+    ],
+)
+def test_different_data_is_refused(tmp_path, other, words):
+    first = recorded(tmp_path / "a", [[1.0], [0.0]])
+    second = recorded(tmp_path / "b", **{"scores": [[1.0], [1.0]], **other})
+    with pytest.raises(ConfigError, match=words):
+        compare(first, second)
+
+
+def test_what_is_not_finished_or_not_there_is_refused(tmp_path):
+    recorded(tmp_path / "a", [[1.0], [0.0]])
+    lines = (tmp_path / "a/samples.jsonl").read_bytes().splitlines(keepends=True)
+    (tmp_path / "a/samples.jsonl").write_bytes(lines[0])
+    with pytest.raises(ConfigError, match="1 of 2 samples"):
+        open_recorded(tmp_path / "a")
+    with pytest.raises(ConfigError, match="holds no evaluation"):
+        open_recorded(tmp_path / "nowhere")
+
+
+def test_two_real_evaluations_with_other_prompts_are_compared_by_the_command(model, tmp_path, capsys):
+    for label, more in {"plain": [], "asked": ["prompt_suffix= Answer!", "gconfig.temperature=0.5"]}.items():
+        evaluated(model, tmp_path, f"label={label}", *more)
+    assert main(["compare", str(tmp_path / "plain"), str(tmp_path / "asked"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {one["measure"] for one in found["differences"]} == {"accuracy", "pass@2", "maj@2"}
+    assert {key for key, _, _ in found["settings"]} == {"prompt_suffix", "gconfig.temperature"}
+    evaluated(model, tmp_path, "label=other", f"data=[{DATA}/svamp]")
+    assert main(["compare", str(tmp_path / "plain"), str(tmp_path / "other")]) == 2
+    assert "different data" in capsys.readouterr().err
