@@ -10,6 +10,7 @@ from tandem.cli.main import run_script
 from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import SFTConfig
 from tandem.config.load import load_config
+from tandem.data.examples import conversations
 from tandem.data.loader import Loader
 from tandem.engines.train.build import build_train_engine
 from tandem.models.catalog import resolve
@@ -17,10 +18,10 @@ from tandem.models.tokenizer import load_tokenizer
 from tandem.roles.language_model import LanguageModel
 from tandem.tracking.statistics import PhaseTimer
 from tandem.tracking.tracker import Tracker
-from tandem.trainers.parts import open_rows
 from tandem.trainers.process import start_process
 from tandem.trainers.sft import BatchMaker, Encoder
 from tandem.trainers.summary import open_run, save_if_due
+from tandem.trainers.supervised import open_examples
 
 HERE = Path(__file__).parent
 
@@ -28,7 +29,7 @@ HERE = Path(__file__).parent
 def main(overrides: list[str]) -> None:
     config = load_config(SFTConfig, HERE / "gsm8k_sft.yaml", overrides).config
     process = start_process(config)
-    rows = open_rows(config)
+    rows = open_examples(config, conversations)
     steps = total_steps(config, len(rows.train))
     tokenizer = load_tokenizer(resolve(config.actor.path))
 

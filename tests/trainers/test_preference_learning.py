@@ -1,0 +1,67 @@
+"""What preferences, reward models and a teacher teach the real model; each bounded to a few minutes on two cores."""
+
+import json
+
+import pytest
+
+from tandem.config.experiment import SFTConfig
+from tandem.config.load import load_config
+from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
+from tandem.trainers import distill, preference, reward, sft
+
+pytestmark = pytest.mark.slow
+
+MODEL = "smollm2-135m"
+LEARNING_RATES = {"dpo": 2e-5, "ipo": 2e-5, "kto": 4e-5, "simpo": 2e-5, "orpo": 4e-5}
+
+
+def common(tmp_path, steps):
+    return [
+        f"run.root={tmp_path}",
+        f"actor.path={MODEL}",
+        "train_dataset.path=addition_pairs",
+        "actor.max_tokens_per_micro_batch=2048",
+        "checkpoint.at_end=false",
+        f"total_train_steps={steps}",
+        f"evaluate.every_steps={steps}",
+        "batch_size=16",
+    ]
+
+
+def evaluations(summary):
+    rows = [json.loads(line) for line in (summary.folder / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in rows if "eval/loss" in row or "kl/teacher" in row]
+
+
+@pytest.mark.parametrize("loss", list(LEARNING_RATES))
+def test_every_loss_raises_the_margin_of_held_out_pairs(tmp_path, loss):
+    items = [*common(tmp_path, 12), f"loss={loss}", f"actor.optimizer.lr={LEARNING_RATES[loss]}"]
+    before, after = evaluations(preference.train(load_config(PreferenceConfig, None, items)))
+    assert after["eval/margin"] > before["eval/margin"]
+    assert after["eval/loss"] < before["eval/loss"]
+    assert after["eval/accuracy"] >= before["eval/accuracy"]
+
+
+def test_the_reward_model_ranks_held_out_pairs(tmp_path):
+    items = [*common(tmp_path, 60), "actor.optimizer.lr=5e-5", "actor.optimizer.warmup_steps=5"]
+    *_, after = evaluations(reward.train(load_config(RewardModelConfig, None, items)))
+    assert after["eval/accuracy"] >= 0.9
+
+
+def test_distillation_halves_the_kl_to_its_teacher(tmp_path):
+    teach = [item for item in common(tmp_path, 15) if not item.startswith(("train_dataset", "checkpoint", "evaluate"))]
+    teach += ["train_dataset.path=addition", "actor.optimizer.lr=3e-5", "trial_name=teacher"]
+    teacher = sft.train(load_config(SFTConfig, None, teach)).checkpoint
+    items = [item for item in common(tmp_path, 12) if not item.startswith(("train_dataset", "batch_size", "evaluate"))]
+    items += [
+        "train_dataset.path=addition",
+        f"teacher.path={teacher}",
+        "actor.optimizer.lr=3e-5",
+        "rollout.batch_size=16",
+        "gconfig.max_new_tokens=16",
+        "trial_name=student",
+    ]
+    rows = evaluations(distill.train(load_config(DistillConfig, None, items)))
+    first = sum(row["kl/teacher_k3"] for row in rows[:2]) / 2
+    last = sum(row["kl/teacher_k3"] for row in rows[-2:]) / 2
+    assert last <= 0.5 * first
