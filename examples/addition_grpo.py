@@ -11,10 +11,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tandem.cli.main import run_script
-from tandem.config.arithmetic import max_head_offpolicyness, placement, total_steps
+from tandem.config.arithmetic import max_token_age, placement, total_steps
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.data.loader import Loader
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.train.build import build_train_engine
 from tandem.models.catalog import resolve
@@ -24,7 +23,15 @@ from tandem.roles.actor import Actor
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
 from tandem.tracking.tracker import Tracker
 from tandem.trainers.evaluation import evaluate, evaluation_gconfig
-from tandem.trainers.parts import check_names, make_reward, make_rollout, make_workflow, open_rows, training_workflow
+from tandem.trainers.parts import (
+    check_names,
+    make_loader,
+    make_reward,
+    make_rollout,
+    make_workflow,
+    open_rows,
+    training_workflow,
+)
 from tandem.trainers.process import start_process
 from tandem.trainers.summary import open_run, save_if_due
 from tandem.weights.publisher import WeightPublisher
@@ -68,14 +75,14 @@ def main(overrides: list[str]) -> None:
         workflow = training_workflow(config, tokenizer, reward)
         examiner = make_workflow(config, tokenizer, reward, evaluation_gconfig(config))
 
-        eta = max_head_offpolicyness(config)
-        rollout = make_rollout(config, engine)
+        eta = max_token_age(config)
+        loader = make_loader(config, rows)
+        rollout = make_rollout(config, engine, loader)
         stack.callback(rollout.close)
         longest = config.gconfig.max_new_tokens
         actor = Actor(
             trainer, config.algorithm, config.actor, max_head_offpolicyness=eta, max_new_tokens=longest, seed=config.seed
         )
-        loader = Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
 
         before = rollout.run(evaluate(engine, examiner, rows.valid, seed=config.seed))
         timer = PhaseTimer()

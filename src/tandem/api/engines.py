@@ -1,7 +1,7 @@
 """The two engines: one generates, one trains. What costs money stands behind these classes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -77,6 +77,13 @@ class TrainEngine(ABC):
     @abstractmethod
     def load(self, folder: Path) -> None:
         """Read weights from a Hugging Face folder of the same architecture. Collective."""
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Take weights as `weights` of an engine of the same architecture gives them. Collective.
+
+        The optimizer's state stays as it is. Raises `ConfigError` where a tensor is missing or of another shape.
+        """
 
     @abstractmethod
     def offload(self, parts: tuple[TrainPart, ...]) -> None:

@@ -69,7 +69,8 @@ class LLMRequest:
 class LLMResponse:
     """The tokens made for one request, each with its log-probability and weight version.
 
-    The four lists have one entry a generated token; log-probabilities are those of softmax(logits / temperature).
+    The four lists have one entry a generated token; log-probabilities are those of softmax(logits / temperature), of the
+    first token with `first_token_temperature` where the request has one.
     """
 
     input_ids: tuple[int, ...]
@@ -80,6 +81,8 @@ class LLMResponse:
 
     stop_reason: StopReason
     temperature: float = 1.0
+    untrained_tokens: int = 0
+    """So many tokens at the beginning were drawn at another temperature and are not to be trained on."""
 
     @property
     def truncated(self) -> bool:

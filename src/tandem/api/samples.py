@@ -67,6 +67,9 @@ class Sample:
     in_loss: bool = True
     """False: it is not trained on and does not count in N."""
 
+    greedy: bool = False
+    """True: the most probable answer, drawn as a baseline for the others of its group."""
+
     prompt_text: str = ""
     completion_text: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -94,3 +97,20 @@ class Group:
 
     failures: tuple[str, ...] = ()
     """Reasons of the samples that failed and are missing here."""
+
+
+@dataclass(frozen=True)
+class Vote:
+    """How the answers of a group went; one entry an answer."""
+
+    agrees: tuple[bool, ...]
+    """Whether it equals the majority."""
+
+    ratio: float
+    """Share of all answers, unparsable ones included, that agree."""
+
+    right: tuple[bool, ...] | None = None
+    """Whether it equals the expected one; None where that is not known."""
+
+    undecided: int = 0
+    """Comparisons that failed; the two answers were taken for different."""

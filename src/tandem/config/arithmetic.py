@@ -2,7 +2,7 @@
 
 import math
 
-from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
+from tandem.config.experiment import BaseConfig, TrainConfig
 
 
 def max_head_offpolicyness(config: TrainConfig) -> int:
@@ -11,6 +11,12 @@ def max_head_offpolicyness(config: TrainConfig) -> int:
         return 0
     wished = config.rollout.max_head_offpolicyness
     return 1 if wished is None else wished
+
+
+def max_token_age(config: TrainConfig) -> int:
+    """The most versions that any trained token may be behind the trainer, replayed ones included."""
+    eta, replay = max_head_offpolicyness(config), config.rollout.replay
+    return max(eta, replay.max_age) if replay.groups else eta
 
 
 def placement(config: TrainConfig) -> str:
@@ -56,13 +62,14 @@ def _step(config: TrainConfig) -> list[str]:
     groups = math.ceil(prompts / actor.mini_batches)
     most = "" if prompts % actor.mini_batches == 0 else "at most "
     budget = actor.max_tokens_per_micro_batch
-    completion_tokens = groups * samples * config.gconfig.max_new_tokens
+    trained = config.algorithm.update_samples or samples
+    completion_tokens = groups * trained * config.gconfig.max_new_tokens
     eta = max_head_offpolicyness(config)
     how = f"asynchronous, at most {_many(eta, 'version')} behind" if config.async_training else "synchronous"
     return [
         f"Step: {prompts} prompts × {samples} samples = {prompts * samples} sequences of at most "
         f"{config.gconfig.max_new_tokens} new tokens.",
-        f"Update: {_many(actor.mini_batches, 'mini-batch')} of {most}{groups} × {samples} = {groups * samples} sequences, "
+        f"Update: {_many(actor.mini_batches, 'mini-batch')} of {most}{groups} × {trained} = {groups * trained} sequences, "
         f"{actor.epochs_per_batch} pass{'' if actor.epochs_per_batch == 1 else 'es'} = {_many(updates, 'optimizer step')}.",
         f"Micro-batches: at most {budget} tokens each; a mini-batch has at most {completion_tokens} completion tokens, "
         f"so about {_micro_batches(completion_tokens, budget)} when all answers are that long, plus what the prompts take.",
@@ -71,9 +78,9 @@ def _step(config: TrainConfig) -> list[str]:
 
 
 def _supervised(config: BaseConfig) -> list[str]:
-    assert isinstance(config, SFTConfig)
-    budget, tokens = config.actor.max_tokens_per_micro_batch, config.batch_size * config.max_length
+    batch_size, longest = getattr(config, "batch_size", 1), getattr(config, "max_length", 1)
+    budget, tokens = config.actor.max_tokens_per_micro_batch, batch_size * longest
     return [
-        f"Step: {_many(config.batch_size, 'row')} of at most {config.max_length} tokens = 1 optimizer step.",
+        f"Step: {_many(batch_size, 'row')} of at most {longest} tokens = 1 optimizer step.",
         f"Micro-batches: at most {budget} tokens each, so at most about {_micro_batches(tokens, budget)}.",
     ]

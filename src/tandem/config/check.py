@@ -12,7 +12,7 @@ from tandem.config.check_critic import critic_problems
 from tandem.config.check_groups import groups
 from tandem.config.data import COLUMNS, DatasetConfig
 from tandem.config.errors import ConfigError
-from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
+from tandem.config.experiment import BaseConfig, EvaluateConfig, SFTConfig, TrainConfig
 from tandem.config.keys import leaves
 from tandem.config.knobs import CHOICES, GROUP_RELATIVE
 from tandem.config.limits import LIMITS
@@ -78,6 +78,14 @@ def _common(config: BaseConfig) -> Iterator[str]:
             "is one file without splits; set valid_dataset.path, or evaluate.every_steps=null"
         )
     yield from _backend(config.actor.backend)
+    if not isinstance(config, TrainConfig):
+        for name in ("n_samples", "temperature", "max_new_tokens"):
+            value = getattr(config.evaluate, name)
+            if value != getattr(EvaluateConfig(), name):
+                yield (
+                    f"evaluate.{name}={value} is for reinforcement learning; nothing is generated here: leave it "
+                    "out, and measure answers with tandem eval"
+                )
     for sink in config.tracking.sinks:
         if sink not in SINKS:
             yield f"tracking.sinks has {sink!r}; {nearest_names(sink, SINKS)}. A list is written [tensorboard, wandb]"

@@ -8,7 +8,7 @@ from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.curriculum import CurriculumConfig
 from tandem.config.data import DatasetConfig
 from tandem.config.generation import GenerationConfig
-from tandem.config.roles import ActorConfig, ReferenceConfig
+from tandem.config.roles import ActorConfig, CriticConfig, ReferenceConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.config.state import CheckpointConfig, RunConfig
 from tandem.config.tracking import TrackingConfig
@@ -123,6 +123,9 @@ class TrainConfig(BaseConfig):
 
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     """The reference policy."""
+
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    """The critic."""
 
 
 @dataclass(frozen=True)

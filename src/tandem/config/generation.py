@@ -19,6 +19,12 @@ class GenerationConfig:
     temperature: float = 1.0
     """Logits are divided by this before the softmax; log-probabilities are those of the divided logits."""
 
+    first_token_temperature: float | None = None
+    """Temperature of the first token of each reply (FIRE, arXiv:2410.21236); null takes `temperature`."""
+
+    train_first_token: bool = False
+    """Train on the token drawn at `first_token_temperature` too, with its true log-probability; else it is masked."""
+
     top_p: float = 1.0
     """Nucleus sampling: the smallest set of tokens whose probability reaches this; 1 turns it off."""
 

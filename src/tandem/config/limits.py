@@ -60,6 +60,7 @@ LIMITS: dict[str, KnobRule] = {
     "critic.max_tokens_per_micro_batch": _count(),
     "critic.value_clip": POSITIVE,
     "critic.warmup_steps": _count(0),
+    "critic.loss_weight": POSITIVE,
     "rollout.batch_size": _count(),
     "rollout.max_concurrent": _count(),
     "rollout.max_head_offpolicyness": _count(0),

@@ -28,6 +28,20 @@ class EmbeddedEngineConfig:
 
 
 @dataclass(frozen=True)
+class ReplayConfig:
+    """Training again on groups of earlier batches."""
+
+    groups: int = 0
+    """Groups of earlier batches that join each batch, beside its new ones; 0 is off."""
+
+    max_age: int = 4
+    """Most versions that a replayed token may be behind the trainer."""
+
+    max_uses: int = 1
+    """Times that a group may be replayed, after its first use."""
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     """Where samples come from and how many are under way."""
 
@@ -64,6 +78,9 @@ class RolloutConfig:
 
     min_group_size: int = 1
     """A group with fewer samples than this, because some failed, is dropped."""
+
+    replay: ReplayConfig = field(default_factory=ReplayConfig)
+    """Replay of earlier batches."""
 
     oversample: float = 1.0
     """Synchronous only: start this many times `batch_size` episodes and abort the slowest once the batch is full."""

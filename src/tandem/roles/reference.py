@@ -8,10 +8,23 @@ from tandem.roles.samples import with_fields
 
 
 class Reference:
-    """An engine whose weights nobody changes."""
+    """An engine whose weights nobody trains; with ``refresh_every_steps`` it takes over the actor's now and then."""
 
-    def __init__(self, engine: TrainEngine):
-        self.engine = engine
+    def __init__(self, engine: TrainEngine, *, refresh_every_steps: int | None = None):
+        self.engine, self.refresh_every_steps = engine, refresh_every_steps
+        self.refreshed = 0  # version of the actor's weights that it holds
+
+    def refresh_if_due(self, actor: TrainEngine, version: int) -> bool:
+        """After the actor's update number ``version``: copies its weights if a refresh is due; says whether. Collective.
+
+        Raises:
+            ConfigError: the actor's model has other tensors than the reference.
+        """
+        if not self.refresh_every_steps or version % self.refresh_every_steps:
+            return False
+        self.engine.load_weights(actor.weights())
+        self.refreshed = version
+        return True
 
     @stage(reads=("input_ids", "loss_mask", "temperature"), adds=("reference_logprobs",), reads_state=("weights",))
     def compute_logprobs(self, batch: TensorDict) -> TensorDict:

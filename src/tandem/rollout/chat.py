@@ -43,7 +43,8 @@ class Tokens:
             )
         self.temperature, self.stop_reason = response.temperature, response.stop_reason
         self.ids += response.output_ids
-        self.mask += [True] * len(response.output_ids)
+        hot = response.untrained_tokens  # drawn at another temperature than the trainer computes with
+        self.mask += [False] * hot + [True] * (len(response.output_ids) - hot)
         self.logprobs += response.logprobs
         self.versions += response.versions
 

@@ -11,20 +11,31 @@ from tandem.api.batch import pack
 from tandem.api.samples import Group, Sample, Trajectory
 
 
-def collate(groups: Sequence[Group], *, version: int, max_head_offpolicyness: int) -> TensorDict:
-    """One packed batch: sequences in the order of groups, samples and trajectories.
+def collate(
+    groups: Sequence[Group],
+    *,
+    version: int,
+    max_head_offpolicyness: int,
+    replayed: Sequence[Group] = (),
+    max_age: int = 0,
+) -> TensorDict:
+    """One packed batch: sequences in the order of groups, samples and trajectories, replayed groups last.
 
-    ``version`` is the trainer's at consumption: trained tokens more than ``max_head_offpolicyness`` behind it are
-    ``expired``. ``sample_id`` counts the samples of the batch. Named rewards that a sample lacks are NaN.
+    ``version`` is the trainer's at consumption: trained tokens more than ``max_head_offpolicyness`` behind it, in
+    ``replayed`` groups more than ``max_age``, are ``expired``. ``sample_id`` counts the samples of the batch. Named rewards
+    that a sample lacks are NaN; ``greedy`` is there where a sample is.
     """
+    fresh, groups = len(groups), (*groups, *replayed)
     names = sorted({name for group in groups for sample in group.samples for name in sample.rewards})
     token_rewards = any(t.token_rewards is not None for g in groups for s in g.samples for t in s.trajectories)
+    greedy = any(sample.greedy for group in groups for sample in group.samples)
     rows, sample_id = [], 0
-    for group in groups:
+    for i, group in enumerate(groups):
+        oldest = version - (max_head_offpolicyness if i < fresh else max_age)
         for sample in group.samples:
-            shared = _of_sample(sample, group.group_id, sample_id, names)
+            shared = _of_sample(sample, group.group_id, sample_id, names) | ({"greedy": sample.greedy} if greedy else {})
             for trajectory in sample.trajectories:
-                row = {**shared, **_of_trajectory(trajectory, version - max_head_offpolicyness)}
+                row = {**shared, **_of_trajectory(trajectory, oldest)}
                 if token_rewards:
                     row["token_rewards"] = _token_rewards(trajectory)
                 rows.append(row)

@@ -22,6 +22,7 @@ from tandem.rollout.collective import is_collector, share
 from tandem.rollout.episodes import Episode
 from tandem.rollout.gate import StalenessGate
 from tandem.rollout.pool import EpisodePool, GroupFilter, NoBatch, Row
+from tandem.rollout.replay import Replay
 from tandem.rollout.statistics import batch_metrics
 
 T = TypeVar("T")
@@ -40,6 +41,8 @@ class Rollout:
     - ``drop``: the group is dropped with reason ``expired`` and another takes its place;
     - ``wait``: a batch is handed out only when it holds every episode that would exceed η at the next one: those started
       at version ≤ now − η. By the gate's inequality they are at most B, and the oldest, so nothing ever expires.
+
+    With `replay.groups`, groups of earlier batches join each batch; gate and ledger count their first use alone.
 
     All methods are for one thread; under ``torch.distributed`` the batch methods are collective, and
     ranks other than 0 bring ``engine=None``. ``max_draws`` bounds what ``group_filter`` may turn down for one batch.
@@ -73,6 +76,7 @@ class Rollout:
             max_draws=max_draws,
         )
         self.ledger = self._pool.ledger
+        self.replay = Replay(config.replay, seed=seed)
         self.last_groups: tuple[Group, ...] = ()
         self._taken: list[Episode] = []
         self._metrics: dict[str, float] = {}
@@ -283,8 +287,16 @@ class Rollout:
         assert self._engine is not None
         version = self._engine.version.number
         self.last_groups = tuple(episode.group for episode in episodes if episode.group is not None)
-        batch = collate(self.last_groups, version=version, max_head_offpolicyness=self._eta)
+        batch = collate(
+            self.last_groups,
+            version=version,
+            max_head_offpolicyness=self._eta,
+            replayed=self.replay.draw(version),
+            max_age=self._config.replay.max_age,
+        )
+        self.replay.add(self.last_groups)
         self._metrics |= batch_metrics(self.last_groups, batch, version=version) | {"time/wait_s": waited_s}
+        self._metrics |= self.replay.metrics(version)
         return batch
 
 

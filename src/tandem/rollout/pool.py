@@ -81,7 +81,7 @@ class EpisodePool:
             return None
         dataset = getattr(rows, "dataset", None)
         if dataset is not None and "epoch" in row:
-            self.ledger.begin_epoch(row["epoch"], len(dataset))
+            self.ledger.begin_epoch(row["epoch"], getattr(rows, "epoch_size", len(dataset)))
         return row, workflow
 
     def admit(self) -> list[Episode]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from tensordict import TensorDict
 
+from tandem.api.batch import per_token
 from tandem.api.requests import StopReason
 from tandem.api.samples import Group
 
@@ -18,7 +19,8 @@ def mean(values: Sequence[float]) -> float:
 def batch_metrics(groups: Sequence[Group], batch: TensorDict, *, version: int) -> dict[str, float]:
     """Metrics of one batch; ``version`` is the trainer's at consumption. Rewards are those of ``in_statistics`` samples.
 
-    Staleness is over the tokens that are trained: expired ones are counted in ``expired`` instead, as a share.
+    Staleness is over the tokens that are trained: expired ones are counted in ``expired`` instead, as a share. ``batch`` may
+    hold more groups than ``groups``, replayed ones: they do not count here.
     """
     samples = [sample for group in groups for sample in group.samples]
     rewards = [sample.reward for sample in samples if sample.in_statistics]
@@ -33,13 +35,13 @@ def batch_metrics(groups: Sequence[Group], batch: TensorDict, *, version: int) -
         "groups/without_spread": mean([float(without_spread(group)) for group in groups]),
         "groups/size": mean([len(group.samples) for group in groups]),
     }
-    accuracies = [sample.accuracy for sample in samples if sample.accuracy is not None]
+    accuracies = [sample.accuracy for sample in samples if sample.accuracy is not None and not sample.greedy]
     if accuracies:
         metrics["accuracy"] = mean(accuracies)
     extracted = [float(sample.extracted) for sample in samples if sample.extracted is not None]
     if extracted:
         metrics["extracted"] = mean(extracted)
-    return metrics | _parts(groups) | _ages(batch, version)
+    return metrics | _parts(groups) | _ages(groups, batch, version)
 
 
 def without_spread(group: Group) -> bool:
@@ -63,8 +65,9 @@ def _parts(groups: Sequence[Group]) -> dict[str, float]:
     return {name: mean(numbers) for name, numbers in sorted(values.items())}
 
 
-def _ages(batch: TensorDict, version: int) -> dict[str, float]:
-    produced, expired = batch["loss_mask"], batch["expired"]
+def _ages(groups: Sequence[Group], batch: TensorDict, version: int) -> dict[str, float]:
+    fresh = torch.isin(batch["group_id"], torch.tensor([group.group_id for group in groups], dtype=torch.int64))
+    produced, expired = batch["loss_mask"] & per_token(batch, fresh), batch["expired"] & per_token(batch, fresh)
     ages = (version - batch["versions"][produced & ~expired]).float()
     return {
         "staleness/mean": float(ages.mean()) if len(ages) else 0.0,

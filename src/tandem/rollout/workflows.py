@@ -141,7 +141,7 @@ class Repeated(RolloutWorkflow):
         """See `RolloutWorkflow`."""
         for_sample = getattr(engine, "for_sample", None)
         engines = [for_sample(i) if for_sample is not None else engine for i in range(self.n)]
-        results = await asyncio.gather(*(self._sample(one, data) for one in engines), return_exceptions=True)
+        results = await asyncio.gather(*(one_sample(self.workflow, one, data) for one in engines), return_exceptions=True)
         failures: list[EpisodeFailure] = []
         for result in results:
             if isinstance(result, InfrastructureFailure) or (
@@ -159,20 +159,27 @@ class Repeated(RolloutWorkflow):
         """The workflow's own."""
         return tuple(await self.workflow.finish_group(samples, data))
 
-    async def _sample(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Sample:
-        try:
-            result = await self.workflow.arun_episode(engine, copy.deepcopy(dict(data)))
-        finally:
-            end = getattr(engine, "end", None)
-            if end is not None:
-                end()
-        if result is None:
-            raise DataFailure("workflow_returned_none")
-        if isinstance(result, Group):
-            if len(result.samples) != 1:
-                raise TypeError(f"Repeated runs a workflow of one sample; this one returned {len(result.samples)}")
-            return result.samples[0]
-        return result
+
+async def one_sample(workflow: RolloutWorkflow, engine: GeneratesTokens, data: Mapping[str, Any]) -> Sample:
+    """Runs a workflow of one sample on its own copy of the data.
+
+    Raises:
+        DataFailure: it returned None.
+        TypeError: it made several samples.
+    """
+    try:
+        result = await workflow.arun_episode(engine, copy.deepcopy(dict(data)))
+    finally:
+        end = getattr(engine, "end", None)
+        if end is not None:
+            end()
+    if result is None:
+        raise DataFailure("workflow_returned_none")
+    if isinstance(result, Group):
+        if len(result.samples) != 1:
+            raise TypeError(f"Repeated runs a workflow of one sample; this one returned {len(result.samples)}")
+        return result.samples[0]
+    return result
 
 
 def as_failure(error: Exception) -> EpisodeFailure:

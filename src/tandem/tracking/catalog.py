@@ -47,7 +47,8 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         ),
         "accuracy": Metric(
             "share",
-            "Mean accuracy of the samples, where right and wrong are defined.",
+            "Mean accuracy of the samples, where right and wrong are defined; of pairs, judged completions and steps: the "
+            "share that is ranked or judged right.",
             "Reward rises and accuracy does not: the reward is rewarding something else.",
         ),
         "extracted": Metric(
@@ -142,6 +143,136 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             "share",
             "Effective sample size of the weights, (Σw)² / (n·Σw²).",
             "1 is ideal. Below 0.5: a few tokens decide the step; lower the staleness.",
+        ),
+    },
+    "Critic": {
+        "value/loss": Metric(
+            "reward²",
+            "Half the squared distance of values and returns, mean over the trained tokens.",
+            "It falls while the critic learns, and rises for a while when the policy finds something new.",
+        ),
+        "value/explained_variance": Metric(
+            "share",
+            "1 − Var(return − value)/Var(return) over the trained tokens, by the values of before the update; absent where "
+            "all returns are equal. With `algorithm.advantage.lam` below 1 returns contain values, which flatters it.",
+            "0: as good as a constant. Below 0 after the warm-up: raise `critic.optimizer.lr` or `critic.warmup_steps`. It "
+            "falls again when almost all answers are right: little variance is left to explain.",
+        ),
+        "value/clip_fraction": Metric(
+            "share",
+            "Trained tokens whose value moved past `critic.value_clip` within the batch.",
+            "0 with one optimizer step a batch is right. Above 0.3: raise `critic.value_clip`, which holds the critic back.",
+        ),
+        "value/mean": Metric(
+            "reward",
+            "Mean value of the trained tokens, before the update.",
+            "It follows `returns/mean`. A lasting gap: the critic learns too slowly.",
+        ),
+        "returns/mean": Metric(
+            "reward",
+            "Mean return of the trained tokens, which the values learn.",
+            "As `reward/mean`, weighted by the length of the samples.",
+        ),
+        "value/grad_norm": Metric(
+            "—",
+            "Global norm of the critic's gradient before clipping at `critic.optimizer.max_grad_norm`.",
+            "As `grad_norm`. Large in the first steps is normal: the head begins at 0.",
+        ),
+        "value/lr": Metric("—", "Learning rate of the critic's last optimizer step.", "See `critic.optimizer`."),
+        "value/skipped": Metric(
+            "steps",
+            "Optimizer steps of the critic not taken because loss or gradient was not finite.",
+            "As `skipped`.",
+        ),
+        "actor/rests": Metric(
+            "0 or 1",
+            "1 in the steps of `critic.warmup_steps`, in which only the critic learns.",
+            "Still 1 where it should not be: lower `critic.warmup_steps`.",
+        ),
+    },
+    "Groups": {
+        "ttrl/majority_ratio": Metric(
+            "share",
+            "Samples of a group that gave its majority's answer, of all of them (`algorithm.labels=majority`).",
+            "Near 1 from the start: the model is sure of everything and there is nothing to learn. Below 0.1: the vote is "
+            "noise; take easier prompts.",
+        ),
+        "ttrl/label_accuracy": Metric(
+            "share",
+            "Groups whose majority is the expected answer, where that is known. It is measured, never trained on.",
+            "Falling while `reward/mean` rises: the model agrees on wrong answers; stop earlier, raise "
+            "`algorithm.kl.coefficient`.",
+        ),
+        "ttrl/reward_accuracy": Metric(
+            "share",
+            "Samples whose reward by the vote is the one that the expected answer would give, where that is known.",
+            "High at a low label accuracy is normal: wrong answers differ from each other. Below 0.5: the vote misleads.",
+        ),
+        "ttrl/pass@<k>": Metric(
+            "share",
+            "Groups with the expected answer among their k samples, where it is known.",
+            "What the vote could reach at best. Falling: the samples become too alike; raise the temperature.",
+        ),
+        "ttrl/undecided": Metric(
+            "comparisons",
+            "Comparisons of two answers in a group that failed (time-out); the answers were taken for different.",
+            "Often above 0: raise `reward_timeout_s`.",
+        ),
+        "replay/groups": Metric(
+            "groups",
+            "Groups of earlier batches in this batch (`rollout.replay.groups`).",
+            "Below `rollout.replay.groups` after the first steps: `rollout.replay.max_age` or `max_uses` leaves too few.",
+        ),
+        "replay/reused": Metric("groups", "Replays since the start.", "It grows by `rollout.replay.groups` a step."),
+        "replay/age_max": Metric(
+            "versions",
+            "Age of the oldest trained token among the replayed groups.",
+            "It is never above `rollout.replay.max_age`. `correction/ess` below 0.5: lower that.",
+        ),
+        "replay/kept": Metric(
+            "groups", "Groups that wait to be replayed.", "They are held in memory; it stays near batch size × `max_age`."
+        ),
+        "curriculum/measured": Metric(
+            "share",
+            "Rows of the data set that were tried at least once (`curriculum.round_rows`).",
+            "It rises to 1; until then untried rows come first.",
+        ),
+        "curriculum/success": Metric(
+            "share",
+            "Mean success rate of the measured rows, as the curriculum remembers it.",
+            "Near 1 or 0: the data set is too easy or too hard for any choice among its rows.",
+        ),
+        "curriculum/round": Metric("rounds", "Rounds of the curriculum that are over.", "—"),
+    },
+    "Preferences": {
+        "margin": Metric(
+            "—",
+            "Mean difference of the scores of the better and of the worse side. The score is β times the log-ratio to the "
+            "reference (`dpo`, `kto`; `ipo`: its mean a token), β times the mean log-probability (`simpo`), the log odds "
+            "(`orpo`), or the reward model's.",
+            "It should rise, on `valid_dataset` too (`eval/margin`). Rising in training alone: over-fitting; stop earlier.",
+        ),
+        "score/chosen": Metric(
+            "—",
+            "Mean score of the better sides (or desirable completions).",
+            "Falling together with `score/rejected`, as with `dpo` it often does: the policy moves away from both. Raise "
+            "`loss.beta`, lower the learning rate, or take `orpo`, which holds the better side's likelihood up.",
+        ),
+        "score/rejected": Metric("—", "Mean score of the worse sides (or undesirable completions).", "See `score/chosen`."),
+        "baseline": Metric(
+            "nats",
+            "KTO's z: mean log-ratio to the reference of completions behind other rows' prompts, at least 0.",
+            "Large: the policy has moved far from the reference whatever the prompt; lower the learning rate. Noisy: raise "
+            "`batch_size`.",
+        ),
+        "kl/teacher": Metric(
+            "nats",
+            "Distillation: mean of the student's minus the teacher's log-probability of the student's tokens, an estimate "
+            "of KL(student ‖ teacher) a token.",
+            "It should fall. Flat: raise `actor.optimizer.lr`.",
+        ),
+        "kl/teacher_k3": Metric(
+            "nats", "The same by the k3 estimate: never negative, of less variance.", "As `kl/teacher`."
         ),
     },
     "Completions": {
@@ -277,7 +408,8 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         ),
         "rows/dropped/<reason>": Metric(
             "rows",
-            "SFT: rows left out since the start, by reason, such as `too_long`.",
+            "SFT, preferences, reward models: rows left out since the start, by reason: `too_long`, `prompt_too_long`, "
+            "`empty_completion`, `equal_sides`, `no_answer`, `template_rewrites`.",
             "Many: raise `max_length`, or look at the rows.",
         ),
         "episodes/running": Metric(

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tandem.algorithms.registry import FILTERS
+from tandem.algorithms.registry import ADVANTAGES, FILTERS
 from tandem.api.engines import InferenceEngine
 from tandem.api.plugins import is_file_spec, load_object
 from tandem.api.samples import Group
@@ -20,10 +20,14 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.generation import GenerationConfig
 from tandem.config.train_engine import TrainEngineConfig
+from tandem.data.curriculum import Curriculum
 from tandem.data.dataset import Dataset, load_dataset
+from tandem.data.loader import Loader
 from tandem.rewards.build import build_reward
+from tandem.rewards.majority import AnswerOnly, MajorityVote
 from tandem.roles.components import choose
 from tandem.rollout.executor import MAX_DRAWS, GroupFilter, Rollout
+from tandem.rollout.groups import FirstSamples, MajorityLabels, WithGreedyBaseline
 from tandem.rollout.workflows import MultiTurnWorkflow, Repeated, RLVRWorkflow
 from tandem.tracking.sinks.base import find_sink
 
@@ -45,6 +49,11 @@ def open_rows(config: BaseConfig) -> Rows:
         ConfigError: missing or empty data, missing columns, broken lines; names the file.
     """
     train = load_dataset(config.train_dataset, seed=config.seed, default_split="train")
+    if isinstance(config, TrainConfig) and (config.curriculum.round_rows or 0) > len(train.rows):
+        raise ConfigError(
+            f"curriculum.round_rows must be at most the rows of train_dataset ({len(train.rows)}), "
+            f"got {config.curriculum.round_rows}"
+        )
     if not config.evaluate.every_steps:
         return Rows(train, ())
     valid = load_dataset(validation_config(config), seed=config.seed, default_split="test")
@@ -60,10 +69,10 @@ def validation_config(config: BaseConfig) -> DatasetConfig:
 
 
 class RewardBySource(RewardFn):
-    """Gives each row to the reward of its data set."""
+    """Gives each row to the reward of its data set. ``vote``: who judges in training instead, where there are no labels."""
 
-    def __init__(self, default: RewardFn, by_name: Mapping[str, RewardFn]):
-        self.default, self.by_name = default, by_name
+    def __init__(self, default: RewardFn, by_name: Mapping[str, RewardFn], vote: MajorityVote | None = None):
+        self.default, self.by_name, self.vote = default, by_name, vote
 
     def of(self, row: Mapping[str, Any]) -> RewardFn:
         """The reward of a row."""
@@ -76,18 +85,18 @@ class RewardBySource(RewardFn):
 
     def close(self) -> None:
         """Closes all of them."""
-        for reward in (self.default, *self.by_name.values()):
+        for reward in (self.default, *self.by_name.values(), *([self.vote] if self.vote else [])):
             reward.close()
 
 
 def check_columns(reward: RewardBySource, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Asks the reward of each data set, at its first row, whether the columns that it needs are there.
+    """Asks the reward of each data set, at its first row, whether the columns that it needs are there. A vote needs none.
 
     Raises:
         ConfigError: one is missing; names those there.
     """
     seen = set()
-    for row in rows:
+    for row in rows if reward.vote is None else ():
         if row["source"] not in seen:
             seen.add(row["source"])
             check = getattr(reward.of(row), "check_columns", None)
@@ -100,7 +109,8 @@ def make_reward(config: TrainConfig) -> RewardBySource:
     sources = (*config.train_dataset.sources, *config.valid_dataset.sources)
     names = {source.reward for source in sources if source.reward}
     by_name = {name: build_reward(name, timeout_s=config.reward_timeout_s) for name in sorted(names)}
-    return RewardBySource(build_reward(config.reward, timeout_s=config.reward_timeout_s), by_name)
+    vote = MajorityVote(timeout_s=config.reward_timeout_s) if config.algorithm.labels == "majority" else None
+    return RewardBySource(build_reward(config.reward, timeout_s=config.reward_timeout_s), by_name, vote)
 
 
 def find_workflow(name: str) -> Callable[..., Any]:
@@ -162,10 +172,27 @@ class FunctionWorkflow(RolloutWorkflow):
         return await self.function(engine, data, **self.arguments)
 
 
-def training_workflow(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, reward: RewardFn) -> RolloutWorkflow:
-    """`n_samples` of the workflow for each prompt."""
-    one = make_workflow(config, tokenizer, reward, config.gconfig)
-    return Repeated(one, config.gconfig.n_samples, min_group_size=config.rollout.min_group_size)
+def training_workflow(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, reward: RewardBySource) -> RolloutWorkflow:
+    """`n_samples` of the workflow for each prompt, and whatever the algorithm does with them together: a vote instead of the
+    reward, training on a part of them, a greedy baseline."""
+    algorithm, gconfig = config.algorithm, config.gconfig
+    judge = reward if reward.vote is None else AnswerOnly()
+    one = make_workflow(config, tokenizer, judge, gconfig)
+    if reward.vote is not None:
+        one = MajorityLabels(one, reward.vote)
+    if algorithm.update_samples is not None:
+        one = FirstSamples(one, algorithm.update_samples)
+    group = Repeated(one, gconfig.n_samples, min_group_size=config.rollout.min_group_size)
+    if not needs_greedy_baseline(config):
+        return group
+    greedy = replace(gconfig, greedy=True, first_token_temperature=None, train_first_token=False)
+    return WithGreedyBaseline(group, make_workflow(config, tokenizer, judge, greedy))
+
+
+def needs_greedy_baseline(config: TrainConfig) -> bool:
+    """Whether the advantage, registered or of a file, asks which sample is the greedy one."""
+    choice = choose(ADVANTAGES, config.algorithm.advantage, "algorithm.advantage", {"max_tokens": 1})
+    return "greedy" in choice.asked
 
 
 def reference_config(config: TrainConfig) -> TrainEngineConfig:
@@ -190,15 +217,43 @@ def make_filter(config: TrainConfig) -> tuple[GroupFilter | None, int]:
     return keeps, int(choice.knobs.get("max_draws", MAX_DRAWS))
 
 
-def make_rollout(config: TrainConfig, engine: InferenceEngine | None) -> Rollout:
-    """The executor with the run's staleness bound and filter; ``engine`` is None on ranks other than 0."""
+def make_loader(config: TrainConfig, rows: Rows) -> Loader | Curriculum:
+    """Rows for training: each once an epoch, or drawn by success rate."""
+    if config.curriculum.round_rows is None:
+        return Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
+    return Curriculum(rows.train, config.curriculum, seed=config.seed)
+
+
+def success_of(group: Group) -> float | None:
+    """Mean accuracy of the samples in statistics, rewards standing in where it is unknown; None where there are none."""
+    values = [s.reward if s.accuracy is None else s.accuracy for s in group.samples if s.in_statistics]
+    return sum(values) / len(values) if values else None
+
+
+def observed(keeps: GroupFilter | None, loader: Iterable[Any]) -> GroupFilter | None:
+    """The filter, with the curriculum told of every group that is finished, also of those that are turned down."""
+    if not isinstance(loader, Curriculum):
+        return keeps
+
+    def judge(group: Group) -> tuple[bool, str]:
+        success = success_of(group)
+        if success is not None:
+            loader.observe(int(group.data["index"]), success)
+        return (True, "") if keeps is None else keeps(group)
+
+    return judge
+
+
+def make_rollout(config: TrainConfig, engine: InferenceEngine | None, loader: Iterable[Any] = ()) -> Rollout:
+    """The executor with the run's staleness bound and filter; ``engine`` is None on ranks other than 0. ``loader``: what the
+    rows come from; a curriculum is told what became of them."""
     group_filter, max_draws = make_filter(config)
     return Rollout(
         engine,
         config.rollout,
         seed=config.seed,
         deterministic=config.deterministic,
-        group_filter=group_filter,
+        group_filter=observed(group_filter, loader),
         max_draws=max_draws,
         max_head_offpolicyness=max_head_offpolicyness(config),
     )

@@ -7,9 +7,14 @@ Consumes rows of the loader; produces a Hugging Face folder and a run folder. A 
 import contextlib
 from pathlib import Path
 
+from tensordict import TensorDict
+
 from tandem.config.arithmetic import arithmetic, total_steps
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import Resolved, describe, plain_data
+from tandem.data.curriculum import Curriculum
+from tandem.roles.actor import Actor
+from tandem.roles.critic import Critic, SharedCritic
 from tandem.state.run_folder import RunFolder
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
 from tandem.tracking.tracker import Tracker
@@ -50,21 +55,36 @@ def train(resolved: Resolved, *, dry_run: bool = False) -> Summary:
 
 def step(session: Session, timer: PhaseTimer) -> dict[str, float]:
     """generate → reward → advantage → loss → update → publish; returns the metrics of the update."""
-    actor, rollout = session.actor, session.rollout
+    actor, critic, rollout = session.actor, session.critic, session.rollout
     with timer("generate"):
         batch = rollout.prepare_batch(session.loader, session.workflow)
     with timer("train"), session.meter:
         if session.reference is not None:
             batch = session.reference.compute_logprobs(batch)
+        if critic is not None:
+            batch = critic.compute_values(batch)
         batch = actor.compute_proximal(batch)
         batch = actor.compute_advantages(batch)
-        metrics = actor.ppo_update(batch)
+        metrics = update(actor, critic, batch)
+        if session.reference is not None:
+            session.reference.refresh_if_due(session.trainer, actor.version)
     with timer("update_weights"):
         published = session.publisher.publish()
         metrics |= {f"time/{name}": published[name] for name in ("prepare_s", "pause_s", "recompute_s")}
     rollout.end_step()
     metrics["tokens_per_s/train"] = int(batch["cu_seqlens"][-1]) / max(timer.seconds("train"), 1e-9)
+    if isinstance(session.loader, Curriculum):
+        metrics |= session.loader.metrics()
     return rollout.metrics() | metrics | session.meter.metrics()
+
+
+def update(actor: Actor, critic: Critic | SharedCritic | None, batch: TensorDict) -> dict[str, float]:
+    """The actor's steps, and the critic's; while that warms up, the actor rests."""
+    if critic is None:
+        return actor.ppo_update(batch)
+    rests = critic.warming_up
+    metrics = actor.rest(batch) if rests else actor.ppo_update(batch)
+    return metrics | critic.update(batch) | {"actor/rests": float(rests)}
 
 
 def loop(
@@ -89,9 +109,8 @@ def loop(
             metrics |= found
             evaluations[number] = found.get("eval/accuracy", float("nan"))
         with timer("save"):
-            checkpoint = (
-                save_if_due(config, run, number, steps, session.trainer, session.tokenizer.save_pretrained) or checkpoint
-            )
+            models = session.models
+            checkpoint = save_if_due(config, run, number, steps, models, models.save_tokenizer) or checkpoint
         metrics |= timer.metrics() | {"memory/peak_gib": peak_memory_gib()}
         if tracker is not None:
             tracker.log(number, metrics, session.rollout.last_groups, session.publisher.history)

@@ -9,8 +9,9 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.engines import InferenceEngine, TrainEngine
 from tandem.api.workflow import RewardFn, RolloutWorkflow
-from tandem.config.arithmetic import max_head_offpolicyness, placement
+from tandem.config.arithmetic import max_token_age, placement
 from tandem.config.experiment import TrainConfig
+from tandem.data.curriculum import Curriculum
 from tandem.data.loader import Loader
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.train.build import build_train_engine
@@ -18,13 +19,16 @@ from tandem.models.catalog import resolve
 from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.roles.actor import Actor
+from tandem.roles.critic import Critic, SharedCritic
 from tandem.roles.reference import Reference
 from tandem.rollout.executor import Rollout
+from tandem.trainers.critic import Models, actor_head, make_critic
 from tandem.trainers.evaluation import evaluation_gconfig
 from tandem.trainers.meter import EngineMeter
 from tandem.trainers.parts import (
     Rows,
     check_columns,
+    make_loader,
     make_reward,
     make_rollout,
     make_workflow,
@@ -40,10 +44,11 @@ class Session:
     """Everything that the loop uses. On ranks other than 0 ``engine`` is None: one rank generates for all."""
 
     tokenizer: PreTrainedTokenizerBase
-    loader: Loader
+    loader: Loader | Curriculum
     actor: Actor
     trainer: TrainEngine
     reference: Reference | None
+    critic: Critic | SharedCritic | None
     engine: InferenceEngine | None
     rollout: Rollout
     reward: RewardFn
@@ -51,6 +56,11 @@ class Session:
     examiner: RolloutWorkflow
     publisher: WeightPublisher
     meter: EngineMeter
+
+    @property
+    def models(self) -> Models:
+        """What is saved."""
+        return Models(self.trainer, self.critic, self.tokenizer)
 
 
 @contextlib.contextmanager
@@ -64,14 +74,18 @@ def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, 
         if engine is not None:
             stack.callback(engine.close)
         reference = make_reference(config, process)
-        optimizer_steps = steps * config.actor.mini_batches * config.actor.epochs_per_batch
-        trainer = build_train_engine(config.actor, total_steps=optimizer_steps, device=process.device)
+        optimizer_steps = (steps - config.critic.warmup_steps) * config.actor.mini_batches * config.actor.epochs_per_batch
+        trainer = build_train_engine(
+            config.actor, total_steps=optimizer_steps, device=process.device, head=actor_head(config)
+        )
+        critic = make_critic(config, process, trainer, steps, tokenizer)
         actor = Actor(
             trainer,
             config.algorithm,
             config.actor,
             reference=reference,
-            max_head_offpolicyness=max_head_offpolicyness(config),
+            shared_critic=critic if isinstance(critic, SharedCritic) else None,
+            max_head_offpolicyness=max_token_age(config),
             max_new_tokens=config.gconfig.max_new_tokens,
             seed=config.seed,
         )
@@ -81,14 +95,16 @@ def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, 
         reward = make_reward(config)
         stack.callback(reward.close)
         check_columns(reward, rows.train.rows)
-        rollout = make_rollout(config, engine)
+        loader = make_loader(config, rows)
+        rollout = make_rollout(config, engine, loader)
         stack.callback(rollout.close)
         yield Session(
             tokenizer=tokenizer,
-            loader=Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle),
+            loader=loader,
             actor=actor,
             trainer=trainer,
             reference=reference,
+            critic=critic,
             engine=engine,
             rollout=rollout,
             reward=reward,
@@ -117,4 +133,5 @@ def make_reference(config: TrainConfig, process: Process) -> Reference | None:
     """The frozen policy, where the algorithm measures KL against it."""
     if config.algorithm.kl.coefficient == 0:
         return None
-    return Reference(build_train_engine(reference_config(config), total_steps=0, device=process.device))
+    engine = build_train_engine(reference_config(config), total_steps=0, device=process.device)
+    return Reference(engine, refresh_every_steps=config.reference.refresh_every_steps)

@@ -114,9 +114,11 @@ class EngineCore:
             raise DataFailure(
                 "bad_request", f"a prompt has at least one token, each in [0, {self._architecture.vocab_size})"
             )
-        if gconfig.temperature <= 0 or gconfig.max_new_tokens < 1 or gconfig.top_p <= 0 or gconfig.top_k < 0:
+        hot = gconfig.first_token_temperature
+        cold = gconfig.temperature <= 0 or (hot is not None and hot <= 0)
+        if cold or gconfig.max_new_tokens < 1 or gconfig.top_p <= 0 or gconfig.top_k < 0:
             raise DataFailure(
-                "bad_request", f"temperature, top_p and max_new_tokens must be above 0 and top_k not below, got {gconfig}"
+                "bad_request", f"temperatures, top_p and max_new_tokens must be above 0 and top_k not below, got {gconfig}"
             )
         deadline = None if request.deadline_s is None else time.monotonic() + request.deadline_s
         if gconfig.stop and self._tokenizer is None:

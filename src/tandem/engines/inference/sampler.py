@@ -22,6 +22,9 @@ class SamplingRows:
     uniform_temperature: bool = False
     """True: all temperatures are 1."""
 
+    first_temperatures: torch.Tensor | None = None
+    """float32, those of a reply's first token; None: no row has another one for it."""
+
     greedy: torch.Tensor | None = None
     """bool; None: no row is greedy."""
 

@@ -4,6 +4,7 @@ Lists are made of them once, when a sequence ends.
 """
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 
 import torch
 
@@ -38,6 +39,7 @@ class Slots:
         self._limits, self._minimums = table(torch.long), table(torch.long)
         self._streams, self._top_k = table(torch.long), table(torch.long)
         self._temperatures, self._top_p = table(torch.float32), table(torch.float32)
+        self._first_temperatures = table(torch.float32)
         self._greedy = table(torch.bool)
         self._stop = table(torch.long, max(1, len(self._eos)))
         self._tokens, self._versions = table(torch.long, 16), table(torch.long, 16)
@@ -57,6 +59,8 @@ class Slots:
         key = request.noise_key if request.noise_key is not None else NoiseKey(seed=0, sample=sequence.request_id)
         self._streams[slot] = stream_of(key)
         self._temperatures[slot], self._top_p[slot] = gconfig.temperature, gconfig.top_p
+        first = gconfig.first_token_temperature
+        self._first_temperatures[slot] = gconfig.temperature if first is None else first
         self._top_k[slot] = min(gconfig.top_k, self._vocab_size) if gconfig.top_k else self._vocab_size
         self._greedy[slot] = gconfig.greedy
         stop = sorted({*self._eos, *gconfig.stop_token_ids})
@@ -75,11 +79,13 @@ class Slots:
     def sampling(self, slots: torch.Tensor) -> SamplingRows:
         """How the rows ``slots [B]`` sample; `draw` adds what changes from step to step."""
         temperatures, top_p, top_k = self._temperatures[slots], self._top_p[slots], self._top_k[slots]
-        greedy = self._greedy[slots]
+        greedy, first = self._greedy[slots], self._first_temperatures[slots]
+        differs = bool((first != temperatures).any())
         truncates = bool(((top_p < 1.0) | (top_k < self._vocab_size)).any())
         return SamplingRows(
             temperatures,
-            uniform_temperature=bool((temperatures == 1.0).all()),
+            uniform_temperature=not differs and bool((temperatures == 1.0).all()),
+            first_temperatures=first if differs else None,
             greedy=greedy if bool(greedy.any()) else None,
             top_p=top_p if truncates else None,
             top_k=top_k if truncates else None,
@@ -96,6 +102,8 @@ class Slots:
         """
         forbidden = self._forbidden(slots) if rows.minimums else None
         positions, counts = self.positions[slots], self.counts[slots]
+        if rows.first_temperatures is not None:
+            rows = replace(rows, temperatures=torch.where(counts == 0, rows.first_temperatures, rows.temperatures))
         tokens, logprobs = sample(logits, uniform(self._streams[slots], positions), rows, forbidden)
         self._tokens[slots, counts] = tokens
         self._logprobs[slots, counts] = logprobs
@@ -128,8 +136,17 @@ class Slots:
             t[sequence.slot, :count].tolist() for t in (self._tokens, self._logprobs, self._versions)
         )
         request = sequence.request
-        temperature = request.gconfig.temperature
-        return LLMResponse(request.input_ids, tuple(tokens), tuple(logprobs), tuple(versions), reason, temperature)
+        gconfig = request.gconfig
+        hot = gconfig.first_token_temperature is not None and not gconfig.train_first_token
+        return LLMResponse(
+            request.input_ids,
+            tuple(tokens),
+            tuple(logprobs),
+            tuple(versions),
+            reason,
+            gconfig.temperature,
+            untrained_tokens=min(count, int(hot)),
+        )
 
 
 def _widened(table: torch.Tensor, columns: int, fill: int) -> torch.Tensor:

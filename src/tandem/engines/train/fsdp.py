@@ -1,7 +1,7 @@
 """The training engine on FSDP2: a model, its optimizer, and steps that do not depend on how a batch is cut."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -14,11 +14,12 @@ from tandem.api.batch import lengths, num_sequences, select, sum_by_sequence
 from tandem.api.engines import LossFn, Outputs, TrainEngine, TrainPart
 from tandem.api.failures import BatchError, ConfigError, NonFinite
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.folder import read_weights, write_folder
+from tandem.engines.train.folder import read_tensor, read_weights, write_folder, write_tensor
 from tandem.engines.train.holders import Holder, Replica, Sharded, sum_over_ranks
 from tandem.engines.train.micro_batches import Item, plan
 from tandem.engines.train.schedule import learning_rate
 from tandem.engines.train.totals import Totals
+from tandem.models.heads import VALUE_FILE
 from tandem.models.load import load_causal_lm, load_scalar_model
 from tandem.models.packed import PackedModel
 from tandem.models.precision import resolve_dtype
@@ -27,7 +28,10 @@ from tandem.models.prefixes import prompt_keys
 _PREFIX = "model."
 """What `PackedModel` puts before the Hugging Face names."""
 
-Head = Literal["lm", "scalar"]
+_VALUE = "value.weight"
+"""The second head of `PackedActorCritic`, which transformers' model does not have."""
+
+Head = Literal["lm", "scalar", "both"]
 
 
 class FSDPEngine(TrainEngine):
@@ -48,7 +52,8 @@ class FSDPEngine(TrainEngine):
     ):
         """``total_steps``: optimizer steps of the run, for the schedule. ``process_group``: None takes the default group
         where torch.distributed is initialised, else this process alone. ``head``: ``scalar`` gives ``scores`` and neither
-        log-probabilities nor entropy; it is saved as a sequence classifier.
+        log-probabilities nor entropy; it is saved as a sequence classifier. ``both``: a language model that gives scores
+        too; it is saved as a language model, and the second head in a file of its own.
 
         Raises:
             ConfigError: the model cannot be opened, or the group has another size than ``config.backend`` says.
@@ -108,19 +113,24 @@ class FSDPEngine(TrainEngine):
         """See `TrainEngine.forward`."""
         self._require("parameters")
         bounds = batch["cu_seqlens"].tolist()
-        found = torch.zeros(2 if entropy else 1, bounds[-1], device=self.device)  # [1 or 2, T]
+        names = self._given(entropy)
+        found = torch.zeros(len(names), bounds[-1], device=self.device)
         for indices in self._micro_batches(batch):
             if not indices:
                 self._compute(_filler(self.device), entropy)
                 continue
             outputs = self._compute(select(batch, indices).to(self.device), entropy)
             tokens = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in indices]).to(self.device)
-            found[0, tokens] = self._main(outputs)
-            if entropy:
-                found[1, tokens] = outputs.entropy
+            for row, name in zip(found, names, strict=True):
+                row[tokens] = getattr(outputs, name)
         sum_over_ranks(found, self._group)
-        found = found.to(batch["input_ids"].device)
-        return Outputs(*found) if self.head == "lm" else Outputs(found.new_zeros(0), scores=found[0])
+        given = dict(zip(names, found.to(batch["input_ids"].device), strict=True))
+        return Outputs(**{"logprobs": found.new_zeros(0)} | given)
+
+    def _given(self, entropy: bool) -> list[str]:
+        """What the heads give, ``[T]`` each."""
+        names = {"logprobs": self.head != "scalar", "entropy": entropy, "scores": self.head != "lm"}
+        return [name for name, there in names.items() if there]
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TrainEngine.weights`. Without ``dtype`` they come as they are held: float32.
@@ -128,13 +138,17 @@ class FSDPEngine(TrainEngine):
         A tensor may be the engine's own memory: read it before asking for the next, and do not write to it.
         """
         self._require("parameters")
-        for name in self._holder.masters:
+        for name in self._names():
             tensor = self._holder.full(name)
             yield name.removeprefix(_PREFIX), tensor if dtype is None else tensor.to(dtype)
 
     def save(self, folder: Path) -> None:
         """See `TrainEngine.save`. Weights are written in the dtype that the engine computes in."""
         write_folder(Path(folder), self.model.model, self.weights(self.dtype), self.dtype, writes=self.rank == 0)
+        if self.head == "both":
+            value = self._holder.full(_VALUE)
+            if self.rank == 0:
+                write_tensor(Path(folder) / VALUE_FILE, value)
         if self._group is not None:
             dist.barrier(self._group)
 
@@ -145,9 +159,31 @@ class FSDPEngine(TrainEngine):
             ConfigError: the folder has other tensors than this model.
         """
         self._require("parameters")
-        expected = {name.removeprefix(_PREFIX): parameter for name, parameter in self._holder.masters.items()}
+        expected = {name.removeprefix(_PREFIX): self._holder.masters[name] for name in self._names()}
         for name, tensor in read_weights(Path(folder), {name: p.shape for name, p in expected.items()}):
             self._holder.assign(_PREFIX + name, tensor)
+        if self.head == "both":
+            self._holder.assign(_VALUE, read_tensor(Path(folder) / VALUE_FILE))
+        self._holder.publish()
+
+    def _names(self) -> list[str]:
+        """Those of transformers' model: a second head is not part of it."""
+        return [name for name in self._holder.masters if name.startswith(_PREFIX)]
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """See `TrainEngine.load_weights`. Nothing is changed by tensors that do not fit; those before them are in place."""
+        self._require("parameters")
+        missing = {name.removeprefix(_PREFIX): tuple(self._holder.masters[name].shape) for name in self._names()}
+        for name, tensor in weights:
+            shape = missing.pop(name, None)
+            if shape != tuple(tensor.shape):
+                raise ConfigError(
+                    f"tensor {name!r} {list(tensor.shape)} cannot be copied into this model, which has "
+                    f"{'none of that name' if shape is None else list(shape)}; is it another model?"
+                )
+            self._holder.assign(_PREFIX + name, tensor)
+        if missing:
+            raise ConfigError(f"{len(missing)} tensors of this model were not given, first {next(iter(missing))!r}")
         self._holder.publish()
 
     def offload(self, parts: tuple[TrainPart, ...]) -> None:
@@ -188,6 +224,7 @@ class FSDPEngine(TrainEngine):
             self.device,
             config.gradient_checkpointing,
             chunk_tokens=config.logprob_chunk_tokens,
+            value_head=self.head == "both",
         )
 
     def _make_optimizer(self) -> torch.optim.AdamW:
@@ -213,12 +250,6 @@ class FSDPEngine(TrainEngine):
         planned = plan(items, self.config.max_tokens_per_micro_batch, self.world_size)[self.rank]
         return [[index[i] for i in micro_batch] for micro_batch in planned]
 
-    def _main(self, outputs: Outputs) -> torch.Tensor:
-        """What the head is for, ``[T]``."""
-        found = outputs.logprobs if self.head == "lm" else outputs.scores
-        assert found is not None
-        return found
-
     def _compute(self, view: TensorDict, entropy: bool) -> Outputs:
         if self.head == "scalar":
             if entropy:
@@ -233,7 +264,8 @@ class FSDPEngine(TrainEngine):
         """Weighted sum of the losses of one micro-batch; its metrics go into ``totals``."""
         if not indices:
             # another rank has one more: take part in the communication, add nothing
-            return self._main(self._compute(_filler(self.device), entropy)).sum() * 0.0
+            outputs = self._compute(_filler(self.device), entropy)
+            return sum(x.sum() for x in outputs if x is not None) * 0.0
         view = select(batch, indices).to(self.device)
         losses, metrics = loss_fn(self._compute(view, entropy), view)
         weights = view["loss_weights"]
@@ -279,10 +311,13 @@ class FSDPEngine(TrainEngine):
 
 
 def _has_weight(batch: TensorDict) -> torch.Tensor:
-    """Sequences with a loss weight other than 0, ``[N]`` bool."""
+    """Sequences with a loss weight other than 0, ``[N]`` bool; with them those of the same unit, which their loss may read."""
     weighted = (batch["loss_weights"] != 0).float()
     if len(weighted) != num_sequences(batch):
         weighted = sum_by_sequence(batch, weighted)
+    if "unit_id" in batch.keys():
+        unit = batch["unit_id"].unique(return_inverse=True)[1]
+        weighted = weighted.new_zeros(int(unit.max()) + 1).index_add(0, unit, weighted)[unit]
     return weighted > 0
 
 

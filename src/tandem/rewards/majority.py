@@ -1,0 +1,86 @@
+"""The majority of a group's answers, by mathematical equality: the label of TTRL (arXiv:2504.16084)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from tandem.api.failures import RewardFailure
+from tandem.api.samples import Sample, Vote
+from tandem.api.workflow import RewardFn, RewardResult
+from tandem.rewards.extraction import final_answer, gold_answer, plain_number
+from tandem.rewards.pool import WorkerPool
+
+
+class AnswerOnly(RewardFn):
+    r"""Judges nothing: says which final answer a completion gives (``\boxed{}``, ``####``, last number), reward 0."""
+
+    async def __call__(self, *, completion: str, **_: Any) -> RewardResult:
+        """See `RewardFn`."""
+        answer = final_answer(completion)
+        return RewardResult(0.0, answer=answer, extracted=answer is not None)
+
+
+def canonical(answer: str) -> str:
+    """One form for what is plainly the same: numbers as fractions, else the text without dollars and double spaces."""
+    number = plain_number(answer)
+    return str(number) if number is not None else " ".join(answer.strip().strip("$").split())
+
+
+class MajorityVote:
+    """Counts answers that are mathematically equal as one; the largest class wins, of equal ones the first seen.
+
+    Each answer is compared with the first member of each class; plain numbers exactly, the rest by math-verify in a worker
+    process. A comparison that fails (time-out) is taken for unequal and counted.
+    """
+
+    def __init__(self, *, timeout_s: float, workers: int = 2):
+        self.pool = WorkerPool("tandem.rewards.equality:verify_answer", name="majority", timeout_s=timeout_s, size=workers)
+
+    def answer_of(self, sample: Sample) -> str | None:
+        """What the reward found, else what stands in the text."""
+        return sample.answer if sample.extracted is not None else final_answer(sample.completion_text)
+
+    async def __call__(self, answers: Sequence[str | None], expected: object = None) -> Vote | None:
+        """``answers``: one a sample, None (or empty) where it did not parse. None if none did.
+
+        ``expected``, a gold answer, is compared after the vote and changes nothing in it.
+        """
+        undecided: list[str] = []
+        classes: list[str] = []
+        members: list[int | None] = [None if not a or not canonical(a) else -1 for a in answers]
+        for i, answer in enumerate(answers):
+            if members[i] is not None and answer is not None:
+                members[i] = await self._class(canonical(answer), classes, undecided)
+        if not classes:
+            return None
+        sizes = [members.count(number) for number in range(len(classes))]
+        majority = sizes.index(max(sizes))
+        right = None
+        if expected is not None and str(expected).strip():
+            gold = canonical(gold_answer(expected))
+            matches = [await self._equal(gold, one, []) for one in classes]
+            right = tuple(member is not None and matches[member] for member in members)
+        agrees = tuple(member == majority for member in members)
+        return Vote(agrees, sizes[majority] / len(answers), right, len(undecided))
+
+    async def _class(self, answer: str, classes: list[str], undecided: list[str]) -> int:
+        if answer in classes:
+            return classes.index(answer)
+        for number, first in enumerate(classes):
+            if await self._equal(first, answer, undecided):
+                return number
+        classes.append(answer)
+        return len(classes) - 1
+
+    async def _equal(self, first: str, other: str, undecided: list[str]) -> bool:
+        numbers = plain_number(first), plain_number(other)
+        if first == other or None not in numbers:
+            return first == other or numbers[0] == numbers[1]
+        try:
+            return (await self.pool.call({"gold": first, "answer": other})).value > 0
+        except RewardFailure as failure:
+            undecided.append(failure.reason)
+            return False
+
+    def close(self) -> None:
+        """Kills the workers."""
+        self.pool.close()

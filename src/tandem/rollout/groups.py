@@ -1,0 +1,148 @@
+"""What is done with the samples of a prompt together: greedy baselines, votes, training on a part of them.
+
+`MajorityLabels` and `FirstSamples` wrap a workflow of one sample, and act when its group is finished; `WithGreedyBaseline`
+wraps the workflow that makes the group.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from tandem.api.failures import DataFailure, InfrastructureFailure
+from tandem.api.samples import Group, Sample, Vote
+from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
+from tandem.config.errors import ConfigError
+from tandem.rollout.workflows import as_failure, one_sample
+
+QUESTION = ("messages", "source", "epoch", "index")
+"""Columns of a row that say what is asked; all others may give the answer away."""
+
+
+class Votes(Protocol):
+    """Who counts: `tandem.rewards.majority.MajorityVote`."""
+
+    def answer_of(self, sample: Sample) -> str | None:
+        """The final answer of a sample; None where it gives none."""
+        ...
+
+    async def __call__(self, answers: Sequence[str | None], expected: object = None) -> Vote | None:
+        """Counts; ``expected`` changes nothing but `Vote.right`. None if no answer could be read."""
+        ...
+
+
+class MajorityLabels(RolloutWorkflow):
+    """TTRL (arXiv:2504.16084): the reward of a sample is 1 if its answer equals the majority of its group, else 0.
+
+    The workflow inside sees the question alone, whatever else the row holds. The expected answer, where there is one, enters
+    metrics and nothing else: samples have no accuracy, which filters and curricula would act on.
+    """
+
+    def __init__(self, workflow: RolloutWorkflow, vote: Votes):
+        self.workflow, self.vote = workflow, vote
+
+    async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group | Sample | None:
+        """See `RolloutWorkflow`."""
+        question = {name: data[name] for name in QUESTION if name in data}
+        return await self.workflow.arun_episode(engine, question)
+
+    async def finish_group(self, samples: tuple[Sample, ...], data: Mapping[str, Any]) -> tuple[Sample, ...]:
+        """Votes.
+
+        Raises:
+            DataFailure: ``no_answer_parsed``, when no sample gives an answer; the prompt is skipped.
+        """
+        answers = [self.vote.answer_of(sample) for sample in samples]
+        vote = await self.vote(answers, data.get("answer"))
+        if vote is None:
+            raise DataFailure("no_answer_parsed", f"none of {len(samples)} samples gives an answer, so there is no majority")
+        shared = _vote_metrics(vote)
+        right = vote.right or [None] * len(samples)
+        return tuple(
+            replace(
+                sample,
+                reward=float(agrees),
+                rewards={},
+                accuracy=None,
+                metrics={**sample.metrics, **shared} | ({} if correct is None else {"accuracy": float(correct)}),
+            )
+            for sample, agrees, correct in zip(samples, vote.agrees, right, strict=True)
+        )
+
+
+def _vote_metrics(vote: Vote) -> dict[str, float]:
+    """Of the group; each of its samples carries them."""
+    found = {"ttrl/majority_ratio": vote.ratio, "ttrl/undecided": float(vote.undecided)}
+    if vote.right is None:
+        return found
+    majority = vote.agrees.index(True)
+    same = [agrees == right for agrees, right in zip(vote.agrees, vote.right, strict=True)]
+    return found | {
+        "ttrl/label_accuracy": float(vote.right[majority]),
+        "ttrl/reward_accuracy": sum(same) / len(same),
+        f"ttrl/pass@{len(same)}": float(any(vote.right)),
+    }
+
+
+class FirstSamples(RolloutWorkflow):
+    """Only the first ``count`` samples of a group are trained on and enter its statistics; the others have voted, or
+    been measured, and that is all."""
+
+    def __init__(self, workflow: RolloutWorkflow, count: int):
+        if count < 1:
+            raise ConfigError(f"algorithm.update_samples must be at least 1, got {count}")
+        self.workflow, self.count = workflow, count
+
+    async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group | Sample | None:
+        """See `RolloutWorkflow`."""
+        return await self.workflow.arun_episode(engine, data)
+
+    async def finish_group(self, samples: tuple[Sample, ...], data: Mapping[str, Any]) -> tuple[Sample, ...]:
+        """Marks them; a sample that is outside the loss already does not count."""
+        finished, left = [], self.count
+        for sample in await self.workflow.finish_group(samples, data):
+            if left == 0:
+                sample = replace(sample, in_loss=False, in_statistics=False)
+            left -= sample.in_loss
+            finished.append(sample)
+        return tuple(finished)
+
+
+class WithGreedyBaseline(RolloutWorkflow):
+    """ReMax (arXiv:2310.10505): beside the samples of a prompt one greedy answer, whose reward is their baseline.
+
+    It is the last sample of the group, ``greedy``, and neither in the loss nor in statistics. ``greedy`` here is the
+    workflow of one sample with greedy sampling.
+    """
+
+    def __init__(self, group: RolloutWorkflow, greedy: RolloutWorkflow):
+        self.group, self.greedy = group, greedy
+
+    async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group:
+        """See `RolloutWorkflow`.
+
+        Raises:
+            DataFailure: ``greedy_sample_failed``: without its baseline a prompt teaches nothing.
+        """
+        for_sample = getattr(engine, "for_sample", None)
+        own = for_sample(GREEDY_SAMPLE) if for_sample is not None else engine
+        group, baseline = await asyncio.gather(
+            self.group.arun_episode(engine, data), one_sample(self.greedy, own, data), return_exceptions=True
+        )
+        if isinstance(group, BaseException):
+            raise group
+        if isinstance(baseline, InfrastructureFailure) or (
+            isinstance(baseline, BaseException) and not isinstance(baseline, Exception)
+        ):
+            raise baseline
+        if isinstance(baseline, Exception):
+            failure = as_failure(baseline)
+            raise DataFailure("greedy_sample_failed", str(failure)) from failure
+        if not isinstance(group, Group):
+            raise TypeError(f"a greedy baseline needs the workflow of a group, this one returned {type(group).__name__}")
+        baseline = replace(baseline, greedy=True, in_loss=False, in_statistics=False)
+        return replace(group, samples=(*group.samples, baseline))
+
+
+GREEDY_SAMPLE = 1 << 40
+"""Number of the greedy sample in noise keys: no sampled one has it."""

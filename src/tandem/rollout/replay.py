@@ -1,0 +1,89 @@
+"""Groups of earlier batches that are trained on again."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.api.samples import Group
+from tandem.config.rollout import ReplayConfig
+
+
+@dataclass
+class Kept:
+    """A group that was trained on."""
+
+    group: Group
+    oldest: int
+    """Version of its oldest trained token."""
+
+    uses: int = 0
+    """Times that it was replayed."""
+
+
+class Replay:
+    """Keeps what was trained on, and gives some of it back: groups whose every trained token is at most ``max_age``
+    versions old and which were replayed fewer than ``max_uses`` times.
+
+    Which ones is drawn at random, without replacement, from the seed and the version alone, so that a run repeats it. A
+    group that can never be given again is forgotten. Groups without a trained token are not kept.
+    """
+
+    def __init__(self, config: ReplayConfig, *, seed: int = 0):
+        self.config, self.seed = config, seed
+        self.reused = 0  # replays since the start
+        self._kept: dict[int, Kept] = {}
+        self._last: list[Kept] = []
+
+    def __len__(self) -> int:
+        """Groups kept."""
+        return len(self._kept)
+
+    def draw(self, version: int) -> tuple[Group, ...]:
+        """Up to `groups` groups for the batch that is trained at ``version``, in the order in which they were made."""
+        self._kept = {
+            number: kept
+            for number, kept in self._kept.items()
+            if version - kept.oldest <= self.config.max_age and kept.uses < self.config.max_uses
+        }
+        numbers = sorted(self._kept)
+        count = min(self.config.groups, len(numbers))
+        chosen = sorted(random.Random(f"{self.seed}/replay {version}").sample(numbers, count))
+        self._last = [self._kept[number] for number in chosen]
+        for kept in self._last:
+            kept.uses += 1
+        self.reused += count
+        return tuple(kept.group for kept in self._last)
+
+    def add(self, groups: Sequence[Group]) -> None:
+        """Keeps the new groups of a batch."""
+        for group in groups if self.config.groups else ():
+            versions = [
+                int(t.versions[t.loss_mask].min())
+                for sample in group.samples
+                if sample.in_loss
+                for t in sample.trajectories
+                if bool(t.loss_mask.any())
+            ]
+            if versions:
+                self._kept[group.group_id] = Kept(group, min(versions))
+
+    def metrics(self, version: int) -> dict[str, float]:
+        """Of the last draw, and the count since the start; empty where replay is off."""
+        if not self.config.groups:
+            return {}
+        return {
+            "replay/groups": float(len(self._last)),
+            "replay/reused": float(self.reused),
+            "replay/age_max": float(max((version - kept.oldest for kept in self._last), default=0)),
+            "replay/kept": float(len(self._kept)),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is kept; groups as they are."""
+        return {"reused": self.reused, "kept": [(kept.group, kept.oldest, kept.uses) for kept in self._kept.values()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes the place of what is here."""
+        self.reused, self._last = state["reused"], []
+        self._kept = {group.group_id: Kept(group, oldest, uses) for group, oldest, uses in state["kept"]}
