@@ -15,7 +15,7 @@ from typing import Any
 
 from tandem.config.formulas import NOTATION
 from tandem.config.notes import NOTES, needs
-from tandem.config.pages import Algorithm, algorithm, as_yaml
+from tandem.config.pages import Algorithm, algorithm, as_yaml, summary
 from tandem.config.presets import PRESETS
 from tandem.tracking.catalog import SECTIONS, Metric
 
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def metric(name: str) -> Metric:
     """A metric of the catalogue."""
-    return next(rows[name] for rows in SECTIONS.values() if name in rows)
+    return next((rows[name] for rows in SECTIONS.values() if name in rows), Metric("", "", ""))
 
 
 def overview() -> list[dict[str, Any]]:
@@ -49,12 +49,12 @@ def overview() -> list[dict[str, Any]]:
     return [
         {
             "name": name,
-            "summary": preset.summary,
+            "summary": summary(name),
             "paper": NOTES[name].title,
             "arxiv": NOTES[name].arxiv,
             "needs": list(needs(name)),
         }
-        for name, preset in PRESETS.items()
+        for name in PRESETS
     ]
 
 
@@ -78,6 +78,7 @@ def as_data(found: Algorithm) -> dict[str, Any]:
         "when": found.note.when,
         "formulas": dict(found.formulas),
         "algorithm": dict(found.values),
+        "outside": dict(found.outside),
         "asynchronous": found.asynchronous if isinstance(found.asynchronous, str) else dict(found.asynchronous),
         "metrics": {name: {"meaning": metric(name).meaning, "advice": text} for name, text in found.note.watch.items()},
     }
@@ -90,6 +91,8 @@ def text(found: Algorithm) -> Iterator[str]:
     yield from _wrapped("needs", ", ".join(found.needs) or "nothing but the actor")
     yield from _wrapped("when", found.note.when)
     yield from ("", as_yaml(found.shown()), "")
+    if found.outside:
+        yield from _wrapped("outside", " ".join(f"{key}={value}" for key, value in found.outside.items()))
     for part, formula in found.formulas.items():
         yield from _wrapped(part, formula)
     yield from ("", *textwrap.wrap(NOTATION, WIDTH), "")

@@ -143,6 +143,22 @@ FORMULAS: Mapping[str, Mapping[str, Formula]] = {
         "dynamic_sampling": _f("groups with 0 < correct < all; more are drawn until the batch is full", "2503.14476"),
         "accuracy_band": _f("groups with mean accuracy in [low, high]"),
     },
+    "token_filter": {
+        "none": _f("all trained tokens count"),
+        "top_entropy": _f(
+            "the part `share` of the batch's tokens with the largest entropy, by the pass before the update; the "
+            "others get weight 0 and stay in the denominators",
+            "2506.01939",
+        ),
+    },
+    "correction.reject": {
+        "none": _f("all trajectories are kept"),
+        "product": _f("trajectories whose product of w lies in [low, high]"),
+        "geometric": _f("trajectories whose geometric mean of w lies in [low, high]"),
+        "negative_drift": _f(
+            "all but those with A < 0 whose mean of (rollout − policy) is above the threshold", "2512.02556"
+        ),
+    },
 }
 """Field of `AlgorithmConfig` → choice → formula."""
 

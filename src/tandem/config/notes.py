@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tandem.config.compatibility import ADVANTAGES, NEEDS_CRITIC, NEEDS_GREEDY, Demands
+from tandem.config.knobs import GROUP_RELATIVE
 from tandem.config.presets import PRESETS
 
 
@@ -24,6 +26,9 @@ class Note:
 
     refused: tuple[tuple[str, ...], ...] = ()
     """Overrides that this preset is refused with; the message is the one that the check gives."""
+
+    run: tuple[str, ...] = ()
+    """What the addition example needs beside `algorithm=NAME`."""
 
 
 SPREAD = (
@@ -93,7 +98,7 @@ NOTES: Mapping[str, Note] = {
             "ratio": "1 to the third digit. Further away: fewer mini-batches.",
             "groups/without_spread": SPREAD,
         },
-        (*ALONE, ("algorithm.correction.weight=mask", "algorithm.correction.high=5", "async_training=true")),
+        (*ALONE, ("async_training=true", "algorithm.correction.level=token")),
     ),
     "luspo": Note(
         "Length-Unbiased Sequence Policy Optimization: Revealing and Controlling Response Length Variation in RLVR (2026)",
@@ -105,7 +110,7 @@ NOTES: Mapping[str, Note] = {
             "clip_fraction": "As for gspo; the bounds here are wider.",
             "grad_norm": "It grows with the length of the answers; keep `actor.optimizer.max_grad_norm`.",
         },
-        (*ALONE, ("algorithm.correction.weight=mask", "algorithm.correction.high=5", "async_training=true")),
+        (*ALONE, ("async_training=true", "algorithm.correction.level=token")),
     ),
     "rloo": Note(
         "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs (Ahmadian "
@@ -167,7 +172,7 @@ NOTES: Mapping[str, Note] = {
             "kl/rollout_proximal": "It must be numeric noise: the baseline is optimal for the policy that sampled, "
             "and for no other.",
         },
-        (*ALONE, ("async_training=true",)),
+        (*ALONE, ("async_training=true",), ("actor.mini_batches=2",), ("rollout.replay.groups=4",)),
     ),
     "cispo": Note(
         "MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention (MiniMax, 2025)",
@@ -202,7 +207,7 @@ NOTES: Mapping[str, Note] = {
             "entropy": "It should hold longer than GRPO's.",
             "groups/without_spread": SPREAD,
         },
-        (*ALONE, ("algorithm.correction.weight=mask", "algorithm.correction.high=5", "async_training=true")),
+        (*ALONE, ("async_training=true", "algorithm.correction.level=token")),
     ),
     "m2po": Note(
         "Prosperity before Collapse: How Far Can Off-Policy RL Reach with Stale Data on LLMs? (2025)",
@@ -268,7 +273,8 @@ NOTES: Mapping[str, Note] = {
             "groups/without_spread": SPREAD,
             "clip_fraction": CLIP,
         },
-        ALONE,
+        (*ALONE, ("algorithm.shaping=overlong",), ("algorithm.kl.coefficient=0.01", "algorithm.kl.where=reward")),
+        ("reward=gsm8k",),
     ),
     "ttrl": Note(
         "TTRL: Test-Time Reinforcement Learning (Zuo et al., 2025)",
@@ -276,13 +282,13 @@ NOTES: Mapping[str, Note] = {
         "Questions without answers, on which the model is right more often than wrong in any one way: the majority is "
         "the label.",
         {
-            "ttrl/majority_ratio": "Share of the samples that gave the majority answer. Near 1 from the start: "
-            "nothing left to learn; below 0.1: the vote is noise.",
+            "ttrl/majority_ratio": "Near 1 from the start: nothing left to learn; below 0.1: the vote is noise.",
             "ttrl/label_accuracy": "Where gold is known: how often the majority is right. Falling: the model agrees "
             "on wrong answers.",
             "kl/reference": "It keeps the policy from agreeing on anything at all.",
         },
         ALONE,
+        ("gconfig.n_samples=16", "algorithm.update_samples=8", "actor.optimizer.lr=3e-5"),
     ),
     "reinforce": Note(
         "Simple Statistical Gradient-Following Algorithms for Connectionist Reinforcement Learning (Williams, 1992)",
@@ -303,13 +309,12 @@ def needs(name: str) -> tuple[str, ...]:
     """What a preset needs besides the actor, read off its values: critic, reference, group, several rewards, greedy "
     "answer."""
     values = PRESETS[name].values
-    advantage = _name(values.get("advantage", "grpo"))
-    kl = values.get("kl", {})
-    found = ["critic"] if advantage == "gae" else []
-    found += ["reference"] if kl.get("coefficient", 0.0) > 0 else []
-    found += ["group"] if advantage not in ("gae", "reinforce", "reinforce_pp", "remax") else []
-    found += ["several rewards"] if advantage == "gdpo" else []
-    found += ["greedy answer"] if advantage == "remax" else []
+    advantage = _name(values["advantage"])
+    found = ["critic"] if advantage in NEEDS_CRITIC else []
+    found += ["reference"] if values.get("kl", {}).get("coefficient", 0.0) > 0 else []
+    found += ["group"] if advantage in GROUP_RELATIVE else []
+    found += ["several rewards"] if ADVANTAGES.get(advantage, Demands()).named_rewards else []
+    found += ["greedy answer"] if advantage in NEEDS_GREEDY else []
     return tuple(found)
 
 

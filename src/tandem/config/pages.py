@@ -22,7 +22,8 @@ from tandem.config.presets import PRESETS
 SOME_DATA = "train_dataset.path=addition"
 """A configuration is whole with data only; which data does not matter here."""
 
-PARTS = ("advantage", "policy_loss", "aggregation", "filter")
+PARTS = ("advantage", "policy_loss", "aggregation", "filter", "token_filter")
+NONE = {"name": "none"}
 
 
 @dataclass(frozen=True)
@@ -43,17 +44,25 @@ class Algorithm:
     values: Mapping[str, Any]
     """The whole `algorithm` section, plain data, defaults of knobs included."""
 
+    outside: Mapping[str, Any]
+    """What the preset sets outside of that section: dotted key → value."""
+
     asynchronous: Mapping[str, Any] | str
     """Dotted key → value that asynchronous training changes; or the reason why it is refused."""
 
     def shown(self) -> dict[str, Any]:
         """The values that say something: every part with its knobs, and what is not at its default."""
         plain = plain_data(AlgorithmConfig())
-        return {
-            key: value
-            for key, value in self.values.items()
-            if (key in PARTS and value != {"name": "none"}) or (key not in PARTS and key != "preset" and value != plain[key])
-        }
+        shown = {}
+        for key, value in self.values.items():
+            if key in PARTS:
+                shown |= {} if value == NONE else {key: value}
+            elif isinstance(value, Mapping):
+                inner = {name: item for name, item in value.items() if item != plain[key][name]}
+                shown |= {key: inner} if inner else {}
+            elif key != "preset" and value != plain[key]:
+                shown[key] = value
+        return shown
 
 
 def algorithm(name: str, overrides: Sequence[str] = ()) -> Algorithm:
@@ -69,13 +78,19 @@ def algorithm(name: str, overrides: Sequence[str] = ()) -> Algorithm:
     config = _load(name, overrides).algorithm
     return Algorithm(
         name=name,
-        summary=PRESETS[name].summary,
+        summary=summary(name),
         note=NOTES[name],
         needs=needs(name),
         formulas=dict(_formulas(config)),
         values=_with_knobs(config),
+        outside=dict(_flat(PRESETS[name].run)),
         asynchronous=_asynchronous(name, overrides, config),
     )
+
+
+def summary(name: str) -> str:
+    """What a preset is, without the paper's number, which the note has."""
+    return PRESETS[name].summary.partition(" (arXiv:")[0]
 
 
 def _load(name: str, overrides: Sequence[str]) -> TrainConfig:
@@ -98,11 +113,16 @@ def _component(part: str, component: Component) -> dict[str, Any]:
 
 def _formulas(config: AlgorithmConfig) -> Iterator[tuple[str, str]]:
     parts = [("shaping", shaping) for shaping in config.shaping]
-    parts += [(part, getattr(config, part)) for part in ("filter", "advantage", "policy_loss", "aggregation")]
+    parts += [
+        (part, getattr(config, part)) for part in ("filter", "advantage", "policy_loss", "token_filter", "aggregation")
+    ]
+    parts += [("correction.reject", config.correction.reject)]
+    if config.labels == "majority":
+        yield "labels", "r_i = 1 where the answer of sample i equals the answer that most samples of g gave, else 0"
     for part, component in parts:
         formula = FORMULAS[part].get(component.name)  # none for a function of the user's
         if formula is not None and component.name != "none":
-            yield (f"{part}: {component.name}" if part == "shaping" else part), formula.text
+            yield (f"{part}: {component.name}" if part == "shaping" else part), _without_off(part, component, formula.text)
     correction, kl = config.correction, config.kl
     if correction.weight != "none":
         text = CORRECTIONS[correction.weight].text
@@ -112,9 +132,18 @@ def _formulas(config: AlgorithmConfig) -> Iterator[tuple[str, str]]:
         yield "correction", f"{text}; {bounds}, of each {correction.level}"
     if kl.coefficient > 0:
         what = {"loss": "added to L_t", "reward": "subtracted from the reward of each token"}[kl.where]
-        yield "kl", f"{kl.coefficient:g} × ({KL_FORMS[kl.estimator].text}) {what}"
+        form = kl.estimator or ("k1" if kl.where == "reward" else "k3")
+        ratio = " × exp(policy − rollout)" if kl.importance else ""
+        yield "kl", f"{kl.coefficient:g} × {form}{ratio} {what}; {form} = {KL_FORMS[form].text}"
     if config.entropy_coefficient:
         yield "entropy", f"L_t ← L_t − {config.entropy_coefficient:g} × entropy of token t"
+
+
+def _without_off(part: str, component: Component, text: str) -> str:
+    """Without the clauses `; with KNOB = …` of knobs that are off."""
+    knobs = _component(part, component)
+    clauses = text.split("; with ")
+    return "; with ".join([clauses[0], *(clause for clause in clauses[1:] if knobs.get(clause.split(" ")[0]) != 0)])
 
 
 def _asynchronous(name: str, overrides: Sequence[str], config: AlgorithmConfig) -> Mapping[str, Any] | str:

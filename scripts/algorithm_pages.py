@@ -1,0 +1,215 @@
+"""Writes what is known from the code into docs/algorithms.md and its pages, between markers; the rest is left alone.
+
+python scripts/algorithm_pages.py            # rewrite; a preset without a page gets one with empty sections
+python scripts/algorithm_pages.py --check    # exit 1 where a page is not up to date
+"""
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from tandem.cli.algorithms import metric
+from tandem.config.formulas import CORRECTIONS, FORMULAS, KL_FORMS, NOTATION, Formula
+from tandem.config.knobs import CHOICES
+from tandem.config.notes import NOTES
+from tandem.config.pages import algorithm, as_yaml, refusals
+from tandem.config.presets import PRESETS
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+BLOCK = re.compile(r"(<!-- from the code: ([\w.]+) -->\n).*?(<!-- end -->)", re.S)
+PART_NAMES = {
+    "labels": "labels",
+    "shaping": "shaping",
+    "filter": "groups",
+    "advantage": "advantage",
+    "policy_loss": "loss of a token",
+    "token_filter": "tokens",
+    "aggregation": "loss of the batch",
+    "correction.reject": "trajectories",
+    "correction": "correction",
+    "kl": "KL",
+    "entropy": "entropy",
+}
+EMPTY = """# {name}
+
+<!-- from the code: facts -->
+<!-- end -->
+
+## Formula
+
+<!-- from the code: formula -->
+<!-- end -->
+
+## When to use it
+
+## Defaults and their source
+
+<!-- from the code: values -->
+<!-- end -->
+
+## Metrics to watch
+
+<!-- from the code: metrics -->
+<!-- end -->
+
+## Run it
+
+<!-- from the code: run -->
+<!-- end -->
+
+## Limits
+
+<!-- from the code: refusals -->
+<!-- end -->
+"""
+
+
+def paper(number: str) -> str:
+    """A link to arXiv."""
+    return f"[{number}](https://arxiv.org/abs/{number})"
+
+
+def blocks(name: str) -> dict[str, str]:
+    """Block name → text, of one preset's page."""
+    return {
+        "facts": "\n".join(_facts(name)),
+        "formula": "\n".join(["```text", *_formula(name), "```"]),
+        "values": "\n".join(_values(name)),
+        "metrics": "\n".join(_metrics(name)),
+        "run": f"```bash\n.venv/bin/tandem train {' '.join(arguments(name))}\n```",
+        "refusals": "\n".join(_refusals(name)),
+    }
+
+
+def arguments(name: str) -> list[str]:
+    """What the page gives to `tandem train`."""
+    return ["examples/addition_grpo.yaml", f"trial_name={name}", f"algorithm={name}", *NOTES[name].run]
+
+
+def _facts(name: str) -> Iterator[str]:
+    found = algorithm(name)
+    yield f"In one line: {found.summary}."
+    yield ""
+    title = f"{found.note.title}, {paper(found.note.arxiv)}" if found.note.arxiv else found.note.title
+    yield f"Paper: {title}. Needs: {', '.join(found.needs) or 'nothing but the actor'}."
+
+
+def _formula(name: str) -> Iterator[str]:
+    formulas = algorithm(name).formulas
+    width = max(len(PART_NAMES[part.partition(":")[0]]) for part in formulas)
+    for part, text in formulas.items():
+        yield from _hanging(PART_NAMES[part.partition(":")[0]].ljust(width), text)
+
+
+def _hanging(label: str, text: str) -> Iterator[str]:
+    lines = text.replace("; ", ";\n").splitlines()
+    yield f"{label}  {lines[0]}"
+    yield from (f"{' ' * len(label)}  {line.strip()}" for line in lines[1:])
+
+
+def _values(name: str) -> Iterator[str]:
+    found = algorithm(name)
+    yield from (
+        f"What `algorithm={name}` stands for, with the defaults of the knobs:",
+        "",
+        "```yaml",
+        as_yaml(found.shown()),
+        "```",
+        "",
+    )
+    if found.outside:
+        outside = ", ".join(f"`{key}={value}`" for key, value in found.outside.items())
+        yield f"Outside of that section it sets {outside}."
+        yield ""
+    if isinstance(found.asynchronous, str):
+        yield f"Asynchronous training is refused: {found.asynchronous.removesuffix('.')}."
+    elif found.asynchronous:
+        added = ", ".join(f"`{key}={value}`" for key, value in found.asynchronous.items())
+        yield f"Asynchronous training adds {added}."
+    else:
+        yield "Asynchronous training changes nothing of it."
+
+
+def _metrics(name: str) -> Iterator[str]:
+    yield from ("| metric | what it is | what to do |", "|---|---|---|")
+    for key, advice in algorithm(name).note.watch.items():
+        yield f"| `{key}` | {metric(key).meaning} | {advice} |"
+
+
+def _refusals(name: str) -> Iterator[str]:
+    for overrides, message in refusals(name):
+        yield f"- `{overrides}`: {message}"
+
+
+def index() -> dict[str, str]:
+    """Blocks of docs/algorithms.md."""
+    return (
+        {"presets": "\n".join(_presets()), "notation": NOTATION}
+        | {part: "\n".join(_parts(part, FORMULAS[part])) for part in FORMULAS}
+        | {"correction": "\n".join(_plain(CORRECTIONS)), "kl": "\n".join(_plain(KL_FORMS))}
+    )
+
+
+def _presets() -> Iterator[str]:
+    yield from ("| preset | what it is | needs | paper |", "|---|---|---|---|")
+    for name in PRESETS:
+        found = algorithm(name)
+        link = paper(found.note.arxiv) if found.note.arxiv else "—"
+        yield f"| [`{name}`](algorithms/{name}.md) | {found.summary} | {', '.join(found.needs) or '—'} | {link} |"
+
+
+def _parts(part: str, formulas: dict[str, Formula]) -> Iterator[str]:
+    yield from ("| name | formula | knobs | source |", "|---|---|---|---|")
+    for name, knobs in CHOICES[part].items():
+        formula = formulas[name]
+        shown = ", ".join(
+            f"`{knob}`" + (f" {rule.default}" if rule.default is not None else "") for knob, rule in knobs.items()
+        )
+        yield f"| `{name}` | {_cell(formula.text)} | {shown or '—'} | {', '.join(map(paper, formula.sources)) or '—'} |"
+
+
+def _plain(formulas: dict[str, Formula]) -> Iterator[str]:
+    yield from ("| name | formula | source |", "|---|---|---|")
+    for name, formula in formulas.items():
+        yield f"| `{name}` | {_cell(formula.text)} | {', '.join(map(paper, formula.sources)) or '—'} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def filled(text: str, values: dict[str, str]) -> str:
+    """The page with its blocks made anew."""
+    return BLOCK.sub(lambda found: f"{found[1]}\n{values[found[2]]}\n\n{found[3]}", text)
+
+
+def pages() -> dict[Path, str]:
+    """Every page as it should be."""
+    made = {}
+    for name in PRESETS:
+        path = DOCS / "algorithms" / f"{name}.md"
+        made[path] = filled(path.read_text() if path.exists() else EMPTY.format(name=name), blocks(name))
+    path = DOCS / "algorithms.md"
+    return made | {path: filled(path.read_text(), index())}
+
+
+def main() -> int:
+    """Writes the pages, or checks them."""
+    check = "--check" in sys.argv[1:]
+    stale = [path for path, text in pages().items() if not path.exists() or path.read_text() != text]
+    if check:
+        print(
+            "\n".join(f"{path.relative_to(DOCS.parent)} is not up to date" for path in stale) or "all pages are up to date"
+        )
+        return 1 if stale else 0
+    texts = pages()
+    (DOCS / "algorithms").mkdir(exist_ok=True)
+    for path in stale:
+        path.write_text(texts[path])
+        print(path.relative_to(DOCS.parent))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
