@@ -40,15 +40,15 @@ def pair_batch(lengths=LENGTHS, *, seed=0, **fields):
     return pack(rows)
 
 
-def engine_on(folder, *, max_tokens=1000, lr=1e-2, head="lm"):
-    optimizer = OptimizerConfig(lr=lr, max_grad_norm=None)
+def engine_on(folder, *, max_tokens=1000, lr=1e-2, eps=1e-8, head="lm"):
+    optimizer = OptimizerConfig(lr=lr, eps=eps, max_grad_norm=None)
     config = TrainEngineConfig(path=str(folder), dtype="float32", optimizer=optimizer, max_tokens_per_micro_batch=max_tokens)
     return FSDPEngine(config, total_steps=10, head=head)
 
 
-def learner_on(folders, loss="dpo", *, max_tokens=1000, **knobs):
+def learner_on(folders, loss="dpo", *, engine=None, **knobs):
     reference = Reference(engine_on(folders[1])) if loss in ("dpo", "ipo", "kto") else None
-    return PreferenceLearner(engine_on(folders[0], max_tokens=max_tokens), Component(loss, knobs), reference=reference)
+    return PreferenceLearner(engine_on(folders[0], **engine or {}), Component(loss, knobs), reference=reference)
 
 
 def prepared(learner, batch):
@@ -89,7 +89,7 @@ def test_the_loss_of_pairs_is_that_of_transformers_log_probabilities(folders, lo
 
 
 def test_kto_compares_with_the_mean_of_mismatched_pairs_of_the_whole_batch(folders):
-    batch, learner = pair_batch(), learner_on(folders, "kto", max_tokens=16)
+    batch, learner = pair_batch(), learner_on(folders, "kto", engine={"max_tokens": 16})
     others = mismatched(batch)
     z = (sums_by_hand(folders[0], others) - sums_by_hand(folders[1], others)).mean().clamp(min=0)
     ready = prepared(learner, batch)
@@ -120,7 +120,9 @@ def test_without_another_prompt_the_baseline_is_0(folders):
 
 @pytest.mark.parametrize("loss", list(PREFERENCE_LOSSES))
 def test_a_step_does_not_depend_on_micro_batches(folders, loss):
-    whole, split = learner_on(folders, loss), learner_on(folders, loss, max_tokens=14)
+    # a large eps makes Adam's first step smooth in the gradient: else rounding noise would become a sign
+    smooth = {"lr": 0.1, "eps": 0.1}
+    whole, split = (learner_on(folders, loss, engine=smooth | {"max_tokens": size}) for size in (1000, 14))
     before = dict(whole.engine.weights())
     before = {name: tensor.clone() for name, tensor in before.items()}
     found = [learner.train_preference(prepared(learner, pair_batch())) for learner in (whole, split)]
@@ -130,7 +132,7 @@ def test_a_step_does_not_depend_on_micro_batches(folders, loss):
         float((a - b).abs().max()) for (_, a), (_, b) in zip(whole.engine.weights(), split.engine.weights(), strict=True)
     )
     assert moved > 1e-3
-    assert apart <= 2e-2 * moved  # Adam's first step is a sign: a gradient of rounding noise moves it
+    assert apart <= 1e-3 * moved
 
 
 @pytest.mark.parametrize("loss", list(PREFERENCE_LOSSES))

@@ -65,9 +65,16 @@ def describe(summary: Any) -> str:
         lines.append(f"Greedy accuracy on the validation rows: {', '.join(told)}")
     lines += [f"Metrics and pictures: {summary.folder}"] if summary.folder else []
     lines += [f"Model: {summary.checkpoint}"] if summary.checkpoint else []
-    if summary.checkpoint:
+    if summary.checkpoint and not _is_classifier(summary.checkpoint):
         lines.append(f'Try it: tandem generate {summary.checkpoint} "…"')
     return "\n".join(lines)
+
+
+def _is_classifier(checkpoint: Path) -> bool:
+    """Whether a checkpoint scores texts and writes none."""
+    file = checkpoint / "config.json"
+    architectures = json.loads(file.read_text()).get("architectures") or [] if file.is_file() else []
+    return any(name.endswith("ForSequenceClassification") for name in architectures)
 
 
 def where(arguments: argparse.Namespace, kind: type[BaseConfig]) -> str:
