@@ -231,6 +231,12 @@ def test_rewards_that_fail_are_counted_by_reason_and_never_lost(model, tmp_path)
     assert all("this reward is broken" in one.error for one in read_samples(found.folder))
 
 
+def test_an_evaluation_that_judged_nothing_is_a_failure(model, tmp_path, capsys):
+    assert main(["eval", *settings(model, tmp_path, f"reward={REWARDS}:raises", "max_rows=1")]) == 1
+    said = capsys.readouterr()
+    assert "no sample could be judged" in said.err and "reward_raised 2" in said.out
+
+
 def test_a_reward_that_is_no_share_gives_its_mean_and_no_accuracy(model, tmp_path):
     reward = tmp_path / "long.py"
     reward.write_text("def length(completion_ids):\n    return float(len(completion_ids))\n")

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tandem.config.errors import ConfigError
-from tandem.config.experiment import TrainConfig
+from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.generation import GenerationConfig
 from tandem.config.load import load_config
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
@@ -61,6 +61,11 @@ def test_one_sample_is_greedy_and_several_are_drawn(items, greedy, temperature):
 def test_several_greedy_samples_are_refused():
     with pytest.raises(ConfigError, match="equal answers"):
         load_config(TrainConfig, None, ["train_dataset.path=addition", "evaluate.n_samples=4", "evaluate.temperature=0"])
+
+
+def test_supervised_training_refuses_the_keys_of_generation():
+    with pytest.raises(ConfigError, match=r"evaluate\.n_samples=4 is for reinforcement learning"):
+        load_config(SFTConfig, None, ["train_dataset.path=addition", "evaluate.n_samples=4"])
 
 
 CONFIG = RolloutConfig(

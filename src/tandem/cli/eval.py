@@ -130,4 +130,6 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
         finished = evaluate_model(resolved)
     print(json.dumps(finished.results, ensure_ascii=False) if arguments.json else finished.text)
+    if finished.judged == 0:
+        raise TandemError(f"no sample could be judged; {finished.folder}/samples.jsonl says why")
     return 0

@@ -123,8 +123,8 @@ class EvaluationConfig:
     engine: EmbeddedEngineConfig = field(default_factory=EmbeddedEngineConfig)
     """Settings of the embedded engine."""
 
-    episode_timeout_s: float = 3600.0
-    """A sample that takes longer, waiting for its turn included, fails with reason `deadline`."""
+    episode_timeout_s: float = 21600.0
+    """A sample that takes longer, waiting for its turn in the wave included, fails with reason `deadline`."""
 
     max_retries: int = 2
     """How often a sample is run again after an infrastructure failure."""

@@ -106,7 +106,8 @@ def compare(first: Recorded, second: Recorded, *, seed: int = 0, confidence: flo
         raise ConfigError("there is nothing to compare: the rewards of these evaluations state no accuracy")
     configs = [{**one.settings["config"], "files": one.settings["files"]} for one in (first, second)]
     changed = tuple(item for item in differences(*configs) if item[0] not in ("label", "out"))
-    return Comparison(first.label, second.label, tuple(found), changed)
+    names = [first.label, second.label] if first.label != second.label else [str(first.path), str(second.path)]
+    return Comparison(*names, differences=tuple(found), settings=changed)
 
 
 def check_same_rows(first: Recorded, second: Recorded) -> None:

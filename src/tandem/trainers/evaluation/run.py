@@ -57,6 +57,9 @@ class Finished:
     text: str
     """The table and what belongs to it."""
 
+    judged: int
+    """Samples that did not fail."""
+
 
 def evaluation_path(config: EvaluationConfig) -> Path:
     """The folder of an evaluation."""
@@ -103,7 +106,8 @@ def evaluate_model(resolved: Resolved[EvaluationConfig]) -> Finished:
         lines = [table(scores, average), *notes(scores), f"Results and samples: {folder.path}"]
         if progress.made:
             lines.append(progress.summary())
-        return Finished(folder.path, results, "\n".join(lines))
+        judged = sum(answer.failed is None for answer in answers)
+        return Finished(folder.path, results, "\n".join(lines), judged)
 
 
 async def _go_on(

@@ -1,5 +1,6 @@
 """Evaluation on held-out rows beside training, with the engine and the workflow of the run."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -49,9 +50,10 @@ def evaluation_gconfig(config: TrainConfig) -> GenerationConfig:
     )
 
 
-def evaluation_places(config: TrainConfig) -> int | None:
-    """Most samples of an evaluation under way at once: half of what the engine decodes together where rollouts go on."""
-    return max(1, config.rollout.engine.max_running // 2) if placement(config) == "decoupled" else None
+def evaluation_places(config: TrainConfig) -> int:
+    """Most samples of an evaluation under way at once: what the engine decodes together, half of it where rollouts go on."""
+    places = config.rollout.engine.max_running
+    return max(1, places // 2) if placement(config) == "decoupled" else places
 
 
 async def evaluate(
@@ -67,8 +69,9 @@ async def evaluate(
 ) -> Evaluation:
     """Runs ``workflow`` (one sample) ``n_samples`` times on each row, beside whatever else the engine is doing.
 
-    It stands outside the staleness gate: evaluation episodes take no slot and are never trained on. ``together``: as one
-    wave that the engine stands still for, so that two deterministic runs are equal (nothing else may be running).
+    It stands outside the staleness gate: evaluation episodes take no slot and are never trained on. ``deadline_s`` counts
+    from a sample's turn, of which there are ``max_concurrent`` at once. ``together``: as one wave that the engine stands
+    still for, so that two deterministic runs are equal (nothing else may be running).
     """
     asks = [
         Ask(str(row.get("source") or ""), index, sample, row)
@@ -77,6 +80,8 @@ async def evaluate(
     ]
     terms = Terms(seed=seed, timeout_s=deadline_s, max_concurrent=max_concurrent)
     if together and isinstance(engine, InferenceEngine):
+        rounds = math.ceil(len(asks) / (max_concurrent or len(asks) or 1))
+        terms = replace(terms, timeout_s=deadline_s * max(1, rounds))  # all turns begin at once
         answers = await ask_together(engine, workflow, asks, terms)
     else:
         answers = await ask(engine, workflow, asks, terms)
