@@ -11,6 +11,7 @@ import pytest
 from tandem.cli import compare as cli_compare
 from tandem.cli import eval as cli_eval
 from tandem.cli.arguments import split_arguments
+from tandem.cli.config import KINDS
 from tandem.config.evaluation import load_evaluation
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
@@ -42,7 +43,8 @@ def test_python_snippets_run(code, first, tmp_path, monkeypatch):
 def test_example_files_are_configurations(text, tmp_path):
     file = tmp_path / "snippet.yaml"
     file.write_text(text)
-    kind = SFTConfig if "trial_name: sft" in text else TrainConfig
+    trial = re.search(r"^trial_name: (\w+)", text, re.M)
+    kind = KINDS.get(trial.group(1) if trial else "", TrainConfig)
     assert load_config(kind, file).config
 
 
@@ -60,9 +62,9 @@ def test_commands_name_files_and_keys_that_exist(block, first, monkeypatch):
     for words in commands:
         name = words.index(next(word for word in words if Path(word).name == "tandem"))
         command, arguments = words[name + 1], [w for w in words[name + 2 :] if not w.startswith("-")]
-        if command in ("train", "sft", "config"):
+        if command in (*KINDS, "config"):
             file, overrides = split_arguments(arguments)
-            kind = SFTConfig if command == "sft" or "sft" in str(file) else TrainConfig
+            kind = SFTConfig if "sft" in str(file) else KINDS.get(command, TrainConfig)
             assert load_config(kind, file, overrides).config
         elif command in ("eval", "compare"):
             parser = argparse.ArgumentParser()

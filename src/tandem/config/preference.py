@@ -10,7 +10,6 @@ from tandem.config.generation import GenerationConfig
 from tandem.config.keys import field_types
 from tandem.config.knobs import KnobRule, Knobs
 from tandem.config.nearest import nearest_names
-from tandem.config.roles import ReferenceConfig
 from tandem.config.rollout import RolloutConfig
 
 BETA = "Strength of the pull towards the reference, inverse: a small value lets the policy go far."
@@ -41,6 +40,17 @@ REFERENCE_FREE = ("simpo", "orpo")
 
 
 @dataclass(frozen=True)
+class FrozenConfig:
+    """A policy that stays as it was; it is loaded only by losses that compare with one."""
+
+    path: str | None = None
+    """Model to load as the reference; null takes the actor's initial weights."""
+
+    dtype: Literal["auto", "bfloat16", "float32"] | None = None
+    """Precision of its forward pass; null takes the actor's."""
+
+
+@dataclass(frozen=True)
 class PreferenceConfig(BaseConfig):
     """Preference learning: `tandem preference`."""
 
@@ -53,7 +63,7 @@ class PreferenceConfig(BaseConfig):
     max_length: int = 1024
     """Rows with a side of more tokens are dropped with a reason."""
 
-    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    reference: FrozenConfig = field(default_factory=FrozenConfig)
     """The frozen policy, which `dpo`, `ipo` and `kto` compare with."""
 
 

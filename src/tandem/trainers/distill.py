@@ -6,6 +6,7 @@ The loop is that of `tandem train`; only the advantages come from the teacher in
 import contextlib
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,6 +17,7 @@ from tandem.config.preference import DistillConfig, training_config
 from tandem.engines.train.build import build_train_engine
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
+from tandem.roles.actor import Actor
 from tandem.roles.teacher import Student, Teacher
 from tandem.tracking.tracker import Tracker
 from tandem.trainers.parts import check_names, open_rows
@@ -52,7 +54,8 @@ def train(resolved: Resolved[DistillConfig], *, dry_run: bool = False) -> Summar
             )
         teacher = make_teacher(config, process.device)
         session = stack.enter_context(open_session(inner, process, rows, steps, name))
-        session = replace(session, actor=Student(session.actor, teacher))
+        student = cast(Actor, Student(session.actor, teacher))  # it has the stages that the loop calls
+        session = replace(session, actor=student)
         return loop(inner, session, run, tracker, rows, steps)
 
 
