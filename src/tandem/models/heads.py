@@ -15,10 +15,13 @@ from transformers.utils import logging
 from tandem.api.engines import Outputs
 from tandem.config.errors import ConfigError
 from tandem.models.attention import NAME
-from tandem.models.packed import PackedModel
+from tandem.models.packed import Hidden, PackedCausalLM, PackedModel
 
 HEAD = "score.weight"
 """Name of the head's only tensor, ``[1, H]``: it has no bias."""
+
+VALUE_FILE = "value_head.safetensors"
+"""Where the value head of a `PackedActorCritic` lies, beside a language model that transformers opens without it."""
 
 
 class PackedScalarModel(PackedModel):
@@ -30,10 +33,39 @@ class PackedScalarModel(PackedModel):
         ``input_ids [T]``, ``cu_seqlens [N + 1]``; ``loss_mask [T]`` bool only tells where prompts end, so that a common one
         is computed once. ``logprobs`` is empty: no logits are computed.
         """
-        states, place = self.hidden(input_ids, cu_seqlens, loss_mask)
-        # in float32: bfloat16 has steps of 1/128 between 1 and 2, coarser than what values must tell apart
-        scores = (states.float() @ self.model.score.weight.float().T)[:, 0]  # [C]
-        return Outputs(scores.new_zeros(0), scores=scores if place is None else scores[place])
+        hidden = self.hidden(input_ids, cu_seqlens, loss_mask)
+        return Outputs(hidden.states.new_zeros(0), scores=read_scalar(hidden, self.model.score.weight))
+
+
+class PackedActorCritic(PackedCausalLM):
+    """A causal language model with a second head: the value after each token, from the same states."""
+
+    def __init__(self, model: nn.Module, *, chunk_tokens: int = 1024):
+        """``model``: as `PackedCausalLM` takes it; the value head begins at 0."""
+        super().__init__(model, chunk_tokens=chunk_tokens)
+        weight = model.get_input_embeddings().weight
+        self.value = nn.Linear(weight.shape[1], 1, bias=False, device=weight.device, dtype=weight.dtype)
+        nn.init.zeros_(self.value.weight)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        temperature: torch.Tensor,
+        loss_mask: torch.Tensor,
+        entropy: bool = False,
+    ) -> Outputs:
+        """`PackedCausalLM.forward`, with ``scores [T]`` as `PackedScalarModel.forward` gives them."""
+        hidden = self.hidden(input_ids, cu_seqlens, loss_mask)
+        outputs = self.predict(hidden, input_ids, cu_seqlens, temperature, loss_mask, entropy)
+        return outputs._replace(scores=read_scalar(hidden, self.value.weight))
+
+
+def read_scalar(hidden: Hidden, weight: torch.Tensor) -> torch.Tensor:
+    """``[T]`` float32, from ``weight [1, H]``."""
+    # in float32: bfloat16 has steps of 1/128 between 1 and 2, coarser than what values must tell apart
+    scores = (hidden.states.float() @ weight.float().T)[:, 0]  # [C]
+    return scores if hidden.place is None else scores[hidden.place]
 
 
 def is_classifier(config: PretrainedConfig) -> bool:

@@ -13,7 +13,7 @@ from tandem.config.errors import ConfigError
 from tandem.models.architecture import Architecture
 from tandem.models.attention import NAME
 from tandem.models.catalog import resolve
-from tandem.models.heads import PackedScalarModel, read_classifier
+from tandem.models.heads import PackedActorCritic, PackedScalarModel, read_classifier
 from tandem.models.packed import PackedCausalLM
 
 
@@ -36,11 +36,13 @@ def load_causal_lm(
     gradient_checkpointing: bool = False,
     *,
     chunk_tokens: int = 1024,
+    value_head: bool = False,
 ) -> PackedCausalLM:
     """The model at ``path`` (folder, hub name, built-in name) with packed attention, its weights in ``dtype``.
 
     Dropout is off: a policy's log-probabilities must not be random. ``gradient_checkpointing`` keeps only the input of each
-    layer and computes the rest again in the backward pass.
+    layer and computes the rest again in the backward pass. ``value_head``: with a second head that begins at 0, a
+    `PackedActorCritic`.
 
     Raises:
         ConfigError: no such model, a damaged folder, or an architecture that is not computed exactly.
@@ -53,7 +55,8 @@ def load_causal_lm(
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"the weights in {folder} cannot be read: {error}") from error
     model.to(device)
-    packed = PackedCausalLM(model, chunk_tokens=chunk_tokens)
+    kind = PackedActorCritic if value_head else PackedCausalLM
+    packed = kind(model, chunk_tokens=chunk_tokens)
     if gradient_checkpointing:
         packed.enable_gradient_checkpointing()
     return packed

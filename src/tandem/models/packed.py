@@ -96,9 +96,21 @@ class PackedCausalLM(PackedModel):
         ``input_ids [T]``, ``cu_seqlens [N + 1]``, ``temperature [N]``, ``loss_mask [T]`` bool. Returns ``[T]`` float32
         tensors, 0 where nothing is predicted: outside the mask and at the first token of each sequence.
         """
-        hidden, place = self.hidden(input_ids, cu_seqlens, loss_mask)
-        bounds = cu_seqlens.tolist()
+        states = self.hidden(input_ids, cu_seqlens, loss_mask)
+        return self.predict(states, input_ids, cu_seqlens, temperature, loss_mask, entropy)
 
+    def predict(
+        self,
+        hidden: Hidden,
+        input_ids: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        temperature: torch.Tensor,
+        loss_mask: torch.Tensor,
+        entropy: bool,
+    ) -> Outputs:
+        """The head of `forward`."""
+        states, place = hidden
+        bounds = cu_seqlens.tolist()
         predicted = loss_mask.clone()
         predicted[[start for start, end in zip(bounds, bounds[1:], strict=False) if start < end]] = False
         index = predicted.nonzero().flatten()  # [M]
@@ -106,7 +118,7 @@ class PackedCausalLM(PackedModel):
         before = before if place is None else place[before]
         of_token = torch.repeat_interleave(temperature, cu_seqlens.diff(), output_size=len(input_ids))
         head = chunked_logprobs(
-            hidden.index_select(0, before),
+            states.index_select(0, before),
             self.model.lm_head.weight,
             input_ids[index],
             of_token[index],

@@ -1,8 +1,9 @@
 """Tokenizers, and what to say when they are missing."""
 
+import copy
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 from tandem.config.errors import ConfigError
 
@@ -37,3 +38,13 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
             f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template, so messages cannot become "
             "prompts; use an instruction-tuned model, or put a chat_template.jinja into the model folder"
         )
+
+
+def save_classifier_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Writes the tokenizer beside a saved classifier, padding with the token that the classifier takes for padding.
+
+    With another one, such as the usual end of a text, transformers would score the padding of a row.
+    """
+    own = copy.deepcopy(tokenizer)
+    own.pad_token = own.convert_ids_to_tokens(AutoConfig.from_pretrained(folder).pad_token_id)
+    own.save_pretrained(folder)

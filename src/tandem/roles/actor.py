@@ -18,6 +18,7 @@ from tandem.config.roles import ActorConfig
 from tandem.roles.averages import together
 from tandem.roles.components import choose
 from tandem.roles.credit import Credit
+from tandem.roles.critic import SharedCritic
 from tandem.roles.mini_batches import mini_batches
 from tandem.roles.objective import Objective
 from tandem.roles.reference import Reference
@@ -41,20 +42,22 @@ class Actor:
         *,
         max_head_offpolicyness: int = 0,
         reference: Reference | None = None,
+        shared_critic: SharedCritic | None = None,
         max_new_tokens: int | None = None,
         seed: int = 0,
         version: int = 0,
     ):
         """``max_head_offpolicyness``: η, the most versions that a token may be behind. ``reference``: needed where KL is
-        measured. ``max_new_tokens``: what `constant` and `overlong` take where their knob is not set. ``seed``: of the order
-        of mini-batches over several epochs. ``version``: updates that the weights have had before.
+        measured. ``shared_critic``: the second head of this engine's model, which learns with the first. ``max_new_tokens``:
+        what `constant` and `overlong` take where their knob is not set. ``seed``: of the order of mini-batches over several
+        epochs. ``version``: updates that the weights have had before.
 
         Raises:
             ConfigError: a part of the algorithm is not known, or lacks what it needs.
         """
         self.engine, self.algorithm, self.config = engine, algorithm, config
         self.max_head_offpolicyness, self.seed, self.version = max_head_offpolicyness, seed, version
-        self.reference = reference
+        self.reference, self.shared_critic = reference, shared_critic
         self.kl_coefficient = algorithm.kl.coefficient
         self._warned = False
         if algorithm.kl.coefficient > 0 and reference is None:
@@ -168,6 +171,8 @@ class Actor:
             "reference_logprobs",
             "entropy",
             "versions",
+            "values",
+            "returns",
             "prepared",
             "reward",
             "accuracy",
@@ -190,7 +195,9 @@ class Actor:
         self._require(batch, "reference_logprobs", in_loss_term, "reference.compute_logprobs(batch)")
         objective = Objective.of(self.algorithm, self.version, self.kl_coefficient)
         counts = (batch["advantages"] != 0) & ~batch["dropped"] & per_token(batch, batch["in_loss"])
-        without_signal = not (bool(counts.any()) or objective.has_other_terms)
+        has_other_terms = objective.has_other_terms or self.shared_critic is not None
+        loss = objective if self.shared_critic is None else self.shared_critic.joined(objective)
+        without_signal = not (bool(counts.any()) or has_other_terms)
         if without_signal:
             log.log(
                 logging.INFO if self._warned else logging.WARNING,
@@ -201,8 +208,8 @@ class Actor:
         self._check_age(batch)
         entropy = self.algorithm.entropy_coefficient > 0 or "entropy" not in batch.keys()
         steps = []
-        for part in self._weighted(batch, only_policy=not objective.has_other_terms):
-            result = self.engine.train_batch(part, objective, entropy=entropy)
+        for part in self._weighted(batch, only_policy=not has_other_terms):
+            result = self.engine.train_batch(part, loss, entropy=entropy)
             steps.append(result | {"tokens": float(part["loss_mask"].sum())})
         metrics = (together(steps) if steps else {}) | self._reward_metrics(batch) | self._dropped_metrics(batch)
         metrics |= self._follow_kl(batch)
@@ -210,7 +217,7 @@ class Actor:
         return metrics | {"step_without_signal": float(without_signal)}
 
     def rest(self, batch: TensorDict) -> dict[str, float]:
-        """In place of `ppo_update` while a critic warms up: weights and optimizer stay as they are, the version counts on."""
+        """In place of `ppo_update` while a critic warms up: weights and optimizer stay as they are, the version counts."""
         self.version += 1
         return self._reward_metrics(batch)
 

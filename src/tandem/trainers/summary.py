@@ -3,13 +3,21 @@
 import contextlib
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
-from tandem.api.engines import TrainEngine
 from tandem.config.experiment import BaseConfig
 from tandem.config.load import to_yaml
 from tandem.state.checkpoint import save_checkpoint
 from tandem.state.run_folder import RunFolder
 from tandem.trainers.process import Process
+
+
+class Saves(Protocol):
+    """A training engine, or several."""
+
+    def save(self, folder: Path) -> None:
+        """See `TrainEngine.save`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -38,7 +46,7 @@ def open_run(config: BaseConfig, process: Process, stack: contextlib.ExitStack) 
 
 
 def save_if_due(
-    config: BaseConfig, run: RunFolder | None, step: int, steps: int, engine: TrainEngine, save_tokenizer: object
+    config: BaseConfig, run: RunFolder | None, step: int, steps: int, engine: Saves, save_tokenizer: object
 ) -> Path | None:
     """Saves a checkpoint where `checkpoint` asks for one at this step; returns its folder on rank 0. Collective."""
     every = config.checkpoint.every_steps

@@ -9,13 +9,15 @@ from tandem.api.failures import ConfigError
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.fsdp import FSDPEngine, Head
 
+__all__ = ["Head", "build_train_engine"]
+
 
 def build_train_engine(
     config: TrainEngineConfig, total_steps: int, device: str | torch.device = "cpu", head: Head = "lm"
 ) -> TrainEngine:
     """The engine that ``config.backend`` names, over all processes of torch.distributed where it is initialised.
 
-    ``head``: ``lm`` gives log-probabilities, ``scalar`` one number a token (critics, reward models).
+    ``head``: ``lm`` gives log-probabilities, ``scalar`` one number a token (critics, reward models), ``both`` both.
 
     Raises:
         ConfigError: another backend than ``fsdp:dN``.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tandem.api.failures import ConfigError
 
@@ -65,3 +65,19 @@ def read_weights(folder: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tup
             raise ConfigError(f"tensor {name!r} in {folder} is {list(found)}, this model has {list(shape)}")
     for name in shapes:
         yield name, handles[files[name]].get_tensor(name)
+
+
+def write_tensor(path: Path, tensor: torch.Tensor) -> None:
+    """One tensor in a file of its own."""
+    save_file({"weight": tensor.to("cpu").contiguous()}, path)
+
+
+def read_tensor(path: Path) -> torch.Tensor:
+    """What `write_tensor` wrote.
+
+    Raises:
+        ConfigError: there is no such file.
+    """
+    if not path.is_file():
+        raise ConfigError(f"folder {path.parent} has no {path.name}, which this model was saved with; is it another model?")
+    return load_file(path)["weight"]

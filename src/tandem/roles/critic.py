@@ -1,0 +1,148 @@
+"""The critic: what a sample is worth before each of its tokens."""
+
+import torch
+from tensordict import TensorDict
+
+from tandem.algorithms.aggregation import token_mean
+from tandem.algorithms.value_losses import clipped_value_loss
+from tandem.api.batch import num_sequences, select
+from tandem.api.engines import LossFn, Outputs, TrainEngine
+from tandem.api.requests import StopReason
+from tandem.api.stage import stage
+from tandem.config.roles import ActorConfig, CriticConfig
+from tandem.roles.averages import together
+from tandem.roles.mini_batches import mini_batches
+from tandem.roles.samples import trained_tokens, with_fields
+
+_KEPT = ("loss", "grad_norm", "lr", "skipped", "clip_fraction")
+
+
+class Values:
+    """What every critic does before the actor's advantages."""
+
+    engine: TrainEngine
+
+    @stage(reads=("input_ids", "loss_mask", "stop_reason"), adds=("values", "bootstrap_value"), reads_state=("weights",))
+    def compute_values(self, batch: TensorDict) -> TensorDict:
+        """Adds ``values [T]``: before each token, so 0 at the first of a sequence, which nothing precedes; and
+        ``bootstrap_value [N]``: after the last token where the trajectory was cut by its length, else 0."""
+        after = self.engine.forward(batch).scores
+        assert after is not None
+        bounds = batch["cu_seqlens"]
+        filled = bounds.diff() > 0  # [N]
+        end = torch.zeros(num_sequences(batch), device=after.device)
+        end[filled] = after[bounds[1:][filled] - 1]
+        cut = batch["stop_reason"] == StopReason.LENGTH
+        return with_fields(batch, values=_before(after, batch), bootstrap_value=end.masked_fill(~cut, 0.0))
+
+
+class Critic(Values):
+    """An engine with a scalar head: `compute_values` before the actor's advantages, `update` after them.
+
+    Batches are global and come back as new ones; each rank calls the same methods with the same batch.
+    """
+
+    def __init__(
+        self, engine: TrainEngine, config: CriticConfig, actor: ActorConfig, *, seed: int = 0, updates_so_far: int = 0
+    ):
+        """``actor``: cuts a batch into optimizer steps where ``config`` leaves that open. ``seed``: of the order of
+        mini-batches over several epochs. ``updates_so_far``: batches that the critic has learnt from before.
+        """
+        self.engine, self.config, self.seed, self.updates = engine, config, seed, updates_so_far
+        self.mini_batches = config.mini_batches or actor.mini_batches
+        self.epochs_per_batch = config.epochs_per_batch or actor.epochs_per_batch
+
+    @property
+    def warming_up(self) -> bool:
+        """Whether the actor rests until this critic has learnt more."""
+        return self.updates < self.config.warmup_steps
+
+    @stage(
+        reads=("input_ids", "loss_mask", "values", "returns", "dropped", "in_loss", "group_id"),
+        reads_state=("weights", "optimizer"),
+        writes_state=("weights", "optimizer"),
+    )
+    def update(self, batch: TensorDict) -> dict[str, float]:
+        """The optimizer steps of one batch towards its ``returns``; every trained token counts the same.
+
+        Returns ``value/loss``, ``value/explained_variance``, ``value/mean``, ``returns/mean`` and others.
+
+        Raises:
+            NonFinite: too many steps in a row were not finite.
+        """
+        inside = select(batch, batch["in_loss"])
+        steps = []
+        for part in mini_batches(inside, self.mini_batches, self.epochs_per_batch, self.seed):
+            mask = trained_tokens(part)
+            if not bool(mask.any()):
+                continue
+            weighted = with_fields(part, loss_weights=token_mean(mask) * ~part["dropped"])
+            steps.append(self.engine.train_batch(weighted, self._loss) | {"tokens": float(part["loss_mask"].sum())})
+        self.updates += 1
+        found = together(steps) if steps else {}
+        return {f"value/{name}": found[name] for name in _KEPT if name in found} | _fit(inside)
+
+    def _loss(self, outputs: Outputs, view: TensorDict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return _value_loss(outputs, view, self.config.value_clip)
+
+
+class SharedCritic(Values):
+    """The second head of the actor's own model (``head="both"``): it learns in the actor's optimizer steps.
+
+    Give it to `Actor(shared_critic=…)`.
+    """
+
+    warming_up = False
+
+    def __init__(self, engine: TrainEngine, config: CriticConfig):
+        """``engine``: the actor's. ``config``: its ``loss_weight`` and ``value_clip`` are used."""
+        self.engine, self.config = engine, config
+
+    def joined(self, objective: LossFn) -> LossFn:
+        """The actor's loss of each token plus ``loss_weight`` times its value loss."""
+
+        def both(outputs: Outputs, view: TensorDict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            losses, metrics = objective(outputs, view)
+            of_values, about = _value_loss(outputs, view, self.config.value_clip)
+            kept = about.pop("kept")
+            named = {f"value/{name}": value for name, value in about.items()}
+            named["value/loss"] = of_values.detach() * kept
+            return losses + self.config.loss_weight * of_values, dict(metrics) | named
+
+        return both
+
+    def update(self, batch: TensorDict) -> dict[str, float]:
+        """Nothing is left to learn after the actor's update; says how well the values foretold the returns."""
+        return _fit(select(batch, batch["in_loss"]))
+
+
+def _before(after: torch.Tensor, batch: TensorDict) -> torch.Tensor:
+    """From what the head reads after each token ``[T]`` to the value before it ``[T]``, 0 at the first of a sequence."""
+    first = torch.zeros_like(after, dtype=torch.bool)
+    starts = batch["cu_seqlens"][:-1]
+    first[starts[starts < len(after)]] = True
+    return after.roll(1).masked_fill(first, 0.0)
+
+
+def _value_loss(outputs: Outputs, view: TensorDict, clip: float | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Losses and metrics ``[T]``; ``kept`` counts the tokens that the metrics are of."""
+    assert outputs.scores is not None
+    mask = trained_tokens(view)
+    values = _before(outputs.scores, view)
+    losses, metrics = clipped_value_loss(values, view["values"], view["returns"], mask, clip=clip)
+    kept = (mask & ~view["dropped"]).float()
+    named = {name.removeprefix("value_"): value * kept for name, value in metrics.items()}
+    return losses, {"kept": kept} | named
+
+
+def _fit(batch: TensorDict) -> dict[str, float]:
+    """How well the values of before the update said the returns."""
+    mask = trained_tokens(batch)
+    values, returns = batch["values"][mask].double(), batch["returns"][mask].double()
+    if not len(returns):
+        return {}
+    found = {"value/mean": float(values.mean()), "returns/mean": float(returns.mean())}
+    if bool(returns.max() > returns.min()):
+        unexplained = (returns - values).var(correction=0) / returns.var(correction=0)
+        found["value/explained_variance"] = 1 - float(unexplained)
+    return found
