@@ -6,6 +6,7 @@ python scripts/algorithm_pages.py --check    # exit 1 where a page is not up to 
 
 import re
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,7 +104,7 @@ def _formula(name: str) -> Iterator[str]:
 
 
 def _hanging(label: str, text: str) -> Iterator[str]:
-    lines = text.replace("; ", ";\n").splitlines()
+    lines = [line for clause in text.replace("; ", ";\n").splitlines() for line in textwrap.wrap(clause, 100)]
     yield f"{label}  {lines[0]}"
     yield from (f"{' ' * len(label)}  {line.strip()}" for line in lines[1:])
 
@@ -139,7 +140,7 @@ def _metrics(name: str) -> Iterator[str]:
 
 def _refusals(name: str) -> Iterator[str]:
     for overrides, message in refusals(name):
-        yield f"- `{overrides}`: {message}"
+        yield f"- `{overrides}`: " + message.replace("\n", "\n  ")
 
 
 def index() -> dict[str, str]:

@@ -38,7 +38,9 @@ COMMON = (
     "checkpoint.at_end=false",
 )
 
-OWN: dict[str, tuple[str, ...]] = {}
+OWN: dict[str, tuple[str, ...]] = {
+    "dapo": ("algorithm.filter.max_draws=30",),  # towards the end most groups are all right
+}
 """Preset → what it needs on this task beside its values: learning rate, group size."""
 
 
@@ -50,6 +52,9 @@ class Curve:
     seed: int
     shuffled: bool
     settings: tuple[str, ...]
+    budget: int
+    """Steps that it might have taken."""
+
     reward: list[float] = field(default_factory=list)
     """Mean reward of each batch, before any shuffling."""
 
@@ -71,6 +76,11 @@ class Curve:
     def last(self) -> float:
         """Accuracy at the end."""
         return self.measured[max(self.measured)]
+
+    def over_the_budget(self) -> dict[int, float]:
+        """Step → accuracy at each measurement of the whole budget; a run that ended early keeps its last one."""
+        due = [number for number in range(self.budget + 1) if number % EVERY == 0 or number == self.budget]
+        return {number: self.measured.get(number, self.last) for number in due}
 
     @property
     def steps(self) -> int:
@@ -111,7 +121,7 @@ def learn(
     config = load_config(TrainConfig, ROOT / "examples" / "addition_grpo.yaml", overrides).config
     check_names(config)
     rows, process = open_rows(config), start_process(config)
-    curve = Curve(preset, seed, shuffled, settings)
+    curve = Curve(preset, seed, shuffled, settings, steps)
     with ExitStack() as stack:
         session = stack.enter_context(open_session(config, process, rows, total_steps(config, len(rows.train)), "learning"))
         if shuffled:

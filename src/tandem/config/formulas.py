@@ -93,8 +93,10 @@ FORMULAS: Mapping[str, Mapping[str, Formula]] = {
             "2511.20347",
         ),
         "m2po": _f(
-            "L_t = −M_t·exp(policy − rollout)·A. Candidates: (A > 0, ratio > 1) or (A < 0, ratio < 1); M drops those "
-            "of the largest (proximal − rollout)² until the mean over the remaining ones is at most the threshold",
+            "L_t = −M_t·exp(policy − rollout)·A. Candidates: A > 0 and proximal > rollout, or A < 0 and proximal < "
+            "rollout; M "
+            "drops those of the largest (proximal − rollout)² until its mean over the remaining ones is at most the "
+            "threshold",
             "2510.01161",
         ),
         "cpgd": _f(
@@ -114,13 +116,11 @@ FORMULAS: Mapping[str, Mapping[str, Formula]] = {
         ),
         "reinforce": _f("L_t = −A·policy; from the second optimizer step of a batch on × sg[min(ρ, 2)]"),
         "clip_cov": _f(
-            "as ppo_clip, with the loss of a random 2e-4 of the unclipped tokens of high covariance of A and "
-            "log-probability set to 0",
+            "as ppo_clip, with loss 0 for a random part `share` of the tokens that are not clipped and have a covariance "
+            "(A − mean A)·(proximal − mean proximal) in (low, high)",
             "2505.22617",
         ),
-        "kl_cov": _f(
-            "L_t = −ρA, + |log ρ| on the 2e-4 of tokens with the largest covariance of A and log-probability", "2505.22617"
-        ),
+        "kl_cov": _f("L_t = −ρA, plus coefficient·|log ρ| at the part `share` of largest such covariance", "2505.22617"),
     },
     "aggregation": {
         "token_mean": _f("Σ over tokens of L_t / ΣT: every token counts the same", "2503.14476"),

@@ -54,6 +54,7 @@ NOTES: Mapping[str, Note] = {
             "clip_fraction": CLIP,
             "entropy": ENTROPY,
         },
+        run=("critic.optimizer.lr=3e-5", "critic.epochs_per_batch=2"),
     ),
     "grpo": Note(
         "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models (Shao et al., 2024)",
@@ -287,7 +288,7 @@ NOTES: Mapping[str, Note] = {
             "on wrong answers.",
             "kl/reference": "It keeps the policy from agreeing on anything at all.",
         },
-        ALONE,
+        (("algorithm.update_samples=100",), ("gconfig.n_samples=1", "algorithm.update_samples=1")),
         ("gconfig.n_samples=16", "algorithm.update_samples=8", "actor.optimizer.lr=3e-5"),
     ),
     "reinforce": Note(
