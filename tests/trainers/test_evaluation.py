@@ -1,7 +1,9 @@
 """`tandem eval`: what it measures, what it leaves, that it goes on where it was, and what it refuses."""
 
 import fcntl
+import io
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +18,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.evaluation import load_evaluation
 from tandem.trainers.evaluation.folder import read_samples
 from tandem.trainers.evaluation.questions import make_judges, open_questions
+from tandem.trainers.evaluation.report import Progress
 from tandem.trainers.evaluation.scores import metrics_of, row_values, score_data, vote_key
 from tests.trainers.evaluating import DATA, answer, contents, evaluated, settings
 
@@ -329,3 +332,13 @@ def test_metrics_of_a_step_have_a_share_for_each_source():
 )
 def test_answers_that_are_written_alike_vote_together(one, other, same):
     assert (vote_key(one) == vote_key(other)) is same
+
+
+def test_progress_tells_what_is_done_and_what_is_left():
+    said = io.StringIO()
+    progress = Progress(total=4, done=1, file=said)
+    progress.answered(answer(1, 1.0, tokens=10))
+    progress.answered(answer(2, 0.0, tokens=10))
+    assert "1 of 4 samples are recorded already" in said.getvalue()
+    assert re.fullmatch(r"d  3/4 samples  accuracy 50\.0%  \d+ tok/s  ETA \d+:\d\d", progress.line("d"))
+    assert progress.summary().startswith("2 samples, 20 tokens in ")

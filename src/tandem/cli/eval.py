@@ -19,7 +19,7 @@ from typing import Any
 
 from tandem.cli.arguments import split_arguments
 from tandem.config.errors import ConfigError, TandemError
-from tandem.config.evaluation import EvaluationConfig, load_evaluation
+from tandem.config.evaluation import load_evaluation
 from tandem.config.load import Resolved, describe
 from tandem.config.yaml_file import Assignment, Scalar
 
@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object; progress goes to stderr")
 
 
-def resolve(arguments: argparse.Namespace) -> Resolved[EvaluationConfig]:
+def resolve(arguments: argparse.Namespace) -> Resolved[Any]:
     """The configuration of these arguments.
 
     Raises:

@@ -104,10 +104,11 @@ def compare(first: Recorded, second: Recorded, *, seed: int = 0, confidence: flo
                 found.append(_difference(data, measure, pair[0][measure], pair[1][measure], first, second, seed, confidence))
     if not found:
         raise ConfigError("there is nothing to compare: the rewards of these evaluations state no accuracy")
-    configs = [{**one.settings["config"], "files": one.settings["files"]} for one in (first, second)]
-    changed = tuple(item for item in differences(*configs) if item[0] not in ("label", "out"))
-    names = [first.label, second.label] if first.label != second.label else [str(first.path), str(second.path)]
-    return Comparison(*names, differences=tuple(found), settings=changed)
+    one, other = ({**recorded.settings["config"], "files": recorded.settings["files"]} for recorded in (first, second))
+    changed = tuple(item for item in differences(one, other) if item[0] not in ("label", "out"))
+    alike = first.label == second.label
+    names = (str(first.path), str(second.path)) if alike else (first.label, second.label)
+    return Comparison(names[0], names[1], tuple(found), changed)
 
 
 def check_same_rows(first: Recorded, second: Recorded) -> None:

@@ -66,14 +66,14 @@ def evaluation_path(config: EvaluationConfig) -> Path:
     return Path(config.out).expanduser() / str(config.label)
 
 
-def evaluate_model(resolved: Resolved[EvaluationConfig]) -> Finished:
+def evaluate_model(resolved: Resolved[Any]) -> Finished:
     """Runs it, or what is left of it.
 
     Raises:
         ConfigError: anything about configuration, data, model or folder, before the model is loaded.
         EngineDied: the engine is gone; what is recorded stays.
     """
-    config = resolved.config
+    config: EvaluationConfig = resolved.config
     find_workflow(config.workflow)
     machine = settle_machine(config)
     questions = open_questions(config)
