@@ -3,8 +3,9 @@
 from collections.abc import Container, Iterator
 
 from tandem.config.check_algorithm import corrects_itself
+from tandem.config.compatibility import NEEDS_GREEDY
 from tandem.config.experiment import TrainConfig
-from tandem.config.knobs import GREEDY_BASELINE, GROUP_RELATIVE
+from tandem.config.knobs import GROUP_RELATIVE
 
 
 def groups(config: TrainConfig, written: Container[str] = ()) -> Iterator[str]:
@@ -46,7 +47,7 @@ def _majority(config: TrainConfig, written: Container[str]) -> Iterator[str]:
     algorithm, key = config.algorithm, "algorithm.labels=majority"
     if config.gconfig.n_samples < 2:
         yield f"gconfig.n_samples must be at least 2 for {key}, got {config.gconfig.n_samples}; one sample has no majority"
-    if algorithm.advantage.name in GREEDY_BASELINE:
+    if algorithm.advantage.name in NEEDS_GREEDY:
         yield (
             f"algorithm.advantage={algorithm.advantage.name} compares with a greedy answer, which does not vote; with {key} "
             "use algorithm.advantage=grpo"

@@ -129,9 +129,6 @@ def _share(meaning: str) -> KnobRule:
     return KnobRule(2e-4, above=0.0, high=1.0, meaning=meaning)
 
 
-GREEDY_BASELINE = ("remax",)
-"""Advantages that compare with the reward of a greedy sample."""
-
 POLICY_LOSSES: Mapping[str, Knobs] = {
     "ppo_clip": {
         **_clip(0.2, 0.2),
