@@ -32,7 +32,8 @@ def _part(config: TrainConfig) -> Iterator[str]:
 def _curriculum(config: TrainConfig, written: Container[str]) -> Iterator[str]:
     curriculum = config.curriculum
     for name in ("target", "width", "floor", "memory"):
-        if curriculum.round_rows is None and f"curriculum.{name}" in written:
+        changed = getattr(curriculum, name) != getattr(type(curriculum)(), name)  # a printed configuration holds defaults
+        if curriculum.round_rows is None and changed and f"curriculum.{name}" in written:
             yield (
                 f"curriculum.{name}={getattr(curriculum, name):g} is not used, because curriculum.round_rows is null; set "
                 f"curriculum.round_rows, for example 500, or leave curriculum.{name} out"
@@ -57,7 +58,7 @@ def _majority(config: TrainConfig, written: Container[str]) -> Iterator[str]:
             f"workflow=multi_turn asks after each turn whether the answer is right, which {key} cannot know; "
             "use workflow=rlvr"
         )
-    if "reward" in written and config.evaluate.every_steps is None:
+    if "reward" in written and config.reward != TrainConfig.reward and config.evaluate.every_steps is None:
         yield (
             f"reward={config.reward} is not used, because {key} judges by the vote and evaluate.every_steps is null; "
             "leave one of them out"
@@ -67,7 +68,8 @@ def _majority(config: TrainConfig, written: Container[str]) -> Iterator[str]:
 def _replay(config: TrainConfig, written: Container[str]) -> Iterator[str]:
     replay, correction = config.rollout.replay, config.algorithm.correction
     for name in ("max_age", "max_uses"):
-        if replay.groups == 0 and f"rollout.replay.{name}" in written:
+        changed = getattr(replay, name) != getattr(type(replay)(), name)
+        if replay.groups == 0 and changed and f"rollout.replay.{name}" in written:
             yield (
                 f"rollout.replay.{name}={getattr(replay, name)} is not used, because rollout.replay.groups is 0; set "
                 f"rollout.replay.groups, for example 4, or leave rollout.replay.{name} out"
