@@ -30,6 +30,10 @@ def run_all(folder, out, ranks):
     fresh = engine_on(folder, ranks=ranks)
     fresh.load(out / f"saved-{ranks}")
     found["loaded"] = weights_of(fresh)
+    copy = engine_on(folder, ranks=ranks)
+    copy.load_weights(engine.weights())
+    found["copied"] = {"weights": weights_of(copy), "logprobs": copy.forward(batch).logprobs}
+    found["original"] = engine.forward(batch).logprobs
     found["bfloat16"] = engine_on(folder, dtype="bfloat16", ranks=ranks).train_batch(batch, weighted_nll)
     return found
 
@@ -79,6 +83,13 @@ def test_evaluation_saving_and_loading_are_the_same(runs):
         assert found["eval"] == pytest.approx(one["eval"], rel=1e-4)
         assert distance(found["loaded"], dict(saved.named_parameters())) == 0
         assert distance(found["loaded"], found["one"]["weights"]) == 0
+
+
+def test_weights_copied_from_one_engine_to_another_are_used_on_every_rank(runs):
+    one, two, _, _ = runs
+    for found in (one, *two):
+        assert distance(found["copied"]["weights"], found["loaded"]) == 0
+        assert torch.equal(found["copied"]["logprobs"], found["original"])
 
 
 def test_bfloat16_agrees_within_its_precision(runs):
