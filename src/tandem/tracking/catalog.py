@@ -124,9 +124,21 @@ SECTIONS: dict[str, dict[str, Metric]] = {
             "How far the policy is from the reference, where one is used.",
             "It rises slowly. Rising fast: raise `algorithm.kl.coefficient` or lower the learning rate.",
         ),
+        "kl/sample": Metric(
+            "nats",
+            "Distance to the reference summed over a sample's trained tokens (k1 estimate, mean over the samples), where "
+            "`algorithm.kl.target` is set.",
+            "It settles near the target. Far above for long: begin with a larger `algorithm.kl.coefficient`, or lower "
+            "`algorithm.kl.horizon`.",
+        ),
+        "kl/coefficient": Metric(
+            "—",
+            "Weight of the KL penalty in this step, where `algorithm.kl.target` moves it.",
+            "Growing without end: the target is smaller than what the learning rate allows.",
+        ),
         "correction/mean": Metric(
             "—",
-            "Mean weight of the behaviour correction.",
+            "Mean weight of the behaviour correction; without one, mean of w = exp(proximal − rollout), as it would be.",
             "Near 1. Far below: many tokens are off-policy; lower the staleness.",
         ),
         "correction/max": Metric(
@@ -141,8 +153,24 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         ),
         "correction/ess": Metric(
             "share",
-            "Effective sample size of the weights, (Σw)² / (n·Σw²).",
+            "Effective sample size of those weights, (Σw)² / (n·Σw²).",
             "1 is ideal. Below 0.5: a few tokens decide the step; lower the staleness.",
+        ),
+        "dropped/shaping": Metric(
+            "share",
+            "Trained tokens of samples that `algorithm.shaping` takes out of the loss, such as truncated ones.",
+            "Above 0.3: allow longer answers.",
+        ),
+        "dropped/token_filter": Metric(
+            "share",
+            "Trained tokens that `algorithm.token_filter` takes out of the loss.",
+            "It is what was asked for: 0.8 with `top_entropy` at its default.",
+        ),
+        "dropped/<rule>": Metric(
+            "share",
+            "Trained tokens that a rule gave weight 0, of those left: the rule of `algorithm.correction.reject`, or "
+            "the policy loss itself (`m2po`, `dppo`, `clip_cov`). Expired ones are in `expired`.",
+            "Above 0.2: work is thrown away; lower the staleness or the learning rate, or widen the rule's bounds.",
         ),
     },
     "Critic": {
