@@ -36,6 +36,11 @@ SECTIONS_OF_A_PAGE = (
 )
 
 
+EVEN = ROOT / "tests" / "trainers" / "small_rewards.py:even"
+
+FAST = ("grpo", "ppo", "ttrl")
+"""Presets whose command is run by `make test` too; the others by `make test-all`."""
+
 OWN_REWARD = ("gdpo", "ttrl")
 """Presets whose command names its reward, or that take none."""
 
@@ -103,7 +108,7 @@ def model(tmp_path_factory):
     return tiny_model_folder(tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", [p if p in FAST else pytest.param(p, marks=pytest.mark.slow) for p in PRESETS])
 def test_the_command_of_a_page_runs(preset, model, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     words = shlex.split(re.search(r"```bash\n(.*?)```", page(preset), re.S)[1])
@@ -117,11 +122,12 @@ def test_the_command_of_a_page_runs(preset, model, tmp_path, monkeypatch):
         "rollout.engine.kv_cache_gib=0.05",
         "gconfig.max_new_tokens=8",
         "total_train_steps=1",
-        "evaluate.every_steps=null",
+        "evaluate.every_steps=1",
+        "evaluate.max_rows=2",
         "tracking.plot_every_steps=1000",
         "checkpoint.at_end=false",
         "threads=1",
-        *([] if preset in OWN_REWARD else ["reward=length"]),
+        *([] if preset in OWN_REWARD else [f"reward={EVEN}"]),
     ]
     summary = train(load_config(TrainConfig, file, [*overrides, *small]))
     assert summary.steps == 1 and summary.metrics["grad_norm"] > 0

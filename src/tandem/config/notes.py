@@ -215,8 +215,7 @@ NOTES: Mapping[str, Note] = {
         "2510.01161",
         "Asynchronous training with much staleness: only the few tokens that carry the variance are dropped.",
         {
-            "clip_fraction": "Share of dropped tokens; a few per cent even at large staleness. Above 0.2: lower the "
-            "staleness.",
+            "dropped/<rule>": "A few per cent even at large staleness. Above 0.2: lower the staleness.",
             "kl/rollout_proximal": "How far the data is off-policy; the mask bounds its second moment.",
             "staleness/mean": "See how much of the bound is used.",
         },
@@ -236,7 +235,7 @@ NOTES: Mapping[str, Note] = {
         "Large vocabularies and engines that differ from the trainer: tokens are judged by how far probabilities "
         "moved, not by ratio.",
         {
-            "clip_fraction": "Share of dropped tokens; well below 0.05. More: lower the learning rate or the staleness.",
+            "dropped/<rule>": "Well below 0.05. More: lower the learning rate or the staleness.",
             "kl/rollout_proximal": "Engine and trainer must agree, because the trust region is around the sampler.",
             "entropy": ENTROPY,
         },
