@@ -56,10 +56,8 @@ def bare(kind: type, **attributes: object) -> object:
 
 def padded(rows: list[torch.Tensor], size: int) -> torch.Tensor:
     """Per-token values behind a prompt, shifted as TRL has them: ``[N, size − 1]``."""
-    table = torch.zeros(len(rows), size - 1)
-    for line, row in zip(table, rows, strict=True):
-        line[PROMPT - 1 : PROMPT - 1 + len(row)] = row
-    return table
+    behind = size - PROMPT
+    return torch.stack([nn.functional.pad(row, (PROMPT - 1, behind - len(row))) for row in rows])
 
 
 def outputs(log_probs: torch.Tensor) -> SimpleNamespace:

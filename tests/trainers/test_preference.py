@@ -21,14 +21,24 @@ from tests.tiny import tiny_model_folder
 LOSSES = ("dpo", "ipo", "kto", "simpo", "orpo")
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    """Pairs whose rule a random model can learn in a few steps, and apply to prompts that it has not seen."""
+    folder = tmp_path_factory.mktemp("pairs")
+    for split, numbers in (("train", range(24)), ("test", range(24, 32))):
+        rows = ({"prompt": f"Is {number} a number?", "chosen": "yes", "rejected": "no, never"} for number in numbers)
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
 @pytest.fixture
-def items(model, tmp_path):
+def items(model, tmp_path, data):
     return [
         f"run.root={tmp_path}",
         f"actor.path={model}",
         "actor.dtype=float32",
         "actor.optimizer.lr=0.003",
-        "train_dataset.path=addition_pairs",
+        f"train_dataset.path={data}",
         "total_train_steps=6",
         "batch_size=8",
         "evaluate.every_steps=3",
@@ -158,6 +168,12 @@ def test_a_saved_reward_model_scores_in_transformers_as_here(items):
         with torch.no_grad():
             assert float(theirs(ids).logits[0, 0]) == pytest.approx(score, abs=1e-5)
     assert len(set(scores)) == len(scores)
+    rendered = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in asked]
+    padded = tokenizer(rendered, padding=True, add_special_tokens=False, return_tensors="pt")
+    with torch.no_grad():  # as their users call it: whole rows, padded by the tokenizer beside it
+        together = theirs(input_ids=padded["input_ids"], attention_mask=padded["attention_mask"]).logits[:, 0]
+    assert not padded["attention_mask"].all()
+    assert together.tolist() == pytest.approx(scores, abs=1e-5)
 
 
 def test_a_reward_model_learns_from_judged_steps(items, tmp_path):

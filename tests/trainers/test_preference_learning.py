@@ -21,6 +21,7 @@ def common(tmp_path, steps):
         f"actor.path={MODEL}",
         "train_dataset.path=addition_pairs",
         "actor.max_tokens_per_micro_batch=2048",
+        "system_prompt=Add.",
         "checkpoint.at_end=false",
         f"total_train_steps={steps}",
         f"evaluate.every_steps={steps}",
@@ -43,7 +44,7 @@ def test_every_loss_raises_the_margin_of_held_out_pairs(tmp_path, loss):
 
 
 def test_the_reward_model_ranks_held_out_pairs(tmp_path):
-    items = [*common(tmp_path, 60), "actor.optimizer.lr=5e-5", "actor.optimizer.warmup_steps=5"]
+    items = [*common(tmp_path, 24), "actor.optimizer.lr=1e-4", "actor.optimizer.warmup_steps=3"]
     *_, after = evaluations(reward.train(load_config(RewardModelConfig, None, items)))
     assert after["eval/accuracy"] >= 0.9
 
