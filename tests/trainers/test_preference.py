@@ -75,15 +75,14 @@ def test_two_runs_are_equal_to_the_bit(items):
 
 def test_a_loss_of_ones_own_is_a_function_in_a_file(items, tmp_path):
     (tmp_path / "mine.py").write_text(
-        "def hinge(chosen, rejected, *, width=1.0):\n"
-        "    margin = chosen - rejected\n"
-        "    return (width - margin).clamp(min=0), chosen.detach(), rejected.detach()\n"
+        "def plain(chosen, rejected, *, scale=1.0):\n"
+        "    return scale * (rejected - chosen), chosen.detach(), rejected.detach()\n"
     )
-    items = [*items, f"loss={tmp_path / 'mine.py'}:hinge", "checkpoint.at_end=false"]
-    rows = metrics_of(preference.train(load_config(PreferenceConfig, None, [*items, "loss.width=2"])))
+    items = [*items, f"loss={tmp_path / 'mine.py'}:plain", "checkpoint.at_end=false"]
+    rows = metrics_of(preference.train(load_config(PreferenceConfig, None, [*items, "loss.scale=2"])))
     assert rows[-1]["eval/margin"] > rows[0]["eval/margin"]
-    with pytest.raises(ConfigError, match=r"loss\.widht is not a knob"):
-        preference.train(load_config(PreferenceConfig, None, [*items, "loss.widht=2", "trial_name=other"]))
+    with pytest.raises(ConfigError, match=r"loss\.scael is not a knob"):
+        preference.train(load_config(PreferenceConfig, None, [*items, "loss.scael=2", "trial_name=other"]))
 
 
 def test_simpo_and_orpo_load_no_reference(items):

@@ -12,10 +12,10 @@ from tandem.trainers import distill, preference, reward, sft
 pytestmark = pytest.mark.slow
 
 MODEL = "smollm2-135m"
-LEARNING_RATES = {"dpo": 2e-5, "ipo": 2e-5, "kto": 4e-5, "simpo": 2e-5, "orpo": 4e-5}
+LEARNING_RATES = {"dpo": 3e-5, "ipo": 3e-5, "kto": 5e-5, "simpo": 3e-5, "orpo": 5e-5}
 
 
-def common(tmp_path, steps):
+def common(tmp_path, steps, rows=8):
     return [
         f"run.root={tmp_path}",
         f"actor.path={MODEL}",
@@ -25,7 +25,8 @@ def common(tmp_path, steps):
         "checkpoint.at_end=false",
         f"total_train_steps={steps}",
         f"evaluate.every_steps={steps}",
-        "batch_size=16",
+        "evaluate.max_rows=16",
+        f"batch_size={rows}",
     ]
 
 
@@ -36,7 +37,7 @@ def evaluations(summary):
 
 @pytest.mark.parametrize("loss", list(LEARNING_RATES))
 def test_every_loss_raises_the_margin_of_held_out_pairs(tmp_path, loss):
-    items = [*common(tmp_path, 12), f"loss={loss}", f"actor.optimizer.lr={LEARNING_RATES[loss]}"]
+    items = [*common(tmp_path, 8), f"loss={loss}", f"actor.optimizer.lr={LEARNING_RATES[loss]}"]
     before, after = evaluations(preference.train(load_config(PreferenceConfig, None, items)))
     assert after["eval/margin"] > before["eval/margin"]
     assert after["eval/loss"] < before["eval/loss"]
@@ -44,22 +45,22 @@ def test_every_loss_raises_the_margin_of_held_out_pairs(tmp_path, loss):
 
 
 def test_the_reward_model_ranks_held_out_pairs(tmp_path):
-    items = [*common(tmp_path, 24), "actor.optimizer.lr=1e-4", "actor.optimizer.warmup_steps=3"]
+    items = [*common(tmp_path, 24, rows=16), "actor.optimizer.lr=1e-4", "actor.optimizer.warmup_steps=3"]
     *_, after = evaluations(reward.train(load_config(RewardModelConfig, None, items)))
     assert after["eval/accuracy"] >= 0.9
 
 
 def test_distillation_halves_the_kl_to_its_teacher(tmp_path):
-    teach = [item for item in common(tmp_path, 15) if not item.startswith(("train_dataset", "checkpoint", "evaluate"))]
-    teach += ["train_dataset.path=addition", "actor.optimizer.lr=3e-5", "trial_name=teacher"]
+    teach = [item for item in common(tmp_path, 8) if not item.startswith(("train_dataset", "checkpoint", "evaluate"))]
+    teach += ["train_dataset.path=addition", "actor.optimizer.lr=5e-5", "trial_name=teacher"]
     teacher = sft.train(load_config(SFTConfig, None, teach)).checkpoint
     items = [item for item in common(tmp_path, 12) if not item.startswith(("train_dataset", "batch_size", "evaluate"))]
     items += [
         "train_dataset.path=addition",
         f"teacher.path={teacher}",
-        "actor.optimizer.lr=3e-5",
+        "actor.optimizer.lr=4e-5",
         "rollout.batch_size=16",
-        "gconfig.max_new_tokens=16",
+        "gconfig.max_new_tokens=8",
         "trial_name=student",
     ]
     rows = evaluations(distill.train(load_config(DistillConfig, None, items)))
