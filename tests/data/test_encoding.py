@@ -25,6 +25,7 @@ PLAIN = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
+STRICT = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + CHATML
 UPSIDE_DOWN = "{% for message in messages|reverse %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
 
 
@@ -159,6 +160,7 @@ def test_steps_end_at_their_own_last_token():
         (says("2 + 2?", "4" * 600), CHATML, "too_long"),
         (says("2" * 600, "4"), CHATML, "prompt_too_long"),
         (says("2 + 2?", "4"), UPSIDE_DOWN, "template_rewrites"),
+        (says("2 + 2?", "4", system="Sing."), STRICT, "template_refuses"),
     ],
 )
 def test_what_cannot_be_learnt_says_why(messages, template, reason):

@@ -11,6 +11,7 @@ from tandem.config.algorithm import Component
 from tandem.config.errors import ConfigError
 from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
 from tandem.engines.train.fsdp import FSDPEngine
+from tandem.models.prefixes import compact
 from tandem.roles.pairs import mismatched, pairs_of
 from tandem.roles.preference import PreferenceLearner
 from tandem.roles.reference import Reference
@@ -111,6 +112,12 @@ def test_mismatched_pairs_take_the_completion_of_another_prompt():
     assert [row["input_ids"].tolist() for row in others] == expected
     assert [int(row["loss_mask"].sum()) for row in others] == [1, 1, 2, 2]
     assert mismatched(pair_batch([(2, 1, 2)])) is None
+
+
+def test_the_prompt_of_a_pair_is_computed_once():
+    batch = pair_batch([(20, 3, 4), (15, 1, 2)])
+    shared = compact(batch["input_ids"], batch["cu_seqlens"].tolist(), batch["loss_mask"])
+    assert len(shared.tokens) == 20 + 3 + 4 + 15 + 1 + 2
 
 
 def test_without_another_prompt_the_baseline_is_0(folders):

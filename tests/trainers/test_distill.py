@@ -79,3 +79,26 @@ def test_distillation_is_reinforcement_learning_with_one_sample_a_prompt_and_no_
     assert training_config(load_config(DistillConfig, None, [
         f"teacher.path={folders[1]}", "train_dataset.path=addition", "async_training=true"
     ]).config).algorithm.correction.weight == "truncate"  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_student_that_writes_while_it_learns_keeps_within_the_staleness_bound(folders, tmp_path):
+    items = [
+        f"run.root={tmp_path}",
+        f"actor.path={folders[0]}",
+        f"teacher.path={folders[1]}",
+        "async_training=true",
+        "actor.optimizer.lr=0.003",
+        "actor.dtype=float32",
+        "rollout.dtype=float32",
+        "rollout.batch_size=8",
+        "rollout.engine.kv_cache_gib=0.05",
+        "gconfig.max_new_tokens=8",
+        "train_dataset.path=addition",
+        "total_train_steps=4",
+        "threads=2",
+    ]
+    summary = distill.train(load_config(DistillConfig, None, items))
+    rows = [json.loads(line) for line in (summary.folder / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["staleness/max"] <= 1 for row in rows)
+    assert {"kl/teacher", "correction/ess"} <= set(rows[-1])

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.failures import DataFailure
@@ -50,7 +51,8 @@ class ChatEncoder:
 
         Raises:
             DataFailure: no reply (`no_answer`), an empty one (`empty_completion`), too many tokens (`too_long`,
-                `prompt_too_long`), or a template that does not put a reply behind its prompt (`template_rewrites`).
+                `prompt_too_long`), a template that does not put a reply behind its prompt (`template_rewrites`) or does not
+                take these messages (`template_refuses`).
         """
         replies = [message for message in messages[train_from:] if message["role"] == "assistant"]
         if not replies:
@@ -172,12 +174,15 @@ class ChatEncoder:
         raise DataFailure("too_long", f"{len(encoded.ids)} tokens, max_length={self.max_length}")
 
     def _render(self, messages: Messages, *, add_generation_prompt: bool) -> str:
-        rendered = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **self._kwargs,
-        )
+        try:
+            rendered = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self._kwargs,
+            )
+        except TemplateError as error:  # roles that do not alternate, a system message that it does not know …
+            raise DataFailure("template_refuses", str(error)) from error
         return str(rendered)
 
 

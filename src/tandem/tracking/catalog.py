@@ -437,7 +437,7 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         "rows/dropped/<reason>": Metric(
             "rows",
             "SFT, preferences, reward models: rows left out since the start, by reason: `too_long`, `prompt_too_long`, "
-            "`empty_completion`, `equal_sides`, `no_answer`, `template_rewrites`.",
+            "`empty_completion`, `equal_sides`, `no_answer`, `template_rewrites`, `template_refuses`.",
             "Many: raise `max_length`, or look at the rows.",
         ),
         "episodes/running": Metric(
