@@ -23,6 +23,12 @@ PANELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("entropy", ("entropy",)),
     ("KL", ("kl/rollout_proximal", "kl/reference")),
     ("clip fraction", ("clip_fraction",)),
+    ("value loss", ("value/loss",)),
+    ("explained variance of values", ("value/explained_variance",)),
+    ("margin of pairs", ("margin",)),
+    ("margin of held-out pairs", ("eval/margin",)),
+    ("scores of pairs", ("score/chosen", "score/rejected")),
+    ("KL to the teacher", ("kl/teacher",)),
     ("reward spread", ("reward/std",)),
     ("groups without spread", ("groups/without_spread",)),
     ("completion length", ("completion_length/mean", "completion_length/max")),
@@ -78,10 +84,9 @@ def draw_reward(series: Series, path: Path, title: str) -> Path | None:
         axes.plot(steps, rewards, color=BLUE, label="mean reward of the step", **faint)
         axes.plot(steps, running_mean(rewards, window), color=BLUE, linewidth=2.2, label=f"mean of the last {window} steps")
     if eval_steps:
-        axes.plot(
-            eval_steps, accuracy, color=ORANGE, marker="D", markersize=5, linewidth=1.4, label="greedy accuracy, validation"
-        )
-    axes.set(xlabel="step", ylabel="reward", title=title)
+        label = "greedy accuracy, validation" if steps else "accuracy, validation"  # pairs ranked right, say
+        axes.plot(eval_steps, accuracy, color=ORANGE, marker="D", markersize=5, linewidth=1.4, label=label)
+    axes.set(xlabel="step", ylabel="reward" if steps else "share", title=title)
     _style(axes)
     axes.legend(frameon=False, loc="best")
     return _write(figure, path)
