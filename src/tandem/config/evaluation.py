@@ -70,7 +70,7 @@ class EvaluationConfig:
     """Split of folders and hub data sets; null takes the benchmark's, else `test`."""
 
     prompt_column: str | None = None
-    """Column that holds the user's question; null takes the benchmark's, else looks for messages, prompt, question …"""
+    """Column that holds the user's question; null takes the benchmark's, else looks for messages, prompt, question."""
 
     answer_column: str | None = None
     """Column that holds the expected answer; null takes the benchmark's, else looks for answer, solution, completion."""
