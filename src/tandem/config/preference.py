@@ -146,6 +146,11 @@ def problems(config: BaseConfig) -> Iterator[str]:
             if value != 1:
                 yield f"actor.{name}={value} is for reinforcement learning; steps here are set by batch_size: leave it out"
     if isinstance(config, PreferenceConfig):
+        if config.loss.name == "kto" and config.batch_size < 2:
+            yield (
+                f"batch_size must be at least 2 for loss=kto, which compares with other rows' completions, "
+                f"got {config.batch_size}"
+            )
         yield from _loss(config.loss)
         yield from _reference(config)
     if isinstance(config, RewardModelConfig) and config.supervision == "steps" and config.margin:
