@@ -111,5 +111,8 @@ def test_padding_is_never_the_end_of_a_text(tmp_path):
     assert load_scalar_model(tiny_model_folder(tmp_path, "llama")).config.pad_token_id == PADDING
     other = tiny_model_folder(tmp_path, "qwen3", pad_token_id=0)
     assert load_scalar_model(other).config.pad_token_id == 0
+    qwen = tiny_model_folder(tmp_path, "mistral", bos_token_id=2)  # begins texts as it ends them
+    assert load_scalar_model(qwen).config.pad_token_id == 0  # <|endoftext|>, special and no end here
+    (qwen / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="set pad_token_id there to a token that no text ends with"):
-        load_scalar_model(tiny_model_folder(tmp_path, "mistral", bos_token_id=2))
+        load_scalar_model(qwen)

@@ -4,6 +4,7 @@ On disk it is a Hugging Face sequence classifier with one label, whose head is c
 """
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,22 +109,33 @@ def read_classifier(folder: Path, config: PretrainedConfig, dtype: torch.dtype) 
 def padding_token(folder: Path, config: PretrainedConfig) -> int:
     """The token that pads rows in transformers, where a classifier scores the last token that is *not* padding.
 
-    So it must be one that no text ends with: the configuration's own if that is so, else the beginning of a text.
+    So it must be one that no text ends with: the configuration's own if that is so, else the beginning of a text, else
+    another special token of the tokenizer.
 
     Raises:
-        ConfigError: both end texts, or there are none.
+        ConfigError: all of them end texts, or there are none.
     """
     ends = _as_set(config.eos_token_id)
     with contextlib.suppress(OSError):  # a classifier's folder has no generation_config.json
         ends |= _as_set(GenerationConfig.from_pretrained(folder).eos_token_id)
-    for token in (config.pad_token_id, config.bos_token_id):
-        if token is not None and token not in ends:
+    for token in (config.pad_token_id, config.bos_token_id, *_special_tokens(folder)):
+        if token is not None and token not in ends and token < config.vocab_size:
             return token
     raise ConfigError(
         f"config.json of {folder} has no padding token that transformers could tell from the end of a text "
-        f"(pad_token_id={config.pad_token_id}, bos_token_id={config.bos_token_id}, ends {sorted(ends)}); "
-        "set pad_token_id there to a token that no text ends with"
+        f"(pad_token_id={config.pad_token_id}, bos_token_id={config.bos_token_id}, ends {sorted(ends)}), and its "
+        "tokenizer has no other special token; set pad_token_id there to a token that no text ends with"
     )
+
+
+def _special_tokens(folder: Path) -> list[int]:
+    """Those of a folder's tokenizer, the ones made for padding first (Qwen begins and ends texts with the same token)."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return []
+    added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens", [])
+    special = [token for token in added if token.get("special")]
+    return [token["id"] for token in sorted(special, key=lambda token: ("pad" not in token["content"].lower(), token["id"]))]
 
 
 def _as_set(tokens: int | list[int] | None) -> set[int]:

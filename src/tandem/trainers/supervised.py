@@ -8,6 +8,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from tensordict import TensorDict
@@ -26,7 +27,7 @@ from tandem.data.loader import Loader
 from tandem.engines.train.build import build_train_engine
 from tandem.engines.train.fsdp import Head
 from tandem.models.catalog import resolve
-from tandem.models.tokenizer import check_chat_template, load_tokenizer
+from tandem.models.tokenizer import check_chat_template, load_tokenizer, save_classifier_tokenizer
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
 from tandem.tracking.tracker import Tracker
 from tandem.trainers.parts import Rows, validation_config
@@ -169,7 +170,8 @@ def train_on_rows(resolved: Resolved[Any], recipe: Recipe, *, dry_run: bool = Fa
             tracker = stack.enter_context(
                 Tracker(run.path, config.tracking, total_steps=steps, run_name=name, config_dict=plain_data(config))
             )
-        return loop(config, Parts(engine, batches, stages, tokenizer.save_pretrained), run, tracker, rows, steps)
+        save = partial(save_classifier_tokenizer, tokenizer) if recipe.head == "scalar" else tokenizer.save_pretrained
+        return loop(config, Parts(engine, batches, stages, save), run, tracker, rows, steps)
 
 
 @dataclass(frozen=True)

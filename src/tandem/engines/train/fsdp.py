@@ -311,7 +311,7 @@ class FSDPEngine(TrainEngine):
 
 
 def _has_weight(batch: TensorDict) -> torch.Tensor:
-    """Sequences with a loss weight other than 0, ``[N]`` bool; with them those of the same unit, which their loss may read."""
+    """Sequences with a loss weight other than 0, ``[N]`` bool, and those of the same unit, which their loss may read."""
     weighted = (batch["loss_weights"] != 0).float()
     if len(weighted) != num_sequences(batch):
         weighted = sum_by_sequence(batch, weighted)
