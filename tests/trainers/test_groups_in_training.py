@@ -7,10 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tandem.api.samples import Group, Sample
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.rewards.extraction import final_answer
+from tandem.trainers.parts import make_filter, make_loader, observed, open_rows
 from tandem.trainers.rl import train
 
 REWARDS = Path(__file__).parent / "small_rewards.py"
@@ -196,3 +198,40 @@ def test_replay_brings_the_presets_correction(overrides):
     assert grpo.sources["algorithm.correction.weight"] == "preset grpo, replay"
     free = config_of(overrides, "rollout.replay.groups=1", "algorithm.correction.weight=none").config
     assert free.algorithm.correction.weight == "none"
+
+
+def group(index, *rewards, accuracies=None, counted=None):
+    accuracies, counted = accuracies or [None] * len(rewards), counted or [True] * len(rewards)
+    samples = [
+        Sample((), reward, accuracy=accuracy, in_statistics=counts)
+        for reward, accuracy, counts in zip(rewards, accuracies, counted, strict=True)
+    ]
+    return Group(tuple(samples), data={"index": index, "epoch": 0})
+
+
+def test_the_curriculum_learns_of_groups_that_the_filter_turns_down(overrides):
+    config = config_of(overrides, "curriculum.round_rows=5", "algorithm.filter=dynamic_sampling").config
+    loader = make_loader(config, open_rows(config))
+    judge = observed(make_filter(config)[0], loader)
+    assert judge(group(3, 0.0, 0.0, accuracies=[1.0, 1.0])) == (False, "all_correct")
+    assert judge(group(4, 1.0, 0.0, 1.0, counted=[True, True, False]))[0]
+    assert judge(group(5, 1.0, counted=[False])) == (False, "no_sample_counts")
+    assert loader.rates == {3: 1.0, 4: 0.5}
+    assert observed(None, loader)(group(6, 1.0)) == (True, "")
+    assert loader.rates[6] == 1.0
+    assert observed(None, make_loader(config_of(overrides).config, open_rows(config))) is None
+
+
+def test_dynamic_sampling_fills_the_batch_beside_replay_and_counts_what_it_turned_down(overrides):
+    """With samples of one token, groups of two are often all even or all odd."""
+    options = [
+        "algorithm.filter=dynamic_sampling",
+        "rollout.replay.groups=2",
+        "gconfig.n_samples=2",
+        "gconfig.max_new_tokens=1",
+    ]
+    rows = steps(run(overrides, *options, "deterministic=true", "total_train_steps=3"))
+    assert [row["episodes/trained"] for row in rows] == [4, 8, 12]
+    assert all(row["groups/without_spread"] == 0 for row in rows)
+    assert rows[-1]["episodes/dropped/filter/no_spread"] > 0
+    assert [row["replay/groups"] for row in rows] == [0, 2, 2]
