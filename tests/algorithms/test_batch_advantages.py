@@ -85,7 +85,7 @@ def test_gdpo_normalises_each_reward_by_itself():
     total = [z - z, -z + z, z, -z]
     variance = 2 * z * z / 3
     expected = [x / math.sqrt(variance + 1e-8) for x in total]
-    assert gdpo(named, groups, everyone(4)).tolist() == pytest.approx(expected, abs=1e-6)
+    assert gdpo(named, groups, everyone(4)).tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_gdpo_weighs_the_rewards():
@@ -158,6 +158,10 @@ def test_what_is_outside_the_statistics_does_not_change_those_inside(name):
 
 @pytest.mark.parametrize("name", sorted(set(GROUP_RELATIVE) - {"max_rl"}))
 def test_adding_a_constant_to_the_rewards_of_a_group_changes_nothing(name):
-    shift = torch.tensor([2.0]) if name == "lite_ppo" else torch.tensor([2.0, -1.0, 0.5])[torch.unique(GROUPS, return_inverse=True)[1]]
+    shift = (
+        torch.tensor([2.0])
+        if name == "lite_ppo"
+        else torch.tensor([2.0, -1.0, 0.5])[torch.unique(GROUPS, return_inverse=True)[1]]
+    )
     moved = called(name, REWARDS + shift, GROUPS, EVERYONE)
     assert moved.tolist() == pytest.approx(called(name, REWARDS, GROUPS, EVERYONE).tolist(), abs=1e-6)
