@@ -1,5 +1,7 @@
 """From rewards of samples to advantages of tokens."""
 
+from typing import Any
+
 import torch
 from tensordict import TensorDict
 
@@ -75,7 +77,7 @@ class Credit:
         found = self._sized(self._call(tensors | {"rewards": rewards - penalties}), rewards)
         return {"advantages": per_token(batch, found[samples.of_sequence]).masked_fill(~mask, 0.0)}
 
-    def _of_tokens(self, batch: TensorDict, tensors: dict[str, torch.Tensor], mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    def _of_tokens(self, batch: TensorDict, tensors: dict[str, Any], mask: torch.Tensor) -> dict[str, torch.Tensor]:
         for name in ("values", "bootstrap_value"):
             if name in self.advantage.asked:
                 if name not in batch.keys():
@@ -88,9 +90,9 @@ class Credit:
         parts = dict(zip(("advantages", "returns"), found if isinstance(found, tuple) else (found,), strict=False))
         return {name: self._sized(part, mask).masked_fill(~mask, 0.0) for name, part in parts.items()}
 
-    def _baselines(self, batch: TensorDict, samples: Samples) -> dict[str, torch.Tensor]:
+    def _baselines(self, batch: TensorDict, samples: Samples) -> dict[str, Any]:
         """What single choices compare with."""
-        found = {}
+        found: dict[str, Any] = {}
         if "greedy" in self.advantage.asked:
             is_there = "greedy" in batch.keys()
             found["greedy"] = (
@@ -101,7 +103,7 @@ class Credit:
             found["named_rewards"] = {name.removeprefix("rewards/"): batch[name][samples.first] for name in names}
         return found
 
-    def _call(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    def _call(self, tensors: dict[str, Any]) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         try:
             return self.advantage(**tensors)
         except ValueError as error:
@@ -115,7 +117,7 @@ class Credit:
         return result.to(torch.float32)
 
 
-def _of_samples(batch: TensorDict, samples: Samples) -> dict[str, torch.Tensor]:
+def _of_samples(batch: TensorDict, samples: Samples) -> dict[str, Any]:
     return {
         "group_id": batch["group_id"][samples.first],
         "in_statistics": batch["in_statistics"][samples.first],
