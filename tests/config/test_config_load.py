@@ -95,9 +95,8 @@ def test_lists_of_components_and_of_sources_are_built():
 def test_what_is_printed_loads_as_the_same_configuration(tmp_path, preset, asynchronous):
     if asynchronous and PRESETS[preset].asynchronous is None:
         return
-    resolved = load(
-        f"algorithm={preset}", f"async_training={str(asynchronous).lower()}", "algorithm.shaping=[{name: clip, low: 0}]"
-    )
+    shaping = "mask_truncated" if preset == "gdpo" else "{name: clip, low: 0}"  # gdpo judges each named reward by itself
+    resolved = load(f"algorithm={preset}", f"async_training={str(asynchronous).lower()}", f"algorithm.shaping=[{shaping}]")
     for text in (to_yaml(resolved.config), describe(resolved)):
         assert load_config(TrainConfig, written(tmp_path, text)).config == resolved.config
 
@@ -124,12 +123,12 @@ def test_the_user_s_correction_wins_over_the_preset_s():
     ("text", "words"),
     [
         ("actor.lr=1e-5", ["unknown key actor.lr=1e-05", "did you mean actor.optimizer.lr?"]),
-        ("lr=1e-5", ["did you mean actor.optimizer.lr?"]),
+        ("lr=1e-5", ["did you mean actor.optimizer.lr or critic.optimizer.lr?"]),
         ("actor.optimiser.lr=1", ["did you mean actor.optimizer"]),
         ("gconfig.n_sample=4", ["did you mean gconfig.n_samples?"]),
-        ("temperature=1", ["did you mean gconfig.temperature?"]),
+        ("temperature=1", ["did you mean gconfig.temperature or evaluate.temperature?"]),
         ("gconfig.batch_size=4", ["did you mean rollout.batch_size?"]),
-        ("learning_rate=1", ["did you mean actor.optimizer.lr?"]),
+        ("learning_rate=1", ["actor.optimizer.lr", "critic.optimizer.lr"]),
         ("rollout.batch_size=many", ["rollout.batch_size must be a whole number, got 'many'", "command line"]),
         ("rollout.batch_size=2.5", ["must be a whole number, got 2.5"]),
         ("deterministic=1", ["must be true or false, got 1"]),

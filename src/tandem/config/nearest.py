@@ -24,7 +24,9 @@ OTHER_WORDS = {
 def nearest_names(name: str, names: Iterable[str]) -> str:
     """`did you mean 'x'? There are: x, y, z`."""
     names = sorted(names)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    begins = [other for other in names if other.startswith(name)]
+    close = begins or difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+    close.sort(key=lambda other: sorted(other) != sorted(name))  # two letters that changed places, before another letter
     return (f"did you mean {close[0]!r}? " if close else "") + f"There are: {', '.join(names)}"
 
 
@@ -42,5 +44,7 @@ def nearest_keys(key: str, keys: Sequence[str]) -> list[str]:
     if not elsewhere:
         close = difflib.get_close_matches(last, {k.rpartition(".")[2] for k in keys}, n=1, cutoff=0.75)
         elsewhere = [k for k in keys if close and k.rpartition(".")[2] == close[0]]
+    deeper = [k for k in elsewhere if section and k.startswith(f"{section}.")]
+    elsewhere = deeper or elsewhere
     elsewhere.sort(key=lambda k: (-difflib.SequenceMatcher(None, k, key).ratio(), k))
     return elsewhere[:3] or difflib.get_close_matches(key, keys, n=1, cutoff=0.6)
