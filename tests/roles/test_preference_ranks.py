@@ -15,7 +15,7 @@ from tandem.engines.train.fsdp import FSDPEngine
 from tandem.roles.preference import PreferenceLearner
 from tandem.roles.reference import Reference
 from tandem.roles.reward_model import RewardModel
-from tests.roles.test_preference import pair_batch
+from tests.roles.test_preference_roles import pair_batch
 from tests.tiny import tiny_model_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.invariant]
