@@ -34,7 +34,11 @@ def run(overrides, *more):
     return train(load_config(TrainConfig, None, list(keys.values()))).metrics
 
 
-@pytest.mark.parametrize("preset", list(PRESETS))
+FAST = ("luspo", "m2po", "gdpo", "ttrl")
+"""Those whose step has a part of its own that no other test of the trainer takes; the others are slow-marked."""
+
+
+@pytest.mark.parametrize("preset", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in PRESETS])
 def test_each_preset_takes_a_step(overrides, own, preset):
     more = [f"algorithm={preset}", f"reward={own}:parts", "actor.optimizer.lr=0.01"]
     if preset == "ttrl":
