@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.samples import Group, Sample
@@ -52,6 +52,9 @@ class RewardFn(ABC):
 
 class RolloutWorkflow(ABC):
     """One episode: from a row to samples."""
+
+    makes_group: ClassVar[bool] = False
+    """True: an episode returns the whole `Group` of its prompt. False: one sample, and `Repeated` makes the group."""
 
     @abstractmethod
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group | Sample | None:

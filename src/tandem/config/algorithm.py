@@ -28,8 +28,8 @@ class KLConfig:
     where: Literal["loss", "reward"] = "loss"
     """Add it to the loss, or subtract it from the reward of each token."""
 
-    estimator: Literal["k1", "k2", "k3", "k3_plus"] = "k3"
-    """Form of the penalty per token; see docs/algorithms.md."""
+    estimator: Literal["k1", "k2", "k3", "k3_plus"] | None = None
+    """Form of the penalty per token, see docs/algorithms.md; null takes k3 in the loss and k1 in the reward."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class CorrectionConfig:
     high: float = 2.0
     """Cap of `truncate` and upper bound of `mask`."""
 
-    reject: Literal["none", "product", "geometric", "negative_drift"] = "none"
+    reject: Component = field(default_factory=lambda: Component("none"))
     """Rule that drops whole sequences that drifted too far from the policy that sampled them."""
 
 

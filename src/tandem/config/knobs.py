@@ -37,9 +37,8 @@ class KnobRule:
     def rule(self) -> str:
         """The bounds in words, empty if there are none."""
         parts = ["a whole number"] if self.integer else ["a number"]
-        parts += [f"above {self.above:g}"] if self.above is not None else []
-        parts += [f"at least {self.low:g}"] if self.low is not None else []
-        parts += [f"at most {self.high:g}"] if self.high is not None else []
+        bounds = {"above": self.above, "at least": self.low, "at most": self.high}
+        parts += [f"{word} {_shown(bound)}" for word, bound in bounds.items() if bound is not None]
         return ", ".join(parts) + "".join(f", or {value:g}" for value in self.also)
 
     def allows(self, value: Knob) -> bool:
@@ -53,6 +52,11 @@ class KnobRule:
             and (self.low is None or value >= self.low)
             and (self.high is None or value <= self.high)
         )
+
+
+def _shown(bound: float) -> str:
+    """Whole numbers with all their digits."""
+    return str(int(bound)) if bound == int(bound) else f"{bound:g}"
 
 
 Knobs = Mapping[str, KnobRule]
@@ -111,11 +115,27 @@ FILTERS: Mapping[str, Knobs] = {
     },
 }
 
+REJECTIONS: Mapping[str, Knobs] = {
+    "none": {},
+    "product": {
+        "low": KnobRule(0.5, low=0.0, high=1.0, meaning="Smallest product of the ratios that is kept."),
+        "high": KnobRule(2.0, low=1.0, meaning="Largest product that is kept."),
+    },
+    "geometric": {
+        "low": KnobRule(0.999, low=0.0, high=1.0, meaning="Smallest geometric mean of the ratio that is kept."),
+        "high": KnobRule(1.001, low=1.0, meaning="Largest geometric mean that is kept."),
+    },
+    "negative_drift": {
+        "threshold": KnobRule(0.5, low=0.0, meaning="Mean of (rollout − policy) above which bad answers are dropped.")
+    },
+}
+
 CHOICES: Mapping[str, Mapping[str, Knobs]] = {
     "advantage": ADVANTAGES,
     "policy_loss": POLICY_LOSSES,
     "aggregation": AGGREGATIONS,
     "shaping": SHAPING,
     "filter": FILTERS,
+    "correction.reject": REJECTIONS,
 }
 """Field of `AlgorithmConfig` → its choices → their knobs."""

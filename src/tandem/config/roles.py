@@ -1,6 +1,7 @@
 """What the roles add to the training engine they are given."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from tandem.config.train_engine import TrainEngineConfig
 
@@ -23,5 +24,5 @@ class ReferenceConfig:
     path: str | None = None
     """Model to load as the reference; null takes the actor's initial weights."""
 
-    dtype: str | None = None
+    dtype: Literal["auto", "bfloat16", "float32"] | None = None
     """Precision of its forward pass; null takes the actor's."""

@@ -59,11 +59,7 @@ class Actor:
                 f"algorithm.kl.coefficient={algorithm.kl.coefficient:g} measures the distance to a reference policy, and "
                 "there is none; give Actor(reference=Reference(engine)), or set algorithm.kl.coefficient=0"
             )
-        filled = {"max_tokens": max_new_tokens}
-        self._advantage = choose(ADVANTAGES, algorithm.advantage, "algorithm.advantage", filled)
-        self._aggregation = choose(AGGREGATIONS, algorithm.aggregation, "algorithm.aggregation", filled)
-        self._shaping = [choose(SHAPING, s, f"algorithm.shaping[{i}]", filled) for i, s in enumerate(algorithm.shaping)]
-        Objective.of(algorithm)  # refused here, not in the first step
+        self._advantage, self._aggregation, self._shaping = choose_parts(algorithm, max_new_tokens)
 
     @property
     def updates_per_batch(self) -> int:
@@ -272,6 +268,20 @@ class Actor:
         if self._shaping:
             metrics["reward/shaped_mean"] = float(rewards.mean())
         return metrics
+
+
+def choose_parts(algorithm: AlgorithmConfig, max_new_tokens: int | None) -> tuple[Choice, Choice, list[Choice]]:
+    """Advantage, aggregation and shaping by name; those of the loss are resolved too, so that all is refused at start.
+
+    Raises:
+        ConfigError: a part is not known, or lacks what it needs.
+    """
+    filled = {"max_tokens": max_new_tokens}
+    advantage = choose(ADVANTAGES, algorithm.advantage, "algorithm.advantage", filled)
+    aggregation = choose(AGGREGATIONS, algorithm.aggregation, "algorithm.aggregation", filled)
+    shaping = [choose(SHAPING, s, f"algorithm.shaping[{i}]", filled) for i, s in enumerate(algorithm.shaping)]
+    Objective.of(algorithm)
+    return advantage, aggregation, shaping
 
 
 def _sized(result: torch.Tensor, like: torch.Tensor, choice: Choice) -> torch.Tensor:

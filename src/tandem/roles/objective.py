@@ -46,9 +46,9 @@ class Objective:
         return cls(
             policy_loss=choose(POLICY_LOSSES, config.policy_loss, "algorithm.policy_loss"),
             weight=weight,
-            rejection=choose(REJECTIONS, Component(correction.reject), "algorithm.correction.reject"),
+            rejection=choose(REJECTIONS, correction.reject, "algorithm.correction.reject"),
             level=correction.level,
-            kl=choose(KL, Component(kl.estimator), "algorithm.kl.estimator") if in_loss else None,
+            kl=choose(KL, Component(kl.estimator or "k3"), "algorithm.kl.estimator") if in_loss else None,
             kl_coefficient=kl.coefficient,
             entropy_coefficient=config.entropy_coefficient,
             version=version,

@@ -5,10 +5,12 @@ import copy
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
-from tandem.api.failures import EngineDied
-from tandem.api.requests import NoiseKey
+from tandem.api.failures import EngineDied, WrongWorkflow
+from tandem.api.requests import NoiseKey, StopReason
+from tandem.api.samples import Group, Sample
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
 from tandem.config.experiment import TrainConfig
 from tandem.config.generation import GenerationConfig
@@ -40,6 +42,11 @@ class Evaluation:
         }
 
 
+def is_due(every_steps: int | None, step: int, steps: int) -> bool:
+    """Whether `evaluate.every_steps` asks for an evaluation after ``step``: also before the first (0) and after the last."""
+    return every_steps is not None and (step % every_steps == 0 or step == steps)
+
+
 def greedy(config: TrainConfig) -> GenerationConfig:
     """The run's sampling with one greedy sample and the evaluation's length."""
     longest = config.evaluate.max_new_tokens or config.gconfig.max_new_tokens
@@ -55,7 +62,8 @@ async def evaluate(
 ) -> Evaluation:
     """Runs ``workflow`` (one sample a row) on all rows at once, beside whatever else the engine is doing.
 
-    It stands outside the staleness gate: evaluation episodes take no slot and are never trained on.
+    Where a row gives a group, its mean counts. It stands outside the staleness gate: evaluation episodes take no slot and
+    are never trained on.
     """
 
     async def one(index: int, row: dict[str, Any]) -> Any:
@@ -63,7 +71,7 @@ async def evaluate(
         try:
             async with asyncio.timeout(deadline_s):
                 return await workflow.arun_episode(handle, copy.deepcopy(row))
-        except EngineDied:
+        except (EngineDied, WrongWorkflow):
             raise
         except Exception as error:  # the episode boundary: a row that fails is counted, and the others go on
             failure = as_failure(error)
@@ -71,14 +79,15 @@ async def evaluate(
             return failure
 
     results = await asyncio.gather(*(one(i, row) for i, row in enumerate(rows)))
-    samples = [s for r in results for s in (r.samples if hasattr(r, "samples") else [r]) if hasattr(s, "reward")]
+    groups = [r.samples if isinstance(r, Group) else (r,) for r in results if isinstance(r, (Group, Sample))]
+    groups = [group for group in groups if group]
     count = max(1, len(rows))
-    lengths = [sample.num_trained_tokens for sample in samples]
+    samples = [sample for group in groups for sample in group]
     return Evaluation(
-        accuracy=sum(s.reward if s.accuracy is None else s.accuracy for s in samples) / count,
-        reward=sum(s.reward for s in samples) / max(1, len(samples)),
-        completion_length=sum(lengths) / max(1, len(lengths)),
-        truncated=sum(s.trajectories[-1].stop_reason == 1 for s in samples) / count,
-        failed=len(rows) - len(samples),
+        accuracy=sum(fmean(s.reward if s.accuracy is None else s.accuracy for s in group) for group in groups) / count,
+        reward=fmean(s.reward for s in samples) if samples else 0.0,
+        completion_length=fmean(s.num_trained_tokens for s in samples) if samples else 0.0,
+        truncated=sum(fmean(s.trajectories[-1].stop_reason == StopReason.LENGTH for s in group) for group in groups) / count,
+        failed=len(rows) - len(groups),
         rows=len(rows),
     )

@@ -69,7 +69,7 @@ def start_process(config: BaseConfig) -> Process:
     threads = config.threads or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     torch.set_num_threads(training_threads(config, threads) if not cuda else threads)
     random.seed(config.seed)
-    numpy.random.seed(config.seed % 2**32)
+    numpy.random.seed(config.seed)
     torch.manual_seed(config.seed)
     torch.use_deterministic_algorithms(config.deterministic)
     return Process(device, threads, rank, world_size)

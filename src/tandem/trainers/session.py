@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from tandem.api.collective import together
 from tandem.api.engines import InferenceEngine, TrainEngine
 from tandem.api.workflow import RewardFn, RolloutWorkflow
 from tandem.config.arithmetic import max_head_offpolicyness, placement
@@ -20,7 +21,7 @@ from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.roles.actor import Actor
 from tandem.roles.reference import Reference
 from tandem.rollout.executor import Rollout
-from tandem.trainers.evaluation import greedy
+from tandem.trainers.evaluation import evaluate, greedy, is_due
 from tandem.trainers.meter import EngineMeter
 from tandem.trainers.parts import (
     Rows,
@@ -60,9 +61,10 @@ def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, 
     tokenizer = load_tokenizer(folder)
     check_chat_template(tokenizer)
     with contextlib.ExitStack() as stack:
-        engine = make_engine(config, process, folder)
-        if engine is not None:
-            stack.callback(engine.close)
+        with together():
+            engine = make_engine(config, process, folder)
+            if engine is not None:
+                stack.callback(engine.close)
         reference = make_reference(config, process)
         optimizer_steps = steps * config.actor.mini_batches * config.actor.epochs_per_batch
         trainer = build_train_engine(config.actor, total_steps=optimizer_steps, device=process.device)
@@ -81,6 +83,7 @@ def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, 
         reward = make_reward(config)
         stack.callback(reward.close)
         check_columns(reward, rows.train.rows)
+        check_columns(reward, rows.valid)
         rollout = make_rollout(config, engine)
         stack.callback(rollout.close)
         yield Session(
@@ -118,3 +121,19 @@ def make_reference(config: TrainConfig, process: Process) -> Reference | None:
     if config.algorithm.kl.coefficient == 0:
         return None
     return Reference(build_train_engine(reference_config(config), total_steps=0, device=process.device))
+
+
+def evaluate_if_due(config: TrainConfig, session: Session, rows: Rows, step: int, steps: int) -> dict[str, float]:
+    """Greedy accuracy on the validation rows, where `evaluate.every_steps` asks for it at this step; 0 is before the first.
+
+    On the executor's own event loop, beside running episodes. Empty where nothing is due, and on ranks other than 0.
+    Collective.
+    """
+    metrics: dict[str, float] = {}
+    if is_due(config.evaluate.every_steps, step, steps):
+        with together():
+            if session.engine is not None:
+                deadline_s = config.rollout.episode_timeout_s
+                work = evaluate(session.engine, session.greedy_workflow, rows.valid, seed=config.seed, deadline_s=deadline_s)
+                metrics = session.rollout.run(work).metrics()
+    return metrics

@@ -11,6 +11,7 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.batch import pack
+from tandem.api.collective import together
 from tandem.api.failures import DataFailure
 from tandem.config.arithmetic import arithmetic, total_steps
 from tandem.config.errors import ConfigError
@@ -23,7 +24,8 @@ from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.roles.language_model import LanguageModel
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
 from tandem.tracking.tracker import Tracker
-from tandem.trainers.parts import open_rows
+from tandem.trainers.evaluation import is_due
+from tandem.trainers.parts import check_sinks, open_rows
 from tandem.trainers.process import start_process
 from tandem.trainers.summary import Summary, open_run, save_if_due
 
@@ -45,7 +47,7 @@ class Encoder:
         """
         if not row.get("answer"):
             raise DataFailure("no_answer", f"row {row.get('index')} has no answer to learn")
-        messages = [*self._system(), *row["messages"]]
+        messages = self._with_system(row["messages"])
         answered = [*messages, {"role": "assistant", "content": str(row["answer"])}]
         question = self._render(messages, add_generation_prompt=True)
         whole = self._render(answered, add_generation_prompt=False)
@@ -58,8 +60,11 @@ class Encoder:
         mask = torch.tensor([False] * len(prompt) + [True] * len(answer))
         return {"input_ids": torch.tensor(prompt + answer), "loss_mask": mask, "temperature": 1.0}
 
-    def _system(self) -> list[dict[str, str]]:
-        return [{"role": "system", "content": self.config.system_prompt}] if self.config.system_prompt else []
+    def _with_system(self, messages: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
+        """As `Chat` does it: a row's own system message stays the only one."""
+        if self.config.system_prompt is None or any(message["role"] == "system" for message in messages):
+            return list(messages)
+        return [{"role": "system", "content": self.config.system_prompt}, *messages]
 
     def _render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
         kwargs = dict(self.config.chat_template_kwargs)
@@ -98,13 +103,14 @@ class BatchMaker:
 def train(resolved: Resolved, *, dry_run: bool = False) -> Summary:
     """Runs supervised fine-tuning; ``dry_run`` says what it would do."""
     config: SFTConfig = resolved.config
-    process = start_process(config)
+    check_sinks(config)
     rows = open_rows(config)
     steps = total_steps(config, len(rows.train))
     if dry_run:
         print(describe(resolved))
         print(arithmetic(config, len(rows.train)))
         return Summary(folder=None, steps=0)
+    process = start_process(config)
     folder = resolve(config.actor.path)
     tokenizer = load_tokenizer(folder)
     encoder = Encoder(tokenizer, config)
@@ -115,32 +121,51 @@ def train(resolved: Resolved, *, dry_run: bool = False) -> Summary:
         batches = BatchMaker(
             Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle), encoder, config.batch_size
         )
-        valid = validation_batch(encoder, rows.valid, config) if config.evaluate.every_steps else None
+        valid = validation_batch(encoder, rows.valid)
         tracker = (
             stack.enter_context(Tracker(run.path, config.tracking, total_steps=steps, run_name=run.path.name))
             if run
             else None
         )
         timer, checkpoint = PhaseTimer(), None
+        before = evaluate_if_due(config, model, valid, 0, steps)
+        if before and tracker is not None:
+            tracker.log(0, before)
+        timer.metrics()  # what came before the first step is not part of it
         for step in range(1, steps + 1):
             batch = batches.next_batch()
             with timer("train"):
                 metrics = model.train_lm(batch)
             metrics |= {f"rows/dropped/{reason}": float(count) for reason, count in batches.dropped.items()}
-            if valid is not None and (step % config.evaluate.every_steps == 0 or step == steps):
-                metrics |= {f"eval/{name}": value for name, value in model.evaluate_lm(valid).items()}
+            metrics |= evaluate_if_due(config, model, valid, step, steps)
             metrics |= timer.metrics() | {"memory/peak_gib": peak_memory_gib()}
             metrics["tokens_per_s/train"] = int(batch["cu_seqlens"][-1]) / metrics["time/train_s"]
-            if tracker is not None:
-                tracker.log(step, metrics)
+            with together():  # a disk that is full ends all ranks
+                if tracker is not None:
+                    tracker.log(step, metrics)
             checkpoint = save_if_due(config, run, step, steps, engine, tokenizer.save_pretrained) or checkpoint
         return Summary(folder=run.path if run else None, steps=steps, metrics=metrics, checkpoint=checkpoint)
 
 
-def validation_batch(encoder: Encoder, rows: Sequence[Mapping[str, Any]], config: SFTConfig) -> TensorDict:
-    """The held-out rows that fit, as one batch."""
+def evaluate_if_due(
+    config: SFTConfig, model: LanguageModel, valid: TensorDict | None, step: int, steps: int
+) -> dict[str, float]:
+    """The loss of the held-out answers where `evaluate.every_steps` asks for it at this step; step 0 is before the first."""
+    if valid is None or not is_due(config.evaluate.every_steps, step, steps):
+        return {}
+    return {f"eval/{name}": value for name, value in model.evaluate_lm(valid).items()}
+
+
+def validation_batch(encoder: Encoder, rows: Sequence[Mapping[str, Any]]) -> TensorDict | None:
+    """The held-out rows that fit, as one batch; None where there are no rows, because the run never evaluates.
+
+    Raises:
+        ConfigError: there are rows, and none of them can be used.
+    """
+    if not rows:
+        return None
     encoded = []
-    for row in list(rows)[: config.evaluate.max_rows]:
+    for row in rows:
         with contextlib.suppress(DataFailure):
             encoded.append(encoder.encode(row))
     if not encoded:
