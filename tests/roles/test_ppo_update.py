@@ -72,11 +72,11 @@ def test_a_grpo_step_equals_one_written_by_hand(folder):
         CorrectionConfig(),
         CorrectionConfig("truncate", high=1.05),
         CorrectionConfig("mask", "sequence", low=0.3, high=1.4),
-        CorrectionConfig("none", reject="product"),
-        CorrectionConfig("mask", low=0.5, high=2.0, reject="geometric"),
-        CorrectionConfig("truncate", reject="negative_drift"),
+        CorrectionConfig("none", reject=Component("product")),
+        CorrectionConfig("mask", low=0.5, high=2.0, reject=Component("geometric")),
+        CorrectionConfig("truncate", reject=Component("negative_drift")),
     ],
-    ids=lambda c: f"{c.weight}-{c.level}-{c.reject}",
+    ids=lambda c: f"{c.weight}-{c.level}-{c.reject.name}",
 )
 def test_skipping_the_proximal_pass_changes_nothing(folder, correction):
     batch = on_policy(folder, rollout_batch(GROUPS))

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.samples import Group, Sample
@@ -53,7 +53,7 @@ class RewardFn(ABC):
 class RolloutWorkflow(ABC):
     """One episode: from a row to samples."""
 
-    makes_group: ClassVar[bool] = False
+    makes_group: bool = False
     """True: an episode returns the whole `Group` of its prompt. False: one sample, and `Repeated` makes the group."""
 
     @abstractmethod

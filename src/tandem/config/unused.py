@@ -120,7 +120,7 @@ SUPERVISED = (
 
 def unused(config: BaseConfig, written: Written) -> Iterator[str]:
     """One message for each key that was set in vain."""
-    rules = ALWAYS
+    rules: tuple[Unused, ...] = ALWAYS
     if isinstance(config, TrainConfig):
         rules += REINFORCEMENT
     if isinstance(config, SFTConfig):

@@ -21,7 +21,7 @@ class FunctionWorkflow(RolloutWorkflow):
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]):
         self.function, self.arguments = function, arguments
         self.name = getattr(function, "__name__", "function")
-        self.makes_group = bool(getattr(function, "makes_group", False))  # type: ignore[misc] of this one object
+        self.makes_group = bool(getattr(function, "makes_group", False))
 
     async def arun_episode(self, engine: Any, data: Mapping[str, Any]) -> Any:
         """See `RolloutWorkflow`."""

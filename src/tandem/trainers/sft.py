@@ -60,13 +60,13 @@ class Encoder:
         mask = torch.tensor([False] * len(prompt) + [True] * len(answer))
         return {"input_ids": torch.tensor(prompt + answer), "loss_mask": mask, "temperature": 1.0}
 
-    def _with_system(self, messages: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
+    def _with_system(self, messages: Sequence[dict[str, str]]) -> list[dict[str, str]]:
         """As `Chat` does it: a row's own system message stays the only one."""
         if self.config.system_prompt is None or any(message["role"] == "system" for message in messages):
             return list(messages)
         return [{"role": "system", "content": self.config.system_prompt}, *messages]
 
-    def _render(self, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool) -> str:
+    def _render(self, messages: Sequence[dict[str, str]], add_generation_prompt: bool) -> str:
         kwargs = dict(self.config.chat_template_kwargs)
         return self.tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
