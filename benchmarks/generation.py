@@ -22,6 +22,7 @@ from tandem.api.weights import WeightVersion
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.core import EngineCore
+from tandem.models.allocator import keep_freed_memory
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
 
@@ -116,6 +117,7 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    keep_freed_memory()
     folder = resolve(arguments.model)
     kinds = {"distinct": 1, "groups": arguments.group}
     if arguments.only:

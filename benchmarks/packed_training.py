@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tandem.models.allocator import keep_freed_memory
 from tandem.models.catalog import resolve
 from tandem.models.load import load_causal_lm
 from tandem.models.packed import PackedCausalLM
@@ -84,6 +85,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     torch.set_num_threads(2)
+    keep_freed_memory()
     dtype = resolve_dtype(arguments.dtype, "cpu")
     folder = resolve("smollm2-135m")
     padded = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")

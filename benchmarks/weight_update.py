@@ -18,6 +18,7 @@ from tandem.config.rollout import RolloutConfig
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.train.build import build_train_engine
+from tandem.models.allocator import keep_freed_memory
 from tandem.models.catalog import resolve
 from tandem.weights.publisher import WeightPublisher
 
@@ -51,6 +52,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    keep_freed_memory()
     trainer = build_train_engine(TrainEngineConfig(path=args.model, dtype=args.dtype), 1, args.device)
     for placement in ("colocate", "decoupled"):
         engine = build_inference_engine(

@@ -3,8 +3,7 @@
     python examples/addition_grpo.py                                  # what `make train` runs
     python examples/addition_grpo.py trial_name=second actor.optimizer.lr=1e-5
 
-The same run as a command: tandem train examples/addition_grpo.yaml. Simplified against it: one process, no reference model,
-evaluation before the first step and after the last only.
+The same run as a command: tandem train examples/addition_grpo.yaml. Simplified against it: one process, no reference model.
 """
 
 from contextlib import ExitStack
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from tandem.cli.main import run_script
 from tandem.config.arithmetic import max_token_age, placement, total_steps
+from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.engines.inference.build import build_inference_engine
@@ -22,7 +22,7 @@ from tandem.models.tokenizer import load_tokenizer
 from tandem.roles.actor import Actor
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
 from tandem.tracking.tracker import Tracker
-from tandem.trainers.evaluation import evaluate, evaluation_gconfig
+from tandem.trainers.evaluation import Evaluation, evaluate, evaluation_gconfig, is_due
 from tandem.trainers.parts import (
     check_names,
     make_loader,
@@ -43,6 +43,8 @@ def main(overrides: list[str]) -> None:
     config = load_config(TrainConfig, HERE / "addition_grpo.yaml", overrides).config
     check_names(config)
     process = start_process(config)  # threads, device, seeds
+    if process.world_size > 1 or config.algorithm.kl.coefficient > 0:
+        raise ConfigError("one process and no reference model here; run: tandem train examples/addition_grpo.yaml")
     rows = open_rows(config)  # `train`, and `valid`: pairs that are never trained on
     steps = total_steps(config, len(rows.train))
     folder = resolve(config.actor.path)
@@ -84,7 +86,14 @@ def main(overrides: list[str]) -> None:
             trainer, config.algorithm, config.actor, max_head_offpolicyness=eta, max_new_tokens=longest, seed=config.seed
         )
 
-        before = rollout.run(evaluate(engine, examiner, rows.valid, seed=config.seed))
+        def examine() -> Evaluation:  # answers to held-out pairs, greedy ones unless there are several of each
+            n = config.evaluate.n_samples
+            return rollout.run(evaluate(engine, examiner, rows.valid, seed=config.seed, n_samples=n))
+
+        every, results = config.evaluate.every_steps, []
+        if is_due(every, 0, steps):
+            results.append(examine())
+            tracker.log(0, results[-1].metrics())
         timer = PhaseTimer()
         for step in range(1, steps + 1):
             with timer("generate"):
@@ -98,11 +107,15 @@ def main(overrides: list[str]) -> None:
             rollout.end_step()
 
             metrics |= rollout.metrics() | timer.metrics() | {"memory/peak_gib": peak_memory_gib()}
+            if is_due(every, step, steps):
+                results.append(examine())
+                metrics |= results[-1].metrics()
             tracker.log(step, metrics, rollout.last_groups, publisher.history)
             save_if_due(config, run, step, steps, trainer, tokenizer.save_pretrained)
-        after = rollout.run(evaluate(engine, examiner, rows.valid, seed=config.seed))
 
-    print(f"greedy accuracy on {before.rows} held-out pairs: {before.accuracy:.2f} before, {after.accuracy:.2f} after")
+    if results:
+        before, after = results[0], results[-1]
+        print(f"accuracy on {before.rows} held-out pairs: {before.accuracy:.2f} before, {after.accuracy:.2f} after")
     print(f"curves: {run.path}/reward.png   model: {run.checkpoints}/step_{steps}")
     print("next, GSM8K: .venv/bin/tandem train examples/gsm8k_grpo.yaml train_dataset.path=openai/gsm8k async_training=true")
 

@@ -17,9 +17,9 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.tracking.statistics import PhaseTimer
 from tandem.tracking.tracker import Tracker
-from tandem.trainers.parts import open_rows
+from tandem.trainers.parts import check_names, open_rows
 from tandem.trainers.process import start_process
-from tandem.trainers.session import open_session
+from tandem.trainers.session import evaluate_if_due, open_session
 from tandem.trainers.summary import open_run, save_if_due
 
 HERE = Path(__file__).parent
@@ -27,6 +27,7 @@ HERE = Path(__file__).parent
 
 def main(overrides: list[str]) -> None:
     config = load_config(TrainConfig, HERE / "gsm8k_grpo.yaml", overrides).config
+    check_names(config)
     process = start_process(config)
     rows = open_rows(config)
     steps = total_steps(config, len(rows.train))
@@ -41,10 +42,14 @@ def main(overrides: list[str]) -> None:
         rollout, actor, publisher = session.rollout, session.actor, session.publisher
         timer = PhaseTimer()
 
+        if before := evaluate_if_due(config, session, rows, 0, steps):
+            tracker.log(0, before)
         for step in range(1, steps + 1):
             with timer("generate"):
                 batch = rollout.prepare_batch(session.loader, session.workflow)
             with timer("train"), session.meter:
+                if session.reference is not None:
+                    batch = session.reference.compute_logprobs(batch)
                 batch = actor.compute_proximal(batch)
                 batch = actor.compute_advantages(batch)
                 metrics = actor.ppo_update(batch)
@@ -54,6 +59,7 @@ def main(overrides: list[str]) -> None:
 
             save_if_due(config, run, step, steps, session.trainer, session.tokenizer.save_pretrained)
             metrics |= rollout.metrics() | session.meter.metrics() | timer.metrics()
+            metrics |= evaluate_if_due(config, session, rows, step, steps)
             if tracker is not None:
                 tracker.log(step, metrics, rollout.last_groups, publisher.history)
 

@@ -19,7 +19,7 @@ from tandem.roles.language_model import LanguageModel
 from tandem.tracking.statistics import PhaseTimer
 from tandem.tracking.tracker import Tracker
 from tandem.trainers.process import start_process
-from tandem.trainers.sft import BatchMaker, Encoder
+from tandem.trainers.sft import BatchMaker, Encoder, evaluate_if_due, validation_batch
 from tandem.trainers.summary import open_run, save_if_due
 from tandem.trainers.supervised import open_examples
 
@@ -40,12 +40,16 @@ def main(overrides: list[str]) -> None:
         model = LanguageModel(trainer)
         loader = Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
         batches = BatchMaker(loader, Encoder(tokenizer, config), config.batch_size)
+        valid = validation_batch(batches.encoder, rows.valid)
         timer = PhaseTimer()
 
+        if (before := evaluate_if_due(config, model, valid, 0, steps)) and tracker is not None:
+            tracker.log(0, before)
         for step in range(1, steps + 1):
             batch = batches.next_batch()
             with timer("train"):
                 metrics = model.train_lm(batch)
+            metrics |= evaluate_if_due(config, model, valid, step, steps)
             save_if_due(config, run, step, steps, trainer, tokenizer.save_pretrained)
             if tracker is not None:
                 tracker.log(step, metrics | timer.metrics())

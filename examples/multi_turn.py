@@ -15,12 +15,12 @@ from tandem.cli.main import run_script
 from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.rollout.workflows import ChatWorkflow, Repeated
+from tandem.rollout.workflows import ChatWorkflow
 from tandem.tracking.statistics import PhaseTimer
 from tandem.tracking.tracker import Tracker
-from tandem.trainers.parts import open_rows
+from tandem.trainers.parts import check_names, open_rows
 from tandem.trainers.process import start_process
-from tandem.trainers.session import open_session
+from tandem.trainers.session import evaluate_if_due, open_session
 from tandem.trainers.summary import open_run, save_if_due
 
 HERE = Path(__file__).parent
@@ -56,7 +56,9 @@ def show(sample, tokenizer) -> str:
 
 
 def main(overrides: list[str]) -> None:
-    config = load_config(TrainConfig, HERE / "multi_turn.yaml", overrides).config
+    own = f"workflow={__file__}:RetryUntilCorrect"  # another `workflow=` on the command line comes later, and wins
+    config = load_config(TrainConfig, HERE / "multi_turn.yaml", [own, *overrides]).config
+    check_names(config)
     process = start_process(config)
     rows = open_rows(config)
     steps = total_steps(config, len(rows.train))
@@ -64,17 +66,21 @@ def main(overrides: list[str]) -> None:
 
     with ExitStack() as stack:
         run = open_run(config, process, stack)
-        tracker = stack.enter_context(Tracker(run.path, config.tracking, total_steps=steps, run_name=name))
+        tracker = None
+        if run is not None:
+            tracker = stack.enter_context(Tracker(run.path, config.tracking, total_steps=steps, run_name=name))
         session = stack.enter_context(open_session(config, process, rows, steps, name))
         rollout, actor = session.rollout, session.actor
-        one = RetryUntilCorrect(session.reward, config.gconfig, session.tokenizer)
-        workflow = Repeated(one, config.gconfig.n_samples)
         timer = PhaseTimer()
 
+        if before := evaluate_if_due(config, session, rows, 0, steps):
+            tracker.log(0, before)
         for step in range(1, steps + 1):
             with timer("generate"):
-                batch = rollout.prepare_batch(session.loader, workflow)
+                batch = rollout.prepare_batch(session.loader, session.workflow)  # groups of this file's episodes
             with timer("train"):
+                if session.reference is not None:
+                    batch = session.reference.compute_logprobs(batch)
                 batch = actor.compute_proximal(batch)
                 batch = actor.compute_advantages(batch)
                 metrics = actor.ppo_update(batch)
@@ -83,10 +89,13 @@ def main(overrides: list[str]) -> None:
             rollout.end_step()
 
             save_if_due(config, run, step, steps, session.trainer, session.tokenizer.save_pretrained)
-            tracker.log(step, metrics | rollout.metrics() | timer.metrics(), rollout.last_groups)
+            metrics |= rollout.metrics() | timer.metrics() | evaluate_if_due(config, session, rows, step, steps)
+            if tracker is not None:
+                tracker.log(step, metrics, rollout.last_groups, session.publisher.history)
 
-        longest = max((s for g in rollout.last_groups for s in g.samples), key=lambda s: s.metrics["turns"])
-        print(show(longest, session.tokenizer))
+        if run is not None:
+            longest = max((s for g in rollout.last_groups for s in g.samples), key=lambda s: s.metrics.get("turns", 1))
+            print(show(longest, session.tokenizer))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,10 @@ from tandem.algorithms.registry import (
 )
 from tandem.config.algorithm import Component, CorrectionConfig, KLConfig
 from tandem.config.coerce import without_none
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import TrainConfig
 from tandem.config.knobs import CHOICES, GROUP_RELATIVE
+from tandem.config.load import load_config
 from tandem.config.presets import PRESETS
 
 REGISTRIES = {
@@ -62,6 +65,30 @@ def test_group_relative_advantages_are_those_that_compare_within_a_group():
 def test_fixed_choices_of_the_configuration_are_the_registered_ones(config, field, registry):
     kind, _ = without_none(config.__annotations__[field])
     assert set(kind.__args__) == set(registry)
+
+
+def test_the_configuration_names_every_kl_estimator_and_null():
+    (names, nothing) = KLConfig.__annotations__["estimator"].__args__
+    assert (set(names.__args__), nothing) == (set(KL), type(None))
+
+
+def test_the_bounds_of_the_correction_are_the_knobs_of_its_weights_with_the_same_defaults():
+    bounds = {"low": CorrectionConfig().low, "high": CorrectionConfig().high}
+    for name in IMPORTANCE_WEIGHTS:
+        knobs = knobs_of(IMPORTANCE_WEIGHTS.get(name))
+        assert knobs == {knob: bounds[knob] for knob in knobs}, name
+
+
+@pytest.mark.parametrize("name", ["none", "truncate", "mask"])
+@pytest.mark.parametrize(("bound", "value"), [("low", 0.5), ("high", 3.0)])
+def test_a_bound_of_the_correction_is_accepted_where_the_weight_uses_it_and_nowhere_else(name, bound, value):
+    items = [f"algorithm.correction.weight={name}", f"algorithm.correction.{bound}={value}"]
+    items = ["train_dataset.path=addition", *items]
+    if bound in knobs_of(IMPORTANCE_WEIGHTS.get(name)):
+        assert getattr(load_config(TrainConfig, None, items).config.algorithm.correction, bound) == value
+    else:
+        with pytest.raises(ConfigError, match=rf"{bound}={value:g} is not used with weight={name}"):
+            load_config(TrainConfig, None, items)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -69,7 +69,7 @@ TRUNCATED = "algorithm.correction.weight=truncate"
             ["algorithm.kl={coefficient: 0.1, estimator: k1}"],
             ["gradient of zero on average", "algorithm.kl.importance=true"],
         ),
-        (["algorithm.kl.importance=true"], ["not used, because algorithm.kl.coefficient is 0"]),
+        (["algorithm.kl.importance=true"], ["not used because algorithm.kl.coefficient is 0"]),
         (["algorithm.kl={coefficient: 0.1, where: reward, importance: true}"], ["which has no gradient"]),
         (["algorithm.kl={coefficient: 0.1, where: reward, estimator: k2}"], ["the reward takes k1"]),
         (["algorithm.kl.target=6"], ["0 cannot grow", "for example 0.01"]),

@@ -23,7 +23,7 @@ def load(*overrides, cls=TrainConfig):
         (["gconfig.n_samples=1"], ["gconfig.n_samples must be at least 2", "got 1"]),
         (["gconfig.top_p=0.9"], ["gconfig.top_p=0.9", "algorithm.allow_truncated_sampling=true"]),
         (["gconfig.top_k=20"], ["gconfig.top_k=20"]),
-        (["gconfig.temperature=0"], ["gconfig.temperature must be a number, above 0, got 0"]),
+        (["gconfig.temperature=0"], ["gconfig.temperature must be a number, at least 0.001, at most 1000, got 0"]),
         (
             ["rollout.batch_size=2", "actor.mini_batches=4"],
             ["actor.mini_batches must be at most rollout.batch_size (2)", "got 4"],

@@ -301,7 +301,7 @@ def test_a_missing_column_names_those_that_are_there(reward):
         ("mth", "did you mean 'math'"),
         ("length(target=3)", "it has: target_tokens"),
         ("math +", "cannot be read"),
-        ("math*math", "a weight is a number"),
+        ("math*math", "a weight is a finite number"),
         ("math + math", "twice"),
         ("no_such_file.py:reward", "there is no file"),
         ("FILE:lenght", "length"),

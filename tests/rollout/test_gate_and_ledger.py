@@ -37,6 +37,7 @@ def test_the_inequality_holds_and_nothing_is_lost_whatever_happens(events, batch
             places["taken"] = []
             gate.end_step()
         ledger.check(gate)
+        ledger.recount()
         assert gate.running + gate.waiting + gate.taken <= (eta + 1) * batch_size
         assert gate.running <= (max_concurrent or gate.running)
         assert sum(ledger.total(state) for state in STATES) == count
@@ -93,5 +94,33 @@ def test_the_totals_of_an_epoch_add_up_and_survive_a_restart():
 def test_a_ledger_that_disagrees_with_the_gate_says_where():
     ledger = Ledger()
     ledger.move(Prompt(0, 0), "running")
-    with pytest.raises(RuntimeError, match=r"1 prompts are running.*the gate 0"):
+    with pytest.raises(RuntimeError, match=r"1 prompts are running.*the gate says 0"):
         ledger.check(StalenessGate(1))
+
+
+def test_a_step_costs_what_moved_in_it_and_everything_is_counted_anew_now_and_then():
+    ledger, gate = Ledger(), StalenessGate(1)
+    recounts = []
+    original = ledger.recount
+    ledger.recount = lambda: (recounts.append(1), original())
+    for index in range(1000):
+        ledger.move(Prompt(index // 300, index), "running")
+        gate.submit()
+        ledger.move(Prompt(index // 300, index), "waiting")
+        gate.finish()
+        gate.consume()
+        ledger.move(Prompt(index // 300, index), "taken")
+        ledger.check(gate)
+        ledger.move(Prompt(index // 300, index), "trained")
+        gate.end_step()
+        ledger.check(gate)
+    assert 0 < len(recounts) < 40  # 2000 checks: each recount comes after as many moves as there are prompts
+    assert [ledger.epoch_totals(epoch)["trained"] for epoch in range(4)] == [300, 300, 300, 100]
+
+
+def test_totals_that_were_spoiled_are_found_by_counting_anew():
+    ledger = Ledger()
+    ledger.move(Prompt(0, 0), "running")
+    ledger._totals.update(running=-1, pending=1)
+    with pytest.raises(RuntimeError, match="counted anew"):
+        ledger.recount()

@@ -27,6 +27,7 @@ def overrides(model, tmp_path):
         "gconfig.max_new_tokens=8",
         "train_dataset.path=addition",
         "valid_dataset.path=addition",
+        "evaluate.every_steps=null",
         "total_train_steps=3",
         f"reward={Path(__file__).parent / 'small_rewards.py'}:even",
         "threads=1",

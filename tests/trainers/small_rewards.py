@@ -33,3 +33,14 @@ def slow_now_and_then(completion_ids: tuple[int, ...]) -> float:
 
 def ends_its_process() -> float:
     os._exit(3)
+
+
+def fails_now_and_then(completion_ids: tuple[int, ...]) -> float:
+    if sum(completion_ids) % 3 == 0:
+        raise ValueError("this answer cannot be judged")
+    return even(completion_ids)
+
+
+def never_right(completion_ids: tuple[int, ...]) -> dict[str, float]:
+    """No answer is right, so every one is asked again; some are better than others."""
+    return {"reward": even(completion_ids) - 1.0, "accuracy": 0.0}

@@ -64,7 +64,7 @@ def test_several_greedy_samples_are_refused():
 
 
 def test_supervised_training_refuses_the_keys_of_generation():
-    with pytest.raises(ConfigError, match=r"evaluate\.n_samples=4 is for reinforcement learning"):
+    with pytest.raises(ConfigError, match=r"evaluate\.n_samples=4 is not used by supervised"):
         load_config(SFTConfig, None, ["train_dataset.path=addition", "evaluate.n_samples=4"])
 
 

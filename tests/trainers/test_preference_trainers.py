@@ -101,9 +101,9 @@ def test_simpo_and_orpo_load_no_reference(items):
         (["loss=dpo", "loss.beta=0"], "loss.beta must be a number, above 0, got 0"),
         (["loss.label_smoothing=0.7"], "loss.label_smoothing must be a number, at least 0, at most 0.5"),
         (["loss=dpoo"], "loss=dpoo is not known; did you mean dpo"),
-        (["loss=orpo", "reference.path=x"], "reference.path=x is not used, because loss=orpo needs no reference"),
+        (["loss=orpo", "reference.path=x"], "reference.path=x is not used because this loss compares with no reference"),
         (["loss=kto", "batch_size=1"], "batch_size must be at least 2 for loss=kto"),
-        (["actor.mini_batches=2"], "actor.mini_batches=2 is for reinforcement learning"),
+        (["actor.mini_batches=2"], "actor.mini_batches=2 is not used by supervised"),
         (["train_dataset.columns.chosn=x"], "train_dataset.columns.chosn is none of our names; did you mean chosen"),
     ],
 )

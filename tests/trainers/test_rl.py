@@ -237,27 +237,6 @@ def test_an_engine_process_that_is_killed_ends_the_run_within_five_seconds(overr
     assert killed_at and time.monotonic() - killed_at[0] < 5
 
 
-def test_ctrl_c_ends_a_run_cleanly(overrides, tmp_path):
-    items = [*overrides, "total_train_steps=100000", "placement=decoupled"]
-    before = set(Path("/dev/shm").iterdir()) if Path("/dev/shm").exists() else set()
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tandem", "train", *items], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    deadline = time.monotonic() + 120
-    while not any(path.stat().st_size for path in tmp_path.glob("*/*/metrics.jsonl")) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
-
-    assert process.returncode == 130, output
-    assert str(tmp_path) in output
-    (info,) = tmp_path.glob("*/*/run.json")
-    assert json.loads(info.read_text())["status"] == "interrupted"
-    if before:
-        assert not {path for path in set(Path("/dev/shm").iterdir()) - before if "tandem" in path.name}
-
-
 @pytest.mark.parametrize(
     "items",
     [

@@ -264,3 +264,13 @@ def test_a_rank_without_an_engine_takes_part_in_the_stream():
     publisher = WeightPublisher(trainer, (), run="test", dtype=torch.float32)
     publisher.publish()
     assert publisher.version.number == 1
+
+
+def test_the_weights_that_training_begins_with_have_their_digest_too():
+    trainer = Weights()
+    publisher = WeightPublisher(trainer, (), run="test", dtype=torch.float32)
+    publisher.publish()
+    assert publisher.history[0].digest == publisher.history[1].digest != ""  # nothing was trained in between
+    trainer.become(1)
+    publisher.publish()
+    assert publisher.history[2].digest != publisher.history[0].digest

@@ -2,10 +2,12 @@
 
 TandemError
 ├── ConfigError (ValueError)            a configuration that cannot work
+│   └── WrongWorkflow                   a workflow that no prompt can be run with: ends the run
 ├── BatchError (ValueError)             a batch that lacks a field or has the wrong shape
 ├── WaitTimeout (TimeoutError)          a wait that passed its deadline; says what it waited for
 ├── NonFinite (ArithmeticError)         loss or gradient not finite too often in a row
 ├── WeightUpdateFailed (RuntimeError)   an update that no engine took
+├── RankFailed (RuntimeError)           another rank failed; quotes its error
 └── EpisodeFailure                      why an episode was dropped; `reason` is counted in metrics
     ├── DataFailure                     the row or its reward: counted, bounded, never retried
     │   └── RewardFailure               raised, timeout, not_finite, wrong_type
@@ -23,11 +25,17 @@ __all__ = [
     "EpisodeFailure",
     "InfrastructureFailure",
     "NonFinite",
+    "RankFailed",
     "RewardFailure",
     "TandemError",
     "WaitTimeout",
     "WeightUpdateFailed",
+    "WrongWorkflow",
 ]
+
+
+class WrongWorkflow(ConfigError):
+    """A workflow that returns what nobody can use, whatever the prompt: the run ends, saying what to change."""
 
 
 class BatchError(TandemError, ValueError):
@@ -44,6 +52,10 @@ class NonFinite(TandemError, ArithmeticError):
 
 class WeightUpdateFailed(TandemError, RuntimeError):
     """A weight update that no engine took; all of them still serve the version before."""
+
+
+class RankFailed(TandemError, RuntimeError):
+    """Another rank of this run failed, so this one cannot go on; the message has the other's error."""
 
 
 class EpisodeFailure(TandemError):

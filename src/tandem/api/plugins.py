@@ -3,11 +3,15 @@
 import hashlib
 import importlib.util
 import sys
+import traceback
+from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tandem.config.errors import ConfigError
+
+T = TypeVar("T")
 
 
 def is_file_spec(spec: str) -> bool:
@@ -21,13 +25,17 @@ def load_object(spec: str) -> Any:
     The file's own folder can be imported from, after everything else, as when it is run as a script.
 
     Raises:
-        ConfigError: the spec has another form, the file is missing, or it has no such name.
+        ConfigError: the spec has another form, the file is missing or raises, or it has no such name.
     """
     source, _, name = spec.rpartition(":")
     if not source.endswith(".py") or not name:
         raise ConfigError(f"{spec!r} must have the form my_file.py:name")
-    path = Path(source).expanduser().resolve()
-    if not path.is_file():
+    try:
+        path = Path(source).expanduser().resolve()
+        there = path.is_file()
+    except (OSError, RuntimeError) as error:  # a name too long, or a home folder that nobody has
+        raise ConfigError(f"{spec!r}: {source} is not the name of a file: {error}") from error
+    if not there:
         raise ConfigError(f"{spec!r}: there is no file {path}")
     module_name = f"tandem_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     module = sys.modules.get(module_name)
@@ -40,7 +48,7 @@ def load_object(spec: str) -> Any:
         if str(path.parent) not in sys.path:
             sys.path.append(str(path.parent))
         try:
-            found.loader.exec_module(module)
+            in_user_code(spec, found.loader.exec_module, module)
         except BaseException:
             del sys.modules[module_name]
             raise
@@ -50,3 +58,24 @@ def load_object(spec: str) -> Any:
         hint = f"; did you mean {near[0]!r}?" if near else f"; names there: {', '.join(names) or 'none'}"
         raise ConfigError(f"{spec!r}: {path.name} has no {name!r}{hint}")
     return getattr(module, name)
+
+
+def in_user_code(spec: str, function: Callable[..., T], *arguments: Any, **named: Any) -> T:
+    """Calls what a user wrote, at start: his file, or the constructor of his class.
+
+    Raises:
+        ConfigError: it raised, whatever it was; says what, and in which line of his file. The cause is kept.
+    """
+    try:
+        return function(*arguments, **named)
+    except ConfigError:
+        raise
+    except Exception as error:
+        file = spec.rpartition(":")[0]
+        if isinstance(error, SyntaxError) and error.lineno:
+            line: int | None = error.lineno
+        else:
+            frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == Path(file).name]
+            line = frames[-1].lineno if frames else None
+        place = f"{file}, line {line}" if line else file
+        raise ConfigError(f"{spec!r} raised {type(error).__name__}: {error} ({place}); mend it there") from error

@@ -59,6 +59,9 @@ class RewardFn(ABC):
 class RolloutWorkflow(ABC):
     """One episode: from a row to samples."""
 
+    makes_group: bool = False
+    """True: an episode returns the whole `Group` of its prompt. False: one sample, and `Repeated` makes the group."""
+
     @abstractmethod
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group | Sample | None:
         """Runs one episode on one row.

@@ -10,21 +10,39 @@ from tandem.config.arithmetic import arithmetic, max_head_offpolicyness, placeme
 from tandem.config.check_algorithm import combinations, corrects_itself
 from tandem.config.check_critic import critic_problems
 from tandem.config.check_groups import groups
-from tandem.config.data import COLUMNS, DatasetConfig
+from tandem.config.data import COLUMNS, DatasetConfig, ValidDatasetConfig
 from tandem.config.errors import ConfigError
-from tandem.config.experiment import BaseConfig, EvaluateConfig, SFTConfig, TrainConfig
+from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.keys import leaves
 from tandem.config.knobs import CHOICES, GROUP_RELATIVE
 from tandem.config.limits import LIMITS
 from tandem.config.nearest import nearest_names
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
 from tandem.config.presets import PRESETS
+from tandem.config.unused import paths, unused
 
 __all__ = ["arithmetic", "check", "max_head_offpolicyness", "placement", "total_steps"]
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 FILE_ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 SINKS = ("tensorboard", "wandb", "trackio")
+MAY_BE_EMPTY = ("system_prompt", "train_dataset.prompt_suffix", "valid_dataset.prompt_suffix")
+GIVEN_TO_TEMPLATES = (
+    "conversation",
+    "messages",
+    "chat_template",
+    "tokenize",
+    "add_generation_prompt",
+    "continue_final_message",
+    "padding",
+    "truncation",
+    "max_length",
+    "return_tensors",
+    "return_dict",
+    "return_assistant_tokens_mask",
+    "tokenizer_kwargs",
+)
+"""Arguments of the function that renders templates which are not the template's own, or are set by Tandem."""
 
 
 def check(config: BaseConfig, written: Container[str] = ()) -> None:
@@ -33,14 +51,14 @@ def check(config: BaseConfig, written: Container[str] = ()) -> None:
     Raises:
         ConfigError: each problem with its key, the value, the rule and the remedy.
     """
-    problems = [*_limits(config), *_common(config)]
+    problems = [*_limits(config), *_texts(config), *_common(config), *unused(config, written)]
     if isinstance(config, TrainConfig):
         problems += [*_rollout(config), *_algorithm(config), *_correction(config, written), *_sampling(config)]
         problems += groups(config, written)
-        problems += combinations(config, written)
+        problems += combinations(config)
         problems += critic_problems(config)
-    if isinstance(config, SFTConfig):
-        problems += _sft(config)
+    if not isinstance(config, (TrainConfig, DistillConfig)):
+        problems += _rewards_of_sources(config)
     if isinstance(config, (PreferenceConfig, RewardModelConfig, DistillConfig)):
         problems += preference.problems(config)
     if isinstance(config, DistillConfig):
@@ -58,6 +76,15 @@ def _limits(config: BaseConfig) -> Iterator[str]:
             yield f"{key} must be {limit.rule()}, got {value}"
 
 
+def _texts(config: BaseConfig) -> Iterator[str]:
+    for key, value in leaves(config):
+        if value == "" and key not in MAY_BE_EMPTY:
+            yield f"{key} is empty; give it a value, or leave it out"
+    for name in config.chat_template_kwargs:
+        if name in GIVEN_TO_TEMPLATES:
+            yield f"chat_template_kwargs.{name} is not the template's to set: leave it out"
+
+
 def _common(config: BaseConfig) -> Iterator[str]:
     for key in ("experiment_name", "trial_name"):
         name = getattr(config, key)
@@ -71,43 +98,48 @@ def _common(config: BaseConfig) -> Iterator[str]:
     train, valid = config.train_dataset, config.valid_dataset
     if train.path is None and not train.sources:
         yield "train_dataset.path is missing: give a folder, a file, a hub name, `addition` or reasoning_gym:NAME"
-    alone = valid.path is None and not valid.sources
-    if config.evaluate.every_steps is not None and alone and train.path and train.path.endswith(FILE_ENDINGS):
-        yield (
-            f"evaluate.every_steps={config.evaluate.every_steps} needs validation rows, but train_dataset.path={train.path} "
-            "is one file without splits; set valid_dataset.path, or evaluate.every_steps=null"
-        )
+    if config.evaluate.every_steps is not None and not paths(valid):
+        yield from _validation_split(config)
     yield from _backend(config.actor.backend)
-    if not isinstance(config, TrainConfig):
-        for name in ("n_samples", "temperature", "max_new_tokens"):
-            value = getattr(config.evaluate, name)
-            if value != getattr(EvaluateConfig(), name):
-                yield (
-                    f"evaluate.{name}={value} is for reinforcement learning; nothing is generated here: leave it "
-                    "out, and measure answers with tandem eval"
-                )
     for sink in config.tracking.sinks:
         if sink not in SINKS:
             yield f"tracking.sinks has {sink!r}; {nearest_names(sink, SINKS)}. A list is written [tensorboard, wandb]"
-    optimizer = config.actor.optimizer
-    if optimizer.schedule == "constant" and optimizer.min_lr_ratio:
+    for sink in sorted({sink for sink in config.tracking.sinks if config.tracking.sinks.count(sink) > 1}):
+        yield f"tracking.sinks names {sink} more than once; once is enough"
+
+
+def _validation_split(config: BaseConfig) -> Iterator[str]:
+    """Validation rows that come from the training data must be another split of it."""
+    train, every = config.train_dataset, config.evaluate.every_steps
+    for path in paths(train):
+        if path.endswith(FILE_ENDINGS):
+            yield (
+                f"evaluate.every_steps={every} needs validation rows, but train_dataset.path={path} "
+                "is one file without splits; set valid_dataset.path, or evaluate.every_steps=null"
+            )
+    split = config.valid_dataset.split or "test"
+    if split == (train.split or "train"):
         yield (
-            f"actor.optimizer.min_lr_ratio={optimizer.min_lr_ratio:g} is not used by the constant schedule; "
-            "set actor.optimizer.schedule to linear or cosine, or leave it out"
+            f"evaluate.every_steps={every} would evaluate on the training rows: both are split {split!r}; set "
+            "valid_dataset.split to another one, or valid_dataset.path"
         )
 
 
-def _dataset(key: str, data: DatasetConfig) -> Iterator[str]:
+def _dataset(key: str, data: DatasetConfig | ValidDatasetConfig) -> Iterator[str]:
     if data.path is not None and data.sources:
         yield f"{key} has both path={data.path} and sources; keep one: put the path among the sources"
-    if data.max_rows is not None and data.max_rows < 1:
-        yield f"{key}.max_rows must be at least 1 or null, got {data.max_rows}"
-    for ours in data.columns:
+    for ours in data.columns or ():
         if ours not in COLUMNS:
             yield f"{key}.columns.{ours} is none of our names; {nearest_names(ours, COLUMNS)}"
-    if data.size < 1:
-        yield f"{key}.size must be at least 1, got {data.size}"
+    labels = [source.label for source in data.sources]
     for i, source in enumerate(data.sources):
+        if not source.path:
+            yield f"{key}.sources[{i}].path is empty; give a folder, a file, a hub name, `addition` or reasoning_gym:NAME"
+        elif source.label in labels[:i]:
+            yield (
+                f"{key}.sources[{i}] has the same name in metrics as another source, {source.label!r}; "
+                f"tell them apart with name, for example {{path: {source.path}, name: {source.label}_{i}}}"
+            )
         if not (source.weight > 0 and math.isfinite(source.weight)):
             yield f"{key}.sources[{i}].weight must be above 0, got {source.weight}; leave a source out to not use it"
 
@@ -175,7 +207,7 @@ def _algorithm(config: TrainConfig) -> Iterator[str]:
     yield from _component("correction.reject", "algorithm.correction.reject", algorithm.correction.reject)
     for i, shaping in enumerate(algorithm.shaping):
         yield from _component("shaping", f"algorithm.shaping[{i}]", shaping)
-    yield from _kl(config, algorithm)
+    yield from _kl(algorithm)
     if algorithm.advantage.name in GROUP_RELATIVE and config.gconfig.n_samples < 2:
         yield (
             f"gconfig.n_samples must be at least 2 for algorithm.advantage={algorithm.advantage.name}, which compares the "
@@ -183,13 +215,29 @@ def _algorithm(config: TrainConfig) -> Iterator[str]:
         )
     band = algorithm.filter
     if band.name == "accuracy_band":
-        low, high = float(band.knobs.get("low", 0.1)), float(band.knobs.get("high", 0.9))
-        if low > high:
-            yield f"algorithm.filter.low must be at most algorithm.filter.high ({high:g}), got {low:g}; no group would pass"
+        yield from _ordered("algorithm.filter", band, 0.1, 0.9, "no group would pass")
+    for i, shaping in enumerate(algorithm.shaping):
+        if shaping.name == "clip":
+            yield from _ordered(f"algorithm.shaping[{i}]", shaping, -1.0, 1.0, "there is nothing between them")
+        if shaping.name == "overlong":
+            yield from _overlong(f"algorithm.shaping[{i}]", shaping, config.gconfig.max_new_tokens)
+
+
+def _ordered(key: str, component: Component, low: float, high: float, otherwise: str) -> Iterator[str]:
+    """``low`` and ``high``: the defaults."""
+    given = component.knobs.get("low", low), component.knobs.get("high", high)
+    if all(isinstance(value, (int, float)) for value in given) and float(given[0]) > float(given[1]):
+        yield f"{key}.low must be at most {key}.high ({given[1]:g}), got {given[0]:g}; {otherwise}"
+
+
+def _overlong(key: str, component: Component, max_new_tokens: int) -> Iterator[str]:
+    most, buffer = component.knobs.get("max_tokens", max_new_tokens), component.knobs.get("buffer_tokens", 1)
+    if isinstance(most, (int, float)) and isinstance(buffer, (int, float)) and buffer > most:
+        yield f"{key}.buffer_tokens must be at most {key}.max_tokens ({most}), got {buffer}"
 
 
 def _component(field: str, key: str, component: Component) -> Iterator[str]:
-    if ":" in component.name:
+    if component.name.rpartition(":")[0].endswith(".py"):
         return  # my_file.py:function, whose signature is checked when it is loaded
     choices = CHOICES[field]
     if component.name not in choices:
@@ -204,7 +252,7 @@ def _component(field: str, key: str, component: Component) -> Iterator[str]:
             yield f"{key}.{name} must be {knobs[name].rule()}, got {value}"
 
 
-def _kl(config: TrainConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
+def _kl(algorithm: AlgorithmConfig) -> Iterator[str]:
     kl = algorithm.kl
     if kl.coefficient > 0 and kl.where == "loss" and kl.estimator == "k1" and not kl.importance:
         yield (
@@ -216,14 +264,6 @@ def _kl(config: TrainConfig, algorithm: AlgorithmConfig) -> Iterator[str]:
             f"algorithm.kl.estimator={kl.estimator} is for the loss; the reward takes k1: leave it out, "
             "or set algorithm.kl.where=loss"
         )
-    if kl.coefficient == 0:
-        for name in ("path", "dtype", "refresh_every_steps"):
-            value = getattr(config.reference, name)
-            if value is not None:
-                yield (
-                    f"reference.{name}={value} is not used, because algorithm.kl.coefficient is 0; "
-                    f"set algorithm.kl.coefficient, for example 0.001, or leave reference.{name} out"
-                )
 
 
 def _correction(config: TrainConfig, written: Container[str]) -> Iterator[str]:
@@ -244,14 +284,6 @@ def _correction(config: TrainConfig, written: Container[str]) -> Iterator[str]:
             f"algorithm.correction.low must be below algorithm.correction.high ({correction.high:g}), "
             f"got {correction.low:g}; every token would be dropped"
         )
-    if correction.weight == "truncate" and correction.low > 0:
-        yield f"algorithm.correction.low={correction.low:g} is used by weight=mask only; leave it out with weight=truncate"
-    for name in ("low", "high", "level"):
-        if correction.weight == "none" and f"algorithm.correction.{name}" in written:
-            default = {"low": 0.0, "high": 2.0, "level": "token"}[name]
-            value = getattr(correction, name)
-            if value != default:
-                yield f"algorithm.correction.{name}={value} is not used with weight=none; set truncate or mask"
 
 
 def _sampling(config: TrainConfig) -> Iterator[str]:
@@ -264,6 +296,10 @@ def _sampling(config: TrainConfig) -> Iterator[str]:
             f"{' and '.join(truncated)} draws from a truncated distribution, not the one trained on; "
             "set gconfig.top_p=1, gconfig.top_k=0 and gconfig.min_new_tokens=0, or algorithm.allow_truncated_sampling=true"
         )
+    if "" in sampling.stop:
+        yield "gconfig.stop holds an empty string, which every text contains: leave it out"
+    if any(token < 0 for token in sampling.stop_token_ids):
+        yield f"gconfig.stop_token_ids must be at least 0, got {list(sampling.stop_token_ids)}"
     if sampling.greedy:
         yield "gconfig.greedy=true explores nothing, so nothing can be learnt: set it to false (evaluation is greedy)"
     if config.evaluate.n_samples > 1 and config.evaluate.temperature == 0:
@@ -284,8 +320,8 @@ def _sampling(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def _sft(config: SFTConfig) -> Iterator[str]:
-    for name in ("mini_batches", "epochs_per_batch"):
-        value = getattr(config.actor, name)
-        if value != 1:
-            yield f"actor.{name}={value} is for reinforcement learning; supervised steps are set by batch_size: leave it out"
+def _rewards_of_sources(config: BaseConfig) -> Iterator[str]:
+    for key, data in (("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset)):
+        for i, source in enumerate(data.sources):
+            if source.reward is not None:
+                yield f"{key}.sources[{i}].reward={source.reward} is for `tandem train` only: leave it out"

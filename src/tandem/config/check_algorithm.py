@@ -1,6 +1,6 @@
 """Whether the parts of an algorithm fit together; the demands themselves are data, in `compatibility`."""
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 
 from tandem.config.compatibility import Demands, demands
 from tandem.config.experiment import TrainConfig
@@ -15,13 +15,12 @@ def corrects_itself(config: TrainConfig) -> bool:
     return any(demand.corrects_itself or demand.on_policy for _, demand in chosen)
 
 
-def combinations(config: TrainConfig, written: Container[str] = ()) -> Iterator[str]:
-    """What contradicts what, each with the reason and the remedy. ``written``: the keys that the user set himself."""
+def combinations(config: TrainConfig) -> Iterator[str]:
+    """What contradicts what, each with the reason and the remedy."""
     for choice, demand in demands(config.algorithm.advantage.name, config.algorithm.policy_loss.name):
         yield from _on_policy(config, choice, demand)
         yield from _weight(config, choice, demand)
         yield from _named_rewards(config, choice, demand)
-    yield from _kl(config, written)
 
 
 def _on_policy(config: TrainConfig, choice: str, demand: Demands) -> Iterator[str]:
@@ -70,18 +69,3 @@ def _named_rewards(config: TrainConfig, choice: str, demand: Demands) -> Iterato
                 f"{choice} contradicts algorithm.shaping[{i}]={shaping.name}, because {demand.named_rewards}; leave it out, "
                 "or make it a reward with a name"
             )
-
-
-def _kl(config: TrainConfig, written: Container[str]) -> Iterator[str]:
-    kl = config.algorithm.kl
-    off = kl.coefficient == 0
-    if kl.importance and (off or kl.where == "reward"):
-        why = "algorithm.kl.coefficient is 0" if off else "the KL is in the reward, which has no gradient"
-        yield f"algorithm.kl.importance=true is not used, because {why}; leave it out, or put the KL into the loss"
-    if kl.target is not None and off:
-        yield (
-            f"algorithm.kl.target={kl.target:g} is not used, because algorithm.kl.coefficient is 0, and 0 cannot grow; set "
-            "algorithm.kl.coefficient to where it shall begin, for example 0.01"
-        )
-    if kl.target is None and "algorithm.kl.horizon" in written and kl.horizon != type(kl)().horizon:
-        yield f"algorithm.kl.horizon={kl.horizon:g} is not used, because algorithm.kl.target is null: leave it out"

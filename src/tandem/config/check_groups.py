@@ -13,7 +13,7 @@ def groups(config: TrainConfig, written: Container[str] = ()) -> Iterator[str]:
     yield from _part(config)
     if config.algorithm.labels == "majority":
         yield from _majority(config, written)
-    yield from _curriculum(config, written)
+    yield from _curriculum(config)
     yield from _replay(config, written)
     yield from _first_token(config, written)
 
@@ -29,15 +29,8 @@ def _part(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def _curriculum(config: TrainConfig, written: Container[str]) -> Iterator[str]:
+def _curriculum(config: TrainConfig) -> Iterator[str]:
     curriculum = config.curriculum
-    for name in ("target", "width", "floor", "memory"):
-        changed = getattr(curriculum, name) != getattr(type(curriculum)(), name)  # a printed configuration holds defaults
-        if curriculum.round_rows is None and changed and f"curriculum.{name}" in written:
-            yield (
-                f"curriculum.{name}={getattr(curriculum, name):g} is not used, because curriculum.round_rows is null; set "
-                f"curriculum.round_rows, for example 500, or leave curriculum.{name} out"
-            )
     if curriculum.round_rows is not None and config.train_dataset.sources:
         yield "curriculum.round_rows draws by success rate and train_dataset.sources by weight; keep one of them"
     if curriculum.round_rows is not None and not config.train_dataset.shuffle:
@@ -67,13 +60,6 @@ def _majority(config: TrainConfig, written: Container[str]) -> Iterator[str]:
 
 def _replay(config: TrainConfig, written: Container[str]) -> Iterator[str]:
     replay, correction = config.rollout.replay, config.algorithm.correction
-    for name in ("max_age", "max_uses"):
-        changed = getattr(replay, name) != getattr(type(replay)(), name)
-        if replay.groups == 0 and changed and f"rollout.replay.{name}" in written:
-            yield (
-                f"rollout.replay.{name}={getattr(replay, name)} is not used, because rollout.replay.groups is 0; set "
-                f"rollout.replay.groups, for example 4, or leave rollout.replay.{name} out"
-            )
     none = correction.weight == correction.reject.name == "none" and not corrects_itself(config)
     if replay.groups and none and not config.async_training and "algorithm.correction.weight" not in written:
         yield (
@@ -85,8 +71,6 @@ def _replay(config: TrainConfig, written: Container[str]) -> Iterator[str]:
 def _first_token(config: TrainConfig, written: Container[str]) -> Iterator[str]:
     sampling, correction = config.gconfig, config.algorithm.correction
     hot = sampling.first_token_temperature
-    if hot is None and sampling.train_first_token:
-        yield "gconfig.train_first_token=true is not used, because gconfig.first_token_temperature is null; leave it out"
     if hot is not None and not sampling.train_first_token and sampling.max_new_tokens < 2:
         yield "gconfig.first_token_temperature masks the first token, and gconfig.max_new_tokens=1 leaves no other to learn"
     none = correction.weight == correction.reject.name == "none" and not corrects_itself(config)

@@ -25,6 +25,8 @@ def coerce(kind: Any, value: Any) -> Any:
     """
     kind, optional = without_none(kind)
     raw = value.value if isinstance(value, Scalar) else value
+    if isinstance(raw, str):
+        _storable(raw)
     if raw is None or (optional and kind is not str and raw in ("None", "none")):
         if optional or kind is Any:
             return None
@@ -44,7 +46,8 @@ def coerce(kind: Any, value: Any) -> Any:
             return {key: plain(item) for key, item in raw.items()}
     elif origin in (Union, types.UnionType):
         if isinstance(raw, (bool, int, float, str)):
-            return number(raw) if isinstance(raw, str) else raw
+            found = number(raw) if isinstance(raw, str) else raw
+            return found if isinstance(found, str) else _finite(found)
     else:
         found = _simple(kind, value, raw)
         if found is not None:
@@ -64,11 +67,29 @@ def _simple(kind: Any, value: Any, raw: Any) -> Any:
         raw = number(raw)
     if not isinstance(raw, (int, float)):
         return None
-    if not math.isfinite(raw):
-        raise ConfigError(f"must be finite, got {raw}")
+    raw = _finite(raw)
     if kind is float:
         return float(raw)
-    return int(raw) if kind is int and raw == int(raw) else None
+    return _finite(int(raw)) if kind is int and raw == int(raw) else None
+
+
+def _finite(value: float) -> float:
+    """The number, if it is one that arithmetic can bear."""
+    if isinstance(value, int) and abs(value) >= 2**63:
+        raise ConfigError(f"must lie between -2^63 and 2^63, got {value}")
+    if not math.isfinite(value):
+        raise ConfigError(f"must be finite, got {value}")
+    return value
+
+
+def _storable(text: str) -> None:
+    """Refuses what no file name and no file of text can hold."""
+    if "\0" in text:
+        raise ConfigError(f"must not hold a null character, got {text!r}")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"must be text that UTF-8 can hold, got {text!r}") from None
 
 
 def expected(kind: Any) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 COLUMNS = (
     "messages",
@@ -35,16 +36,21 @@ class SourceConfig:
     name: str | None = None
     """Name in metrics; null takes the last part of the path."""
 
+    @property
+    def label(self) -> str:
+        """Its name in metrics."""
+        return self.name or Path(self.path.rpartition(":")[2]).stem
+
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """Rows for training or validation."""
+    """Rows for training."""
 
     path: str | None = None
     """Folder, file, hub name, `addition`, `addition_pairs`, or `reasoning_gym:NAME`."""
 
     split: str | None = None
-    """Split of a folder or hub data set; null takes `train` for training and `test` for validation."""
+    """Split of a folder, hub or procedural data set; null takes `train`."""
 
     sources: tuple[SourceConfig, ...] = ()
     """Several data sets mixed by weight, instead of `path`."""
@@ -65,7 +71,44 @@ class DatasetConfig:
     """Draw the rows of each epoch in a new order that depends on the seed."""
 
     size: int = 2000
-    """Rows made by a procedural data set."""
+    """Most rows that a procedural data set makes."""
 
     prompt_suffix: str = ""
     """Text put behind every question, for example how to write the answer."""
+
+
+@dataclass(frozen=True)
+class ValidDatasetConfig:
+    """Rows for validation. Without `path` they are another split of `train_dataset`, read in the same way."""
+
+    path: str | None = None
+    """Folder, file, hub name, `addition`, `addition_pairs`, or `reasoning_gym:NAME`; null takes that of `train_dataset`."""
+
+    split: str | None = None
+    """Split of a folder, hub or procedural data set; null takes `test`."""
+
+    sources: tuple[SourceConfig, ...] = ()
+    """Several data sets mixed by weight, instead of `path`."""
+
+    prompt_column: str | None = None
+    """Column that holds the user's question; null is as in `train_dataset` where `path` is null, else looks for it."""
+
+    answer_column: str | None = None
+    """Column that holds the expected answer; null is as in `train_dataset` where `path` is null, else looks for it."""
+
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Other names of columns; empty is as in `train_dataset` where `path` is null."""
+
+    max_rows: int | None = None
+    """Use only the first rows of the data set; null uses all, up to `evaluate.max_rows`."""
+
+    size: int | None = None
+    """Most rows that a procedural data set makes; null is as in `train_dataset` where `path` is null, else 2000."""
+
+    prompt_suffix: str | None = None
+    """Text put behind every question; null is as in `train_dataset` where `path` is null, else nothing."""
+
+
+def is_procedural(path: str) -> bool:
+    """Whether a path names rows that are computed."""
+    return path in ("addition", "addition_pairs") or path.startswith("reasoning_gym:")

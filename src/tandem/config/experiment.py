@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.curriculum import CurriculumConfig
-from tandem.config.data import DatasetConfig
+from tandem.config.data import DatasetConfig, ValidDatasetConfig
 from tandem.config.generation import GenerationConfig
 from tandem.config.roles import ActorConfig, CriticConfig, ReferenceConfig
 from tandem.config.rollout import RolloutConfig
@@ -16,7 +16,7 @@ from tandem.config.tracking import TrackingConfig
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Accuracy on the validation set, greedy unless there are several samples."""
+    """Accuracy on the validation set, greedy unless there are several samples; in supervised training, the loss there."""
 
     every_steps: int | None = None
     """Evaluate before the first step, every so many steps and at the end; null never evaluates."""
@@ -25,7 +25,7 @@ class EvaluateConfig:
     """Rows of the validation set that are used; null uses all."""
 
     max_new_tokens: int | None = None
-    """Longest answer in evaluation; null takes `gconfig.max_new_tokens`."""
+    """Longest answer in evaluation; null takes `gconfig.max_new_tokens`. For `tandem train` only."""
 
     n_samples: int = 1
     """Samples of each row; several give `eval/pass@k` and `eval/maj@k` too."""
@@ -48,7 +48,7 @@ class BaseConfig:
     """The run folder."""
 
     seed: int = 0
-    """All randomness of the run follows from this."""
+    """All randomness of the run follows from this; 0 to 2³² − 1."""
 
     deterministic: bool = False
     """Fixed order and fixed waves, so that two runs are equal to the bit on one machine."""
@@ -68,7 +68,7 @@ class BaseConfig:
     train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
     """Training rows."""
 
-    valid_dataset: DatasetConfig = field(default_factory=DatasetConfig)
+    valid_dataset: ValidDatasetConfig = field(default_factory=ValidDatasetConfig)
     """Validation rows."""
 
     system_prompt: str | None = None
@@ -101,7 +101,7 @@ class TrainConfig(BaseConfig):
     """Generation and training share the devices in turns, or have their own; null follows `async_training`."""
 
     workflow: str = "rlvr"
-    """Registered workflow, or `my_file.py:ClassOrFunction`."""
+    """Registered workflow, or `my_file.py:ClassOrFunction`; see docs/writing_a_workflow.md."""
 
     reward: str = "math"
     """Registered reward, or `my_file.py:function`."""

@@ -48,9 +48,8 @@ class KnobRule:
         if self.choices or self.boolean or self.text:
             return "true or false" if self.boolean else "text" if self.text else f"one of {', '.join(self.choices)}"
         parts = ["a whole number"] if self.integer else ["a number"]
-        parts += [f"above {self.above:g}"] if self.above is not None else []
-        parts += [f"at least {self.low:g}"] if self.low is not None else []
-        parts += [f"at most {self.high:g}"] if self.high is not None else []
+        bounds = {"above": self.above, "at least": self.low, "at most": self.high}
+        parts += [f"{word} {_shown(bound)}" for word, bound in bounds.items() if bound is not None]
         return ", ".join(parts) + "".join(f", or {value:g}" for value in self.also)
 
     def allows(self, value: Knob) -> bool:
@@ -68,6 +67,11 @@ class KnobRule:
             and (self.low is None or value >= self.low)
             and (self.high is None or value <= self.high)
         )
+
+
+def _shown(bound: float) -> str:
+    """Whole numbers with all their digits."""
+    return str(int(bound)) if bound == int(bound) else f"{bound:g}"
 
 
 Knobs = Mapping[str, KnobRule]

@@ -3,8 +3,12 @@
 from tandem.config.knobs import KnobRule
 
 
-def _count(low: int = 1) -> KnobRule:
-    return KnobRule(None, low=low, integer=True)
+def _count(low: int = 1, high: int | None = None) -> KnobRule:
+    return KnobRule(None, low=low, high=high, integer=True)
+
+
+SECONDS = KnobRule(None, above=0.0, high=1e8)
+"""Three years: clocks and timers overflow somewhere above."""
 
 
 POSITIVE = KnobRule(None, above=0.0)
@@ -13,15 +17,19 @@ NOT_NEGATIVE = KnobRule(None, low=0.0)
 DECAY = KnobRule(None, low=0.0, high=0.999999)
 
 LIMITS: dict[str, KnobRule] = {
-    "seed": _count(0),
-    "threads": _count(),
+    "seed": _count(0, 2**32 - 1),
+    "threads": _count(1, 4096),
     "total_train_steps": _count(),
     "total_train_epochs": _count(),
     "batch_size": _count(),
     "max_length": _count(2),
-    "reward_timeout_s": POSITIVE,
+    "reward_timeout_s": SECONDS,
     "evaluate.every_steps": _count(),
     "evaluate.max_rows": _count(),
+    "train_dataset.max_rows": _count(),
+    "train_dataset.size": _count(1, 10**7),
+    "valid_dataset.max_rows": _count(),
+    "valid_dataset.size": _count(1, 10**7),
     "evaluate.max_new_tokens": _count(),
     "evaluate.n_samples": _count(),
     "evaluate.temperature": NOT_NEGATIVE,
@@ -32,7 +40,7 @@ LIMITS: dict[str, KnobRule] = {
     "gconfig.n_samples": _count(),
     "gconfig.max_new_tokens": _count(),
     "gconfig.min_new_tokens": _count(0),
-    "gconfig.temperature": POSITIVE,
+    "gconfig.temperature": KnobRule(None, low=0.001, high=1000.0),
     "gconfig.top_p": KnobRule(None, above=0.0, high=1.0),
     "gconfig.top_k": _count(0),
     "gconfig.first_token_temperature": POSITIVE,
@@ -64,20 +72,20 @@ LIMITS: dict[str, KnobRule] = {
     "rollout.batch_size": _count(),
     "rollout.max_concurrent": _count(),
     "rollout.max_head_offpolicyness": _count(0),
-    "rollout.episode_timeout_s": POSITIVE,
+    "rollout.episode_timeout_s": SECONDS,
     "rollout.max_retries": _count(0),
     "rollout.max_data_failures": _count(),
     "rollout.min_group_size": _count(),
     "rollout.replay.groups": _count(0),
     "rollout.replay.max_age": _count(),
     "rollout.replay.max_uses": _count(),
-    "rollout.oversample": KnobRule(None, low=1.0),
-    "rollout.wait_timeout_s": POSITIVE,
-    "rollout.engine.max_running": _count(),
-    "rollout.engine.kv_cache_gib": POSITIVE,
+    "rollout.oversample": KnobRule(None, low=1.0, high=100.0),
+    "rollout.wait_timeout_s": SECONDS,
+    "rollout.engine.max_running": _count(1, 65536),
+    "rollout.engine.kv_cache_gib": KnobRule(None, above=0.0, high=2.0**20),
     "rollout.engine.prefill_chunk_tokens": _count(),
     "rollout.engine.max_model_len": _count(2),
-    "rollout.engine.threads": _count(),
+    "rollout.engine.threads": _count(1, 4096),
     "algorithm.kl.coefficient": NOT_NEGATIVE,
     "algorithm.kl.target": POSITIVE,
     "algorithm.kl.horizon": POSITIVE,
@@ -86,6 +94,4 @@ LIMITS: dict[str, KnobRule] = {
     "algorithm.correction.low": NOT_NEGATIVE,
     "algorithm.correction.high": POSITIVE,
 }
-LIMITS |= {
-    key.replace("actor.", "critic.", 1): rule for key, rule in LIMITS.items() if key.startswith("actor.optimizer.")
-}
+LIMITS |= {key.replace("actor.", "critic.", 1): rule for key, rule in LIMITS.items() if key.startswith("actor.optimizer.")}

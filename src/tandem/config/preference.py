@@ -140,11 +140,6 @@ def training_config(config: DistillConfig) -> TrainConfig:
 
 def problems(config: BaseConfig) -> Iterator[str]:
     """Rules that join several keys of the configurations here."""
-    if not isinstance(config, DistillConfig):
-        for name in ("mini_batches", "epochs_per_batch"):
-            value = getattr(config.actor, name)
-            if value != 1:
-                yield f"actor.{name}={value} is for reinforcement learning; steps here are set by batch_size: leave it out"
     if isinstance(config, PreferenceConfig):
         if config.loss.name == "kto" and config.batch_size < 2:
             yield (
@@ -152,9 +147,6 @@ def problems(config: BaseConfig) -> Iterator[str]:
                 f"got {config.batch_size}"
             )
         yield from _loss(config.loss)
-        yield from _reference(config)
-    if isinstance(config, RewardModelConfig) and config.supervision == "steps" and config.margin:
-        yield f"margin={config.margin:g} is for supervision=pairs; steps are right or wrong: leave it out"
     if isinstance(config, RewardModelConfig) and not config.step_separator:
         yield "step_separator is empty; steps would run into each other: leave it out, or give the text between steps"
     if isinstance(config, DistillConfig) and config.teacher.path is None:
@@ -175,12 +167,3 @@ def _loss(loss: Component) -> Iterator[str]:
             yield f"loss.{name}={value} is not used by {loss.name}, which has {', '.join(knobs)}{hint}. Leave it out"
         elif not knobs[name].allows(value):
             yield f"loss.{name} must be {knobs[name].rule()}, got {value}"
-
-
-def _reference(config: PreferenceConfig) -> Iterator[str]:
-    if config.loss.name not in REFERENCE_FREE:
-        return
-    for name in ("path", "dtype"):
-        value = getattr(config.reference, name)
-        if value is not None:
-            yield f"reference.{name}={value} is not used, because loss={config.loss.name} needs no reference; leave it out"

@@ -25,7 +25,7 @@ class ReferenceConfig:
     path: str | None = None
     """Model to load as the reference; null takes the actor's initial weights."""
 
-    dtype: str | None = None
+    dtype: Literal["auto", "bfloat16", "float32"] | None = None
     """Precision of its forward pass; null takes the actor's."""
 
     refresh_every_steps: int | None = None

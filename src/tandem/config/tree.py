@@ -104,6 +104,8 @@ def _component(tree: Tree, name: str, rest: tuple[str, ...], value: Any, place: 
     if rest in ((), ("name",)):
         if not isinstance(value, Scalar) or value.value is None:
             raise place.error(f"must be a name, or a mapping with name and knobs; got {plain(value)!r}")
+        if not _value(str, value, place):
+            raise place.error("is empty; name a choice, or leave it out")
         if part["name"] != value.text:  # another choice starts from its own defaults
             for knob in part["knobs"]:
                 place.draft.sources.pop(place.inside(knob).key, None)
@@ -124,8 +126,10 @@ def _mapping(tree: Tree, name: str, rest: tuple[str, ...], value: Any, place: _P
     """Free keys and values; single keys are added to those that are there."""
     if rest:
         table = tree.setdefault(name, {})
-        for key in rest[:-1]:
+        for i, key in enumerate(rest[:-1]):
             table = table.setdefault(key, {})
+            if not isinstance(table, dict):
+                raise place.error(f"cannot hold {'.'.join(rest)}: {'.'.join(rest[: i + 1])} is {table!r} already")
         table[rest[-1]] = plain(value)
     else:
         tree[name] = _value(Mapping[str, Any], value, place)
@@ -154,7 +158,10 @@ def _item(kind: type, value: Any, place: _Place) -> Any:
     entries = value if isinstance(value, Mapping) else {first: value}
     if kind is Component:
         holder: Tree = {}
-        flat = {**{k: v for k, v in entries.items() if k != "knobs"}, **(entries.get("knobs") or {})}
+        knobs = entries.get("knobs", {})
+        if not isinstance(knobs, Mapping) and plain(knobs) is not None:
+            raise place.inside("knobs").error(f"must be keys and values, got {plain(knobs)!r}")
+        flat = {**{k: v for k, v in entries.items() if k != "knobs"}, **(knobs if isinstance(knobs, Mapping) else {})}
         for key in sorted(flat, key=lambda k: k != "name"):
             _component(holder, "item", (key,), flat[key], place)
         if holder["item"]["name"] is None:

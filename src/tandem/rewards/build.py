@@ -3,14 +3,15 @@
 import ast
 import asyncio
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from tandem.api.plugins import load_object
+from tandem.api.plugins import in_user_code, load_object
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
 from tandem.rewards import reasoning_gym, verifiable
-from tandem.rewards.function import AsyncReward, WorkerReward
+from tandem.rewards.function import AsyncReward, OwnReward, WorkerReward
 from tandem.rewards.outcome import is_async
 from tandem.rewards.registry import REWARDS, make
 
@@ -46,9 +47,7 @@ class SumReward(RewardFn):
         rewards = {name: weight * result.value for (name, weight, _), result in zip(self.terms, results, strict=True)}
         known = [result.accuracy for result in results if result.accuracy is not None]
         looking = next((result for result in results if result.extracted is not None), RewardResult(0.0))
-        return RewardResult(
-            sum(rewards.values()), rewards, known[0] if known else None, looking.answer, looking.extracted
-        )
+        return RewardResult(sum(rewards.values()), rewards, known[0] if known else None, looking.answer, looking.extracted)
 
     def check_columns(self, columns: Mapping[str, Any]) -> None:
         """Asks each term that can tell whether the row has what it needs."""
@@ -74,7 +73,7 @@ def build_reward(spec: str, *, timeout_s: float) -> RewardFn:
         return _from_file(spec, name, timeout_s)
     try:
         expression = ast.parse(spec.strip(), mode="eval").body
-    except SyntaxError as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"reward {spec!r} cannot be read; it is {GRAMMAR}") from error
     terms = [(name, weight, make(name, timeout_s, knobs)) for name, weight, knobs in _terms(expression, spec)]
     if len(terms) == 1 and terms[0][1] == 1.0:
@@ -87,12 +86,16 @@ def build_reward(spec: str, *, timeout_s: float) -> RewardFn:
 
 def _from_file(spec: str, name: str, timeout_s: float) -> RewardFn:
     found = load_object(spec)
-    if isinstance(found, RewardFn):
-        return found
     if inspect.isclass(found) and issubclass(found, RewardFn):
-        return found()
+        found = in_user_code(spec, found)
+    if isinstance(found, RewardFn):
+        return OwnReward(found, name, timeout_s=timeout_s)
     if not callable(found):
         raise ConfigError(f"reward {spec!r} is a {type(found).__name__}; it must be a function, sync or async")
+    try:
+        inspect.signature(found)
+    except (TypeError, ValueError):
+        raise ConfigError(f"reward {spec!r} does not say which arguments it takes; wrap it in a function") from None
     if is_async(found):
         return AsyncReward(found, name, timeout_s=timeout_s)
     return WorkerReward(found, spec, name=name, timeout_s=timeout_s)
@@ -105,8 +108,10 @@ def _terms(node: ast.expr, spec: str) -> list[tuple[str, float, dict[str, Any]]]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         try:
             factor = float(ast.literal_eval(node.left))
-        except (ValueError, TypeError):
-            raise ConfigError(f"reward {spec!r}: a weight is a number before the name; a reward is {GRAMMAR}") from None
+            if not math.isfinite(factor):
+                raise ValueError(factor)
+        except (ValueError, TypeError, OverflowError):
+            raise ConfigError(f"reward {spec!r}: a weight is a finite number before a name; it is {GRAMMAR}") from None
         return [(name, factor * weight, knobs) for name, weight, knobs in _terms(node.right, spec)]
     if isinstance(node, ast.Name):
         return [(node.id, 1.0, {})]

@@ -136,3 +136,25 @@ class AsyncReward(FunctionReward):
         task.add_done_callback(self._abandoned.discard)
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # read, so that asyncio keeps quiet
         task.cancel()
+
+
+class OwnReward(AsyncReward):
+    """A `RewardFn` that a user wrote, held to the deadline; what it returns is checked as a function's is."""
+
+    def __init__(self, reward: RewardFn, name: str, *, timeout_s: float):
+        super().__init__(reward.__call__, name, timeout_s=timeout_s)
+        self.reward = reward
+
+    def check_columns(self, columns: Mapping[str, Any]) -> None:
+        """The reward's own check, where it has one."""
+        check = getattr(self.reward, "check_columns", None)
+        if check is not None:
+            check(columns)
+
+    async def __call__(self, **given: Any) -> RewardResult:
+        """See `RewardFn`."""
+        return as_result(await self._judge(given))
+
+    def close(self) -> None:
+        """Closes it."""
+        self.reward.close()

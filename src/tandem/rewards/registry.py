@@ -29,7 +29,7 @@ def make(name: str, timeout_s: float, knobs: dict[str, Any]) -> RewardFn:
     """The reward of that name.
 
     Raises:
-        ConfigError: unknown name or knob; names the nearest one.
+        ConfigError: unknown name or knob, names the nearest one; or a knob that is no whole number where it must be one.
     """
     if name not in REWARDS:
         near = get_close_matches(name, REWARDS, n=1, cutoff=0.5)
@@ -43,4 +43,7 @@ def make(name: str, timeout_s: float, knobs: dict[str, Any]) -> RewardFn:
     for knob in knobs:
         if knob not in allowed:
             raise ConfigError(f"reward {name!r} has no knob {knob!r}; it has: {', '.join(allowed) or 'none'}")
+        kind = inspect.signature(builder).parameters[knob].annotation
+        if kind in (int, "int") and (not isinstance(knobs[knob], int) or isinstance(knobs[knob], bool) or knobs[knob] < 1):
+            raise ConfigError(f"reward {name!r}: {knob} must be a whole number, at least 1, got {knobs[knob]!r}")
     return builder(timeout_s=timeout_s, **knobs)

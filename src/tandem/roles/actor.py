@@ -16,7 +16,7 @@ from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.errors import ConfigError
 from tandem.config.roles import ActorConfig
 from tandem.roles.averages import together
-from tandem.roles.components import choose
+from tandem.roles.components import Choice, choose
 from tandem.roles.credit import Credit
 from tandem.roles.critic import SharedCritic
 from tandem.roles.mini_batches import mini_batches
@@ -65,11 +65,7 @@ class Actor:
                 f"algorithm.kl.coefficient={algorithm.kl.coefficient:g} measures the distance to a reference policy, and "
                 "there is none; give Actor(reference=Reference(engine)), or set algorithm.kl.coefficient=0"
             )
-        filled = {"max_tokens": max_new_tokens}
-        self._credit = Credit(algorithm, max_new_tokens)
-        self._tokens = TokenChoice(algorithm, seed)
-        self._aggregation = choose(AGGREGATIONS, algorithm.aggregation, "algorithm.aggregation", filled)
-        Objective.of(algorithm)  # refused here, not in the first step
+        self._credit, self._tokens, self._aggregation = choose_parts(algorithm, max_new_tokens, seed)
 
     @property
     def updates_per_batch(self) -> int:
@@ -287,3 +283,17 @@ class Actor:
         if self._credit.shaping:
             metrics["reward/shaped_mean"] = float(rewards.mean())
         return metrics
+
+
+def choose_parts(
+    algorithm: AlgorithmConfig, max_new_tokens: int | None, seed: int = 0
+) -> tuple[Credit, TokenChoice, Choice]:
+    """Everything that the algorithm names; the parts of the loss are resolved too, so that all is refused at start.
+
+    Raises:
+        ConfigError: a part is not known, or lacks what it needs.
+    """
+    credit, tokens = Credit(algorithm, max_new_tokens), TokenChoice(algorithm, seed)
+    aggregation = choose(AGGREGATIONS, algorithm.aggregation, "algorithm.aggregation", {"max_tokens": max_new_tokens})
+    Objective.of(algorithm)
+    return credit, tokens, aggregation

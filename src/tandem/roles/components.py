@@ -5,16 +5,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from tandem.algorithms.registry import (
-    PREPARATIONS,
-    REQUIRED,
-    Registry,
-    UnknownName,
-    WrongSignature,
-    knobs_of,
-    own_knobs,
-    preparation_of,
-)
+from tandem.algorithms.registry import PREPARATIONS, REQUIRED, Registry, knobs_of, own_knobs, preparation_of
 from tandem.api.plugins import is_file_spec, load_object
 from tandem.config.algorithm import Component
 from tandem.config.errors import ConfigError
@@ -51,8 +42,10 @@ def choose(registry: Registry[Any], component: Component, key: str, filled: Mapp
     """
     try:
         function = load_object(component.name) if is_file_spec(component.name) else registry.get(component.name)
+        if not callable(function):
+            raise ConfigError(f"it is a {type(function).__name__}, and must be a function")
         asked = registry.asked(function)
-    except (UnknownName, WrongSignature) as error:
+    except (TypeError, ValueError) as error:  # unknown, or nothing that can be called with these tensors
         raise ConfigError(f"{key}={component.name}: {error}") from error
     knobs = knobs_of(function)
     for name in component.knobs:

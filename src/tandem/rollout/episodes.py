@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure
+from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, WrongWorkflow
 from tandem.api.requests import NoiseKey
 from tandem.api.samples import Group, Sample
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
@@ -49,6 +49,7 @@ async def run_episode(
     """Runs it; each attempt gets its own copy of the row and its own noise. The deadline is over all attempts.
 
     Raises:
+        WrongWorkflow: it can work for no prompt.
         EpisodeFailure: why there is no group: ``deadline``, ``workflow_raised``, or what workflow, reward or engine gave.
     """
     loop = asyncio.get_running_loop()
@@ -61,7 +62,7 @@ async def run_episode(
             async with limit:
                 result = await episode.workflow.arun_episode(episode.engine, copy.deepcopy(dict(episode.row)))
                 return as_group(result, episode)
-        except EngineDied:
+        except (EngineDied, WrongWorkflow):
             raise
         except InfrastructureFailure:
             if attempt == max_retries:

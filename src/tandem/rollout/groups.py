@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from tandem.api.failures import DataFailure, InfrastructureFailure
+from tandem.api.failures import DataFailure, InfrastructureFailure, WrongWorkflow
 from tandem.api.samples import Group, Sample, Vote
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
 from tandem.config.errors import ConfigError
-from tandem.rollout.workflows import as_failure, one_sample
+from tandem.rollout.workflows import as_failure, name_of, one_sample
 
 QUESTION = ("messages", "source", "epoch", "index")
 """Columns of a row that say what is asked; all others may give the answer away."""
@@ -39,7 +39,7 @@ class MajorityLabels(RolloutWorkflow):
     """
 
     def __init__(self, workflow: RolloutWorkflow, vote: Votes):
-        self.workflow, self.vote = workflow, vote
+        self.workflow, self.vote, self.name = workflow, vote, name_of(workflow)
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group | Sample | None:
         """See `RolloutWorkflow`."""
@@ -91,7 +91,7 @@ class FirstSamples(RolloutWorkflow):
     def __init__(self, workflow: RolloutWorkflow, count: int):
         if count < 1:
             raise ConfigError(f"algorithm.update_samples must be at least 1, got {count}")
-        self.workflow, self.count = workflow, count
+        self.workflow, self.count, self.name = workflow, count, name_of(workflow)
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group | Sample | None:
         """See `RolloutWorkflow`."""
@@ -131,7 +131,7 @@ class WithGreedyBaseline(RolloutWorkflow):
         )
         if isinstance(group, BaseException):
             raise group
-        if isinstance(baseline, InfrastructureFailure) or (
+        if isinstance(baseline, (InfrastructureFailure, WrongWorkflow)) or (
             isinstance(baseline, BaseException) and not isinstance(baseline, Exception)
         ):
             raise baseline
@@ -139,7 +139,7 @@ class WithGreedyBaseline(RolloutWorkflow):
             failure = as_failure(baseline)
             raise DataFailure("greedy_sample_failed", str(failure)) from failure
         if not isinstance(group, Group):
-            raise TypeError(f"a greedy baseline needs the workflow of a group, this one returned {type(group).__name__}")
+            raise WrongWorkflow(f"a greedy baseline needs the workflow of a group, this one returned {type(group).__name__}")
         baseline = replace(baseline, greedy=True, in_loss=False, in_statistics=False)
         return replace(group, samples=(*group.samples, baseline))
 

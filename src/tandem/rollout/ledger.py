@@ -1,6 +1,6 @@
 """The ledger: what became of each prompt of each epoch, exactly once."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -33,7 +33,8 @@ class Prompt:
 class Ledger:
     """In memory. A prompt is ``pending`` until its episode starts, and ends as ``trained`` or ``dropped``, once.
 
-    Use is counted when a batch is first trained on; training on the same batch again does not change the ledger.
+    Use is counted when a batch is first trained on; training on the same batch again does not change the ledger. Totals are
+    kept as prompts move, so a step costs what moved in it, however large the data set is.
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,9 @@ class Ledger:
         self._reasons: dict[Prompt, str] = {}
         self._sizes: dict[int, int] = {}
         self._totals: Counter[str] = Counter()
+        self._by_epoch: dict[int, Counter[str]] = {}
         self._dropped: Counter[str] = Counter()
+        self._moves = 0  # since everything was last counted anew
 
     def begin_epoch(self, epoch: int, size: int) -> None:
         """The epoch has ``size`` prompts; those not seen yet count as pending."""
@@ -59,10 +62,13 @@ class Ledger:
                 f"prompt {prompt.index} of epoch {prompt.epoch} cannot become {state}: it is {before or 'new'} "
                 f"{self._reasons.get(prompt, '')}; per epoch each prompt is trained once, or dropped with a reason"
             )
-        if before is not None:
-            self._totals[before] -= 1
+        of_epoch = self._by_epoch.setdefault(prompt.epoch, Counter())
+        for totals in (self._totals, of_epoch):
+            if before is not None:
+                totals[before] -= 1
+            totals[state] += 1
         self._states[prompt] = state
-        self._totals[state] += 1
+        self._moves += 1
         if state == "dropped":
             self._reasons[prompt] = reason
             self._dropped[reason] += 1
@@ -86,28 +92,55 @@ class Ledger:
 
     def epoch_totals(self, epoch: int) -> dict[str, int]:
         """State → prompts of one epoch; they add up to its size once `begin_epoch` gave it."""
-        totals: dict[str, int] = dict.fromkeys(STATES, 0)
-        for prompt, state in self._states.items():
-            totals[state] += prompt.epoch == epoch
+        kept = self._by_epoch.get(epoch, Counter())
+        totals: dict[str, int] = {state: kept[state] for state in STATES}
         totals["pending"] += max(0, self._sizes.get(epoch, 0) - sum(totals.values()))
         return totals
 
     def check(self, gate: StalenessGate) -> None:
-        """Counts everything anew and compares with the gate.
+        """Compares the totals with the gate, with the number of prompts and with the reasons.
+
+        Counts everything anew (`recount`) as soon as there were as many moves as there are prompts: a constant cost a move.
 
         Raises:
             RuntimeError: totals that do not agree; says which.
         """
-        counted = Counter(self._states.values())
-        gates = {"running": gate.running, "waiting": gate.waiting, "taken": gate.taken}
-        for state in STATES:
-            if counted[state] != self._totals[state] or counted[state] != gates.get(state, counted[state]):
+        for state, counted in (("running", gate.running), ("waiting", gate.waiting), ("taken", gate.taken)):
+            if self._totals[state] != counted:
                 raise RuntimeError(
-                    f"the ledger is inconsistent: {counted[state]} prompts are {state}, its total says "
-                    f"{self._totals[state]}, the gate {gates.get(state, 'nothing')}"
+                    f"the ledger is inconsistent: {self._totals[state]} prompts are {state}, the gate says {counted}"
                 )
-        if sum(self._dropped.values()) != counted["dropped"]:
-            raise RuntimeError(f"the ledger is inconsistent: {counted['dropped']} dropped, reasons {dict(self._dropped)}")
+        if self._totals.total() != len(self._states):
+            raise RuntimeError(f"the ledger is inconsistent: {len(self._states)} prompts, totals {dict(self._totals)}")
+        if self._dropped.total() != self._totals["dropped"]:
+            raise RuntimeError(
+                f"the ledger is inconsistent: {self._totals['dropped']} dropped, reasons {dict(self._dropped)}"
+            )
+        if self._moves >= len(self._states):
+            self.recount()
+
+    def recount(self) -> None:
+        """Counts every prompt anew, over all epochs, and compares with the totals that were kept.
+
+        Raises:
+            RuntimeError: totals that do not agree; says which.
+        """
+        self._moves = 0
+        counted, by_epoch, reasons = self._counted()
+        for what, anew, kept in (
+            ("totals", counted, self._totals),
+            ("reasons", reasons, self._dropped),
+            *((f"totals of epoch {epoch}", by_epoch[epoch], kept) for epoch, kept in self._by_epoch.items()),
+        ):
+            if +anew != +kept:
+                raise RuntimeError(f"the ledger is inconsistent: its {what} are {dict(+kept)}, counted anew {dict(+anew)}")
+
+    def _counted(self) -> tuple[Counter[str], dict[int, Counter[str]], Counter[str]]:
+        """Totals, totals by epoch, and reasons, from the prompts themselves."""
+        by_epoch: dict[int, Counter[str]] = defaultdict(Counter)
+        for prompt, state in self._states.items():
+            by_epoch[prompt.epoch][state] += 1
+        return Counter(self._states.values()), by_epoch, Counter(self._reasons.values())
 
     def state_dict(self) -> dict[str, Any]:
         """Everything, in plain lists."""
@@ -119,4 +152,5 @@ class Ledger:
         self._states = {Prompt(epoch, index): where for epoch, index, where, _ in state["prompts"]}
         self._reasons = {Prompt(epoch, index): why for epoch, index, where, why in state["prompts"] if where == "dropped"}
         self._sizes = dict(state["sizes"])
-        self._totals, self._dropped = Counter(self._states.values()), Counter(self._reasons.values())
+        self._totals, self._by_epoch, self._dropped = self._counted()
+        self._moves = 0

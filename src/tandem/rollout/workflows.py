@@ -3,11 +3,12 @@
 import asyncio
 import copy
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.failures import DataFailure, EpisodeFailure, InfrastructureFailure
+from tandem.api.failures import DataFailure, EpisodeFailure, InfrastructureFailure, WrongWorkflow
 from tandem.api.requests import StopReason
 from tandem.api.samples import Group, Sample
 from tandem.api.workflow import GeneratesTokens, RewardFn, RewardResult, RolloutWorkflow
@@ -144,7 +145,7 @@ class Repeated(RolloutWorkflow):
         results = await asyncio.gather(*(one_sample(self.workflow, one, data) for one in engines), return_exceptions=True)
         failures: list[EpisodeFailure] = []
         for result in results:
-            if isinstance(result, InfrastructureFailure) or (
+            if isinstance(result, (InfrastructureFailure, WrongWorkflow)) or (
                 isinstance(result, BaseException) and not isinstance(result, Exception)
             ):
                 raise result
@@ -165,7 +166,7 @@ async def one_sample(workflow: RolloutWorkflow, engine: GeneratesTokens, data: M
 
     Raises:
         DataFailure: it returned None.
-        TypeError: it made several samples.
+        WrongWorkflow: it made several samples, or something else.
     """
     try:
         result = await workflow.arun_episode(engine, copy.deepcopy(dict(data)))
@@ -177,9 +178,53 @@ async def one_sample(workflow: RolloutWorkflow, engine: GeneratesTokens, data: M
         raise DataFailure("workflow_returned_none")
     if isinstance(result, Group):
         if len(result.samples) != 1:
-            raise TypeError(f"Repeated runs a workflow of one sample; this one returned {len(result.samples)}")
+            raise WrongWorkflow(
+                f"{described(workflow)} returned a group of {len(result.samples)} samples, and is run gconfig.n_samples "
+                "times for one sample each; if it makes the whole group itself, say so with the class attribute "
+                "`makes_group = True`"
+            )
         return result.samples[0]
+    if not isinstance(result, Sample):
+        raise WrongWorkflow(
+            f"{described(workflow)} must return a Sample, or None to drop the prompt; it returned a "
+            f"{type(result).__name__}. `chat.sample(reward)` makes one"
+        )
     return result
+
+
+class WholeGroup(RolloutWorkflow):
+    """A workflow that makes its group itself (``makes_group``), held to ``min_group_size`` as `Repeated` is."""
+
+    makes_group = True
+
+    def __init__(self, workflow: RolloutWorkflow, min_group_size: int = 1):
+        self.workflow, self.min_group_size = workflow, min_group_size
+
+    async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group:
+        """See `RolloutWorkflow`."""
+        result = await self.workflow.arun_episode(engine, data)
+        if result is None:
+            raise DataFailure("workflow_returned_none")
+        if not isinstance(result, Group):
+            raise WrongWorkflow(
+                f"{described(self.workflow)} says `makes_group = True`, and returned a {type(result).__name__}; return a "
+                "Group, or leave makes_group out to be run once for each sample"
+            )
+        if len(result.samples) < self.min_group_size:
+            raise DataFailure(
+                "group_too_small", f"{len(result.samples)} samples, rollout.min_group_size={self.min_group_size}"
+            )
+        return replace(result, samples=tuple(await self.workflow.finish_group(result.samples, data)))
+
+
+def described(workflow: RolloutWorkflow) -> str:
+    """Its name, for errors."""
+    return f"workflow {name_of(workflow)}"
+
+
+def name_of(workflow: RolloutWorkflow) -> str:
+    """Of its class or function; those that wrap another carry its name."""
+    return str(getattr(workflow, "name", type(workflow).__name__))
 
 
 def as_failure(error: Exception) -> EpisodeFailure:

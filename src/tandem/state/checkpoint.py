@@ -1,14 +1,16 @@
 """Checkpoints: complete Hugging Face folders that are there whole or not at all."""
 
+import contextlib
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
 
+from tandem.api.collective import from_main, together
 from tandem.config.errors import TandemError
 from tandem.state.existing import checkpoints
 from tandem.state.run_folder import RunFolder
@@ -22,45 +24,67 @@ class CheckpointFailed(TandemError, OSError):
 
 
 def save_checkpoint(
-    run: RunFolder,
+    run: RunFolder | None,
     step: int,
     write_model: Callable[[Path], None],
     save_tokenizer: Callable[[Path], object],
     keep_last: int | None,
-) -> Path:
+) -> Path | None:
     """Saves `checkpoints/step_<step>/` and returns it; prunes all but the newest ``keep_last`` (None: keeps all).
 
     ``write_model`` and ``save_tokenizer`` write into the folder that they are given, which lies hidden beside the
     checkpoints, is flushed to disk and then renamed: nobody ever sees half a checkpoint. A step that is saved
     already is not written again. What a killed save has left is removed first.
 
+    Collective: every rank calls it, those other than 0 with ``run=None``, and they get None. ``write_model`` is called on
+    all ranks, ``save_tokenizer`` on rank 0.
+
     Raises:
-        CheckpointFailed: the disk is full or refuses; earlier checkpoints are as they were.
+        CheckpointFailed: on all ranks, the disk is full or refuses; earlier checkpoints are as they were.
     """
-    folder, final = run.checkpoints, run.checkpoints / f"step_{step}"
-    if final.is_dir():
-        return final
-    temporary = folder / f".step_{step}.partial"
-    try:
+    temporary = from_main(lambda: _begin(run, step))
+    if temporary is not None:
+        with together():
+            if run is None:
+                write_model(temporary)
+            else:
+                with _all_or_nothing(run.checkpoints, step, temporary):
+                    write_model(temporary)
+                    save_tokenizer(temporary)
+                    _flush(temporary)
+                    os.rename(temporary, run.checkpoints / f"step_{step}")
+                    _flush_entry(run.checkpoints)
+                prune(run.checkpoints, keep_last)
+                log.info("saved %s", run.checkpoints / f"step_{step}")
+    return None if run is None else run.checkpoints / f"step_{step}"
+
+
+def _begin(run: RunFolder | None, step: int) -> Path | None:
+    """The empty folder to write to, on rank 0; None where the step is saved already."""
+    assert run is not None, "rank 0 has the run folder"
+    folder, temporary = run.checkpoints, run.checkpoints / f".step_{step}.partial"
+    if (folder / f"step_{step}").is_dir():
+        return None
+    with _all_or_nothing(folder, step, temporary):
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.glob(".step_*.partial"):
             log.warning("removing %s, left by a save that was cut off", leftover.name)
             shutil.rmtree(leftover)
         _check_space(folder)
         temporary.mkdir()
-        write_model(temporary)
-        save_tokenizer(temporary)
-        _flush(temporary)
-        os.rename(temporary, final)
-        _flush_entry(folder)
+    return temporary
+
+
+@contextlib.contextmanager
+def _all_or_nothing(folder: Path, step: int, temporary: Path) -> Iterator[None]:
+    """What fails leaves nothing behind, and what the disk refuses is explained."""
+    try:
+        yield
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if _is_disk_error(error):
             raise CheckpointFailed(_explain(folder, step, error)) from error
         raise
-    prune(folder, keep_last)
-    log.info("saved %s", final)
-    return final
 
 
 def prune(folder: Path, keep_last: int | None) -> None:

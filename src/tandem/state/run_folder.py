@@ -47,7 +47,10 @@ def write_atomically(path: Path, text: str) -> None:
 def run_path(root: str | Path, experiment: str, trial: str) -> Path:
     """`<root>/<experiment>/<trial>`, the names checked."""
     parts = check_name("experiment_name", experiment), check_name("trial_name", trial)
-    return Path(root).expanduser().joinpath(*parts)
+    try:
+        return Path(root).expanduser().joinpath(*parts)
+    except RuntimeError as error:
+        raise ConfigError(f"run.root={root} begins with a home folder that nobody has: {error}") from error
 
 
 class RunFolder:

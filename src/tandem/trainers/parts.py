@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.algorithms.registry import ADVANTAGES, FILTERS
 from tandem.api.engines import InferenceEngine
-from tandem.api.plugins import is_file_spec, load_object
+from tandem.api.plugins import in_user_code, is_file_spec, load_object
 from tandem.api.samples import Group
 from tandem.api.workflow import RewardFn, RewardResult, RolloutWorkflow
 from tandem.config.arithmetic import max_head_offpolicyness
@@ -25,11 +25,13 @@ from tandem.data.dataset import Dataset, load_dataset
 from tandem.data.loader import Loader
 from tandem.rewards.build import build_reward
 from tandem.rewards.majority import AnswerOnly, MajorityVote
+from tandem.roles.actor import choose_parts
 from tandem.roles.components import choose
 from tandem.rollout.executor import MAX_DRAWS, GroupFilter, Rollout
 from tandem.rollout.groups import FirstSamples, MajorityLabels, WithGreedyBaseline
-from tandem.rollout.workflows import MultiTurnWorkflow, Repeated, RLVRWorkflow
+from tandem.rollout.workflows import MultiTurnWorkflow, Repeated, RLVRWorkflow, WholeGroup
 from tandem.tracking.sinks.base import find_sink
+from tandem.trainers.own_workflow import FunctionWorkflow, checked_workflow, taken_arguments
 
 WORKFLOWS: dict[str, type[RolloutWorkflow]] = {"rlvr": RLVRWorkflow, "multi_turn": MultiTurnWorkflow}
 
@@ -57,15 +59,19 @@ def open_rows(config: BaseConfig) -> Rows:
     if not config.evaluate.every_steps:
         return Rows(train, ())
     valid = load_dataset(validation_config(config), seed=config.seed, default_split="test")
-    return Rows(train, valid)
+    return Rows(train, valid[: config.evaluate.max_rows])
 
 
 def validation_config(config: BaseConfig) -> DatasetConfig:
-    """`valid_dataset`, or the test split of the training data where no path is given."""
-    if config.valid_dataset.path is not None or config.valid_dataset.sources:
-        return config.valid_dataset
-    train = config.train_dataset
-    return replace(train, split=config.valid_dataset.split, max_rows=config.valid_dataset.max_rows)
+    """`valid_dataset`; without a path the test split of the training data, with what `valid_dataset` changes of it."""
+    valid = config.valid_dataset
+    if valid.path is not None or valid.sources:
+        rows = DatasetConfig(path=valid.path, sources=valid.sources)
+    else:
+        rows = replace(config.train_dataset, split=None, max_rows=None)
+    names = ("split", "prompt_column", "answer_column", "columns", "max_rows", "size", "prompt_suffix")
+    own = {name: getattr(valid, name) for name in names}
+    return replace(rows, **{name: value for name, value in own.items() if value is not None and value != {}})
 
 
 class RewardBySource(RewardFn):
@@ -135,8 +141,18 @@ def check_names(config: TrainConfig) -> None:
         ConfigError: a reward, workflow, part of the algorithm or sink that is not there.
     """
     make_reward(config).close()
-    find_workflow(config.workflow)
+    taken_arguments(find_workflow(config.workflow), config)
     make_filter(config)
+    choose_parts(config.algorithm, config.gconfig.max_new_tokens)
+    check_sinks(config)
+
+
+def check_sinks(config: BaseConfig) -> None:
+    """Imports the libraries of all sinks.
+
+    Raises:
+        ConfigError: a sink that is not there; says what to install.
+    """
     for sink in config.tracking.sinks:
         find_sink(sink)
 
@@ -148,6 +164,9 @@ def make_workflow(
 
     It is given whichever of ``reward, gconfig, tokenizer, system_prompt, chat_template_kwargs`` its signature takes. A
     function ``async def episode(engine, data, …)`` is a workflow too.
+
+    Raises:
+        ConfigError: see `taken_arguments`; or its constructor raises, or makes something else.
     """
     make = find_workflow(config.workflow)
     available = {
@@ -157,34 +176,31 @@ def make_workflow(
         "system_prompt": config.system_prompt,
         "chat_template_kwargs": dict(config.chat_template_kwargs),
     }
-    taken = {name: value for name, value in available.items() if name in inspect.signature(make).parameters}
-    return FunctionWorkflow(make, taken) if inspect.iscoroutinefunction(make) else make(**taken)
-
-
-class FunctionWorkflow(RolloutWorkflow):
-    """A coroutine function ``episode(engine, data, …)`` as a workflow."""
-
-    def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]):
-        self.function, self.arguments = function, arguments
-
-    async def arun_episode(self, engine: Any, data: Mapping[str, Any]) -> Any:
-        """See `RolloutWorkflow`."""
-        return await self.function(engine, data, **self.arguments)
+    taken = {name: available[name] for name in taken_arguments(make, config)}
+    if inspect.iscoroutinefunction(make):
+        return FunctionWorkflow(make, taken)
+    return checked_workflow(in_user_code(config.workflow, make, **taken), config)
 
 
 def training_workflow(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, reward: RewardBySource) -> RolloutWorkflow:
-    """`n_samples` of the workflow for each prompt, and whatever the algorithm does with them together: a vote instead of the
-    reward, training on a part of them, a greedy baseline."""
-    algorithm, gconfig = config.algorithm, config.gconfig
+    """`n_samples` of the workflow for each prompt, or the workflow itself where it makes the whole group; and whatever the
+    algorithm does with them together: a vote instead of the reward, training on a part of them, a greedy baseline."""
+    algorithm, gconfig, smallest = config.algorithm, config.gconfig, config.rollout.min_group_size
     judge = reward if reward.vote is None else AnswerOnly()
     one = make_workflow(config, tokenizer, judge, gconfig)
+    whole = one.makes_group
     if reward.vote is not None:
         one = MajorityLabels(one, reward.vote)
     if algorithm.update_samples is not None:
         one = FirstSamples(one, algorithm.update_samples)
-    group = Repeated(one, gconfig.n_samples, min_group_size=config.rollout.min_group_size)
+    group = WholeGroup(one, smallest) if whole else Repeated(one, gconfig.n_samples, min_group_size=smallest)
     if not needs_greedy_baseline(config):
         return group
+    if whole:
+        raise ConfigError(
+            f"algorithm.advantage={config.algorithm.advantage.name} compares with a greedy answer of one sample, and "
+            f"workflow={config.workflow} makes a whole group; use algorithm.advantage=grpo, or a workflow of one sample"
+        )
     greedy = replace(gconfig, greedy=True, first_token_temperature=None, train_first_token=False)
     return WithGreedyBaseline(group, make_workflow(config, tokenizer, judge, greedy))
 

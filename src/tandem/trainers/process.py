@@ -14,6 +14,7 @@ from tandem.config.arithmetic import placement
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.engines.inference.build import engine_threads
+from tandem.models.allocator import keep_freed_memory
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def training_threads(config: BaseConfig, threads: int) -> int:
 
 
 def start_process(config: BaseConfig) -> Process:
-    """Sets threads, seeds and the process group (when started by torchrun).
+    """Sets threads, seeds, the allocator and the process group (when started by torchrun).
 
     Raises:
         ConfigError: `device=cuda` without a GPU, or `actor.backend` names another number of ranks than were started.
@@ -68,8 +69,9 @@ def start_process(config: BaseConfig) -> Process:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = config.threads or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
     torch.set_num_threads(training_threads(config, threads) if not cuda else threads)
+    keep_freed_memory()
     random.seed(config.seed)
-    numpy.random.seed(config.seed % 2**32)
+    numpy.random.seed(config.seed)
     torch.manual_seed(config.seed)
     torch.use_deterministic_algorithms(config.deterministic)
     return Process(device, threads, rank, world_size)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tensordict import TensorDict
 
+from tandem.api.collective import together
 from tandem.config.arithmetic import arithmetic, total_steps
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import Resolved, describe, plain_data
@@ -18,10 +19,9 @@ from tandem.roles.critic import Critic, SharedCritic
 from tandem.state.run_folder import RunFolder
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
 from tandem.tracking.tracker import Tracker
-from tandem.trainers.evaluation import Evaluation, evaluate, evaluation_places
 from tandem.trainers.parts import Rows, check_names, open_rows
 from tandem.trainers.process import start_process
-from tandem.trainers.session import Session, open_session
+from tandem.trainers.session import Session, evaluate_if_due, open_session
 from tandem.trainers.summary import Summary, open_run, save_if_due
 
 
@@ -91,47 +91,28 @@ def loop(
     config: TrainConfig, session: Session, run: RunFolder | None, tracker: Tracker | None, rows: Rows, steps: int
 ) -> Summary:
     """All steps, with evaluation, saving and tracking between them."""
-    timer, every = PhaseTimer(), config.evaluate.every_steps
+    timer = PhaseTimer()
     evaluations: dict[int, float] = {}
     checkpoint: Path | None = None
     metrics: dict[str, float] = {}
-    if every:
-        found = examine(session, rows, config)
-        evaluations[0] = found.get("eval/accuracy", float("nan"))
+    found = evaluate_if_due(config, session, rows, 0, steps)
+    if found:
+        evaluations[0] = found["eval/accuracy"]
         if tracker is not None:
             tracker.log(0, found)
     timer.metrics()  # what came before the first step is not part of it
     for number in range(1, steps + 1):
         metrics = step(session, timer)
-        if every and (number % every == 0 or number == steps):
-            with timer("evaluate"):
-                found = examine(session, rows, config)
+        with timer("evaluate"):
+            found = evaluate_if_due(config, session, rows, number, steps)
+        if found:
             metrics |= found
-            evaluations[number] = found.get("eval/accuracy", float("nan"))
+            evaluations[number] = found["eval/accuracy"]
         with timer("save"):
             models = session.models
             checkpoint = save_if_due(config, run, number, steps, models, models.save_tokenizer) or checkpoint
         metrics |= timer.metrics() | {"memory/peak_gib": peak_memory_gib()}
-        if tracker is not None:
-            tracker.log(number, metrics, session.rollout.last_groups, session.publisher.history)
+        with together():  # a disk that is full ends all ranks
+            if tracker is not None:
+                tracker.log(number, metrics, session.rollout.last_groups, session.publisher.history)
     return Summary(run.path if run else None, steps, metrics, checkpoint, evaluations)
-
-
-def examine(session: Session, rows: Rows, config: TrainConfig) -> dict[str, float]:
-    """Accuracy on the validation rows, on the executor's own event loop, beside running episodes; rank 0 only."""
-    if session.engine is None:
-        return {}
-    chosen = list(rows.valid)[: config.evaluate.max_rows]
-    result: Evaluation = session.rollout.run(
-        evaluate(
-            session.engine,
-            session.examiner,
-            chosen,
-            seed=config.seed,
-            deadline_s=config.rollout.episode_timeout_s,
-            n_samples=config.evaluate.n_samples,
-            max_concurrent=evaluation_places(config),
-            together=config.deterministic,
-        )
-    )
-    return result.metrics()

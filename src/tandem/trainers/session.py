@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from tandem.api.collective import together
 from tandem.api.engines import InferenceEngine, TrainEngine
 from tandem.api.workflow import RewardFn, RolloutWorkflow
 from tandem.config.arithmetic import max_token_age, placement
@@ -23,7 +24,7 @@ from tandem.roles.critic import Critic, SharedCritic
 from tandem.roles.reference import Reference
 from tandem.rollout.executor import Rollout
 from tandem.trainers.critic import Models, actor_head, make_critic
-from tandem.trainers.evaluation import evaluation_gconfig
+from tandem.trainers.evaluation import evaluate, evaluation_gconfig, evaluation_places, is_due
 from tandem.trainers.meter import EngineMeter
 from tandem.trainers.parts import (
     Rows,
@@ -70,9 +71,10 @@ def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, 
     tokenizer = load_tokenizer(folder)
     check_chat_template(tokenizer)
     with contextlib.ExitStack() as stack:
-        engine = make_engine(config, process, folder)
-        if engine is not None:
-            stack.callback(engine.close)
+        with together():
+            engine = make_engine(config, process, folder)
+            if engine is not None:
+                stack.callback(engine.close)
         reference = make_reference(config, process)
         optimizer_steps = (steps - config.critic.warmup_steps) * config.actor.mini_batches * config.actor.epochs_per_batch
         trainer = build_train_engine(
@@ -95,6 +97,7 @@ def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, 
         reward = make_reward(config)
         stack.callback(reward.close)
         check_columns(reward, rows.train.rows)
+        check_columns(reward, rows.valid)
         loader = make_loader(config, rows)
         rollout = make_rollout(config, engine, loader)
         stack.callback(rollout.close)
@@ -135,3 +138,27 @@ def make_reference(config: TrainConfig, process: Process) -> Reference | None:
         return None
     engine = build_train_engine(reference_config(config), total_steps=0, device=process.device)
     return Reference(engine, refresh_every_steps=config.reference.refresh_every_steps)
+
+
+def evaluate_if_due(config: TrainConfig, session: Session, rows: Rows, step: int, steps: int) -> dict[str, float]:
+    """Figures of the validation rows, where `evaluate.every_steps` asks for them at this step; 0 is before the first.
+
+    On the executor's own event loop, beside running episodes. Empty where nothing is due, and on ranks other than 0.
+    Collective.
+    """
+    metrics: dict[str, float] = {}
+    if is_due(config.evaluate.every_steps, step, steps):
+        with together():
+            if session.engine is not None:
+                work = evaluate(
+                    session.engine,
+                    session.examiner,
+                    rows.valid,
+                    seed=config.seed,
+                    deadline_s=config.rollout.episode_timeout_s,
+                    n_samples=config.evaluate.n_samples,
+                    max_concurrent=evaluation_places(config),
+                    together=config.deterministic,
+                )
+                metrics = session.rollout.run(work).metrics()
+    return metrics

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from tandem.api.collective import together
 from tandem.config.experiment import BaseConfig
 from tandem.config.load import to_yaml
 from tandem.state.checkpoint import save_checkpoint
@@ -35,14 +36,13 @@ class Summary:
 
 
 def open_run(config: BaseConfig, process: Process, stack: contextlib.ExitStack) -> RunFolder | None:
-    """The run folder, on rank 0; refuses one that holds a run."""
-    if not process.is_main:
-        return None
-    return stack.enter_context(
-        RunFolder.open(
-            config.run.root, config.experiment_name, config.trial_name, config_text=to_yaml(config), seed=config.seed
-        )
-    )
+    """The run folder, on rank 0; refuses one that holds a run, on all ranks. Collective."""
+    run = None
+    with together():
+        if process.is_main:
+            names = config.run.root, config.experiment_name, config.trial_name
+            run = stack.enter_context(RunFolder.open(*names, config_text=to_yaml(config), seed=config.seed))
+    return run
 
 
 def save_if_due(
@@ -51,8 +51,5 @@ def save_if_due(
     """Saves a checkpoint where `checkpoint` asks for one at this step; returns its folder on rank 0. Collective."""
     every = config.checkpoint.every_steps
     if not ((every and step % every == 0) or (step == steps and config.checkpoint.at_end)):
-        return None
-    if run is None:
-        engine.save(Path())  # the other ranks only take part in gathering
         return None
     return save_checkpoint(run, step, engine.save, save_tokenizer, keep_last=config.checkpoint.keep_last)

@@ -15,6 +15,7 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.batch import pack
+from tandem.api.collective import together
 from tandem.api.engines import TrainEngine
 from tandem.api.failures import DataFailure
 from tandem.config.arithmetic import arithmetic, total_steps
@@ -30,7 +31,8 @@ from tandem.models.catalog import resolve
 from tandem.models.tokenizer import check_chat_template, load_tokenizer, save_classifier_tokenizer
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
 from tandem.tracking.tracker import Tracker
-from tandem.trainers.parts import Rows, validation_config
+from tandem.trainers.evaluation import is_due
+from tandem.trainers.parts import Rows, check_sinks, validation_config
 from tandem.trainers.process import Process, start_process
 from tandem.trainers.summary import Summary, open_run, save_if_due
 
@@ -139,7 +141,7 @@ def open_examples(config: BaseConfig, reader: Reader) -> Rows:
     if not config.evaluate.every_steps:
         return Rows(train, ())
     valid: Dataset = load_dataset(validation_config(config), seed=config.seed, default_split="test", reader=reader)
-    return Rows(train, valid)
+    return Rows(train, valid[: config.evaluate.max_rows])
 
 
 def train_on_rows(resolved: Resolved[Any], recipe: Recipe, *, dry_run: bool = False) -> Summary:
@@ -149,6 +151,7 @@ def train_on_rows(resolved: Resolved[Any], recipe: Recipe, *, dry_run: bool = Fa
         ConfigError: anything about the configuration or the rows.
     """
     config = resolved.config
+    check_sinks(config)
     rows = open_examples(config, recipe.reader)
     steps = total_steps(config, len(rows.train))
     if dry_run:
@@ -189,8 +192,8 @@ def loop(config: Any, parts: Parts, run: Any, tracker: Tracker | None, rows: Row
     stages, batches, every = parts.stages, parts.batches, config.evaluate.every_steps
     timer, checkpoint = PhaseTimer(), None
     valid = None
-    if every:
-        valid = stages.prepare(validation_batches(batches).all_of(list(rows.valid)[: config.evaluate.max_rows]))
+    if is_due(every, 0, steps):
+        valid = stages.prepare(validation_batches(batches).all_of(rows.valid))
         found = examined(stages, valid)
         if tracker is not None:
             tracker.log(0, found)
@@ -202,14 +205,15 @@ def loop(config: Any, parts: Parts, run: Any, tracker: Tracker | None, rows: Row
             metrics = stages.train(stages.prepare(batch))
         metrics |= {f"rows/dropped/{reason}": float(count) for reason, count in batches.dropped.items()}
         metrics["tokens_per_s/train"] = int(batch["cu_seqlens"][-1]) / max(timer.seconds("train"), 1e-9)
-        if valid is not None and (step % every == 0 or step == steps):
+        if valid is not None and is_due(every, step, steps):
             with timer("evaluate"):
                 metrics |= examined(stages, valid)
         with timer("save"):
             checkpoint = save_if_due(config, run, step, steps, parts.engine, parts.save_tokenizer) or checkpoint
         metrics |= timer.metrics() | {"memory/peak_gib": peak_memory_gib()}
-        if tracker is not None:
-            tracker.log(step, metrics)
+        with together():  # a disk that is full ends all ranks
+            if tracker is not None:
+                tracker.log(step, metrics)
     return Summary(folder=run.path if run else None, steps=steps, metrics=metrics, checkpoint=checkpoint)
 
 

@@ -3,12 +3,14 @@
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import torch
 
+from tandem.api.collective import together, whole
 from tandem.api.engines import InferenceEngine, TrainEngine
 from tandem.api.failures import EngineDied, WeightUpdateFailed
-from tandem.api.weights import WeightUpdate, WeightVersion, version_digest
+from tandem.api.weights import WeightUpdate, WeightVersion, tensor_digest, version_digest
 from tandem.weights.channel import Channel, LocalChannel
 from tandem.weights.shared_memory import SharedMemoryChannel
 
@@ -16,7 +18,9 @@ from tandem.weights.shared_memory import SharedMemoryChannel
 class WeightPublisher:
     """Delivers versions of one model, one at a time.
 
-    Every rank calls `publish`, for the stream of weights is collective; ranks without an engine give an empty sequence.
+    Every rank makes one and calls `publish`, for the stream of weights is collective; ranks without an engine give an empty
+    sequence. What fails on one rank fails on all. The weights that the trainer begins with are those that new engines
+    have loaded: making a publisher reads them once, for the digest of version 0.
     An engine that fails to switch when another one has switched already is closed: it must not serve old weights.
     """
 
@@ -36,6 +40,8 @@ class WeightPublisher:
         self._run, self._model, self._dtype = run, model, dtype
         self._channel = channel or channel_for(self._engines)
         self._version = self._engines[0].version if self._engines else WeightVersion(0, "", run, model)
+        if not self._version.digest:
+            self._version = replace(self._version, digest=self._initial_digest(), run=run, model=model)
         self._history = {self._version.number: self._version}
 
     @property
@@ -45,7 +51,7 @@ class WeightPublisher:
 
     @property
     def history(self) -> dict[int, WeightVersion]:
-        """All versions published so far, and the one that the engines began with (whose digest is empty), by number."""
+        """All versions published so far, and the one that the engines began with, by number; each with its digest."""
         return dict(self._history)
 
     def publish(self) -> dict[str, float]:
@@ -61,17 +67,20 @@ class WeightPublisher:
         began = time.perf_counter()
         number = self._version.number + 1
         try:
-            delivery = self._channel.put(self._train_engine.weights(self._dtype), self._dtype)
-            version = WeightVersion(number, version_digest(delivery.digests), self._run, self._model)
-            update = WeightUpdate(version, delivery.source, delivery.digests)
-            self._each(lambda engine: engine.prepare_weights(update))
+            with together():
+                with whole(self._train_engine.weights(self._dtype)) as stream:
+                    delivery = self._channel.put(stream, self._dtype)
+                version = WeightVersion(number, version_digest(delivery.digests), self._run, self._model)
+                update = WeightUpdate(version, delivery.source, delivery.digests)
+                self._each(lambda engine: engine.prepare_weights(update))
         except Exception as error:  # the worker boundary: whatever it was, no engine may keep half an update
             self._discard()
-            if isinstance(error, EngineDied) and len(self._engines) == 1:
+            if isinstance(error, EngineDied) and len(self._engines) <= 1:
                 raise
             raise WeightUpdateFailed(f"version {number} was not published, {self._version.number} stays: {error}") from error
         prepared = time.perf_counter()
-        report = self._commit(version)
+        with together():
+            report = self._commit(version)
         self._version = self._history[number] = version
         return {
             "prepare_s": prepared - began,
@@ -83,6 +92,10 @@ class WeightPublisher:
     def close(self) -> None:
         """Gives the channel's memory back; idempotent. The engines are not closed."""
         self._channel.close()
+
+    def _initial_digest(self) -> str:
+        stream = self._train_engine.weights(self._dtype)
+        return version_digest({name: tensor_digest(tensor) for name, tensor in stream})
 
     def _each(self, action: Callable[[InferenceEngine], None]) -> None:
         """Does it to all engines at the same time; raises the first failure once all have ended."""

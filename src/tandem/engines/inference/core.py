@@ -57,7 +57,12 @@ class EngineCore:
         self._folder, self._device, self._dtype = folder, device, dtype
         hf_config = AutoConfig.from_pretrained(folder)
         a = self._architecture = Architecture.from_config(hf_config)
-        self._max_model_len = min(config.max_model_len or a.max_position_embeddings, a.max_position_embeddings)
+        self._max_model_len = config.max_model_len or a.max_position_embeddings
+        if self._max_model_len > a.max_position_embeddings:
+            raise ConfigError(
+                f"rollout.engine.max_model_len must be at most this model's context ({a.max_position_embeddings} tokens), "
+                f"got {self._max_model_len}; leave it out to use all of it"
+            )
         compute = compute_dtype(dtype, device)
         self._cache = KVCache(a.num_layers, a.num_kv_heads, a.head_dim, compute, device, config.kv_cache_gib)
         if self._cache.budget_tokens < 32:

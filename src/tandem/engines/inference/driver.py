@@ -22,6 +22,7 @@ from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.engines.inference.callers import Result
 from tandem.engines.inference.core import EngineCore, StagedWeights
 from tandem.engines.inference.staging import stage_update
+from tandem.models.allocator import keep_freed_memory
 
 T = TypeVar("T")
 
@@ -60,6 +61,7 @@ class Driver:
     @torch.inference_mode()
     def run(self) -> None:
         """Drives the core until `stop`, or until it raises; what it raised is raised here once every call has failed."""
+        keep_freed_memory()
         torch.set_num_threads(self._threads)  # counted for each thread that computes
         reason = "it was closed"
         try:

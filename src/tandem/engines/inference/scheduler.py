@@ -10,6 +10,7 @@ import torch
 
 from tandem.engines.inference.attention import Piece
 from tandem.engines.inference.kv_cache import KVCache, Pool
+from tandem.engines.inference.prefix_index import PrefixIndex
 from tandem.engines.inference.sequences import Job, Sequence, SharedPrompt
 from tandem.engines.inference.slots import Slots
 
@@ -33,12 +34,15 @@ class Scheduler:
         """The set of decoding sequences, or a place in the cache, is not what it was."""
 
         self.shared_tokens = 0
-        """Prompt tokens that were not computed, because another sample's could be read."""
+        """Prompt tokens that were not computed, because another sample's could be read or copied."""
 
         self._alike: Counter[tuple[int, ...]] = Counter()
         """Waiting requests by prompt."""
 
         self._prompts: dict[tuple[int, ...], SharedPrompt] = {}
+        self._beginnings = PrefixIndex()
+        self._job_of: dict[Sequence | SharedPrompt, Job] = {}
+        """The job that fills the owner's row with a prompt, also after it is done."""
 
     @property
     def num_running(self) -> int:
@@ -96,13 +100,13 @@ class Scheduler:
         tokens = sequence.request.input_ids
         sequence.row = self.cache.allocate(pool, capacity)
         if pool == "whole":
-            self.jobs.append(Job(torch.tensor(tokens), sequence.row, sequence))
+            self._compute(tokens, Job(torch.tensor(tokens), sequence.row, sequence, prompt=tokens))
             return
         prompt = self._prompts.get(tokens)
         if prompt is None:
             row = self.cache.allocate("prompt", self.cache.capacity_for(len(tokens)))
             prompt = self._prompts[tokens] = SharedPrompt(tokens, row)
-            self.jobs.append(Job(torch.tensor(tokens), row, prompt))
+            self._compute(tokens, Job(torch.tensor(tokens), row, prompt, prompt=tokens))
         else:
             self.shared_tokens += len(tokens)
         prompt.members.append(sequence)
@@ -110,13 +114,27 @@ class Scheduler:
         if prompt.hidden is not None:
             self.ready.append(sequence)
 
+    def _compute(self, tokens: tuple[int, ...], job: Job) -> None:
+        """Queues a prompt, its beginning to be copied where another prompt has the same."""
+        found = self._beginnings.find(tokens)
+        if found is not None:
+            job.like, job.common = found
+        self._beginnings.add(job)
+        self._job_of[job.owner] = job
+        self.jobs.append(job)
+
     def next_pieces(self, jobs: list[Job]) -> tuple[list[Job], list[Piece]]:
         """The front of the jobs, as many tokens as one prefill pass takes; packed, the last job perhaps in part."""
         room, taken, pieces = self._chunk, [], []
         for job in jobs:
-            count = min(room, len(job.tokens) - job.done)
-            if count <= 0:
+            if room <= 0:
                 break
+            if job.waits:
+                continue
+            if job.like is not None:
+                job.copy_beginning()
+                self.shared_tokens += job.done
+            count = min(room, len(job.tokens) - job.done)
             base = (job.base.row, len(job.base.tokens)) if job.base is not None else (None, 0)
             pieces.append(Piece(job.row, job.done, count, *base))
             taken.append(job)
@@ -158,16 +176,19 @@ class Scheduler:
                         del self._prompts[prompt.tokens]
             sequence.row = sequence.prompt = None
         self.jobs = [job for job in self.jobs if job.owner not in owners]
+        self._beginnings.remove([self._job_of.pop(owner) for owner in owners if owner in self._job_of])
         self.changed = True
 
     def restart_prefill(self) -> None:
         """Prompts that were computed in part begin again: the weights have changed."""
         for job in self.jobs:
             job.done = 0
+            job.like = None
 
     def stop_sharing(self) -> None:
         """Nobody may join the prompts that are there: their keys are of older weights and are kept."""
         self._prompts.clear()
+        self._beginnings.clear()
 
     def recompute_jobs(self) -> tuple[list[Job], list[Job]]:
         """What rebuilds the cache of all that was computed: shared prompts, and then what comes after them."""

@@ -55,3 +55,27 @@ class Job:
     """The prompt that comes before these tokens."""
 
     done: int = 0
+    prompt: tuple[int, ...] = ()
+    """The tokens, where they are a whole prompt that others may begin alike."""
+
+    like: "Job | None" = None
+    """The job whose row has the first ``common`` tokens, once it has come so far; None once they are copied."""
+
+    common: int = 0
+    gone: bool = False
+    """Its row was given back, or may not be copied from."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether the beginning is about to be computed by another job."""
+        return self.like is not None and not self.like.gone and self.like.done < self.common
+
+    def copy_beginning(self) -> None:
+        """Takes over the keys and values that another row has, if it is still there."""
+        like, self.like = self.like, None
+        if like is None or like.gone or self.done:
+            return
+        for mine, other in ((self.row.slab.keys, like.row.slab.keys), (self.row.slab.values, like.row.slab.values)):
+            for layer, tensor in enumerate(mine):
+                tensor[self.row.index, :, : self.common] = other[layer][like.row.index, :, : self.common]
+        self.done = self.common

@@ -1,5 +1,6 @@
 """The training engine on FSDP2: a model, its optimizer, and steps that do not depend on how a batch is cut."""
 
+import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from tensordict import TensorDict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tandem.api.batch import lengths, num_sequences, select, sum_by_sequence
+from tandem.api.collective import together, whole
 from tandem.api.engines import LossFn, Outputs, TrainEngine, TrainPart
 from tandem.api.failures import BatchError, ConfigError, NonFinite
 from tandem.config.train_engine import TrainEngineConfig
@@ -144,13 +146,14 @@ class FSDPEngine(TrainEngine):
 
     def save(self, folder: Path) -> None:
         """See `TrainEngine.save`. Weights are written in the dtype that the engine computes in."""
-        write_folder(Path(folder), self.model.model, self.weights(self.dtype), self.dtype, writes=self.rank == 0)
+        agreed = contextlib.nullcontext() if self._group is None else together(self._group)
+        with agreed, whole(self.weights(self.dtype)) as weights:
+            write_folder(Path(folder), self.model.model, weights, self.dtype, writes=self.rank == 0)
         if self.head == "both":
             value = self._holder.full(_VALUE)
-            if self.rank == 0:
-                write_tensor(Path(folder) / VALUE_FILE, value)
-        if self._group is not None:
-            dist.barrier(self._group)
+            with contextlib.nullcontext() if self._group is None else together(self._group):
+                if self.rank == 0:
+                    write_tensor(Path(folder) / VALUE_FILE, value)
 
     def load(self, folder: Path) -> None:
         """See `TrainEngine.load`. The optimizer's state stays as it is.

@@ -6,10 +6,11 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Any
 
 from tandem.api.engines import InferenceEngine
-from tandem.api.failures import DataFailure, EngineDied, EpisodeFailure, InfrastructureFailure
+from tandem.api.failures import DataFailure, EngineDied, EpisodeFailure, InfrastructureFailure, WrongWorkflow
 from tandem.api.requests import NoiseKey, StopReason
 from tandem.api.samples import Group, Sample
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
@@ -86,6 +87,7 @@ async def ask(
 
     Raises:
         EngineDied: the engine is gone.
+        WrongWorkflow: the workflow returns what nobody can use.
     """
     places = asyncio.Semaphore(terms.max_concurrent or max(1, len(asks)))
 
@@ -162,8 +164,8 @@ async def _ask_one(
         try:
             async with limit:
                 result = await workflow.arun_episode(handle, copy.deepcopy(dict(item.columns)))
-            return _judged(item, _only_sample(result))
-        except EngineDied:
+            return _judged(item, _samples(result))
+        except (EngineDied, WrongWorkflow):
             raise
         except Exception as error:  # the episode boundary: a sample that fails is counted, and the others go on
             if isinstance(error, InfrastructureFailure) and attempt < terms.max_retries:
@@ -177,34 +179,49 @@ async def _ask_one(
     raise AssertionError("unreachable: the last attempt returns")
 
 
-def _only_sample(result: Group | Sample | None) -> Sample:
+def _samples(result: Group | Sample | None) -> Sequence[Sample]:
     if result is None:
         raise DataFailure("workflow_returned_none")
-    if isinstance(result, Group):
-        if len(result.samples) != 1:
-            raise TypeError(f"an evaluation runs a workflow of one sample; this one returned {len(result.samples)}")
-        return result.samples[0]
-    if not isinstance(result, Sample):
-        raise TypeError(f"a workflow must return Sample, a Group of one, or None; got {type(result).__name__}")
-    if not math.isfinite(result.reward):
-        raise DataFailure("reward_not_finite", f"the workflow gave a sample the reward {result.reward}")
-    return result
+    if not isinstance(result, (Sample, Group)):
+        raise WrongWorkflow(f"a workflow must return a Sample, a Group, or None; it returned a {type(result).__name__}")
+    samples = result.samples if isinstance(result, Group) else (result,)
+    if not samples:
+        raise DataFailure("workflow_returned_none", "a group without samples")
+    for sample in samples:
+        if not math.isfinite(sample.reward):
+            raise DataFailure("reward_not_finite", f"the workflow gave a sample the reward {sample.reward}")
+    return samples
 
 
-def _judged(item: Ask, sample: Sample) -> Answer:
+def _judged(item: Ask, samples: Sequence[Sample]) -> Answer:
+    """Of a group that a workflow made as a whole, the mean: it gives no one answer, and was cut where any sample was."""
+    first = samples[0]
+    if len(samples) > 1:
+        stated = any(sample.accuracy is not None for sample in samples)
+        cut = next((s for s in samples if s.trajectories[-1].stop_reason == StopReason.LENGTH), first)
+        return Answer(
+            item.data,
+            item.row,
+            item.sample,
+            reward=fmean(sample.reward for sample in samples),
+            accuracy=fmean(s.reward if s.accuracy is None else s.accuracy for s in samples) if stated else None,
+            stop_reason=cut.trajectories[-1].stop_reason.name.lower(),
+            tokens=round(fmean(sample.num_trained_tokens for sample in samples)),
+            text=first.completion_text,
+        )
     return Answer(
         item.data,
         item.row,
         item.sample,
-        reward=float(sample.reward),
-        rewards={name: float(value) for name, value in sample.rewards.items()},
-        accuracy=sample.accuracy,
-        answer=sample.answer,
-        extracted=sample.extracted,
-        stop_reason=sample.trajectories[-1].stop_reason.name.lower(),
-        tokens=sample.num_trained_tokens,
-        metrics={name: float(value) for name, value in sample.metrics.items()},
-        text=sample.completion_text,
+        reward=float(first.reward),
+        rewards={name: float(value) for name, value in first.rewards.items()},
+        accuracy=first.accuracy,
+        answer=first.answer,
+        extracted=first.extracted,
+        stop_reason=first.trajectories[-1].stop_reason.name.lower(),
+        tokens=first.num_trained_tokens,
+        metrics={name: float(value) for name, value in first.metrics.items()},
+        text=first.completion_text,
     )
 
 

@@ -34,6 +34,11 @@ class Evaluation:
         return dict(self.values)
 
 
+def is_due(every_steps: int | None, step: int, steps: int) -> bool:
+    """Whether `evaluate.every_steps` asks for an evaluation after ``step``: also before the first (0) and after the last."""
+    return every_steps is not None and (step % every_steps == 0 or step == steps)
+
+
 def evaluation_gconfig(config: TrainConfig) -> GenerationConfig:
     """The run's sampling with the number of samples, temperature and length of its evaluation."""
     wanted = config.evaluate
@@ -69,9 +74,10 @@ async def evaluate(
 ) -> Evaluation:
     """Runs ``workflow`` (one sample) ``n_samples`` times on each row, beside whatever else the engine is doing.
 
-    It stands outside the staleness gate: evaluation episodes take no slot and are never trained on. ``deadline_s`` counts
-    from a sample's turn, of which there are ``max_concurrent`` at once. ``together``: as one wave that the engine stands
-    still for, so that two deterministic runs are equal (nothing else may be running).
+    Where the workflow makes a group, its mean counts. It stands outside the staleness gate: evaluation episodes take no
+    slot and are never trained on. ``deadline_s`` counts from a sample's turn, of which there are ``max_concurrent`` at once.
+    ``together``: as one wave that the engine stands still for, so that two deterministic runs are equal (nothing else may be
+    running).
     """
     asks = [
         Ask(str(row.get("source") or ""), index, sample, row)

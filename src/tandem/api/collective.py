@@ -1,0 +1,98 @@
+"""What all ranks must hear of: rank 0's result, and a failure of any rank, at once and not after the group's timeout.
+
+Without ``torch.distributed``, or with one rank, everything here is a plain call.
+"""
+
+import contextlib
+import pickle
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from tandem.api.failures import RankFailed, TandemError
+
+T = TypeVar("T")
+
+
+def is_main() -> bool:
+    """Whether this is rank 0, which alone generates, logs and writes."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def from_main(make: Callable[[], T]) -> T:
+    """What ``make`` returns on rank 0, on every rank; it is called there only, and its result must be picklable. Collective.
+
+    Raises:
+        Exception: what ``make`` raised, on rank 0; on the others the same where it is a `TandemError`, else `RankFailed`.
+    """
+    if _alone(None):
+        return make()
+    said: list[Any] = [None, None]
+    if is_main():
+        try:
+            said[0] = make()
+        except Exception as error:  # the worker boundary: the others would wait for a broadcast that never comes
+            dist.broadcast_object_list([None, _portable(error, 0)], src=0)
+            raise
+    dist.broadcast_object_list(said, src=0)
+    if said[1] is not None:
+        raise said[1]
+    result: T = said[0]
+    return result
+
+
+@contextlib.contextmanager
+def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """A block that every rank enters, and that fails on all of them if it fails on one. Collective at its end.
+
+    A rank with nothing to do enters it all the same: ``with together(): …`` around what only rank 0 does. Collective
+    calls inside are allowed as long as each rank makes all of them, also when it fails (see `whole`).
+
+    Raises:
+        Exception: of the first rank that failed: there the error itself, on the others as in `from_main`.
+    """
+    if _alone(group):
+        yield
+        return
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as caught:  # the worker boundary: the others would wait for this rank in the next collective call
+        error = caught
+    rank = dist.get_rank(group)
+    said: list[Exception | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, None if error is None else _portable(error, rank), group=group)
+    first = next((other for other, failure in enumerate(said) if failure is not None), None)
+    if first == rank and error is not None:
+        raise error
+    if first is not None and said[first] is not None:
+        raise said[first] from error  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def whole(stream: Iterable[T]) -> Iterator[Iterator[T]]:
+    """A collective stream that is read to its end also when its reader fails, for the other ranks take part in it."""
+    iterator = iter(stream)
+    try:
+        yield iterator
+    except Exception:
+        if not _alone(None):
+            for _ in iterator:
+                pass
+        raise
+
+
+def _alone(group: dist.ProcessGroup | None) -> bool:
+    return not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1
+
+
+def _portable(error: Exception, rank: int) -> Exception:
+    """The error itself where it speaks to the user and can travel, else one that quotes it."""
+    try:
+        if isinstance(error, TandemError):
+            pickle.loads(pickle.dumps(error))
+            return error
+    except Exception:  # whatever pickling raises: what matters is that the others hear of the error
+        pass
+    return RankFailed(f"rank {rank} failed: {type(error).__name__}: {error}")

@@ -1,0 +1,224 @@
+"""Keys that were set and that nothing would read: refused, with the key that would make them count.
+
+A key that holds its default (or what the preset set) is never refused, so `config.yaml` of a run loads as it was written.
+"""
+
+from collections.abc import Callable, Container, Iterator
+from typing import Any, NamedTuple
+
+from tandem.config.algorithm import Component
+from tandem.config.arithmetic import max_head_offpolicyness
+from tandem.config.data import DatasetConfig, ValidDatasetConfig, is_procedural
+from tandem.config.experiment import BaseConfig, TrainConfig
+from tandem.config.keys import leaves
+from tandem.config.preference import (
+    REFERENCE_FREE,
+    DistillConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    training_config,
+)
+from tandem.config.presets import PRESETS
+
+Written = Container[str]
+
+
+class Unused(NamedTuple):
+    """Keys (or whole sections) that are not read under a condition."""
+
+    keys: tuple[str, ...]
+    when: Callable[[Any, Written], bool]
+    """Of the configuration, and of the keys that the user set himself."""
+
+    why: str
+    """Goes on after "KEY=VALUE is not used": the reason, and what to do."""
+
+
+def paths(data: DatasetConfig | ValidDatasetConfig) -> tuple[str, ...]:
+    """All paths that a data set is read from."""
+    return tuple(source.path for source in data.sources) or ((data.path,) if data.path else ())
+
+
+def _no_evaluation(config: BaseConfig, written: Written) -> bool:
+    """Writing `evaluate.every_steps=null` turns it off on purpose, whatever else stands in a file."""
+    return config.evaluate.every_steps is None and "evaluate.every_steps" not in written
+
+
+def _no_procedural_rows(config: BaseConfig, valid: bool) -> bool:
+    there = (paths(config.valid_dataset) if valid else ()) or paths(config.train_dataset)
+    return not any(is_procedural(path) for path in there)
+
+
+ALWAYS = (
+    Unused(
+        ("valid_dataset", "evaluate.max_rows", "evaluate.max_new_tokens", "evaluate.n_samples", "evaluate.temperature"),
+        _no_evaluation,
+        "because nothing is evaluated: set evaluate.every_steps, for example 10 (evaluate.every_steps=null, written out, "
+        "keeps evaluation off and this key where it is)",
+    ),
+    Unused(
+        ("train_dataset.size",),
+        lambda config, _: _no_procedural_rows(config, valid=False),
+        "because no row is computed: size is for `addition` and reasoning_gym:NAME; use train_dataset.max_rows",
+    ),
+    Unused(
+        ("valid_dataset.size",),
+        lambda config, _: _no_procedural_rows(config, valid=True),
+        "because no row is computed: size is for `addition` and reasoning_gym:NAME; use valid_dataset.max_rows",
+    ),
+    Unused(
+        ("checkpoint.keep_last",),
+        lambda config, _: config.checkpoint.every_steps is None,
+        "because a run saves one checkpoint, at its end: set checkpoint.every_steps, or leave it out",
+    ),
+    Unused(
+        ("tracking.project",),
+        lambda config, _: not {"wandb", "trackio"} & set(config.tracking.sinks),
+        "by any sink of this run: set tracking.sinks to wandb or trackio, or leave it out",
+    ),
+    Unused(
+        ("actor.optimizer.min_lr_ratio",),
+        lambda config, _: config.actor.optimizer.schedule == "constant",
+        "by the constant schedule: set actor.optimizer.schedule to linear or cosine, or leave it out",
+    ),
+)
+
+REINFORCEMENT = (
+    Unused(
+        (
+            "algorithm.kl.where",
+            "algorithm.kl.estimator",
+            "algorithm.kl.importance",
+            "reference",
+        ),
+        lambda config, _: config.algorithm.kl.coefficient == 0,
+        "because algorithm.kl.coefficient is 0; set algorithm.kl.coefficient, for example 0.001, or leave it out",
+    ),
+    Unused(
+        ("algorithm.kl.target",),
+        lambda config, _: config.algorithm.kl.coefficient == 0,
+        "because algorithm.kl.coefficient is 0, and 0 cannot grow: set algorithm.kl.coefficient to where it shall begin, "
+        "for example 0.01",
+    ),
+    Unused(
+        ("algorithm.kl.importance",),
+        lambda config, _: config.algorithm.kl.where == "reward",
+        "because the KL is in the reward, which has no gradient: leave it out, or set algorithm.kl.where=loss",
+    ),
+    Unused(
+        ("algorithm.kl.horizon",),
+        lambda config, _: config.algorithm.kl.target is None,
+        "because algorithm.kl.target is null: set it, or leave algorithm.kl.horizon out",
+    ),
+    Unused(
+        ("algorithm.correction.low", "algorithm.correction.high", "algorithm.correction.level"),
+        lambda config, _: config.algorithm.correction.weight == "none",
+        "with weight=none: set algorithm.correction.weight to truncate or mask, or leave it out",
+    ),
+    Unused(
+        ("algorithm.correction.low",),
+        lambda config, _: config.algorithm.correction.weight == "truncate",
+        "with weight=truncate: set algorithm.correction.weight=mask, or leave it out",
+    ),
+    Unused(
+        ("rollout.engine.keep_kv_on_update",),
+        lambda config, _: max_head_offpolicyness(config) == 0,
+        "at staleness 0, where no request is under way while weights change: set async_training=true, or leave it out",
+    ),
+    Unused(
+        ("rollout.replay.max_age", "rollout.replay.max_uses"),
+        lambda config, _: config.rollout.replay.groups == 0,
+        "because rollout.replay.groups is 0: set it, for example to 4, or leave this key out",
+    ),
+    Unused(
+        ("curriculum.target", "curriculum.width", "curriculum.floor", "curriculum.memory"),
+        lambda config, _: config.curriculum.round_rows is None,
+        "because curriculum.round_rows is null: set it, for example to 500, or leave this key out",
+    ),
+    Unused(
+        ("gconfig.train_first_token",),
+        lambda config, _: config.gconfig.first_token_temperature is None,
+        "because gconfig.first_token_temperature is null: leave it out",
+    ),
+)
+
+SUPERVISED = (
+    Unused(
+        ("evaluate.max_new_tokens", "evaluate.n_samples", "evaluate.temperature"),
+        lambda *_: True,
+        "by supervised training, whose evaluation is the loss of held-out rows and generates nothing: leave it out, and "
+        "measure answers with tandem eval",
+    ),
+    Unused(
+        ("tracking.trajectories_per_step",),
+        lambda *_: True,
+        "by supervised training, which samples nothing: leave it out",
+    ),
+    Unused(
+        ("actor.mini_batches", "actor.epochs_per_batch"),
+        lambda *_: True,
+        "by supervised training, whose optimizer steps are set by batch_size: leave it out",
+    ),
+    Unused(
+        tuple(
+            f"{data}.{name}" for data in ("train_dataset", "valid_dataset") for name in ("answer_column", "prompt_suffix")
+        ),
+        lambda config, _: isinstance(config, (PreferenceConfig, RewardModelConfig)),
+        "by learning from judged completions: leave it out, and name their columns with train_dataset.columns",
+    ),
+    Unused(
+        ("reference.path", "reference.dtype"),
+        lambda config, _: isinstance(config, PreferenceConfig) and config.loss.name in REFERENCE_FREE,
+        "because this loss compares with no reference: leave it out, or set loss=dpo",
+    ),
+    Unused(
+        ("margin",),
+        lambda config, _: isinstance(config, RewardModelConfig) and config.supervision == "steps",
+        "with supervision=steps, where steps are right or wrong: leave it out, or set supervision=pairs",
+    ),
+    Unused(
+        ("step_separator",),
+        lambda config, _: isinstance(config, RewardModelConfig) and config.supervision == "pairs",
+        "with supervision=pairs: leave it out, or set supervision=steps",
+    ),
+)
+
+
+def unused(config: BaseConfig, written: Written) -> Iterator[str]:
+    """One message for each key that was set in vain."""
+    if isinstance(config, DistillConfig):
+        config = training_config(config)
+    rules = ALWAYS + (REINFORCEMENT if isinstance(config, TrainConfig) else SUPERVISED)
+    values, untouched = dict(leaves(config)), dict(leaves(type(config)()))
+    told = set()
+    for rule in rules:
+        if not rule.when(config, written):
+            continue
+        for key, value in values.items():
+            meant = any(key == name or key.startswith(name + ".") for name in rule.keys)
+            if meant and key not in told and value not in (untouched[key], *_preset_values(config, key)):
+                told.add(key)
+                yield f"{key}={_shown(value)} is not used {rule.why}"
+
+
+def _preset_values(config: BaseConfig, key: str) -> Iterator[Any]:
+    """What the preset says of a key, whether or not training is asynchronous."""
+    if not isinstance(config, TrainConfig) or config.algorithm.preset not in PRESETS:
+        return
+    preset = PRESETS[config.algorithm.preset]
+    for table in ({"algorithm": preset.values}, {"algorithm": preset.asynchronous}, preset.run):
+        value: Any = table
+        for name in key.split("."):
+            value = value.get(name) if hasattr(value, "get") else None
+        if value is not None:
+            yield value
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Component):
+        return value.name
+    if isinstance(value, tuple):
+        return f"[{', '.join(getattr(item, 'path', str(item)) for item in value)}]"
+    return "null" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

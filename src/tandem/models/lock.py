@@ -1,0 +1,113 @@
+"""A lock between processes: one makes a thing that takes minutes, the others wait for it, and are told for whom."""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from tandem.api.failures import WaitTimeout
+
+POLL_S = 0.2
+SAY_EVERY_S = 5.0
+GONE_S = 1.0
+"""So long must the holder be gone: who takes a lock that a killed process left needs a moment to write its own number."""
+
+PATIENCE_S = 3600.0
+"""Longer than pip may take to fetch a model, and the conversion behind it."""
+
+
+@contextlib.contextmanager
+def locked(path: Path, what: str, *, patience_s: float = PATIENCE_S, say_every_s: float = SAY_EVERY_S) -> Iterator[None]:
+    """Holds the advisory lock of a file, which the operating system drops when its holder dies.
+
+    Who has to wait says on stderr, every ``say_every_s`` seconds, for ``what`` and for whom. A lock that outlives its
+    holder, because a process that it had forked still has the file open, is put aside.
+
+    Raises:
+        WaitTimeout: it was not free within ``patience_s``.
+    """
+    began = said = time.monotonic()
+    gone_looks = 0
+    while True:
+        file = path.open("a+")
+        if _take(file, path):
+            break
+        holder = _holder(file)
+        gone_looks = gone_looks + 1 if _is_gone(holder) else 0
+        if gone_looks * POLL_S >= GONE_S:
+            _put_aside(file, path)
+        file.close()
+        now = time.monotonic()
+        if now - began >= patience_s:
+            raise WaitTimeout(
+                f"waited {now - began:.0f} s for {what}, which {_describe(holder)} is making. If it is stuck, end it; if no "
+                f"such process exists any more, remove {path}; then start again"
+            )
+        if now - said >= say_every_s:
+            said = now
+            waited = f"Waiting for {what}: {_describe(holder)} is making it ({now - began:.0f} s) …"
+            print(waited, file=sys.stderr, flush=True)
+        time.sleep(min(POLL_S, patience_s))
+    with file:
+        file.truncate(0)
+        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+        file.flush()
+        yield
+
+
+def _take(file: IO[str], path: Path) -> bool:
+    """Whether the lock is ours now; not where the file has been put aside meanwhile."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    if _is_at(file, path):
+        return True
+    file.close()
+    return False
+
+
+def _is_at(file: IO[str], path: Path) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    return False
+
+
+def _put_aside(file: IO[str], path: Path) -> None:
+    """Removes the file, unless somebody else did so and it is another one by now."""
+    if _is_at(file, path):
+        path.unlink(missing_ok=True)
+
+
+def _holder(file: IO[str]) -> dict[str, Any]:
+    """What the holder wrote; empty in the moment before it has."""
+    if file.closed:
+        return {}
+    file.seek(0)
+    with contextlib.suppress(ValueError):
+        found = json.loads(file.read())
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _is_gone(holder: dict[str, Any]) -> bool:
+    """Whether the process that wrote its number ran on this machine and has ended."""
+    if holder.get("host") != socket.gethostname() or not isinstance(holder.get("pid"), int):
+        return False
+    try:
+        os.kill(holder["pid"], 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # another user's: it is there
+        return False
+    return False
+
+
+def _describe(holder: dict[str, Any]) -> str:
+    return f"process {holder['pid']} on {holder.get('host', 'this machine')}" if "pid" in holder else "another process"

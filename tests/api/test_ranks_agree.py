@@ -1,0 +1,146 @@
+"""A failure of one rank is known to all at once: collective results, saving, publishing."""
+
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from tandem.api.collective import from_main, together, whole
+from tandem.api.failures import ConfigError, EngineDied, RankFailed, TandemError
+from tandem.state.checkpoint import CheckpointFailed, save_checkpoint
+from tandem.state.run_folder import RunFolder
+from tandem.weights.channel import LocalChannel
+from tandem.weights.publisher import WeightPublisher
+from tests.engines_train.steps import engine_on
+from tests.rollout.clockwork import ClockworkEngine
+from tests.tiny import tiny_model_folder
+
+
+def test_alone_everything_is_a_plain_call():
+    assert from_main(lambda: 3) == 3
+    with pytest.raises(KeyError), together():
+        raise KeyError("mine")
+    stream = iter(range(3))
+
+    def read_one():
+        with whole(stream) as numbers:
+            next(numbers)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        read_one()
+    assert list(stream) == [1, 2]  # nobody else takes part
+
+
+class FullChannel(LocalChannel):
+    """Has no room left after the first tensor."""
+
+    def put(self, named_tensors, dtype):
+        next(iter(named_tensors))
+        raise OSError(28, "No space left on device")
+
+
+class DyingEngine(ClockworkEngine):
+    def prepare_weights(self, update):
+        raise EngineDied("it was killed")
+
+
+def refuse(kind):
+    raise kind("it is the main rank's fault")
+
+
+def main_fails(rank, kind):
+    with together():
+        if rank == 0:
+            refuse(kind)
+
+
+def seen(action):
+    """What an action raised: type, message and seconds."""
+    began = time.monotonic()
+    try:
+        action()
+    except TandemError as error:
+        return type(error).__name__, str(error), time.monotonic() - began
+    except OSError as error:
+        return "OSError", str(error), time.monotonic() - began
+    return "nothing", "", time.monotonic() - began
+
+
+def one_rank(rank, out, folder):
+    """Every way of failing, one after another: the group must be in order again after each."""
+    torch.set_num_threads(1)
+    file = f"file://{out}/rendezvous"
+    dist.init_process_group("gloo", init_method=file, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    engine = engine_on(folder, ranks=2)
+    run = RunFolder.open(out, "exp", "trial", config_text="") if rank == 0 else None
+    found = {
+        "result": seen(lambda: from_main(lambda: refuse(OSError))),
+        "told": seen(lambda: from_main(lambda: refuse(ConfigError))),
+        "block": seen(lambda: main_fails(rank, OSError)),
+    }
+
+    def tokenizer(folder):
+        raise OSError(28, "No space left on device")
+
+    found["tokenizer"] = seen(lambda: save_checkpoint(run, 1, engine.save, tokenizer, None))
+    locked = Path(out) / "file"
+    locked.write_text("")
+    found["folder"] = seen(lambda: engine.save(locked / "below"))  # only rank 0 writes, so only it fails
+    if run is not None:
+        run.checkpoints.rmdir()
+        run.checkpoints.write_text("a file where the folder should be")
+    found["unwritable"] = seen(lambda: save_checkpoint(run, 2, engine.save, lambda path: None, None))
+    if run is not None:
+        run.checkpoints.unlink()
+    for name, engines, channel in (
+        ("channel", [ClockworkEngine()], FullChannel()),
+        ("engine", [DyingEngine()], None),
+    ):
+        publisher = WeightPublisher(
+            engine, engines if rank == 0 else [], run="t", dtype=torch.float32, channel=channel if rank == 0 else None
+        )
+        found[name] = seen(publisher.publish)
+    assert from_main(lambda: 7) == 7
+    path = save_checkpoint(run, 3, engine.save, lambda path: None, None)
+    assert (path is None) == (rank == 1)
+    torch.save(found, f"{out}/{rank}.pt")
+    if run is not None:
+        assert sorted(os.listdir(run.checkpoints)) == ["step_3"]
+        run.close()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    out = tmp_path_factory.mktemp("ranks")
+    mp.spawn(one_rank, (str(out), tiny_model_folder(out)), nprocs=2)
+    return [torch.load(out / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "on_the_other", "words"),
+    [
+        ("result", RankFailed, "rank 0 failed: OSError: it is the main rank's fault"),
+        ("told", ConfigError, "it is the main rank's fault"),
+        ("block", RankFailed, "rank 0 failed: OSError: it is the main rank's fault"),
+        ("tokenizer", CheckpointFailed, "step 1 could not be saved"),
+        ("folder", RankFailed, "NotADirectoryError"),
+        ("unwritable", CheckpointFailed, "step 2 could not be saved"),
+        ("channel", "WeightUpdateFailed", "No space left on device"),
+        ("engine", EngineDied, "it was killed"),
+    ],
+)
+def test_what_fails_on_rank_0_ends_the_other_within_seconds_with_the_cause(ranks, name, on_the_other, words):
+    main, other = (rank[name] for rank in ranks)
+    assert other[0] == getattr(on_the_other, "__name__", on_the_other)
+    for kind, message, seconds in (main, other):
+        assert kind != "nothing"
+        assert words.rpartition("Error: ")[2] in message or kind == "OSError"
+        assert seconds < 5
+    assert words in other[1]

@@ -1,0 +1,173 @@
+"""No key is accepted and ignored: it is read, or it is refused with what would make it count."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import tandem
+from tandem.config.algorithm import Component
+from tandem.config.check import check
+from tandem.config.data import DatasetConfig, SourceConfig
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import EvaluateConfig, SFTConfig, TrainConfig
+from tandem.config.keys import leaves
+from tandem.config.load import load_config, to_yaml
+
+DATA = "train_dataset.path=addition"
+SOURCE = Path(tandem.__file__).parent
+
+
+def load(*items, cls=TrainConfig, data=DATA, file=None):
+    return load_config(cls, file, [*([data] if data else []), *items]).config
+
+
+@pytest.mark.parametrize(
+    ("items", "words"),
+    [
+        (["valid_dataset.path=addition"], "nothing is evaluated: set evaluate.every_steps"),
+        (["valid_dataset.prompt_suffix=x"], "nothing is evaluated"),
+        (["evaluate.max_rows=5"], "evaluate.max_rows=5 is not used because nothing is evaluated"),
+        (["evaluate.max_rows=null"], "evaluate.max_rows=null is not used"),
+        (["evaluate.max_new_tokens=5"], "evaluate.max_new_tokens=5 is not used"),
+        (["valid_dataset.shuffle=false"], "unknown key valid_dataset.shuffle"),
+        (["train_dataset.path=gsm8k.jsonl", "train_dataset.size=5"], "train_dataset.size=5 .* use train_dataset.max_rows"),
+        (
+            ["evaluate.every_steps=2", "valid_dataset.path=gsm8k.jsonl", "valid_dataset.size=5"],
+            "valid_dataset.size=5 .* use valid_dataset.max_rows",
+        ),
+        (["checkpoint.keep_last=5"], "set checkpoint.every_steps"),
+        (["tracking.project=mine"], "set tracking.sinks to wandb or trackio"),
+        (["tracking.project=mine", "tracking.sinks=tensorboard"], "set tracking.sinks to wandb or trackio"),
+        (["tracking.sinks=[wandb, wandb]"], "names wandb more than once"),
+        (["algorithm.kl.where=reward"], "algorithm.kl.where=reward is not used because algorithm.kl.coefficient is 0"),
+        (["algorithm.kl.estimator=k3"], "algorithm.kl.estimator=k3 is not used because algorithm.kl.coefficient is 0"),
+        (["reference.dtype=float32"], "reference.dtype=float32 is not used because algorithm.kl.coefficient is 0"),
+        (
+            ["algorithm.kl.coefficient=1", "algorithm.kl.where=reward", "algorithm.kl.estimator=k3"],
+            "algorithm.kl.estimator=k3 is for the loss; the reward takes k1",
+        ),
+        (["algorithm.correction.level=sequence"], "algorithm.correction.level=sequence is not used with weight=none"),
+        (["rollout.engine.keep_kv_on_update=true"], "set async_training=true"),
+        (["algorithm.correction.reject.low=0.5"], "algorithm.correction.reject.low=0.5 is not used by none"),
+        (["algorithm.correction.reject=geometric", "algorithm.correction.reject.low=1.5"], "at least 0, at most 1, got 1.5"),
+        (["algorithm.correction.reject=prodcut"], "'product'"),
+        (["evaluate.every_steps=5", "train_dataset.split=test"], "would evaluate on the training rows"),
+        (["algorithm.shaping=[{name: clip, low: 2}]"], "low must be at most .*high"),
+        (["algorithm.shaping=[{name: overlong, buffer_tokens: 999}]"], "buffer_tokens must be at most"),
+        (["gconfig.stop=['']"], "gconfig.stop holds an empty string"),
+        (["gconfig.stop_token_ids=[-1]"], "gconfig.stop_token_ids must be at least 0"),
+        (["chat_template_kwargs.tokenize=true"], "chat_template_kwargs.tokenize"),
+        (["seed=-1"], "seed must be a whole number, at least 0, at most 4294967295, got -1"),
+        (["seed=4294967296"], "at most 4294967295, got 4294967296"),
+        (["seed=9223372036854775808"], "seed must lie between"),
+    ],
+)
+def test_a_key_that_nothing_would_read_is_refused_with_the_remedy(items, words):
+    with pytest.raises(ConfigError, match=words):
+        load(*items)
+
+
+@pytest.mark.parametrize(
+    ("items", "words"),
+    [
+        (["evaluate.every_steps=2", "evaluate.max_new_tokens=5"], "evaluate.max_new_tokens=5 is not used by supervised"),
+        (["tracking.trajectories_per_step=5"], "which samples nothing"),
+        (["actor.mini_batches=2"], "optimizer steps are set by batch_size"),
+        (["actor.epochs_per_batch=2"], "optimizer steps are set by batch_size"),
+    ],
+)
+def test_keys_of_reinforcement_learning_are_refused_in_supervised_runs(items, words):
+    with pytest.raises(ConfigError, match=words):
+        load(*items, cls=SFTConfig)
+
+
+def test_the_reward_of_a_source_is_refused_in_supervised_runs():
+    with pytest.raises(ConfigError, match="for `tandem train`"):
+        load("train_dataset.sources=[{path: addition, reward: math}]", cls=SFTConfig, data=None)
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        ["valid_dataset.prompt_suffix=x", "evaluate.every_steps=3", "evaluate.max_rows=5"],
+        ["valid_dataset.path=addition", "evaluate.every_steps=null"],
+        ["train_dataset.size=5"],
+        ["tracking.project=mine", "tracking.sinks=[trackio]"],
+        ["algorithm.kl.coefficient=1", "algorithm.kl.where=reward", "algorithm.kl.estimator=k1"],
+        ["algorithm.kl.where=loss", "checkpoint.keep_last=2", "tracking.project=tandem"],
+        ["async_training=true", "rollout.engine.keep_kv_on_update=true"],
+        ["seed=4294967295"],
+    ],
+)
+def test_keys_that_count_and_keys_that_say_the_default_are_accepted(items):
+    load(*items)
+
+
+def test_evaluation_that_is_turned_off_by_hand_leaves_the_keys_of_a_file_where_they_are(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("train_dataset: {path: addition}\nvalid_dataset: {path: addition}\nevaluate: {every_steps: 3}\n")
+    assert load("evaluate.every_steps=null", file=file).evaluate.every_steps is None
+
+
+def test_the_knobs_of_a_rejection_rule_are_set_like_those_of_any_choice():
+    correction = load("algorithm.correction.reject=product", "algorithm.correction.reject.low=0.25").algorithm.correction
+    assert correction.reject == Component("product", {"low": 0.25})
+    assert load().algorithm.correction.reject == Component("none")
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        [],
+        ["async_training=true", "algorithm.correction.weight=none"],
+        ["algorithm.kl.coefficient=1", "algorithm.kl.where=reward"],
+        ["algorithm.correction.reject=product"],
+        ["valid_dataset.path=addition", "evaluate.every_steps=null"],
+    ],
+)
+def test_the_configuration_that_a_run_writes_starts_the_same_run(tmp_path, items):
+    file = tmp_path / "config.yaml"
+    config = load(*items)
+    file.write_text(to_yaml(config))
+    assert load_config(TrainConfig, file).config == config
+
+
+def test_sources_of_one_name_would_merge_in_metrics_and_are_refused():
+    with pytest.raises(ConfigError, match=r"sources\[1\] has the same name in metrics .*'main'.* name: main_1"):
+        load("train_dataset.sources=['a/b:main', 'c/d:main']", data=None)
+    named = load("train_dataset.sources=['a/b:main', {path: 'c/d:main', name: other}]", data=None)
+    assert [source.label for source in named.train_dataset.sources] == ["main", "other"]
+    assert SourceConfig("data/gsm8k.jsonl").label == "gsm8k"
+
+
+def test_sources_that_are_files_have_no_split_to_evaluate_on():
+    with pytest.raises(ConfigError, match=r"train_dataset.path=b.jsonl is one file without splits"):
+        load("train_dataset.sources=[addition, b.jsonl]", "evaluate.every_steps=2", data=None)
+
+
+@pytest.mark.parametrize(
+    "key", ["actor.path", "workflow", "reward", "run.root", "train_dataset.path", "algorithm.advantage", "reference.path"]
+)
+def test_a_name_or_path_that_is_empty_is_refused(key):
+    with pytest.raises(ConfigError, match=f"{key} is empty"):
+        load(f"{key}=")
+
+
+def test_a_configuration_made_in_a_script_is_checked_alike():
+    config = TrainConfig(train_dataset=DatasetConfig("addition"), evaluate=EvaluateConfig(max_rows=7))
+    with pytest.raises(ConfigError, match="nothing is evaluated"):
+        check(config)
+
+
+def test_every_key_is_read_somewhere():
+    text = "\n".join(
+        path.read_text()
+        for path in SOURCE.rglob("*.py")
+        if path.parent.name != "config" or path.name in ("arithmetic.py", "load.py", "check.py")
+    )
+    keys = {key for cls in (TrainConfig, SFTConfig) for key, _ in leaves(cls())}
+    unread = [
+        key for key in sorted(keys) if not re.search(rf"\.{key.rpartition('.')[2]}\b|\"{key.rpartition('.')[2]}\"", text)
+    ]
+    assert not unread

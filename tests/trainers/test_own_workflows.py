@@ -1,0 +1,207 @@
+"""Workflows and rewards of the user's own: what they are given, whole groups, and what is said when they are wrong."""
+
+import asyncio
+
+import pytest
+
+from tandem.api.failures import DataFailure, WrongWorkflow
+from tandem.api.samples import Group, Sample
+from tandem.api.workflow import RolloutWorkflow
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import TrainConfig
+from tandem.config.load import load_config
+from tandem.rollout.workflows import Repeated, WholeGroup
+from tandem.trainers.evaluation import evaluate
+from tandem.trainers.parts import check_names, make_reward, open_rows, training_workflow, validation_config
+from tandem.trainers.rl import train
+
+SOURCE = """
+from tandem.api.samples import Group
+from tandem.api.workflow import RewardFn, RolloutWorkflow
+from tandem.rollout.workflows import ChatWorkflow
+
+number = 3
+
+
+class Whole(ChatWorkflow):
+    makes_group = True
+
+    async def arun_episode(self, engine, data):
+        chats = [self.start(data) for _ in range(self.gconfig.n_samples)]
+        for i, chat in enumerate(chats):
+            await self.reply(engine.for_sample(i), chat)
+        return Group(tuple(chat.sample(float(len(chat.completion) % 2)) for chat in chats))
+
+
+class Undeclared(Whole):
+    makes_group = False
+
+
+class Needs(ChatWorkflow):
+    def __init__(self, reward, gconfig, tokenizer, judge_model):
+        pass
+
+
+class TakesAll(RolloutWorkflow):
+    def __init__(self, **given):
+        self.given = given
+
+    async def arun_episode(self, engine, data):
+        return None
+
+
+class Raises(TakesAll):
+    def __init__(self, reward):
+        raise KeyError("no such file")
+
+
+class NoWorkflow:
+    pass
+
+
+class Abstract(RolloutWorkflow):
+    pass
+
+
+def not_async(engine, data):
+    return None
+
+
+async def bare(engine, data):
+    return None
+
+
+async def backwards(*, data, engine):
+    return None
+
+
+class Hangs(RewardFn):
+    async def __call__(self, **given):
+        import asyncio
+        await asyncio.sleep(60)
+"""
+
+
+@pytest.fixture
+def mine(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(SOURCE)
+    return file
+
+
+def config(*items):
+    return load_config(TrainConfig, None, ["train_dataset.path=addition", *items]).config
+
+
+@pytest.mark.parametrize(
+    ("name", "items", "words"),
+    [
+        ("Needs", [], r"needs the argument 'judge_model'.*reward, gconfig, tokenizer, system_prompt, chat_template_kwargs"),
+        ("not_async", [], r"needs the argument 'engine'.*a function must be `async def`"),
+        ("backwards", [], r"must take \(engine, data\) first"),
+        ("number", [], r"it is a int"),
+        ("bare", ["system_prompt=Be brief."], r"system_prompt is set, but .* has no argument 'system_prompt'"),
+        ("bare", ["gconfig.temperature=0.5"], r"gconfig.temperature is set, but .* has no argument 'gconfig'"),
+        ("bare", ["reward=exact_number"], r"reward is set, but .* has no argument 'reward'"),
+    ],
+)
+def test_a_workflow_that_cannot_be_made_or_would_ignore_a_key_is_refused_at_start(mine, name, items, words):
+    with pytest.raises(ConfigError, match=words):
+        check_names(config(f"workflow={mine}:{name}", *items))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("Raises", r"raised KeyError: 'no such file' \(.*mine.py, line \d+\)"),
+        ("NoWorkflow", "which is no workflow; derive the class"),
+        ("Abstract", "raised TypeError"),
+    ],
+)
+def test_a_constructor_that_fails_is_a_message_with_its_line(mine, name, words):
+    with pytest.raises(ConfigError, match=words):
+        training_workflow(config(f"workflow={mine}:{name}"), None, None)
+
+
+def test_a_workflow_that_takes_any_argument_is_given_all_of_them(mine):
+    made = training_workflow(config(f"workflow={mine}:TakesAll"), None, None)
+    assert set(made.workflow.given) == {"reward", "gconfig", "tokenizer", "system_prompt", "chat_template_kwargs"}
+
+
+@pytest.mark.parametrize(("text", "line"), [("x = 1\ny = zero\n", 2), ("def broken(:\n", 1)])
+@pytest.mark.parametrize("key", ["workflow", "reward", "algorithm.advantage"])
+def test_a_file_of_the_user_s_that_raises_is_a_message_with_its_line(tmp_path, text, line, key):
+    file = tmp_path / f"broken_{line}.py"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=rf"raised \w+Error: .*line {line}\); mend it there"):
+        check_names(config(f"{key}={file}:anything"))
+
+
+@pytest.mark.parametrize("key", ["algorithm.advantage", "algorithm.filter", "algorithm.correction.reject"])
+def test_a_part_of_the_algorithm_that_is_no_function_is_refused_at_start(mine, key):
+    with pytest.raises(ConfigError, match="it is a int, and must be a function"):
+        check_names(config(f"{key}={mine}:number"))
+
+
+def test_a_workflow_that_makes_the_whole_group_is_trained_and_evaluated(overrides, mine):
+    items = [*overrides, f"workflow={mine}:Whole", "evaluate.every_steps=3", "total_train_steps=2", "reward=math"]
+    summary = train(load_config(TrainConfig, None, items))
+    assert summary.metrics["episodes/trained"] == 8
+    assert set(summary.evaluations) == {0, 2}
+    assert all(0 <= accuracy <= 1 for accuracy in summary.evaluations.values())
+
+
+def test_a_group_from_a_workflow_of_one_sample_ends_the_run_and_names_the_remedy(overrides, mine):
+    with pytest.raises(ConfigError, match=r"Undeclared returned a group of 4 samples.*makes_group = True"):
+        train(load_config(TrainConfig, None, [*overrides, f"workflow={mine}:Undeclared"]))
+
+
+class Returns(RolloutWorkflow):
+    def __init__(self, result):
+        self.result = result
+
+    async def arun_episode(self, engine, data):
+        return self.result
+
+
+SAMPLE = Sample((), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("workflow", "error", "words"),
+    [
+        (Repeated(Returns(3), 2), WrongWorkflow, "returned a int"),
+        (WholeGroup(Returns(SAMPLE)), WrongWorkflow, "says `makes_group = True`, and returned a Sample"),
+        (WholeGroup(Returns(Group((SAMPLE,))), 2), DataFailure, "group_too_small"),
+        (WholeGroup(Returns(None)), DataFailure, "workflow_returned_none"),
+    ],
+)
+def test_what_a_workflow_must_return(workflow, error, words):
+    with pytest.raises(error, match=words):
+        asyncio.run(workflow.arun_episode(None, {}))
+
+
+def test_a_row_counts_once_in_an_evaluation_however_many_samples_it_has():
+    rows = [{"messages": []}, {"messages": []}]
+    with pytest.raises(WrongWorkflow):
+        asyncio.run(evaluate(None, Repeated(Returns(Group((SAMPLE, SAMPLE))), 1), rows))
+
+
+def test_a_reward_object_of_the_user_s_is_held_to_the_deadline(mine):
+    reward = make_reward(config(f"reward={mine}:Hangs", "reward_timeout_s=0.1"))
+    given = {"prompt": "", "completion": "", "prompt_ids": (), "completion_ids": (), "row": {}}
+    with pytest.raises(DataFailure, match="reward_timeout"):
+        asyncio.run(reward(**given))
+
+
+def test_validation_rows_of_the_training_data_are_read_as_those_are_unless_told_otherwise():
+    train_keys = ["train_dataset.prompt_suffix= Think.", "train_dataset.max_rows=9", "evaluate.every_steps=1"]
+    rows = open_rows(config(*train_keys)).valid
+    assert len(rows) == 16 and rows[0]["messages"][-1]["content"].endswith(" Think.")
+
+    rows = open_rows(config(*train_keys, "valid_dataset.prompt_suffix=''", "valid_dataset.size=5")).valid
+    assert len(rows) == 5 and not rows[0]["messages"][-1]["content"].endswith(" Think.")
+    assert len(open_rows(config(*train_keys, "valid_dataset.max_rows=3")).valid) == 3
+    assert len(open_rows(config(*train_keys, "evaluate.max_rows=2")).valid) == 2
+    assert validation_config(config(*train_keys, "valid_dataset.path=addition")).prompt_suffix == ""
+    assert validation_config(config(*train_keys, "valid_dataset.answer_column=a")).answer_column == "a"
