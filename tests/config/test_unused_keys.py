@@ -13,9 +13,12 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import EvaluateConfig, SFTConfig, TrainConfig
 from tandem.config.keys import leaves
 from tandem.config.load import load_config, to_yaml
+from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
+from tandem.config.presets import PRESETS
 
 DATA = "train_dataset.path=addition"
 SOURCE = Path(tandem.__file__).parent
+KINDS = (TrainConfig, SFTConfig, PreferenceConfig, RewardModelConfig, DistillConfig)
 
 
 def load(*items, cls=TrainConfig, data=DATA, file=None):
@@ -42,6 +45,14 @@ def load(*items, cls=TrainConfig, data=DATA, file=None):
         (["tracking.sinks=[wandb, wandb]"], "names wandb more than once"),
         (["algorithm.kl.where=reward"], "algorithm.kl.where=reward is not used because algorithm.kl.coefficient is 0"),
         (["algorithm.kl.estimator=k3"], "algorithm.kl.estimator=k3 is not used because algorithm.kl.coefficient is 0"),
+        (["algorithm.kl.importance=true"], "algorithm.kl.importance=true is not used because algorithm.kl.coefficient is 0"),
+        (["algorithm.kl.coefficient=1", "algorithm.kl.horizon=9"], "algorithm.kl.horizon=9 is not used because .*target"),
+        (["reference.refresh_every_steps=2"], "refresh_every_steps=2 is not used because algorithm.kl.coefficient is 0"),
+        (["rollout.replay.max_uses=3"], "rollout.replay.max_uses=3 is not used because rollout.replay.groups is 0"),
+        (["curriculum.memory=0.25"], "curriculum.memory=0.25 is not used because curriculum.round_rows is null"),
+        (["gconfig.train_first_token=true"], "gconfig.train_first_token=true is not used because"),
+        (["evaluate.n_samples=4"], "evaluate.n_samples=4 is not used because nothing is evaluated"),
+        (["evaluate.temperature=0.5"], "evaluate.temperature=0.5 is not used because nothing is evaluated"),
         (["reference.dtype=float32"], "reference.dtype=float32 is not used because algorithm.kl.coefficient is 0"),
         (
             ["algorithm.kl.coefficient=1", "algorithm.kl.where=reward", "algorithm.kl.estimator=k3"],
@@ -80,6 +91,36 @@ def test_a_key_that_nothing_would_read_is_refused_with_the_remedy(items, words):
 def test_keys_of_reinforcement_learning_are_refused_in_supervised_runs(items, words):
     with pytest.raises(ConfigError, match=words):
         load(*items, cls=SFTConfig)
+
+
+@pytest.mark.parametrize(
+    ("cls", "items", "words"),
+    [
+        (PreferenceConfig, ["train_dataset.prompt_suffix=x"], "prompt_suffix=x is not used by learning from judged"),
+        (PreferenceConfig, ["loss=simpo", "reference.dtype=float32"], "this loss compares with no reference"),
+        (RewardModelConfig, ["train_dataset.answer_column=x"], "name their columns with train_dataset.columns"),
+        (RewardModelConfig, ["step_separator=;"], "step_separator=; is not used with supervision=pairs"),
+        (RewardModelConfig, ["supervision=steps", "margin=1"], "margin=1 is not used with supervision=steps"),
+        (DistillConfig, ["teacher.path=x", "rollout.replay.max_age=2"], "rollout.replay.groups is 0"),
+        (DistillConfig, ["teacher.path=x", "evaluate.n_samples=2"], "nothing is evaluated"),
+    ],
+)
+def test_keys_that_learning_from_judgements_or_a_teacher_would_ignore_are_refused(cls, items, words):
+    with pytest.raises(ConfigError, match=words):
+        load(*items, cls=cls)
+
+
+def test_distillation_evaluates_by_sampling_as_reinforcement_learning_does():
+    items = ["teacher.path=x", "evaluate.every_steps=2", "evaluate.n_samples=4", "evaluate.max_new_tokens=8"]
+    assert load(*items, cls=DistillConfig).evaluate.n_samples == 4
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_a_preset_sets_counts_as_wanted_also_when_it_is_written_out(name, tmp_path):
+    file = tmp_path / "config.yaml"
+    config = load(f"algorithm={name}")
+    file.write_text(to_yaml(config))
+    assert load_config(TrainConfig, file).config == config
 
 
 def test_the_reward_of_a_source_is_refused_in_supervised_runs():
@@ -166,7 +207,7 @@ def test_every_key_is_read_somewhere():
         for path in SOURCE.rglob("*.py")
         if path.parent.name != "config" or path.name in ("arithmetic.py", "load.py", "check.py")
     )
-    keys = {key for cls in (TrainConfig, SFTConfig) for key, _ in leaves(cls())}
+    keys = {key for cls in KINDS for key, _ in leaves(cls())}
     unread = [
         key for key in sorted(keys) if not re.search(rf"\.{key.rpartition('.')[2]}\b|\"{key.rpartition('.')[2]}\"", text)
     ]
