@@ -53,7 +53,7 @@ class Algorithm:
     def shown(self) -> dict[str, Any]:
         """The values that say something: every part with its knobs, and what is not at its default."""
         plain = plain_data(AlgorithmConfig())
-        shown = {}
+        shown: dict[str, Any] = {}
         for key, value in self.values.items():
             if key in PARTS:
                 shown |= {} if value == NONE else {key: value}
