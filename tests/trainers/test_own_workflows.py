@@ -151,6 +151,11 @@ def test_a_workflow_that_makes_the_whole_group_is_trained_and_evaluated(override
     assert all(0 <= accuracy <= 1 for accuracy in summary.evaluations.values())
 
 
+def test_a_greedy_baseline_of_one_sample_is_refused_beside_a_workflow_that_makes_the_whole_group(mine):
+    with pytest.raises(ConfigError, match=r"greedy answer of one sample, and .* makes a whole group"):
+        check_names(config("algorithm=remax", f"workflow={mine}:Whole"))
+
+
 def test_a_group_from_a_workflow_of_one_sample_ends_the_run_and_names_the_remedy(overrides, mine):
     with pytest.raises(ConfigError, match=r"Undeclared returned a group of 4 samples.*makes_group = True"):
         train(load_config(TrainConfig, None, [*overrides, f"workflow={mine}:Undeclared"]))

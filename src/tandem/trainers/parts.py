@@ -141,7 +141,13 @@ def check_names(config: TrainConfig) -> None:
         ConfigError: a reward, workflow, part of the algorithm or sink that is not there.
     """
     make_reward(config).close()
-    taken_arguments(find_workflow(config.workflow), config)
+    workflow = find_workflow(config.workflow)
+    taken_arguments(workflow, config)
+    if needs_greedy_baseline(config) and getattr(workflow, "makes_group", False):
+        raise ConfigError(
+            f"algorithm.advantage={config.algorithm.advantage.name} compares with a greedy answer of one sample, and "
+            f"workflow={config.workflow} makes a whole group; use algorithm.advantage=grpo, or a workflow of one sample"
+        )
     make_filter(config)
     choose_parts(config.algorithm, config.gconfig.max_new_tokens)
     check_sinks(config)
@@ -196,11 +202,6 @@ def training_workflow(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, r
     group = WholeGroup(one, smallest) if whole else Repeated(one, gconfig.n_samples, min_group_size=smallest)
     if not needs_greedy_baseline(config):
         return group
-    if whole:
-        raise ConfigError(
-            f"algorithm.advantage={config.algorithm.advantage.name} compares with a greedy answer of one sample, and "
-            f"workflow={config.workflow} makes a whole group; use algorithm.advantage=grpo, or a workflow of one sample"
-        )
     greedy = replace(gconfig, greedy=True, first_token_temperature=None, train_first_token=False)
     return WithGreedyBaseline(group, make_workflow(config, tokenizer, judge, greedy))
 

@@ -32,6 +32,7 @@ from tandem.trainers.evaluation.numbers import mean_interval
 from tandem.trainers.evaluation.questions import Questions, make_judges, open_questions
 from tandem.trainers.evaluation.report import Progress, notes, table
 from tandem.trainers.evaluation.scores import DataScores, Estimate, plain, score_data
+from tandem.trainers.own_workflow import taken_arguments
 from tandem.trainers.parts import find_workflow, make_workflow
 
 log = logging.getLogger(__name__)
@@ -74,7 +75,13 @@ def evaluate_model(resolved: Resolved[Any]) -> Finished:
         EngineDied: the engine is gone; what is recorded stays.
     """
     config: EvaluationConfig = resolved.config
-    find_workflow(config.workflow)
+    asked = TrainConfig(
+        workflow=config.workflow,
+        system_prompt=config.system_prompt,
+        chat_template_kwargs=config.chat_template_kwargs,
+        gconfig=config.gconfig,
+    )
+    taken_arguments(find_workflow(config.workflow), asked)
     machine = settle_machine(config)
     questions = open_questions(config)
     model = resolve(config.model)
@@ -91,11 +98,6 @@ def evaluate_model(resolved: Resolved[Any]) -> Finished:
         answers = folder.recorded(waves)
         progress = Progress(total, len(answers))
         if len(answers) < total:
-            asked = TrainConfig(
-                workflow=config.workflow,
-                system_prompt=config.system_prompt,
-                chat_template_kwargs=config.chat_template_kwargs,
-            )
             workflow = make_workflow(asked, tokenizer, judges, config.gconfig)
             warn_of_comparisons(workflow)
             engine = make_engine(config, machine, model)
