@@ -52,7 +52,9 @@ def test_evaluation_changes_nothing_of_a_deterministic_run(overrides):
     ],
 )
 def test_one_sample_is_greedy_and_several_are_drawn(items, greedy, temperature):
-    config = load_config(TrainConfig, None, ["train_dataset.path=addition", "gconfig.temperature=0.7", *items]).config
+    config = load_config(
+        TrainConfig, None, ["train_dataset.path=addition", "evaluate.every_steps=2", "gconfig.temperature=0.7", *items]
+    ).config
     found = evaluation_gconfig(config)
     assert (found.greedy, found.temperature) == (greedy, temperature)
     assert found.n_samples == config.evaluate.n_samples
@@ -65,7 +67,7 @@ def test_several_greedy_samples_are_refused():
 
 def test_supervised_training_refuses_the_keys_of_generation():
     with pytest.raises(ConfigError, match=r"evaluate\.n_samples=4 is not used by supervised"):
-        load_config(SFTConfig, None, ["train_dataset.path=addition", "evaluate.n_samples=4"])
+        load_config(SFTConfig, None, ["train_dataset.path=addition", "evaluate.every_steps=2", "evaluate.n_samples=4"])
 
 
 CONFIG = RolloutConfig(

@@ -188,15 +188,16 @@ def make_workflow(
     return checked_workflow(in_user_code(config.workflow, make, **taken), config)
 
 
-def training_workflow(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, reward: RewardBySource) -> RolloutWorkflow:
+def training_workflow(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, reward: RewardFn) -> RolloutWorkflow:
     """`n_samples` of the workflow for each prompt, or the workflow itself where it makes the whole group; and whatever the
     algorithm does with them together: a vote instead of the reward, training on a part of them, a greedy baseline."""
     algorithm, gconfig, smallest = config.algorithm, config.gconfig, config.rollout.min_group_size
-    judge = reward if reward.vote is None else AnswerOnly()
+    vote = getattr(reward, "vote", None)
+    judge = reward if vote is None else AnswerOnly()
     one = make_workflow(config, tokenizer, judge, gconfig)
     whole = one.makes_group
-    if reward.vote is not None:
-        one = MajorityLabels(one, reward.vote)
+    if vote is not None:
+        one = MajorityLabels(one, vote)
     if algorithm.update_samples is not None:
         one = FirstSamples(one, algorithm.update_samples)
     group = WholeGroup(one, smallest) if whole else Repeated(one, gconfig.n_samples, min_group_size=smallest)
