@@ -18,10 +18,10 @@ from pathlib import Path
 from tandem.models.lock import locked
 with locked(Path(sys.argv[1]), "it"):
     if sys.argv[3] == "forks" and os.fork() == 0:
-        print(os.getpid(), flush=True)
+        os.write(1, f"{os.getpid()}\\n".encode())  # whole lines: two processes write them
         time.sleep(60)
         os._exit(0)
-    print("held", flush=True)
+    os.write(1, b"held\\n")
     time.sleep(float(sys.argv[2]))
 """
 
