@@ -18,10 +18,11 @@ from tandem.models.tokenizer import load_tokenizer
 from tandem.roles.language_model import LanguageModel
 from tandem.tracking.statistics import PhaseTimer
 from tandem.tracking.tracker import Tracker
+from tandem.trainers.evaluation import is_due
 from tandem.trainers.process import start_process
-from tandem.trainers.sft import BatchMaker, Encoder, evaluate_if_due, validation_batch
+from tandem.trainers.sft import BatchMaker, Encoder
 from tandem.trainers.summary import open_run, save_if_due
-from tandem.trainers.supervised import open_examples
+from tandem.trainers.supervised import open_examples, validation_batches
 
 HERE = Path(__file__).parent
 
@@ -40,16 +41,20 @@ def main(overrides: list[str]) -> None:
         model = LanguageModel(trainer)
         loader = Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
         batches = BatchMaker(loader, Encoder(tokenizer, config), config.batch_size)
-        valid = validation_batch(batches.encoder, rows.valid)
+        valid = validation_batches(batches).all_of(rows.valid) if config.evaluate.every_steps else None
         timer = PhaseTimer()
 
-        if (before := evaluate_if_due(config, model, valid, 0, steps)) and tracker is not None:
+        def evaluated(step: int) -> dict[str, float]:
+            due = is_due(config.evaluate.every_steps, step, steps)
+            return {f"eval/{name}": value for name, value in model.evaluate_lm(valid).items()} if due else {}
+
+        if (before := evaluated(0)) and tracker is not None:
             tracker.log(0, before)
         for step in range(1, steps + 1):
             batch = batches.next_batch()
             with timer("train"):
                 metrics = model.train_lm(batch)
-            metrics |= evaluate_if_due(config, model, valid, step, steps)
+            metrics |= evaluated(step)
             save_if_due(config, run, step, steps, trainer, tokenizer.save_pretrained)
             if tracker is not None:
                 tracker.log(step, metrics | timer.metrics())

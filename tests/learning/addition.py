@@ -22,8 +22,8 @@ from tandem.roles.samples import with_fields
 from tandem.tracking.statistics import PhaseTimer
 from tandem.trainers.parts import check_names, open_rows
 from tandem.trainers.process import start_process
-from tandem.trainers.rl import examine, step
-from tandem.trainers.session import open_session
+from tandem.trainers.rl import step
+from tandem.trainers.session import evaluate_if_due, open_session
 
 ROOT = Path(__file__).resolve().parents[2]
 EVERY = 3
@@ -128,7 +128,7 @@ def learn(
             session = dataclasses.replace(session, rollout=ShuffledRewards(session.rollout, seed))
 
         def measure() -> float:
-            return examine(session, rows, config)["eval/accuracy"]
+            return evaluate_if_due(config, session, rows, 0, steps)["eval/accuracy"]
 
         curve.measured[0] = measure()
         timer = PhaseTimer()

@@ -10,14 +10,7 @@ pytestmark = pytest.mark.slow
 BUDGET = 18
 """Steps of 64 samples at most."""
 
-IN_CI = ("grpo", "rloo", "cpgd")
-
-
-def marked(names):
-    return [pytest.param(name, marks=pytest.mark.invariant) if name in IN_CI else name for name in names]
-
-
-@pytest.mark.parametrize("preset", marked(PRESETS))
+@pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.timeout(1500)
 def test_it_learns_addition_and_does_not_learn_from_shuffled_rewards(preset):
     learnt = learn(preset, steps=BUDGET, stop_at=0.8)
