@@ -10,6 +10,7 @@ pytestmark = pytest.mark.slow
 BUDGET = 18
 """Steps of 64 samples at most."""
 
+
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.timeout(1500)
 def test_it_learns_addition_and_does_not_learn_from_shuffled_rewards(preset):
