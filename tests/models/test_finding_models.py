@@ -139,3 +139,13 @@ def test_a_maker_that_failed_leaves_nothing_and_the_next_one_succeeds(tmp_path):
     assert not (tmp_path / "model").exists()
     make_once(tmp_path / "model", lambda partial: (partial / "file").write_text(""))
     assert [p.name for p in (tmp_path / "model").iterdir()] == ["file"]
+
+
+@pytest.mark.slow
+@pytest.mark.invariant
+def test_the_built_in_model_can_be_made_where_nothing_is_cached(tmp_path, monkeypatch):
+    """With nothing but what Tandem declares as its dependencies: the first run of a new user needs it."""
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
+    folder = resolve("smollm2-135m")
+    assert folder.is_relative_to(tmp_path)
+    assert (folder / "model.safetensors").stat().st_size > 2e8

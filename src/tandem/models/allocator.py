@@ -16,5 +16,8 @@ def keep_freed_memory() -> bool:
     if sys.platform != "linux":
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    settings = ((_MMAP_THRESHOLD, 1 << 30), (_TRIM_THRESHOLD, (1 << 31) - 1), (_TOP_PAD, 64 << 20))
-    return mallopt is not None and all(mallopt(name, value) == 1 for name, value in settings)
+    if mallopt is None:
+        return False
+    # An older glibc takes no threshold above 32 MiB; larger tensors are mapped anew there.
+    mapped = mallopt(_MMAP_THRESHOLD, 1 << 30) or mallopt(_MMAP_THRESHOLD, 32 << 20)
+    return bool(mapped and mallopt(_TRIM_THRESHOLD, (1 << 31) - 1) and mallopt(_TOP_PAD, 64 << 20))

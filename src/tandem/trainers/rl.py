@@ -98,8 +98,9 @@ def loop(
     found = evaluate_if_due(config, session, rows, 0, steps)
     if found:
         evaluations[0] = found["eval/accuracy"]
-        if tracker is not None:
-            tracker.log(0, found)
+        with together():
+            if tracker is not None:
+                tracker.log(0, found)
     timer.metrics()  # what came before the first step is not part of it
     for number in range(1, steps + 1):
         metrics = step(session, timer)

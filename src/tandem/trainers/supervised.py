@@ -195,8 +195,9 @@ def loop(config: Any, parts: Parts, run: Any, tracker: Tracker | None, rows: Row
     if is_due(every, 0, steps):
         valid = stages.prepare(validation_batches(batches).all_of(rows.valid))
         found = examined(stages, valid)
-        if tracker is not None:
-            tracker.log(0, found)
+        with together():
+            if tracker is not None:
+                tracker.log(0, found)
     timer.metrics()  # what came before the first step is not part of it
     metrics: dict[str, float] = {}
     for step in range(1, steps + 1):
