@@ -1,6 +1,7 @@
 """A function as a reward: a user's sync function in a worker process, an async one in the event loop."""
 
 import asyncio
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -65,8 +66,9 @@ class FunctionReward(RewardFn):
         }
         return as_result(await self._judge(self.arguments.select(given, row)))
 
+    @abstractmethod
     async def _judge(self, arguments: dict[str, Any]) -> Outcome:
-        raise NotImplementedError
+        """Calls the function."""
 
 
 class WorkerReward(FunctionReward):

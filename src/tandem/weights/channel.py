@@ -64,6 +64,21 @@ class LocalChannel(Channel):
         """Nothing is held."""
 
 
+class DigestChannel(Channel):
+    """To nobody: of a rank without an engine, which takes part in the stream and keeps none of it."""
+
+    def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
+        """See `Channel`. One tensor is held at a time: a model that fits only when it is sharded is never whole here."""
+        digests, num_bytes = {}, 0
+        for name, tensor in named_tensors:
+            cast = tensor.detach().to(dtype)
+            digests[name], num_bytes = tensor_digest(cast), num_bytes + cast.nbytes
+        return Delivery(LocalSource(()), digests, num_bytes)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
 class Digests:
     """Computes digests in threads, while the next tensors are made: ``with Digests() as digests: digests.add(…)``."""
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import torch
 
-from tandem.api.collective import together, whole
+from tandem.api.collective import from_main, together, whole
 from tandem.api.engines import InferenceEngine, TrainEngine
 from tandem.api.failures import EngineDied, WeightUpdateFailed
 from tandem.api.weights import WeightUpdate, WeightVersion, tensor_digest, version_digest
-from tandem.weights.channel import Channel, LocalChannel
+from tandem.weights.channel import Channel, DigestChannel, LocalChannel
 from tandem.weights.shared_memory import SharedMemoryChannel
 
 
@@ -39,7 +39,8 @@ class WeightPublisher:
         self._engines: tuple[InferenceEngine, ...] = (inference_engine,) if single else tuple(inference_engine)
         self._run, self._model, self._dtype = run, model, dtype
         self._channel = channel or channel_for(self._engines)
-        self._version = self._engines[0].version if self._engines else WeightVersion(0, "", run, model)
+        served = self._engines[0].version if self._engines else WeightVersion(0, "", run, model)
+        self._version = from_main(lambda: served)  # one answer, so that all ranks read the weights below, or none
         if not self._version.digest:
             self._version = replace(self._version, digest=self._initial_digest(), run=run, model=model)
         self._history = {self._version.number: self._version}
@@ -137,5 +138,7 @@ class WeightPublisher:
 
 
 def channel_for(engines: Sequence[InferenceEngine]) -> Channel:
-    """Shared memory if any engine lives in another process, else none."""
+    """Shared memory if any engine lives in another process; without an engine, nothing is kept."""
+    if not engines:
+        return DigestChannel()
     return SharedMemoryChannel() if any("shared_memory" in engine.capabilities for engine in engines) else LocalChannel()
