@@ -56,7 +56,7 @@ def locked(path: Path, what: str, *, patience_s: float = PATIENCE_S, say_every_s
         time.sleep(min(POLL_S, patience_s))
     with file:
         file.truncate(0)
-        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname()}))
+        file.write(json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "pids": _pid_space()}))
         file.flush()
         yield
 
@@ -100,6 +100,8 @@ def _is_gone(holder: dict[str, Any]) -> bool:
     """Whether the process that wrote its number ran on this machine and has ended."""
     if holder.get("host") != socket.gethostname() or not isinstance(holder.get("pid"), int):
         return False
+    if holder.get("pids") != _pid_space():
+        return False
     try:
         os.kill(holder["pid"], 0)
     except ProcessLookupError:
@@ -107,6 +109,14 @@ def _is_gone(holder: dict[str, Any]) -> bool:
     except PermissionError:  # another user's: it is there
         return False
     return False
+
+
+def _pid_space() -> str:
+    """Where process numbers count: containers may share a cache and a host name and not their processes."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:  # another system than Linux
+        return ""
 
 
 def _describe(holder: dict[str, Any]) -> str:
