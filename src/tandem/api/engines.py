@@ -113,10 +113,11 @@ class InferenceEngine(ABC):
     @property
     @abstractmethod
     def capabilities(self) -> frozenset[str]:
-        """Any of ``staged``, ``in_place``, ``keep_kv``, ``sleep_weights``, ``sleep_kv_cache``, ``noise_key`` and
-        ``shared_memory``.
+        """Any of ``staged``, ``in_place``, ``keep_kv``, ``sleep_weights``, ``sleep_kv_cache``, ``noise_key``,
+        ``shared_memory`` and ``disk``.
 
         ``shared_memory``: the engine lives in another process of this machine and reads weights from shared memory.
+        ``disk``: it reads them from a folder (`FolderSource`) that it sees under the same path as the trainer.
         """
 
     @abstractmethod

@@ -4,8 +4,10 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,24 @@ class WeightSource(ABC):
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (Hugging Face name, tensor) for every tensor of the update, each valid until the next is asked for."""
+
+
+@dataclass(frozen=True)
+class FolderSource(WeightSource):
+    """A Hugging Face model folder on a disk that the engine's machine sees under the same path."""
+
+    folder: Path
+    """Holds ``*.safetensors``, ``config.json`` and the tokenizer's files, so that any server can open it."""
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `WeightSource`: one file after another. Raises `OSError` where the folder is gone."""
+        files = sorted(self.folder.glob("*.safetensors"))
+        if not files:
+            raise OSError(f"no *.safetensors in {self.folder}: the update was removed before it was read")
+        for file in files:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():
+                    yield name, opened.get_tensor(name)
 
 
 @dataclass(frozen=True)
