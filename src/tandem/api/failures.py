@@ -12,7 +12,8 @@ TandemError
     ├── DataFailure                     the row or its reward: counted, bounded, never retried
     │   └── RewardFailure               raised, timeout, not_finite, wrong_type
     └── InfrastructureFailure           engine or machine: retried
-        └── EngineDied (RuntimeError)   the inference engine is gone
+        ├── EngineDied (RuntimeError)   the inference engine is gone
+        └── ServerFailed                a server did not answer as it should; `status`, `url`
 """
 
 from tandem.config.errors import ConfigError, TandemError
@@ -27,6 +28,7 @@ __all__ = [
     "NonFinite",
     "RankFailed",
     "RewardFailure",
+    "ServerFailed",
     "TandemError",
     "WaitTimeout",
     "WeightUpdateFailed",
@@ -86,3 +88,13 @@ class EngineDied(InfrastructureFailure, RuntimeError):
 
     def __init__(self, message: str = ""):
         super().__init__("engine_died", message)
+
+
+class ServerFailed(InfrastructureFailure):
+    """A server refused the connection, cut it, was too slow, or answered what is no answer."""
+
+    def __init__(self, message: str = "", *, url: str = "", status: int | None = None):
+        super().__init__("server", message)
+        self.url = url
+        self.status = status
+        """HTTP status; None where no whole answer came."""

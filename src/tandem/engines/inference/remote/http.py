@@ -1,0 +1,237 @@
+"""The one HTTP client to inference servers: JSON in, JSON out, every wait with a deadline, every body with a bound.
+
+All clients of a process share one event loop in a thread of its own, so a connection outlives the loop of whoever asks.
+What goes wrong becomes one of three values, so that callers need to know neither HTTP nor the library:
+
+- `DataFailure` ("refused_by_server"): status 400, 413 or 422; the request itself is at fault, on any server;
+- `ServerFailed`: all else that is no answer: refused or cut connection, deadline, other 4xx, 3xx, 5xx, no JSON, endless body;
+- `EngineDied`: this client was closed.
+"""
+
+import asyncio
+import json
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, ClassVar, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from tandem.api.failures import DataFailure, EngineDied, ServerFailed
+from tandem.config.errors import ConfigError
+
+T = TypeVar("T")
+
+MAX_BODY_BYTES = 256 << 20
+"""Largest answer that is read; a completion has some hundred bytes a token."""
+
+REQUEST_AT_FAULT = frozenset({400, 413, 422})
+
+_CHUNK_BYTES = 1 << 16
+_CLOSE_TIMEOUT_S = 10.0
+_MESSAGE_CHARACTERS = 500
+_KEEP_ALIVE_S = 2.0
+"""Idle connections are dropped before any server would (5 s): a request must not be sent into a closing one."""
+
+
+class _LoopThread:
+    """An event loop in a thread, for as long as there are clients of it."""
+
+    _lock: ClassVar[threading.Lock] = threading.Lock()
+    _shared: ClassVar["_LoopThread | None"] = None
+
+    def __init__(self) -> None:
+        self.users = 0
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="http-client", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def acquire(cls) -> "_LoopThread":
+        with cls._lock:
+            shared = cls._shared = cls._shared or cls()
+            shared.users += 1
+            return shared
+
+    def release(self) -> None:
+        with self._lock:
+            self.users -= 1
+            if self.users:
+                return
+            _LoopThread._shared = None
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        self.loop.close()
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+
+
+class HttpClient:
+    """Talks to one server. All methods may be called from any thread, the coroutines awaited on any event loop.
+
+    ``token`` goes with every request as ``Authorization: Bearer``; ``admin_token`` takes its place where ``admin`` is
+    set. Both are sent to ``base_url`` only: redirects are not followed and proxies not used. Nothing is sent or started
+    before the first request.
+
+    Example: ``HttpClient("http://127.0.0.1:8000").call("/v1/models", deadline_s=5.0)``
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        token: str | None = None,
+        admin_token: str | None = None,
+        connect_timeout_s: float = 5.0,
+        max_body_bytes: int = MAX_BODY_BYTES,
+    ):
+        parts = urlsplit(base_url)
+        plain = parts.hostname and not ("@" in parts.netloc or parts.query or parts.fragment)
+        if parts.scheme not in ("http", "https") or not plain:
+            raise ConfigError(f"a server's address is http://HOST:PORT or https://HOST:PORT and no more, got {base_url!r}")
+        self.base_url = base_url.rstrip("/")
+        self._token, self._admin_token = token, admin_token
+        self._connect_timeout_s, self._max_body_bytes = connect_timeout_s, max_body_bytes
+        self._lock = threading.Lock()
+        self._thread: _LoopThread | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    async def post(self, path: str, body: dict[str, Any], *, deadline_s: float, admin: bool = False) -> Any:
+        """Sends ``body`` and returns the answer, parsed; None for an empty one. Cancelling it drops the connection.
+
+        Raises:
+            DataFailure, ServerFailed, EngineDied: see the module.
+        """
+        return await asyncio.wrap_future(self._start("POST", path, body, deadline_s, admin))
+
+    async def get(self, path: str, *, deadline_s: float, admin: bool = False) -> Any:
+        """The same without a body."""
+        return await asyncio.wrap_future(self._start("GET", path, None, deadline_s, admin))
+
+    def call(self, path: str, body: dict[str, Any] | None = None, *, deadline_s: float, admin: bool = False) -> Any:
+        """Blocks until the answer is there: `post` where there is a body (``{}`` is one), else `get`."""
+        future = self._start("GET" if body is None else "POST", path, body, deadline_s, admin)
+        try:
+            # The exchange ends itself at its deadline; that long again would mean a dead event loop.
+            return future.result(deadline_s + _CLOSE_TIMEOUT_S)
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def get_text(self, path: str, *, deadline_s: float) -> str:
+        """A page that is no JSON, such as Prometheus' metrics."""
+        return await asyncio.wrap_future(self._start("GET", path, None, deadline_s, False, text=True))
+
+    def close(self) -> None:
+        """Drops all connections; requests under way fail with `EngineDied`. Idempotent."""
+        with self._lock:
+            self._closed = True
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            try:
+                thread.run(self._shut()).result(_CLOSE_TIMEOUT_S)
+            finally:
+                thread.release()
+
+    # ------------------------------------------------------------------ one exchange
+
+    def _start(
+        self, method: str, path: str, body: dict[str, Any] | None, deadline_s: float, admin: bool, text: bool = False
+    ) -> Future[Any]:
+        data = None if body is None else json.dumps(body).encode()
+        with self._lock:
+            if self._closed:
+                raise EngineDied(f"the client of {self.base_url} was closed")
+            self._thread = self._thread or _LoopThread.acquire()
+            return self._thread.run(self._exchange(method, path, data, deadline_s, admin, text))
+
+    async def _exchange(self, method: str, path: str, data: bytes | None, deadline_s: float, admin: bool, text: bool) -> Any:
+        url = self.base_url + path
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            async with asyncio.timeout(deadline_s):
+                status, raw = await self._send(method, url, data, admin)
+        except (aiohttp.ClientError, ValueError) as error:  # ValueError: some answers that are no HTTP
+            raise ServerFailed(f"{url}: {type(error).__name__}: {error}", url=url) from error
+        except TimeoutError:
+            raise ServerFailed(f"{url} gave no answer within {deadline_s:g} s", url=url) from None
+        except OSError as error:
+            raise ServerFailed(f"{url}: {type(error).__name__}: {error}", url=url) from error
+        except asyncio.CancelledError:
+            if self._closed:
+                raise EngineDied(f"the client of {self.base_url} was closed") from None
+            raise
+        finally:
+            self._tasks.discard(task)
+        return self._read(url, status, raw, text)
+
+    async def _send(self, method: str, url: str, data: bytes | None, admin: bool) -> tuple[int, bytes]:
+        headers = {"Accept": "*/*"}
+        token = (self._admin_token or self._token) if admin else self._token
+        if token is not None:
+            headers["Authorization"] = f"Bearer {token}"
+        if data is not None:
+            headers["Content-Type"] = "application/json"
+        async with self._opened().request(method, url, data=data, headers=headers, allow_redirects=False) as answer:
+            chunks, size = [], 0
+            async for chunk in answer.content.iter_chunked(_CHUNK_BYTES):
+                size += len(chunk)
+                if size > self._max_body_bytes:
+                    raise ServerFailed(
+                        f"{url} answered with more than {self._max_body_bytes} bytes", url=url, status=answer.status
+                    )
+                chunks.append(chunk)
+            return answer.status, b"".join(chunks)
+
+    def _opened(self) -> aiohttp.ClientSession:
+        """The session, made on the loop that it belongs to."""
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                # the fleet bounds how many requests are under way, not the connector
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                trust_env=False,
+            )
+        return self._session
+
+    def _read(self, url: str, status: int, raw: bytes, text: bool) -> Any:
+        if status >= 300 or status < 200:
+            message = f"{url} answered {status}: {_said(raw)}"
+            if status in REQUEST_AT_FAULT:
+                raise DataFailure("refused_by_server", message)
+            raise ServerFailed(message, url=url, status=status)
+        if text:
+            return raw.decode(errors="replace")
+        if not raw.strip():
+            return None
+        try:
+            return json.loads(raw)
+        except (ValueError, RecursionError) as error:
+            raise ServerFailed(f"{url} answered {status} with what is no JSON: {error}", url=url, status=status) from error
+
+    async def _shut(self) -> None:
+        tasks = [*self._tasks]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+
+def _said(raw: bytes) -> str:
+    """The message of an error's body, in the shapes that servers give it."""
+    try:
+        body: Any = json.loads(raw)
+    except (ValueError, RecursionError):
+        body = raw.decode(errors="replace")
+    for key in ("error", "message", "detail"):
+        if isinstance(body, dict) and key in body:
+            body = body[key]
+    return str(body)[:_MESSAGE_CHARACTERS].strip() or "(nothing)"
