@@ -29,15 +29,15 @@ def stage_update(core: "EngineCore", update: WeightUpdate) -> "StagedWeights":
         )
     try:
         with ThreadPoolExecutor(HASH_THREADS, "weight-digest") as pool:
-            return core.stage(_verified(update, pool))
+            return core.stage(verified(update, pool))
     except (ValueError, KeyError, RuntimeError, OSError) as error:
         if isinstance(error, WeightUpdateFailed):
             raise
         raise WeightUpdateFailed(f"version {update.version.number} cannot be taken: {error}") from error
 
 
-def _verified(update: WeightUpdate, pool: ThreadPoolExecutor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors; the digest of each is computed while the consumer copies it.
+def verified(update: WeightUpdate, pool: ThreadPoolExecutor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the tensors of an update; the digest of each is computed while the consumer copies it.
 
     A tensor is only valid until the next is asked for, so its digest is awaited before that.
     """

@@ -1,0 +1,168 @@
+"""One completion from another maker's server, made of pieces: one request each.
+
+Usually there is one piece; there are more where the first token has a temperature of its own, and where the server ended a
+request that is not done by our rules (`judge.py`): it was aborted, or it knows an end token that we do not.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from tandem.api.failures import DataFailure, ServerFailed
+from tandem.api.requests import LLMRequest, LLMResponse, StopReason
+from tandem.config.generation import GenerationConfig
+from tandem.engines.inference.noise import stream_of
+from tandem.engines.inference.remote.counters import Counters
+from tandem.engines.inference.remote.judge import Judge, eos_ids, stop_text
+from tandem.engines.inference.remote.labels import Labels
+from tandem.engines.inference.remote.protocol import Draw, Facts, Piece, ServerProtocol
+from tandem.models.tokenizer import load_tokenizer
+
+ABORT_TIMEOUT_S = 5.0
+"""How long a request that passed its deadline may take to give what it has; then it counts as having nothing."""
+
+MAX_EMPTY_PIECES = 8
+"""A server that answers so many times in a row without a token is not serving."""
+
+_LOWEST_LOGPROB = -9000.0
+"""What is not finite is written as -9999 by one of the servers."""
+
+
+class Completions:
+    """Makes completions of one server. ``cannot``: what of a sampling configuration it cannot do."""
+
+    def __init__(
+        self,
+        protocol: ServerProtocol,
+        facts: Facts,
+        labels: Labels,
+        counters: Counters,
+        *,
+        folder: Path,
+        request_timeout_s: float,
+        cannot: Callable[[GenerationConfig], str | None],
+    ):
+        self._protocol, self._facts, self._labels, self._counters = protocol, facts, labels, counters
+        self._folder, self._request_timeout_s, self._cannot = folder, request_timeout_s, cannot
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._eos = eos_ids(folder)
+        self._url = protocol.http.base_url
+
+    async def complete(self, request: LLMRequest) -> LLMResponse:
+        """See `InferenceEngine.agenerate`. Raises `DataFailure` or `ServerFailed`."""
+        judge = self._admit(request)
+        expires = None if request.deadline_s is None else time.monotonic() + request.deadline_s
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        versions: list[int] = []
+        reason, empty = None, 0
+        with self._counters.running(len(request.input_ids)):
+            while reason is None:
+                piece = await self._next(request, tokens, judge.room, expires)
+                numbers = self._labels.numbers(piece.labels)
+                kept, reason = judge.look(piece.tokens)
+                tokens += piece.tokens[:kept]
+                logprobs += piece.logprobs[:kept]
+                versions += numbers[:kept]
+                self._counters.add("generated_tokens", kept)
+                empty = 0 if kept else empty + 1
+                if reason is None and expires is not None and time.monotonic() >= expires:
+                    self._counters.add("cancelled")
+                    reason = StopReason.CANCELLED
+                elif reason is None and empty >= MAX_EMPTY_PIECES:
+                    raise ServerFailed(f"{self._url} answered {empty} times without a token", url=self._url)
+        return _response(request, tokens, logprobs, versions, reason)
+
+    def _admit(self, request: LLMRequest) -> Judge:
+        """Refuses what cannot be sampled, as the embedded engine does."""
+        ids, gconfig, limit = request.input_ids, request.gconfig, self._facts.max_model_len
+        if len(ids) >= limit:
+            raise DataFailure("prompt_too_long", f"{len(ids)} tokens leave no room in the context of {limit}")
+        hot = gconfig.first_token_temperature
+        cold = gconfig.temperature <= 0 or (hot is not None and hot <= 0)
+        if cold or not ids or gconfig.max_new_tokens < 1 or gconfig.top_p <= 0 or gconfig.top_k < 0 or request.media:
+            raise DataFailure(
+                "bad_request",
+                "a prompt has at least one token and no media; temperatures, top_p and max_new_tokens must be above 0 and "
+                f"top_k not below, got {gconfig}",
+            )
+        reason = self._cannot(gconfig)
+        if reason is not None:
+            raise DataFailure("refused_by_server", f"{self._facts.name} {reason}")
+        if gconfig.stop and self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._folder)
+        watch = stop_text(self._tokenizer, gconfig.stop) if self._tokenizer is not None else None
+        stop_ids = self._eos | frozenset(gconfig.stop_token_ids)
+        return Judge(stop_ids, min(gconfig.max_new_tokens, limit - len(ids)), watch)
+
+    async def _next(self, request: LLMRequest, so_far: Sequence[int], room: int, expires: float | None) -> Piece:
+        """One request to the server; without tokens where the deadline passed before it gave any."""
+        nothing = Piece((), (), ())
+        left = self._request_timeout_s if expires is None else expires - time.monotonic()
+        if left <= 0:
+            return nothing
+        number = uuid.uuid4().hex
+        body = self._protocol.body(number, (*request.input_ids, *so_far), self._draw(request, so_far, room))
+        post = self._protocol.http.post(self._protocol.generate_path, body, deadline_s=left + 3 * ABORT_TIMEOUT_S)
+        task = asyncio.ensure_future(post)
+        try:
+            await asyncio.wait({task}, timeout=left)
+            if not task.done() and expires is None:
+                raise ServerFailed(f"{self._url} did not end a request within {left:g} s", url=self._url)
+            if not task.done():
+                with suppress(ServerFailed, DataFailure, TimeoutError):
+                    await asyncio.wait_for(self._protocol.abort(number), ABORT_TIMEOUT_S)
+                await asyncio.wait({task}, timeout=ABORT_TIMEOUT_S)
+            return self.read(task.result()) if task.done() else nothing
+        finally:
+            task.cancel()
+
+    def _draw(self, request: LLMRequest, so_far: Sequence[int], room: int) -> Draw:
+        gconfig, key = request.gconfig, request.noise_key
+        hot = gconfig.first_token_temperature if not so_far and not gconfig.greedy else None
+        position = len(request.input_ids) + len(so_far)
+        return Draw(
+            temperature=gconfig.temperature if hot is None else hot,
+            greedy=gconfig.greedy,
+            top_p=gconfig.top_p,
+            top_k=gconfig.top_k,
+            seed=None if key is None else self._protocol.seed(stream_of(key), position),
+            max_tokens=room if hot is None else 1,
+            stop_ids=tuple(sorted(self._eos | frozenset(gconfig.stop_token_ids))),
+            stop=gconfig.stop,
+        )
+
+    def read(self, answer: Any) -> Piece:
+        """The piece in an answer. Raises `ServerFailed` where there is none."""
+        try:
+            piece = self._protocol.piece(answer)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise ServerFailed(
+                f"{self._url} answered what is no completion: {type(error).__name__}: {error}", url=self._url
+            ) from error
+        if not all(_LOWEST_LOGPROB < value < 0.01 for value in piece.logprobs):
+            raise ServerFailed(f"{self._url} gave log-probabilities that are none: {piece.logprobs}", url=self._url)
+        return piece
+
+
+def _response(
+    request: LLMRequest, tokens: list[int], logprobs: list[float], versions: list[int], reason: StopReason
+) -> LLMResponse:
+    """Greedy log-probabilities are at temperature 1 in these servers, whatever was asked, and the response says so."""
+    gconfig = request.gconfig
+    hot = gconfig.first_token_temperature is not None and not gconfig.train_first_token
+    return LLMResponse(
+        request.input_ids,
+        tuple(tokens),
+        tuple(logprobs),
+        tuple(versions),
+        reason,
+        1.0 if gconfig.greedy else gconfig.temperature,
+        untrained_tokens=min(len(tokens), int(hot)),
+    )

@@ -1,0 +1,294 @@
+"""An inference engine behind another maker's server: tokens in, tokens out, weights updated in place.
+
+Each token carries the version that made it by the server's own word. What a server cannot do is found out when it is
+attached, by looking at its routes and by asking for a token, and refused by name.
+"""
+
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+
+from tandem.api.engines import InferenceEngine, InferencePart
+from tandem.api.failures import EngineDied, ServerFailed
+from tandem.api.requests import LLMRequest, LLMResponse
+from tandem.api.weights import WeightUpdate, WeightVersion
+from tandem.config.errors import ConfigError
+from tandem.config.generation import GenerationConfig
+from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.engines.inference.remote.completions import Completions
+from tandem.engines.inference.remote.counters import Counters
+from tandem.engines.inference.remote.http import HttpClient
+from tandem.engines.inference.remote.in_place import InPlaceUpdates
+from tandem.engines.inference.remote.labels import Labels
+from tandem.engines.inference.remote.launch import ServerProcess, free_port, wait_ready
+from tandem.engines.inference.remote.protocol import Draw, Facts, ServerProtocol
+
+_PROBE_IDS = tuple(range(1, 9))
+
+
+@dataclass(frozen=True)
+class StartTerms:
+    """What a server is started with."""
+
+    python: str
+    """Interpreter of the environment that has it."""
+
+    folder: Path
+    dtype: str
+    device: str
+    settings: EmbeddedEngineConfig
+    """``max_running``, ``kv_cache_gib`` and ``max_model_len`` are the server's too."""
+
+    cpus: tuple[int, ...]
+    """Cores that it may run on."""
+
+
+class ForeignServer(InferenceEngine):
+    """One server; made by `attach` or `start`. Subclasses name the protocol and the command."""
+
+    protocol: ClassVar[type[ServerProtocol]]
+
+    def __init__(
+        self, protocol: ServerProtocol, facts: Facts, *, folder: Path, version: WeightVersion, request_timeout_s: float
+    ):
+        self._protocol, self._facts = protocol, facts
+        self.process: ServerProcess | None = None
+        """None where it was attached: then it is not ours to end."""
+
+        self._closed = False
+        self._counters = Counters()
+        labels = Labels(self.url)
+        self._completions = Completions(
+            protocol,
+            facts,
+            labels,
+            self._counters,
+            folder=folder,
+            request_timeout_s=request_timeout_s,
+            cannot=self._cannot,
+        )
+        self._updates = InPlaceUpdates(protocol, labels, self._counters, folder=folder, version=version)
+
+    # ------------------------------------------------------------------ how it comes about
+
+    @classmethod
+    def attach(
+        cls,
+        url: str,
+        *,
+        folder: Path,
+        dtype: torch.dtype,
+        version: WeightVersion,
+        token: str | None = None,
+        admin_token: str | None = None,
+        request_timeout_s: float = 600.0,
+    ) -> Self:
+        """Attaches to a server that runs; it is told ``version`` as the name of the weights that it has.
+
+        ``folder``: the model that it serves, for its end tokens and its tokenizer.
+
+        Raises:
+            ConfigError: it cannot do what training needs; names it, its version and the remedy.
+            ServerFailed: it does not answer.
+        """
+        http = HttpClient(url, token=token, admin_token=admin_token)
+        try:
+            protocol = cls.protocol(http)
+            facts, wanted = protocol.facts(), str(dtype).removeprefix("torch.")
+            if facts.dtype != wanted:
+                raise ConfigError(
+                    f"{facts.name} at {url} computes in {facts.dtype}, rollout.dtype is {wanted}; "
+                    f"start it with --dtype {wanted}"
+                )
+            server = cls(protocol, facts, folder=folder, version=version, request_timeout_s=request_timeout_s)
+            server._begin()
+            return server
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            http.close()
+            if isinstance(error, ConfigError):
+                raise
+            raise ServerFailed(f"{url} answered as no {cls.protocol.maker} does: {error!r}", url=url) from error
+        except BaseException:
+            http.close()
+            raise
+
+    @classmethod
+    def start(
+        cls,
+        folder: Path,
+        *,
+        python: str,
+        log_file: Path,
+        dtype: torch.dtype,
+        version: WeightVersion,
+        device: str = "cpu",
+        settings: EmbeddedEngineConfig | None = None,
+        cpus: Sequence[int] | None = None,
+        startup_timeout_s: float = 600.0,
+        request_timeout_s: float = 600.0,
+        progress: Callable[[str], None] = lambda words: None,
+    ) -> Self:
+        """Starts a server and waits until it has generated a token; it ends with this object, or with this process.
+
+        Raises:
+            ConfigError: as `attach`, or there is no such interpreter.
+            EngineDied, WaitTimeout: it did not start; with the end of its log.
+        """
+        name = str(dtype).removeprefix("torch.")
+        cores = tuple(cpus if cpus is not None else sorted(os.sched_getaffinity(0)))
+        port = free_port()
+        terms = StartTerms(python, folder.resolve(), name, device, settings or EmbeddedEngineConfig(), cores)
+        command, environment = cls.command(terms, port)
+        process = ServerProcess.start(command, log_file=log_file, environment=environment, cpus=cores)
+
+        def ask() -> Self:
+            url = f"http://127.0.0.1:{port}"
+            return cls.attach(url, folder=folder, dtype=dtype, version=version, request_timeout_s=request_timeout_s)
+
+        try:
+            what = f"the {cls.protocol.maker} server"
+            server = wait_ready(process, ask, what=what, timeout_s=startup_timeout_s, progress=progress)
+        except BaseException:
+            process.close()
+            raise
+        server.process = process
+        return server
+
+    @classmethod
+    def command(cls, terms: StartTerms, port: int) -> tuple[list[str], dict[str, str]]:
+        """The words that start the server at this port of the loopback interface, and what they add to the environment."""
+        raise TypeError(f"{cls.__name__} names no command")
+
+    def _begin(self) -> None:
+        """Checks what can only be seen by trying."""
+        self._updates.begin()
+        self._check_temperature()
+        piece = self._completions.read(self._ask(1.0))
+        if not piece.tokens:
+            raise ServerFailed(f"{self.url} generated no token", url=self.url)
+
+    def _check_temperature(self) -> None:
+        """Log-probabilities must be those of softmax(logits / temperature): half of it doubles every difference."""
+        plain, cold = (self._protocol.top(self._ask(t, top_logprobs=5)) for t in (1.0, 0.5))
+        both = sorted(plain.keys() & cold.keys(), key=plain.__getitem__)
+        if len(both) < 2:
+            raise ServerFailed(f"the most probable tokens of {self.url} are others at each request", url=self.url)
+        low, high = both[0], both[-1]
+        ratio = (cold[high] - cold[low]) / max(plain[high] - plain[low], 1e-6)
+        if not 1.8 < ratio < 2.2:
+            raise ConfigError(
+                f"{self.name} at {self.url} gives log-probabilities that ignore the temperature; {self._protocol.remedy}"
+            )
+
+    def _ask(self, temperature: float, top_logprobs: int = 0) -> Any:
+        draw = Draw(temperature, False, 1.0, 0, 0, 1, (), (), top_logprobs)
+        body = self._protocol.body(uuid.uuid4().hex, _PROBE_IDS, draw)
+        return self._protocol.call(self._protocol.generate_path, body)
+
+    # ------------------------------------------------------------------ what it is
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return self._protocol.http.base_url
+
+    @property
+    def name(self) -> str:
+        """Maker and version: ``vLLM 0.32.0``."""
+        return self._facts.name
+
+    @property
+    def version(self) -> WeightVersion:
+        """See `InferenceEngine`."""
+        return self._updates.version
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """See `InferenceEngine`."""
+        return frozenset({"in_place", "disk"})
+
+    def check_generation(self, gconfig: GenerationConfig) -> None:
+        """Raises `ConfigError` for what this server cannot do, by name."""
+        reason = self._cannot(gconfig)
+        if reason is not None:
+            raise ConfigError(f"{self.name} {reason}")
+
+    def _cannot(self, gconfig: GenerationConfig) -> str | None:
+        if gconfig.min_new_tokens > 0:
+            return (
+                "gives log-probabilities without the stop tokens that it suppresses "
+                f"(gconfig.min_new_tokens={gconfig.min_new_tokens}); use 0, or another backend"
+            )
+        return self._protocol.cannot(gconfig)
+
+    # ------------------------------------------------------------------ the engine
+
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        """See `InferenceEngine`. Raises `ServerFailed` where the server is at fault."""
+        if self._closed:
+            raise EngineDied(f"the client of {self.url} was closed")
+        try:
+            return await self._completions.complete(request)
+        except ServerFailed as error:
+            ended = self.process.how_it_ended() if self.process is not None else None
+            if ended is not None:
+                raise EngineDied(f"{self.name} at {self.url}: {ended}") from error
+            raise
+
+    async def probe(self, deadline_s: float) -> LLMResponse:
+        """One token of a fixed prompt, whoever else is served: proof that it generates, and with weights of ours."""
+        gconfig = GenerationConfig(n_samples=1, max_new_tokens=1, greedy=True)
+        return await self.agenerate(LLMRequest(_PROBE_IDS, gconfig, deadline_s=deadline_s))
+
+    def prepare_weights(self, update: WeightUpdate) -> None:
+        """See `InferenceEngine`. What is prepared is a folder that the server will read, verified; generation goes on."""
+        self._updates.prepare(update)
+
+    def commit_weights(self, version: WeightVersion) -> dict[str, float]:
+        """See `InferenceEngine`; in place. ``verify_s`` is the part of ``pause_s`` in which checksums were compared.
+
+        ``recompute_s`` is 0: running requests compute their keys and values anew when they go on, as part of generation.
+
+        Raises:
+            WeightUpdateFailed: this version was not prepared; the server serves what it served.
+            ServerFailed: anything on the way. The server stays paused, for nobody knows its weights.
+        """
+        return self._updates.commit(version)
+
+    def discard_weights(self) -> None:
+        """See `InferenceEngine`."""
+        self._updates.discard()
+
+    def pause(self) -> None:
+        """See `InferenceEngine`; requests that come meanwhile queue in the server."""
+        self._updates.pause()
+
+    def resume(self) -> None:
+        """See `InferenceEngine`. Raises `ServerFailed` after an update that failed on the way."""
+        self._updates.resume()
+
+    def sleep(self, parts: tuple[InferencePart, ...]) -> None:
+        """See `InferenceEngine`. Always refused, with `ConfigError`: neither part is among the capabilities."""
+        raise ConfigError(f"{self.name} keeps its memory ({', '.join(parts)}) under Tandem; use placement=decoupled")
+
+    def wake(self, parts: tuple[InferencePart, ...]) -> None:
+        """See `InferenceEngine`; nothing can sleep, so nothing is to be done."""
+
+    def statistics(self) -> dict[str, float]:
+        """See `InferenceEngine`; counted here, so of this client's requests. ``waiting`` is 0: the server does not say."""
+        return self._counters.all()
+
+    def close(self) -> None:
+        """See `InferenceEngine`. A server that was attached goes on as it was found: running, and not paused by us."""
+        if self._closed:
+            return
+        self._closed = True
+        self._updates.close(leave_running=self.process is None)
+        self._protocol.http.close()
+        if self.process is not None:
+            self.process.close()

@@ -1,0 +1,169 @@
+"""Updates of a server that holds one version at a time: pause, load, drop keys and values, label, compare, resume."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from tandem.api.failures import EngineDied, ServerFailed, WeightUpdateFailed
+from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion, version_digest
+from tandem.engines.inference.remote.counters import Counters
+from tandem.engines.inference.remote.held import HeldDigests, changed, compare
+from tandem.engines.inference.remote.labels import Labels
+from tandem.engines.inference.remote.protocol import ServerProtocol
+from tandem.engines.inference.remote.spool import Spool
+from tandem.engines.inference.staging import HASH_THREADS, verified
+
+VERIFY_BUDGET_S = 1.0
+"""While reading the server's checksums takes less than this they are compared at every update, else at the first and at
+every `VERIFY_EVERY`-th."""
+
+VERIFY_EVERY = 20
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    version: WeightVersion
+    folder: Path
+    expected: dict[str, str]
+
+
+class InPlaceUpdates:
+    """The weights of one server, and whether it computes. All methods may be called from any thread, one acts at a time."""
+
+    def __init__(
+        self, protocol: ServerProtocol, labels: Labels, counters: Counters, *, folder: Path, version: WeightVersion
+    ):
+        self._protocol, self._labels, self._counters, self._folder = protocol, labels, counters, folder
+        self.version = version
+        self._lock = threading.RLock()
+        self._paused = self._broken = False
+        self._prepared: _Prepared | None = None
+        self._spool = Spool(folder)
+        self._held: dict[str, str] = {}
+        self._verify_s = 0.0
+        self._updates = 0
+
+    def begin(self) -> None:
+        """Gives the weights that are there their name, and reads what the server holds."""
+        if self._protocol.is_paused():  # by a run that ended in the middle of an update
+            self._protocol.resume()
+        self._protocol.set_label(self._labels.of(self.version))
+        self._held = self._protocol.checksums()
+
+    # ------------------------------------------------------------------ an update
+
+    def prepare(self, update: WeightUpdate) -> None:
+        """See `InferenceEngine.prepare_weights`: verifies the tensors; what is no folder is written to a temporary one."""
+        self.discard()
+        number = update.version.number
+        if version_digest(update.digests) != update.version.digest:
+            raise WeightUpdateFailed(f"version {number}: the digests of its tensors do not give the version's digest")
+        held = HeldDigests(self._held if self._protocol.bytes_are_hashed else ())
+        try:
+            if isinstance(update.source, FolderSource):
+                folder = update.source.folder.resolve()
+                for _ in _passing(update, held):
+                    pass
+            else:
+                folder = self._spool.write(_passing(update, held), _size(self._folder))
+        except (ValueError, KeyError, RuntimeError, OSError) as error:
+            if isinstance(error, WeightUpdateFailed):
+                raise
+            raise WeightUpdateFailed(f"version {number} cannot be taken: {error}") from error
+        with self._lock:
+            self._prepared = _Prepared(update.version, folder, held.digests)
+
+    def commit(self, version: WeightVersion) -> dict[str, float]:
+        """See `InferenceEngine.commit_weights`.
+
+        Raises:
+            WeightUpdateFailed: this version was not prepared; the server serves what it served.
+            ServerFailed: anything on the way. The server stays paused, for nobody knows its weights.
+        """
+        with self._lock:
+            prepared = self._prepared
+            if prepared is None or prepared.version != version:
+                held = "nothing" if prepared is None else f"version {prepared.version.number}"
+                raise WeightUpdateFailed(f"version {version.number} cannot be committed: {held} is prepared")
+            label = self._labels.of(version)
+            began = time.perf_counter()
+            self._broken = True
+            self._protocol.pause()
+            self._protocol.reload(prepared.folder, label)
+            loaded = time.perf_counter()
+            self._verify(prepared, label)
+            verify_s = time.perf_counter() - loaded
+            if not self._paused:
+                self._protocol.resume()
+            self._broken, self._prepared, self.version = False, None, version
+            ended = time.perf_counter()
+            self._spool.keep_only(prepared.folder)
+        return {"pause_s": ended - began, "recompute_s": 0.0, "verify_s": verify_s}
+
+    def _verify(self, prepared: _Prepared, label: str) -> None:
+        url = self._protocol.http.base_url
+        self._updates += 1
+        if self._protocol.label() != label:
+            raise ServerFailed(f"{url} does not call its weights what it was told", url=url)
+        if self._verify_s > VERIFY_BUDGET_S and self._updates % VERIFY_EVERY:
+            return
+        began = time.perf_counter()
+        held = self._protocol.checksums()
+        count = 0
+        if prepared.expected:
+            count = compare(held, prepared.expected, url)
+        elif prepared.version.digest != self.version.digest:
+            count = changed(self._held, held, url)
+        self._held, self._verify_s = held, time.perf_counter() - began
+        self._counters.set("verified_tensors", count)
+
+    def discard(self) -> None:
+        """See `InferenceEngine.discard_weights`."""
+        with self._lock:
+            if self._prepared is not None:
+                self._spool.drop(self._prepared.folder)
+                self._prepared = None
+
+    # ------------------------------------------------------------------ control
+
+    def pause(self) -> None:
+        """See `InferenceEngine.pause`."""
+        with self._lock:
+            self._protocol.pause()
+            self._paused = True
+
+    def resume(self) -> None:
+        """See `InferenceEngine.resume`. Raises `ServerFailed` after an update that failed on the way."""
+        with self._lock:
+            if self._broken:
+                url = self._protocol.http.base_url
+                raise ServerFailed(f"{url} has weights of no version; deliver them anew", url=url)
+            self._protocol.resume()
+            self._paused = False
+
+    def close(self, leave_running: bool) -> None:
+        """Removes temporary files; ``leave_running``: a server that we paused goes on."""
+        with self._lock:
+            if leave_running and (self._paused or self._broken):
+                with suppress(ServerFailed, EngineDied):
+                    self._protocol.resume()
+            self._spool.close()
+
+
+def _passing(update: WeightUpdate, held: HeldDigests) -> Iterator[tuple[str, torch.Tensor]]:
+    """The update's tensors, each verified against its digest."""
+    with ThreadPoolExecutor(HASH_THREADS, "weight-digest") as pool:
+        for name, tensor in verified(update, pool):
+            held.add(name, tensor, update.digests[name])
+            yield name, tensor
+
+
+def _size(folder: Path) -> int:
+    """Bytes of a model's weights."""
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

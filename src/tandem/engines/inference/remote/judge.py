@@ -1,0 +1,52 @@
+"""When a completion ends: the embedded engine's rules, applied to tokens of any server."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from tandem.api.requests import StopReason
+from tandem.engines.inference.stopping import StopText
+
+
+class Judge:
+    """Looks at the tokens of one completion, in pieces.
+
+    A stop token ends it and stays in it; so does the token that completes a stop string. A server may stop earlier or
+    later than that, for a token of its own or because it reads only what is new: its word is not asked.
+    """
+
+    def __init__(self, stop_ids: frozenset[int], limit: int, stop_text: StopText | None = None):
+        self._stop_ids, self._limit, self._stop_text = stop_ids, limit, stop_text
+        self._count = 0
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still come."""
+        return self._limit - self._count
+
+    def look(self, tokens: Sequence[int]) -> tuple[int, StopReason | None]:
+        """How many of these tokens belong to the completion, and why it ends with the last of them; None: it goes on."""
+        for place, token in enumerate(tokens, 1):
+            self._count += 1
+            if self._stop_text is not None and self._stop_text.add(token):
+                return place, StopReason.STOP
+            if token in self._stop_ids:
+                return place, StopReason.STOP
+            if self._count >= self._limit:
+                return place, StopReason.LENGTH
+        return len(tokens), None
+
+
+def eos_ids(folder: Path) -> frozenset[int]:
+    """Tokens that end a completion: those of the generation config, else of the model's. As in the embedded engine."""
+    file = folder / "generation_config.json"
+    ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
+    ids = ids if ids is not None else getattr(AutoConfig.from_pretrained(folder), "eos_token_id", None)
+    return frozenset(() if ids is None else (ids,) if isinstance(ids, int) else ids)
+
+
+def stop_text(tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> StopText | None:
+    """Watches for stop strings; None where there are none."""
+    return StopText(tokenizer, stop) if stop else None

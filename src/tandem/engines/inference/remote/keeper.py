@@ -1,0 +1,90 @@
+"""Keeps one server: ``python keeper.py FD CPUS COMMAND…``, run by `launch.py` in a process of its own.
+
+It starts the command and ends it, with everything that descends from it, as soon as the pipe FD closes: that is when its
+owner closes it, and also when the owner was killed. It adopts orphans, so a grandchild in another session is found too.
+Only the standard library is imported: a keeper costs little memory and starts at once.
+"""
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+GRACE_S = 8.0
+"""Between the kind signal and the other one."""
+
+WATCH_S = 0.1
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+def _prctl(option: int, value: int) -> None:
+    """Does nothing where there is no such call; the process group is then all that is ended."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(option, value, 0, 0, 0)
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes below ``pid``, its children first."""
+    found: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += [int(word) for word in file.read_text().split()]
+    return found + [grandchild for child in found for grandchild in descendants(child)]
+
+
+def end(main: "subprocess.Popen[bytes]") -> None:
+    """Ends the command and its descendants: first kindly, then all that is left."""
+    for number, patience_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
+        for pid in dict.fromkeys([main.pid, *descendants(os.getpid())]):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            main.poll()
+            _reap(main.pid)
+            if main.returncode is not None and not descendants(os.getpid()):
+                return
+            time.sleep(0.02)
+
+
+def _reap(main: int) -> None:
+    """Collects orphans that were adopted; the command itself is left to its `Popen`."""
+    for pid in descendants(os.getpid()):
+        if pid != main:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def _prepare(cpus: set[int]) -> None:
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # should the keeper itself be killed
+    if cpus:
+        os.sched_setaffinity(0, cpus)
+
+
+def main() -> int:
+    """Entry point; the exit status is the command's, as a shell would give it."""
+    pipe, cpus = int(sys.argv[1]), {int(cpu) for cpu in sys.argv[2].split(",") if cpu}
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    owner = os.getppid()
+    process = subprocess.Popen(
+        sys.argv[3:], stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), preexec_fn=lambda: _prepare(cpus)
+    )
+    os.write(1, f"{process.pid}\n".encode())
+    os.close(1)
+    # Nothing is ever written to the pipe: readable means closed. What the owner forked may hold it open too.
+    while process.poll() is None and os.getppid() == owner and not select.select([pipe], [], [], WATCH_S)[0]:
+        pass
+    end(process)
+    status = process.returncode
+    return 1 if status is None else 128 - status if status < 0 else status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

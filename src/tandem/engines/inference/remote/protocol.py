@@ -1,0 +1,164 @@
+"""What differs between inference servers of other makers: routes, field names, and what they can do.
+
+`foreign.ForeignServer` is the engine; it is given one of these. All control calls block, in the thread that publishes.
+"""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from tandem.api.failures import DataFailure, ServerFailed
+from tandem.config.errors import ConfigError
+from tandem.config.generation import GenerationConfig
+from tandem.engines.inference.remote.http import HttpClient
+
+CONTROL_TIMEOUT_S = 60.0
+"""Pausing waits for one decode step; the others answer at once."""
+
+RELOAD_TIMEOUT_S = 600.0
+"""Reading a model from a slow disk."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a server says of itself at the start."""
+
+    name: str
+    """Maker and version, for messages: ``vLLM 0.32.0``."""
+
+    max_model_len: int
+    dtype: str
+    """As torch writes it, without ``torch.``."""
+
+
+class Draw(NamedTuple):
+    """How one piece of a completion is sampled."""
+
+    temperature: float
+    greedy: bool
+    top_p: float
+    top_k: int
+    seed: int | None
+    max_tokens: int
+    stop_ids: tuple[int, ...]
+    stop: tuple[str, ...]
+    top_logprobs: int = 0
+    """Most probable tokens to report beside the drawn one; only the check at the start asks for some."""
+
+
+class Piece(NamedTuple):
+    """What one request to the server gave: tokens with their log-probabilities, and the label of the weights of each."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    labels: tuple[str, ...]
+
+
+class ServerProtocol(ABC):
+    """One maker's HTTP interface."""
+
+    maker: ClassVar[str]
+    generate_path: ClassVar[str]
+    routes: ClassVar[frozenset[str]]
+    """Routes that must be there."""
+
+    remedy: ClassVar[str]
+    """How to start the server so that they are."""
+
+    bytes_are_hashed: bool = True
+    """Whether `checksums` are SHA-256 of a tensor's bytes, as ours are (or their beginning)."""
+
+    def __init__(self, http: HttpClient):
+        self.http = http
+
+    # ------------------------------------------------------------------ requests
+
+    def seed(self, stream: int, position: int) -> int:
+        """The seed of a piece that begins at this position, ``stream`` being that of the noise key; 63 bits.
+
+        A server that draws one number after another from it must not get the same one for each turn of a chat.
+        """
+        return int.from_bytes(hashlib.sha256(f"{stream} {position}".encode()).digest()[:8], "big") >> 1
+
+    @abstractmethod
+    def body(self, number: str, ids: Sequence[int], draw: Draw) -> dict[str, Any]:
+        """The request; ``number`` is its name for `abort`."""
+
+    @abstractmethod
+    def piece(self, answer: Any) -> Piece:
+        """Reads an answer. Raises `KeyError`, `TypeError`, `ValueError` or `IndexError` where it has another shape."""
+
+    @abstractmethod
+    def top(self, answer: Any) -> dict[int, float]:
+        """Token → log-probability of the most probable first tokens, from the answer to a request with ``top_logprobs``."""
+
+    @abstractmethod
+    async def abort(self, number: str) -> None:
+        """Ends a request; its answer comes at once, with what it has."""
+
+    @abstractmethod
+    def cannot(self, gconfig: GenerationConfig) -> str | None:
+        """What of a sampling configuration this server cannot do, with the remedy; None where it can do all."""
+
+    # ------------------------------------------------------------------ control
+
+    @abstractmethod
+    def facts(self) -> Facts:
+        """Asks the server what it is."""
+
+    @abstractmethod
+    def is_paused(self) -> bool:
+        """Whether somebody paused it."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Returns when nothing is computed any more; running requests keep their state, new ones queue."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Go on."""
+
+    @abstractmethod
+    def reload(self, folder: Path, label: str) -> None:
+        """Paused: reads the weights of a folder, drops all keys and values, and takes the label."""
+
+    @abstractmethod
+    def set_label(self, label: str) -> None:
+        """Says what the weights that it has are called."""
+
+    @abstractmethod
+    def label(self) -> str:
+        """What it calls its weights."""
+
+    @abstractmethod
+    def checksums(self) -> dict[str, str]:
+        """Name of each parameter that the server holds → its checksum."""
+
+    def call(self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
+        """A control call. Raises `ServerFailed` for whatever goes wrong, also a refusal: no request is at fault."""
+        try:
+            return self.http.call(path, body, deadline_s=timeout_s, admin=True)
+        except DataFailure as error:
+            raise ServerFailed(str(error), url=self.http.base_url + path) from error
+
+    def check_routes(self, name: str) -> None:
+        """Raises `ConfigError` where a route that is needed is not there."""
+        there = set((self.call("/openapi.json") or {}).get("paths", {}))
+        missing = sorted(self.routes - there)
+        if missing:
+            raise ConfigError(f"{name} at {self.http.base_url} has no route {', '.join(missing)}; {self.remedy}")
+
+
+def labels_of(spans: Sequence[Any], count: int) -> tuple[str, ...]:
+    """One label a token, from spans ``{"version", "start", "end"}``. Raises `ValueError` where they do not cover all."""
+    labels: list[str] = []
+    for span in spans:
+        if span["start"] != len(labels) or span["end"] < span["start"]:
+            raise ValueError(f"weight versions {spans} are not one after another")
+        labels += [str(span["version"])] * (span["end"] - span["start"])
+    if len(labels) != count:
+        raise ValueError(f"weight versions {spans} speak of {len(labels)} tokens, there are {count}")
+    return tuple(labels)

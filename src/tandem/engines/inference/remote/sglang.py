@@ -1,0 +1,152 @@
+"""SGLang: its native ``/generate`` for tokens, ``/update_weights_from_disk`` and its neighbours for control."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tandem.api.failures import ServerFailed
+from tandem.config.generation import GenerationConfig
+from tandem.engines.inference.remote.foreign import ForeignServer, StartTerms
+from tandem.engines.inference.remote.protocol import (
+    CONTROL_TIMEOUT_S,
+    RELOAD_TIMEOUT_S,
+    Draw,
+    Facts,
+    Piece,
+    ServerProtocol,
+    labels_of,
+)
+
+_DTYPES = {"half": "float16", "float": "float32"}
+
+
+class SGLangProtocol(ServerProtocol):
+    """The interface of SGLang 0.5.23."""
+
+    maker = "SGLang"
+    generate_path = "/generate"
+    routes = frozenset(
+        {
+            "/generate",
+            "/abort_request",
+            "/pause_generation",
+            "/continue_generation",
+            "/update_weights_from_disk",
+            "/update_weight_version",
+            "/weights_checker",
+            "/model_info",
+            "/server_info",
+        }
+    )
+    remedy = "use version 0.5.23 or later, without SGLANG_RETURN_ORIGINAL_LOGPROB in its environment"
+
+    def seed(self, stream: int, position: int) -> int:
+        """See `ServerProtocol`: this server's noise is a function of seed and position already."""
+        return stream
+
+    def body(self, number: str, ids: Sequence[int], draw: Draw) -> dict[str, Any]:
+        """See `ServerProtocol`. It stops at its tokenizer's end token too, which cannot be turned off alone."""
+        params: dict[str, Any] = {
+            "temperature": 0.0 if draw.greedy else draw.temperature,
+            "top_p": draw.top_p,
+            "top_k": draw.top_k or -1,
+            "max_new_tokens": draw.max_tokens,
+            "stop_token_ids": list(draw.stop_ids),
+            "no_stop_trim": True,
+        }
+        if draw.stop:
+            params["stop"] = list(draw.stop)
+        if draw.seed is not None:
+            params["sampling_seed"] = draw.seed
+        body = {"rid": number, "input_ids": list(ids), "sampling_params": params, "return_logprob": True}
+        return body | {"top_logprobs_num": draw.top_logprobs} if draw.top_logprobs else body
+
+    def piece(self, answer: Any) -> Piece:
+        """See `ServerProtocol`."""
+        facts = answer["meta_info"]
+        tokens = tuple(int(token) for token in answer["output_ids"] or ())
+        entries = facts.get("output_token_logprobs") or ()
+        if tuple(int(entry[1]) for entry in entries) != tokens:
+            raise ValueError(f"{len(tokens)} tokens and log-probabilities of {len(entries)}, not the same ones")
+        logprobs = tuple(float(entry[0]) for entry in entries)
+        return Piece(tokens, logprobs, labels_of(facts["weight_versions"], len(tokens)) if tokens else ())
+
+    def top(self, answer: Any) -> dict[int, float]:
+        """See `ServerProtocol`."""
+        first = answer["meta_info"]["output_top_logprobs"][0]
+        return {int(entry[1]): float(entry[0]) for entry in first}
+
+    async def abort(self, number: str) -> None:
+        """See `ServerProtocol`."""
+        await self.http.post("/abort_request", {"rid": number}, deadline_s=CONTROL_TIMEOUT_S, admin=True)
+
+    def cannot(self, gconfig: GenerationConfig) -> str | None:
+        """See `ServerProtocol`: top-p and top-k come after the log-probabilities, as everywhere in Tandem."""
+        return None
+
+    def facts(self) -> Facts:
+        """See `ServerProtocol`."""
+        info = self.call("/server_info")
+        name = f"{self.maker} {info['version']}"
+        self.check_routes(name)
+        self.bytes_are_hashed = info.get("device") == "cpu"
+        dtype = str(info["dtype"]).removeprefix("torch.")
+        # Some tokens less than the context: beyond that it would cut a completion short without a word.
+        return Facts(name, int(info["max_req_input_len"]), _DTYPES.get(dtype, dtype))
+
+    def is_paused(self) -> bool:
+        """See `ServerProtocol`. It does not say; going on when it is not paused changes nothing, so that is always done."""
+        return True
+
+    def pause(self) -> None:
+        """See `ServerProtocol`; running requests go back to the queue with the tokens that they have."""
+        self.call("/pause_generation", {"mode": "retract"})
+
+    def resume(self) -> None:
+        """See `ServerProtocol`."""
+        self.call("/continue_generation", {"torch_empty_cache": False})
+
+    def reload(self, folder: Path, label: str) -> None:
+        """See `ServerProtocol`."""
+        body = {"model_path": str(folder), "weight_version": label, "flush_cache": True}
+        answer = self.call("/update_weights_from_disk", body, timeout_s=RELOAD_TIMEOUT_S)
+        if not answer["success"]:
+            raise ServerFailed(f"it did not load {folder}: {answer['message']}", url=self.http.base_url)
+
+    def set_label(self, label: str) -> None:
+        """See `ServerProtocol`."""
+        self.call("/update_weight_version", {"new_version": label, "abort_all_requests": False})
+
+    def label(self) -> str:
+        """See `ServerProtocol`."""
+        return str(self.call("/model_info")["weight_version"])
+
+    def checksums(self) -> dict[str, str]:
+        """See `ServerProtocol`: the first 16 digits of SHA-256 on a CPU, another function on a GPU."""
+        ranks = self.call("/weights_checker", {"action": "checksum"}, timeout_s=RELOAD_TIMEOUT_S)["ranks"]
+        if len(ranks) == 1:
+            return dict(ranks[0]["checksums"])
+        return {f"{rank}:{name}": value for rank, one in enumerate(ranks) for name, value in one["checksums"].items()}
+
+
+class SGLangServer(ForeignServer):
+    """An SGLang server as an inference engine; made by `attach` or `start`."""
+
+    protocol = SGLangProtocol
+
+    @classmethod
+    def command(cls, terms: StartTerms, port: int) -> tuple[list[str], dict[str, str]]:
+        """See `ForeignServer`. On a CPU the kernels are torch's own."""
+        settings = terms.settings
+        words = [terms.python, "-m", "sglang.launch_server", "--model-path", str(terms.folder), "--dtype", terms.dtype]
+        words += ["--host", "127.0.0.1", "--port", str(port), "--device", terms.device, "--skip-server-warmup"]
+        words += ["--max-running-requests", str(settings.max_running)]
+        if settings.max_model_len is not None:
+            words += ["--context-length", str(settings.max_model_len)]
+        environment = {"HF_HUB_OFFLINE": "1"}
+        if terms.device == "cpu":
+            words += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph"]
+            words += ["--disable-radix-cache", "--mem-fraction-static", "0.1", "--max-total-tokens", "32768"]
+            bound = ",".join(str(cpu) for cpu in terms.cpus)
+            environment |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": bound}
+        return words, environment

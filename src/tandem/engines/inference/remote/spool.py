@@ -1,0 +1,76 @@
+"""Weights for a server that reads folders: a temporary model folder, on a memory disk where there is one."""
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+BUCKET_BYTES = 256 << 20
+"""One file of the folder; so much is held in memory besides it while it is written."""
+
+_MEMORY_DISK = Path("/dev/shm")
+
+
+class Spool:
+    """Writes one update after another; the one before is removed. Nothing is left behind after `close`."""
+
+    def __init__(self, model: Path):
+        self._model = model
+        self._root: Path | None = None
+        self._finalize: weakref.finalize | None = None
+        self._written = 0
+        self._last: Path | None = None
+
+    def write(self, named_tensors: Iterable[tuple[str, torch.Tensor]], num_bytes: int) -> Path:
+        """Writes all tensors, beside the other files of the model; ``num_bytes``: how much room they take, about.
+
+        Raises:
+            OSError: there is no room.
+        """
+        self._written += 1
+        folder = self._open(num_bytes) / f"update-{self._written}"
+        folder.mkdir()
+        for file in self._model.iterdir():
+            if file.is_file() and ".safetensors" not in file.name and file.suffix not in (".bin", ".gguf", ".pt"):
+                shutil.copyfile(file, folder / file.name)
+        bucket: dict[str, torch.Tensor] = {}
+        size = number = 0
+        for name, tensor in named_tensors:
+            bucket[name] = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+            size += tensor.nbytes
+            if size >= BUCKET_BYTES:
+                number, size = number + 1, 0
+                save_file(bucket, folder / f"model-{number:05}.safetensors", metadata={"format": "pt"})
+                bucket.clear()
+        if bucket:
+            save_file(bucket, folder / f"model-{number + 1:05}.safetensors", metadata={"format": "pt"})
+        return folder
+
+    def keep_only(self, folder: Path) -> None:
+        """Removes the folder that was kept before."""
+        if self._last is not None and self._last != folder:
+            shutil.rmtree(self._last, ignore_errors=True)
+        self._last = folder
+
+    def drop(self, folder: Path) -> None:
+        """Removes one that is not wanted."""
+        if self._root is not None and folder.parent == self._root:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def close(self) -> None:
+        """Removes everything; idempotent."""
+        if self._finalize is not None:
+            self._finalize()
+            self._finalize = self._root = None
+
+    def _open(self, num_bytes: int) -> Path:
+        if self._root is None:
+            # two versions lie there at a time, for a moment
+            roomy = _MEMORY_DISK.is_dir() and shutil.disk_usage(_MEMORY_DISK).free > 3 * num_bytes
+            self._root = Path(tempfile.mkdtemp(prefix="tandem-weights-", dir=_MEMORY_DISK if roomy else None))
+            self._finalize = weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
+        return self._root

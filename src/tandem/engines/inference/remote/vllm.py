@@ -1,0 +1,170 @@
+"""vLLM: ``/inference/v1/generate`` for tokens, the development routes for control."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tandem.api.failures import ServerFailed
+from tandem.config.generation import GenerationConfig
+from tandem.engines.inference.remote.foreign import ForeignServer, StartTerms
+from tandem.engines.inference.remote.protocol import (
+    CONTROL_TIMEOUT_S,
+    RELOAD_TIMEOUT_S,
+    Draw,
+    Facts,
+    Piece,
+    ServerProtocol,
+    labels_of,
+)
+
+_EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
+"""SHA-256 of nothing: on a CPU the server keeps its matrices in a layout of its own, and an empty tensor in their place."""
+
+
+class VllmProtocol(ServerProtocol):
+    """The interface of vLLM 0.32."""
+
+    maker = "vLLM"
+    generate_path = "/inference/v1/generate"
+    routes = frozenset(
+        {
+            "/inference/v1/generate",
+            "/inference/v1/abort_requests",
+            "/pause",
+            "/resume",
+            "/is_paused",
+            "/collective_rpc",
+            "/reset_prefix_cache",
+            "/update_weight_version",
+            "/weight_info",
+            "/weight_checker",
+            "/server_info",
+        }
+    )
+    remedy = (
+        "start it with VLLM_SERVER_DEV_MODE=1 in its environment and --enable-scale-out --logprobs-mode processed_logprobs "
+        "(version 0.32 or later)"
+    )
+
+    def body(self, number: str, ids: Sequence[int], draw: Draw) -> dict[str, Any]:
+        """See `ServerProtocol`. The end tokens are ours alone: the server's own set may differ."""
+        params: dict[str, Any] = {
+            "temperature": 0.0 if draw.greedy else draw.temperature,
+            "top_p": draw.top_p,
+            "top_k": draw.top_k,
+            "max_tokens": draw.max_tokens,
+            "ignore_eos": True,
+            "stop_token_ids": list(draw.stop_ids),
+            "logprobs": draw.top_logprobs,
+            "detokenize": bool(draw.stop),
+        }
+        if draw.stop:
+            params["stop"] = list(draw.stop)
+        if draw.seed is not None:
+            params["seed"] = draw.seed
+        return {"request_id": number, "token_ids": list(ids), "sampling_params": params}
+
+    def piece(self, answer: Any) -> Piece:
+        """See `ServerProtocol`."""
+        (choice,) = answer["choices"]
+        tokens = tuple(int(token) for token in choice["token_ids"] or ())
+        content = (choice.get("logprobs") or {}).get("content") or ()
+        logprobs = tuple(float(one["logprob"]) for one in content)
+        if len(logprobs) != len(tokens):
+            raise ValueError(f"{len(tokens)} tokens and {len(logprobs)} log-probabilities")
+        return Piece(tokens, logprobs, labels_of(choice.get("weight_versions") or (), len(tokens)))
+
+    def top(self, answer: Any) -> dict[int, float]:
+        """See `ServerProtocol`."""
+        first = answer["choices"][0]["logprobs"]["content"][0]
+        return {int(one["token_id"]): float(one["logprob"]) for one in first["top_logprobs"]}
+
+    async def abort(self, number: str) -> None:
+        """See `ServerProtocol`; the server puts a word before the name that it was given."""
+        body = {"request_ids": [f"generate-tokens-{number}"]}
+        await self.http.post("/inference/v1/abort_requests", body, deadline_s=CONTROL_TIMEOUT_S)
+
+    def cannot(self, gconfig: GenerationConfig) -> str | None:
+        """See `ServerProtocol`."""
+        if gconfig.top_p < 1.0 or gconfig.top_k > 0:
+            return (
+                f"gives log-probabilities after top-p and top-k, not before (gconfig.top_p={gconfig.top_p}, "
+                f"top_k={gconfig.top_k}); use top_p=1 and top_k=0, or another backend"
+            )
+        return None
+
+    def facts(self) -> Facts:
+        """See `ServerProtocol`."""
+        version = self.call("/version")["version"]
+        name = f"{self.maker} {version}"
+        self.check_routes(name)
+        model = self.call("/v1/models")["data"][0]
+        config = self.call("/server_info?config_format=json")["vllm_config"]["model_config"]
+        return Facts(name, int(model["max_model_len"]), str(config["dtype"]).removeprefix("torch."))
+
+    def is_paused(self) -> bool:
+        """See `ServerProtocol`."""
+        return bool(self.call("/is_paused")["is_paused"])
+
+    def pause(self) -> None:
+        """See `ServerProtocol`."""
+        self.call("/pause?mode=keep&clear_cache=false", {})
+
+    def resume(self) -> None:
+        """See `ServerProtocol`."""
+        self.call("/resume", {})
+
+    def reload(self, folder: Path, label: str) -> None:
+        """See `ServerProtocol`. Running requests lose their keys and values too, and compute them anew when they go on."""
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        self.call("/collective_rpc", body, timeout_s=RELOAD_TIMEOUT_S)
+        if not self.call("/reset_prefix_cache?reset_running_requests=true", {})["success"]:
+            raise ServerFailed("it did not drop the keys and values of the old weights", url=self.http.base_url)
+        self.set_label(label)
+
+    def set_label(self, label: str) -> None:
+        """See `ServerProtocol`."""
+        self.call("/update_weight_version", {"new_version": label})
+
+    def label(self) -> str:
+        """See `ServerProtocol`."""
+        return str(self.call("/weight_info")["weight_version"])
+
+    def checksums(self) -> dict[str, str]:
+        """See `ServerProtocol`; empty tensors are left out. Names begin with the rank, kept only where there are several."""
+        found = self.call("/weight_checker", {"action": "checksum"}, timeout_s=RELOAD_TIMEOUT_S)["checksums"]
+        held = {name: digest for name, digest in found.items() if digest != _EMPTY}
+        ranks = {name.rpartition(":")[0] for name in held}
+        return {name.rpartition(":")[2] if len(ranks) == 1 else name: digest for name, digest in held.items()}
+
+
+class VllmServer(ForeignServer):
+    """A vLLM server as an inference engine; made by `attach` or `start`."""
+
+    protocol = VllmProtocol
+
+    @classmethod
+    def command(cls, terms: StartTerms, port: int) -> tuple[list[str], dict[str, str]]:
+        """See `ForeignServer`."""
+        settings = terms.settings
+        words = [terms.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(terms.folder)]
+        words += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port), "--dtype", terms.dtype]
+        words += ["--max-num-seqs", str(settings.max_running), "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+        if settings.max_model_len is not None:
+            words += ["--max-model-len", str(settings.max_model_len)]
+        environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+        if terms.device == "cpu":
+            environment["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(settings.kv_cache_gib)))
+            # Left alone it keeps one core free, which is half of two.
+            environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(str(cpu) for cpu in terms.cpus)
+            environment |= _preload(terms.python)
+        return words, environment
+
+
+def _preload(python: str) -> dict[str, str]:
+    """``LD_PRELOAD`` with the faster allocator and OpenMP, where they are installed and nobody else has set it."""
+    openmp = Path(python).parent.parent / "lib/libiomp5.so"
+    allocators = sorted(Path("/usr/lib").glob("*/libtcmalloc_minimal.so.4"))
+    found = [str(file) for file in (*allocators[:1], openmp) if file.is_file()]
+    return {"LD_PRELOAD": ":".join(found)} if found and "LD_PRELOAD" not in os.environ else {}
