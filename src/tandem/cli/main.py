@@ -31,6 +31,8 @@ COMMANDS = {
     "reward": Command("tandem.cli.reward", "train a reward model from ranked pairs or judged steps"),
     "distill": Command("tandem.cli.distill", "distil a teacher into a student that writes itself"),
     "generate": Command("tandem.cli.generate", "let a model answer a prompt"),
+    "chat": Command("tandem.cli.chat", "talk to a model, in a folder or behind an address"),
+    "serve": Command("tandem.cli.serve", "serve a model over HTTP: OpenAI's protocol, and tokens for training runs"),
     "algorithms": Command("tandem.cli.algorithms", "list the algorithms, or say what one of them is"),
     "eval": Command("tandem.cli.eval", "evaluate a model on data sets"),
     "compare": Command("tandem.cli.compare", "compare two evaluations, with a test of significance"),

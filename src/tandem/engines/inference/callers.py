@@ -5,13 +5,22 @@ import contextlib
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import NamedTuple
 
 from tandem.api.failures import EngineDied
 from tandem.api.requests import LLMRequest, LLMResponse
 
 Result = tuple[int, LLMResponse | Exception]
 """Number of a request, and what became of it."""
+
+
+class Piece(NamedTuple):
+    """Tokens that were drawn since the last piece, of a request that goes on."""
+
+    output_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
 
 _Settled = list[tuple[asyncio.Future[LLMResponse], LLMResponse | Exception]]
 
@@ -23,6 +32,7 @@ class Callers:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[LLMResponse]]] = {}
+        self._streams: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Piece | None]]] = {}
         self._end: tuple[str, BaseException | None] | None = None
 
     async def wait(
@@ -42,6 +52,33 @@ class Callers:
                 unanswered = self._waiting.pop(number, None) is not None
             if unanswered:
                 cancel(number)
+
+    async def stream(
+        self, request: LLMRequest, submit: Callable[[int, LLMRequest], None], cancel: Callable[[int], None]
+    ) -> AsyncGenerator[Piece | LLMResponse, None]:
+        """Like `wait`, but yields what is drawn as it is drawn, and last the whole response. Close it to cancel.
+
+        Raises:
+            EngineDied: the engine has ended, or ends on the way.
+        """
+        number, future = self._open()
+        pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+        future.add_done_callback(lambda _: pieces.put_nowait(None))
+        with self._lock:
+            self._streams[number] = (asyncio.get_running_loop(), pieces)
+        try:
+            submit(number, request)
+            while (piece := await pieces.get()) is not None:
+                yield piece
+            yield future.result()
+        finally:
+            with self._lock:
+                del self._streams[number]
+                unanswered = self._waiting.pop(number, None) is not None
+            if unanswered:
+                cancel(number)
+            elif future.done() and not future.cancelled():
+                future.exception()  # looked at, also by a caller who left before
 
     def _open(self) -> tuple[int, asyncio.Future[LLMResponse]]:
         loop = asyncio.get_running_loop()
@@ -64,6 +101,14 @@ class Callers:
         for loop, settled in by_loop.items():
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody can be waiting on it
                 loop.call_soon_threadsafe(_settle, settled)
+
+    def progress(self, drawn: Sequence[tuple[int, Piece]]) -> None:
+        """Hands new tokens to the callers that stream; those of nobody are dropped."""
+        with self._lock:
+            wanted = [(*self._streams[number], piece) for number, piece in drawn if number in self._streams]
+        for loop, pieces, piece in wanted:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody can be waiting on it
+                loop.call_soon_threadsafe(pieces.put_nowait, piece)
 
     def end(self, message: str, cause: BaseException | None = None) -> None:
         """Fails everyone who waits, and all who come later, with `EngineDied`. The first reason counts."""

@@ -19,7 +19,19 @@ from typing import Any, NoReturn
 from tandem.api.failures import EngineDied
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.driver import Driver
-from tandem.engines.inference.messages import Add, Answer, Call, Cancel, Close, Died, Finished, Ready, Start, portable
+from tandem.engines.inference.messages import (
+    Add,
+    Answer,
+    Call,
+    Cancel,
+    Close,
+    Died,
+    Finished,
+    Progress,
+    Ready,
+    Start,
+    portable,
+)
 
 WATCH_S = 0.5
 """How often the parent's number is looked at while the pipe is silent."""
@@ -42,6 +54,7 @@ class Child:
             deterministic=start.deterministic,
             keep_kv=start.config.keep_kv_on_update,
             deliver=lambda results: self.send(Finished(tuple((n, _portable_result(r)) for n, r in results))),
+            progress=lambda drawn: self.send(Progress(tuple(drawn))),
         )
         threading.Thread(target=self._read, args=(driver,), name="engine-reader", daemon=True).start()
         self.send(Ready())
@@ -76,9 +89,9 @@ class Child:
             while True:
                 for message in map(pickle.loads, self._receive()):
                     match message:
-                        case Add(number, request):
+                        case Add(number, request, stream):
                             with contextlib.suppress(EngineDied):  # the end itself is said by the main thread
-                                driver.submit(number, request)
+                                driver.submit(number, request, stream)
                         case Cancel(number):
                             driver.cancel(number)
                         case Call():

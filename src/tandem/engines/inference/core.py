@@ -148,6 +148,15 @@ class EngineCore:
             self._counters["cancelled"] += 1
             self._scheduler.end([sequence])
 
+    def drawn(self, request_id: int, start: int) -> tuple[list[int], list[float]]:
+        """Tokens from number ``start`` on, and their log-probabilities; none of a request that waits or is over."""
+        sequence = self._scheduler.sequences.get(request_id)
+        return ([], []) if sequence is None or sequence.slot < 0 else self._slots.drawn_since(sequence, start)
+
+    def flush(self) -> None:
+        """Prompts that are held by running requests are not shared with requests to come."""
+        self._scheduler.stop_sharing()
+
     # ------------------------------------------------------------------ one round
 
     @torch.inference_mode()

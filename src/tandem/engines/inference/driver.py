@@ -19,7 +19,7 @@ from tandem.api.engines import InferencePart
 from tandem.api.failures import EngineDied, EpisodeFailure, WaitTimeout, WeightUpdateFailed
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import WeightUpdate, WeightVersion
-from tandem.engines.inference.callers import Result
+from tandem.engines.inference.callers import Piece, Result
 from tandem.engines.inference.core import EngineCore, StagedWeights
 from tandem.engines.inference.staging import stage_update
 from tandem.models.allocator import keep_freed_memory
@@ -44,9 +44,10 @@ class Driver:
         deterministic: bool,
         keep_kv: bool,
         deliver: Callable[[Sequence[Result]], None],
+        progress: Callable[[Sequence[tuple[int, Piece]]], None],
     ):
         self._core, self._threads, self._deterministic, self._keep_kv = core, threads, deterministic, keep_kv
-        self._deliver = deliver
+        self._deliver, self._progress = deliver, progress
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._calls: set[Future[Any]] = set()
@@ -54,6 +55,9 @@ class Driver:
         self._stopping = self._paused = False
         self._pending: dict[int, LLMRequest] = {}
         self._expiry: dict[int, float] = {}
+        self._told: dict[int, int] = {}
+        """Of requests that are streamed: tokens handed over so far."""
+
         self._staged: tuple[WeightVersion, StagedWeights] | None = None
 
     # ------------------------------------------------------------------ the loop
@@ -99,7 +103,7 @@ class Driver:
         now = time.monotonic()
         expired = [number for number, at in self._expiry.items() if at <= now]
         if expired:
-            self._deliver([(number, cancelled(self._take(number))) for number in expired])
+            self._hand_over([(number, cancelled(self._take(number))) for number in expired])
 
     def _take(self, number: int) -> LLMRequest:
         self._expiry.pop(number, None)
@@ -109,8 +113,26 @@ class Driver:
         results: list[Result] = self._admit()
         if self._core.has_work:
             results += self._core.step()
+        if self._told:
+            self._tell()
         if results:
-            self._deliver(results)
+            self._hand_over(results)
+
+    def _tell(self) -> None:
+        """Hands over the newest tokens of requests that are streamed and go on."""
+        drawn = []
+        for number, told in self._told.items():
+            tokens, logprobs = self._core.drawn(number, told)
+            if tokens:
+                self._told[number] = told + len(tokens)
+                drawn.append((number, Piece(tuple(tokens), tuple(logprobs))))
+        if drawn:
+            self._progress(drawn)
+
+    def _hand_over(self, results: list[Result]) -> None:
+        for number, _ in results:
+            self._told.pop(number, None)
+        self._deliver(results)
 
     def _admit(self) -> list[Result]:
         """Gives the requests that arrived to the core; returns those that it refused.
@@ -171,14 +193,16 @@ class Driver:
                 raise
             raise WaitTimeout(f"the inference engine did not come to {what} within {timeout_s:g} s") from None
 
-    def submit(self, number: int, request: LLMRequest) -> None:
-        """Queues a request; its result is delivered under this number."""
+    def submit(self, number: int, request: LLMRequest, stream: bool = False) -> None:
+        """Queues a request; its result is delivered under this number, and its tokens on the way with ``stream``."""
         expires = None if request.deadline_s is None else time.monotonic() + request.deadline_s
 
         def add() -> None:
             self._pending[number] = request
             if expires is not None:
                 self._expiry[number] = expires
+            if stream:
+                self._told[number] = 0
 
         self._put(add)
 
@@ -186,6 +210,7 @@ class Driver:
         """Frees what the request holds; nothing is delivered for it. An unknown number is fine."""
 
         def drop() -> None:
+            self._told.pop(number, None)
             if number in self._pending:
                 self._take(number)
             else:
@@ -244,6 +269,10 @@ class Driver:
         """See `InferenceEngine.discard_weights`."""
         with self._lock:
             self._staged = None
+
+    def flush(self) -> None:
+        """What was computed of prompts so far is not shared with requests to come."""
+        self._call("flush", self._core.flush)
 
     def sleep(self, parts: tuple[InferencePart, ...]) -> None:
         """See `InferenceEngine.sleep`."""

@@ -7,11 +7,13 @@ they are admitted in order of their noise keys, so that batches, and with them e
 
 import threading
 import weakref
+from collections.abc import AsyncGenerator
+from functools import partial
 
 from tandem.api.engines import InferenceEngine, InferencePart
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.weights import WeightUpdate, WeightVersion
-from tandem.engines.inference.callers import Callers
+from tandem.engines.inference.callers import Callers, Piece
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.driver import Driver
 
@@ -32,7 +34,12 @@ class EmbeddedEngine(InferenceEngine):
         self._version = version
         self._callers = Callers()
         self._driver = Driver(
-            core, threads=threads, deterministic=deterministic, keep_kv=keep_kv, deliver=self._callers.resolve
+            core,
+            threads=threads,
+            deterministic=deterministic,
+            keep_kv=keep_kv,
+            deliver=self._callers.resolve,
+            progress=self._callers.progress,
         )
         self._thread = threading.Thread(
             target=_drive, args=(self._driver, self._callers), name="embedded-engine", daemon=True
@@ -44,6 +51,10 @@ class EmbeddedEngine(InferenceEngine):
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
         """See `InferenceEngine`."""
         return await self._callers.wait(request, self._driver.submit, self._driver.cancel)
+
+    def stream(self, request: LLMRequest) -> AsyncGenerator[Piece | LLMResponse, None]:
+        """Like `agenerate`, but yields tokens as they are drawn, and last the whole response; close it to cancel."""
+        return self._callers.stream(request, partial(self._driver.submit, stream=True), self._driver.cancel)
 
     @property
     def version(self) -> WeightVersion:
@@ -85,6 +96,10 @@ class EmbeddedEngine(InferenceEngine):
     def wake(self, parts: tuple[InferencePart, ...]) -> None:
         """See `InferenceEngine`."""
         self._driver.wake(parts)
+
+    def flush(self) -> None:
+        """Requests to come share nothing that was computed of prompts before."""
+        self._driver.flush()
 
     def statistics(self) -> dict[str, float]:
         """See `InferenceEngine`."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from tandem.api.failures import EngineDied, WaitTimeout
 from tandem.engines.inference.callers import Callers
-from tandem.engines.inference.messages import Answer, Call, Close, Died, Finished, Ready, Start
+from tandem.engines.inference.messages import Answer, Call, Close, Died, Finished, Progress, Ready, Start
 
 WATCH_S = 0.25
 """How often the process is looked at while the pipe is silent: its end can be hidden when someone forked us."""
@@ -165,6 +165,8 @@ class Link:
         match message:
             case Finished(results):
                 self._callers.resolve(results)
+            case Progress(drawn):
+                self._callers.progress(drawn)
             case Answer():
                 with self._lock:
                     answer = self._calls.pop(message.number, None)

@@ -12,7 +12,7 @@ import torch
 from tandem.api.requests import LLMRequest
 from tandem.api.weights import WeightVersion
 from tandem.config.rollout import EmbeddedEngineConfig
-from tandem.engines.inference.callers import Result
+from tandem.engines.inference.callers import Piece, Result
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Add:
 
     number: int
     request: LLMRequest
+    stream: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,13 @@ class Finished:
     """From the child: results of requests, in one message a step."""
 
     results: tuple[Result, ...]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """From the child: new tokens of requests that are streamed, in one message a step."""
+
+    drawn: tuple[tuple[int, Piece], ...]
 
 
 @dataclass(frozen=True)

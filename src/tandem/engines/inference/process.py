@@ -1,6 +1,7 @@
 """The embedded engine in a process of its own: generation has its own threads (*decoupled*), weights in shared memory."""
 
 import weakref
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from tandem.api.engines import InferenceEngine, InferencePart
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.config.rollout import EmbeddedEngineConfig
-from tandem.engines.inference.callers import Callers
+from tandem.engines.inference.callers import Callers, Piece
 from tandem.engines.inference.driver import COMMIT_TIMEOUT_S, CONTROL_TIMEOUT_S
 from tandem.engines.inference.embedded import CAPABILITIES
 from tandem.engines.inference.link import Link
@@ -66,6 +67,14 @@ class EmbeddedProcess(InferenceEngine):
             lambda number: self._link.send(Cancel(number)),
         )
 
+    def stream(self, request: LLMRequest) -> AsyncGenerator[Piece | LLMResponse, None]:
+        """Like `agenerate`, but yields tokens as they are drawn, and last the whole response; close it to cancel."""
+        return self._callers.stream(
+            request,
+            lambda number, wanted: self._link.send(Add(number, wanted, stream=True)),
+            lambda number: self._link.send(Cancel(number)),
+        )
+
     @property
     def version(self) -> WeightVersion:
         """See `InferenceEngine`."""
@@ -105,6 +114,10 @@ class EmbeddedProcess(InferenceEngine):
     def wake(self, parts: tuple[InferencePart, ...]) -> None:
         """See `InferenceEngine`."""
         self._call("wake", parts)
+
+    def flush(self) -> None:
+        """Requests to come share nothing that was computed of prompts before."""
+        self._call("flush")
 
     def statistics(self) -> dict[str, float]:
         """See `InferenceEngine`."""

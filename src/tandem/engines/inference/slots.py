@@ -129,6 +129,11 @@ class Slots:
         """Tokens drawn so far, ``[n]``."""
         return self._tokens[sequence.slot, : int(self.counts[sequence.slot])]
 
+    def drawn_since(self, sequence: Sequence, start: int) -> tuple[list[int], list[float]]:
+        """Tokens from number ``start`` on, and their log-probabilities."""
+        new = slice(start, int(self.counts[sequence.slot]))
+        return self._tokens[sequence.slot, new].tolist(), self._logprobs[sequence.slot, new].tolist()
+
     def response(self, sequence: Sequence, reason: StopReason) -> LLMResponse:
         """What the sequence has."""
         count = int(self.counts[sequence.slot])

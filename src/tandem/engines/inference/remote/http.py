@@ -3,8 +3,9 @@
 All clients of a process share one event loop in a thread of its own, so a connection outlives the loop of whoever asks.
 What goes wrong becomes one of three values, so that callers need to know neither HTTP nor the library:
 
-- `DataFailure` ("refused_by_server"): status 400, 413 or 422; the request itself is at fault, on any server;
-- `ServerFailed`: all else that is no answer: refused or cut connection, deadline, other 4xx, 3xx, 5xx, no JSON, endless body;
+- `DataFailure`: status 400, 413 or 422: the request itself is at fault, on any server. Its reason is ``refused_by_server``,
+  or ``prompt_too_long`` where the server says that;
+- `ServerFailed`: all else that is no answer: connection refused or cut, deadline, other 4xx, 3xx, 5xx, no JSON, no end;
 - `EngineDied`: this client was closed.
 """
 
@@ -27,6 +28,9 @@ MAX_BODY_BYTES = 256 << 20
 """Largest answer that is read; a completion has some hundred bytes a token."""
 
 REQUEST_AT_FAULT = frozenset({400, 413, 422})
+
+KNOWN_REASONS = frozenset({"prompt_too_long"})
+"""Codes of refusals that are passed on, because our own engines drop a prompt for the same reason."""
 
 _CHUNK_BYTES = 1 << 16
 _CLOSE_TIMEOUT_S = 10.0
@@ -172,7 +176,7 @@ class HttpClient:
         return self._read(url, status, raw, text)
 
     async def _send(self, method: str, url: str, data: bytes | None, admin: bool) -> tuple[int, bytes]:
-        headers = {"Accept": "*/*"}
+        headers = {"Accept": "*/*", "Accept-Encoding": "identity"}  # tokens are not worth the time of compressing
         token = (self._admin_token or self._token) if admin else self._token
         if token is not None:
             headers["Authorization"] = f"Bearer {token}"
@@ -202,11 +206,8 @@ class HttpClient:
         return self._session
 
     def _read(self, url: str, status: int, raw: bytes, text: bool) -> Any:
-        if status >= 300 or status < 200:
-            message = f"{url} answered {status}: {_said(raw)}"
-            if status in REQUEST_AT_FAULT:
-                raise DataFailure("refused_by_server", message)
-            raise ServerFailed(message, url=url, status=status)
+        if not 200 <= status < 300:
+            raise failure_of(url, status, raw)
         if text:
             return raw.decode(errors="replace")
         if not raw.strip():
@@ -225,13 +226,24 @@ class HttpClient:
             await self._session.close()
 
 
-def _said(raw: bytes) -> str:
-    """The message of an error's body, in the shapes that servers give it."""
+def failure_of(url: str, status: int, raw: bytes) -> DataFailure | ServerFailed:
+    """What an answer without success means, see the module."""
+    said, code = _said(raw)
+    message = f"{url} answered {status}: {said}"
+    if status in REQUEST_AT_FAULT:
+        return DataFailure(code if code in KNOWN_REASONS else "refused_by_server", message)
+    return ServerFailed(message, url=url, status=status)
+
+
+def _said(raw: bytes) -> tuple[str, str]:
+    """The message of an error's body, in the shapes that servers give it, and its code (empty without one)."""
     try:
         body: Any = json.loads(raw)
     except (ValueError, RecursionError):
         body = raw.decode(errors="replace")
+    code = ""
     for key in ("error", "message", "detail"):
         if isinstance(body, dict) and key in body:
+            code = str(body.get("code", "")) or code
             body = body[key]
-    return str(body)[:_MESSAGE_CHARACTERS].strip() or "(nothing)"
+    return str(body)[:_MESSAGE_CHARACTERS].strip() or "(nothing)", code

@@ -1,0 +1,250 @@
+"""A `tandem serve` somewhere else, as an engine: token in and token out, versions by the server's own word."""
+
+import contextlib
+import itertools
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from tandem.api.engines import InferenceEngine, InferencePart
+from tandem.api.failures import DataFailure, InfrastructureFailure, ServerFailed, WeightUpdateFailed
+from tandem.api.requests import LLMRequest, LLMResponse, StopReason
+from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion
+from tandem.config.errors import ConfigError
+from tandem.engines.inference.remote.http import HttpClient
+
+PROTOCOL = 1
+CONTROL_TIMEOUT_S = 70.0
+"""Pause, resume, sleep, wake, flush: the server's own 60 s, and the way."""
+
+WEIGHTS_TIMEOUT_S = 660.0
+"""Reading and checking all weights, or the switch with its recompute."""
+
+ASK_TIMEOUT_S = 5.0
+_SAMPLING = (
+    "max_new_tokens",
+    "min_new_tokens",
+    "temperature",
+    "first_token_temperature",
+    "train_first_token",
+    "top_p",
+    "top_k",
+    "greedy",
+    "stop",
+    "stop_token_ids",
+)
+
+
+class TandemServer(InferenceEngine):
+    """One server that this run has attached to; made by `attach`. `close` gives it back as it was found.
+
+    Every request names the run, and the server refuses those of another. So one that was restarted, or whose address another
+    run has taken, fails requests instead of answering with other weights.
+    """
+
+    def __init__(self, client: HttpClient, run: str, identity: dict[str, Any], *, request_timeout_s: float, give_back: bool):
+        self._client, self._run, self._request_timeout_s = client, run, request_timeout_s
+        self._give_back, self._closed = give_back, False
+        self._version = _version(identity)
+        self._capabilities = frozenset(identity["capabilities"])
+        self._identity = identity
+
+    @classmethod
+    def attach(
+        cls,
+        url: str,
+        *,
+        run: str,
+        token: str | None = None,
+        admin_token: str | None = None,
+        request_timeout_s: float = 3600.0,
+        give_back: bool = True,
+    ) -> "TandemServer":
+        """Takes the server for ``run``; with ``give_back``, `close` leaves it as it was found.
+
+        Raises:
+            ConfigError: it is not a `tandem serve` of this protocol.
+            ServerFailed: it does not answer, belongs to another run (status 409), or refuses the token (401).
+        """
+        client = HttpClient(url, token=token, admin_token=admin_token)
+        try:
+            identity = client.call("/health", deadline_s=ASK_TIMEOUT_S)
+            kind = identity.get("kind") if isinstance(identity, dict) else None
+            if kind != "tandem" or identity.get("protocol") != PROTOCOL:
+                raise ConfigError(f"{url} is no `tandem serve` of protocol {PROTOCOL}: it says {str(identity)[:200]}")
+            identity = client.call("/control/attach", {"run": run}, deadline_s=CONTROL_TIMEOUT_S, admin=True)
+            return cls(client, run, identity, request_timeout_s=request_timeout_s, give_back=give_back)
+        except BaseException:
+            client.close()
+            raise
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return self._client.base_url
+
+    @property
+    def model(self) -> str:
+        """The name under which it serves its model."""
+        return str(self._identity["model"])
+
+    @property
+    def instance(self) -> str:
+        """Names the process that was attached to: a restarted server has another one."""
+        return str(self._identity["instance"])
+
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        """See `InferenceEngine`. Raises `ServerFailed` for all that is no answer of this run's server."""
+        answer = await self._client.post("/generate", self._body(request), deadline_s=self._patience(request))
+        try:
+            return _response(request, answer, self._run)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ServerFailed(f"{self.url}/generate answered what is no completion: {error}", url=self.url) from error
+
+    def _body(self, request: LLMRequest) -> dict[str, Any]:
+        if request.media:
+            raise DataFailure("bad_request", "tandem serve takes no images or audio")
+        return {
+            "input_ids": list(request.input_ids),
+            "sampling": {name: getattr(request.gconfig, name) for name in _SAMPLING},
+            "noise_key": None if request.noise_key is None else list(request.noise_key),
+            "deadline_s": request.deadline_s,
+            "run": self._run,
+        }
+
+    def _patience(self, request: LLMRequest) -> float:
+        """The server ends a request at its deadline, so its answer comes a little after that."""
+        own = self._request_timeout_s
+        return own if request.deadline_s is None else min(own, request.deadline_s + CONTROL_TIMEOUT_S)
+
+    @property
+    def version(self) -> WeightVersion:
+        """See `InferenceEngine`; what the server said when it was attached to, and at the last commit."""
+        return self._version
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """See `InferenceEngine`."""
+        return self._capabilities
+
+    def prepare_weights(self, update: WeightUpdate) -> None:
+        """See `InferenceEngine`; the server reads the folder, so it must see it under the same path."""
+        if not isinstance(update.source, FolderSource):
+            raise WeightUpdateFailed(f"{self.url} reads weights from a folder only, got {type(update.source).__name__}")
+        body = {"version": asdict(update.version), "folder": str(update.source.folder), "digests": dict(update.digests)}
+        self._weights("prepare", body)
+
+    def commit_weights(self, version: WeightVersion) -> dict[str, float]:
+        """See `InferenceEngine`. Where the answer is lost, the server is asked what it serves now."""
+        try:
+            report = self._weights("commit", {"version": asdict(version)})
+        except ServerFailed:
+            if self._asked_version() != version:
+                raise
+            report = {"pause_s": 0.0, "recompute_s": 0.0}
+        self._version = version
+        return {name: float(report[name]) for name in ("pause_s", "recompute_s")}
+
+    def _asked_version(self) -> WeightVersion | None:
+        try:
+            return _version(self._client.call("/health", deadline_s=ASK_TIMEOUT_S))
+        except (InfrastructureFailure, DataFailure, KeyError, TypeError):
+            return None
+
+    def discard_weights(self) -> None:
+        """See `InferenceEngine`."""
+        self._control("discard")
+
+    def pause(self) -> None:
+        """See `InferenceEngine`."""
+        self._control("pause")
+
+    def resume(self) -> None:
+        """See `InferenceEngine`."""
+        self._control("resume")
+
+    def flush(self) -> None:
+        """Requests to come share nothing that was computed of prompts before."""
+        self._control("flush")
+
+    def sleep(self, parts: tuple[InferencePart, ...]) -> None:
+        """See `InferenceEngine`."""
+        self._control("sleep", {"parts": list(parts)})
+
+    def wake(self, parts: tuple[InferencePart, ...]) -> None:
+        """See `InferenceEngine`."""
+        self._control("wake", {"parts": list(parts)})
+
+    def statistics(self) -> dict[str, float]:
+        """See `InferenceEngine`."""
+        return dict(self._client.call("/control/statistics", deadline_s=CONTROL_TIMEOUT_S, admin=True))
+
+    def ready(self, deadline_s: float = 15.0) -> bool:
+        """Whether the server says that it has current weights and generated a token recently."""
+        try:
+            self._client.call("/ready", deadline_s=deadline_s)
+        except InfrastructureFailure:
+            return False
+        return True
+
+    def close(self) -> None:
+        """See `InferenceEngine`; the server goes on. Given back, it has the weights that it began with."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._give_back:
+                with contextlib.suppress(InfrastructureFailure, DataFailure):  # it is gone: nothing to give back
+                    self._control("release", deadline_s=WEIGHTS_TIMEOUT_S)
+        finally:
+            self._client.close()
+
+    def _control(self, name: str, body: dict[str, Any] | None = None, deadline_s: float = CONTROL_TIMEOUT_S) -> Any:
+        return self._client.call(f"/control/{name}", {"run": self._run, **(body or {})}, deadline_s=deadline_s, admin=True)
+
+    def _weights(self, name: str, body: dict[str, Any]) -> Any:
+        """A refusal means that nothing was changed: the server serves what it served."""
+        try:
+            return self._client.call(f"/control/{name}", body, deadline_s=WEIGHTS_TIMEOUT_S, admin=True)
+        except DataFailure as failure:
+            raise WeightUpdateFailed(str(failure)) from failure
+        except ServerFailed as failure:
+            if failure.status in (401, 403, 404, 409):
+                raise WeightUpdateFailed(str(failure)) from failure
+            raise
+
+
+def _version(identity: dict[str, Any]) -> WeightVersion:
+    return WeightVersion(**identity["version"])
+
+
+def _response(request: LLMRequest, answer: dict[str, Any], run: str) -> LLMResponse:
+    """Checked: a server that says half a thing must not train anybody.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not what `/generate` gives, or belongs to another run.
+    """
+    if answer["run"] != run:
+        raise ValueError(f"it belongs to run {answer['run']!r}")
+    output_ids, versions = _all(answer["output_ids"], int), _all(answer["versions"], int)
+    logprobs = tuple(float(x) for x in _all(answer["logprobs"], (int, float)))
+    lengths = {len(output_ids), len(versions), len(logprobs)}
+    if len(lengths) != 1:
+        raise ValueError(f"lists of different lengths: {sorted(lengths)}")
+    if len(output_ids) > request.gconfig.max_new_tokens or any(a > b for a, b in itertools.pairwise(versions)):
+        raise ValueError("more tokens than were asked for, or versions that go back")
+    return LLMResponse(
+        request.input_ids,
+        output_ids,
+        logprobs,
+        versions,
+        StopReason[answer["stop_reason"].upper()],
+        request.gconfig.temperature,
+        untrained_tokens=int(answer["untrained_tokens"]),
+    )
+
+
+def _all(values: Sequence[Any], kind: type | tuple[type, ...]) -> tuple[Any, ...]:
+    if not isinstance(values, list) or not all(isinstance(x, kind) and not isinstance(x, bool) for x in values):
+        raise TypeError(f"a list holds something else than {kind}")
+    return tuple(values)

@@ -1,0 +1,305 @@
+"""The control routes: whose server it is, its weights, and when it generates. Each asks for the admin token.
+
+A server belongs to one training run at a time: from `attach` (or the first weights of a run) to `release`, which gives it
+back as it was found. Whoever names another run is refused with status 409, so that the late words of a run whose server
+died cannot reach the one that has its address now.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+from aiohttp import web
+
+from tandem.api.failures import EngineDied, WaitTimeout, WeightUpdateFailed
+from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion, tensor_digest, version_digest
+from tandem.engines.inference.serve.refusal import Refusal
+from tandem.engines.inference.serve.schema import Schema, array, optional, record, text
+from tandem.engines.inference.serve.service import Service
+
+T = TypeVar("T")
+
+
+class Control:
+    """Runs one change at a time. Engine calls wait in threads; a client that leaves does not interrupt one."""
+
+    def __init__(self, service: Service):
+        self._service = service
+        self._turn = asyncio.Lock()
+        self._prepared: WeightVersion | None = None
+        self._preparing: object | None = None
+        self._initial_digests: dict[str, str] | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    # ------------------------------------------------------------------ whose server it is
+
+    async def attach(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
+        """Takes the server for a run; again for the same run is fine."""
+        run = body["run"]
+
+        async def act() -> dict[str, Any]:
+            self._claim(run)
+            return self._service.identity()
+
+        return await self._alone(act)
+
+    async def release(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
+        """Gives the server back: the weights that it began with, awake, going on, nobody's."""
+        self._check_run(body.get("run"))
+
+        async def act() -> dict[str, Any]:
+            service = self._service
+            await self._discard()
+            await self._restore()
+            await self._engine(service.engine.resume)
+            service.paused, service.run = False, None
+            return service.identity()
+
+        return await self._alone(act)
+
+    def _check_run(self, run: str | None) -> None:
+        owner = self._service.run
+        if run != owner and not (owner is None and run is not None):
+            said = "no run" if run is None else f"run {run!r}"
+            raise Refusal(
+                409,
+                f"this server belongs to run {owner!r}, the request to {said}; that run gives it back with /control/release",
+                code="other_run",
+                param="run",
+            )
+
+    def _claim(self, run: str | None) -> None:
+        self._check_run(run)
+        self._service.run = run
+
+    async def _digests(self) -> dict[str, str]:
+        """Digests of the weights that the server began with, in the dtype of their file."""
+        if self._initial_digests is None:
+            source = FolderSource(self._service.folder)
+            self._initial_digests = await self._engine(lambda: {n: tensor_digest(t) for n, t in source.tensors()})
+        return self._initial_digests
+
+    async def _restore(self) -> None:
+        service, engine = self._service, self._service.engine
+        if engine.version == service.initial and not service.asleep and not service.weights_missing:
+            return
+        await self._engine(lambda: engine.wake(("weights", "kv_cache")))
+        digests = await self._digests()
+        version = WeightVersion(service.initial.number, version_digest(digests), service.initial.run, service.initial.model)
+        await self._engine(lambda: engine.prepare_weights(WeightUpdate(version, FolderSource(service.folder), digests)))
+        await self._engine(lambda: engine.commit_weights(version))
+        service.initial, service.asleep, service.weights_missing = version, frozenset(), False
+
+    # ------------------------------------------------------------------ weights
+
+    async def prepare(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
+        """Lays new weights beside the old ones and verifies every digest; generation goes on."""
+        version = WeightVersion(**body["version"])
+        self._check_run(version.run or None)
+        folder = await asyncio.to_thread(self._allowed, body["folder"])
+        update = WeightUpdate(version, FolderSource(folder), body["digests"])
+
+        async def act() -> dict[str, Any]:
+            self._claim(version.run or None)
+            await self._discard()
+            mine = self._preparing = object()
+            try:
+                await self._engine(lambda: self._service.engine.prepare_weights(update))
+            finally:
+                if self._preparing is not mine:  # somebody said discard meanwhile
+                    await self._engine(self._service.engine.discard_weights)
+            if self._preparing is not mine:
+                raise Refusal(409, f"version {version.number} was discarded while it was prepared", code="not_prepared")
+            self._prepared = version
+            return {"prepared": version.number}
+
+        return await self._alone(act)
+
+    async def commit(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
+        """Switches to the prepared weights between two steps; again for the version that is served is fine."""
+        version = WeightVersion(**body["version"])
+        self._check_run(version.run or None)
+
+        async def act() -> dict[str, Any]:
+            service = self._service
+            if service.engine.version == version and not service.weights_missing:
+                return {"pause_s": 0.0, "recompute_s": 0.0, "version": asdict(version)}
+            if self._prepared != version:
+                held = "nothing" if self._prepared is None else f"version {self._prepared.number}"
+                message = f"version {version.number} cannot be committed: {held} is prepared"
+                raise Refusal(409, message, code="not_prepared")
+            self._prepared = self._preparing = None
+            report = await self._engine(lambda: service.engine.commit_weights(version))
+            service.asleep, service.weights_missing = service.asleep - {"weights"}, False
+            return {**report, "version": asdict(version)}
+
+        return await self._alone(act)
+
+    async def discard(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
+        """Forgets what is prepared or is being prepared; nothing is fine."""
+        self._check_run(body.get("run"))
+        await self._shielded(self._discard())
+        return {}
+
+    async def _discard(self) -> None:
+        self._prepared = self._preparing = None
+        await self._engine(self._service.engine.discard_weights)
+
+    def _allowed(self, name: str) -> Path:
+        """The folder, if it and every file in it that will be read lie below one that the operator allowed."""
+        roots = self._service.weights_roots
+        rule = ", ".join(map(str, roots)) or "none: the server was started without --weights-root"
+        refusal = Refusal(
+            403,
+            f"weights are read below the allowed folders only ({rule}), got {name[:200]!r}",
+            code="folder",
+            param="folder",
+        )
+        if "\0" in name or not Path(name).is_absolute():
+            raise refusal
+        try:
+            folder = Path(name).resolve(strict=True)
+            files = [file.resolve(strict=True) for file in folder.glob("*.safetensors")]
+        except (OSError, RuntimeError):
+            raise refusal from None  # the same words: whether a path exists is not told
+        if not folder.is_dir() or not all(any(p.is_relative_to(root) for root in roots) for p in (folder, *files)):
+            raise refusal
+        return folder
+
+    # ------------------------------------------------------------------ when it generates
+
+    async def pause(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
+        """Stops between two steps; requests keep what they have."""
+        return await self._toggle(body, self._service.engine.pause, True)
+
+    async def resume(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
+        """Goes on."""
+        return await self._toggle(body, self._service.engine.resume, False)
+
+    async def _toggle(self, body: dict[str, Any], function: Callable[[], None], paused: bool) -> dict[str, Any]:
+        self._check_run(body.get("run"))
+
+        async def act() -> dict[str, Any]:
+            await self._engine(function)
+            self._service.paused = paused
+            return {}
+
+        return await self._shielded(act())  # not in turn: a pause must not wait for weights that are being prepared
+
+    async def sleep(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
+        """Gives memory back; refused while requests are under way."""
+        self._check_run(body.get("run"))
+        parts = frozenset(body["parts"])
+
+        async def act() -> dict[str, Any]:
+            service = self._service
+            if service.under_way:
+                message = f"sleep is refused while {service.under_way} completions are under way"
+                raise Refusal(409, message, code="busy")
+            before, service.asleep = service.asleep, service.asleep | parts
+            try:
+                await self._engine(lambda: service.engine.sleep(tuple(parts)))
+            except Refusal:
+                service.asleep = before
+                raise
+            service.weights_missing = service.weights_missing or "weights" in parts
+            return {"asleep": sorted(service.asleep)}
+
+        return await self._alone(act)
+
+    async def wake(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
+        """Takes memory again; weights that slept must be delivered anew."""
+        self._check_run(body.get("run"))
+        parts = frozenset(body["parts"])
+
+        async def act() -> dict[str, Any]:
+            service = self._service
+            await self._engine(lambda: service.engine.wake(tuple(parts)))
+            service.asleep -= parts
+            return {"asleep": sorted(service.asleep), "weights_missing": service.weights_missing}
+
+        return await self._alone(act)
+
+    async def flush(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
+        """Requests to come share nothing that was computed of prompts before."""
+        self._check_run(body.get("run"))
+
+        async def act() -> dict[str, Any]:
+            await self._engine(self._service.engine.flush)
+            return {}
+
+        return await self._shielded(act())
+
+    async def statistics(self, body: dict[str, Any], request: web.Request) -> Mapping[str, float]:
+        """Counters since the start."""
+        return await self._engine(self._service.engine.statistics)
+
+    # ------------------------------------------------------------------ how
+
+    async def _alone(self, act: Callable[[], Any]) -> Any:
+        """One change after another."""
+
+        async def in_turn() -> Any:
+            async with self._my_turn():
+                return await act()
+
+        return await self._shielded(in_turn())
+
+    @contextlib.asynccontextmanager
+    async def _my_turn(self) -> AsyncIterator[None]:
+        limit = self._service.limits.control_timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                await self._turn.acquire()
+        except TimeoutError:
+            message = f"the control request before this one did not end within {limit:g} s"
+            raise Refusal(409, message, code="busy") from None
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    async def _shielded(self, coroutine: Any) -> Any:
+        """Goes on to its end when the client leaves: half a change would be worse than one that nobody heard of."""
+        task = asyncio.ensure_future(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._over)
+        return await asyncio.shield(task)
+
+    def _over(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # looked at, also where the client left before
+
+    async def _engine(self, function: Callable[[], T]) -> T:
+        """A call to the engine, in a thread; its failures become refusals."""
+        try:
+            return await asyncio.to_thread(function)
+        except EngineDied as error:
+            raise self._service.dead(error) from error
+        except WeightUpdateFailed as error:
+            raise Refusal(422, str(error), code="weights") from error
+        except WaitTimeout as error:
+            raise Refusal(504, str(error), code="deadline") from error
+        except (RuntimeError, OSError) as error:  # what the engine refuses: sleep while requests are under way
+            raise Refusal(409, str(error), code="refused") from error
+
+    async def close(self) -> None:
+        """Waits for the change that is under way."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+RUN = text(256, 1, "The training run that asks; a server of another run refuses.")
+EMPTY = record({})
+
+
+def of_run(properties: Mapping[str, Schema] | None = None, required: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A body with the run that asks, and more."""
+    return record({"run": optional(RUN), **(properties or {})}, required)
+
+
+PARTS_SCHEMA = array({"enum": ["weights", "kv_cache"]}, 1, 2)
+DIGESTS = {"type": "object", "additionalProperties": text(128, 1), "description": "Tensor → SHA-256 of its bytes."}

@@ -1,0 +1,56 @@
+"""What a server lets one client, and all of them together, take."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds on requests and waits; what passes them is refused by name."""
+
+    max_tokens: int
+    """Context of the model: most tokens of a prompt, and of a completion."""
+
+    default_chat_tokens: int = 1024
+    """What a chat answer may have when its request does not say; a request reserves cache for all that it may have."""
+
+    max_completions: int = 128
+    """Most completions of one request: prompts times `n`."""
+
+    max_requests: int = 4096
+    """Most completions under way at once, waiting ones included; the next is refused with status 503."""
+
+    max_connections: int = 4096
+    """Most open connections; the next is closed at once."""
+
+    max_body_bytes: int = 8 << 20
+    """Longest body of a request."""
+
+    max_weights_body_bytes: int = 64 << 20
+    """Longest body of the route that announces weights: a name and a digest for each tensor."""
+
+    max_depth: int = 32
+    """Deepest nesting of a body."""
+
+    body_timeout_s: float = 30.0
+    """A body must have arrived whole after this long."""
+
+    idle_timeout_s: float = 30.0
+    """A connection on which no request has arrived whole for this long is closed."""
+
+    send_timeout_s: float = 60.0
+    """A stream whose reader takes nothing for this long is ended."""
+
+    request_timeout_s: float = 3600.0
+    """A completion that takes longer is ended, whatever deadline it brought."""
+
+    control_timeout_s: float = 600.0
+    """How long a control request waits for the one before it."""
+
+    ready_window_s: float = 30.0
+    """`/ready` wants a token that was generated at most this long ago; without one it generates one."""
+
+    ready_timeout_s: float = 10.0
+    """How long generating that token may take."""
+
+    shutdown_s: float = 30.0
+    """Requests that run when the server is told to end have this long."""

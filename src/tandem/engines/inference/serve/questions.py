@@ -1,0 +1,194 @@
+"""OpenAI's requests as ours: what they may hold, and the completions that they ask for.
+
+A parameter that this engine cannot honour is refused by its name, unless it has the value that means nothing.
+"""
+
+import json
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.api.requests import LLMRequest, NoiseKey
+from tandem.config.generation import GenerationConfig
+from tandem.engines.inference.serve.generate import SEED_LIMIT, STOP_STRINGS, TOP_P
+from tandem.engines.inference.serve.limits import Limits
+from tandem.engines.inference.serve.refusal import Refusal
+from tandem.engines.inference.serve.schema import Schema, array, integer, optional, record, text
+from tandem.engines.inference.serve.text import Tokenizers
+
+WITHOUT_EFFECT: Mapping[str, list[Any]] = {
+    "frequency_penalty": [0, None],
+    "presence_penalty": [0, None],
+    "logit_bias": [{}, None],
+}
+"""Parameters of OpenAI's that this engine does not have, with the values that ask for nothing; others are refused."""
+
+CHAT_WITHOUT_EFFECT = {"top_logprobs": [0, None], "response_format": [{"type": "text"}, None]}
+LEGACY_WITHOUT_EFFECT = {"best_of": [1, None], "echo": [False, None], "suffix": ["", None]}
+
+DEFAULT_LEGACY_TOKENS = 16
+"""What `/v1/completions` makes when `max_tokens` is left out, as OpenAI's."""
+
+_TEMPERATURE = {
+    "anyOf": [{"enum": [0]}, {"type": "number", "minimum": 0.01, "maximum": 2}, {"type": "null"}],
+    "description": "0 takes the most probable token.",
+}
+
+
+@dataclass(frozen=True)
+class Question:
+    """The completions that one request asks for."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    gconfig: GenerationConfig
+    seed: int
+    stream: bool
+    usage_in_stream: bool
+    logprobs: bool
+
+    def requests(self) -> list[LLMRequest]:
+        """One a completion: those of the first prompt, then those of the second. The seed names the noise of all."""
+        return [
+            LLMRequest(prompt, self.gconfig, NoiseKey(self.seed, group=group, sample=sample))
+            for group, prompt in enumerate(self.prompts)
+            for sample in range(self.gconfig.n_samples)
+        ]
+
+
+def _common(name: str, vocab_size: int, limits: Limits) -> dict[str, Schema]:
+    tokens = optional(integer(1, limits.max_tokens))
+    return {
+        "model": {"enum": [name]},
+        "max_tokens": tokens,
+        "n": optional(integer(1, limits.max_completions)),
+        "temperature": _TEMPERATURE,
+        "top_p": optional(TOP_P),
+        "seed": optional(integer(-SEED_LIMIT, SEED_LIMIT, "The same seed gives the same answers.")),
+        "stop": {"anyOf": [text(256, 1), STOP_STRINGS, {"type": "null"}]},
+        "stream": optional({"type": "boolean"}),
+        "stream_options": optional(record({"include_usage": optional({"type": "boolean"})})),
+        "top_k": optional(integer(0, SEED_LIMIT, "Not OpenAI's: only the k most probable tokens; 0 is off.")),
+        "min_tokens": optional(integer(0, limits.max_tokens, "Not OpenAI's: no stop token before so many.")),
+        "stop_token_ids": optional(array(integer(0, vocab_size - 1), 0, 64)),
+        **{key: {"enum": values} for key, values in WITHOUT_EFFECT.items()},
+    }
+
+
+def completion_schema(name: str, vocab_size: int, limits: Limits) -> Schema:
+    """The body of `/v1/completions`."""
+    token = integer(0, vocab_size - 1)
+    prompt = text(limits.max_body_bytes, 1)
+    ids = array(token, 1, limits.max_tokens)
+    several = [array(kind, 1, limits.max_completions) for kind in (prompt, ids)]
+    fields = _common(name, vocab_size, limits) | {
+        "prompt": {"anyOf": [prompt, ids, *several]},
+        "logprobs": {"enum": [0, None], "description": "0: of the chosen tokens; more are refused."},
+        **{key: {"enum": values} for key, values in LEGACY_WITHOUT_EFFECT.items()},
+    }
+    return record(fields, ("model", "prompt"))
+
+
+def chat_schema(name: str, vocab_size: int, limits: Limits) -> Schema:
+    """The body of `/v1/chat/completions`."""
+    part = record({"type": {"enum": ["text"]}, "text": text(limits.max_body_bytes)}, ("type", "text"))
+    called = record({"name": text(256, 1), "arguments": text(limits.max_body_bytes)}, ("name", "arguments"))
+    call = record({"id": text(256), "type": {"enum": ["function"]}, "function": called}, ("type", "function"))
+    message = {
+        "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
+        "content": {"anyOf": [text(limits.max_body_bytes), array(part, 0, 256), {"type": "null"}]},
+        "name": optional(text(256)),
+        "tool_calls": optional(array(call, 0, 128)),
+        "tool_call_id": optional(text(256)),
+    }
+    function = {
+        "type": "object",
+        "properties": {"name": text(256, 1)},
+        "required": ["name"],
+        "additionalProperties": True,
+    }
+    tool = record({"type": {"enum": ["function"]}, "function": function}, ("type", "function"))
+    fields = _common(name, vocab_size, limits) | {
+        "messages": array(record(message, ("role",)), 1, 4096),
+        "max_completion_tokens": optional(integer(1, limits.max_tokens)),
+        "logprobs": optional({"type": "boolean"}),
+        "tools": optional(array(tool, 0, 128) | {"description": "Given to the chat template; calls come back as text."}),
+        "tool_choice": {"enum": ["auto", "none", None]},
+        **{key: {"enum": values} for key, values in CHAT_WITHOUT_EFFECT.items()},
+    }
+    return record(fields, ("model", "messages"))
+
+
+async def legacy_question(body: Mapping[str, Any], tokenizers: Tokenizers, limits: Limits) -> Question:
+    """What `/v1/completions` asks for."""
+    prompt = body["prompt"]
+    prompts = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
+    ids = tuple([await tokenizers.encode(p) if isinstance(p, str) else tuple(p) for p in prompts])
+    if not all(ids):
+        raise Refusal(400, "prompt has no tokens; give it some text", param="prompt")
+    return _question(body, ids, body.get("max_tokens") or DEFAULT_LEGACY_TOKENS, body.get("logprobs") is not None, limits)
+
+
+async def chat_question(body: Mapping[str, Any], tokenizers: Tokenizers, limits: Limits) -> Question:
+    """What `/v1/chat/completions` asks for."""
+    if not tokenizers.has_chat_template:
+        raise Refusal(400, "this model has no chat template; use /v1/completions", param="messages")
+    tools = body.get("tools") if body.get("tool_choice") != "none" else None
+    ids = await tokenizers.encode_chat([_message(message) for message in body["messages"]], tools or None)
+    given = {body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None}
+    if len(given) > 1:
+        raise Refusal(400, "max_tokens and max_completion_tokens are one thing; leave one out", param="max_tokens")
+    most = given.pop() if given else min(limits.default_chat_tokens, limits.max_tokens)
+    return _question(body, (ids,), most, bool(body.get("logprobs")), limits)
+
+
+def _question(
+    body: Mapping[str, Any], prompts: tuple[tuple[int, ...], ...], max_tokens: int, logprobs: bool, limits: Limits
+) -> Question:
+    n, temperature, stop, seed = body.get("n") or 1, body.get("temperature"), body.get("stop"), body.get("seed")
+    if n * len(prompts) > limits.max_completions:
+        message = f"n times prompts must be at most {limits.max_completions}, got {n} times {len(prompts)}"
+        raise Refusal(400, message, param="n")
+    if body.get("stream_options") is not None and not body.get("stream"):
+        raise Refusal(400, "stream_options needs stream=true", param="stream_options")
+    gconfig = GenerationConfig(
+        n_samples=n,
+        max_new_tokens=max_tokens,
+        min_new_tokens=body.get("min_tokens") or 0,
+        temperature=temperature or 1.0,
+        greedy=temperature == 0,
+        top_p=1.0 if body.get("top_p") is None else body["top_p"],
+        top_k=body.get("top_k") or 0,
+        stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+        stop_token_ids=tuple(body.get("stop_token_ids") or ()),
+    )
+    return Question(
+        prompts,
+        gconfig,
+        secrets.randbits(63) if seed is None else seed,
+        bool(body.get("stream")),
+        bool((body.get("stream_options") or {}).get("include_usage")),
+        logprobs,
+    )
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """As chat templates want it: content as one string, arguments of calls as an object."""
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content)
+    result = {key: value for key, value in message.items() if value is not None} | {"content": content or ""}
+    if "tool_calls" in result:
+        result["tool_calls"] = [_call(call) for call in result["tool_calls"]]
+    return result
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        arguments = json.loads(call["function"]["arguments"])
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        message = f"arguments of a call must be a JSON object as text, got {call['function']['arguments'][:80]!r}"
+        raise Refusal(400, message, param="messages")
+    return {**call, "function": {**call["function"], "arguments": arguments}}

@@ -1,0 +1,37 @@
+"""A request that is not served: its HTTP status, in the shape that OpenAI's clients read."""
+
+from collections.abc import Mapping
+from typing import Any
+
+KINDS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    503: "unavailable_error",
+    504: "timeout_error",
+}
+
+
+class Refusal(Exception):
+    """Ends a request with a status and a message. Says what was wrong, the rule, and the value."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status, self.message, self.code, self.param = status, message, code, param
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """What the client reads."""
+        kind = KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}

@@ -1,0 +1,187 @@
+"""JSON schemas: one description of a body that both checks it and documents it, so that the two cannot differ.
+
+Of JSON Schema 2020-12 this knows what the routes use: type, properties, required, additionalProperties, items, minItems,
+maxItems, minimum, maximum, exclusiveMinimum, minLength, maxLength, enum and anyOf. A word that it does not know is an error.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Schema = Mapping[str, Any]
+
+_KNOWN = {"type", "properties", "required", "additionalProperties", "items", "minItems", "maxItems", "minimum", "maximum"}
+_KNOWN |= {"exclusiveMinimum", "minLength", "maxLength", "enum", "anyOf", "description"}
+_SHOWN = 80
+
+
+class Invalid(ValueError):
+    """A value that its schema does not allow; ``where`` is its path, such as ``messages[2].role``."""
+
+    def __init__(self, where: str, rule: str):
+        super().__init__(f"{where or 'the body'} {rule}")
+        self.where = where
+
+
+def optional(schema: Schema) -> dict[str, Any]:
+    """The schema, or null, which means the same as leaving it out."""
+    return {"anyOf": [schema, {"type": "null"}]}
+
+
+def array(items: Schema, minimum: int, maximum: int) -> dict[str, Any]:
+    """An array with so many items."""
+    return {"type": "array", "items": items, "minItems": minimum, "maxItems": maximum}
+
+
+def integer(minimum: int, maximum: int, description: str = "") -> dict[str, Any]:
+    """A whole number in these bounds."""
+    return {"type": "integer", "minimum": minimum, "maximum": maximum, **_described(description)}
+
+
+def text(maximum: int, minimum: int = 0, description: str = "") -> dict[str, Any]:
+    """A string with so many characters."""
+    return {"type": "string", "minLength": minimum, "maxLength": maximum, **_described(description)}
+
+
+def record(properties: Mapping[str, Schema], required: Sequence[str] = (), description: str = "") -> dict[str, Any]:
+    """An object with these properties and no others."""
+    shape = {"type": "object", "properties": dict(properties), "required": list(required), "additionalProperties": False}
+    return shape | _described(description)
+
+
+def _described(description: str) -> dict[str, str]:
+    return {"description": description} if description else {}
+
+
+def checked(value: Any, schema: Schema, where: str = "") -> Any:
+    """The value, whole numbers written as ``2.0`` made integers.
+
+    Raises:
+        Invalid: the schema does not allow it; names the place and the rule.
+    """
+    unknown = set(schema) - _KNOWN
+    if unknown:
+        raise TypeError(f"a schema uses {', '.join(sorted(unknown))}, which is not checked here")
+    if "anyOf" in schema:
+        return _any(value, schema["anyOf"], where)
+    if "enum" in schema:
+        if not any(_same(value, entry) for entry in schema["enum"]):
+            allowed = ", ".join(map(repr, schema["enum"]))
+            raise Invalid(where, f"must be {'one of ' if len(schema['enum']) > 1 else ''}{allowed}, got {_short(value)}")
+        return value
+    kind = schema.get("type")
+    return value if kind is None else _CHECKS[kind](value, schema, where)
+
+
+def _any(value: Any, choices: Sequence[Schema], where: str) -> Any:
+    failures = []
+    for choice in choices:
+        try:
+            return checked(value, choice, where)
+        except Invalid as failure:
+            failures.append(failure)
+    raise max(failures, key=lambda failure: len(failure.where))  # of equals the first: that which is not null
+
+
+def _same(value: Any, entry: Any) -> bool:
+    return value == entry and isinstance(value, bool) == isinstance(entry, bool)
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= _SHOWN else shown[:_SHOWN] + "…"
+
+
+def _object(value: Any, schema: Schema, where: str) -> Any:
+    if not isinstance(value, dict):
+        raise Invalid(where, f"must be an object, got {_short(value)}")
+    properties, other = schema.get("properties", {}), schema.get("additionalProperties", True)
+    inside = where + "." if where else ""
+    for name in schema.get("required", ()):
+        if name not in value:
+            raise Invalid(inside + name, "is required")
+    result = {}
+    for name, entry in value.items():
+        check_text(name, inside + _short(name))
+        if name in properties:
+            result[name] = checked(entry, properties[name], inside + name)
+        elif other is False:
+            raise Invalid(inside + name[:_SHOWN], f"is not known here; known are {', '.join(sorted(properties)) or 'none'}")
+        else:
+            result[name] = checked(entry, {} if other is True else other, inside + name[:_SHOWN])
+    return result
+
+
+def _array(value: Any, schema: Schema, where: str) -> Any:
+    if not isinstance(value, list):
+        raise Invalid(where, f"must be an array, got {_short(value)}")
+    least, most = schema.get("minItems", 0), schema.get("maxItems", len(value))
+    if not least <= len(value) <= most:
+        raise Invalid(where, f"must have {least} to {most} items, got {len(value)}")
+    items = schema.get("items", {})
+    if items.get("type") == "integer" and value and all(type(entry) is int for entry in value):
+        for extreme in (min(value), max(value)):  # token lists are long: one pass instead of a call for each
+            checked(extreme, items, f"{where}[…]")
+        return value
+    return [checked(entry, items, f"{where}[{number}]") for number, entry in enumerate(value)]
+
+
+def _number(value: Any, schema: Schema, where: str) -> Any:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise Invalid(where, f"must be a number, got {_short(value)}")
+    for word, rule, right in (
+        ("minimum", "at least", lambda bound: value >= bound),
+        ("maximum", "at most", lambda bound: value <= bound),
+        ("exclusiveMinimum", "above", lambda bound: value > bound),
+    ):
+        if word in schema and not right(schema[word]):
+            raise Invalid(where, f"must be {rule} {schema[word]}, got {_short(value)}")
+    return value
+
+
+def _integer(value: Any, schema: Schema, where: str) -> Any:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise Invalid(where, f"must be a whole number, got {_short(value)}")
+    return _number(value, schema, where)
+
+
+def _string(value: Any, schema: Schema, where: str) -> Any:
+    if not isinstance(value, str):
+        raise Invalid(where, f"must be a string, got {_short(value)}")
+    least, most = schema.get("minLength", 0), schema.get("maxLength", len(value))
+    if not least <= len(value) <= most:
+        raise Invalid(where, f"must have {least} to {most} characters, got {len(value)}")
+    check_text(value, where)
+    return value
+
+
+def check_text(value: str, where: str) -> None:
+    """Raises `Invalid` for half a character (an unpaired surrogate), which no tokenizer can read."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise Invalid(where, "has half a character (an unpaired surrogate)") from None
+
+
+def _boolean(value: Any, schema: Schema, where: str) -> Any:
+    if not isinstance(value, bool):
+        raise Invalid(where, f"must be true or false, got {_short(value)}")
+    return value
+
+
+def _null(value: Any, schema: Schema, where: str) -> Any:
+    if value is not None:
+        raise Invalid(where, f"must be null, got {_short(value)}")
+    return value
+
+
+_CHECKS = {
+    "object": _object,
+    "array": _array,
+    "number": _number,
+    "integer": _integer,
+    "string": _string,
+    "boolean": _boolean,
+    "null": _null,
+}
