@@ -91,13 +91,15 @@ def _add_engine_arguments(engine: Any) -> None:
     engine.add_argument("--threads", type=int, help="CPU threads (default: all)")
     engine.add_argument("--max-running", type=int, default=own.max_running, help=f"default: {own.max_running}")
     engine.add_argument("--kv-cache-gib", type=float, default=own.kv_cache_gib, help=f"default: {own.kv_cache_gib:g}")
+    chunk = own.prefill_chunk_tokens
+    engine.add_argument("--prefill-chunk-tokens", type=int, default=chunk, help=f"prompt tokens a step (default: {chunk})")
     engine.add_argument("--max-model-len", type=int, help="most tokens of prompt and answer (default: the model's context)")
     engine.add_argument("--keep-kv-on-update", action="store_true", help="keep the cache of running requests over an update")
 
 
 def check(arguments: argparse.Namespace) -> None:
     """Raises `ConfigError` for values that cannot be."""
-    at_least_1 = ("max_completions", "max_requests", "default_chat_tokens", "max_running")
+    at_least_1 = ("max_completions", "max_requests", "default_chat_tokens", "max_running", "prefill_chunk_tokens")
     rules = [
         *((f"--{name.replace('_', '-')}", getattr(arguments, name), 1, None) for name in at_least_1),
         ("--port", arguments.port, 0, 65535),
@@ -155,6 +157,7 @@ def _service(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> S
     config = EmbeddedEngineConfig(
         max_running=arguments.max_running,
         kv_cache_gib=arguments.kv_cache_gib,
+        prefill_chunk_tokens=arguments.prefill_chunk_tokens,
         max_model_len=arguments.max_model_len,
         keep_kv_on_update=arguments.keep_kv_on_update,
         threads=threads,

@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -42,9 +42,18 @@ class TandemServer(InferenceEngine):
     run has taken, fails requests instead of answering with other weights.
     """
 
-    def __init__(self, client: HttpClient, run: str, identity: dict[str, Any], *, request_timeout_s: float, give_back: bool):
+    def __init__(
+        self,
+        client: HttpClient,
+        run: str,
+        identity: dict[str, Any],
+        *,
+        request_timeout_s: float,
+        give_back: bool,
+        on_close: Callable[[], None],
+    ):
         self._client, self._run, self._request_timeout_s = client, run, request_timeout_s
-        self._give_back, self._closed = give_back, False
+        self._give_back, self._on_close, self._closed = give_back, on_close, False
         self._version = _version(identity)
         self._capabilities = frozenset(identity["capabilities"])
         self._identity = identity
@@ -59,8 +68,9 @@ class TandemServer(InferenceEngine):
         admin_token: str | None = None,
         request_timeout_s: float = 3600.0,
         give_back: bool = True,
+        on_close: Callable[[], None] = lambda: None,
     ) -> "TandemServer":
-        """Takes the server for ``run``; with ``give_back``, `close` leaves it as it was found.
+        """Takes the server for ``run``; with ``give_back``, `close` leaves it as it was found. ``on_close`` is called last.
 
         Raises:
             ConfigError: it is not a `tandem serve` of this protocol.
@@ -73,7 +83,7 @@ class TandemServer(InferenceEngine):
             if kind != "tandem" or identity.get("protocol") != PROTOCOL:
                 raise ConfigError(f"{url} is no `tandem serve` of protocol {PROTOCOL}: it says {str(identity)[:200]}")
             identity = client.call("/control/attach", {"run": run}, deadline_s=CONTROL_TIMEOUT_S, admin=True)
-            return cls(client, run, identity, request_timeout_s=request_timeout_s, give_back=give_back)
+            return cls(client, run, identity, request_timeout_s=request_timeout_s, give_back=give_back, on_close=on_close)
         except BaseException:
             client.close()
             raise
@@ -198,6 +208,12 @@ class TandemServer(InferenceEngine):
                     self._control("release", deadline_s=WEIGHTS_TIMEOUT_S)
         finally:
             self._client.close()
+            self._on_close()
+
+    def let_go(self) -> None:
+        """Drops the connections and nothing else: the server stays this run's."""
+        self._closed = True
+        self._client.close()
 
     def _control(self, name: str, body: dict[str, Any] | None = None, deadline_s: float = CONTROL_TIMEOUT_S) -> Any:
         return self._client.call(f"/control/{name}", {"run": self._run, **(body or {})}, deadline_s=deadline_s, admin=True)
