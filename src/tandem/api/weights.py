@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -27,6 +28,13 @@ class WeightSource(ABC):
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (Hugging Face name, tensor) for every tensor of the update, each valid until the next is asked for."""
 
+    def place(self) -> Mapping[str, Any] | None:
+        """In JSON's words, where a process without Tandem finds the tensors; None where only `tensors` knows.
+
+        ``{"folder": path}``, or of a file that can be mapped ``{"memory": path, "tensors": [[name, shape, dtype, offset], …]}``.
+        """
+        return None
+
 
 @dataclass(frozen=True)
 class FolderSource(WeightSource):
@@ -44,6 +52,10 @@ class FolderSource(WeightSource):
             with safe_open(file, framework="pt") as opened:
                 for name in opened.keys():
                     yield name, opened.get_tensor(name)
+
+    def place(self) -> Mapping[str, Any]:
+        """See `WeightSource`."""
+        return {"folder": str(self.folder.resolve())}
 
 
 @dataclass(frozen=True)

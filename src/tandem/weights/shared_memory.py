@@ -10,6 +10,7 @@ import tempfile
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -57,6 +58,11 @@ class SharedMemorySource(WeightSource):
                 yield slot.name, slot.map(fd)
         finally:
             os.close(fd)
+
+    def place(self) -> dict[str, Any]:
+        """See `WeightSource`."""
+        named = [[slot.name, list(slot.shape), str(slot.dtype).removeprefix("torch."), slot.offset] for slot in self.slots]
+        return {"memory": self.path, "tensors": named}
 
 
 class Segment:

@@ -209,8 +209,8 @@ class ForeignServer(InferenceEngine):
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """See `InferenceEngine`."""
-        return frozenset({"in_place", "disk"})
+        """See `InferenceEngine`: folders are read in any case, and asked for where there is nothing better."""
+        return frozenset({"in_place", "shared_memory" if self._protocol.reads_memory else "disk"})
 
     def check_generation(self, gconfig: GenerationConfig) -> None:
         """Raises `ConfigError` for what this server cannot do, by name."""

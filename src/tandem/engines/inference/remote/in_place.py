@@ -2,16 +2,17 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from tandem.api.failures import EngineDied, ServerFailed, WeightUpdateFailed
-from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion, version_digest
+from tandem.api.weights import WeightUpdate, WeightVersion, version_digest
 from tandem.engines.inference.remote.counters import Counters
 from tandem.engines.inference.remote.held import HeldDigests, changed, compare
 from tandem.engines.inference.remote.labels import Labels
@@ -29,8 +30,9 @@ VERIFY_EVERY = 20
 @dataclass(frozen=True)
 class _Prepared:
     version: WeightVersion
-    folder: Path
+    place: Mapping[str, Any]
     expected: dict[str, str]
+    spooled: Path | None
 
 
 class InPlaceUpdates:
@@ -59,25 +61,29 @@ class InPlaceUpdates:
     # ------------------------------------------------------------------ an update
 
     def prepare(self, update: WeightUpdate) -> None:
-        """See `InferenceEngine.prepare_weights`: verifies the tensors; what is no folder is written to a temporary one."""
+        """See `InferenceEngine.prepare_weights`: verifies the tensors.
+
+        What the server cannot read is written to a temporary folder.
+        """
         self.discard()
         number = update.version.number
         if version_digest(update.digests) != update.version.digest:
             raise WeightUpdateFailed(f"version {number}: the digests of its tensors do not give the version's digest")
         held = HeldDigests(self._held if self._protocol.bytes_are_hashed else ())
         try:
-            if isinstance(update.source, FolderSource):
-                folder = update.source.folder.resolve()
+            place, spooled = update.source.place(), None
+            if place is not None and ("folder" in place or ("memory" in place and self._protocol.reads_memory)):
                 for _ in _passing(update, held):
                     pass
             else:
-                folder = self._spool.write(_passing(update, held), _size(self._folder))
+                spooled = self._spool.write(_passing(update, held), _size(self._folder))
+                place = {"folder": str(spooled)}
         except (ValueError, KeyError, RuntimeError, OSError) as error:
             if isinstance(error, WeightUpdateFailed):
                 raise
             raise WeightUpdateFailed(f"version {number} cannot be taken: {error}") from error
         with self._lock:
-            self._prepared = _Prepared(update.version, folder, held.digests)
+            self._prepared = _Prepared(update.version, place, held.digests, spooled)
 
     def commit(self, version: WeightVersion) -> dict[str, float]:
         """See `InferenceEngine.commit_weights`.
@@ -95,7 +101,7 @@ class InPlaceUpdates:
             began = time.perf_counter()
             self._broken = True
             self._protocol.pause()
-            self._protocol.reload(prepared.folder, label)
+            self._protocol.reload(prepared.place, label)
             loaded = time.perf_counter()
             self._verify(prepared, label)
             verify_s = time.perf_counter() - loaded
@@ -103,7 +109,7 @@ class InPlaceUpdates:
                 self._protocol.resume()
             self._broken, self._prepared, self.version = False, None, version
             ended = time.perf_counter()
-            self._spool.keep_only(prepared.folder)
+            self._spool.keep_only(prepared.spooled)
         return {"pause_s": ended - began, "recompute_s": 0.0, "verify_s": verify_s}
 
     def _verify(self, prepared: _Prepared, label: str) -> None:
@@ -126,9 +132,9 @@ class InPlaceUpdates:
     def discard(self) -> None:
         """See `InferenceEngine.discard_weights`."""
         with self._lock:
-            if self._prepared is not None:
-                self._spool.drop(self._prepared.folder)
-                self._prepared = None
+            if self._prepared is not None and self._prepared.spooled is not None:
+                self._spool.drop(self._prepared.spooled)
+            self._prepared = None
 
     # ------------------------------------------------------------------ control
 

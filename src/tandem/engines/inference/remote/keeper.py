@@ -1,4 +1,4 @@
-"""Keeps one server: ``python keeper.py FD CPUS COMMAND…``, run by `launch.py` in a process of its own.
+"""Keeps one server: ``python keeper.py FD GRACE_S CPUS COMMAND…``, run by `launch.py` in a process of its own.
 
 It starts the command and ends it, with everything that descends from it, as soon as the pipe FD closes: that is when its
 owner closes it, and also when the owner was killed. It adopts orphans, so a grandchild in another session is found too.
@@ -15,10 +15,9 @@ import sys
 import time
 from pathlib import Path
 
-GRACE_S = 8.0
-"""Between the kind signal and the other one."""
-
 WATCH_S = 0.1
+KILL_S = 5.0
+"""How long a killed process may take to vanish."""
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -38,9 +37,9 @@ def descendants(pid: int) -> list[int]:
     return found + [grandchild for child in found for grandchild in descendants(child)]
 
 
-def end(main: "subprocess.Popen[bytes]") -> None:
-    """Ends the command and its descendants: first kindly, then all that is left."""
-    for number, patience_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, GRACE_S)):
+def end(main: "subprocess.Popen[bytes]", grace_s: float) -> None:
+    """Ends the command and its descendants: first kindly, and after ``grace_s`` all that is left."""
+    for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, KILL_S)):
         for pid in dict.fromkeys([main.pid, *descendants(os.getpid())]):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
@@ -69,19 +68,19 @@ def _prepare(cpus: set[int]) -> None:
 
 def main() -> int:
     """Entry point; the exit status is the command's, as a shell would give it."""
-    pipe, cpus = int(sys.argv[1]), {int(cpu) for cpu in sys.argv[2].split(",") if cpu}
+    pipe, grace_s, cpus = int(sys.argv[1]), float(sys.argv[2]), {int(cpu) for cpu in sys.argv[3].split(",") if cpu}
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     owner = os.getppid()
     process = subprocess.Popen(
-        sys.argv[3:], stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), preexec_fn=lambda: _prepare(cpus)
+        sys.argv[4:], stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), preexec_fn=lambda: _prepare(cpus)
     )
     os.write(1, f"{process.pid}\n".encode())
     os.close(1)
     # Nothing is ever written to the pipe: readable means closed. What the owner forked may hold it open too.
     while process.poll() is None and os.getppid() == owner and not select.select([pipe], [], [], WATCH_S)[0]:
         pass
-    end(process)
+    end(process, grace_s)
     status = process.returncode
     return 1 if status is None else 128 - status if status < 0 else status
 

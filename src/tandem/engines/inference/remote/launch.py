@@ -19,11 +19,15 @@ from typing import TypeVar
 
 from tandem.api.failures import EngineDied, InfrastructureFailure, WaitTimeout
 from tandem.config.errors import ConfigError
-from tandem.engines.inference.remote.keeper import GRACE_S
+from tandem.engines.inference.remote.keeper import KILL_S
 
 T = TypeVar("T")
 
-CLOSE_TIMEOUT_S = 2 * GRACE_S + 4.0
+_KEEPER = Path(__file__).with_name("keeper.py")
+
+GRACE_S = 8.0
+"""Between the kind signal and the other one, when a server is ended."""
+
 POLL_S = 0.25
 PROGRESS_S = 5.0
 """How often the words of progress come while a server starts."""
@@ -42,12 +46,12 @@ def free_port() -> int:
 class ServerProcess:
     """A running server with all its descendants; made by `start`."""
 
-    def __init__(self, keeper: "subprocess.Popen[bytes]", pid: int, pipe: int, log_file: Path):
+    def __init__(self, keeper: "subprocess.Popen[bytes]", pid: int, pipe: int, log_file: Path, grace_s: float):
         self._keeper, self.pid, self.log_file = keeper, pid, log_file
         """``pid`` is the server's own process, below the keeper."""
 
         self._lock = threading.Lock()
-        self._finalize = weakref.finalize(self, _end, keeper, pipe)
+        self._finalize = weakref.finalize(self, _end, keeper, pipe, grace_s + 2 * KILL_S)
 
     @classmethod
     def start(
@@ -57,6 +61,7 @@ class ServerProcess:
         log_file: Path,
         environment: Mapping[str, str] | None = None,
         cpus: Sequence[int] | None = None,
+        grace_s: float = GRACE_S,
     ) -> "ServerProcess":
         """Starts the command; what it prints goes to ``log_file``.
 
@@ -75,7 +80,7 @@ class ServerProcess:
             log.write(f"$ {' '.join(command)}\n".encode())
             log.flush()
             keeper = subprocess.Popen(
-                [sys.executable, "-I", str(Path(__file__).with_name("keeper.py")), str(read), _listed(cpus), *command],
+                [sys.executable, "-I", str(_KEEPER), str(read), str(grace_s), _listed(cpus), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -90,7 +95,7 @@ class ServerProcess:
         if not first.strip():
             os.close(write)
             raise EngineDied(f"the keeper of {command[0]} ended at once; see {log_file}")
-        return cls(keeper, int(first), write, log_file)
+        return cls(keeper, int(first), write, log_file, grace_s)
 
     @property
     def alive(self) -> bool:
@@ -127,10 +132,10 @@ def _listed(cpus: Sequence[int] | None) -> str:
     return ",".join(str(cpu) for cpu in cpus or ())
 
 
-def _end(keeper: "subprocess.Popen[bytes]", pipe: int) -> None:
+def _end(keeper: "subprocess.Popen[bytes]", pipe: int, timeout_s: float) -> None:
     os.close(pipe)
     try:
-        keeper.wait(CLOSE_TIMEOUT_S)
+        keeper.wait(timeout_s)
     except subprocess.TimeoutExpired:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(keeper.pid, signal.SIGKILL)

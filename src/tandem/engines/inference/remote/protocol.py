@@ -5,9 +5,8 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from tandem.api.failures import DataFailure, ServerFailed
@@ -68,6 +67,9 @@ class ServerProtocol(ABC):
     remedy: ClassVar[str]
     """How to start the server so that they are."""
 
+    reads_memory: bool = False
+    """Whether `reload` takes weights from shared memory of this machine, besides a folder."""
+
     bytes_are_hashed: bool = True
     """Whether `checksums` are SHA-256 of a tensor's bytes, as ours are (or their beginning)."""
 
@@ -122,8 +124,8 @@ class ServerProtocol(ABC):
         """Go on."""
 
     @abstractmethod
-    def reload(self, folder: Path, label: str) -> None:
-        """Paused: reads the weights of a folder, drops all keys and values, and takes the label."""
+    def reload(self, place: Mapping[str, Any], label: str) -> None:
+        """Paused: reads the weights at a `WeightSource.place`, drops all keys and values, and takes the label."""
 
     @abstractmethod
     def set_label(self, label: str) -> None:

@@ -1,7 +1,6 @@
 """SGLang: its native ``/generate`` for tokens, ``/update_weights_from_disk`` and its neighbours for control."""
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tandem.api.failures import ServerFailed
@@ -106,12 +105,12 @@ class SGLangProtocol(ServerProtocol):
         """See `ServerProtocol`."""
         self.call("/continue_generation", {"torch_empty_cache": False})
 
-    def reload(self, folder: Path, label: str) -> None:
+    def reload(self, place: Mapping[str, Any], label: str) -> None:
         """See `ServerProtocol`."""
-        body = {"model_path": str(folder), "weight_version": label, "flush_cache": True}
+        body = {"model_path": place["folder"], "weight_version": label, "flush_cache": True}
         answer = self.call("/update_weights_from_disk", body, timeout_s=RELOAD_TIMEOUT_S)
         if not answer["success"]:
-            raise ServerFailed(f"it did not load {folder}: {answer['message']}", url=self.http.base_url)
+            raise ServerFailed(f"it did not load {place['folder']}: {answer['message']}", url=self.http.base_url)
 
     def set_label(self, label: str) -> None:
         """See `ServerProtocol`."""

@@ -50,8 +50,8 @@ class Spool:
             save_file(bucket, folder / f"model-{number + 1:05}.safetensors", metadata={"format": "pt"})
         return folder
 
-    def keep_only(self, folder: Path) -> None:
-        """Removes the folder that was kept before."""
+    def keep_only(self, folder: Path | None) -> None:
+        """Removes the folder that was kept before, if it is another."""
         if self._last is not None and self._last != folder:
             shutil.rmtree(self._last, ignore_errors=True)
         self._last = folder

@@ -1,7 +1,7 @@
 """vLLM: ``/inference/v1/generate`` for tokens, the development routes for control."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,10 @@ from tandem.engines.inference.remote.protocol import (
 
 _EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 """SHA-256 of nothing: on a CPU the server keeps its matrices in a layout of its own, and an empty tensor in their place."""
+
+
+_EXTENSION = "tandem_vllm_worker.TandemWorker"
+"""In ``vllm_worker/``, which is all of Tandem that the server's environment gets to see."""
 
 
 class VllmProtocol(ServerProtocol):
@@ -100,8 +104,9 @@ class VllmProtocol(ServerProtocol):
         name = f"{self.maker} {version}"
         self.check_routes(name)
         model = self.call("/v1/models")["data"][0]
-        config = self.call("/server_info?config_format=json")["vllm_config"]["model_config"]
-        return Facts(name, int(model["max_model_len"]), str(config["dtype"]).removeprefix("torch."))
+        config = self.call("/server_info?config_format=json")["vllm_config"]
+        self.reads_memory = config["parallel_config"].get("worker_extension_cls") == _EXTENSION
+        return Facts(name, int(model["max_model_len"]), str(config["model_config"]["dtype"]).removeprefix("torch."))
 
     def is_paused(self) -> bool:
         """See `ServerProtocol`."""
@@ -115,9 +120,12 @@ class VllmProtocol(ServerProtocol):
         """See `ServerProtocol`."""
         self.call("/resume", {})
 
-    def reload(self, folder: Path, label: str) -> None:
+    def reload(self, place: Mapping[str, Any], label: str) -> None:
         """See `ServerProtocol`. Running requests lose their keys and values too, and compute them anew when they go on."""
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        if "memory" in place:
+            body = {"method": "tandem_load", "kwargs": {"place": place}}
+        else:
+            body = {"method": "reload_weights", "kwargs": {"weights_path": place["folder"]}}
         self.call("/collective_rpc", body, timeout_s=RELOAD_TIMEOUT_S)
         if not self.call("/reset_prefix_cache?reset_running_requests=true", {})["success"]:
             raise ServerFailed("it did not drop the keys and values of the old weights", url=self.http.base_url)
@@ -153,7 +161,13 @@ class VllmServer(ForeignServer):
         words += ["--max-num-seqs", str(settings.max_running), "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
         if settings.max_model_len is not None:
             words += ["--max-model-len", str(settings.max_model_len)]
-        environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+        words += ["--worker-extension-cls", _EXTENSION]
+        environment = {
+            "PYTHONPATH": str(Path(__file__).with_name("vllm_worker")),
+            "VLLM_SERVER_DEV_MODE": "1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        environment |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         if terms.device == "cpu":
             environment["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(settings.kv_cache_gib)))
             # Left alone it keeps one core free, which is half of two.
