@@ -31,7 +31,7 @@ class WeightSource(ABC):
     def place(self) -> Mapping[str, Any] | None:
         """In JSON's words, where a process without Tandem finds the tensors; None where only `tensors` knows.
 
-        ``{"folder": path}``, or of a file that can be mapped ``{"memory": path, "tensors": [[name, shape, dtype, offset], …]}``.
+        ``{"folder": path}``, or of a file to be mapped ``{"memory": path, "tensors": [[name, shape, dtype, offset], …]}``.
         """
         return None
 
