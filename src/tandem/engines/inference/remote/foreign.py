@@ -4,7 +4,6 @@ Each token carries the version that made it by the server's own word. What a ser
 attached, by looking at its routes and by asking for a token, and refused by name.
 """
 
-import os
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from tandem.engines.inference.remote.counters import Counters
 from tandem.engines.inference.remote.http import HttpClient
 from tandem.engines.inference.remote.in_place import InPlaceUpdates
 from tandem.engines.inference.remote.labels import Labels
-from tandem.engines.inference.remote.launch import ServerProcess, free_port, wait_ready
+from tandem.engines.inference.remote.launch import CORES, ServerProcess, free_port, wait_ready
 from tandem.engines.inference.remote.protocol import Draw, Facts, ServerProtocol
 
 _PROBE_IDS = tuple(range(1, 9))
@@ -45,7 +44,7 @@ class StartTerms:
     """``max_running``, ``kv_cache_gib`` and ``max_model_len`` are the server's too."""
 
     cpus: tuple[int, ...]
-    """Cores that it may run on."""
+    """Cores that it computes on."""
 
 
 class ForeignServer(InferenceEngine):
@@ -135,16 +134,17 @@ class ForeignServer(InferenceEngine):
     ) -> Self:
         """Starts a server and waits until it has generated a token; it ends with this object, or with this process.
 
+        ``cpus``: the cores that it may use; None lets it compute on ``settings.threads`` of them, the next server on others.
+
         Raises:
             ConfigError: as `attach`, or there is no such interpreter.
             EngineDied, WaitTimeout: it did not start; with the end of its log.
         """
-        name = str(dtype).removeprefix("torch.")
-        cores = tuple(cpus if cpus is not None else sorted(os.sched_getaffinity(0)))
-        port = free_port()
-        terms = StartTerms(python, folder.resolve(), name, device, settings or EmbeddedEngineConfig(), cores)
+        settings, port = settings or EmbeddedEngineConfig(), free_port()
+        cores = tuple(cpus) if cpus is not None else CORES.take(settings.threads)
+        terms = StartTerms(python, folder.resolve(), str(dtype).removeprefix("torch."), device, settings, cores)
         command, environment = cls.command(terms, port)
-        process = ServerProcess.start(command, log_file=log_file, environment=environment, cpus=cores)
+        process = ServerProcess.start(command, log_file=log_file, environment=environment, cpus=cpus)
 
         def ask() -> Self:
             url = f"http://127.0.0.1:{port}"
