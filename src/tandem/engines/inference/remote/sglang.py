@@ -1,6 +1,7 @@
 """SGLang: its native ``/generate`` for tokens, ``/update_weights_from_disk`` and its neighbours for control."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from tandem.api.failures import ServerFailed
@@ -15,6 +16,8 @@ from tandem.engines.inference.remote.protocol import (
     ServerProtocol,
     labels_of,
 )
+from tandem.engines.inference.remote.sglang_group import UpdateGroup
+from tandem.engines.inference.remote.vllm_worker.tandem_vllm_worker import mapped
 
 _DTYPES = {"half": "float16", "float": "float32"}
 
@@ -23,6 +26,9 @@ class SGLangProtocol(ServerProtocol):
     """The interface of SGLang 0.5.23."""
 
     maker = "SGLang"
+    group_host = "127.0.0.1"
+    """This machine's address as the server reaches it, for updates by a process group."""
+
     generate_path = "/generate"
     routes = frozenset(
         {
@@ -106,11 +112,25 @@ class SGLangProtocol(ServerProtocol):
         self.call("/continue_generation", {"torch_empty_cache": False})
 
     def reload(self, place: Mapping[str, Any], label: str) -> None:
-        """See `ServerProtocol`."""
+        """See `ServerProtocol`. From memory by a process group, if it was attached so."""
+        if "memory" in place:
+            self._by_group(place, label)
+            return
         body = {"model_path": place["folder"], "weight_version": label, "flush_cache": True}
         answer = self.call("/update_weights_from_disk", body, timeout_s=RELOAD_TIMEOUT_S)
         if not answer["success"]:
             raise ServerFailed(f"it did not load {place['folder']}: {answer['message']}", url=self.http.base_url)
+
+    def _by_group(self, place: Mapping[str, Any], label: str) -> None:
+        try:
+            group = UpdateGroup(self.call, self.group_host)
+            try:
+                group.send(mapped(place["memory"], place["tensors"]), label)
+            finally:
+                with suppress(ServerFailed):
+                    group.close()
+        except RuntimeError as error:  # of torch.distributed
+            raise ServerFailed(f"the stream of weights to it broke off: {error}", url=self.http.base_url) from error
 
     def set_label(self, label: str) -> None:
         """See `ServerProtocol`."""
@@ -132,6 +152,15 @@ class SGLangServer(ForeignServer):
     """An SGLang server as an inference engine; made by `attach` or `start`."""
 
     protocol = SGLangProtocol
+
+    def by_group(self, host: str = "127.0.0.1") -> "SGLangServer":
+        """From now on updates that lie in this machine's memory go to it by a gloo group; it needs to see no folder of ours.
+
+        ``host``: this machine's address as the server reaches it. For a server on one device.
+        """
+        assert isinstance(self._protocol, SGLangProtocol)
+        self._protocol.group_host, self._protocol.reads_memory = host, True
+        return self
 
     @classmethod
     def command(cls, terms: StartTerms, port: int) -> tuple[list[str], dict[str, str]]:

@@ -1,0 +1,351 @@
+"""Real inference servers against the embedded engine and the model itself: same answers, real updates, an honest end.
+
+    python scripts/check_servers.py --model FOLDER --vllm VLLM_ENV/bin/python --sglang SGLANG_ENV/bin/python
+
+Starts each server that has an interpreter given, on this machine's cores (``--cpus 1`` for one of them), checks it and
+ends it. Prints one line a check; the exit status is the number of checks that failed. docs/servers.md has its output.
+"""
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tandem.api.failures import InfrastructureFailure
+from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey, StopReason
+from tandem.api.weights import FolderSource, WeightSource, WeightUpdate, WeightVersion, tensor_digest, version_digest
+from tandem.config.generation import GenerationConfig
+from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.engines.inference.core import EngineCore
+from tandem.engines.inference.embedded import EmbeddedEngine
+from tandem.engines.inference.remote.foreign import ForeignServer
+from tandem.engines.inference.remote.sglang import SGLangServer
+from tandem.engines.inference.remote.vllm import VllmServer
+from tandem.weights.shared_memory import SharedMemoryChannel
+
+TOLERANCE = 1e-4
+SETTINGS = EmbeddedEngineConfig(max_running=64, kv_cache_gib=2.0, max_model_len=512)
+
+
+@dataclass(frozen=True)
+class InMemory(WeightSource):
+    """Tensors of this process."""
+
+    named_tensors: tuple[tuple[str, torch.Tensor], ...]
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `WeightSource`."""
+        yield from self.named_tensors
+
+
+class Report:
+    """Prints what was seen, and counts what was wrong."""
+
+    def __init__(self) -> None:
+        self.failed = 0
+
+    def line(self, good: bool, what: str) -> None:
+        """One check."""
+        self.failed += not good
+        print(f"{'ok  ' if good else 'FAIL'} {what}", flush=True)
+
+
+class Reference:
+    """The model itself, by transformers in fp32: scores tokens that somebody else drew."""
+
+    def __init__(self, folder: Path):
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        tied = {"lm_head.weight"} if self.model.config.tie_word_embeddings else set()
+        self.own = {name: tensor.clone() for name, tensor in self.model.state_dict().items() if name not in tied}
+
+    @torch.inference_mode()
+    def difference(self, answer: LLMResponse, start: int = 0) -> float:
+        """Largest gap between the answer's log-probabilities from its token ``start`` on and the model's."""
+        ids = torch.tensor([answer.input_ids + answer.output_ids])
+        logits = self.model(ids).logits[0, len(answer.input_ids) - 1 : -1].float() / answer.temperature
+        scores = logits.log_softmax(-1).gather(-1, torch.tensor(answer.output_ids)[:, None]).squeeze(-1)
+        gaps = (scores - torch.tensor(answer.logprobs)).abs()[start:]
+        return float(gaps.max()) if len(gaps) else 0.0
+
+    def take(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Other weights."""
+        self.model.load_state_dict({**self.own, **tensors}, strict=False)
+        self.model.tie_weights()
+
+
+def prompts(folder: Path, count: int) -> list[tuple[int, ...]]:
+    """Chat prompts of different lengths."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    found = []
+    for number in range(count):
+        parts = " plus ".join(str((number * 37 + i * 11) % 90 + 1) for i in range(2 + number % 5))
+        chat = [{"role": "user", "content": f"What is {parts}? Explain step by step, then say the number."}]
+        found.append(tuple(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)))
+    return found
+
+
+def ask(engine: Any, requests: list[LLMRequest], timeout_s: float = 600.0) -> list[LLMResponse]:
+    """All of them at once."""
+
+    async def together() -> list[LLMResponse]:
+        return await asyncio.gather(*(engine.agenerate(request) for request in requests))
+
+    return asyncio.run(asyncio.wait_for(together(), timeout_s))
+
+
+def shifted(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of the model a little different, as after a long training step."""
+    generator = torch.Generator().manual_seed(0)
+    (file,) = folder.glob("*.safetensors")
+    return {
+        name: tensor.float() * (1 + 0.02 * torch.randn(tensor.shape, generator=generator))
+        for name, tensor in load_file(file).items()
+    }
+
+
+def update_of(tensors: dict[str, torch.Tensor], number: int, source: WeightSource | None = None) -> WeightUpdate:
+    """An update with these tensors, from memory unless there is a source."""
+    digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+    version = WeightVersion(number, version_digest(digests), "check")
+    return WeightUpdate(version, source or InMemory(tuple(tensors.items())), digests)
+
+
+def check_answers(
+    server: ForeignServer, embedded: EmbeddedEngine, reference: Reference, report: Report, asked: list
+) -> None:
+    """Greedy as the embedded engine, and log-probabilities as the model's own at another temperature."""
+    greedy = [LLMRequest(p, GenerationConfig(max_new_tokens=16, greedy=True)) for p in asked]
+    ours, began = ask(embedded, greedy), time.perf_counter()
+    theirs = ask(server, greedy)
+    took = time.perf_counter() - began
+    same = sum(a.output_ids == b.output_ids and a.stop_reason == b.stop_reason for a, b in zip(ours, theirs, strict=True))
+    gap = max(
+        abs(x - y)
+        for a, b in zip(ours, theirs, strict=True)
+        if a.output_ids == b.output_ids
+        for x, y in zip(a.logprobs, b.logprobs, strict=True)
+    )
+    made = sum(len(a.output_ids) for a in theirs)
+    report.line(same == len(asked), f"greedy, {len(asked)} prompts: {same} equal to the embedded engine's, tokens and ends")
+    report.line(
+        gap <= TOLERANCE, f"their log-probabilities differ by {gap:.1e} at most ({made} tokens, {made / took:.0f} a second)"
+    )
+    for temperature in (1.0, 0.7):
+        gconfig = GenerationConfig(max_new_tokens=16, temperature=temperature)
+        drawn = ask(server, [LLMRequest(p, gconfig, NoiseKey(1, sample=n)) for n, p in enumerate(asked)])
+        gap = max(reference.difference(answer) for answer in drawn)
+        count = sum(len(answer.output_ids) for answer in drawn)
+        report.line(
+            gap <= TOLERANCE, f"sampled at T = {temperature}: {count} log-probabilities within {gap:.1e} of the model's own"
+        )
+    hot = GenerationConfig(max_new_tokens=8, temperature=0.7, first_token_temperature=1.5)
+    (answer,) = ask(server, [LLMRequest(asked[0], hot)])
+    report.line(
+        answer.untrained_tokens == 1 and reference.difference(answer, 1) <= TOLERANCE, "a first token of its own temperature"
+    )
+
+
+def check_ends(server: ForeignServer, embedded: EmbeddedEngine, report: Report, asked: list, folder: Path) -> None:
+    """Stop tokens and strings, seeds, a deadline."""
+    plain = GenerationConfig(max_new_tokens=24, greedy=True)
+    (whole,) = ask(embedded, [LLMRequest(asked[1], plain)])
+    text = AutoTokenizer.from_pretrained(folder).decode(whole.output_ids[5:8])
+    for what, gconfig in (
+        ("stop token", GenerationConfig(max_new_tokens=24, greedy=True, stop_token_ids=(whole.output_ids[6],))),
+        ("stop string", GenerationConfig(max_new_tokens=24, greedy=True, stop=(text,))),
+    ):
+        ours, theirs = (ask(engine, [LLMRequest(asked[1], gconfig)])[0] for engine in (embedded, server))
+        same = (ours.output_ids, ours.stop_reason) == (theirs.output_ids, theirs.stop_reason)
+        report.line(
+            same and ours.stop_reason == StopReason.STOP, f"{what}: {len(theirs.output_ids)} tokens, as the embedded engine"
+        )
+    free = GenerationConfig(max_new_tokens=12)
+    one, two, other = (ask(server, [LLMRequest(asked[2], free, NoiseKey(5, sample=s))])[0].output_ids for s in (0, 0, 1))
+    print(f"     seeds: the same key gives {'the same' if one == two else 'ANOTHER'} answer, another key "
+          f"{'another' if other != one else 'the same'}", flush=True)  # fmt: skip
+    long = LLMRequest(asked[3], GenerationConfig(max_new_tokens=400, stop_token_ids=()), deadline_s=1.5)
+    began = time.monotonic()
+    (late,) = ask(server, [long])
+    took = time.monotonic() - began
+    good = late.stop_reason == StopReason.STOP or (late.stop_reason == StopReason.CANCELLED and len(late.output_ids) > 0)
+    report.line(
+        good and took < 4.0,
+        f"a deadline of 1.5 s: {late.stop_reason.name} after {took:.2f} s with {len(late.output_ids)} tokens",
+    )
+
+
+def check_updates(server: ForeignServer, reference: Reference, report: Report, asked: list, folder: Path) -> None:
+    """Updates in the middle of generation: versions, real weights, and keys and values computed anew."""
+    new = shifted(folder)
+    (own,) = (load_file(file) for file in folder.glob("*.safetensors"))
+    own = {name: tensor.float() for name, tensor in own.items()}
+    gconfig = GenerationConfig(max_new_tokens=160)
+    requests = [LLMRequest(p, gconfig, NoiseKey(9, sample=n)) for n, p in enumerate(asked[:8])]
+    with tempfile.TemporaryDirectory() as place:
+        target = Path(place) / "v1"
+        target.mkdir()
+        save_file(new, target / "model.safetensors", metadata={"format": "pt"})
+        for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+            with suppress(OSError):
+                (target / name).write_bytes((folder / name).read_bytes())
+        for number, update in enumerate(
+            (update_of(new, 1, FolderSource(target)), update_of(own, 2), update_of(new, 3, FolderSource(target))), 1
+        ):
+            answers, told = _publish_during(server, requests, update)
+            spans = [answer for answer in answers if set(answer.versions) == {number - 1, number}]
+            reference.take(new if number % 2 else {})
+            gap = max((reference.difference(a, a.versions.index(number)) for a in spans), default=float("inf"))
+            kind = "folder" if isinstance(update.source, FolderSource) else "memory"
+            compared = f"{told['verify_s']:.2f} s of it comparing {server.statistics()['verified_tensors']:.0f} tensors"
+            report.line(
+                len(spans) >= len(requests) // 2 and gap <= TOLERANCE,
+                f"update {number} from {kind}, {len(requests)} running: {len(spans)} spanned it, their log-probabilities "
+                f"then are the new weights' own within {gap:.1e}; pause {told['pause_s']:.2f} s, {compared}",
+            )
+    pauses = []
+    for number in (4, 5, 6):
+        update = update_of(own if number % 2 == 0 else new, number)
+        server.prepare_weights(update)
+        pauses.append(server.commit_weights(update.version)["pause_s"])
+    reference.take(own)
+    print(f"     three updates of an idle server: pause {statistics.median(pauses):.2f} s (median)", flush=True)
+
+
+def check_memory(server: ForeignServer, reference: Reference, report: Report, asked: list, folder: Path) -> None:
+    """An update from shared memory, without a folder: vLLM by its worker extension, SGLang by a gloo group."""
+    if isinstance(server, SGLangServer):
+        server.by_group()
+    channel = SharedMemoryChannel()
+    new = shifted(folder)
+    delivery = channel.put(new.items(), torch.float32)
+    version = WeightVersion(7, version_digest(delivery.digests), "check")
+    server.prepare_weights(WeightUpdate(version, delivery.source, delivery.digests))
+    told = server.commit_weights(version)
+    reference.take(new)
+    answers = ask(server, [LLMRequest(p, GenerationConfig(max_new_tokens=16)) for p in asked[:8]])
+    gap = max(reference.difference(answer) for answer in answers)
+    good = gap <= TOLERANCE and {v for a in answers for v in a.versions} == {7}
+    report.line(good, f"an update from shared memory: within {gap:.1e} of the new weights; pause {told['pause_s']:.2f} s")
+    channel.close()
+
+
+def _publish_during(
+    server: ForeignServer, requests: list, update: WeightUpdate
+) -> tuple[list[LLMResponse], dict[str, float]]:
+    told: dict[str, float] = {}
+
+    def publish() -> None:
+        deadline = time.monotonic() + 60
+        while server.statistics()["running"] < len(requests) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        server.prepare_weights(update)
+        time.sleep(1.0)  # some tokens under the old weights
+        told.update(server.commit_weights(update.version))
+
+    publisher = threading.Thread(target=publish)
+    publisher.start()
+    answers = ask(server, requests)
+    publisher.join()
+    return answers, told
+
+
+def check_kill(server: ForeignServer, report: Report, asked: list) -> None:
+    """kill -9 in the middle of requests, and what is left of the server."""
+    assert server.process is not None
+    main = psutil.Process(server.process.pid)
+    family = [main, *main.children(recursive=True)]
+    ends: list[str] = []
+
+    async def run() -> None:
+        requests = [LLMRequest(p, GenerationConfig(max_new_tokens=300)) for p in asked[:4]]
+        tasks = [asyncio.ensure_future(server.agenerate(request)) for request in requests]
+        await asyncio.sleep(1.0)
+        main.kill()
+        killed = time.monotonic()
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            ends.append(type(result).__name__ if isinstance(result, InfrastructureFailure) else f"?{result!r}")
+        ends.append(f"{time.monotonic() - killed:.2f} s")
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+    server.close()
+    left = [process.pid for process in family if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+    report.line(
+        not left and not any(end.startswith("?") for end in ends),
+        f"kill -9: {', '.join(ends)}; {len(left)} of {len(family)} processes left",
+    )
+
+
+def check(make: Callable[..., ForeignServer], python: str, options: argparse.Namespace, report: Report, asked: list) -> None:
+    """All checks of one server."""
+    cpus = tuple(options.cpus) if options.cpus else None
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as place:
+        log = Path(place) / "server.log"
+        server = make(
+            options.model,
+            python=python,
+            log_file=log,
+            dtype=torch.float32,
+            version=WeightVersion(0),
+            settings=SETTINGS,
+            cpus=cpus,
+            startup_timeout_s=options.startup_timeout_s,
+            progress=lambda words: print(f"     {words}", flush=True),
+        )
+        try:
+            report.line(
+                True,
+                f"{server.name} started in {time.monotonic() - began:.0f} s; capabilities {sorted(server.capabilities)}",
+            )
+            core = EngineCore(options.model, SETTINGS, torch.float32, "cpu", WeightVersion(0))
+            embedded = EmbeddedEngine(core, version=WeightVersion(0), threads=torch.get_num_threads())
+            reference = Reference(options.model)
+            check_answers(server, embedded, reference, report, asked)
+            check_ends(server, embedded, report, asked, options.model)
+            embedded.close()
+            check_updates(server, reference, report, asked, options.model)
+            check_memory(server, reference, report, asked, options.model)
+            check_kill(server, report, asked)
+        except BaseException:
+            print(server.process.last_words(60) if server.process else "", flush=True)
+            raise
+        finally:
+            server.close()
+            if options.keep_log:
+                (Path(options.keep_log) / f"{server.protocol.maker}.log").write_bytes(log.read_bytes())
+
+
+def main() -> int:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, required=True, help="model folder with one safetensors file")
+    parser.add_argument("--vllm", help="python of the environment that has vLLM")
+    parser.add_argument("--sglang", help="python of the environment that has SGLang")
+    parser.add_argument("--cpus", type=int, nargs="*", help="cores of the servers; default: all")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--startup-timeout-s", type=float, default=600.0)
+    parser.add_argument("--keep-log", help="folder for the servers' logs")
+    options = parser.parse_args()
+    report, asked = Report(), prompts(options.model, options.prompts)
+    for make, python in ((VllmServer.start, options.vllm), (SGLangServer.start, options.sglang)):
+        if python:
+            check(make, python, options, report, asked)
+    print(f"{report.failed} checks failed", flush=True)
+    return report.failed
+
+
+if __name__ == "__main__":
+    sys.exit(main())

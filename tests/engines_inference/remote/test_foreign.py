@@ -1,0 +1,408 @@
+"""Engines behind vLLM's and SGLang's interfaces: what must hold whatever the server does."""
+
+import asyncio
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from tandem.api.failures import DataFailure, EngineDied, ServerFailed, WeightUpdateFailed
+from tandem.api.requests import LLMRequest, NoiseKey, StopReason
+from tandem.api.weights import FolderSource, WeightSource, WeightUpdate, WeightVersion, tensor_digest, version_digest
+from tandem.config.errors import ConfigError
+from tandem.config.generation import GenerationConfig
+from tandem.engines.inference.remote.sglang import SGLangServer
+from tandem.engines.inference.remote.vllm import VllmServer
+from tandem.weights.shared_memory import SharedMemoryChannel
+from tests.engines_inference.remote.wire import SGLangStandIn, VllmStandIn
+from tests.tiny import tiny_model_folder
+
+KINDS = {"vllm": (VllmServer, VllmStandIn), "sglang": (SGLangServer, SGLangStandIn)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return KINDS[request.param]
+
+
+def attach(kind, server, folder, **options):
+    return kind[0].attach(server.url, folder=folder, dtype=torch.float32, version=WeightVersion(0), **options)
+
+
+def ask(engine, *prompts, deadline_s=None, key=None, **gconfig):
+    requests = [
+        LLMRequest(tuple(p), GenerationConfig(**({"max_new_tokens": 8} | gconfig)), deadline_s=deadline_s, noise_key=key)
+        for p in prompts or ((5, 6, 7),)
+    ]
+
+    async def all_of_them():
+        return await asyncio.gather(*(engine.agenerate(request) for request in requests))
+
+    answers = asyncio.run(asyncio.wait_for(all_of_them(), 30))
+    return answers if prompts else answers[0]
+
+
+def expected(server, prompt, count):
+    tokens = []
+    for _ in range(count):
+        tokens.append(server.next_token([*prompt, *tokens]))
+    return tuple(tokens)
+
+
+@dataclass(frozen=True)
+class InMemory(WeightSource):
+    items: tuple
+
+    def tensors(self):
+        yield from self.items
+
+
+def new_weights(folder, number, shift=1.0):
+    tensors = {name: tensor + shift for name, tensor in load_file(folder / "model.safetensors").items()}
+    digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+    return tensors, digests, WeightVersion(number, version_digest(digests), "run")
+
+
+def update_from_memory(folder, number=1, shift=1.0):
+    tensors, digests, version = new_weights(folder, number, shift)
+    return WeightUpdate(version, InMemory(tuple(tensors.items())), digests)
+
+
+def update_from_folder(folder, target, number=1, shift=1.0):
+    tensors, digests, version = new_weights(folder, number, shift)
+    target.mkdir()
+    save_file(tensors, target / "model.safetensors")
+    return WeightUpdate(version, FolderSource(target), digests)
+
+
+def test_a_completion_has_a_logprob_and_a_version_for_each_token(kind, folder):
+    with kind[1](folder) as server:
+        engine = attach(kind, server, folder)
+        answer = ask(engine, temperature=0.5)
+        engine.close()
+    assert answer.output_ids == expected(server, (5, 6, 7), 8)
+    assert answer.logprobs == tuple(server.logprob(token, 0.5) for token in answer.output_ids)
+    assert answer.versions == (0,) * 8
+    assert (answer.stop_reason, answer.temperature) == (StopReason.LENGTH, 0.5)
+
+
+def test_a_stop_token_ends_a_completion_and_stays_in_it(kind, folder):
+    with kind[1](folder) as server:
+        engine = attach(kind, server, folder)
+        tokens = expected(server, (5, 6, 7), 8)
+        answers = [ask(engine, stop_token_ids=(tokens[2],)), ask(engine, stop_token_ids=(tokens[7],))]
+        engine.close()
+    assert [len(answer.output_ids) for answer in answers] == [3, 8]
+    assert {answer.stop_reason for answer in answers} == {StopReason.STOP}, "also where it is the last that may come"
+
+
+def test_a_stop_string_ends_with_the_token_that_completes_it_even_where_the_server_overlooks_it(kind, folder):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    with kind[1](folder) as server:
+        engine = attach(kind, server, folder)
+        tokens = expected(server, (5, 6, 7), 8)
+        text = tokenizer.decode(tokens[3:5])
+        answer = ask(engine, stop=(text,))
+        engine.close()
+    assert text in tokenizer.decode(answer.output_ids) and text not in tokenizer.decode(answer.output_ids[:-1])
+    assert answer.stop_reason == StopReason.STOP
+
+
+def test_a_server_that_stops_at_a_token_of_its_own_is_asked_for_the_rest(folder):
+    kind = KINDS["sglang"]
+    with kind[1](folder) as server:
+        engine = attach(kind, server, folder)
+        prompt = next((4, n) for n in range(3, 299) if 9 in expected(server, (4, n), 6)[:5])
+        (answer,) = ask(engine, prompt, max_new_tokens=6)
+        engine.close()
+    assert answer.output_ids == expected(server, prompt, 6)
+    assert len(server.requests[-2]["ids"]) == 2 < len(server.requests[-1]["ids"]), "it began with the prompt, and went on"
+
+
+def test_at_its_deadline_a_request_ends_as_cancelled_with_what_it_has(kind, folder):
+    with kind[1](folder, token_s=0.02) as server:
+        engine = attach(kind, server, folder)
+        began = time.monotonic()
+        answer = ask(engine, max_new_tokens=50, deadline_s=0.2)
+        took = time.monotonic() - began
+        nothing = ask(engine, deadline_s=0.0)
+        engine.close()
+    assert answer.stop_reason == StopReason.CANCELLED and 0 < len(answer.output_ids) < 50
+    assert answer.output_ids == expected(server, (5, 6, 7), len(answer.output_ids))
+    assert took < 2.0 and len(server.aborted) == 1, "the server was told"
+    assert (nothing.stop_reason, nothing.output_ids) == (StopReason.CANCELLED, ())
+
+
+def test_an_update_in_the_middle_of_a_completion_shows_in_its_versions(kind, folder, tmp_path):
+    with kind[1](folder, token_s=0.01) as server:
+        engine = attach(kind, server, folder)
+        update = update_from_folder(folder, tmp_path / "v1")
+        reports = []
+
+        def publish():
+            time.sleep(0.15)
+            engine.prepare_weights(update)
+            reports.append(engine.commit_weights(update.version))
+
+        publisher = threading.Thread(target=publish)
+        publisher.start()
+        answers = ask(engine, (5, 6), (7, 8), (9, 9), max_new_tokens=40)
+        publisher.join()
+        engine.close()
+    assert server.flushed == 1 and not server.paused
+    assert engine.version == update.version and reports[0]["pause_s"] > 0
+    assert engine.statistics()["verified_tensors"] > 5, "fused tensors among them"
+    for answer in answers:
+        assert set(answer.versions) == {0, 1} and list(answer.versions) == sorted(answer.versions)
+        first = answer.versions.index(1)
+        rest = expected(server, (*answer.input_ids, *answer.output_ids[:first]), 40 - first)
+        assert answer.output_ids[first:] == rest, "these tokens are the new weights'"
+        assert len(answer.logprobs) == 40
+
+
+def test_weights_that_lie_in_memory_are_delivered_by_a_temporary_folder_which_is_removed(kind, folder):
+    with kind[1](folder) as server:
+        engine = attach(kind, server, folder)
+        before = server.seed
+        folders = []
+        for number in (1, 2):
+            update = update_from_memory(folder, number, shift=float(number))
+            engine.prepare_weights(update)
+            folders.append(engine._updates._prepared.spooled)
+            assert (folders[-1] / "config.json").is_file() and (folders[-1] / "tokenizer.json").is_file()
+            engine.commit_weights(update.version)
+        assert server.seed != before and not folders[0].exists() and folders[1].exists()
+        engine.prepare_weights(update_from_memory(folder, 3))
+        given_up = engine._updates._prepared.spooled
+        engine.discard_weights()
+        assert not given_up.exists()
+        engine.close()
+    assert not folders[1].parent.exists()
+
+
+def test_a_vllm_server_with_our_worker_reads_shared_memory_itself(folder):
+    tensors, _, _ = new_weights(folder, 1)
+    channel = SharedMemoryChannel()
+    with VllmStandIn(folder) as server:
+        server.extension = "tandem_vllm_worker.TandemWorker"
+        engine = attach(KINDS["vllm"], server, folder)
+        assert engine.capabilities == {"in_place", "shared_memory"}
+        delivery = channel.put(tensors.items(), torch.float32)
+        version = WeightVersion(1, version_digest(delivery.digests), "run")
+        engine.prepare_weights(WeightUpdate(version, delivery.source, delivery.digests))
+        assert engine._updates._prepared.spooled is None, "nothing is written"
+        before = server.seed
+        engine.commit_weights(version)
+        assert server.seed != before and set(ask(engine).versions) == {1}
+        engine.close()
+    channel.close()
+
+
+def test_an_update_whose_bytes_changed_on_their_way_is_refused_before_the_server_hears_of_it(kind, folder):
+    with kind[1](folder) as server:
+        engine = attach(kind, server, folder)
+        update = update_from_memory(folder)
+        name = min(update.digests)
+        digests = {**update.digests, name: "0" * 64}
+        version = WeightVersion(1, version_digest(digests), "run")
+        with pytest.raises(WeightUpdateFailed, match=name):
+            engine.prepare_weights(WeightUpdate(version, update.source, digests))
+        with pytest.raises(WeightUpdateFailed, match="nothing is prepared"):
+            engine.commit_weights(version)
+        assert ask(engine).versions == (0,) * 8 and not server.paused
+        engine.close()
+
+
+@pytest.mark.parametrize("lie", ["load", "reload"])
+def test_a_server_that_did_not_take_the_weights_stays_paused_until_they_are_delivered(kind, folder, lie):
+    with kind[1](folder) as server:
+        engine = attach(kind, server, folder)
+        update = update_from_memory(folder)
+        engine.prepare_weights(update)
+        server.spoils.add(lie)
+        with pytest.raises(ServerFailed, match="checksum" if lie == "load" else "no such folder"):
+            engine.commit_weights(update.version)
+        assert server.paused
+        with pytest.raises(ServerFailed, match="deliver them anew"):
+            engine.resume()
+        server.spoils.clear()
+        engine.prepare_weights(update)
+        engine.commit_weights(update.version)
+        assert not server.paused and set(ask(engine).versions) == {1}
+        engine.close()
+
+
+def test_an_attached_server_goes_on_when_its_client_leaves(kind, folder):
+    with kind[1](folder) as server:
+        engine = attach(kind, server, folder)
+        engine.pause()
+        assert server.paused
+        engine.close()
+        engine.close()
+        assert not server.paused
+        with pytest.raises(EngineDied):
+            ask(engine)
+        again = attach(kind, server, folder)
+        assert set(ask(again).versions) == {0}
+        again.close()
+
+
+def test_a_pause_outlasts_an_update(kind, folder):
+    with kind[1](folder) as server:
+        engine = attach(kind, server, folder)
+        engine.pause()
+        update = update_from_memory(folder)
+        engine.prepare_weights(update)
+        engine.commit_weights(update.version)
+        assert server.paused
+        engine.resume()
+        assert not server.paused and set(ask(engine).versions) == {1}
+        engine.close()
+
+
+def test_tokens_of_weights_that_this_run_did_not_deliver_are_refused(kind, folder):
+    with kind[1](folder) as server:
+        engine = attach(kind, server, folder)
+        server.label = "default"  # restarted
+        with pytest.raises(ServerFailed, match="restarted"):
+            ask(engine)
+        other = attach(kind, server, folder)  # another run at the same address
+        with pytest.raises(ServerFailed, match="another run uses it"):
+            asyncio.run(engine.probe(5.0))
+        assert asyncio.run(other.probe(5.0)).versions == (0,)
+        engine.close()
+        other.close()
+
+
+def test_a_server_that_ignores_the_temperature_is_refused_with_the_remedy(kind, folder):
+    with (
+        kind[1](folder, ignores_temperature=True) as server,
+        pytest.raises(ConfigError, match=r"ignore the temp.*(processed|ORIG)"),
+    ):
+        attach(kind, server, folder)
+
+
+def test_a_server_without_a_route_is_refused_by_name_and_version(kind, folder):
+    missing = "/weight_checker" if kind[0] is VllmServer else "/weights_checker"
+    with (
+        kind[1](folder, spoils={missing}) as server,
+        pytest.raises(ConfigError, match=f"{kind[0].protocol.maker} 0.*{missing}"),
+    ):
+        attach(kind, server, folder)
+
+
+def test_a_server_of_another_precision_is_refused(kind, folder):
+    with kind[1](folder, dtype="bfloat16") as server, pytest.raises(ConfigError, match="--dtype float32"):
+        attach(kind, server, folder)
+
+
+def test_what_a_server_cannot_sample_is_refused_at_start_and_at_the_request(kind, folder):
+    with kind[1](folder) as server:
+        engine = attach(kind, server, folder)
+        short = GenerationConfig(min_new_tokens=2)
+        with pytest.raises(ConfigError, match=f"{kind[0].protocol.maker}.*min_new_tokens=2"):
+            engine.check_generation(short)
+        with pytest.raises(DataFailure, match="min_new_tokens"):
+            ask(engine, min_new_tokens=2)
+        nucleus = GenerationConfig(top_p=0.9)
+        if kind[0] is VllmServer:
+            with pytest.raises(ConfigError, match=r"vLLM 0\.32\.0.*top_p=0\.9"):
+                engine.check_generation(nucleus)
+        else:
+            engine.check_generation(nucleus)
+        with pytest.raises(DataFailure) as failure:
+            ask(engine, tuple(range(1, 65)))
+        assert failure.value.reason == "prompt_too_long"
+        with pytest.raises(ConfigError, match="placement=decoupled"):
+            engine.sleep(("weights",))
+        engine.close()
+
+
+def test_a_completion_ends_at_the_context_of_the_server(kind, folder):
+    with kind[1](folder) as server:
+        engine = attach(kind, server, folder)
+        (answer,) = ask(engine, tuple(range(10, 70)), max_new_tokens=100)
+        engine.close()
+    assert len(answer.output_ids) == 4 and answer.truncated
+
+
+def test_the_first_token_may_have_a_temperature_of_its_own(kind, folder):
+    with kind[1](folder) as server:
+        engine = attach(kind, server, folder)
+        answer = ask(engine, first_token_temperature=4.0)
+        engine.close()
+    assert answer.output_ids == expected(server, (5, 6, 7), 8) and answer.untrained_tokens == 1
+    assert [request["temperature"] for request in server.requests[-2:]] == [4.0, 1.0]
+    assert answer.logprobs[0] == server.logprob(answer.output_ids[0], 4.0)
+
+
+def test_greedy_logprobs_are_at_temperature_one_and_say_so(kind, folder):
+    with kind[1](folder) as server:
+        engine = attach(kind, server, folder)
+        answer = ask(engine, greedy=True, temperature=0.3)
+        engine.close()
+    assert answer.temperature == 1.0
+    assert answer.logprobs == tuple(server.logprob(token, 1.0) for token in answer.output_ids)
+
+
+def test_seeds_come_from_the_noise_key(kind, folder):
+    with kind[1](folder) as server:
+        engine = attach(kind, server, folder)
+        for sample, prompt in ((0, (5, 6)), (0, (5, 6)), (1, (5, 6)), (0, (5, 6, 7))):
+            ask(engine, prompt, key=NoiseKey(seed=1, sample=sample))
+        engine.close()
+    first, same, other, later = (request["seed"] for request in server.requests[-4:])
+    assert first == same != other
+    assert all(-(2**63) <= seed < 2**63 for seed in (first, other))
+    assert (later != first) == (kind[0] is VllmServer), "the next turn draws anew; the other server counts positions itself"
+
+
+@pytest.mark.parametrize("garbage", [{}, [], {"choices": []}, {"choices": [{"token_ids": [1], "logprobs": None}]}, None, 7])
+def test_what_is_no_completion_is_the_servers_fault(kind, folder, garbage):
+    with kind[1](folder) as server:
+        engine = attach(kind, server, folder)
+        server.garbage = (
+            garbage if garbage is not None else {"output_ids": [1, 2], "meta_info": {"output_token_logprobs": []}}
+        )
+        with pytest.raises(ServerFailed, match="no completion"):
+            ask(engine)
+        engine.close()
+
+
+def test_a_cancelled_caller_frees_the_request(kind, folder):
+    async def leave(engine):
+        task = asyncio.ensure_future(engine.agenerate(LLMRequest((5,), GenerationConfig(max_new_tokens=60))))
+        await asyncio.sleep(0.1)
+        assert engine.statistics()["running"] == 1
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        return engine.statistics()["running"]
+
+    with kind[1](folder, token_s=0.02) as server:
+        engine = attach(kind, server, folder)
+        assert asyncio.run(leave(engine)) == 0
+        engine.close()
+
+
+def test_attaching_to_nothing_says_so(kind, folder, tmp_path):
+    with pytest.raises(ServerFailed, match="Connect"):
+        kind[0].attach("http://127.0.0.1:9", folder=folder, dtype=torch.float32, version=WeightVersion(0))
+    with pytest.raises(ConfigError, match="interpreter"):
+        kind[0].start(
+            folder,
+            python=str(Path(tmp_path) / "python"),
+            log_file=tmp_path / "log",
+            dtype=torch.float32,
+            version=WeightVersion(0),
+        )

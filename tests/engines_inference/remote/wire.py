@@ -1,0 +1,291 @@
+"""Servers that speak what vLLM 0.32.0 and SGLang 0.5.23 were seen to speak, over a "model" that is one line of arithmetic.
+
+For the client's logic only: that the real servers speak so is checked by `scripts/check_servers.py`.
+"""
+
+import asyncio
+import hashlib
+import threading
+from pathlib import Path
+
+import torch
+from aiohttp import web
+from safetensors import safe_open
+
+from tandem.engines.inference.remote.vllm_worker.tandem_vllm_worker import mapped
+
+VOCAB = 300
+END = 2
+
+
+class StandIn:
+    """One server in a thread: ``with VllmStandIn(folder) as server: server.url``. A token takes ``token_s``."""
+
+    def __init__(self, folder, *, token_s=0.0, ignores_temperature=False, dtype="float32", spoils=()):
+        self.folder, self.token_s, self.ignores_temperature, self.dtype = Path(folder), token_s, ignores_temperature, dtype
+        self.spoils = set(spoils)
+        self.label, self.paused, self.requests, self.aborted = "default", False, [], set()
+        self.flushed = 0
+        self.garbage = None
+        self.load(self.folder)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+
+    def __enter__(self):
+        self._thread.start()
+        asyncio.run_coroutine_threadsafe(self._open(), self._loop).result(10)
+        return self
+
+    def __exit__(self, *_):
+        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+    async def _open(self):
+        app = web.Application()
+        for path, (method, handler) in self.routes().items():
+            app.router.add_route(method, path, handler)
+        app.router.add_get("/openapi.json", self.openapi)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+
+    async def openapi(self, _):
+        return web.json_response({"paths": {path: {} for path in self.routes() if path not in self.spoils}})
+
+    # ------------------------------------------------------------------ the model
+
+    def load(self, folder):
+        """Weights are what their bytes add up to, and their digests in the server's layout: q, k, v are one tensor."""
+        found = {}
+        for file in sorted(Path(folder).glob("*.safetensors")):
+            with safe_open(file, framework="pt") as opened:
+                found |= {name: opened.get_tensor(name).contiguous() for name in opened.keys()}
+        self.take(found)
+
+    def take(self, found):
+        """Named tensors."""
+        raw = {name: bytes(tensor.reshape(-1).view(torch.uint8).numpy().data) for name, tensor in found.items()}
+        self.seed = int(hashlib.sha256(raw["model.embed_tokens.weight"]).hexdigest()[:6], 16)
+        self.held = {name: hashlib.sha256(data).hexdigest() for name, data in raw.items() if "_proj" not in name}
+        for name in [name for name in raw if "q_proj" in name]:
+            parts = b"".join(raw[name.replace("q_proj", f"{one}_proj")] for one in "qkv")
+            self.held[name.replace("q_proj", "qkv_proj")] = hashlib.sha256(parts).hexdigest()
+
+    def next_token(self, ids):
+        """What comes after these tokens; deterministic, and another one under other weights."""
+        return 3 + (ids[-1] * 31 + len(ids) * 7 + self.seed) % (VOCAB - 3)
+
+    def logprob(self, token, temperature):
+        return -(token % 50 + 1) / 100 / (1.0 if self.ignores_temperature else temperature)
+
+    def top(self, temperature):
+        """Five most probable tokens, whatever the prompt."""
+        scale = 1.0 if self.ignores_temperature else temperature
+        return [(10 + i, -0.5 - i * 0.4 / scale) for i in range(5)]
+
+    async def generate(self, number, ids, limit, stop, temperature, texts=()):
+        """Tokens with log-probabilities, spans of labels, and how it ended."""
+        self.requests.append({"ids": list(ids), "limit": limit, "temperature": temperature})
+        tokens, logprobs, spans, why = [], [], [], "length"
+        while len(tokens) < limit:
+            while self.paused and number not in self.aborted:
+                await asyncio.sleep(0.002)
+            if self.token_s:
+                await asyncio.sleep(self.token_s)
+            if number in self.aborted:
+                why = "abort"
+                break
+            if self.paused:
+                continue
+            token = self.next_token([*ids, *tokens])
+            tokens.append(token)
+            logprobs.append(self.logprob(token, temperature))
+            if not spans or spans[-1]["version"] != self.label:
+                spans.append({"version": self.label, "start": len(tokens) - 1, "end": len(tokens)})
+            spans[-1]["end"] = len(tokens)
+            if token in stop:
+                why = "stop"
+                break
+        return tokens, logprobs, spans, why
+
+
+def answer(value):
+    return web.json_response(value)
+
+
+class VllmStandIn(StandIn):
+    """The routes of vLLM."""
+
+    extension = ""
+
+    def routes(self):
+        return {
+            "/inference/v1/generate": ("POST", self.inference),
+            "/inference/v1/abort_requests": ("POST", self.abort),
+            "/pause": ("POST", self.pause),
+            "/resume": ("POST", self.resume),
+            "/is_paused": ("GET", self.is_paused),
+            "/collective_rpc": ("POST", self.rpc),
+            "/reset_prefix_cache": ("POST", self.flush),
+            "/update_weight_version": ("POST", self.relabel),
+            "/weight_info": ("GET", self.info),
+            "/weight_checker": ("POST", self.checker),
+            "/server_info": ("GET", self.server_info),
+            "/version": ("GET", self.version),
+            "/v1/models": ("GET", self.models),
+        }
+
+    async def inference(self, request):
+        if self.garbage is not None:
+            return answer(self.garbage)
+        body = await request.json()
+        params = body["sampling_params"]
+        assert params["ignore_eos"] and params["max_tokens"] >= 1
+        temperature = params["temperature"] or 1.0
+        tokens, logprobs, spans, why = await self.generate(
+            f"generate-tokens-{body['request_id']}",
+            body["token_ids"],
+            params["max_tokens"],
+            params["stop_token_ids"],
+            temperature,
+        )
+        self.requests[-1]["seed"] = params.get("seed")
+        content = [{"token_id": t, "logprob": p, "top_logprobs": []} for t, p in zip(tokens, logprobs, strict=True)]
+        if params["logprobs"]:
+            content[0]["top_logprobs"] = [{"token_id": t, "logprob": p} for t, p in self.top(temperature)]
+        choice = {"index": 0, "finish_reason": why, "token_ids": tokens, "weight_versions": spans}
+        return answer({"choices": [choice | {"logprobs": {"content": content}}]})
+
+    async def abort(self, request):
+        self.aborted |= set((await request.json())["request_ids"])
+        return web.Response()
+
+    async def pause(self, request):
+        assert request.query["mode"] == "keep"
+        self.paused = True
+        return answer({"status": "paused"})
+
+    async def resume(self, _):
+        self.paused = False
+        return answer({"status": "resumed"})
+
+    async def is_paused(self, _):
+        return answer({"is_paused": self.paused})
+
+    async def rpc(self, request):
+        body = await request.json()
+        assert self.paused
+        if "reload" in self.spoils:
+            return web.json_response({"error": {"message": "no such folder"}}, status=500)
+        if body["method"] == "tandem_load":
+            place = body["kwargs"]["place"]
+            self.take(dict(mapped(place["memory"], place["tensors"])))
+        elif "load" not in self.spoils:
+            self.load(body["kwargs"]["weights_path"])
+        return answer({"results": [None]})
+
+    async def flush(self, request):
+        assert request.query["reset_running_requests"] == "true"
+        self.flushed += 1
+        return answer({"success": True})
+
+    async def relabel(self, request):
+        self.label = (await request.json())["new_version"]
+        return answer({"success": True, "new_version": self.label})
+
+    async def info(self, _):
+        return answer({"weight_version": self.label})
+
+    async def checker(self, _):
+        return answer({"checksums": {f"dp0:pp0:pcp0:tp0:{name}": digest for name, digest in self.held.items()}})
+
+    async def server_info(self, _):
+        parallel = {"worker_extension_cls": self.extension}
+        return answer({"vllm_config": {"model_config": {"dtype": f"torch.{self.dtype}"}, "parallel_config": parallel}})
+
+    async def version(self, _):
+        return answer({"version": "0.32.0"})
+
+    async def models(self, _):
+        return answer({"data": [{"id": "policy", "max_model_len": 64}]})
+
+
+class SGLangStandIn(StandIn):
+    """The routes of SGLang."""
+
+    def routes(self):
+        return {
+            "/generate": ("POST", self.native),
+            "/abort_request": ("POST", self.abort),
+            "/pause_generation": ("POST", self.pause),
+            "/continue_generation": ("POST", self.resume),
+            "/update_weights_from_disk": ("POST", self.update),
+            "/update_weight_version": ("POST", self.relabel),
+            "/weights_checker": ("POST", self.checker),
+            "/model_info": ("GET", self.info),
+            "/server_info": ("GET", self.server_info),
+        }
+
+    async def native(self, request):
+        if self.garbage is not None:
+            return answer(self.garbage)
+        body = await request.json()
+        params = body["sampling_params"]
+        temperature = params["temperature"] or 1.0
+        stop = {*params["stop_token_ids"], 9}  # 9: its tokenizer's own end token
+        tokens, logprobs, spans, why = await self.generate(
+            body["rid"], body["input_ids"], params["max_new_tokens"], stop, temperature
+        )
+        self.requests[-1]["seed"] = params.get("sampling_seed")
+        if "reload" in self.spoils:
+            await asyncio.sleep(0)
+        facts = {
+            "finish_reason": {"type": why},
+            "weight_version": self.label,
+            "weight_versions": spans,
+            "output_token_logprobs": [[p, t, None] for p, t in zip(logprobs, tokens, strict=True)],
+        }
+        if body.get("top_logprobs_num"):
+            facts["output_top_logprobs"] = [[[p, t, None] for t, p in self.top(temperature)]]
+        return answer({"output_ids": tokens, "meta_info": facts})
+
+    async def abort(self, request):
+        self.aborted.add((await request.json())["rid"])
+        return web.Response()
+
+    async def pause(self, request):
+        assert (await request.json())["mode"] == "retract"
+        self.paused = True
+        return answer({"status": "ok"})
+
+    async def resume(self, _):
+        self.paused = False
+        return answer({"status": "ok"})
+
+    async def update(self, request):
+        body = await request.json()
+        assert self.paused and body["flush_cache"]
+        if "reload" in self.spoils:
+            return web.json_response({"success": False, "message": "no such folder"}, status=400)
+        if "load" not in self.spoils:
+            self.load(body["model_path"])
+        self.label, self.flushed = body["weight_version"], self.flushed + 1
+        return answer({"success": True, "message": "", "num_paused_requests": 0})
+
+    async def relabel(self, request):
+        self.label = (await request.json())["new_version"]
+        return answer({"success": True})
+
+    async def checker(self, _):
+        return answer({"success": True, "ranks": [{"checksums": {name: d[:16] for name, d in self.held.items()}}]})
+
+    async def info(self, _):
+        return answer({"weight_version": self.label})
+
+    async def server_info(self, _):
+        facts = {"version": "0.5.23", "device": "cpu", "dtype": self.dtype, "max_req_input_len": 64}
+        return answer(facts)
