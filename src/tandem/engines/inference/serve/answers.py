@@ -101,6 +101,8 @@ class Answer(ABC):
     async def _stream(self, request: web.Request, news: AsyncIterator[News]) -> web.StreamResponse:
         """Sends events; what goes wrong before the first is an ordinary refusal, and an event of its own after that."""
         first = await anext(news)
+        if isinstance(first[1], LLMResponse):
+            check_finished([first[1]])
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
         )

@@ -150,7 +150,7 @@ class Control:
 
     def _allowed(self, name: str) -> Path:
         """The folder, if it and every file in it that will be read lie below one that the operator allowed."""
-        roots = self._service.weights_roots
+        roots = (*self._service.weights_roots, self._service.folder.resolve())
         rule = ", ".join(map(str, roots)) or "none: the server was started without --weights-root"
         refusal = Refusal(
             403,

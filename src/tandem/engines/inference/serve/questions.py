@@ -31,7 +31,7 @@ DEFAULT_LEGACY_TOKENS = 16
 """What `/v1/completions` makes when `max_tokens` is left out, as OpenAI's."""
 
 _TEMPERATURE = {
-    "anyOf": [{"enum": [0]}, {"type": "number", "minimum": 0.01, "maximum": 2}, {"type": "null"}],
+    "anyOf": [{"type": "number", "minimum": 0.01, "maximum": 2}, {"enum": [0]}, {"type": "null"}],
     "description": "0 takes the most probable token.",
 }
 

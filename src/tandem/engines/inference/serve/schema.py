@@ -96,9 +96,6 @@ def _object(value: Any, schema: Schema, where: str) -> Any:
         raise Invalid(where, f"must be an object, got {_short(value)}")
     properties, other = schema.get("properties", {}), schema.get("additionalProperties", True)
     inside = where + "." if where else ""
-    for name in schema.get("required", ()):
-        if name not in value:
-            raise Invalid(inside + name, "is required")
     result = {}
     for name, entry in value.items():
         check_text(name, inside + _short(name))
@@ -108,6 +105,9 @@ def _object(value: Any, schema: Schema, where: str) -> Any:
             raise Invalid(inside + name[:_SHOWN], f"is not known here; known are {', '.join(sorted(properties)) or 'none'}")
         else:
             result[name] = checked(entry, {} if other is True else other, inside + name[:_SHOWN])
+    for name in schema.get("required", ()):
+        if name not in value:
+            raise Invalid(inside + name, "is required")
     return result
 
 
