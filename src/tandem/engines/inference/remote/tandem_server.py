@@ -205,6 +205,7 @@ class TandemServer(InferenceEngine):
         try:
             if self._give_back:
                 with contextlib.suppress(InfrastructureFailure, DataFailure):  # it is gone: nothing to give back
+                    self._client.call("/health", deadline_s=ASK_TIMEOUT_S)  # do not wait long for one that hangs
                     self._control("release", deadline_s=WEIGHTS_TIMEOUT_S)
         finally:
             self._client.close()
