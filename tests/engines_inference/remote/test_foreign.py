@@ -208,6 +208,25 @@ def test_a_vllm_server_with_our_worker_reads_shared_memory_itself(folder):
     channel.close()
 
 
+def test_sglang_takes_shared_memory_by_a_process_group(folder, monkeypatch):
+    monkeypatch.setattr("tandem.engines.inference.remote.sglang_group.BUCKET_BYTES", 4096)
+    tensors, _, _ = new_weights(folder, 1)
+    channel = SharedMemoryChannel()
+    with SGLangStandIn(folder) as server:
+        engine = attach(KINDS["sglang"], server, folder).by_group()
+        assert engine.capabilities == {"in_place", "shared_memory"}
+        for number in (1, 2):
+            delivery = channel.put(((name, tensor + number) for name, tensor in tensors.items()), torch.float32)
+            version = WeightVersion(number, version_digest(delivery.digests), "run")
+            engine.prepare_weights(WeightUpdate(version, delivery.source, delivery.digests))
+            before = server.seed
+            engine.commit_weights(version)
+            assert server.seed != before and set(ask(engine).versions) == {number}
+        assert server.flushed == 2 and server.group is None
+        engine.close()
+    channel.close()
+
+
 def test_an_update_whose_bytes_changed_on_their_way_is_refused_before_the_server_hears_of_it(kind, folder):
     with kind[1](folder) as server:
         engine = attach(kind, server, folder)

@@ -6,9 +6,11 @@ For the client's logic only: that the real servers speak so is checked by `scrip
 import asyncio
 import hashlib
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from aiohttp import web
 from safetensors import safe_open
 
@@ -225,6 +227,11 @@ class SGLangStandIn(StandIn):
             "/continue_generation": ("POST", self.resume),
             "/update_weights_from_disk": ("POST", self.update),
             "/update_weight_version": ("POST", self.relabel),
+            "/init_weights_update_group": ("POST", self.join),
+            "/begin_weight_update": ("POST", self.begin),
+            "/update_weights_from_distributed": ("POST", self.receive),
+            "/end_weight_update": ("POST", self.end),
+            "/destroy_weights_update_group": ("POST", self.leave),
             "/weights_checker": ("POST", self.checker),
             "/model_info": ("GET", self.info),
             "/server_info": ("GET", self.server_info),
@@ -241,8 +248,6 @@ class SGLangStandIn(StandIn):
             body["rid"], body["input_ids"], params["max_new_tokens"], stop, temperature
         )
         self.requests[-1]["seed"] = params.get("sampling_seed")
-        if "reload" in self.spoils:
-            await asyncio.sleep(0)
         facts = {
             "finish_reason": {"type": why},
             "weight_version": self.label,
@@ -275,6 +280,44 @@ class SGLangStandIn(StandIn):
             self.load(body["model_path"])
         self.label, self.flushed = body["weight_version"], self.flushed + 1
         return answer({"success": True, "message": "", "num_paused_requests": 0})
+
+    async def join(self, request):
+        body = await request.json()
+
+        def meet():
+            store = dist.TCPStore(body["master_address"], body["master_port"], 2, False, timedelta(seconds=20))
+            for prefix in (body["group_name"], f"{body['group_name']}/", "cpu/"):
+                store = dist.PrefixStore(prefix, store)
+            self.group = dist.ProcessGroupGloo(store, 1, 2, timedelta(seconds=20))
+
+        await asyncio.to_thread(meet)
+        return answer({"success": True, "message": ""})
+
+    async def begin(self, _):
+        assert self.paused
+        self.received = {}
+        return answer({"success": True, "message": ""})
+
+    async def receive(self, request):
+        body = await request.json()
+
+        def take():
+            for name, dtype, shape in zip(body["names"], body["dtypes"], body["shapes"], strict=True):
+                self.received[name] = torch.empty(shape, dtype=getattr(torch, dtype))
+                self.group.broadcast([self.received[name]], dist.BroadcastOptions()).wait()
+
+        await asyncio.to_thread(take)
+        if body["flush_cache"]:
+            self.label, self.flushed = body["weight_version"], self.flushed + 1
+        return answer({"success": True, "message": ""})
+
+    async def end(self, _):
+        self.take(self.received)
+        return answer({"success": True, "message": ""})
+
+    async def leave(self, _):
+        self.group = None
+        return answer({"success": True, "message": ""})
 
     async def relabel(self, request):
         self.label = (await request.json())["new_version"]
