@@ -33,7 +33,7 @@ def load(*overrides, cls=TrainConfig):
         (["actor.backend=fsdp:d2t2"], ["tensor (t)", "not in this version"]),
         (["actor.backend=fsdp:d0"], ["must be fsdp:dN"]),
         (["actor.backend=fsdb:d1"], ["not a training backend"]),
-        (["rollout.backend=sglang"], ["rollout.backend=sglang is not in this version", "embedded"]),
+        (["rollout.backend=sglang"], ["rollout.backend=sglang: say how many servers", "sglang:d1"]),
         (["rollout.backend=vlm"], ["not an inference backend"]),
         (["async_training=true", "rollout.oversample=1.5"], ["rollout.oversample=1.5 is for synchronous training"]),
         (["async_training=true", "deterministic=true"], ["deterministic=true contradicts async_training=true"]),

@@ -255,7 +255,7 @@ def test_threads_follow_the_placement_unless_configured():
 
 
 def test_an_unknown_backend_is_refused(folder):
-    with pytest.raises(ConfigError, match=r"rollout\.backend.*embedded.*'warp'"):
+    with pytest.raises(ConfigError, match=r"rollout\.backend=warp: 'warp' is not an inference backend.*embedded"):
         build(folder, "colocate", rollout=replace(ROLLOUT, backend="warp"))
 
 

@@ -126,6 +126,37 @@ REINFORCEMENT = (
         "at staleness 0, where no request is under way while weights change: set async_training=true, or leave it out",
     ),
     Unused(
+        ("rollout.fleet",),
+        lambda config, _: config.rollout.backend == "embedded",
+        "because rollout.backend=embedded is one engine inside the run: set rollout.backend, for example to embedded:d2, or "
+        "leave it out",
+    ),
+    Unused(
+        ("rollout.fleet.vllm_python",),
+        lambda config, _: "vllm:" not in config.rollout.backend,
+        "because this run starts no vLLM server: set rollout.backend=vllm:d1, or leave it out",
+    ),
+    Unused(
+        ("rollout.fleet.sglang_python",),
+        lambda config, _: "sglang:" not in config.rollout.backend,
+        "because this run starts no SGLang server: set rollout.backend=sglang:d1, or leave it out",
+    ),
+    Unused(
+        ("rollout.fleet.finish_before_update",),
+        lambda config, _: max_head_offpolicyness(config) == 0,
+        "at staleness 0, where no request is under way while weights change: set async_training=true, or leave it out",
+    ),
+    Unused(
+        ("rollout.verify.trajectories", "rollout.verify.tolerance"),
+        lambda config, _: config.rollout.verify.every_steps is None,
+        "because nothing is verified: set rollout.verify.every_steps, for example 20, or leave it out",
+    ),
+    Unused(
+        ("rollout.weights.folder",),
+        lambda config, _: config.rollout.weights.channel != "disk" and config.rollout.backend == "embedded",
+        "because no server reads weights from a disk: set rollout.weights.channel=disk or rollout.backend, or leave it out",
+    ),
+    Unused(
         ("rollout.replay.max_age", "rollout.replay.max_uses"),
         lambda config, _: config.rollout.replay.groups == 0,
         "because rollout.replay.groups is 0: set it, for example to 4, or leave this key out",

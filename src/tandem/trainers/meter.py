@@ -32,7 +32,10 @@ class EngineMeter:
 
     def metrics(self) -> dict[str, float]:
         """``time/overlap``: share of the last training time during which the engine was generating, 0 to 1.
-        ``tokens_per_s/generate``: tokens a second of the time that it was busy since the last call."""
-        (tokens, busy_s), self._seen = self._seen, (self._statistics("generated_tokens"), self._statistics("busy_s"))
+        ``tokens_per_s/generate``: tokens a second of the time that it was busy since the last call. Of a fleet also
+        ``fleet/…``."""
+        found = self.engine.statistics() if self.engine is not None else {}
+        (tokens, busy_s), self._seen = self._seen, (found.get("generated_tokens", 0.0), found.get("busy_s", 0.0))
         rate = (self._seen[0] - tokens) / max(self._seen[1] - busy_s, 1e-9)
-        return {"time/overlap": self._overlap, "tokens_per_s/generate": rate}
+        fleet = {name: value for name, value in found.items() if name.startswith("fleet/")}
+        return {"time/overlap": self._overlap, "tokens_per_s/generate": rate, **fleet}

@@ -13,7 +13,7 @@ import torch.distributed
 from tandem.config.arithmetic import placement
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
-from tandem.engines.inference.build import engine_threads
+from tandem.engines.inference.build import engine_threads, servers_here
 from tandem.models.allocator import keep_freed_memory
 
 
@@ -33,13 +33,14 @@ class Process:
 
 
 def training_threads(config: BaseConfig, threads: int) -> int:
-    """CPU threads of training: all, but for those of an engine that generates at the same time.
+    """CPU threads of training: all, but for those of engines that generate at the same time.
 
     More threads than cores would wait for each other at every matrix product.
     """
     if not isinstance(config, TrainConfig) or placement(config) == "colocate":
         return threads
-    return max(1, threads - engine_threads(config.rollout, placement="decoupled", threads=threads))
+    generating = engine_threads(config.rollout, placement="decoupled", threads=threads) * servers_here(config.rollout)
+    return max(1, threads - generating)
 
 
 def start_process(config: BaseConfig) -> Process:

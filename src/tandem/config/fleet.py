@@ -1,0 +1,172 @@
+"""Fleets: several inference servers behind one engine; what `rollout.backend` may say, and `rollout.fleet`."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tandem.config.errors import ConfigError
+from tandem.config.nearest import nearest_names
+
+STARTED = ("embedded", "tandem", "vllm", "sglang")
+"""Kinds of server that a run starts itself, ``KIND:dN`` in `rollout.backend`."""
+
+ATTACHED = ("tandem", "vllm", "sglang")
+"""Kinds of server that a run attaches to by their address."""
+
+ADDRESS = re.compile(r"https?://[^\s/?#@]+(/[^\s?#@]*)?")
+
+
+class Address(NamedTuple):
+    """A server that somebody else started."""
+
+    kind: str
+    url: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}={self.url}"
+
+
+@dataclass(frozen=True)
+class FleetConfig:
+    """Several inference servers, when `rollout.backend` names more than one engine of this process."""
+
+    servers: tuple[str, ...] = ()
+    """Servers to attach to besides, `KIND=URL` each, with KIND one of tandem, vllm and sglang."""
+
+    watch: str | None = None
+    """A file, or a folder of files, with one `KIND=URL` a line, read again every second: servers that join and leave while
+    the run goes on; null watches the file `servers` in the run folder, which `tandem fleet add` writes."""
+
+    vllm_python: str | None = None
+    """Interpreter of the environment that has vLLM, for `vllm:dN`; null takes the one that runs Tandem."""
+
+    sglang_python: str | None = None
+    """Interpreter of the environment that has SGLang, for `sglang:dN`; null takes the one that runs Tandem."""
+
+    token_file: str | None = None
+    """File with the token that attached servers ask for; null sends none."""
+
+    admin_token_file: str | None = None
+    """File with the token of the control routes of attached `tandem serve` servers; null sends none."""
+
+    startup_timeout_s: float = 600.0
+    """A server that this run starts must have loaded its model by then."""
+
+    probe_every_s: float = 2.0
+    """A server that shows no progress for this long is asked for one token."""
+
+    suspect_after_s: float = 4.0
+    """A server that has made no token for this long gets no new requests until it makes tokens again."""
+
+    stall_timeout_s: float = 60.0
+    """A server that has made no token for this long is fenced: its requests move to other servers."""
+
+    request_timeout_s: float = 600.0
+    """A request that one server has not answered by then moves to another."""
+
+    max_server_retries: int = 3
+    """How often a request moves to another server before it counts as failed."""
+
+    max_restarts: int = 3
+    """How often within an hour a server that this run started is started again."""
+
+    empty_timeout_s: float = 300.0
+    """The run ends when no server was healthy for this long while requests were waiting."""
+
+    finish_before_update: bool = False
+    """Hold new requests back and let the running ones end before new weights are switched to, instead of interrupting
+    them."""
+
+    drain_timeout_s: float = 120.0
+    """How long a leaving server may finish its requests, and how long `finish_before_update` waits; what is left then is
+    moved, or interrupted."""
+
+
+def parse_backend(backend: str) -> tuple[tuple[str, int], ...] | None:
+    """(kind, how many) of the servers that the run starts, in order; None for the one engine `embedded`.
+
+    Example: ``parse_backend("embedded:d1+vllm:d2") == (("embedded", 1), ("vllm", 2))``, ``parse_backend("attached") == ()``
+
+    Raises:
+        ConfigError: it is none of the forms; says which there are.
+    """
+    if backend == "embedded":
+        return None
+    if backend == "attached":
+        return ()
+    found: list[tuple[str, int]] = []
+    for part in backend.split("+"):
+        kind, _, count = part.partition(":")
+        if kind not in STARTED or part in STARTED:
+            raise ConfigError(_not_a_backend(backend, kind, part))
+        if not re.fullmatch(r"d[1-9]\d{0,3}", count):
+            raise ConfigError(
+                f"rollout.backend={backend}: {part} must be {kind}:dN with N at least 1 servers, for example {kind}:d2"
+            )
+        found.append((kind, int(count[1:])))
+    return tuple(found)
+
+
+def _not_a_backend(backend: str, kind: str, part: str) -> str:
+    if part in STARTED:
+        return f"rollout.backend={backend}: say how many servers of {part}, for example {part}:d1" + (
+            ", or embedded alone for the engine inside the run" if part == "embedded" else ""
+        )
+    if part == "attached":
+        return (
+            f"rollout.backend={backend}: attached stands alone; servers of rollout.fleet.servers join those that are "
+            f"started anyway, so write rollout.backend={backend.replace('+attached', '').replace('attached+', '')}"
+        )
+    return (
+        f"rollout.backend={backend}: {kind!r} is not an inference backend; {nearest_names(kind, STARTED)}. Write embedded, "
+        "KIND:dN, a sum such as embedded:d1+vllm:d1, or attached"
+    )
+
+
+def parse_address(text: str) -> Address:
+    """``KIND=URL``, the URL without its last slash.
+
+    Raises:
+        ConfigError: it is not that; says what is wrong.
+    """
+    kind, found, url = text.strip().partition("=")
+    if not found or kind not in ATTACHED:
+        raise ConfigError(
+            f"{text.strip()!r} is not the address of a server: write KIND=URL with KIND one of {', '.join(ATTACHED)}, for "
+            "example tandem=http://127.0.0.1:8000"
+        )
+    if not ADDRESS.fullmatch(url):
+        raise ConfigError(f"{text.strip()!r}: {url!r} is not an address such as http://127.0.0.1:8000")
+    return Address(kind, url.rstrip("/"))
+
+
+def fleet_problems(backend: str, fleet: FleetConfig) -> Iterator[str]:
+    """What of `rollout.backend` and `rollout.fleet` cannot work; one message each."""
+    try:
+        started = parse_backend(backend)
+    except ConfigError as error:
+        yield str(error)
+        return
+    seen: list[str] = []
+    for text in fleet.servers:
+        try:
+            address = str(parse_address(text))
+        except ConfigError as error:
+            yield f"rollout.fleet.servers: {error}"
+            continue
+        if address in seen:
+            yield f"rollout.fleet.servers names {address} more than once; once is enough"
+        seen.append(address)
+    if started is None:
+        return
+    if fleet.suspect_after_s < fleet.probe_every_s:
+        yield (
+            f"rollout.fleet.suspect_after_s must be at least rollout.fleet.probe_every_s ({fleet.probe_every_s:g}), got "
+            f"{fleet.suspect_after_s:g}; a server that idles would be suspected before it is asked"
+        )
+    if fleet.stall_timeout_s <= fleet.suspect_after_s:
+        yield (
+            f"rollout.fleet.stall_timeout_s must exceed rollout.fleet.suspect_after_s ({fleet.suspect_after_s:g}), got "
+            f"{fleet.stall_timeout_s:g}"
+        )

@@ -1,0 +1,1 @@
+"""Several inference servers behind one engine: health, routing, delivery of weights, joining and leaving."""

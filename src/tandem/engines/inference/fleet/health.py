@@ -1,0 +1,188 @@
+"""The health of one server: a pure state machine; time is an argument.
+
+::
+
+    starting ──► stale ──► healthy ◄──► suspect
+       ▲           ▲          │            │
+       │           │          ▼            ▼
+       └───────────┴─────── fenced ◄───────┘        retired ends each of them
+
+- *starting*: it has not answered yet.
+- *stale*: it answers, but may hold other weights than the fleet's, or a cache of other weights. It serves nobody.
+- *healthy*: it holds the fleet's weights, its cache holds nothing older, and it made a token not long ago. Requests go
+  here only.
+- *suspect*: it has made no token for a while, or failed a request. It gets no new ones; those that it has may still end.
+- *fenced*: given up. Its requests went elsewhere, and what it still answers is thrown away (`incarnation`).
+- *retired*: gone for good.
+
+The one door to healthy is `Health._if_current`: weights and cache must both be at the fleet's version. Being fenced forgets
+both, so a server that comes back passes through a delivery of weights and an empty cache, whatever it says of itself.
+"""
+
+import enum
+from dataclasses import dataclass, replace
+
+
+class State(enum.StrEnum):
+    """See the drawing above."""
+
+    STARTING = "starting"
+    STALE = "stale"
+    HEALTHY = "healthy"
+    SUSPECT = "suspect"
+    FENCED = "fenced"
+    RETIRED = "retired"
+
+
+SERVING = (State.HEALTHY, State.SUSPECT)
+"""States in which a server may have requests."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How patient the fleet is."""
+
+    suspect_after_s: float = 4.0
+    """Without a token for this long a healthy server becomes suspect."""
+
+    stall_timeout_s: float = 60.0
+    """Without a token for this long it is fenced."""
+
+    max_failures: int = 3
+    """So many failures without a token between them fence a server; the first makes it suspect."""
+
+    one_failure_s: float = 0.2
+    """Failures closer together than this have one cause and count as one."""
+
+    recover_tokens: int = 2
+    """So many signs of life, without a failure between them, make a suspect healthy again."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """What is known of a server. Every method returns what is known after an event; nothing is changed in place."""
+
+    since: float
+    """When it came into its state."""
+
+    progress: float
+    """When it last gave a sign of life: a token."""
+
+    state: State = State.STARTING
+
+    incarnation: int = 0
+    """Grows whenever the server is fenced: an answer to a request of an earlier incarnation is late."""
+
+    weights: int | None = None
+    """Number of the version that it is known to hold."""
+
+    cache: int | None = None
+    """Number of the version for which its cache is known to hold nothing older."""
+
+    failures: int = 0
+    """Since its last token; those of one moment count as one."""
+
+    failed_at: float | None = None
+    """When it last failed."""
+
+    tokens: int = 0
+    """Signs of life since it became suspect."""
+
+    why: str = ""
+    """Why it is in this state, in a few words."""
+
+    @classmethod
+    def new(cls, now: float, why: str = "added") -> "Health":
+        """A server that has not answered yet."""
+        return cls(since=now, progress=now, why=why)
+
+    # ------------------------------------------------------------------ coming
+
+    def starts(self, now: float, why: str = "started again") -> "Health":
+        """It is being started again."""
+        return self._to(State.STARTING, now, why) if self.state == State.FENCED else self
+
+    def answers(self, now: float, why: str = "it answers") -> "Health":
+        """It answers for the first time, or again; nothing is known yet of its weights."""
+        if self.state not in (State.STARTING, State.FENCED):
+            return self
+        return replace(self._to(State.STALE, now, why), weights=None, cache=None)
+
+    def delivered(self, version: int) -> "Health":
+        """It says that it holds these weights. What its cache holds is another question: see `emptied`."""
+        if self.state in (State.STARTING, State.FENCED, State.RETIRED):
+            return self
+        return replace(self, weights=version, cache=self.cache if self.weights == version else None)
+
+    def emptied(self, version: int) -> "Health":
+        """While it held these weights, its cache was emptied, or computed anew."""
+        return replace(self, cache=version) if self.weights == version else self
+
+    def admitted(self, now: float, target: int) -> "Health":
+        """A stale server made a token; ``target`` is the fleet's version. It stays stale where it holds something else."""
+        return self._if_current(now, target, "current weights, empty cache") if self.state == State.STALE else self
+
+    # ------------------------------------------------------------------ serving
+
+    def token(self, now: float, target: int, rules: Rules) -> "Health":
+        """It made a token, or some other step forward."""
+        if self.state not in SERVING:
+            return self
+        after = replace(self, progress=now, failures=0)
+        if self.state == State.HEALTHY:
+            return after
+        after = replace(after, tokens=self.tokens + 1)
+        return after._if_current(now, target, "it makes tokens again") if after.tokens >= rules.recover_tokens else after
+
+    def fails(self, now: float, why: str, rules: Rules, *, fatal: bool = False) -> "Health":
+        """A request or a call failed by the server's fault. ``fatal``: it is gone, there is nothing to wait for."""
+        if self.state in (State.FENCED, State.RETIRED):
+            return self
+        again = self.failed_at is None or now - self.failed_at >= rules.one_failure_s
+        after = replace(self, failures=self.failures + again, failed_at=now if again else self.failed_at, tokens=0)
+        if fatal or self.state in (State.STARTING, State.STALE) or after.failures >= rules.max_failures:
+            return after._fenced(now, why)
+        return after._to(State.SUSPECT, now, why) if self.state == State.HEALTHY else after
+
+    def ticks(self, now: float, rules: Rules, *, switching: bool = False) -> "Health":
+        """Time passed. ``switching``: it is switching weights, so it may make no token for long without being fenced."""
+        silent_s = now - self.progress
+        if self.state not in SERVING or silent_s <= rules.suspect_after_s:
+            return self
+        why = f"no token for {silent_s:.1f} s"
+        if silent_s > rules.stall_timeout_s and not switching:
+            return self._fenced(now, why)
+        return replace(self._to(State.SUSPECT, now, why), tokens=0) if self.state == State.HEALTHY else self
+
+    def slept(self, seconds: float) -> "Health":
+        """So much time does not count: nobody asked it for tokens, or the fleet itself stood still."""
+        return replace(self, progress=self.progress + max(0.0, seconds))
+
+    def outdated(self, now: float, target: int) -> "Health":
+        """The fleet's version is ``target`` from now on; a server that did not take part serves nobody until it holds it."""
+        if self.state not in SERVING or self.weights == target:
+            return self
+        return self._to(State.STALE, now, f"it missed version {target}")
+
+    # ------------------------------------------------------------------ going
+
+    def retires(self, now: float, why: str) -> "Health":
+        """It is gone for good."""
+        if self.state == State.RETIRED:
+            return self
+        after = self._to(State.RETIRED, now, why)
+        return replace(after, incarnation=self.incarnation + 1, weights=None, cache=None)
+
+    def _fenced(self, now: float, why: str) -> "Health":
+        after = self._to(State.FENCED, now, why)
+        return replace(after, incarnation=self.incarnation + 1, weights=None, cache=None, tokens=0)
+
+    def _if_current(self, now: float, target: int, why: str) -> "Health":
+        if self.weights != target:
+            return self._to(State.STALE, now, f"it holds version {self.weights}, the fleet {target}")
+        if self.cache != target:
+            return self._to(State.STALE, now, "its cache may hold keys of other weights")
+        return replace(self._to(State.HEALTHY, now, why), progress=now, failures=0, tokens=0)
+
+    def _to(self, state: State, now: float, why: str) -> "Health":
+        return self if state == self.state else replace(self, state=state, since=now, why=why)

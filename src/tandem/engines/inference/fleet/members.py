@@ -1,0 +1,225 @@
+"""One server of the fleet, and one request on its way through it."""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from tandem.api.engines import InferenceEngine
+from tandem.api.failures import InfrastructureFailure
+from tandem.api.requests import LLMRequest, LLMResponse
+from tandem.engines.inference.fleet.health import Health
+from tandem.engines.inference.fleet.router import Lease
+
+T = TypeVar("T")
+
+PACE_MEMORY = 0.9
+"""Share of the past in the running mean of seconds a token."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """How a server of the fleet comes to be."""
+
+    name: str
+    """Unique in the fleet: ``embedded-0``, or ``KIND=URL`` for one that is attached."""
+
+    make: Callable[[], InferenceEngine]
+    """Starts it, or connects to it, and returns once that is done; may raise anything."""
+
+    owned: bool
+    """Started by this run: ended when it is fenced, and started again within the budget. Others are left as they are."""
+
+    holds: int | None = None
+    """Number of the version that it holds when it was just made, its cache empty; None: nobody knows."""
+
+
+class ServerFenced(InfrastructureFailure):
+    """The server of a request was given up; the request moves."""
+
+    def __init__(self, message: str):
+        super().__init__("fenced", message)
+
+
+class Attempt:
+    """One request at one server. Made and awaited on the caller's event loop; given up from any thread."""
+
+    __slots__ = ("began", "engine", "fenced", "future", "incarnation", "lease", "loop", "member", "on_late", "task")
+
+    def __init__(self, member: "Member", lease: Lease, on_late: Callable[["Attempt"], None]):
+        assert member.engine is not None
+        self.member, self.lease, self.on_late = member, lease, on_late
+        self.engine, self.incarnation = member.engine, member.health.incarnation
+        self.loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[LLMResponse] = self.loop.create_future()
+        self.task: asyncio.Task[LLMResponse] | None = None
+        self.fenced = False
+        self.began = time.monotonic()
+
+    async def run(self, request: LLMRequest) -> LLMResponse:
+        """The server's answer; a cancelled caller cancels the request there. Raises what the server raised.
+
+        Raises:
+            ServerFenced: see `give_up`. The request goes on at the server: what it answers is late.
+        """
+        self.task = self.loop.create_task(self.engine.agenerate(request))
+        self.task.add_done_callback(self._settle)
+        try:
+            return await self.future
+        finally:
+            if not self.fenced:
+                self.task.cancel()  # nothing where it is done
+
+    def give_up(self, why: str) -> None:
+        """Stops waiting for the server. From any thread."""
+        self.fenced = True
+        with contextlib.suppress(RuntimeError):  # the caller's loop is closed: nobody waits
+            self.loop.call_soon_threadsafe(self._fail, ServerFenced(f"{self.member.name} was given up: {why}"))
+
+    def abandon(self) -> None:
+        """Tells the server that nobody wants the answer any more. From any thread."""
+        if self.task is not None:
+            with contextlib.suppress(RuntimeError):
+                self.loop.call_soon_threadsafe(self.task.cancel)
+
+    def time_out(self, seconds: float) -> None:
+        """The server has had its time. On the caller's loop."""
+        self._fail(InfrastructureFailure("request_timeout", f"{self.member.name} did not answer within {seconds:g} s"))
+
+    def _fail(self, failure: InfrastructureFailure) -> None:
+        if not self.future.done():
+            self.future.set_exception(failure)
+
+    def _settle(self, task: asyncio.Task[LLMResponse]) -> None:
+        cancelled = task.cancelled()
+        error = None if cancelled else task.exception()
+        if self.fenced:
+            self.member.orphans.discard(self)
+        if self.future.done():
+            if self.fenced and not cancelled and error is None:
+                self.on_late(self)
+        elif cancelled:
+            self._fail(InfrastructureFailure("cancelled_by_server", f"{self.member.name} cancelled a request by itself"))
+        elif error is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(task.result())
+
+
+@dataclass(eq=False)
+class Member:
+    """A server as the fleet keeps it; guarded by the roster's lock."""
+
+    server: Server
+    health: Health
+    engine: InferenceEngine | None = None
+    attempts: set[Attempt] = field(default_factory=set)
+    """Requests under way."""
+
+    orphans: set[Attempt] = field(default_factory=set)
+    """Requests that were moved when it was fenced, and that it may still answer."""
+
+    leaves_at: float | None = None
+    """It is leaving: no new requests, and those that it has are moved at this time."""
+
+    switching: bool = False
+    """It is committing weights."""
+
+    restarts: list[float] = field(default_factory=list)
+    """When it was started again."""
+
+    retry_at: float = 0.0
+    """Nothing is tried with it before that."""
+
+    setbacks: int = 0
+    """How often in a row it did not become healthy, or was not so for long."""
+
+    healthy_at: float | None = None
+    """When it became healthy, unless it failed since."""
+
+    job: asyncio.Task[None] | None = None
+    """What is being done to bring it (back); of the watcher."""
+
+    probe: asyncio.Task[None] | None = None
+    """A token that it is asked for; of the watcher."""
+
+    counting: bool = False
+    """Its counters are being asked for."""
+
+    steps: float = 0.0
+    """Its counters of work when they were last looked at."""
+
+    token_s: float | None = None
+    """Running mean of the seconds that a request waits for a token."""
+
+    seen: dict[str, float] = field(default_factory=dict)
+    """The statistics of its engine when they were last read."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+        return self.server.name
+
+    def took(self, tokens: int, seconds: float) -> None:
+        """A request of so many tokens took so long."""
+        if tokens >= 8:
+            pace = seconds / tokens
+            self.token_s = pace if self.token_s is None else PACE_MEMORY * self.token_s + (1 - PACE_MEMORY) * pace
+
+
+class Threads:
+    """Blocking calls in threads of their own: one that hangs holds nobody else up, nor the end of the interpreter."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._alive: set[threading.Thread] = set()
+
+    def start(self, function: Callable[..., object], *arguments: Any) -> None:
+        """Runs it in a thread; what it raises is its own business."""
+
+        def run() -> None:
+            try:
+                function(*arguments)
+            finally:
+                with self._lock:
+                    self._alive.discard(thread)
+
+        thread = threading.Thread(target=run, name="fleet-call", daemon=True)
+        with self._lock:
+            self._alive.add(thread)
+        thread.start()
+
+    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Runs it in a thread and waits on this event loop; a cancelled caller leaves the thread to itself."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def settle(result: T | None, error: Exception | None) -> None:
+            if not future.done():
+                if error is None:
+                    future.set_result(result)  # type: ignore[arg-type]
+                else:
+                    future.set_exception(error)
+
+        def run() -> None:
+            try:
+                outcome = (function(*arguments), None)
+            except Exception as error:  # the worker boundary: whoever waits gets the cause
+                outcome = (None, error)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(settle, *outcome)
+
+        self.start(run)
+        return await future
+
+    def join(self, timeout_s: float) -> None:
+        """Waits until all have ended, or the time is over."""
+        until = time.monotonic() + timeout_s
+        with self._lock:
+            threads = list(self._alive)
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))

@@ -1,0 +1,321 @@
+"""A fleet of inference servers as one engine: requests go to a healthy server, and to another where that one fails.
+
+What callers see is `InferenceEngine`: one answer to each request, whatever happens to servers on the way. A request that its
+server did not answer is asked anew, from its prompt and with its noise key, of another; so on our own engines its tokens do
+not depend on which server answered. What a server that was given up answers later is thrown away.
+"""
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from tandem.api.engines import InferenceEngine, InferencePart
+from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure
+from tandem.api.requests import LLMRequest, LLMResponse
+from tandem.api.weights import WeightUpdate, WeightVersion
+from tandem.config.fleet import FleetConfig
+from tandem.engines.inference.driver import cancelled
+from tandem.engines.inference.fleet.addresses import Wanted
+from tandem.engines.inference.fleet.members import Attempt, Member, Server
+from tandem.engines.inference.fleet.roster import Roster
+from tandem.engines.inference.fleet.updates import Updates
+from tandem.engines.inference.fleet.watch import Attach, Watcher
+
+CLOSE_TIMEOUT_S = 30.0
+STATISTICS_TIMEOUT_S = 2.0
+"""A server that says nothing of itself within this time is counted with what it said before."""
+
+HELD = frozenset({"running", "waiting", "shared_prompt_tokens", "kv_reserved_tokens", "kv_budget_tokens", "kv_held_bytes"})
+"""Statistics that say what is, not what was done so far."""
+
+
+class Fleet(InferenceEngine):
+    """One engine over many; made by `start`.
+
+    ``capabilities``: what all its servers can do. ``first`` gives the weights of version 0 for servers of which nobody
+    knows what they hold. ``journal`` is the file of the fault table, one JSON object a change of a server.
+    """
+
+    def __init__(
+        self,
+        config: FleetConfig,
+        *,
+        capabilities: frozenset[str],
+        version: WeightVersion,
+        journal: Path | None = None,
+        watched: Path | None = None,
+        attach: Attach | None = None,
+        first: Callable[[], WeightUpdate] | None = None,
+    ):
+        self._config, self._capabilities = config, capabilities
+        self.roster = Roster(config, version, journal)
+        self._updates = Updates(self.roster, first)
+        needed = capabilities & {"shared_memory"}  # a folder can be read by all of them
+        self._watcher = Watcher(self.roster, self._updates, needed, watched, attach)
+        self._totals: Counter[str] = Counter()
+        self._counting = threading.Lock()
+        self._ended = False
+
+    @classmethod
+    def start(cls, servers: Sequence[Server], config: FleetConfig, **rest: object) -> "Fleet":
+        """Starts the servers of its own, all at once, and waits for them; others join as they answer.
+
+        ``rest``: see the class.
+
+        Raises:
+            EngineDied, WaitTimeout, ConfigError: one of its own could not be started; none is left behind.
+        """
+        fleet = cls(config, **rest)  # type: ignore[arg-type]
+        try:
+            fleet._start([fleet.roster.add(server) for server in servers])
+        except BaseException:
+            fleet.close()
+            raise
+        fleet._watcher.start()
+        return fleet
+
+    def _start(self, members: Sequence[Member]) -> None:
+        roster, failures = self.roster, []
+
+        def make(member: Member) -> None:
+            try:
+                self._watcher.take(member, self._watcher.make(member.server))
+            except Exception as error:  # the worker boundary: whoever starts the fleet gets the cause
+                failures.append(error)
+            with roster.changed:
+                done.append(member)
+                roster.changed.notify_all()
+
+        done: list[Member] = []
+        own = [member for member in members if member.server.owned]
+        for member in own:
+            roster.threads.start(make, member)
+        with roster.changed:
+            roster.changed.wait_for(lambda: failures or len(done) == len(own))  # each has its own deadline
+        if failures:
+            raise failures[0]
+
+    # ------------------------------------------------------------------ requests
+
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        """See `InferenceEngine`.
+
+        Raises:
+            InfrastructureFailure: ``servers_failed`` after `rollout.fleet.max_server_retries` other servers.
+            EngineDied: no server was healthy for `rollout.fleet.empty_timeout_s`, or the fleet was closed.
+        """
+        expires = None if request.deadline_s is None else time.monotonic() + request.deadline_s
+        failures: list[InfrastructureFailure] = []
+        avoid: set[str] = set()
+        while len(failures) <= self._config.max_server_retries:
+            attempt = self.roster.place(request, avoid) or await self._wait_for_server(request, avoid, expires)
+            if attempt is None:
+                return cancelled(request)
+            try:
+                return await self._attempt(attempt, request, expires)
+            except InfrastructureFailure as failure:
+                if self.roster.closed:
+                    raise EngineDied("the fleet was closed") from failure
+                failures.append(failure)
+                avoid.add(attempt.member.name)
+                self.roster.counts["moved"] += 1
+        raise self.roster.too_often(failures) from failures[-1]
+
+    async def _attempt(self, attempt: Attempt, request: LLMRequest, expires: float | None) -> LLMResponse:
+        """One server's answer, within `rollout.fleet.request_timeout_s`."""
+        if expires is not None:
+            request = replace(request, deadline_s=max(0.0, expires - time.monotonic()))
+        seconds = self._config.request_timeout_s
+        timer = attempt.loop.call_later(seconds, attempt.time_out, seconds)
+        try:
+            response = await attempt.run(request)
+        except DataFailure:
+            self.roster.alive(attempt.member, attempt.incarnation, time.monotonic())
+            raise
+        except InfrastructureFailure as failure:
+            self.roster.failed(attempt.member, attempt.incarnation, failure)
+            raise
+        finally:
+            timer.cancel()
+            self.roster.ended(attempt)
+        self.roster.answered(attempt, response)
+        return response
+
+    async def _wait_for_server(self, request: LLMRequest, avoid: set[str], expires: float | None) -> Attempt | None:
+        """Until a server takes it; None when its deadline passes first.
+
+        Raises:
+            EngineDied: see `agenerate`.
+        """
+        began = time.monotonic()
+        while True:
+            future = self.roster.waiter()
+            attempt = self.roster.place(request, avoid)
+            if attempt is not None:
+                return attempt
+            self._watcher.check()
+            now, empty = time.monotonic(), self.roster.empty_since
+            limits = [] if expires is None else [expires - now]
+            if empty is not None:
+                limits.append(max(empty, began) + self._config.empty_timeout_s - now)
+                if limits[-1] <= 0:
+                    raise EngineDied(
+                        f"no server was healthy for {self._config.empty_timeout_s:g} s (rollout.fleet.empty_timeout_s): "
+                        f"{self.roster.explain()}"
+                    )
+            if expires is not None and limits[0] <= 0:
+                return None
+            try:
+                async with asyncio.timeout(min(limits) if limits else None):
+                    await future
+            except TimeoutError:
+                continue
+
+    # ------------------------------------------------------------------ weights
+
+    @property
+    def version(self) -> WeightVersion:
+        """See `InferenceEngine`: the version that servers must hold to be given requests."""
+        return self.roster.version
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        """See `InferenceEngine`: what all of its servers can do."""
+        return self._capabilities
+
+    def prepare_weights(self, update: WeightUpdate) -> None:
+        """See `InferenceEngine`; `Updates.prepare`."""
+        self._check()
+        self._updates.prepare(update)
+
+    def commit_weights(self, version: WeightVersion) -> dict[str, float]:
+        """See `InferenceEngine`; `Updates.commit`."""
+        self._check()
+        return self._updates.commit(version)
+
+    def discard_weights(self) -> None:
+        """See `InferenceEngine`."""
+        self._updates.discard()
+
+    # ------------------------------------------------------------------ control
+
+    def pause(self) -> None:
+        """See `InferenceEngine`. Nobody is expected to make tokens until `resume`."""
+        self._check()
+        self.roster.paused = True
+        self._updates.everywhere_or_fence("pause", lambda engine: engine.pause())
+
+    def resume(self) -> None:
+        """See `InferenceEngine`."""
+        self._check()
+        self._updates.everywhere_or_fence("resume", lambda engine: engine.resume())
+        self.roster.paused = False
+
+    def flush(self) -> None:
+        """See `InferenceEngine`."""
+        self._check()
+        self._updates.everywhere_or_fence("flush", lambda engine: engine.flush())
+
+    def sleep(self, parts: tuple[InferencePart, ...]) -> None:
+        """See `InferenceEngine`. Raises `RuntimeError` while requests are under way."""
+        if self.roster.requests():
+            raise RuntimeError(f"sleep is refused while {self.roster.requests()} requests are under way")
+        self._check()
+        self._updates.everywhere_or_fence("sleep", lambda engine: engine.sleep(parts))
+        self.roster.asleep |= set(parts)
+
+    def wake(self, parts: tuple[InferencePart, ...]) -> None:
+        """See `InferenceEngine`. Servers whose weights slept are looked after again once new ones are committed."""
+        self._check()
+        self._updates.everywhere_or_fence("wake", lambda engine: engine.wake(parts))
+        self.roster.asleep -= set(parts) - {"weights"}
+
+    # ------------------------------------------------------------------ joining and leaving
+
+    def add(self, server: Server) -> None:
+        """A server joins: it is brought to the current weights before it serves."""
+        self._check()
+        self.roster.add(server)
+
+    def remove(self, name: str) -> None:
+        """A server leaves, once it has ended its requests or `rollout.fleet.drain_timeout_s` is over. Unknown: fine."""
+        self.roster.leave(name, "it was asked to leave")
+
+    def follow(self, wanted: Wanted) -> None:
+        """Takes over a list of attached servers."""
+        self._watcher.follow(wanted)
+
+    # ------------------------------------------------------------------ figures and the end
+
+    def statistics(self) -> dict[str, float]:
+        """See `InferenceEngine`: sums over the servers, those that are gone included, and metrics ``fleet/…``.
+
+        ``busy_s`` is that of the busiest: they work side by side.
+        """
+        with self._counting:
+            read = self._read_statistics()
+            held: Counter[str] = Counter()
+            busy: list[float] = []
+            for member, counters in read.items():
+                for name, value in counters.items():
+                    before = member.seen.get(name, 0.0)
+                    grown = value - before if value >= before else value
+                    if name in HELD:
+                        held[name] += value
+                    elif name == "busy_s":
+                        busy.append(grown)
+                    else:
+                        self._totals[name] += grown
+                member.seen = counters
+            self._totals["busy_s"] += max(busy, default=0.0)
+            return {"generated_tokens": 0.0, **self._totals, **held, **self.roster.metrics()}
+
+    def _read_statistics(self) -> dict[Member, dict[str, float]]:
+        roster, found = self.roster, {}
+
+        def read(member: Member, engine: InferenceEngine) -> None:
+            try:
+                counters = engine.statistics()
+            except Exception:  # the worker boundary: requests and probes find out what is wrong with it
+                counters = dict(member.seen)
+            with roster.changed:
+                if member.engine is engine:
+                    found[member] = counters
+                asked.discard(member)
+                roster.changed.notify_all()
+
+        with roster.lock:
+            asked = set(roster.serving())
+            engines = [(member, member.engine) for member in asked]
+        for member, engine in engines:
+            if engine is not None:
+                roster.threads.start(read, member, engine)
+        with roster.changed:
+            roster.changed.wait_for(lambda: not asked, STATISTICS_TIMEOUT_S)
+            return dict(found)
+
+    def _check(self) -> None:
+        if self.roster.closed:
+            raise EngineDied("the fleet was closed")
+        self._watcher.check()
+
+    def close(self) -> None:
+        """See `InferenceEngine`. Servers that this run started end; attached ones are let go."""
+        if self._ended:
+            return
+        self._ended = True
+        roster = self.roster
+        roster.closed = True
+        with roster.changed:
+            roster.changed.notify_all()
+        self._watcher.stop()
+        with roster.lock:
+            members = list(roster.members.values())
+        for member in members:
+            roster.retire(member, "the fleet was closed")
+        roster.wake()
+        roster.threads.join(CLOSE_TIMEOUT_S)

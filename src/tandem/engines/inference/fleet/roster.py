@@ -1,0 +1,310 @@
+"""What the fleet knows: its members, where requests go, which weights are current. One lock guards all of it."""
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Collection
+from pathlib import Path
+
+from tandem.api.failures import EngineDied, InfrastructureFailure
+from tandem.api.requests import LLMRequest, LLMResponse
+from tandem.api.weights import WeightUpdate, WeightVersion
+from tandem.config.fleet import FleetConfig
+from tandem.engines.inference.fleet.health import SERVING, Health, Rules, State
+from tandem.engines.inference.fleet.members import Attempt, Member, Server, Threads
+from tandem.engines.inference.fleet.router import Router, work_of
+
+logger = logging.getLogger("tandem.fleet")
+
+PROGRESS_STEP_S = 0.25
+"""Signs of life that come faster than this are not written down one by one."""
+
+FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0
+"""A server that fails again is tried after this long, doubling."""
+
+STEADY_S = 60.0
+"""A server that was healthy for so long is tried at once when it fails."""
+
+Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
+
+
+class Roster:
+    """Members by name. Methods take the lock themselves; ``changed`` wakes those who wait for a change of any kind."""
+
+    def __init__(self, config: FleetConfig, version: WeightVersion, journal: Path | None):
+        self.config, self.version = config, version
+        self.rules = Rules(config.suspect_after_s, config.stall_timeout_s)
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.members: dict[str, Member] = {}
+        self.router = Router()
+        self.threads = Threads()
+        self.counts: Counter[str] = Counter()
+        self.update: WeightUpdate | None = None
+        """The last one that was committed: what a member that joins is given."""
+        self.paused = False
+        self.asleep: set[str] = set()
+        """Parts that were put to sleep; weights are back only with the next commit."""
+        self.holding = False
+        """New requests wait, because weights are about to change."""
+        self.closed = False
+        self.empty_since: float | None = time.monotonic()
+        self._journal = journal
+        if journal is not None:
+            journal.parent.mkdir(parents=True, exist_ok=True)
+            journal.write_text("", encoding="utf-8")
+        self._waiters: list[Waiter] = []
+
+    # ------------------------------------------------------------------ members
+
+    def add(self, server: Server) -> Member:
+        """A new member, not started yet."""
+        with self.lock:
+            if server.name in self.members:
+                raise ValueError(f"the fleet has a server called {server.name!r} already")
+            member = self.members[server.name] = Member(server, Health.new(time.monotonic()))
+            self._write(member, "", "added", 0)
+            return member
+
+    def serving(self) -> list[Member]:
+        """Those that may have requests."""
+        with self.lock:
+            return [member for member in self.members.values() if member.health.state in SERVING]
+
+    def change(self, member: Member, health: Health) -> None:
+        """Takes over what is known of a member now, and does what follows from it."""
+        with self.changed:
+            before, member.health = member.health, health
+            if before is health or (before.state, before.incarnation) == (health.state, health.incarnation):
+                return
+            self._route(member)
+            moved = self._give_up(member) if before.incarnation != health.incarnation else 0
+            self._write(member, before.state, health.why, moved, time.monotonic() - before.progress)
+            if health.state == State.HEALTHY and member.healthy_at is None:
+                member.healthy_at = time.monotonic()
+            if health.state == State.FENCED:
+                self.counts["fenced"] += 1
+                self.set_back(member)
+                if member.probe is not None:
+                    member.probe.get_loop().call_soon_threadsafe(member.probe.cancel)
+            self.changed.notify_all()
+
+    def set_back(self, member: Member) -> None:
+        """Something failed on a member's way: the next try is at once, then later and later where it fails again."""
+        now = time.monotonic()
+        steady = member.healthy_at is not None and now - member.healthy_at > STEADY_S
+        member.setbacks, member.healthy_at = 1 if steady else member.setbacks + 1, None
+        wait_s = 0.0 if member.setbacks < 2 else min(LAST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(10, member.setbacks - 2))
+        member.retry_at = now + wait_s
+
+    def leave(self, name: str, why: str) -> None:
+        """A member gets no new requests, ends what it has, and goes."""
+        with self.changed:
+            member = self.members.get(name)
+            if member is None or member.leaves_at is not None:
+                return
+            member.leaves_at = time.monotonic() + self.config.drain_timeout_s
+            self._route(member)
+            self._write(member, member.health.state, f"leaving: {why}", 0)
+            self.changed.notify_all()
+
+    def retire(self, member: Member, why: str) -> None:
+        """A member goes for good; what it has left is moved, and its engine is closed in a thread."""
+        with self.changed:
+            if self.members.get(member.name) is not member:
+                return
+            self.change(member, member.health.retires(time.monotonic(), why))
+            del self.members[member.name]
+            if member.engine is not None:
+                self.threads.start(member.engine.close)
+
+    def _route(self, member: Member) -> None:
+        if member.health.state == State.HEALTHY and member.leaves_at is None:
+            self.router.add(member.name)
+            if self.empty_since is not None:
+                logger.info("there is a healthy server: %s", member.name)
+                self.empty_since = None
+            self.wake()
+        else:
+            self.router.remove(member.name)
+            if not len(self.router) and self.empty_since is None:
+                self.empty_since = time.monotonic()
+                if not self.closed:
+                    logger.warning("no server is healthy; requests wait up to %g s", self.config.empty_timeout_s)
+
+    def _give_up(self, member: Member) -> int:
+        why = member.health.why
+        attempts, member.attempts = list(member.attempts), set()
+        member.orphans.update(attempts)
+        for attempt in attempts:
+            attempt.give_up(why)
+        return len(attempts)
+
+    def _write(self, member: Member, before: str, why: str, moved: int, silent_s: float | None = None) -> None:
+        after = member.health
+        loud = after.state in (State.SUSPECT, State.FENCED) and not self.closed
+        logger.log(
+            logging.WARNING if loud else logging.INFO,
+            "server %s: %s → %s (%s)%s",
+            member.name,
+            before or "new",
+            after.state,
+            why,
+            f", {moved} requests move" if moved else "",
+        )
+        if self._journal is None:
+            return
+        row = {
+            "time": round(time.time(), 3),
+            "server": member.name,
+            "from": before,
+            "to": after.state,
+            "why": why,
+            "moved": moved,
+            "incarnation": after.incarnation,
+        }
+        if silent_s is not None:
+            row["silent_s"] = round(silent_s, 3)
+        with self._journal.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    # ------------------------------------------------------------------ requests
+
+    def place(self, request: LLMRequest, avoid: Collection[str]) -> Attempt | None:
+        """A server for a request, those that failed it before only where there is no other. None: it has to wait."""
+        with self.lock:
+            if self.closed:
+                raise EngineDied("the fleet was closed")
+            if self.holding:
+                return None
+            work = work_of(len(request.input_ids), request.gconfig.max_new_tokens)
+            lease = self.router.choose(work, request.affinity, avoid)
+            if lease is None and avoid:
+                lease = self.router.choose(work, request.affinity)
+            if lease is None:
+                return None
+            member = self.members[lease.server]
+            attempt = Attempt(member, lease, self.late)
+            member.attempts.add(attempt)
+            return attempt
+
+    def waiter(self) -> "asyncio.Future[None]":
+        """Done when there may be a server. On the caller's loop."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        with self.lock:
+            self._waiters.append((loop, future))
+            if self.closed or (len(self.router) and not self.holding):  # meanwhile
+                self.wake()
+        return future
+
+    def wake(self) -> None:
+        """Lets all waiting requests look again, in order of their arrival."""
+        with self.lock:
+            waiters, self._waiters = self._waiters, []
+        for loop, future in waiters:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(_release, future)
+
+    def ended(self, attempt: Attempt) -> None:
+        """A request is no longer under way at its server, however that came."""
+        with self.lock:
+            attempt.member.attempts.discard(attempt)
+            self.router.end(attempt.lease)
+            if self.holding or attempt.member.leaves_at is not None:
+                self.changed.notify_all()
+
+    def answered(self, attempt: Attempt, response: LLMResponse) -> None:
+        """A request was answered in time."""
+        if response.output_ids:
+            now = time.monotonic()
+            attempt.member.took(len(response.output_ids), now - attempt.began)
+            self.alive(attempt.member, attempt.incarnation, now)
+
+    def alive(self, member: Member, incarnation: int, now: float) -> None:
+        """A member made a token."""
+        health = member.health
+        if health.state == State.HEALTHY and not health.failures and now - health.progress < PROGRESS_STEP_S:
+            return
+        with self.lock:
+            health = member.health
+            if health.incarnation == incarnation:
+                self.change(member, health.token(now, self.version.number, self.rules))
+
+    def failed(self, member: Member, incarnation: int, failure: Exception) -> None:
+        """A member failed a request or a call; of an earlier incarnation that is no news."""
+        with self.lock:
+            if member.health.incarnation == incarnation:
+                why = str(failure).partition("\n")[0] or type(failure).__name__
+                fatal = isinstance(failure, EngineDied)
+                self.change(member, member.health.fails(time.monotonic(), why, self.rules, fatal=fatal))
+
+    def fence(self, member: Member, incarnation: int, why: str) -> None:
+        """Gives a member up."""
+        self.failed(member, incarnation, EngineDied(why))
+
+    def late(self, attempt: Attempt) -> None:
+        """An answer came after its server had been given up: it is thrown away, its request was moved long ago."""
+        with self.lock:
+            self.counts["late_answers"] += 1
+            why = f"a late answer of incarnation {attempt.incarnation} was thrown away"
+            self._write(attempt.member, attempt.member.health.state, why, 0)
+
+    # ------------------------------------------------------------------ in words and figures
+
+    def explain(self) -> str:
+        """Every member and its state, for messages."""
+        with self.lock:
+            states = [f"{m.name} is {m.health.state} ({m.health.why})" for m in self.members.values()]
+        return "; ".join(states) if states else "the fleet has no servers"
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nobody is expected to make tokens now."""
+        return self.paused or bool(self.asleep)
+
+    def requests(self) -> int:
+        """Requests under way."""
+        with self.lock:
+            return sum(len(member.attempts) for member in self.members.values())
+
+    def set_paces(self) -> None:
+        """Gives servers that take much longer for a token less work: by powers of two of the median of all."""
+        with self.lock:
+            known = [m for m in self.members.values() if m.token_s and m.health.state == State.HEALTHY]
+            if len(known) < 2:
+                return
+            usual = statistics.median_low([m.token_s or 0.0 for m in known])
+            for member in known:
+                self.router.set_pace(member.name, 2.0 ** max(0, math.floor(math.log2((member.token_s or usual) / usual))))
+
+    def metrics(self) -> dict[str, float]:
+        """Metrics ``fleet/…``."""
+        with self.lock:
+            work = list(self.router.work().values())
+            names = ("fenced", "restarts", "moved", "late_answers", "interrupted")
+            return {f"fleet/{name}": float(self.counts[name]) for name in names} | {
+                "fleet/servers": float(len(self.members)),
+                "fleet/healthy": float(len(self.router)),
+                "fleet/work_spread": max(work) / (sum(work) / len(work)) if any(work) else 1.0,
+            }
+
+    def too_often(self, request_failures: list[InfrastructureFailure]) -> InfrastructureFailure:
+        """What a request ends with that failed at one server after another."""
+        told = "; ".join(str(failure).partition("\n")[0] for failure in request_failures[-3:])
+        return InfrastructureFailure(
+            "servers_failed",
+            f"a request failed {len(request_failures)} times, at one server after another "
+            f"(rollout.fleet.max_server_retries={self.config.max_server_retries}): {told}",
+        )
+
+
+def _release(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)

@@ -1,0 +1,149 @@
+"""Which server takes a request: the one that has its prefix, else the one with the least work. Pure and not thread-safe.
+
+A request costs a dictionary look-up and O(log servers) amortised, however many requests are under way.
+"""
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping
+from typing import NamedTuple
+
+MAX_AFFINITIES = 200_000
+"""Groups and chats that are remembered; the one that was used longest ago is forgotten first."""
+
+PROMPT_TOKENS_PER_TOKEN = 16
+"""Prompt tokens that cost about as much as one generated token: they are computed side by side."""
+
+
+def work_of(prompt_tokens: int, max_new_tokens: int) -> int:
+    """Estimate of a request's work in generated tokens; at least 1."""
+    return 1 + max_new_tokens + prompt_tokens // PROMPT_TOKENS_PER_TOKEN
+
+
+class _Place:
+    """A server as the router sees it. A server that leaves and joins again gets another place."""
+
+    __slots__ = ("live", "name", "pace", "requests", "stamp", "work")
+
+    def __init__(self, name: str):
+        self.name, self.live = name, True
+        self.work = self.requests = self.stamp = 0
+        self.pace = 1.0
+
+
+class Lease(NamedTuple):
+    """A request's share of a server; give it back with `Router.end`."""
+
+    place: _Place
+    work: int
+
+    @property
+    def server(self) -> str:
+        """Name of the server."""
+        return self.place.name
+
+
+class Router:
+    """Knows the healthy servers and no others: `add` one when it becomes healthy, `remove` it when it is so no more.
+
+    - *Affinity*: requests with one affinity (samples of a group, turns of a chat) go to one server for as long as it stays.
+    - *Least work*: any other request goes to the server with the least work, in estimated tokens times its pace; of equal
+      ones to that which was given work longest ago. As whole groups arrive, no server is ahead of another by more than the
+      work of the largest.
+    """
+
+    def __init__(self, max_affinities: int = MAX_AFFINITIES):
+        self._places: dict[str, _Place] = {}
+        self._affinities: OrderedDict[str, _Place] = OrderedDict()
+        self._max_affinities = max_affinities
+        self._heap: list[tuple[float, int, _Place]] = []
+        self._stamps = 0
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def add(self, name: str) -> None:
+        """A server may be given work; one that is there already stays as it is."""
+        if name not in self._places:
+            place = self._places[name] = _Place(name)
+            self._push(place)
+
+    def remove(self, name: str) -> None:
+        """It is given no work any more; unknown names are fine. Its affinities move with their next request."""
+        place = self._places.pop(name, None)
+        if place is not None:
+            place.live = False
+
+    def choose(self, work: int, affinity: str | None = None, avoid: Collection[str] = ()) -> Lease | None:
+        """The server for a request of so much work; None where there is none but those to avoid.
+
+        ``avoid``: servers that failed this request already.
+        """
+        place = self._affinities.get(affinity) if affinity is not None else None
+        if place is None or not place.live or place.name in avoid:
+            place = self._least(avoid)
+            if place is None:
+                return None
+        if affinity is not None:
+            self._remember(affinity, place)
+        place.work += work
+        place.requests += 1
+        self._push(place)
+        return Lease(place, work)
+
+    def end(self, lease: Lease) -> None:
+        """The request is over. Call it once."""
+        place = lease.place
+        place.work -= lease.work
+        place.requests -= 1
+        if place.live:
+            self._push(place)
+
+    def set_pace(self, name: str, pace: float) -> None:
+        """How much longer a server takes for a token than others do; 1 is usual."""
+        place = self._places.get(name)
+        if place is not None and place.pace != pace:
+            place.pace = pace
+            self._push(place)
+
+    def work(self) -> Mapping[str, int]:
+        """Work under way at each server."""
+        return {name: place.work for name, place in self._places.items()}
+
+    def requests(self) -> Mapping[str, int]:
+        """Requests under way at each server."""
+        return {name: place.requests for name, place in self._places.items()}
+
+    def _remember(self, affinity: str, place: _Place) -> None:
+        self._affinities[affinity] = place
+        self._affinities.move_to_end(affinity)
+        if len(self._affinities) > self._max_affinities:
+            self._affinities.popitem(last=False)
+
+    def _least(self, avoid: Collection[str]) -> _Place | None:
+        passed = []
+        found = None
+        while self._heap and found is None:
+            entry = self._heap[0]
+            place = entry[2]
+            if not place.live or entry[1] != place.stamp:
+                heapq.heappop(self._heap)
+            elif place.name in avoid:
+                passed.append(heapq.heappop(self._heap))
+            else:
+                found = place
+        for entry in passed:
+            heapq.heappush(self._heap, entry)
+        return found
+
+    def _push(self, place: _Place) -> None:
+        """Enters a place under its present work; entries that it outdates are skipped when they come up."""
+        self._stamps += 1
+        place.stamp = self._stamps
+        heapq.heappush(self._heap, (place.work * place.pace, place.stamp, place))
+        if len(self._heap) > 64 + 8 * len(self._places):
+            self._heap = [(p.work * p.pace, p.stamp, p) for p in self._places.values()]
+            heapq.heapify(self._heap)

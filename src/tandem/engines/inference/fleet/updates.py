@@ -1,0 +1,246 @@
+"""Weight updates over a fleet: prepared and committed everywhere; whoever fails is fenced, whoever joins catches up."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from tandem.api.engines import InferenceEngine
+from tandem.api.failures import EngineDied, InfrastructureFailure, WeightUpdateFailed
+from tandem.api.weights import WeightUpdate, WeightVersion
+from tandem.engines.inference.fleet.health import SERVING, State
+from tandem.engines.inference.fleet.members import Member
+from tandem.engines.inference.fleet.roster import Roster
+
+logger = logging.getLogger("tandem.fleet")
+
+LOOK_S = 0.05
+"""How often a wait for several members looks whether one of them was fenced."""
+
+ORPHANS_S = 10.0
+"""A server that comes back has this long to let go of requests that were moved away from it."""
+
+Outcome = dict[str, float] | Exception
+
+
+class Updates:
+    """Delivers to all members that serve. One update at a time; `catch_up` may run beside it, for members that do not serve.
+
+    ``first`` gives the weights that the run begins with, for members of which nobody knows what they hold.
+    """
+
+    def __init__(self, roster: Roster, first: Callable[[], WeightUpdate] | None = None):
+        self._roster, self._first = roster, first
+        self._pending: WeightUpdate | None = None
+        self._prepared: dict[Member, int] = {}
+
+    # ------------------------------------------------------------------ all members
+
+    def prepare(self, update: WeightUpdate) -> None:
+        """Prepares it everywhere. Without a member that serves it is kept for those that come.
+
+        Raises:
+            WeightUpdateFailed: every member refused it, so the update is at fault; all of them still serve what they served.
+        """
+        roster = self._roster
+        self._pending, self._prepared = None, {}
+        members = roster.serving()
+        with roster.lock:
+            starts = {member: member.health.incarnation for member in members}
+        outcomes = self._everywhere("prepare", members, lambda engine: engine.prepare_weights(update) or {})
+        took = [member for member in members if isinstance(outcomes.get(member), dict)]
+        refused = [o for o in outcomes.values() if isinstance(o, WeightUpdateFailed)]
+        if refused and not took:
+            raise WeightUpdateFailed(f"all {len(members)} servers refused it: {refused[0]}") from refused[0]
+        self._fence_failed(starts, outcomes, f"version {update.version.number} was not prepared")
+        self._prepared = {member: starts[member] for member in took}
+        self._pending = update
+
+    def commit(self, version: WeightVersion) -> dict[str, float]:
+        """Switches everywhere; from then on only members that hold ``version`` are given requests.
+
+        Returns the longest ``pause_s`` and ``recompute_s``.
+
+        Raises:
+            WeightUpdateFailed: it was not prepared, or no member could switch.
+        """
+        roster, update = self._roster, self._pending
+        if update is None or update.version != version:
+            held = "nothing" if update is None else f"version {update.version.number}"
+            raise WeightUpdateFailed(f"version {version.number} cannot be committed: {held} is prepared")
+        try:
+            if roster.config.finish_before_update:
+                self._wait_for_running()
+            with roster.lock:
+                starts = {m: i for m, i in self._prepared.items() if m.health.incarnation == i and m.health.state in SERVING}
+            outcomes = self._everywhere("commit", list(starts), lambda engine: engine.commit_weights(version))
+            reports = [outcome for outcome in outcomes.values() if isinstance(outcome, dict)]
+            refused = [outcome for outcome in outcomes.values() if isinstance(outcome, WeightUpdateFailed)]
+            if refused and not reports:
+                unsure = {m: o for m, o in outcomes.items() if not isinstance(o, WeightUpdateFailed)}
+                self._fence_failed(starts, unsure, f"version {version.number} was not committed")
+                raise WeightUpdateFailed(f"no server switched to version {version.number}: {refused[0]}") from refused[0]
+            self._fence_failed(starts, outcomes, f"version {version.number} was not committed")
+            self._switched(update, [m for m in starts if isinstance(outcomes.get(m), dict)], starts)
+        finally:
+            self._pending, self._prepared = None, {}
+            roster.holding = False
+            roster.wake()
+        return {key: max((report.get(key, 0.0) for report in reports), default=0.0) for key in ("pause_s", "recompute_s")}
+
+    def discard(self) -> None:
+        """Forgets what was prepared, everywhere."""
+        members = [member for member in self._prepared if member.health.state in SERVING]
+        self._pending, self._prepared = None, {}
+        self._everywhere("discard", members, lambda engine: engine.discard_weights() or {})
+
+    def everywhere_or_fence(self, what: str, action: Callable[[InferenceEngine], None]) -> None:
+        """Does it to all members that serve; whoever fails is fenced. Raises what they raised where all of them failed."""
+        members = self._roster.serving()
+        starts = {member: member.health.incarnation for member in members}
+
+        def act(engine: InferenceEngine) -> dict[str, float]:
+            action(engine)
+            return {}
+
+        outcomes = self._everywhere(what, members, act)
+        errors = [outcome for outcome in outcomes.values() if isinstance(outcome, Exception)]
+        if errors and len(errors) == len(outcomes) and not isinstance(errors[0], EngineDied):
+            raise errors[0]
+        self._fence_failed(starts, outcomes, f"{what} failed")
+
+    def _switched(self, update: WeightUpdate, members: Sequence[Member], starts: dict[Member, int]) -> None:
+        """In one step for whoever looks: the version, what members hold, and who missed it."""
+        roster, number = self._roster, update.version.number
+        with roster.lock:
+            now = time.monotonic()
+            roster.version, roster.update = update.version, update
+            roster.asleep.discard("weights")
+            for member in members:
+                if member.health.incarnation == starts[member]:
+                    health = member.health.delivered(number).emptied(number)
+                    roster.change(member, health.token(now, number, roster.rules))
+            for member in roster.members.values():
+                roster.change(member, member.health.outdated(now, number))
+        if not members:
+            logger.warning("version %d: no server took it, it is kept for those that come; %s", number, roster.explain())
+
+    def _wait_for_running(self) -> None:
+        """Holds new requests back until none is under way, within the deadline."""
+        roster = self._roster
+        until = time.monotonic() + roster.config.drain_timeout_s
+        with roster.changed:
+            roster.holding = True
+            while roster.requests() and not roster.closed:
+                left = until - time.monotonic()
+                if left <= 0:
+                    roster.counts["interrupted"] += roster.requests()
+                    logger.warning(
+                        "the update interrupts %d requests, still running after %g s (rollout.fleet.drain_timeout_s)",
+                        roster.requests(),
+                        roster.config.drain_timeout_s,
+                    )
+                    return
+                roster.changed.wait(min(left, 1.0))
+
+    def _fence_failed(self, starts: dict[Member, int], outcomes: dict[Member, Outcome], what: str) -> None:
+        for member, outcome in outcomes.items():
+            if isinstance(outcome, Exception):
+                self._roster.fence(member, starts[member], f"{what}: {_first_line(outcome)}")
+
+    def _everywhere(
+        self, what: str, members: Sequence[Member], action: Callable[[InferenceEngine], dict[str, float]]
+    ) -> dict[Member, Outcome]:
+        """Does it to all members at the same time; returns what came of it, for each that was not fenced meanwhile.
+
+        Once one has done it, any that takes longer than `rollout.fleet.stall_timeout_s` more is fenced, and so is one that
+        is suspect `rollout.fleet.suspect_after_s` later; but not in a commit, where it may compute keys and values anew.
+        """
+        roster = self._roster
+        outcomes: dict[Member, Outcome] = {}
+        starts = {member: member.health.incarnation for member in members}
+
+        def run(member: Member, engine: InferenceEngine) -> None:
+            try:
+                outcome: Outcome = action(engine)
+            except Exception as error:  # the worker boundary: the other members decide what becomes of it
+                outcome = error
+            with roster.changed:
+                outcomes[member] = outcome
+                member.switching = False
+                roster.changed.notify_all()
+
+        for member in members:
+            if member.engine is not None:
+                member.switching = what == "commit"
+                roster.threads.start(run, member, member.engine)
+        first_at: float | None = None
+        with roster.changed:
+            while True:
+                waiting = [m for m in members if m not in outcomes and m.health.incarnation == starts[m]]
+                if not waiting or roster.closed:
+                    return dict(outcomes)
+                if first_at is None and any(isinstance(outcome, dict) for outcome in outcomes.values()):
+                    first_at = time.monotonic()
+                if first_at is not None:
+                    passed = time.monotonic() - first_at
+                    late = passed > roster.config.stall_timeout_s
+                    grace = passed <= roster.config.suspect_after_s or what == "commit"
+                    for member in waiting:
+                        if late or (member.health.state == State.SUSPECT and not grace):
+                            why = f"it did not {what} though others did; {member.health.why}"
+                            roster.fence(member, starts[member], why)
+                roster.changed.wait(LOOK_S)
+
+    # ------------------------------------------------------------------ one member that does not serve
+
+    def catch_up(self, member: Member) -> None:
+        """Brings a stale member to the fleet's version with an empty cache; blocks.
+
+        Raises:
+            WeightUpdateFailed: the update could not be read (it is being written anew, perhaps): try again soon.
+            InfrastructureFailure, OSError, RuntimeError: the member's fault.
+        """
+        roster = self._roster
+        with roster.lock:
+            engine, start, health = member.engine, member.health.incarnation, member.health
+            target, update = roster.version.number, roster.update
+        assert engine is not None
+        if health.weights == health.cache == target:
+            return
+        if health.weights is None:  # nobody knows what it has in its cache, and what of ours it still computes
+            _let_go(member)
+            engine.flush()
+        if update is None:
+            if self._first is None:
+                raise InfrastructureFailure(
+                    "no_weights", f"there are no weights of version {target} to give to {member.name}"
+                )
+            update = self._first()
+        with contextlib.suppress(WeightUpdateFailed):
+            engine.discard_weights()
+        engine.prepare_weights(update)
+        engine.commit_weights(update.version)
+        with roster.lock:
+            if member.health.incarnation == start:
+                number = update.version.number
+                roster.change(member, member.health.delivered(number).emptied(number))
+
+
+def _let_go(member: Member) -> None:
+    """Waits until the server has ended the requests that were moved away from it."""
+    until = time.monotonic() + ORPHANS_S
+    for orphan in list(member.orphans):
+        orphan.abandon()
+    while member.orphans and time.monotonic() < until:
+        time.sleep(LOOK_S)
+    member.orphans.clear()
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).partition("\n")[0] or type(error).__name__
+    return (
+        text
+        if isinstance(error, (EngineDied, InfrastructureFailure, WeightUpdateFailed))
+        else f"{type(error).__name__}: {text}"
+    )

@@ -1,0 +1,78 @@
+"""What `rollout.backend` and `rollout.fleet` may say."""
+
+import pytest
+
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import TrainConfig
+from tandem.config.fleet import parse_backend
+from tandem.config.load import load_config
+
+
+def load(*items):
+    return load_config(TrainConfig, None, ["train_dataset.path=addition", *items]).config
+
+
+@pytest.mark.parametrize(
+    ("backend", "servers"),
+    [
+        ("embedded", None),
+        ("embedded:d2", (("embedded", 2),)),
+        ("tandem:d16", (("tandem", 16),)),
+        ("vllm:d1+sglang:d2", (("vllm", 1), ("sglang", 2))),
+        ("attached", ()),
+    ],
+)
+def test_backends_name_servers(backend, servers):
+    assert parse_backend(backend) == servers
+    assert load(f"rollout.backend={backend}").rollout.backend == backend
+
+
+@pytest.mark.parametrize(
+    ("items", "words"),
+    [
+        (["rollout.backend=warp"], "'warp' is not an inference backend.*embedded"),
+        (["rollout.backend=vlm:d1"], "did you mean 'vllm'"),
+        (["rollout.backend=vllm"], "say how many servers of vllm, for example vllm:d1"),
+        (["rollout.backend=embedded+vllm:d1"], "embedded:d1, or embedded alone"),
+        (["rollout.backend=vllm:d0"], "vllm:dN with N at least 1"),
+        (["rollout.backend=vllm:d1+attached"], "attached stands alone.*rollout.backend=vllm:d1"),
+        (["rollout.backend=attached", "rollout.fleet.servers=[http://x]"], "rollout.fleet.servers: .*KIND=URL"),
+        (
+            ["rollout.backend=attached", "rollout.fleet.servers=[tandem=http://x, tandem=http://x/]"],
+            "names tandem=http://x more than once",
+        ),
+        (["rollout.backend=embedded:d2", "rollout.fleet.suspect_after_s=1"], "at least rollout.fleet.probe_every_s"),
+        (["rollout.backend=embedded:d2", "rollout.fleet.stall_timeout_s=4"], "must exceed rollout.fleet.suspect_after_s"),
+        (["rollout.backend=embedded:d2", "rollout.fleet.max_restarts=-1"], "max_restarts must be .*at least 0"),
+        (["rollout.backend=embedded:d2", "deterministic=true"], "deterministic=true contradicts rollout.backend"),
+        (["rollout.backend=embedded:d2", "placement=colocate"], "placement=colocate contradicts rollout.backend"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_remedy(items, words):
+    with pytest.raises(ConfigError, match=words):
+        load(*items)
+
+
+@pytest.mark.parametrize(
+    ("items", "words"),
+    [
+        (["rollout.fleet.max_restarts=5"], "max_restarts=5 is not used because rollout.backend=embedded is one engine"),
+        (["rollout.backend=embedded:d2", "rollout.fleet.vllm_python=/x"], "starts no vLLM server"),
+        (["rollout.backend=embedded:d2", "rollout.fleet.sglang_python=/x"], "starts no SGLang server"),
+        (["rollout.backend=embedded:d2", "rollout.fleet.finish_before_update=true"], "at staleness 0"),
+    ],
+)
+def test_a_key_that_nothing_would_read_is_refused(items, words):
+    with pytest.raises(ConfigError, match=words):
+        load(*items)
+
+
+def test_what_is_used_is_accepted():
+    assert load(
+        "rollout.backend=vllm:d1+embedded:d1",
+        "rollout.fleet.vllm_python=/x",
+        "rollout.fleet.servers=[tandem=http://127.0.0.1:8000]",
+        "rollout.fleet.token_file=/x",
+        "async_training=true",
+        "rollout.fleet.finish_before_update=true",
+    ).rollout.fleet.finish_before_update
