@@ -302,6 +302,7 @@ def check(make: Callable[..., ForeignServer], python: str, options: argparse.Nam
             version=WeightVersion(0),
             settings=SETTINGS,
             cpus=cpus,
+            options=options.option,
             startup_timeout_s=options.startup_timeout_s,
             progress=lambda words: print(f"     {words}", flush=True),
         )
@@ -335,6 +336,7 @@ def main() -> int:
     parser.add_argument("--vllm", help="python of the environment that has vLLM")
     parser.add_argument("--sglang", help="python of the environment that has SGLang")
     parser.add_argument("--cpus", type=int, nargs="*", help="cores of the servers; default: all")
+    parser.add_argument("--option", action="append", default=[], help="one more word of the servers' command, --option=WORD")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--startup-timeout-s", type=float, default=600.0)
     parser.add_argument("--keep-log", help="folder for the servers' logs")

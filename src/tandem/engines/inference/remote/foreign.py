@@ -128,6 +128,7 @@ class ForeignServer(InferenceEngine):
         device: str = "cpu",
         settings: EmbeddedEngineConfig | None = None,
         cpus: Sequence[int] | None = None,
+        options: Sequence[str] = (),
         startup_timeout_s: float = 600.0,
         request_timeout_s: float = 600.0,
         progress: Callable[[str], None] = lambda words: None,
@@ -135,6 +136,7 @@ class ForeignServer(InferenceEngine):
         """Starts a server and waits until it has generated a token; it ends with this object, or with this process.
 
         ``cpus``: the cores that it may use; None lets it compute on ``settings.threads`` of them, the next server on others.
+        ``options``: more words of its command, such as ``("--enforce-eager",)``.
 
         Raises:
             ConfigError: as `attach`, or there is no such interpreter.
@@ -144,7 +146,7 @@ class ForeignServer(InferenceEngine):
         cores = tuple(cpus) if cpus is not None else CORES.take(settings.threads)
         terms = StartTerms(python, folder.resolve(), str(dtype).removeprefix("torch."), device, settings, cores)
         command, environment = cls.command(terms, port)
-        process = ServerProcess.start(command, log_file=log_file, environment=environment, cpus=cpus)
+        process = ServerProcess.start([*command, *options], log_file=log_file, environment=environment, cpus=cpus)
 
         def ask() -> Self:
             url = f"http://127.0.0.1:{port}"
