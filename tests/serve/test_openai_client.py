@@ -59,7 +59,7 @@ def test_temperature_0_is_greedy(client, local, tokenizer):
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_a_stream_says_what_the_whole_answer_says(client, n):
-    sampling = {"n": n, "temperature": 0.9, "logprobs": True, "max_tokens": 40}
+    sampling = {"n": n, "temperature": 0.9, "logprobs": True, "max_tokens": 40, "extra_body": {"min_tokens": 20}}
     whole = chat(client, **sampling)
     texts, logprobs, reasons, roles, usage = [""] * n, [[] for _ in range(n)], [None] * n, [0] * n, None
     chunks = 0
@@ -81,12 +81,16 @@ def test_a_stream_says_what_the_whole_answer_says(client, n):
 
 
 def test_stop_strings_end_an_answer_and_are_left_out(client):
-    whole = chat(client, temperature=0, max_tokens=60).choices[0].message.content
-    stop = next(whole[i : i + 2] for i in range(8, len(whole) - 2) if whole.index(whole[i : i + 2]) == i)
+    def content(seed, **more):
+        return chat(client, temperature=0.9, max_tokens=60, seed=seed, **more)
+
+    contents = ((seed, content(seed).choices[0].message.content) for seed in range(20))
+    seed, whole = next((seed, whole) for seed, whole in contents if len(whole) > 20)
+    stop = next(whole[i : i + 2] for i in range(4, len(whole) - 2) if whole.index(whole[i : i + 2]) == i)
     before = whole[: whole.index(stop)]
 
-    answer = chat(client, temperature=0, max_tokens=60, stop=[stop]).choices[0]
-    streamed = chat(client, temperature=0, max_tokens=60, stop=stop, stream=True)
+    answer = content(seed, stop=[stop]).choices[0]
+    streamed = content(seed, stop=stop, stream=True)
     assert answer.message.content == before and answer.finish_reason == "stop"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == before
 

@@ -51,8 +51,8 @@ def logprobs_under(folder, response, temperature):
 
 def test_under_load_each_token_is_of_the_weights_that_it_is_stamped_with(remote, served, folder, root):
     requests = [
-        request_of((*PROMPT, 30 + i), NoiseKey(1, sample=i), temperature=0.7, max_new_tokens=400, min_new_tokens=400)
-        for i in range(6)
+        request_of((*PROMPT, 30 + i), NoiseKey(1, sample=i), temperature=0.7, max_new_tokens=250, min_new_tokens=250)
+        for i in range(4)
     ]
     responses, reports = [], []
 
@@ -62,7 +62,7 @@ def test_under_load_each_token_is_of_the_weights_that_it_is_stamped_with(remote,
     load = threading.Thread(target=lambda: asyncio.run(ask()))
     load.start()
     for number in (1, 2):
-        while remote.statistics()["generated_tokens"] < 300 * number:
+        while remote.statistics()["generated_tokens"] < 120 * number:
             assert load.is_alive()
         update = update_of(root / f"tiny-llama-{number}", number)
         remote.prepare_weights(update)
@@ -71,7 +71,7 @@ def test_under_load_each_token_is_of_the_weights_that_it_is_stamped_with(remote,
     load.join(60)
 
     folders = [folder, root / "tiny-llama-1", root / "tiny-llama-2"]
-    assert len(responses) == 6 and {v for response in responses for v in response.versions} == {0, 1, 2}
+    assert len(responses) == 4 and {v for response in responses for v in response.versions} == {0, 1, 2}
     for response in responses:
         under = [logprobs_under(f, response, 0.7) for f in folders]
         for token, version in enumerate(response.versions):
@@ -179,7 +179,7 @@ def test_weights_outside_of_the_allowed_folders_are_not_read(served, root, tmp_p
     assert served.json("GET", "/health")["run"] is None
 
 
-def test_without_an_allowed_folder_no_weights_are_taken(folder, root):
+def test_without_an_allowed_folder_no_other_weights_are_taken(folder, root):
     with Served(folder) as closed:
         message = closed.json("POST", "/control/prepare", as_body(update_of(root / "tiny-llama-1", 1)), status=403)
         assert "--weights-root" in message["error"]["message"]
@@ -236,7 +236,11 @@ def test_a_flush_shares_no_prompt_with_requests_to_come(remote):
         assert middle["running"] == 2
         await remote.agenerate(request_of(PROMPT, NoiseKey(9), max_new_tokens=1))
         after = await asyncio.to_thread(remote.statistics)
-        await asyncio.gather(*tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        while (await asyncio.to_thread(remote.statistics))["running"]:
+            await asyncio.sleep(0.01)
         return after["shared_prompt_tokens"] - middle["shared_prompt_tokens"]
 
     assert asyncio.run(ask(flush=False)) == len(PROMPT)

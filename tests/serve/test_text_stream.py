@@ -8,7 +8,6 @@ from tandem.engines.inference.serve.text import TextStream
 from tests.tiny import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
-WHOLE = st.text(max_size=30) | st.lists(st.integers(0, 299), max_size=40)
 
 
 def pieces(ids, cuts):
@@ -16,7 +15,7 @@ def pieces(ids, cuts):
     return [ids[a:b] for a, b in zip(edges, edges[1:], strict=False)]
 
 
-@settings(deadline=None, derandomize=True)
+@settings(deadline=None, derandomize=True, max_examples=50)
 @given(st.text(max_size=30), st.lists(st.integers(0, 60), max_size=8))
 def test_pieces_join_to_the_text(words, cuts):
     ids = TOKENIZER(words, add_special_tokens=False)["input_ids"]
@@ -56,6 +55,17 @@ def test_the_beginning_of_a_stop_string_is_held_back(stop):
         said += stream.add(ids[count - 1 : count])
         assert before.startswith(said)
     assert said == before
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 99])
+def test_a_stop_string_that_did_not_end_the_answer_is_text(size):
+    """`min_tokens` forbade it; however the pieces fall, only the one at the end is cut."""
+    ids = TOKENIZER("a stop b stop", add_special_tokens=False)["input_ids"]
+    stream = TextStream(TOKENIZER, ["stop"])
+
+    said = "".join(stream.add(ids[i : i + size]) for i in range(0, len(ids) - size, size))
+    rest = ids[len(range(0, max(0, len(ids) - size), size)) * size :]
+    assert said + stream.finish(rest, stopped=True) == "a stop b "
 
 
 def test_what_only_looked_like_a_stop_string_is_said_at_the_end():

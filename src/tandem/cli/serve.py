@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=Path,
         metavar="DIR",
-        help="weights may be read from folders below it; without one they cannot be changed",
+        help="new weights may be read from folders below it",
     )
     weights.add_argument("--run", help="the training run that it belongs to (default: the first that attaches)")
     _add_engine_arguments(parser.add_argument_group("engine"))

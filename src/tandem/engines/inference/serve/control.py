@@ -151,10 +151,10 @@ class Control:
     def _allowed(self, name: str) -> Path:
         """The folder, if it and every file in it that will be read lie below one that the operator allowed."""
         roots = (*self._service.weights_roots, self._service.folder.resolve())
-        rule = ", ".join(map(str, roots)) or "none: the server was started without --weights-root"
+        rule = ", ".join(map(str, roots))
         refusal = Refusal(
             403,
-            f"weights are read below the allowed folders only ({rule}), got {name[:200]!r}",
+            f"weights are read below the allowed folders only ({rule}; --weights-root adds one), got {name[:200]!r}",
             code="folder",
             param="folder",
         )

@@ -60,7 +60,7 @@ def request_schema(max_tokens: int, vocab_size: int) -> Schema:
         "top_k": integer(0, SEED_LIMIT),
         "greedy": {"type": "boolean"},
         "stop": STOP_STRINGS,
-        "stop_token_ids": array(token, 0, 64),
+        "stop_token_ids": array(token, 0, 1024),
     }
     key = array(integer(-SEED_LIMIT, SEED_LIMIT), 1, 6)
     fields = {

@@ -70,7 +70,7 @@ def _common(name: str, vocab_size: int, limits: Limits) -> dict[str, Schema]:
         "stream_options": optional(record({"include_usage": optional({"type": "boolean"})})),
         "top_k": optional(integer(0, SEED_LIMIT, "Not OpenAI's: only the k most probable tokens; 0 is off.")),
         "min_tokens": optional(integer(0, limits.max_tokens, "Not OpenAI's: no stop token before so many.")),
-        "stop_token_ids": optional(array(integer(0, vocab_size - 1), 0, 64)),
+        "stop_token_ids": optional(array(integer(0, vocab_size - 1), 0, 1024)),
         **{key: {"enum": values} for key, values in WITHOUT_EFFECT.items()},
     }
 

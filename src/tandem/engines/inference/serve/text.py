@@ -16,8 +16,8 @@ T = TypeVar("T")
 _UNFINISHED = "�"
 """What a tokenizer decodes the first bytes of a character to."""
 
-_PATIENCE = 16
-"""Tokens that may stay without text before they are taken for what they are: bytes that are no text."""
+_PATIENCE = 3
+"""Tokens that may wait for the rest of their character, which has at most four bytes; what waits longer is no text."""
 
 
 class Tokenizers:
@@ -76,25 +76,32 @@ class TextStream:
     def add(self, ids: Sequence[int]) -> str:
         """Takes tokens of a completion that goes on; returns text that is certain."""
         self._ids += ids
-        new = self._new()
-        if new.endswith(_UNFINISHED) and len(self._ids) - self._read < _PATIENCE:
+        end = len(self._ids)
+        while end > self._read and len(self._ids) - end < _PATIENCE and self._new(end).endswith(_UNFINISHED):
+            end -= 1
+        if self._new(end).endswith(_UNFINISHED):
+            end = len(self._ids)
+        if end == self._read:
             return ""
-        self._context, self._read = self._read, len(self._ids)
-        self._held += new
+        self._held += self._new(end)
+        self._context, self._read = self._read, end
         keep = self._beginning()
         sure, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         return sure
 
     def finish(self, ids: Sequence[int], *, stopped: bool) -> str:
-        """Takes the last tokens and returns the rest; ``stopped``: a stop string may be in them, and is left out."""
-        self._ids += ids
-        text = self._held + self._new()
+        """Takes the last tokens and returns the rest; ``stopped``: the last of them may have brought a stop string, which is
+        left out. One that came earlier, where `min_tokens` forbade the end, is text like any other."""
+        sure = self.add(ids[:-1]) if len(ids) > 1 else ""
+        self._ids += ids[-1:]
+        text = self._held + self._new(len(self._ids))
         if stopped:
             text = text[: min((place for stop in self._stop if (place := text.find(stop)) >= 0), default=len(text))]
-        return text
+        return sure + text
 
-    def _new(self) -> str:
-        return self._decode(self._context, len(self._ids))[len(self._decode(self._context, self._read)) :]
+    def _new(self, end: int) -> str:
+        """Text of the tokens that were not taken yet, up to number ``end``."""
+        return self._decode(self._context, end)[len(self._decode(self._context, self._read)) :]
 
     def _decode(self, start: int, end: int) -> str:
         ids = self._ids[start:end]
