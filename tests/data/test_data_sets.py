@@ -91,9 +91,7 @@ def test_a_mapped_column_is_read_before_others_and_refused_where_it_would_not_be
     file = jsonl(tmp_path, [{"q": "1 + 1?", "gold": "2", "prompt": "other", "answer": "3"}])
     row = load(file, columns={"question": "q", "answer": "gold"})[0]
     assert (row["messages"][0]["content"], row["answer"]) == ("1 + 1?", "2")
-    with pytest.raises(
-        ConfigError, match=r"columns\.label=gold would change nothing: of .* rows prompt, answer are read"
-    ):
+    with pytest.raises(ConfigError, match=r"columns\.label=gold would change nothing: of .* rows prompt, answer are read"):
         load(file, columns={"label": "gold"})
     with pytest.raises(ConfigError, match=r"did you mean columns\.answer=gold\? Leave it out: the column keeps .* 'gold'"):
         load(file, columns={"completion": "gold"}, answer_column="answer")

@@ -184,9 +184,7 @@ def test_a_suffix_stands_behind_the_question_of_rows_that_have_one(tmp_path, row
 
 
 def test_a_suffix_is_refused_for_whole_conversations_which_have_no_one_question(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"rows\.jsonl:1: prompt_suffix=' !' is put behind a row's question, and"
-    ):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:1: prompt_suffix=' !' is put behind a row's question, and"):
         read(tmp_path, conversations, {"messages": [USER, GOOD, USER, GOOD]}, prompt_suffix=" !")
 
 
