@@ -27,6 +27,13 @@ must_pip() {
     fi
 }
 
+# The CUDA version that the installed torch was built for; nothing for the CPU build. Without importing it: that takes seconds.
+cuda_of_torch() {
+    "$VENV/bin/python" -c 'import importlib.util as u, pathlib, runpy
+version = pathlib.Path(u.find_spec("torch").origin).with_name("version.py")
+print(runpy.run_path(str(version)).get("cuda") or "")'
+}
+
 echo "setting up $VENV (once, about two minutes)"
 if [ ! -x "$VENV/bin/python" ]; then
     "$PYTHON" -m venv "$VENV" || { echo "making $VENV failed; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
@@ -38,8 +45,13 @@ if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then
     must_pip -e ".[dev]"
 else
     echo "  no NVIDIA GPU here: torch $TORCH, CPU build"
-    # Where the configured registry gives the CUDA build for a plain name, TORCH_INDEX names an index that has the CPU build.
-    quiet_pip "torch==$TORCH+cpu" || must_pip ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "torch==$TORCH"
+    # For a plain name some registries give the CPU build and others CUDA's: the CPU build is asked for by its own name first.
+    index=${TORCH_INDEX:+--extra-index-url=$TORCH_INDEX}
+    quiet_pip $index "torch==$TORCH+cpu" || must_pip $index "torch==$TORCH"
+    if [ "$(cuda_of_torch)" ]; then
+        echo "  the registry that pip is configured for has torch with CUDA $(cuda_of_torch) only: it works here too, but is gigabytes larger." >&2
+        echo "  For the CPU build: make clean && make setup TORCH_INDEX=URL, an index that has it (pytorch.org, 'Get Started', CPU)." >&2
+    fi
     echo "  Tandem and its development tools"
     must_pip -c constraints.txt -e ".[dev]"
 fi

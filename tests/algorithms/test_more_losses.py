@@ -154,12 +154,13 @@ def test_covariance_by_hand():
 
 
 def test_clip_cov_sets_chosen_tokens_to_zero_unless_the_ratio_has_clipped_them():
-    policy, proximal = policy_at(1, 1, 1.5, 0.9)
-    given = {"proximal": proximal, "advantages": numbers(1, 1, 1, 1), "mask": all_of(4)}
-    losses, slope, metrics = gradient(clip_cov, policy, prepared=numbers(1, 0, 1, 0), **given)
-    assert losses.tolist() == pytest.approx([0, -1, -1.2, -0.9])
-    assert slope.tolist() == pytest.approx([0, -1, 0, -0.9])
-    assert metrics["dropped"].tolist() == [1, 0, 0, 0]
+    policy, proximal = policy_at(1, 1, 1.5, 0.9, 0.5, 0.5, 1.5)
+    advantages = numbers(1, 1, 1, 1, 1, -1, -1)  # outside the range, the fifth and the last keep their gradient
+    given = {"proximal": proximal, "advantages": advantages, "mask": all_of(7)}
+    losses, slope, metrics = gradient(clip_cov, policy, prepared=numbers(1, 0, 1, 0, 1, 1, 1), **given)
+    assert losses.tolist() == pytest.approx([0, -1, -1.2, -0.9, 0, 0.8, 0])
+    assert slope.tolist() == pytest.approx([0, -1, 0, -0.9, 0, 0, 0])
+    assert metrics["dropped"].tolist() == [1, 0, 0, 0, 1, 0, 1]
 
 
 def test_clip_cov_draws_from_the_band_by_noise():

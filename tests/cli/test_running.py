@@ -39,7 +39,7 @@ def test_the_end_says_where_everything_is():
     assert describe(outcome).splitlines() == [
         "Done: 3 steps.",
         "Last step: reward/mean 0.5123",
-        "Greedy accuracy on the validation rows: step 0: 25.0%, step 3: 100.0%",
+        "Accuracy on the validation rows: step 0: 25.0%, step 3: 100.0%",
         "Metrics and pictures: runs/a/b",
         "Model: runs/a/b/checkpoints/step_3",
         'Try it: tandem generate runs/a/b/checkpoints/step_3 "…"',

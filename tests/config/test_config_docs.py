@@ -61,4 +61,5 @@ def test_defaults_of_knobs_are_within_their_own_bounds():
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_is_a_configuration_that_works(preset):
-    load_config(TrainConfig, None, ["train_dataset.path=addition", f"algorithm={preset}"])
+    config = load_config(TrainConfig, None, ["train_dataset.path=addition", f"algorithm={preset}"]).config
+    assert config.algorithm.preset == preset

@@ -150,6 +150,11 @@ def test_the_user_s_correction_wins_over_the_preset_s():
         ("train_dataset.sources=[{weight: 2}]", ["sources[0] needs path"]),
         ("seed", ["'seed' is not key=value"]),
         ("tracking.sinks=[wandb", ["not valid YAML"]),
+        ("train_dataset.columns.answer.a=x", ["train_dataset.columns holds text under each key, got the key answer.a"]),
+        ("train_dataset.columns.answer=[a, b]", ["train_dataset.columns.answer must be text, got ['a', 'b']"]),
+        ("train_dataset.columns={answer: {a: 1}}", ["train_dataset.columns holds text under each key"]),
+        ("gconfig.n_samples=1000000000", ["gconfig.n_samples must be a whole number, at least 1, at most 65536"]),
+        ("rollout.batch_size=1000000000", ["rollout.batch_size must be a whole number, at least 1, at most 1000000"]),
     ],
 )
 def test_a_wrong_key_or_value_is_refused_and_says_what_to_do(text, words):
@@ -157,6 +162,14 @@ def test_a_wrong_key_or_value_is_refused_and_says_what_to_do(text, words):
         load(text)
     for word in words:
         assert word in str(error.value)
+
+
+def test_names_of_columns_are_text_as_written():
+    assert load("train_dataset.columns.answer=007").config.train_dataset.columns == {"answer": "007"}
+    assert load("train_dataset.columns={answer: 5, prompt: true}").config.train_dataset.columns == {
+        "answer": "5",
+        "prompt": "true",
+    }
 
 
 def test_all_problems_are_told_at_once():

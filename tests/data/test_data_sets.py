@@ -87,6 +87,18 @@ def test_columns_can_be_named_and_the_suffix_stands_behind_the_question(tmp_path
     assert row["answer"] == "2"
 
 
+def test_a_mapped_column_is_read_before_others_and_refused_where_it_would_not_be(tmp_path):
+    file = jsonl(tmp_path, [{"q": "1 + 1?", "gold": "2", "prompt": "other", "answer": "3"}])
+    row = load(file, columns={"question": "q", "answer": "gold"})[0]
+    assert (row["messages"][0]["content"], row["answer"]) == ("1 + 1?", "2")
+    with pytest.raises(ConfigError, match=r"columns\.label=gold would change nothing: of .* rows prompt, answer are read"):
+        load(file, columns={"label": "gold"})
+    with pytest.raises(ConfigError, match=r"did you mean columns\.answer=gold\? Leave it out: the column keeps .* 'gold'"):
+        load(file, columns={"completion": "gold"}, answer_column="answer")
+    with pytest.raises(ConfigError, match=r"columns\.question=q would change nothing"):
+        load(file, columns={"question": "q"}, prompt_column="prompt")
+
+
 def test_messages_are_taken_as_they_are_and_a_last_answer_of_the_assistant_is_the_answer(tmp_path):
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     row = load(jsonl(tmp_path, [{"messages": messages}]))[0]
@@ -134,6 +146,11 @@ def test_max_rows_keeps_the_first():
         ([{"question": "x", "answer": ["y"]}], ["train.jsonl:1", "'answer' must be text or a number, got list"]),
         ([{"messages": [{"role": "robot", "content": "x"}]}], ["train.jsonl:1", "role of system, user"]),
         ([{"messages": [{"role": "assistant", "content": "x"}]}], ["train.jsonl:1", "needs a question"]),
+        ([{"messages": [{"role": "user", "content": 5}]}], ["train.jsonl:1", "must be a list of {role, content}"]),
+        (['{"question": "x", "answer": NaN}\n'], ["train.jsonl:1", "'answer' must be text or a number, got float nan"]),
+        (['{"question": "x", "answer": -Infinity}\n'], ["train.jsonl:1", "must be text or a number"]),
+        ([ROWS[0], '{"answer": ' + "9" * 5000 + "}\n"], ["train.jsonl:2", "mend or remove the line"]),
+        ([ROWS[0], r'{"question": "\ud83d", "answer": "x"}' + "\n"], ["train.jsonl:2", r"half a character, '\ud83d'"]),
     ],
 )
 def test_bad_rows_are_refused_with_file_and_line(tmp_path, rows, words):
@@ -174,6 +191,19 @@ def test_an_empty_folder_a_strange_file_and_a_split_of_a_file_are_refused(tmp_pa
     assert "call it .jsonl" in error_of(tmp_path / "b.json")
     (tmp_path / "c.csv").write_text("question,answer\nx\n")
     assert "c.csv:2" in error_of(tmp_path / "c.csv")
+    (tmp_path / "d.csv").write_text("question,answer\n" + "x" * 200_000 + ",1\n")
+    assert "d.csv:2: not valid csv: field larger than field limit" in error_of(tmp_path / "d.csv")
+    (tmp_path / "g.csv").write_text('question,answer\n1,"2\n3,4\n')
+    assert "g.csv:3: not valid csv: unexpected end of data" in error_of(tmp_path / "g.csv")
+    (tmp_path / "e.json").write_text('[{"question": "\\ud83d", "answer": "x"}]')
+    assert "e.json, row 1: holds half a character" in error_of(tmp_path / "e.json")
+    (tmp_path / "f.json").write_text(f'[{{"question": {"9" * 5000}}}]')
+    assert "f.json" in error_of(tmp_path / "f.json")
+
+
+def test_characters_of_two_halves_are_fine(tmp_path):
+    file = jsonl(tmp_path, [r'{"question": "\ud83d\ude00?", "answer": "é"}' + "\n"])
+    assert load(file).rows[0]["question"] == "😀?"
 
 
 def test_a_mixture_keeps_the_weights_repeats_nothing_and_names_source_and_reward(tmp_path):

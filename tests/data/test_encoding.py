@@ -144,6 +144,13 @@ def test_a_system_prompt_stands_before_conversations_that_have_none():
     assert shown(chat, without).endswith("⟦b<|im_end|>⟧\n")
 
 
+def test_an_empty_system_prompt_is_one_as_in_generation():
+    (found,) = encoder(system_prompt="").conversation(says("a", "b"))
+    chat = Chat(tiny_tokenizer(), says("a"), system_prompt="")
+    assert tuple(found.ids[: found.mask.index(True)]) == chat.prompt_ids
+    assert chat.prompt.startswith("<|im_start|>system\n<|im_end|>\n")
+
+
 def test_steps_end_at_their_own_last_token():
     chat = encoder()
     found, ends = chat.steps(says("2 + 2?"), ["Two and two", "are four."], "\n")

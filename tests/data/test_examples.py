@@ -143,6 +143,51 @@ def test_a_mapped_column_that_is_not_there_is_named(tmp_path):
         read(tmp_path, pairs, {"prompt": "?", "winner": "a", "rejected": "b"}, columns={"chosen": "winer"})
 
 
+@pytest.mark.parametrize(
+    ("reader", "row", "columns", "said"),
+    [
+        (pairs, FINE, {"label": "label"}, r"columns\.label=label would change nothing: .* prompt, chosen, rejected, margin"),
+        (steps, FINE, {"answer": "label"}, "of these rows prompt, completions, labels are read"),
+        (judged, FINE, {"chosen": "chosen"}, "of these rows prompt, completion, label are read"),
+        (conversations, {"messages": [USER, GOOD], "t": "!"}, {"completion": "t"}, "of these rows messages are read"),
+        (conversations, FINE, {"margin": "label"}, "of these rows prompt, completion are read"),
+        (
+            pairs,
+            FINE | {"q": "?"},
+            {"question": "q", "prompt": "prompt"},
+            r"columns\.question=q .* columns\.prompt=q\?",
+        ),
+    ],
+)
+def test_a_mapped_column_that_the_format_never_reads_is_refused(tmp_path, reader, row, columns, said):
+    with pytest.raises(ConfigError, match=rf"rows\.jsonl:1: .*{said}"):
+        read(tmp_path, reader, row, columns=columns)
+
+
+def test_a_column_that_was_given_the_name_of_a_prompt_is_the_prompt_whatever_else_there_is(tmp_path):
+    row = {"ask": "2 + 2?", "prompt": "not this", "chosen": "4", "rejected": "5"}
+    (found,) = read(tmp_path, pairs, row, columns={"question": "ask"})
+    assert found["messages"] == [USER]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "2 + 2?", "completion": "4"},
+        {"prompt": [USER], "completion": [GOOD]},
+        {"question": "2 + 2?", "answer": 4},
+    ],
+)
+def test_a_suffix_stands_behind_the_question_of_rows_that_have_one(tmp_path, row):
+    (found,) = read(tmp_path, conversations, row, prompt_suffix=" Just the number.")
+    assert found["messages"] == [USER | {"content": "2 + 2? Just the number."}, GOOD]
+
+
+def test_a_suffix_is_refused_for_whole_conversations_which_have_no_one_question(tmp_path):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:1: prompt_suffix=' !' is put behind a row's question, and"):
+        read(tmp_path, conversations, {"messages": [USER, GOOD, USER, GOOD]}, prompt_suffix=" !")
+
+
 def test_generated_pairs_rank_the_right_sum_above_a_wrong_one():
     rows = load_dataset(DatasetConfig(path="addition_pairs", size=30), reader=pairs).rows
     held_out = load_dataset(DatasetConfig(path="addition_pairs", split="test"), reader=pairs).rows

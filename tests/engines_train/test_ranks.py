@@ -1,15 +1,11 @@
 """Two processes do the same as one."""
 
-import contextlib
-import io
-
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM
 
 from tests.engines_train.steps import distance, engine_on, random_batch, weighted_nll, weights_of
+from tests.ranks import alone_and_on_two
 from tests.tiny import tiny_model_folder
 
 BATCHES = {"many": (3, 14, 2, 5, 9, 9, 4), "one": (7,)}  # one sequence: the other rank has nothing to do
@@ -38,22 +34,12 @@ def run_all(folder, out, ranks):
     return found
 
 
-def child(rank, folder, out, ranks):
-    with contextlib.redirect_stderr(io.StringIO()):
-        dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=ranks)
-        torch.save(run_all(folder, out, ranks), out / f"rank-{rank}.pt")
-        dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """What one process found, and what each of two found."""
     out = tmp_path_factory.mktemp("ranks")
     folder = tiny_model_folder(out, "smollm")
-    context = mp.spawn(child, (folder, out, 2), nprocs=2, join=False)
-    one = run_all(folder, out, 1)
-    context.join()
-    two = [torch.load(out / f"rank-{rank}.pt", weights_only=True) for rank in range(2)]
+    one, two = alone_and_on_two(run_all, folder, out, out=out)
     return one, two, out, folder
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tandem.api.failures import RewardFailure
 from tandem.api.samples import Sample
 from tandem.rewards.majority import AnswerOnly, MajorityVote, canonical
 
@@ -86,6 +87,21 @@ def test_a_comparison_that_does_not_end_counts_as_unequal_and_is_counted():
         counter.close()
     assert found.agrees == (True, False, False)
     assert found.undecided >= 1
+
+
+def test_answers_that_cannot_be_compared_do_not_hold_up_the_vote():
+    counter, compared = MajorityVote(timeout_s=20.0, workers=1), []
+
+    async def late(arguments):
+        compared.append(arguments)
+        raise RewardFailure("reward_timeout", "late")
+
+    counter.pool.call = late  # every comparison with a tower is late; the real one takes a deadline each
+    towers = [f"{n}^{{9^{{9^{{9}}}}}}" for n in range(2, 34)]
+    found = asyncio.run(counter([*towers, "3", "3"], expected=r"\sqrt{2}"))
+    assert found.agrees.index(True) == 32 and found.ratio == 2 / 34
+    assert len(compared) < 70  # each of 33 answers at most twice, and the expected one twice
+    assert found.undecided >= 16
 
 
 def test_answers_come_from_the_reward_or_else_from_the_text():

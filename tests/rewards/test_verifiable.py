@@ -50,6 +50,10 @@ def test_the_final_answer_is_the_box_else_after_hashes_else_the_last_number(text
         ("3/4", Fraction(3, 4)),
         ("18 dollars", 18),
         ("x = 18", 18),
+        ("the answer is: x = -18 dollars.", -18),
+        ("answer:18", 18),
+        ("total  =  18", 18),
+        ("total =", None),
         ("$18$", 18),
         (".5", Fraction(1, 2)),
         ("18.", 18),
@@ -78,7 +82,19 @@ def test_the_gold_answer_may_stand_in_a_solution():
 
 @pytest.mark.parametrize(
     "text",
-    ["\\boxed{" * 3000, "{" * 50000, "1,000" * 20000, "9" * 100000, "#" * 100000, "1." * 50000, "-$" * 50000, " a" * 50000],
+    [
+        "\\boxed{" * 3000,
+        "{" * 50000,
+        "1,000" * 20000,
+        "9" * 100000,
+        "#" * 100000,
+        "1." * 50000,
+        "-$" * 50000,
+        " a" * 50000,
+        "#### " + "=  " * 60 + "( (",
+        "#### " + "ab  " * 45 + "( (",
+        "#### " + "ab  =  " * 25 + "( (",
+    ],
 )
 def test_extraction_is_fast_on_texts_made_to_stall_it(text):
     start = time.perf_counter()

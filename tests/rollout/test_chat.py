@@ -8,7 +8,7 @@ import torch
 from tandem.api.requests import LLMResponse, StopReason
 from tandem.config.generation import GenerationConfig
 from tandem.rollout.chat import Chat
-from tandem.rollout.workflows import MultiTurnWorkflow
+from tandem.rollout.multi_turn import MultiTurnWorkflow
 from tests.rollout.clockwork import Constant
 from tests.tiny import tiny_tokenizer
 

@@ -11,7 +11,8 @@ from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine
 from tandem.models.tokenizer import load_tokenizer
 from tandem.rollout.executor import Rollout
-from tandem.rollout.workflows import MultiTurnWorkflow, Repeated, RLVRWorkflow
+from tandem.rollout.multi_turn import MultiTurnWorkflow
+from tandem.rollout.workflows import Repeated, RLVRWorkflow
 from tests.rollout.clockwork import Constant
 from tests.tiny import tiny_model_folder
 

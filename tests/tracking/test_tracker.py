@@ -168,7 +168,7 @@ def test_a_sink_that_does_not_exist_is_refused_with_the_nearest_name(tmp_path):
 def test_a_sink_that_is_not_installed_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(SINKS, "wandb", ("a_package_that_is_not_there", "tandem.tracking.sinks.wandb"))
 
-    with pytest.raises(ConfigError, match=r"pip install 'tandem-rl\[wandb\]'"):
+    with pytest.raises(ConfigError, match=r"-m pip install -e '.*\[wandb\]'"):
         find_sink("wandb")
 
 

@@ -81,6 +81,11 @@ def test_what_is_not_finished_or_not_there_is_refused(tmp_path):
         open_recorded(tmp_path / "nowhere")
 
 
+def test_a_seed_below_zero_is_refused(tmp_path, capsys):
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--seed", "-1"]) == 2
+    assert "--seed must be at least 0, got -1" in capsys.readouterr().err
+
+
 def test_two_real_evaluations_with_other_prompts_are_compared_by_the_command(model, tmp_path, capsys):
     for label, more in {"plain": [], "asked": ["prompt_suffix= Answer!", "gconfig.temperature=0.5"]}.items():
         evaluated(model, tmp_path, f"label={label}", *more)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tandem.cli.running import describe
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.generation import GenerationConfig
@@ -30,6 +31,13 @@ def test_several_samples_give_pass_at_k_and_a_vote_in_each_evaluation(overrides)
     assert "eval/pass@2" not in rows(summary)[0]
     assert 0 <= rows(summary)[0]["extracted"] <= 1
     assert set(summary.evaluations) == {0, 2, 3}
+
+
+def test_a_reward_without_accuracy_is_evaluated_by_its_mean(overrides):
+    reward = next(item for item in overrides if item.startswith("reward=")).replace(":even", ":points")
+    summary = run(overrides, "evaluate.every_steps=1", "evaluate.max_rows=4", "total_train_steps=1", reward)
+    assert "eval/reward" in rows(summary)[-1] and "eval/accuracy" not in rows(summary)[-1]
+    assert summary.evaluations == {} and "Accuracy" not in describe(summary)
 
 
 def test_evaluation_changes_nothing_of_a_deterministic_run(overrides):

@@ -3,7 +3,7 @@ large together (arXiv:2505.22617). All tensors ``[T]``; the tokens are chosen on
 
 import torch
 
-from tandem.algorithms.policy_losses import Result, outside, ppo_clip
+from tandem.algorithms.policy_losses import Result, ppo_clip
 from tandem.algorithms.ratios import log_ratio
 from tandem.algorithms.registry import POLICY_LOSSES, prepared_by
 from tandem.algorithms.selection import largest
@@ -56,9 +56,14 @@ def clip_cov(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> Result:
-    """`ppo_clip`; the tokens of `random_high_covariance` that the ratio leaves unclipped have loss 0."""
+    """`ppo_clip`; the tokens of `random_high_covariance` that the ratio leaves unclipped have loss 0.
+
+    Clipped is what has no gradient: ρ above the range where A > 0, below it where A < 0.
+    """
     losses, metrics = ppo_clip(policy, proximal, advantages, mask, clip_low=clip_low, clip_high=clip_high)
-    taken = (prepared > 0) & (outside(metrics["ratio"], clip_low, clip_high) == 0)
+    ratio = metrics["ratio"]
+    clipped = torch.where(advantages > 0, ratio > 1 + clip_high, (advantages < 0) & (ratio < 1 - clip_low))
+    taken = (prepared > 0) & ~clipped
     return losses.masked_fill(taken, 0.0), metrics | {"dropped": taken.float()}
 
 

@@ -4,13 +4,13 @@ Without ``torch.distributed``, or with one rank, everything here is a plain call
 """
 
 import contextlib
-import pickle
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from tandem.api.failures import RankFailed, TandemError
+from tandem.api.portable import survives_pickling
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ def whole(stream: Iterable[T]) -> Iterator[Iterator[T]]:
     iterator = iter(stream)
     try:
         yield iterator
-    except Exception:
+    except Exception:  # the worker boundary: the other ranks wait in the stream's collective calls
         if not _alone(None):
             for _ in iterator:
                 pass
@@ -89,10 +89,6 @@ def _alone(group: dist.ProcessGroup | None) -> bool:
 
 def _portable(error: Exception, rank: int) -> Exception:
     """The error itself where it speaks to the user and can travel, else one that quotes it."""
-    try:
-        if isinstance(error, TandemError):
-            pickle.loads(pickle.dumps(error))
-            return error
-    except Exception:  # whatever pickling raises: what matters is that the others hear of the error
-        pass
+    if isinstance(error, TandemError) and survives_pickling(error):
+        return error
     return RankFailed(f"rank {rank} failed: {type(error).__name__}: {error}")

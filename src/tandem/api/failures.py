@@ -5,6 +5,7 @@ TandemError
 │   └── WrongWorkflow                   a workflow that no prompt can be run with: ends the run
 ├── BatchError (ValueError)             a batch that lacks a field or has the wrong shape
 ├── WaitTimeout (TimeoutError)          a wait that passed its deadline; says what it waited for
+├── UserCodeFailed (RuntimeError)       a function of the user's, an algorithm's part, that failed in the middle of a run
 ├── NonFinite (ArithmeticError)         loss or gradient not finite too often in a row
 ├── WeightUpdateFailed (RuntimeError)   an update that no engine took
 ├── RankFailed (RuntimeError)           another rank failed; quotes its error
@@ -30,9 +31,11 @@ __all__ = [
     "RewardFailure",
     "ServerFailed",
     "TandemError",
+    "UserCodeFailed",
     "WaitTimeout",
     "WeightUpdateFailed",
     "WrongWorkflow",
+    "as_failure",
 ]
 
 
@@ -46,6 +49,10 @@ class BatchError(TandemError, ValueError):
 
 class WaitTimeout(TandemError, TimeoutError):
     """A wait passed its deadline; the message says what it waited for."""
+
+
+class UserCodeFailed(TandemError, RuntimeError):
+    """A loss, an advantage, a filter of the user's own that raised or returned what nobody can use; names file and line."""
 
 
 class NonFinite(TandemError, ArithmeticError):
@@ -88,6 +95,11 @@ class EngineDied(InfrastructureFailure, RuntimeError):
 
     def __init__(self, message: str = ""):
         super().__init__("engine_died", message)
+        self.message = message
+
+    def __reduce__(self) -> tuple[type["EngineDied"], tuple[str]]:
+        """Pickled as it was made: by its message alone."""
+        return type(self), (self.message,)
 
 
 class ServerFailed(InfrastructureFailure):
@@ -98,3 +110,12 @@ class ServerFailed(InfrastructureFailure):
         self.url = url
         self.status = status
         """HTTP status; None where no whole answer came."""
+
+
+def as_failure(error: Exception) -> EpisodeFailure:
+    """The episode boundary: any error as a failure with a reason, its cause kept."""
+    if isinstance(error, EpisodeFailure):
+        return error
+    failure = DataFailure("workflow_raised", f"{type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure

@@ -17,7 +17,8 @@ from tandem.config.formulas import NOTATION
 from tandem.config.notes import NOTES, needs
 from tandem.config.pages import Algorithm, algorithm, as_yaml, summary
 from tandem.config.presets import PRESETS
-from tandem.tracking.catalog import SECTIONS, Metric
+from tandem.tracking.catalog import SECTIONS
+from tandem.tracking.metrics.metric import Metric
 
 WIDTH = 118
 

@@ -27,6 +27,8 @@ def run(arguments: argparse.Namespace) -> int:
     """`tandem compare`."""
     from tandem.trainers.evaluation.compare import compare, describe, open_recorded  # noqa: PLC0415 — imports torch
 
+    if arguments.seed < 0:
+        raise ConfigError(f"--seed must be at least 0, got {arguments.seed}")
     if not 0 < arguments.confidence < 1:
         raise ConfigError(f"--confidence must lie between 0 and 1, got {arguments.confidence}")
     found = compare(

@@ -62,7 +62,7 @@ def describe(summary: Any) -> str:
     lines += [f"Last step: {', '.join(values)}"] if values else []
     if summary.evaluations:
         told = (f"step {step}: {accuracy:.1%}" for step, accuracy in summary.evaluations.items())
-        lines.append(f"Greedy accuracy on the validation rows: {', '.join(told)}")
+        lines.append(f"Accuracy on the validation rows: {', '.join(told)}")
     lines += [f"Metrics and pictures: {summary.folder}"] if summary.folder else []
     lines += [f"Model: {summary.checkpoint}"] if summary.checkpoint else []
     if summary.checkpoint and not _is_classifier(summary.checkpoint):

@@ -43,7 +43,8 @@ def coerce(kind: Any, value: Any) -> Any:
         return tuple(coerce(get_args(kind)[0], item) for item in items)
     elif origin is Mapping or kind is dict:
         if isinstance(raw, Mapping):
-            return {key: plain(item) for key, item in raw.items()}
+            inner = get_args(kind)[1] if get_args(kind) else Any
+            return {key: coerce(inner, item) for key, item in raw.items()}
     elif origin in (Union, types.UnionType):
         if isinstance(raw, (bool, int, float, str)):
             found = number(raw) if isinstance(raw, str) else raw

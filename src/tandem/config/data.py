@@ -62,7 +62,7 @@ class DatasetConfig:
     """Column that holds the expected answer; null looks for answer, solution, completion."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Other names of columns, ours first: `columns.chosen=winner`; see docs/preferences.md for the names."""
+    """Other names of columns that are read, ours first: `columns.chosen=winner`; see docs/preferences.md for the names."""
 
     max_rows: int | None = None
     """Use only the first rows of the data set; null uses all."""
@@ -74,7 +74,7 @@ class DatasetConfig:
     """Most rows that a procedural data set makes."""
 
     prompt_suffix: str = ""
-    """Text put behind every question, for example how to write the answer."""
+    """Text put behind every question, for example how to write the answer; whole conversations (SFT) have none."""
 
 
 @dataclass(frozen=True)

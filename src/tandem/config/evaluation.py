@@ -202,7 +202,9 @@ def _refuse(problems: Sequence[str]) -> None:
 def _problems(config: EvaluationConfig, written: Container[str]) -> Iterator[str]:
     for key, value in leaves(config):
         limit = OWN_LIMITS.get(key) or LIMITS.get(key) or LIMITS.get(f"rollout.{key}")
-        if limit and value is not None and not limit.allows(value):
+        if key == "gconfig.temperature" and value == 0:
+            yield f"{key}=0 is greedy, which one sample of each row is anyway: leave it out, or set gconfig.greedy=true"
+        elif limit and value is not None and not limit.allows(value):
             yield f"{key} must be {limit.rule()}, got {value}"
     if not config.model:
         yield "model is missing: give a folder (a checkpoint), a hub name, or smollm2-135m"

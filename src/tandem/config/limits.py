@@ -11,6 +11,9 @@ SECONDS = KnobRule(None, above=0.0, high=1e8)
 """Three years: clocks and timers overflow somewhere above."""
 
 
+MOST_ROWS, MOST_SAMPLES = 10**6, 2**16
+"""All rows of a step, and all samples of a row, are under way at once: more would fill the memory before any is done."""
+
 POSITIVE = KnobRule(None, above=0.0)
 SHARE = KnobRule(None, low=0.0, high=1.0)
 NOT_NEGATIVE = KnobRule(None, low=0.0)
@@ -21,7 +24,7 @@ LIMITS: dict[str, KnobRule] = {
     "threads": _count(1, 4096),
     "total_train_steps": _count(),
     "total_train_epochs": _count(),
-    "batch_size": _count(),
+    "batch_size": _count(1, MOST_ROWS),
     "max_length": _count(2),
     "reward_timeout_s": SECONDS,
     "evaluate.every_steps": _count(),
@@ -31,13 +34,13 @@ LIMITS: dict[str, KnobRule] = {
     "valid_dataset.max_rows": _count(),
     "valid_dataset.size": _count(1, 10**7),
     "evaluate.max_new_tokens": _count(),
-    "evaluate.n_samples": _count(),
+    "evaluate.n_samples": _count(1, MOST_SAMPLES),
     "evaluate.temperature": NOT_NEGATIVE,
     "checkpoint.every_steps": _count(),
     "checkpoint.keep_last": _count(),
     "tracking.trajectories_per_step": _count(0),
     "tracking.plot_every_steps": _count(),
-    "gconfig.n_samples": _count(),
+    "gconfig.n_samples": _count(1, MOST_SAMPLES),
     "gconfig.max_new_tokens": _count(),
     "gconfig.min_new_tokens": _count(0),
     "gconfig.temperature": KnobRule(None, low=0.001, high=1000.0),
@@ -69,7 +72,7 @@ LIMITS: dict[str, KnobRule] = {
     "critic.value_clip": POSITIVE,
     "critic.warmup_steps": _count(0),
     "critic.loss_weight": POSITIVE,
-    "rollout.batch_size": _count(),
+    "rollout.batch_size": _count(1, MOST_ROWS),
     "rollout.max_concurrent": _count(),
     "rollout.max_head_offpolicyness": _count(0),
     "rollout.episode_timeout_s": SECONDS,

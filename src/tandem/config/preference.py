@@ -147,6 +147,12 @@ def problems(config: BaseConfig) -> Iterator[str]:
                 f"got {config.batch_size}"
             )
         yield from _loss(config.loss)
+        for name, data in (("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset)):
+            if "margin" in data.columns:
+                yield (
+                    f"{name}.columns.margin={data.columns['margin']} is not used by preference losses, which have no "
+                    "margins: leave it out, or train a reward model (tandem reward)"
+                )
     if isinstance(config, RewardModelConfig) and not config.step_separator:
         yield "step_separator is empty; steps would run into each other: leave it out, or give the text between steps"
     if isinstance(config, DistillConfig) and config.teacher.path is None:

@@ -78,7 +78,7 @@ def _assign(kind: Any, tree: Tree, path: tuple[str, ...], value: Any, place: _Pl
     elif types[name] is Component:
         _component(tree, name, rest, value, place)
     elif get_origin(types[name]) is Mapping:
-        _mapping(tree, name, rest, value, place)
+        _mapping(types[name], tree, name, rest, value, place)
     elif rest:
         raise place.error(f"is {expected(types[name])}; it has no part {'.'.join(rest)!r}")
     else:
@@ -122,17 +122,20 @@ def _component(tree: Tree, name: str, rest: tuple[str, ...], value: Any, place: 
     place.record()
 
 
-def _mapping(tree: Tree, name: str, rest: tuple[str, ...], value: Any, place: _Place) -> None:
+def _mapping(kind: Any, tree: Tree, name: str, rest: tuple[str, ...], value: Any, place: _Place) -> None:
     """Free keys and values; single keys are added to those that are there."""
+    inner = get_args(kind)[1]
+    if len(rest) > 1 and inner is not Any:
+        raise place.error(f"holds {expected(inner)} under each key, got the key {'.'.join(rest)}")
     if rest:
         table = tree.setdefault(name, {})
         for i, key in enumerate(rest[:-1]):
             table = table.setdefault(key, {})
             if not isinstance(table, dict):
                 raise place.error(f"cannot hold {'.'.join(rest)}: {'.'.join(rest[: i + 1])} is {table!r} already")
-        table[rest[-1]] = plain(value)
+        table[rest[-1]] = _value(inner, value, place.inside(".".join(rest)))
     else:
-        tree[name] = _value(Mapping[str, Any], value, place)
+        tree[name] = _value(kind, value, place)
     place.record()
 
 

@@ -60,7 +60,7 @@ class ChatEncoder:
         if any(_is_empty(reply) for reply in replies):
             raise DataFailure("empty_completion", "a reply of the assistant has no text")
         system = [{"role": "system", "content": self.system_prompt}]
-        if self.system_prompt and not any(message["role"] == "system" for message in messages):
+        if self.system_prompt is not None and not any(message["role"] == "system" for message in messages):
             messages, train_from = [*system, *messages], train_from + 1
         marked = self._marked and not any(m["role"] == "assistant" for m in messages[:train_from])
         found = self._by_turns(messages, train_from)
@@ -90,7 +90,7 @@ class ChatEncoder:
         texts = [step.strip() for step in steps]
         if not texts or not all(texts):
             raise DataFailure("empty_completion", "there is a step without text")
-        if self.system_prompt and not any(message["role"] == "system" for message in prompt):
+        if self.system_prompt is not None and not any(message["role"] == "system" for message in prompt):
             prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
         before, after = self._turn([*prompt, {"role": "assistant", "content": separator.join(texts)}], len(prompt))
         ids, reply, ends = self.encode(before), after[len(before) :], []

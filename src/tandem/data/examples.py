@@ -13,7 +13,7 @@ from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
 from tandem.config.nearest import nearest_names
 from tandem.data.files import RawRow
-from tandem.data.rows import PROMPTS, ROLES, Row, normalise
+from tandem.data.rows import PROMPTS, ROLES, Row, normalise, refuse_unread, with_suffix
 
 Reader = Callable[..., list[Row]]
 """``reader(raw, config, source=…, reward=…)``: rows in one shape, as `tandem.data.rows.normalise`."""
@@ -27,19 +27,33 @@ def conversations(raw: Sequence[RawRow], config: DatasetConfig, *, source: str, 
     """Rows to imitate: ``messages`` (the whole conversation) and ``train_from``, the first message that may be learnt.
 
     Formats: ``messages`` with turns of the assistant (all of them are learnt); ``prompt`` and ``completion``, each text or
-    messages; a question and an answer under any of their usual names.
+    messages; a question and an answer under any of their usual names. `prompt_suffix` is put behind the question.
 
     Raises:
-        ConfigError: no such columns, or a value of the wrong type (with file and line).
+        ConfigError: no such columns, or a value of the wrong type (with file and line); a `prompt_suffix` for whole
+            conversations, which have no one question; `columns` that are not read.
     """
     if not raw:
         return []
     there = raw[0].columns
     if config.prompt_column is None and config.answer_column is None:
         if "messages" in there and not ({"answer", "solution"} & set(there)):
+            refuse_unread(config, ("messages",), raw[0].where)
+            if config.prompt_suffix:
+                raise ConfigError(
+                    f"{raw[0].where}: prompt_suffix={config.prompt_suffix!r} is put behind a row's question, and these rows "
+                    "are whole conversations, every reply of which is learnt: leave it out, or give rows with a prompt and "
+                    "a completion"
+                )
             return [_imitated(row, [], _messages(_value(row, "messages"), "messages", row.where), source) for row in raw]
         if "prompt" in there and "completion" in there:
-            return [_imitated(row, _prompt(row, "prompt"), _completion(row, "completion"), source) for row in raw]
+            refuse_unread(config, ("prompt", "completion"), raw[0].where)
+            return [
+                _imitated(
+                    row, with_suffix(_prompt(row, "prompt"), config.prompt_suffix), _completion(row, "completion"), source
+                )
+                for row in raw
+            ]
     found = normalise(raw, config, source=source, reward=reward)
     return [
         _imitated(row, one["messages"], [_reply(one["answer"] or "")], source) for row, one in zip(raw, found, strict=True)
@@ -57,6 +71,7 @@ def pairs(raw: Sequence[RawRow], config: DatasetConfig, *, source: str, reward: 
     """
     _require(raw, ("chosen", "rejected"))
     column = _prompt_column(raw, config)
+    _read_all(raw, config, column, "chosen", "rejected", "margin")
     return [_pair(row, column, source) for row in raw]
 
 
@@ -76,6 +91,7 @@ def judged(raw: Sequence[RawRow], config: DatasetConfig, *, source: str, reward:
         ]
     _require(raw, ("completion", "label"))
     column = _prompt_column(raw, config)
+    _read_all(raw, config, column, "completion", "label")
     if raw and column is None:
         raise ConfigError(f"{raw[0].where}: no column for the prompt; looked for {', '.join(PROMPTS)}: set prompt_column")
     return [
@@ -99,6 +115,7 @@ def steps(raw: Sequence[RawRow], config: DatasetConfig, *, source: str, reward: 
     """
     _require(raw, ("completions", "labels"))
     column = _prompt_column(raw, config)
+    _read_all(raw, config, column, "completions", "labels")
     if raw and column is None:
         raise ConfigError(f"{raw[0].where}: no column for the prompt; looked for {', '.join(PROMPTS)}: set prompt_column")
     rows = []
@@ -214,6 +231,11 @@ def _require(raw: Sequence[RawRow], names: tuple[str, ...]) -> None:
             )
 
 
+def _read_all(raw: Sequence[RawRow], config: DatasetConfig, prompt: str | None, *others: str) -> None:
+    if raw:
+        refuse_unread(config, (*([prompt] if prompt else []), *others), raw[0].where)
+
+
 def _prompt_column(raw: Sequence[RawRow], config: DatasetConfig) -> str | None:
     if not raw:
         return None
@@ -223,7 +245,8 @@ def _prompt_column(raw: Sequence[RawRow], config: DatasetConfig) -> str | None:
             f"{raw[0].where}: prompt_column={config.prompt_column}, but the row has no such column; "
             f"{nearest_names(config.prompt_column, list(there))}"
         )
-    return config.prompt_column or next((name for name in PROMPTS if name in there), None)
+    mapped = sorted(PROMPTS, key=lambda name: name not in config.columns)
+    return config.prompt_column or next((name for name in mapped if name in there), None)
 
 
 def _value(row: RawRow, name: str) -> Any:

@@ -34,6 +34,8 @@ def read_file(file: Path) -> list[RawRow]:
         return list(readers[file.suffix](file))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file} is not UTF-8 text (byte {error.start}); convert it") from error
+    except csv.Error as error:
+        raise ConfigError(f"{file} cannot be read as csv: {error}; write it as .jsonl, one object a line") from error
 
 
 def read_folder(folder: Path, split: str | None, default_split: str) -> list[RawRow]:
@@ -74,6 +76,10 @@ def _jsonl(file: Path) -> Iterator[RawRow]:
                 raise ConfigError(
                     f"{file}:{i}: not valid JSON ({error.msg}, column {error.colno}); mend or remove the line"
                 ) from error
+            except ValueError as error:  # a number of thousands of digits
+                raise ConfigError(f"{file}:{i}: {error}; mend or remove the line") from error
+            if "\\u" in line:
+                _refuse_half_characters(columns, f"{file}:{i}")
             yield _row(columns, f"{file}:{i}")
 
 
@@ -84,9 +90,25 @@ def _json(file: Path) -> Iterator[RawRow]:
         raise ConfigError(
             f"{file}:{error.lineno}: not valid JSON ({error.msg}); is it one object a line? Then call it .jsonl"
         ) from error
+    except UnicodeDecodeError:
+        raise
+    except ValueError as error:  # a number of thousands of digits
+        raise ConfigError(f"{file}: {error}; mend it") from error
     if not isinstance(rows, list):
         raise ConfigError(f"{file} must hold a list of rows, got {type(rows).__name__}")
-    yield from (_row(columns, f"{file}, row {i}") for i, columns in enumerate(rows, 1))
+    for i, columns in enumerate(rows, 1):
+        _refuse_half_characters(columns, f"{file}, row {i}")
+        yield _row(columns, f"{file}, row {i}")
+
+
+def _refuse_half_characters(columns: Any, where: str) -> None:
+    """JSON may hold half of a character outside of Unicode's first plane, such as ``"\\ud83d"``; no tokenizer takes one."""
+    try:
+        json.dumps(columns, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{where}: holds half a character, {error.object[error.start]!r}, which is no text; mend or remove the row"
+        ) from None
 
 
 def _csv(file: Path) -> Iterator[RawRow]:

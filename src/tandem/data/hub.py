@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.errors import ConfigError
+from tandem.config.extras import install_extra
 
 
 def _need(what: str) -> None:
     if importlib.util.find_spec("datasets") is None:
-        raise ConfigError(f"{what} needs the library `datasets`: pip install 'tandem-rl[data]'")
+        raise ConfigError(f"{what} needs the library `datasets`: {install_extra('data')}")
 
 
 def read_parquet(file: Path) -> Iterator[dict[str, Any]]:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tandem.config.errors import ConfigError
+from tandem.config.extras import install_extra
 from tandem.config.nearest import nearest_names
 
 PAIRS = [(x, y) for x in range(1, 10) for y in range(1, 10)]
@@ -54,7 +55,7 @@ def reasoning_gym(name: str, split: str, *, size: int, seed: int) -> Iterator[di
         ConfigError: the library is not installed, no such family (nearest name), another split.
     """
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise ConfigError(f"data set reasoning_gym:{name} needs the library: pip install 'tandem-rl[data]'")
+        raise ConfigError(f"data set reasoning_gym:{name} needs the library: {install_extra('data')}")
     from reasoning_gym.factory import DATASETS, create_dataset  # noqa: PLC0415 optional library, slow to import
 
     if name not in DATASETS:

@@ -1,5 +1,6 @@
 """One shape for all rows: ``messages``, ``answer``, ``source``, ``reward_name`` beside the original columns."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,8 +28,9 @@ def normalise(raw: Sequence[RawRow], config: DatasetConfig, *, source: str, rewa
     if not raw:
         return []
     columns = list(raw[0].columns)
-    prompt = _columns(columns, config.prompt_column, PROMPTS, raw[0].where, "prompt_column")
-    answer = _columns(columns, config.answer_column, ANSWERS, raw[0].where, "answer_column")
+    prompt = _columns(columns, config.prompt_column, _mapped_first(PROMPTS, config), raw[0].where, "prompt_column")
+    answer = _columns(columns, config.answer_column, _mapped_first(ANSWERS, config), raw[0].where, "answer_column")
+    refuse_unread(config, (*prompt, *answer), raw[0].where)
     if not prompt:
         raise ConfigError(
             f"{raw[0].where}: no column for the question among {', '.join(columns) or 'none'}; "
@@ -61,6 +63,27 @@ def renamed(raw: Sequence[RawRow], columns: Mapping[str, str]) -> list[RawRow]:
     ]
 
 
+def refuse_unread(config: DatasetConfig, read: Sequence[str], where: str) -> None:
+    """Passes if every column that `columns` gives another name is among those that are read.
+
+    Raises:
+        ConfigError: one is not; names those that are, and what was perhaps meant.
+    """
+    for ours, theirs in config.columns.items():
+        if ours not in read:
+            alike = [name for family in (PROMPTS, ANSWERS) if ours in family for name in read if name in family]
+            hint = f"did you mean columns.{alike[0]}={theirs}? " if alike else ""
+            raise ConfigError(
+                f"{where}: columns.{ours}={theirs} would change nothing: of these rows {', '.join(read)} are read. {hint}"
+                f"Leave it out: the column keeps its own name, {theirs!r}, for rewards and workflows too"
+            )
+
+
+def _mapped_first(usual: tuple[str, ...], config: DatasetConfig) -> tuple[str, ...]:
+    """The usual names, those that the user gave to a column before the others."""
+    return tuple(sorted(usual, key=lambda name: name not in config.columns))
+
+
 def _columns(there: list[str], wished: str | None, usual: tuple[str, ...], where: str, key: str) -> tuple[str, ...]:
     """The columns to read; several are joined by a space. Empty if none is found and none was wished for."""
     if wished is not None:
@@ -68,7 +91,7 @@ def _columns(there: list[str], wished: str | None, usual: tuple[str, ...], where
             raise ConfigError(f"{where}: {key}={wished}, but the row has no such column; {nearest_names(wished, there)}")
         return (wished,)
     lower = {name.lower(): name for name in there}
-    if usual is PROMPTS and "body" in lower and "question" in lower:
+    if key == "prompt_column" and usual[0] not in lower and "body" in lower and "question" in lower:
         return (lower["body"], lower["question"])  # SVAMP: the story and what is asked
     return next(((lower[name],) for name in usual if name in lower), ())
 
@@ -85,16 +108,21 @@ def _row(raw: RawRow, prompt: tuple[str, ...], answer: tuple[str, ...], suffix: 
         expected = content if expected is None else expected
         if not messages:
             raise ConfigError(f"{raw.where}: column {prompt[0]!r} has only a message of the assistant; it needs a question")
-    if suffix:
-        messages[-1] = messages[-1] | {"content": _with_suffix(messages[-1]["content"], suffix)}
-    return {**raw.columns, "messages": messages, "answer": expected, "source": source, "reward_name": reward}
+    return {
+        **raw.columns,
+        "messages": with_suffix(messages, suffix),
+        "answer": expected,
+        "source": source,
+        "reward_name": reward,
+    }
 
 
 def _messages(raw: RawRow, prompt: tuple[str, ...]) -> list[dict[str, Any]]:
     values = [raw.columns[name] for name in prompt]
     if isinstance(values[0], list) and len(values) == 1:
         for message in values[0]:
-            if not (isinstance(message, Mapping) and message.get("role") in ROLES and message.get("content") is not None):
+            fine = isinstance(message, Mapping) and message.get("role") in ROLES
+            if not (fine and isinstance(message.get("content"), (str, list))):
                 raise ConfigError(
                     f"{raw.where}: column {prompt[0]!r} must be a list of {{role, content}} with a "
                     f"role of {', '.join(ROLES)}; got {message!r}"
@@ -117,10 +145,15 @@ def _joined(parts: Sequence[str]) -> str:
 def _answer(value: Any, name: str, where: str) -> str | None:
     if value is None or isinstance(value, str):
         return value
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
         return str(int(value)) if value == int(value) else str(value)
     raise ConfigError(f"{where}: column {name!r} must be text or a number, got {type(value).__name__} {value!r}")
 
 
-def _with_suffix(content: Any, suffix: str) -> Any:
-    return [*content, {"type": "text", "text": suffix}] if isinstance(content, list) else content + suffix
+def with_suffix(messages: list[dict[str, Any]], suffix: str) -> list[dict[str, Any]]:
+    """Messages whose last one ends with a text."""
+    if not suffix:
+        return messages
+    content = messages[-1]["content"]
+    longer = [*content, {"type": "text", "text": suffix}] if isinstance(content, list) else content + suffix
+    return [*messages[:-1], messages[-1] | {"content": longer}]

@@ -8,7 +8,9 @@ MAX_DIGITS = 100
 
 NUMBER = re.compile(r"(?<![\w.])[-−+]?\$?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)?(?:(?<=\d)\.\d+|(?<!\d)\.\d+|(?<=\d))")
 PLAIN = re.compile(r"([-−+]?)\\?\$?([-−+]?)(\d{1,3}(?:,\d{3})+|\d+)?(\.\d*)?(?:/(\d+))?")
-WORDS_AROUND = re.compile(r"(?:[A-Za-z]{2,}\s+|[A-Za-z]*\s*[=:]\s*)*(\S+?)(?:\s+[A-Za-z]{2,})*[.!]?")
+WORDS_AROUND = re.compile(r"(?:[A-Za-z]{2,}\s++(?![=:])|[A-Za-z]*+\s*+[=:]\s*+)*+(\S+?)(?:\s++[A-Za-z]{2,}+)*+[.!]?")
+"""Possessive: one way to read a text, so that `= = = = (` is not tried in all of them."""
+
 MULTIPLIERS = re.compile(r"\b(?:hundred|thousand|million|billion|trillion|dozen|percent|half|th|cents?)\b", re.IGNORECASE)
 
 

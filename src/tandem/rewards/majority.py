@@ -1,5 +1,6 @@
 """The majority of a group's answers, by mathematical equality: the label of TTRL (arXiv:2504.16084)."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,6 +9,9 @@ from tandem.api.samples import Sample, Vote
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.rewards.extraction import final_answer, gold_answer, plain_number
 from tandem.rewards.pool import WorkerPool
+
+MOST_FAILURES = 2
+"""Comparisons of one answer that may fail: a power tower among 64 answers would hold the vote up for 63 deadlines."""
 
 
 class AnswerOnly(RewardFn):
@@ -29,7 +33,8 @@ class MajorityVote:
     """Counts answers that are mathematically equal as one; the largest class wins, of equal ones the first seen.
 
     Each answer is compared with the first member of each class; plain numbers exactly, the rest by math-verify in a worker
-    process. A comparison that fails (time-out) is taken for unequal and counted.
+    process. A comparison that fails (time-out) is taken for unequal and counted; an answer with `MOST_FAILURES` of them
+    equals no other one from then on.
     """
 
     def __init__(self, *, timeout_s: float, workers: int = 2):
@@ -44,12 +49,12 @@ class MajorityVote:
 
         ``expected``, a gold answer, is compared after the vote and changes nothing in it.
         """
-        undecided: list[str] = []
+        failures: Counter[str] = Counter()
         classes: list[str] = []
         members: list[int | None] = [None if not a or not canonical(a) else -1 for a in answers]
         for i, answer in enumerate(answers):
             if members[i] is not None and answer is not None:
-                members[i] = await self._class(canonical(answer), classes, undecided)
+                members[i] = await self._class(canonical(answer), classes, failures)
         if not classes:
             return None
         sizes = [members.count(number) for number in range(len(classes))]
@@ -57,28 +62,31 @@ class MajorityVote:
         right = None
         if expected is not None and str(expected).strip():
             gold = canonical(gold_answer(expected))
-            matches = [await self._equal(gold, one, []) for one in classes]
+            failures_of_gold: Counter[str] = Counter()
+            matches = [await self._equal(gold, one, failures_of_gold) for one in classes]
             right = tuple(member is not None and matches[member] for member in members)
         agrees = tuple(member == majority for member in members)
-        return Vote(agrees, sizes[majority] / len(answers), right, len(undecided))
+        return Vote(agrees, sizes[majority] / len(answers), right, failures.total() // 2)  # both sides count one
 
-    async def _class(self, answer: str, classes: list[str], undecided: list[str]) -> int:
+    async def _class(self, answer: str, classes: list[str], failures: Counter[str]) -> int:
         if answer in classes:
             return classes.index(answer)
         for number, first in enumerate(classes):
-            if await self._equal(first, answer, undecided):
+            if await self._equal(first, answer, failures):
                 return number
         classes.append(answer)
         return len(classes) - 1
 
-    async def _equal(self, first: str, other: str, undecided: list[str]) -> bool:
+    async def _equal(self, first: str, other: str, failures: Counter[str]) -> bool:
         numbers = plain_number(first), plain_number(other)
         if first == other or None not in numbers:
             return first == other or numbers[0] == numbers[1]
+        if max(failures[first], failures[other]) >= MOST_FAILURES:
+            return False
         try:
             return (await self.pool.call({"gold": first, "answer": other})).value > 0
-        except RewardFailure as failure:
-            undecided.append(failure.reason)
+        except RewardFailure:
+            failures.update((first, other))
             return False
 
     def close(self) -> None:

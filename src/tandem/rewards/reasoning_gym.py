@@ -8,6 +8,7 @@ from typing import Any
 from tandem.api.failures import RewardFailure
 from tandem.api.workflow import RewardFn
 from tandem.config.errors import ConfigError
+from tandem.config.extras import install_extra
 from tandem.rewards.extraction import after_hashes, boxed
 from tandem.rewards.function import WorkerReward
 from tandem.rewards.registry import register
@@ -40,6 +41,6 @@ def build_reasoning_gym(*, timeout_s: float, workers: int = 2) -> RewardFn:
         ConfigError: the library is not installed.
     """
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise ConfigError("reward 'reasoning_gym' needs the library: pip install 'tandem-rl[data]'")
+        raise ConfigError(f"reward 'reasoning_gym' needs the library: {install_extra('data')}")
     spec = "tandem.rewards.reasoning_gym:score"
     return WorkerReward(score, spec, name="reasoning_gym", timeout_s=timeout_s, workers=workers)

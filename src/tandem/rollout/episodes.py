@@ -8,13 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, WrongWorkflow
+from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, WrongWorkflow, as_failure
 from tandem.api.requests import NoiseKey
 from tandem.api.samples import Group, Sample
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
 from tandem.rollout.episode_engine import EpisodeEngine
 from tandem.rollout.ledger import Prompt
-from tandem.rollout.workflows import as_failure
 
 
 @dataclass(eq=False)

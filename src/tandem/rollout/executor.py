@@ -6,22 +6,21 @@ while the caller trains. A batch waits for its episodes, at most `rollout.wait_t
 
 import math
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 from tensordict import TensorDict
 
 from tandem.api.engines import InferenceEngine
-from tandem.api.failures import WaitTimeout
 from tandem.api.samples import Group
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import RolloutConfig
-from tandem.rollout.collate import collate, expired
+from tandem.rollout.collate import collate
 from tandem.rollout.collective import is_collector, share
-from tandem.rollout.episodes import Episode
+from tandem.rollout.collector import Collector
 from tandem.rollout.gate import StalenessGate
-from tandem.rollout.pool import EpisodePool, GroupFilter, NoBatch, Row
+from tandem.rollout.pool import EpisodePool, GroupFilter, Row
 from tandem.rollout.replay import Replay
 from tandem.rollout.statistics import batch_metrics
 
@@ -76,9 +75,9 @@ class Rollout:
             max_draws=max_draws,
         )
         self.ledger = self._pool.ledger
+        self._collector = None if engine is None else Collector(engine, config, self._pool, self._eta, deterministic)
         self.replay = Replay(config.replay, seed=seed)
         self.last_groups: tuple[Group, ...] = ()
-        self._taken: list[Episode] = []
         self._metrics: dict[str, float] = {}
 
     # ------------------------------------------------------------------ what a script calls
@@ -129,14 +128,35 @@ class Rollout:
 
         return share(make)
 
+    def _batch(self, count: int, *, timeout_s: float | None = None, partial: bool = False) -> TensorDict:
+        """Waits for ``count`` groups, takes them, packs them. ``partial``: for fewer, when no more can come."""
+        assert self._engine is not None and self._collector is not None, "rank 0 needs an engine"
+        began = time.monotonic()
+        patience_s = self._config.wait_timeout_s if timeout_s is None else timeout_s
+        episodes = self._collector.collect(count, timeout_s=patience_s, partial=partial)
+        waited_s, version = time.monotonic() - began, self._engine.version.number
+        self.last_groups = tuple(episode.group for episode in episodes if episode.group is not None)
+        batch = collate(
+            self.last_groups,
+            version=version,
+            max_head_offpolicyness=self._eta,
+            replayed=self.replay.draw(version),
+            max_age=self._config.replay.max_age,
+        )
+        self.replay.add(self.last_groups)
+        self._metrics = self._collector.metrics | {"time/wait_s": waited_s}
+        self._metrics |= batch_metrics(self.last_groups, batch, version=version) | self.replay.metrics(version)
+        return batch
+
     def end_step(self) -> None:
         """The batch was trained on and its weights are published: its episodes make room for others."""
         if not is_collector():
             return
         with self._pool.changed:
-            for episode in self._taken:
-                self.ledger.move(episode.prompt, "trained")
-            self._taken = []
+            if self._collector is not None:
+                for episode in self._collector.taken:
+                    self.ledger.move(episode.prompt, "trained")
+                self._collector.taken = []
             self.gate.end_step()
             self.ledger.check(self.gate)
             if not self._deterministic:
@@ -169,141 +189,3 @@ class Rollout:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    # ------------------------------------------------------------------ batches
-
-    def _wave(self, deadline: float) -> None:
-        """Deterministic: all that the gate admits is queued while the engine stands still, and then begins at once."""
-        assert self._engine is not None
-        with self._pool.changed:
-            episodes = [] if self._pool.running else self._pool.admit()
-        if not episodes:
-            return
-        self._engine.pause()
-        try:
-            self._pool.loop.call(self._pool.spawn, episodes)
-            with self._pool.changed:
-                ready = self._pool.changed.wait_for(
-                    lambda: self._pool.broken or all(_settled(e, self._pool.running) for e in episodes),
-                    deadline - time.monotonic(),
-                )
-                if not ready:
-                    raise WaitTimeout(
-                        f"waited for {len(episodes)} episodes to issue their requests; {self._pool.describe()}"
-                    )
-        finally:
-            self._engine.resume()
-
-    def _batch(self, count: int, *, timeout_s: float | None = None, partial: bool = False) -> TensorDict:
-        """Waits for ``count`` groups, takes them, packs them. ``partial``: for fewer, when no more can come."""
-        assert self._engine is not None, "rank 0 needs an engine"
-        began = time.monotonic()
-        deadline = began + (self._config.wait_timeout_s if timeout_s is None else timeout_s)
-        with self._pool.changed:
-            self._pool.wanted = count
-        try:
-            while True:
-                if self._deterministic:
-                    self._wave(deadline)
-                with self._pool.changed:
-                    episodes = self._try(count, partial)
-                    if episodes is not None:
-                        break
-                    if time.monotonic() >= deadline:
-                        raise WaitTimeout(
-                            f"waited {time.monotonic() - began:.1f} s for {count} groups; {self._pool.describe()}"
-                        )
-                    if self._pool.running:  # else the next wave begins
-                        self._pool.changed.wait(min(1.0, max(0.0, deadline - time.monotonic())))
-        finally:
-            with self._pool.changed:
-                self._pool.wanted = 0
-        return self._pack(episodes, time.monotonic() - began)
-
-    def _try(self, count: int, partial: bool) -> list[Episode] | None:
-        """One look: the episodes of the batch, taken; None to wait on. Raises where waiting is in vain."""
-        if self._pool.broken is not None:
-            raise self._pool.broken
-        if not self._deterministic:
-            self._pool.pump()
-        chosen = self._choose(count)
-        if chosen is None and not self._pool.running:
-            if self._deterministic and self.gate.capacity() and (self._pool.submitted or self._pool.source):
-                return None  # the next wave
-            if not self._deterministic:
-                self._pool.pump()  # what expired has made room
-            if not self._pool.running:
-                chosen = self._give_up(count, partial)
-        if chosen is not None:
-            self._take(chosen)
-        return chosen
-
-    def _choose(self, count: int) -> list[Episode] | None:
-        assert self._engine is not None
-        oldest = self._engine.version.number - self._eta
-        if self._config.on_expiry == "drop":
-            for episode in [e for e in self._pool.waiting.values() if _has_expired(e, oldest)]:
-                self._pool.discard(episode, "expired")
-        if self._config.on_expiry == "wait" and self._eta and any(e.version <= oldest for e in self._pool.running.values()):
-            return None
-        if len(self._pool.waiting) < count:
-            return None
-        if self._config.oversample > 1:
-            return sorted(list(self._pool.waiting.values())[:count], key=lambda episode: episode.number)
-        return [self._pool.waiting[number] for number in sorted(self._pool.waiting)[:count]]
-
-    def _give_up(self, count: int, partial: bool) -> list[Episode]:
-        if partial and self._pool.waiting and not self._pool.submitted:
-            return [self._pool.waiting[number] for number in sorted(self._pool.waiting)[:count]]
-        if self._taken and not self.gate.capacity():
-            raise NoBatch(
-                f"call end_step() after each batch: the last one is still being trained on; {self._pool.describe()}"
-            )
-        if not self.gate.capacity():
-            raise NoBatch(f"{count} groups are more than the staleness gate ever admits; {self._pool.describe()}")
-        raise NoBatch(f"the data ended with {len(self._pool.waiting)} of {count} groups; {self._pool.describe()}")
-
-    def _take(self, chosen: Sequence[Episode]) -> None:
-        self._metrics = {
-            "episodes/running": float(len(self._pool.running)),
-            "episodes/waiting": float(len(self._pool.waiting) - len(chosen)),
-        }
-        for episode in chosen:
-            del self._pool.waiting[episode.number]
-            self.gate.consume()
-            self.ledger.move(episode.prompt, "taken")
-        self._taken += chosen
-        self._pool.filtered.clear()
-        if self._config.oversample > 1:
-            self._abort_rest()
-
-    def _abort_rest(self) -> None:
-        for episode in list(self._pool.running.values()):
-            self._pool.abort(episode, "oversampled")
-        for episode in list(self._pool.waiting.values()):
-            self._pool.discard(episode, "oversampled")
-
-    def _pack(self, episodes: Sequence[Episode], waited_s: float) -> TensorDict:
-        assert self._engine is not None
-        version = self._engine.version.number
-        self.last_groups = tuple(episode.group for episode in episodes if episode.group is not None)
-        batch = collate(
-            self.last_groups,
-            version=version,
-            max_head_offpolicyness=self._eta,
-            replayed=self.replay.draw(version),
-            max_age=self._config.replay.max_age,
-        )
-        self.replay.add(self.last_groups)
-        self._metrics |= batch_metrics(self.last_groups, batch, version=version) | {"time/wait_s": waited_s}
-        self._metrics |= self.replay.metrics(version)
-        return batch
-
-
-def _settled(episode: Episode, running: Mapping[int, Episode]) -> bool:
-    return episode.number not in running or (episode.engine is not None and episode.engine.settled)
-
-
-def _has_expired(episode: Episode, oldest: int) -> bool:
-    group = episode.group
-    return group is not None and any(bool(expired(t, oldest).any()) for s in group.samples for t in s.trajectories)

@@ -1,4 +1,4 @@
-"""What is done with the samples of a prompt together: greedy baselines, votes, training on a part of them.
+"""Groups beyond n samples side by side: workflows that make the whole group, greedy baselines, votes, a part of the samples.
 
 `MajorityLabels` and `FirstSamples` wrap a workflow of one sample, and act when its group is finished; `WithGreedyBaseline`
 wraps the workflow that makes the group.
@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from tandem.api.failures import DataFailure, InfrastructureFailure, WrongWorkflow
+from tandem.api.failures import DataFailure, InfrastructureFailure, WrongWorkflow, as_failure
 from tandem.api.samples import Group, Sample, Vote
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
 from tandem.config.errors import ConfigError
-from tandem.rollout.workflows import as_failure, name_of, one_sample
+from tandem.rollout.workflows import described, name_of, one_sample
 
 QUESTION = ("messages", "source", "epoch", "index")
 """Columns of a row that say what is asked; all others may give the answer away."""
@@ -106,6 +106,31 @@ class FirstSamples(RolloutWorkflow):
             left -= sample.in_loss
             finished.append(sample)
         return tuple(finished)
+
+
+class WholeGroup(RolloutWorkflow):
+    """A workflow that makes its group itself (``makes_group``), held to ``min_group_size`` as `Repeated` is."""
+
+    makes_group = True
+
+    def __init__(self, workflow: RolloutWorkflow, min_group_size: int = 1):
+        self.workflow, self.min_group_size = workflow, min_group_size
+
+    async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group:
+        """See `RolloutWorkflow`."""
+        result = await self.workflow.arun_episode(engine, data)
+        if result is None:
+            raise DataFailure("workflow_returned_none")
+        if not isinstance(result, Group):
+            raise WrongWorkflow(
+                f"{described(self.workflow)} says `makes_group = True`, and returned a {type(result).__name__}; return a "
+                "Group, or leave makes_group out to be run once for each sample"
+            )
+        if len(result.samples) < self.min_group_size:
+            raise DataFailure(
+                "group_too_small", f"{len(result.samples)} samples, rollout.min_group_size={self.min_group_size}"
+            )
+        return replace(result, samples=tuple(await self.workflow.finish_group(result.samples, data)))
 
 
 class WithGreedyBaseline(RolloutWorkflow):

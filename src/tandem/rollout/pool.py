@@ -159,7 +159,7 @@ class EpisodePool:
                 full = self.wanted and len(self.waiting) >= self.wanted
                 if full or not self.running or self.broken or self._deterministic or self._config.on_expiry != "mask":
                     self.changed.notify_all()
-        except Exception as error:  # a filter or a loader that raised
+        except Exception as error:  # the worker boundary: a filter or a loader that raised must reach whoever waits
             self._break(error)
 
     def _finished(self, episode: Episode, group: Group) -> None:

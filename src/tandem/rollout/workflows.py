@@ -3,12 +3,11 @@
 import asyncio
 import copy
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.failures import DataFailure, EpisodeFailure, InfrastructureFailure, WrongWorkflow
+from tandem.api.failures import DataFailure, EpisodeFailure, InfrastructureFailure, WrongWorkflow, as_failure
 from tandem.api.requests import StopReason
 from tandem.api.samples import Group, Sample
 from tandem.api.workflow import GeneratesTokens, RewardFn, RewardResult, RolloutWorkflow
@@ -81,51 +80,6 @@ class RLVRWorkflow(ChatWorkflow):
         )
 
 
-class MultiTurnWorkflow(ChatWorkflow):
-    """Ask again, the wrong answer in context, until it is right or the turns are spent.
-
-    The reward of the last turn is multiplied by ``turn_discount`` for each turn before it. An answer is right when its
-    accuracy is 1, or, where the reward states none, when the reward is above 0.
-    """
-
-    def __init__(
-        self,
-        reward: RewardFn,
-        gconfig: GenerationConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        system_prompt: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        max_turns: int = 3,
-        turn_discount: float = 0.9,
-        retry_message: str = "That is not correct. Try again.",
-    ):
-        super().__init__(reward, gconfig, tokenizer, system_prompt=system_prompt, chat_template_kwargs=chat_template_kwargs)
-        if max_turns < 1:
-            raise ConfigError(f"max_turns must be at least 1, got {max_turns}")
-        self.max_turns, self.turn_discount, self.retry_message = max_turns, turn_discount, retry_message
-
-    async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Sample:
-        """See `RolloutWorkflow`."""
-        chat = self.start(data)
-        for turn in range(self.max_turns):
-            stop_reason = await self.reply(engine, chat)
-            result = await self.judge(chat, data)
-            right = result.value > 0 if result.accuracy is None else result.accuracy >= 1
-            if right or stop_reason == StopReason.LENGTH or turn + 1 == self.max_turns:
-                break
-            chat.say(self.retry_message)
-        discount = self.turn_discount**turn
-        return chat.sample(
-            result.value * discount,
-            rewards=result.rewards,
-            accuracy=result.accuracy,
-            metrics={"turns": turn + 1.0},
-            answer=result.answer,
-            extracted=result.extracted,
-        )
-
-
 class Repeated(RolloutWorkflow):
     """Runs a workflow of one sample ``n`` times, each on its own copy of the data: the group.
 
@@ -192,31 +146,6 @@ async def one_sample(workflow: RolloutWorkflow, engine: GeneratesTokens, data: M
     return result
 
 
-class WholeGroup(RolloutWorkflow):
-    """A workflow that makes its group itself (``makes_group``), held to ``min_group_size`` as `Repeated` is."""
-
-    makes_group = True
-
-    def __init__(self, workflow: RolloutWorkflow, min_group_size: int = 1):
-        self.workflow, self.min_group_size = workflow, min_group_size
-
-    async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group:
-        """See `RolloutWorkflow`."""
-        result = await self.workflow.arun_episode(engine, data)
-        if result is None:
-            raise DataFailure("workflow_returned_none")
-        if not isinstance(result, Group):
-            raise WrongWorkflow(
-                f"{described(self.workflow)} says `makes_group = True`, and returned a {type(result).__name__}; return a "
-                "Group, or leave makes_group out to be run once for each sample"
-            )
-        if len(result.samples) < self.min_group_size:
-            raise DataFailure(
-                "group_too_small", f"{len(result.samples)} samples, rollout.min_group_size={self.min_group_size}"
-            )
-        return replace(result, samples=tuple(await self.workflow.finish_group(result.samples, data)))
-
-
 def described(workflow: RolloutWorkflow) -> str:
     """Its name, for errors."""
     return f"workflow {name_of(workflow)}"
@@ -225,12 +154,3 @@ def described(workflow: RolloutWorkflow) -> str:
 def name_of(workflow: RolloutWorkflow) -> str:
     """Of its class or function; those that wrap another carry its name."""
     return str(getattr(workflow, "name", type(workflow).__name__))
-
-
-def as_failure(error: Exception) -> EpisodeFailure:
-    """The episode boundary: any error as a failure with a reason, its cause kept."""
-    if isinstance(error, EpisodeFailure):
-        return error
-    failure = DataFailure("workflow_raised", f"{type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure

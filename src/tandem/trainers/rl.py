@@ -5,14 +5,16 @@ Consumes rows of the loader; produces a Hugging Face folder and a run folder. A 
 """
 
 import contextlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from tensordict import TensorDict
 
 from tandem.api.collective import together
-from tandem.config.arithmetic import arithmetic, total_steps
+from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import TrainConfig
-from tandem.config.load import Resolved, describe, plain_data
+from tandem.config.load import Resolved
 from tandem.data.curriculum import Curriculum
 from tandem.roles.actor import Actor
 from tandem.roles.critic import Critic, SharedCritic
@@ -20,9 +22,9 @@ from tandem.state.run_folder import RunFolder
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
 from tandem.tracking.tracker import Tracker
 from tandem.trainers.parts import Rows, check_names, open_rows
-from tandem.trainers.process import start_process
+from tandem.trainers.process import Process, start_process
 from tandem.trainers.session import Session, evaluate_if_due, open_session
-from tandem.trainers.summary import Summary, open_run, save_if_due
+from tandem.trainers.summary import Summary, announce, open_run, save_if_due, telling_step
 
 
 def train(resolved: Resolved, *, dry_run: bool = False) -> Summary:
@@ -32,25 +34,28 @@ def train(resolved: Resolved, *, dry_run: bool = False) -> Summary:
         ConfigError: anything about the configuration, before the model is loaded.
         TandemError: what ended the run; the folder says so too.
     """
-    config: TrainConfig = resolved.config
+    return run_session(resolved, resolved.config, dry_run=dry_run)
+
+
+def run_session(
+    resolved: Resolved[Any],
+    config: TrainConfig,
+    *,
+    dry_run: bool = False,
+    changed: Callable[[Session, Process], Session] = lambda session, _: session,
+) -> Summary:
+    """Opens the run of ``resolved`` and trains as ``config`` says; ``changed`` makes the session that the loop gets."""
     check_names(config)
     rows = open_rows(config)
     if dry_run:
-        print(describe(resolved))
-        print(arithmetic(config, len(rows.train)))
-        return Summary(folder=None, steps=0)
+        return announce(resolved, config, len(rows.train))
     process = start_process(config)
     steps = total_steps(config, len(rows.train))
-    name = f"{config.experiment_name}/{config.trial_name}"
     with contextlib.ExitStack() as stack:
-        run = open_run(config, process, stack)
-        tracker = None
-        if run is not None:
-            tracker = stack.enter_context(
-                Tracker(run.path, config.tracking, total_steps=steps, run_name=name, config_dict=plain_data(config))
-            )
+        run, tracker = open_run(resolved.config, process, stack, steps=steps)
+        name = f"{config.experiment_name}/{config.trial_name}"
         session = stack.enter_context(open_session(config, process, rows, steps, name))
-        return loop(config, session, run, tracker, rows, steps)
+        return loop(config, changed(session, process), run, tracker, rows, steps)
 
 
 def step(session: Session, timer: PhaseTimer) -> dict[str, float]:
@@ -97,18 +102,19 @@ def loop(
     metrics: dict[str, float] = {}
     found = evaluate_if_due(config, session, rows, 0, steps)
     if found:
-        evaluations[0] = found["eval/accuracy"]
+        evaluations |= _accuracy(0, found)
         with together():
             if tracker is not None:
                 tracker.log(0, found)
     timer.metrics()  # what came before the first step is not part of it
     for number in range(1, steps + 1):
-        metrics = step(session, timer)
+        with telling_step(number):
+            metrics = step(session, timer)
         with timer("evaluate"):
             found = evaluate_if_due(config, session, rows, number, steps)
         if found:
             metrics |= found
-            evaluations[number] = found["eval/accuracy"]
+            evaluations |= _accuracy(number, found)
         with timer("save"):
             models = session.models
             checkpoint = save_if_due(config, run, number, steps, models, models.save_tokenizer) or checkpoint
@@ -117,3 +123,8 @@ def loop(
             if tracker is not None:
                 tracker.log(number, metrics, session.rollout.last_groups, session.publisher.history)
     return Summary(run.path if run else None, steps, metrics, checkpoint, evaluations)
+
+
+def _accuracy(step: int, found: dict[str, float]) -> dict[int, float]:
+    """Empty where the reward states none, and its values are no shares."""
+    return {step: found["eval/accuracy"]} if "eval/accuracy" in found else {}

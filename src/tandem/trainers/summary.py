@@ -1,15 +1,19 @@
 """What a run came to, and the folder it leaves."""
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tandem.api.collective import together
+from tandem.api.failures import UserCodeFailed
+from tandem.config.arithmetic import arithmetic
 from tandem.config.experiment import BaseConfig
-from tandem.config.load import to_yaml
+from tandem.config.load import Resolved, describe, plain_data, to_yaml
 from tandem.state.checkpoint import save_checkpoint
 from tandem.state.run_folder import RunFolder
+from tandem.tracking.tracker import Tracker
 from tandem.trainers.process import Process
 
 
@@ -32,17 +36,44 @@ class Summary:
 
     checkpoint: Path | None = None
     evaluations: dict[int, float] = field(default_factory=dict)
-    """Step → greedy accuracy; step 0 is before training."""
+    """Step → accuracy on the validation rows, where the reward states one; step 0 is before training."""
 
 
-def open_run(config: BaseConfig, process: Process, stack: contextlib.ExitStack) -> RunFolder | None:
-    """The run folder, on rank 0; refuses one that holds a run, on all ranks. Collective."""
-    run = None
+def announce(resolved: Resolved[Any], config: BaseConfig, num_rows: int) -> Summary:
+    """What `--dry-run` prints: the configuration, and in words what training by ``config`` on so many rows comes to."""
+    print(describe(resolved))
+    print(arithmetic(config, num_rows))
+    return Summary(folder=None, steps=0)
+
+
+def open_run(
+    config: BaseConfig, process: Process, stack: contextlib.ExitStack, *, steps: int
+) -> tuple[RunFolder | None, Tracker | None]:
+    """The run folder and its tracker, on rank 0; what fails there fails on all ranks. Collective.
+
+    Raises:
+        ConfigError: the folder holds a run, cannot be written, or a sink is not installed.
+        OSError: `metrics.jsonl` cannot be written.
+    """
+    run = tracker = None
     with together():
         if process.is_main:
             names = config.run.root, config.experiment_name, config.trial_name
             run = stack.enter_context(RunFolder.open(*names, config_text=to_yaml(config), seed=config.seed))
-    return run
+            name = f"{config.experiment_name}/{config.trial_name}"
+            tracker = stack.enter_context(
+                Tracker(run.path, config.tracking, total_steps=steps, run_name=name, config_dict=plain_data(config))
+            )
+    return run, tracker
+
+
+@contextlib.contextmanager
+def telling_step(number: int) -> Iterator[None]:
+    """Names the step in the error of a user's function that failed in it."""
+    try:
+        yield
+    except UserCodeFailed as error:
+        raise UserCodeFailed(f"step {number}: {error}") from error
 
 
 def save_if_due(

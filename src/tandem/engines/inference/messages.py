@@ -1,6 +1,5 @@
 """What travels over the pipe between an engine's process and its parent. Both ends are ours, so it is pickled."""
 
-import pickle
 import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tandem.api.portable import survives_pickling
 from tandem.api.requests import LLMRequest
 from tandem.api.weights import WeightVersion
 from tandem.config.rollout import EmbeddedEngineConfig
@@ -96,10 +96,6 @@ class Died:
 
 def portable(error: Exception) -> Exception:
     """The error itself if it survives pickling, else a `RuntimeError` that carries its text and traceback."""
-    try:
-        copy = pickle.loads(pickle.dumps(error))
-    except Exception:  # an error of any library, with whatever it holds
-        copy = None
-    if type(copy) is type(error) and str(copy) == str(error):
+    if survives_pickling(error):
         return error
     return RuntimeError("".join(traceback.format_exception(error)))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -130,3 +130,16 @@ def sum_over_ranks(value: torch.Tensor, group: dist.ProcessGroup | None) -> torc
     if group is not None:
         dist.all_reduce(value, group=group)
     return value
+
+
+def group_and_mesh(
+    group: dist.ProcessGroup | None, device: torch.device
+) -> tuple[dist.ProcessGroup | None, DeviceMesh | None]:
+    """The group to communicate in and its mesh; None for a process alone."""
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    if group is None or dist.get_world_size(group) == 1:
+        return None, None
+    if group is dist.group.WORLD:
+        return group, init_device_mesh(device.type, (dist.get_world_size(),))
+    return group, DeviceMesh.from_group(group, device.type)

@@ -5,6 +5,13 @@ from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
+import torch
+from tensordict import TensorDict
+
+from tandem.api.batch import lengths, num_sequences, sum_by_sequence
+from tandem.api.failures import BatchError
+from tandem.models.prefixes import prompt_keys
+
 
 class Item(NamedTuple):
     """What the plan needs to know of one sequence."""
@@ -17,6 +24,48 @@ class Item(NamedTuple):
 
     unit: int | None = None
     """Sequences with equal numbers stay together; None stands for itself."""
+
+
+def micro_batches(
+    batch: TensorDict, max_tokens: int, rank: int, ranks: int, chosen: torch.Tensor | None = None
+) -> list[list[int]]:
+    """Indices of the sequences of each micro-batch of this rank; ``chosen [N]`` bool: of these only. See `plan`.
+
+    Raises:
+        BatchError: the batch has no sequences.
+    """
+    count = num_sequences(batch)
+    if count == 0:
+        raise BatchError("the batch has no sequences")
+    if chosen is not None and not bool(chosen.any()):
+        return []
+    keys, sizes = prompt_keys(batch["input_ids"], batch["cu_seqlens"].tolist(), batch["loss_mask"])
+    rest = [length - size for length, size in zip(lengths(batch).tolist(), sizes, strict=True)]
+    units = batch["unit_id"].tolist() if "unit_id" in batch.keys() else [None] * count
+    index = list(range(count)) if chosen is None else chosen.nonzero().flatten().tolist()
+    planned = plan([Item(keys[i], rest[i], units[i]) for i in index], max_tokens, ranks)[rank]
+    return [[index[i] for i in micro_batch] for micro_batch in planned]
+
+
+def has_weight(batch: TensorDict) -> torch.Tensor:
+    """Sequences with a loss weight other than 0, ``[N]`` bool, and those of the same unit, which their loss may read."""
+    weighted = (batch["loss_weights"] != 0).float()
+    if len(weighted) != num_sequences(batch):
+        weighted = sum_by_sequence(batch, weighted)
+    if "unit_id" in batch.keys():
+        unit = batch["unit_id"].unique(return_inverse=True)[1]
+        weighted = weighted.new_zeros(int(unit.max()) + 1).index_add(0, unit, weighted)[unit]
+    return weighted > 0
+
+
+def filler(device: torch.device) -> TensorDict:
+    """Two tokens for a rank that has nothing to do."""
+    columns = {
+        "input_ids": torch.zeros(2, dtype=torch.int64),
+        "cu_seqlens": torch.tensor([0, 2]),
+        "loss_mask": torch.tensor([False, True]),
+    }
+    return TensorDict(columns, batch_size=[]).to(device)
 
 
 def plan(items: Sequence[Item], max_tokens: int, ranks: int) -> list[list[list[int]]]:

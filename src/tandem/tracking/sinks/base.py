@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tandem.config.errors import ConfigError
+from tandem.config.extras import install_extra
 
 
 class Sink(Protocol):
@@ -54,5 +55,5 @@ def find_sink(name: str) -> Callable[[SinkRun], Sink]:
         raise ConfigError(f"tracking.sinks has {name!r}; {hint}there are: {', '.join(SINKS)}")
     package, module = SINKS[name]
     if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"tracking.sinks has {name!r}, whose package is not installed: pip install 'tandem-rl[{name}]'")
+        raise ConfigError(f"tracking.sinks has {name!r}, whose package is not installed: {install_extra(name)}")
     return importlib.import_module(module).open_sink

@@ -10,12 +10,11 @@ from statistics import fmean
 from typing import Any
 
 from tandem.api.engines import InferenceEngine
-from tandem.api.failures import DataFailure, EngineDied, EpisodeFailure, InfrastructureFailure, WrongWorkflow
+from tandem.api.failures import DataFailure, EngineDied, EpisodeFailure, InfrastructureFailure, WrongWorkflow, as_failure
 from tandem.api.requests import NoiseKey, StopReason
 from tandem.api.samples import Group, Sample
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
 from tandem.rollout.episode_engine import EpisodeEngine
-from tandem.rollout.workflows import as_failure
 
 log = logging.getLogger(__name__)
 

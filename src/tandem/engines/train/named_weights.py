@@ -1,0 +1,80 @@
+"""A trained model's weights under their Hugging Face names: as a stream, and in a folder."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tandem.api.collective import together, whole
+from tandem.api.failures import ConfigError
+from tandem.engines.train.folder import read_tensor, read_weights, write_folder, write_tensor
+from tandem.engines.train.holders import Holder
+from tandem.models.heads import VALUE_FILE
+from tandem.models.packed import PackedModel
+
+_PREFIX = "model."
+"""What `PackedModel` puts before the Hugging Face names."""
+
+_VALUE = "value.weight"
+"""The second head of `PackedActorCritic`, which transformers' model does not have; it has a file of its own."""
+
+
+class NamedWeights:
+    """The masters of a holder. Everything here is collective where they are sharded over ``group``."""
+
+    def __init__(self, holder: Holder, model: PackedModel, group: dist.ProcessGroup | None):
+        self._holder, self._model, self._group = holder, model, group
+        self._names = [name.removeprefix(_PREFIX) for name in holder.masters if name.startswith(_PREFIX)]
+        self._has_value = _VALUE in holder.masters
+
+    def stream(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `TrainEngine.weights`; without ``dtype`` as they are held, float32."""
+        for name in self._names:
+            tensor = self._holder.full(_PREFIX + name)
+            yield name, tensor if dtype is None else tensor.to(dtype)
+
+    def take(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """See `TrainEngine.load_weights`. A tensor that does not fit is not copied; those before it are in place."""
+        missing = {name: tuple(self._master(name).shape) for name in self._names}
+        for name, tensor in weights:
+            shape = missing.pop(name, None)
+            if shape != tuple(tensor.shape):
+                raise ConfigError(
+                    f"tensor {name!r} {list(tensor.shape)} cannot be copied into this model, which has "
+                    f"{'none of that name' if shape is None else list(shape)}; is it another model?"
+                )
+            self._holder.assign(_PREFIX + name, tensor)
+        if missing:
+            raise ConfigError(f"{len(missing)} tensors of this model were not given, first {next(iter(missing))!r}")
+        self._holder.publish()
+
+    def save(self, folder: Path, dtype: torch.dtype, *, writes: bool) -> None:
+        """See `TrainEngine.save`. ``writes``: false on ranks that only take part in gathering."""
+        with self._agreed(), whole(self.stream(dtype)) as weights:
+            write_folder(folder, self._model.model, weights, dtype, writes=writes)
+        if self._has_value:
+            value = self._holder.full(_VALUE)
+            with self._agreed():
+                if writes:
+                    write_tensor(folder / VALUE_FILE, value)
+
+    def load(self, folder: Path) -> None:
+        """See `TrainEngine.load`.
+
+        Raises:
+            ConfigError: the folder has other tensors than this model.
+        """
+        for name, tensor in read_weights(folder, {name: self._master(name).shape for name in self._names}):
+            self._holder.assign(_PREFIX + name, tensor)
+        if self._has_value:
+            self._holder.assign(_VALUE, read_tensor(folder / VALUE_FILE))
+        self._holder.publish()
+
+    def _master(self, name: str) -> torch.Tensor:
+        return self._holder.masters[_PREFIX + name]
+
+    def _agreed(self) -> contextlib.AbstractContextManager[None]:
+        """What fails on one rank of the group fails on all of it."""
+        return contextlib.nullcontext() if self._group is None else together(self._group)

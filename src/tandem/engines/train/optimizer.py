@@ -1,0 +1,77 @@
+"""The optimizer step: clipped, scheduled, or skipped."""
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from tandem.api.failures import NonFinite
+from tandem.config.train_engine import OptimizerConfig
+from tandem.engines.train.holders import Holder, sum_over_ranks
+from tandem.engines.train.schedule import learning_rate
+
+
+class Optimizer:
+    """AdamW over the masters of a holder; matrices decay, vectors do not. The schedule counts calls, taken or skipped."""
+
+    def __init__(self, holder: Holder, options: OptimizerConfig, total_steps: int, group: dist.ProcessGroup | None):
+        """``total_steps``: of the run, for the schedule. ``group``: over which gradients are sharded; None: not at all."""
+        self._holder, self._options, self._total_steps, self._group = holder, options, total_steps, group
+        masters = holder.masters.values()
+        groups = [
+            {"params": [p for p in masters if p.dim() >= 2], "weight_decay": options.weight_decay},
+            {"params": [p for p in masters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        betas = (options.beta1, options.beta2)
+        self._adamw = torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.eps, fused=True)
+        self._step = 0
+        self._skips_in_a_row = 0
+
+    def zero_grad(self) -> None:
+        """Frees the gradients."""
+        self._adamw.zero_grad()
+
+    def move(self, device: torch.device) -> None:
+        """Moves the moments."""
+        for state in self._adamw.state.values():
+            state.update({name: x.to(device) for name, x in state.items() if isinstance(x, torch.Tensor) and x.dim()})
+
+    def step(self, loss: float) -> dict[str, float]:
+        """Clips and steps, or skips; every rank decides the same, from the same numbers.
+
+        A gradient that is exactly 0 leaves weights and moments as they are: no decay, no momentum.
+
+        Raises:
+            NonFinite: too many steps in a row had a loss or gradient that was not finite.
+        """
+        options, norm = self._options, self._gradient_norm()
+        rate = learning_rate(self._step, self._total_steps, options)
+        self._step += 1
+        report = {"grad_norm": norm, "lr": rate, "skipped": 0.0}
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._adamw.zero_grad()
+            self._skips_in_a_row += 1
+            if self._skips_in_a_row >= options.max_consecutive_skips:
+                raise NonFinite(
+                    f"{self._skips_in_a_row} optimizer steps in a row had a loss or gradient that is not finite "
+                    f"(loss {loss}, gradient norm {norm}); lower actor.optimizer.lr, or look at the rewards and advantages"
+                )
+            return report | {"skipped": 1.0}
+        self._skips_in_a_row = 0
+        if norm > 0:
+            if options.max_grad_norm is not None and norm > options.max_grad_norm:
+                for gradient in self._holder.local_gradients():
+                    gradient.mul_(options.max_grad_norm / norm)
+            for group in self._adamw.param_groups:
+                group["lr"] = rate
+            self._adamw.step()
+            self._holder.publish()
+        self._adamw.zero_grad()
+        return report
+
+    def _gradient_norm(self) -> float:
+        """Global L2 norm, summed in float64 so that it does not depend on how parameters are cut."""
+        squares = [g.pow(2).sum(dtype=torch.float64) for g in self._holder.local_gradients()]
+        device = next(iter(self._holder.masters.values())).device
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
+        return math.sqrt(float(sum_over_ranks(total, self._group)))

@@ -1,0 +1,58 @@
+"""Several turns in one sample: asking again until the answer is right."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from tandem.api.requests import StopReason
+from tandem.api.samples import Sample
+from tandem.api.workflow import GeneratesTokens, RewardFn
+from tandem.config.errors import ConfigError
+from tandem.config.generation import GenerationConfig
+from tandem.rollout.workflows import ChatWorkflow
+
+
+class MultiTurnWorkflow(ChatWorkflow):
+    """Ask again, the wrong answer in context, until it is right or the turns are spent.
+
+    The reward of the last turn is multiplied by ``turn_discount`` for each turn before it. An answer is right when its
+    accuracy is 1, or, where the reward states none, when the reward is above 0.
+    """
+
+    def __init__(
+        self,
+        reward: RewardFn,
+        gconfig: GenerationConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        system_prompt: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        max_turns: int = 3,
+        turn_discount: float = 0.9,
+        retry_message: str = "That is not correct. Try again.",
+    ):
+        super().__init__(reward, gconfig, tokenizer, system_prompt=system_prompt, chat_template_kwargs=chat_template_kwargs)
+        if max_turns < 1:
+            raise ConfigError(f"max_turns must be at least 1, got {max_turns}")
+        self.max_turns, self.turn_discount, self.retry_message = max_turns, turn_discount, retry_message
+
+    async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Sample:
+        """See `RolloutWorkflow`."""
+        chat = self.start(data)
+        for turn in range(self.max_turns):
+            stop_reason = await self.reply(engine, chat)
+            result = await self.judge(chat, data)
+            right = result.value > 0 if result.accuracy is None else result.accuracy >= 1
+            if right or stop_reason == StopReason.LENGTH or turn + 1 == self.max_turns:
+                break
+            chat.say(self.retry_message)
+        discount = self.turn_discount**turn
+        return chat.sample(
+            result.value * discount,
+            rewards=result.rewards,
+            accuracy=result.accuracy,
+            metrics={"turns": turn + 1.0},
+            answer=result.answer,
+            extracted=result.extracted,
+        )

@@ -1,0 +1,165 @@
+"""What the loops measure: time, episodes, memory, and evaluation."""
+
+from tandem.tracking.metrics.metric import Metric, Section
+
+TIME: Section = {
+    "time/step_s": Metric(
+        "s",
+        "The whole step.",
+        "See which of its parts grew.",
+    ),
+    "time/generate_s": Metric(
+        "s",
+        "From asking for a batch to having it: generating when synchronous, waiting when asynchronous.",
+        "Most of the step when synchronous: see `tokens_per_s/generate`, or train asynchronously.",
+    ),
+    "time/train_s": Metric(
+        "s",
+        "Log-probabilities, advantages and optimizer steps.",
+        "Large: raise `actor.max_tokens_per_micro_batch` while memory allows.",
+    ),
+    "time/update_weights_s": Metric(
+        "s",
+        "Publishing the new weights to the inference engine.",
+        "More than a tenth of the step: the machine is short of memory bandwidth.",
+    ),
+    "time/evaluate_s": Metric(
+        "s",
+        "Evaluation, where this step had one.",
+        "Large: lower `evaluate.max_rows` or evaluate less often.",
+    ),
+    "time/save_s": Metric(
+        "s",
+        "Saving, where this step saved.",
+        "Large: save less often, or on a faster disk.",
+    ),
+    "time/overlap": Metric(
+        "share",
+        "Part of the training time during which the engine was generating.",
+        "0 when synchronous. Below 0.3 when asynchronous: generation is not the bottleneck, or "
+        "`rollout.max_head_offpolicyness` is too small.",
+    ),
+    "time/prepare_s": Metric(
+        "s",
+        "Bringing the new weights to the engine and verifying their digests, while it generates.",
+        "Large: another program takes the cores, or memory is short.",
+    ),
+    "time/pause_s": Metric(
+        "s",
+        "How long generation stood still for new weights.",
+        "See `time/recompute_s`, which is not part of it.",
+    ),
+    "time/recompute_s": Metric(
+        "s",
+        "Recomputing keys and values of running requests under new weights.",
+        "Large: `rollout.engine.keep_kv_on_update=true` spares it; watch the gap then.",
+    ),
+    "tokens_per_s/generate": Metric(
+        "tokens/s",
+        "Generated tokens per second of generation.",
+        "Low: raise `rollout.batch_size` or `gconfig.n_samples` (more sequences decoded together), check "
+        "`threads` and `tandem doctor` for bfloat16.",
+    ),
+    "tokens_per_s/train": Metric(
+        "tokens/s",
+        "Prompt and completion tokens per second of training.",
+        "Low: the same; and `gradient_checkpointing` costs a third.",
+    ),
+}
+
+EPISODES: Section = {
+    "episodes/trained": Metric(
+        "episodes",
+        "Prompts trained on since the start.",
+        "It grows by `rollout.batch_size` a step.",
+    ),
+    "episodes/dropped/<reason>": Metric(
+        "episodes",
+        "Prompts dropped since the start, by reason, such as `prompt_too_long`, `reward_timeout`, `deadline`, "
+        "`filter/<reason>`.",
+        "Read the first such warning in `log.txt`: it has the cause. Too many in a row end the run "
+        "(`rollout.max_data_failures`).",
+    ),
+    "rows/dropped/<reason>": Metric(
+        "rows",
+        "SFT, preferences, reward models: rows left out since the start, by reason: `too_long`, `prompt_too_long`, "
+        "`empty_completion`, `equal_sides`, `no_answer`, `template_rewrites`, `template_refuses`.",
+        "Many: raise `max_length`, or look at the rows.",
+    ),
+    "episodes/running": Metric(
+        "episodes",
+        "Under way when the batch was taken.",
+        "0 in asynchronous training: nothing is generated during training.",
+    ),
+    "episodes/waiting": Metric(
+        "episodes",
+        "Finished and not yet consumed.",
+        "Large: training is the bottleneck.",
+    ),
+    "memory/peak_gib": Metric(
+        "GiB",
+        "Sum of the largest resident sizes of this process and its children; shared pages count in each, so it is"
+        " an upper bound.",
+        "Near the machine's memory: lower `actor.max_tokens_per_micro_batch`, `rollout.engine.kv_cache_gib` or "
+        "`rollout.engine.max_running`.",
+    ),
+}
+
+EVALUATION: Section = {
+    "eval/accuracy": Metric(
+        "share",
+        "Mean accuracy of the samples on `valid_dataset`, greedy unless `evaluate.n_samples` is above 1; a sample whose "
+        "episode failed counts as wrong.",
+        "Falls while `reward/mean` rises: the model is over-fitting the training prompts or exploiting the reward.",
+    ),
+    "eval/reward": Metric(
+        "reward",
+        "Their mean reward, failed ones left out.",
+        "As `eval/accuracy`.",
+    ),
+    "eval/completion_length": Metric(
+        "tokens",
+        "Their mean length.",
+        "As `completion_length/mean`.",
+    ),
+    "eval/truncated": Metric(
+        "share",
+        "Those cut by their length.",
+        "Above 0.2: raise `evaluate.max_new_tokens`.",
+    ),
+    "eval/failed": Metric(
+        "rows",
+        "Rows without an answer because their episode failed.",
+        "Above 0: see `log.txt`.",
+    ),
+    "eval/extraction_failed": Metric(
+        "share",
+        "Samples in which the reward found no answer, where it looks for one.",
+        "Above 0.1: the model does not write its answer as the reward expects it, or is cut before it.",
+    ),
+    "eval/pass@<k>": Metric(
+        "share",
+        "Unbiased estimate of the share of rows that have a correct answer among k samples (`evaluate.n_samples`).",
+        "Falls while `eval/accuracy` rises: the policy is losing the diversity that it could learn from.",
+    ),
+    "eval/maj@<k>": Metric(
+        "share",
+        "Unbiased estimate of the share of rows that a vote of k samples gets right.",
+        "As `eval/accuracy`.",
+    ),
+    "eval/accuracy/<source>": Metric(
+        "share",
+        "Accuracy on one data set, where `valid_dataset` has several.",
+        "As `eval/accuracy`.",
+    ),
+    "eval/<name>": Metric(
+        "—",
+        "Any other metric, measured on the validation rows.",
+        "As the metric of training with that name.",
+    ),
+    "eval/loss": Metric(
+        "nats",
+        "SFT: mean negative log-probability of the validation answers.",
+        "Rising while `loss` falls: over-fitting; stop earlier.",
+    ),
+}
