@@ -4,6 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from transformers import AutoConfig
+
 from tandem.api.engines import InferenceEngine
 from tandem.api.weights import WeightVersion
 from tandem.config.errors import ConfigError
@@ -11,6 +13,7 @@ from tandem.config.rollout import RolloutConfig
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.embedded import EmbeddedEngine
 from tandem.engines.inference.process import EmbeddedProcess
+from tandem.models.heads import refuse_classifier
 from tandem.models.precision import resolve_dtype
 
 BACKENDS = ("embedded",)
@@ -28,10 +31,11 @@ def build_inference_engine(
     """The engine, its model loaded from ``folder``; ``threads`` are the run's, see `engine_threads`.
 
     Raises:
-        ConfigError: `rollout.backend` is not known.
+        ConfigError: `rollout.backend` is not known, or the folder holds a reward model.
     """
     if rollout.backend not in BACKENDS:
         raise ConfigError(f"rollout.backend must be one of {', '.join(BACKENDS)}, got {rollout.backend!r}")
+    refuse_classifier(folder, AutoConfig.from_pretrained(folder))
     config = replace(rollout.engine, threads=engine_threads(rollout, placement=placement, threads=threads))
     dtype, version = resolve_dtype(rollout.dtype, device), WeightVersion(0)
     if placement == "decoupled":
