@@ -10,18 +10,17 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tandem.cli.main import run_script
-from tandem.config.arithmetic import max_token_age, placement, total_steps
+from tandem.config.arithmetic import max_token_age, total_steps
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.train.build import build_train_engine
 from tandem.models.catalog import resolve
 from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import load_tokenizer
 from tandem.roles.actor import Actor
+from tandem.state.run_folder import RunFolder
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
-from tandem.tracking.tracker import Tracker
 from tandem.trainers.evaluation import Evaluation, evaluate, evaluation_gconfig, is_due
 from tandem.trainers.parts import (
     check_names,
@@ -33,6 +32,7 @@ from tandem.trainers.parts import (
     training_workflow,
 )
 from tandem.trainers.process import start_process
+from tandem.trainers.session import make_engine
 from tandem.trainers.summary import open_run, save_if_due
 from tandem.weights.publisher import WeightPublisher
 
@@ -51,18 +51,10 @@ def main(overrides: list[str]) -> None:
     tokenizer = load_tokenizer(folder)
 
     with ExitStack() as stack:
-        run = open_run(config, process, stack)
-        tracker = stack.enter_context(Tracker(run.path, config.tracking, total_steps=steps))
+        run, tracker = open_run(config, process, stack, steps=steps)
 
         # One engine generates, one trains, and the publisher brings the weights of one to the other.
-        engine = build_inference_engine(
-            config.rollout,
-            folder=folder,
-            placement=placement(config),
-            threads=process.threads,
-            device=process.device,
-            deterministic=config.deterministic,
-        )
+        engine = make_engine(config, process, folder)
         stack.callback(engine.close)
         updates = steps * config.actor.mini_batches * config.actor.epochs_per_batch
         trainer = build_train_engine(config.actor, total_steps=updates, device=process.device)
@@ -113,6 +105,10 @@ def main(overrides: list[str]) -> None:
             tracker.log(step, metrics, rollout.last_groups, publisher.history)
             save_if_due(config, run, step, steps, trainer, tokenizer.save_pretrained)
 
+    report(run, steps, results)
+
+
+def report(run: RunFolder, steps: int, results: list[Evaluation]) -> None:
     if results:
         before, after = results[0], results[-1]
         print(f"accuracy on {before.rows} held-out pairs: {before.accuracy:.2f} before, {after.accuracy:.2f} after")

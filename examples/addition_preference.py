@@ -15,7 +15,6 @@ from tandem.engines.train.build import build_train_engine
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
 from tandem.roles.preference import PreferenceLearner
-from tandem.tracking.tracker import Tracker
 from tandem.trainers.preference import make_encoder, make_reference, reader_of
 from tandem.trainers.process import start_process
 from tandem.trainers.summary import open_run, save_if_due
@@ -32,8 +31,7 @@ def main(overrides: list[str]) -> None:
     tokenizer = load_tokenizer(resolve(config.actor.path))
 
     with ExitStack() as stack:
-        run = open_run(config, process, stack)
-        tracker = stack.enter_context(Tracker(run.path, config.tracking, total_steps=steps)) if run else None
+        run, tracker = open_run(config, process, stack, steps=steps)  # None on ranks other than 0
         engine = build_train_engine(config.actor, total_steps=steps, device=process.device)
         reference = make_reference(config, process.device)  # None where the loss compares with none
         learner = PreferenceLearner(engine, config.loss, reference=reference)

@@ -18,7 +18,6 @@ from tandem.engines.train.build import build_train_engine
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
 from tandem.roles.reward_model import RewardModel
-from tandem.tracking.tracker import Tracker
 from tandem.trainers.process import start_process
 from tandem.trainers.reward import ScoredPairEncoder
 from tandem.trainers.summary import open_run, save_if_due
@@ -35,8 +34,7 @@ def main(overrides: list[str]) -> None:
     tokenizer = load_tokenizer(resolve(config.actor.path))
 
     with ExitStack() as stack:
-        run = open_run(config, process, stack)
-        tracker = stack.enter_context(Tracker(run.path, config.tracking, total_steps=steps)) if run else None
+        run, tracker = open_run(config, process, stack, steps=steps)  # None on ranks other than 0
         engine = build_train_engine(config.actor, total_steps=steps, device=process.device, head="scalar")
         model = RewardModel(engine)
         loader = Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)

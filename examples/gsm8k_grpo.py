@@ -16,7 +16,6 @@ from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.tracking.statistics import PhaseTimer
-from tandem.tracking.tracker import Tracker
 from tandem.trainers.parts import check_names, open_rows
 from tandem.trainers.process import start_process
 from tandem.trainers.session import evaluate_if_due, open_session
@@ -34,10 +33,7 @@ def main(overrides: list[str]) -> None:
     name = f"{config.experiment_name}/{config.trial_name}"
 
     with ExitStack() as stack:
-        run = open_run(config, process, stack)
-        tracker = None
-        if run is not None:
-            tracker = stack.enter_context(Tracker(run.path, config.tracking, total_steps=steps, run_name=name))
+        run, tracker = open_run(config, process, stack, steps=steps)  # None on ranks other than 0
         session = stack.enter_context(open_session(config, process, rows, steps, name))
         rollout, actor, publisher = session.rollout, session.actor, session.publisher
         timer = PhaseTimer()

@@ -17,7 +17,6 @@ from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
 from tandem.roles.language_model import LanguageModel
 from tandem.tracking.statistics import PhaseTimer
-from tandem.tracking.tracker import Tracker
 from tandem.trainers.evaluation import is_due
 from tandem.trainers.process import start_process
 from tandem.trainers.sft import BatchMaker, Encoder
@@ -35,8 +34,7 @@ def main(overrides: list[str]) -> None:
     tokenizer = load_tokenizer(resolve(config.actor.path))
 
     with ExitStack() as stack:
-        run = open_run(config, process, stack)
-        tracker = stack.enter_context(Tracker(run.path, config.tracking, total_steps=steps)) if run else None
+        run, tracker = open_run(config, process, stack, steps=steps)  # None on ranks other than 0
         trainer = build_train_engine(config.actor, total_steps=steps, device=process.device)
         model = LanguageModel(trainer)
         loader = Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)

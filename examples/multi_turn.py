@@ -17,7 +17,6 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.rollout.workflows import ChatWorkflow
 from tandem.tracking.statistics import PhaseTimer
-from tandem.tracking.tracker import Tracker
 from tandem.trainers.parts import check_names, open_rows
 from tandem.trainers.process import start_process
 from tandem.trainers.session import evaluate_if_due, open_session
@@ -65,10 +64,7 @@ def main(overrides: list[str]) -> None:
     name = f"{config.experiment_name}/{config.trial_name}"
 
     with ExitStack() as stack:
-        run = open_run(config, process, stack)
-        tracker = None
-        if run is not None:
-            tracker = stack.enter_context(Tracker(run.path, config.tracking, total_steps=steps, run_name=name))
+        run, tracker = open_run(config, process, stack, steps=steps)  # None on ranks other than 0
         session = stack.enter_context(open_session(config, process, rows, steps, name))
         rollout, actor = session.rollout, session.actor
         timer = PhaseTimer()

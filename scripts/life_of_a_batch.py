@@ -8,11 +8,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 WALK = [
-    ("src/tandem/data/loader.py", "A row of the data set comes, with its epoch and its place in it."),
     (
         "src/tandem/rollout/executor.py",
-        "The gate (`gate.py`) lets an episode start, the ledger (`ledger.py`) writes down which; the episode runs on "
-        "the executor's event loop, with retries and a deadline, and its group waits to be consumed, oldest first.",
+        "Rows come from the loader (`data/loader.py`) as the gate (`gate.py`) lets episodes start, and the ledger "
+        "(`ledger.py`) writes down which. They run in the pool (`pool.py`), with retries and a deadline; finished groups "
+        "are consumed oldest first (`collector.py`).",
     ),
     (
         "src/tandem/rollout/workflows.py",
@@ -21,8 +21,8 @@ WALK = [
     ),
     (
         "src/tandem/engines/inference/core.py",
-        "One scheduling round: admit requests, compute a piece of their prompts, decode one token of every running "
-        "sequence, sample, stamp each token with the version that made it.",
+        "One scheduling round: admit requests (`scheduler.py`), compute a piece of their prompts, decode one token of every "
+        "running sequence (`passes.py`), sample (`slots.py`), stamp each token with the version that made it.",
     ),
     (
         "src/tandem/rollout/collate.py",
@@ -37,8 +37,12 @@ WALK = [
     ("src/tandem/roles/objective.py", "The loss of each token: policy loss, behaviour correction, KL, entropy."),
     (
         "src/tandem/engines/train/fsdp.py",
-        "Micro-batches by token budget, forward, weighted sum of losses, backward, clipping, one optimizer step.",
+        "Micro-batches by token budget (`micro_batches.py`), forward, weighted sum of losses, backward, and one clipped "
+        "step (`optimizer.py`).",
     ),
+]
+
+BACK = [
     (
         "src/tandem/weights/publisher.py",
         "The new weights are streamed with a digest each, verified by the engine, and become the next version between two "
@@ -50,21 +54,33 @@ HEADER = """# The life of a batch
 
 <!-- Made by `python scripts/life_of_a_batch.py`; edit that file instead. -->
 
-From prompt to gradient, and back to the engine: the files in the order in which a batch meets them. The loop that calls
-them is `step` in `src/tandem/trainers/rl.py`; the words are those of [concepts.md](concepts.md).
+From prompt to gradient: the files in the order in which a batch meets them. The loop that calls them is `step` in
+[`trainers/rl.py`](../src/tandem/trainers/rl.py); the words are those of [concepts.md](concepts.md). A file in brackets is
+what a line of the walk leans on: open it for the detail, not for the way.
+"""
 
-| | file | lines | what happens |
+COLUMNS = """| | file | lines | what happens |
 |---|---|---|---|"""
+
+
+def lines(name: str) -> int:
+    """Of one file."""
+    return len((ROOT / name).read_text().splitlines())
+
+
+def rows(files: list[tuple[str, str]], first: int = 1) -> list[str]:
+    """One row for each file, numbered."""
+    return [
+        f"| {number} | [`{name.removeprefix('src/tandem/')}`](../{name}) | {lines(name)} | {what} |"
+        for number, (name, what) in enumerate(files, first)
+    ]
 
 
 def page() -> str:
     """The page as it should be."""
-    rows, total = [], 0
-    for number, (name, what) in enumerate(WALK, 1):
-        lines = len((ROOT / name).read_text().splitlines())
-        total += lines
-        rows.append(f"| {number} | [`{name.removeprefix('src/tandem/')}`](../{name}) | {lines} | {what} |")
-    return "\n".join([HEADER, *rows, "", f"{len(WALK)} files, {total} lines.", ""])
+    total = f"{len(WALK)} files, {sum(lines(name) for name, _ in WALK)} lines. And back to the engine:"
+    back = rows(BACK, len(WALK) + 1)
+    return "\n".join([HEADER, COLUMNS, *rows(WALK), "", total, "", COLUMNS, *back, ""])
 
 
 if __name__ == "__main__":

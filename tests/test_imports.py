@@ -8,6 +8,7 @@ import pytest
 import tandem
 
 ROOT = Path(tandem.__file__).parent
+EXAMPLES = Path(__file__).parents[1] / "examples"
 EVERYTHING = {path.name for path in ROOT.iterdir() if path.is_dir()}
 MAY_IMPORT = {
     "config": set(),
@@ -75,11 +76,32 @@ def test_configuration_never_imports_torch(room):
     assert wrong == []
 
 
+def test_a_broad_except_stands_at_a_boundary_and_says_which():
+    """Episode, reward call, request, worker; the file of a user; a sink."""
+    lines = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path in sorted(ROOT.rglob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if "except Exception" in line
+    ]
+    assert lines and [line for line in lines if "boundary" not in line] == []
+
+
+def sources():
+    """What people read: the package and the examples, whose product is the loop that they show."""
+    return [*sorted(ROOT.rglob("*.py")), *sorted(EXAMPLES.glob("*.py"))]
+
+
 def test_no_function_is_longer_than_70_lines():
     long = [
-        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {node.end_lineno - node.lineno + 1} lines"
-        for path in sorted(ROOT.rglob("*.py"))
+        f"{path.name}:{node.lineno} {node.name}: {node.end_lineno - node.lineno + 1} lines"
+        for path in sources()
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno + 1 > 70
     ]
     assert long == []
+
+
+def test_no_file_is_much_longer_than_350_lines():
+    lengths = {path.name: len(path.read_text().splitlines()) for path in sources()}
+    assert {name: lines for name, lines in lengths.items() if lines > 365} == {}, "a second idea has moved in: split it"

@@ -1,5 +1,7 @@
 """A failure of one rank is known to all at once: collective results, saving, publishing."""
 
+import contextlib
+import json
 import os
 import time
 from datetime import timedelta
@@ -12,8 +14,12 @@ import torch.multiprocessing as mp
 
 from tandem.api.collective import from_main, together, whole
 from tandem.api.failures import ConfigError, EngineDied, RankFailed, TandemError
+from tandem.config.experiment import SFTConfig
+from tandem.config.state import RunConfig
 from tandem.state.checkpoint import CheckpointFailed, save_checkpoint
 from tandem.state.run_folder import RunFolder
+from tandem.trainers.process import Process
+from tandem.trainers.summary import open_run
 from tandem.weights.channel import LocalChannel
 from tandem.weights.publisher import WeightPublisher
 from tests.engines_train.steps import engine_on
@@ -60,6 +66,11 @@ def main_fails(rank, kind):
             refuse(kind)
 
 
+def open_and_close(config, process):
+    with contextlib.ExitStack() as stack:
+        open_run(config, process, stack, steps=1)
+
+
 def seen(action):
     """What an action raised: type, message and seconds."""
     began = time.monotonic()
@@ -84,6 +95,15 @@ def one_rank(rank, out, folder):
         "told": seen(lambda: from_main(lambda: refuse(ConfigError))),
         "block": seen(lambda: main_fails(rank, OSError)),
     }
+
+    unusable = Path(out) / "exp" / "unusable"
+    if rank == 0:  # what a run left that failed before its first step may be used again
+        (unusable / "metrics.jsonl").mkdir(parents=True)
+        (unusable / "run.json").write_text('{"status": "failed"}')
+    config = SFTConfig(experiment_name="exp", trial_name="unusable", run=RunConfig(root=str(out)))
+    found["tracker"] = seen(lambda: open_and_close(config, Process("cpu", threads=1, rank=rank, world_size=2)))
+    if rank == 0:
+        assert "IsADirectoryError" in json.loads((unusable / "run.json").read_text())["error"]
 
     def tokenizer(folder):
         raise OSError(28, "No space left on device")
@@ -129,6 +149,7 @@ def ranks(tmp_path_factory):
         ("result", RankFailed, "rank 0 failed: OSError: it is the main rank's fault"),
         ("told", ConfigError, "it is the main rank's fault"),
         ("block", RankFailed, "rank 0 failed: OSError: it is the main rank's fault"),
+        ("tracker", RankFailed, "rank 0 failed: IsADirectoryError"),
         ("tokenizer", CheckpointFailed, "step 1 could not be saved"),
         ("folder", RankFailed, "NotADirectoryError"),
         ("unwritable", CheckpointFailed, "step 2 could not be saved"),

@@ -197,3 +197,12 @@ def test_generated_pairs_rank_the_right_sum_above_a_wrong_one():
     asked = {row["messages"][0]["content"] for row in rows}
     assert len(rows) == 30
     assert asked.isdisjoint(row["messages"][0]["content"] for row in held_out)
+
+
+def test_rows_without_any_answer_are_refused_and_not_dropped_one_by_one(tmp_path):
+    with pytest.raises(
+        ConfigError, match="no row has an answer to learn; columns there: question, rating; looked for answer"
+    ):
+        read(tmp_path, conversations, {"question": "2 + 2?", "rating": 3})
+    found = read(tmp_path, conversations, {"question": "2 + 2?", "answer": None}, {"question": "2 + 2?", "answer": "4"})
+    assert [row["messages"][-1]["content"] for row in found] == ["", "4"]  # the encoder drops and counts the first

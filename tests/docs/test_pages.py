@@ -45,7 +45,8 @@ def test_example_files_are_configurations(text, tmp_path):
     file.write_text(text)
     trial = re.search(r"^trial_name: (\w+)", text, re.M)
     kind = KINDS.get(trial.group(1) if trial else "", TrainConfig)
-    assert load_config(kind, file).config
+    config = load_config(kind, file).config
+    assert f"experiment_name: {config.experiment_name}\n" in text
 
 
 def test_the_evaluation_page_shows_a_configuration(tmp_path):
@@ -79,6 +80,12 @@ def test_commands_name_files_and_keys_that_exist(block, first, monkeypatch):
 def test_the_life_of_a_batch_names_the_files_and_their_lengths():
     page = runpy.run_path(str(ROOT / "scripts/life_of_a_batch.py"))["page"]()
     assert (ROOT / "docs/life_of_a_batch.md").read_text() == page
+
+
+def test_from_prompt_to_gradient_it_is_a_short_walk():
+    script = runpy.run_path(str(ROOT / "scripts/life_of_a_batch.py"))
+    assert len(script["WALK"]) <= 8
+    assert sum(script["lines"](name) for name, _ in script["WALK"]) <= 1600
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

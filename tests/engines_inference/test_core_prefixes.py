@@ -61,6 +61,47 @@ def test_who_waits_for_a_beginning_that_is_cancelled_computes_it(tmp_path):
     assert responses[1].output_ids == run(make_core(folder), {0: sampled(1, ALIKE[1])})[0].output_ids
 
 
+def test_nobody_waits_a_pass_for_a_few_more_tokens_than_can_be_copied_at_once(tmp_path):
+    folder = tiny_model_folder(tmp_path)
+    core = make_core(folder)  # chunks of 24 tokens
+    early, rest, other = prompts([40, 14, 4], seed=5)
+    nearly = early[:20] + rest[:4]  # 20 tokens in common with what is there, 24 with each other
+    requests = {0: sampled(0, early, new=30), 1: sampled(1, nearly + rest[4:8]), 2: sampled(2, nearly + other)}
+    core.add(0, requests[0])
+    for _ in range(3):
+        core.step()
+    before = core.statistics()
+    core.add(1, requests[1])
+    core.add(2, requests[2])
+    responses = core.step()
+    after = core.statistics()
+
+    assert after["prefill_tokens"] - before["prefill_tokens"] == 8 + 8  # both in the one pass
+    assert after["shared_prompt_tokens"] - before["shared_prompt_tokens"] == 20 + 20
+    responses = dict(responses) | drain(core)
+    for number, request in requests.items():
+        alone = run(make_core(folder), {0: request})[0]
+        assert responses[number].output_ids == alone.output_ids
+
+
+def test_who_would_gain_much_by_waiting_waits(tmp_path):
+    folder = tiny_model_folder(tmp_path)
+    core = make_core(folder, prefill_chunk_tokens=64)  # room for both in one pass
+    early, longer, *ends = prompts([40, 20, 4, 4], seed=6)
+    core.add(0, sampled(0, early, new=30))
+    for _ in range(3):
+        core.step()
+    before = core.statistics()
+    common = early[:18] + longer  # 18 tokens are there; 20 more are about to be
+    for number, end in enumerate(ends, 1):
+        core.add(number, sampled(number, common + end))
+    drain(core)
+
+    after = core.statistics()
+    assert after["prefill_tokens"] - before["prefill_tokens"] == 20 + 4 + 4
+    assert after["shared_prompt_tokens"] - before["shared_prompt_tokens"] == 18 + 38
+
+
 @pytest.mark.parametrize("keep_kv", [False, True])
 @pytest.mark.parametrize("steps", range(1, 6))
 def test_after_an_update_nothing_is_copied_from_older_weights(keep_kv, steps, tmp_path):

@@ -5,9 +5,12 @@ import threading
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, MixtralConfig, Qwen3MoeConfig
 
 from tandem.config.errors import ConfigError
+from tandem.config.rollout import RolloutConfig
+from tandem.engines.inference.build import build_inference_engine
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import make_once, resolve
 from tandem.models.load import load_causal_lm
@@ -48,6 +51,29 @@ def test_damaged_files_are_named(folder):
     (folder / "config.json").write_text("{broken")
     with pytest.raises(ConfigError, match=r"config\.json"):
         load_causal_lm(folder)
+
+
+def test_weights_that_are_missing_are_not_made_up(folder):
+    weights = load_file(folder / "model.safetensors")
+    gone = weights.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"1 are missing, first 'model\.layers\.1\.mlp\.up_proj\.weight'"):
+        load_causal_lm(folder)
+    assert gone.shape
+
+
+@pytest.mark.parametrize("kind", ["llama", "smollm"])  # the second has one matrix for both ends: nothing would be missing
+def test_a_reward_model_is_no_language_model(tmp_path, kind):
+    language_model = tiny_model_folder(tmp_path, kind)
+    scores = tmp_path / "scores"
+    AutoModelForSequenceClassification.from_pretrained(language_model, num_labels=1).save_pretrained(scores)
+    words = "sequence classifier .*such as a reward model.* give the folder of a language model"
+    with pytest.raises(ConfigError, match=words):
+        load_causal_lm(scores)
+    with pytest.raises(ConfigError, match=words):
+        build_inference_engine(
+            RolloutConfig(), folder=scores, placement="colocate", threads=1, device="cpu", deterministic=False
+        )
 
 
 def test_a_model_without_tokenizer_or_template_says_so(tmp_path):

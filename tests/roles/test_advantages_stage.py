@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tandem.api.batch import unpack
-from tandem.api.failures import BatchError
+from tandem.api.failures import BatchError, UserCodeFailed
 from tandem.config.algorithm import Component, KLConfig
 from tandem.config.errors import ConfigError
 from tandem.config.roles import ActorConfig
@@ -127,5 +127,5 @@ def test_kl_without_a_reference_is_refused_at_once():
 
 def test_an_advantage_of_ones_own_must_have_the_right_length(tmp_path):
     (tmp_path / "own.py").write_text("def short(rewards):\n    return rewards[:1]\n")
-    with pytest.raises(ConfigError, match=r"own.py:short returned \[1\], expected \[2\]"):
+    with pytest.raises(UserCodeFailed, match=r"own.py:short must return a tensor of shape \[2\]; it returned .* \[1\]"):
         actor(advantage=f"{tmp_path}/own.py:short").compute_advantages(rollout_batch([[(1.0, 1), (0.0, 1)]]))

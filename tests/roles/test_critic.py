@@ -1,12 +1,7 @@
 """The critic: values before tokens, what follows a cut, and steps towards the returns."""
 
-import contextlib
-import io
-
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM
 
 from tandem.api.failures import BatchError
@@ -19,6 +14,7 @@ from tandem.engines.train.build import build_train_engine
 from tandem.roles.actor import Actor
 from tandem.roles.critic import Critic, SharedCritic
 from tandem.roles.samples import trained_tokens, with_fields
+from tests.ranks import alone_and_on_two
 from tests.roles.batches import algorithm_config, moved, rollout_batch, tiny_actor, weights_of
 from tests.tiny import tiny_model_folder
 
@@ -211,19 +207,10 @@ def both(folder, ranks):
     }
 
 
-def child(rank, folder, out):
-    with contextlib.redirect_stderr(io.StringIO()):
-        dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=2)
-        torch.save(both(folder, 2), out / f"rank-{rank}.pt")
-        dist.destroy_process_group()
-
-
 def test_two_ranks_value_and_learn_as_one(folder, tmp_path):
-    context = mp.spawn(child, (folder, tmp_path), nprocs=2, join=False)
-    initial, one = weights_of(critic_on(folder, learnt=0)), both(folder, 1)
-    context.join()
-    for rank in range(2):
-        found = torch.load(tmp_path / f"rank-{rank}.pt", weights_only=True)
+    one, two = alone_and_on_two(both, folder, out=tmp_path)
+    initial = weights_of(critic_on(folder, learnt=0))
+    for found in two:
         torch.testing.assert_close(found["values"], one["values"], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(found["bootstrap_value"], one["bootstrap_value"], atol=1e-4, rtol=1e-4)
         torch.testing.assert_close(found["shared_values"], one["shared_values"], atol=1e-3, rtol=1e-3)

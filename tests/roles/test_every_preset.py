@@ -1,16 +1,13 @@
 """Every preset takes a step, and the step does not depend on how the batch is cut, ordered or distributed."""
 
-import contextlib
 import functools
-import io
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from tandem.api.batch import select
 from tandem.config.presets import PRESETS
+from tests.ranks import on_two
 from tests.roles.batches import moved, step, weights_of
 from tests.roles.presets import full_batch, preset_actor
 from tests.tiny import tiny_model_folder
@@ -73,21 +70,14 @@ def test_neither_micro_batches_nor_order_nor_what_is_not_trained_change_anything
     the_same(whole(variant), updated(folder, other, variant, max_tokens=12))
 
 
-def child(rank, folder, out):
-    torch.set_num_threads(1)
-    with contextlib.redirect_stderr(io.StringIO()):
-        dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=2)
-        batch = torch.load(out / "batch.pt", weights_only=False)
-        found = {name: updated(folder, batch, name, ranks=2) for name in VARIANTS}
-        torch.save(found, out / f"rank-{rank}.pt")
-        dist.destroy_process_group()
+def every_variant(folder, file, ranks):
+    batch = torch.load(file, weights_only=False)
+    return {name: updated(folder, batch, name, ranks=ranks) for name in VARIANTS}
 
 
 @pytest.mark.slow
 def test_two_ranks_take_the_same_step_as_one(folder, batch, whole, tmp_path):
     torch.save(batch, tmp_path / "batch.pt")
-    mp.spawn(child, (folder, tmp_path), nprocs=2)
-    for rank in range(2):
-        found = torch.load(tmp_path / f"rank-{rank}.pt", weights_only=True)
+    for found in on_two(every_variant, folder, tmp_path / "batch.pt", out=tmp_path):
         for variant in VARIANTS:
             the_same(whole(variant), found[variant])

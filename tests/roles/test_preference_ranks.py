@@ -1,12 +1,7 @@
 """Two ranks take the step that one takes, whatever the loss."""
 
-import contextlib
-import io
-
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from tandem.algorithms.preference import PREFERENCE_LOSSES
 from tandem.config.algorithm import Component
@@ -15,6 +10,7 @@ from tandem.engines.train.fsdp import FSDPEngine
 from tandem.roles.preference import PreferenceLearner
 from tandem.roles.reference import Reference
 from tandem.roles.reward_model import RewardModel
+from tests.ranks import alone_and_on_two
 from tests.roles.test_preference_roles import pair_batch
 from tests.tiny import tiny_model_folder
 
@@ -50,22 +46,11 @@ def steps(folders, ranks):
     return found
 
 
-def child(rank, folders, out):
-    with contextlib.redirect_stderr(io.StringIO()):
-        dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=2)
-        torch.save(steps(folders, 2), out / f"rank-{rank}.pt")
-        dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
     folders = tiny_model_folder(out, seed=0), tiny_model_folder(out, seed=1)
-    context = mp.spawn(child, (folders, out), nprocs=2, join=False)
-    alone = steps(folders, 1)
-    while not context.join():
-        pass
-    return alone, [torch.load(out / f"rank-{rank}.pt", weights_only=True) for rank in range(2)]
+    return alone_and_on_two(steps, folders, out=out)
 
 
 @pytest.mark.parametrize("loss", [*PREFERENCE_LOSSES, "reward"])

@@ -11,11 +11,6 @@ Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
 TRUNCATION = 2.0
 
 
-def surrogate(ratio: torch.Tensor, advantages: torch.Tensor, clip_low: float, clip_high: float) -> torch.Tensor:
-    """−min(ratio·A, clip(ratio, 1 − clip_low, 1 + clip_high)·A)."""
-    return -torch.minimum(ratio * advantages, ratio.clamp(1 - clip_low, 1 + clip_high) * advantages)
-
-
 def outside(ratio: torch.Tensor, clip_low: float, clip_high: float) -> torch.Tensor:
     """1 where the ratio left the clipping range, else 0."""
     return ((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).float()

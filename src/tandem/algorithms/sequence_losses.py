@@ -2,7 +2,7 @@
 
 import torch
 
-from tandem.algorithms.policy_losses import Result, outside, surrogate
+from tandem.algorithms.policy_losses import Result, outside
 from tandem.algorithms.ratios import MAX_LOG_RATIO, log_ratio, mean_by_sequence, sum_by
 from tandem.algorithms.registry import POLICY_LOSSES
 
@@ -18,6 +18,13 @@ def _sequence_ratio(
     return mean_by_sequence(log_ratio(policy, proximal, mask), mask, sequence).clamp(max=MAX_LOG_SEQUENCE_RATIO).exp()
 
 
+def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, clip_low: float, clip_high: float) -> Result:
+    """−min(ratio·A, clip(ratio, 1 − clip_low, 1 + clip_high)·A), 0 outside the mask."""
+    gains = advantages.masked_fill(~mask, 0.0)
+    losses = -torch.minimum(ratio * gains, ratio.clamp(1 - clip_low, 1 + clip_high) * gains)
+    return losses.masked_fill(~mask, 0.0), {"ratio": ratio.detach(), "clip_fraction": outside(ratio, clip_low, clip_high)}
+
+
 @POLICY_LOSSES.register("gspo")
 def gspo(
     policy: torch.Tensor,
@@ -31,8 +38,7 @@ def gspo(
 ) -> Result:
     """`ppo_clip` with s = exp(mean of log ρ over the trajectory) as the ratio (arXiv:2507.18071)."""
     ratio = _sequence_ratio(policy, proximal, mask, sequence)
-    losses = surrogate(ratio, advantages.masked_fill(~mask, 0.0), clip_low, clip_high)
-    return losses.masked_fill(~mask, 0.0), {"ratio": ratio.detach(), "clip_fraction": outside(ratio, clip_low, clip_high)}
+    return _clipped(ratio, advantages, mask, clip_low, clip_high)
 
 
 @POLICY_LOSSES.register("gspo_token")
@@ -52,8 +58,7 @@ def gspo_token(
     """
     inside = policy.masked_fill(~mask, 0.0)
     ratio = _sequence_ratio(policy.detach(), proximal, mask, sequence) * (inside - inside.detach()).exp()
-    losses = surrogate(ratio, advantages.masked_fill(~mask, 0.0), clip_low, clip_high)
-    return losses.masked_fill(~mask, 0.0), {"ratio": ratio.detach(), "clip_fraction": outside(ratio, clip_low, clip_high)}
+    return _clipped(ratio, advantages, mask, clip_low, clip_high)
 
 
 @POLICY_LOSSES.register("luspo")

@@ -9,7 +9,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tandem.config.errors import ConfigError
+from tandem.api.failures import UserCodeFailed
+from tandem.config.errors import ConfigError, TandemError
 
 T = TypeVar("T")
 
@@ -70,12 +71,33 @@ def in_user_code(spec: str, function: Callable[..., T], *arguments: Any, **named
         return function(*arguments, **named)
     except ConfigError:
         raise
-    except Exception as error:
-        file = spec.rpartition(":")[0]
-        if isinstance(error, SyntaxError) and error.lineno:
-            line: int | None = error.lineno
-        else:
-            frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == Path(file).name]
-            line = frames[-1].lineno if frames else None
-        place = f"{file}, line {line}" if line else file
-        raise ConfigError(f"{spec!r} raised {type(error).__name__}: {error} ({place}); mend it there") from error
+    except Exception as error:  # the boundary of a user's code
+        raise ConfigError(f"{_raised(spec, error)}; mend it there") from error
+
+
+def run_user_code(spec: str, function: Callable[..., T], **named: Any) -> T:
+    """Calls a user's function in the middle of a run.
+
+    Raises:
+        UserCodeFailed: it raised, whatever it was; says what, and in which line of his file. The cause is kept.
+    """
+    try:
+        return function(**named)
+    except TandemError:
+        raise
+    except Exception as error:  # the boundary of a user's code
+        raise UserCodeFailed(
+            f"{_raised(spec, error)}; mend it there and start again. Checkpoints that were saved stay"
+        ) from error
+
+
+def _raised(spec: str, error: Exception) -> str:
+    """What it raised, and the last line of the user's file on the way there."""
+    file = spec.rpartition(":")[0]
+    if isinstance(error, SyntaxError) and error.lineno:
+        line: int | None = error.lineno
+    else:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == Path(file).name]
+        line = frames[-1].lineno if frames else None
+    place = f"{file}, line {line}" if line else file
+    return f"{spec!r} raised {type(error).__name__}: {error} ({place})"

@@ -19,6 +19,10 @@ _MARKS = re.compile(r"\{%-?\s*generation\b")
 Messages = Sequence[Mapping[str, Any]]
 
 
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+"""What a template raises that cannot take the messages it is given: it is a program of whoever made the model."""
+
+
 class Encoded(NamedTuple):
     """Tokens ``[S]`` and which of them are learnt ``[S]``."""
 
@@ -181,7 +185,7 @@ class ChatEncoder:
                 add_generation_prompt=add_generation_prompt,
                 **self._kwargs,
             )
-        except TemplateError as error:  # roles that do not alternate, a system message that it does not know …
+        except TEMPLATE_ERRORS as error:  # roles that do not alternate, contents in parts that it joins as text …
             raise DataFailure("template_refuses", str(error)) from error
         return str(rendered)
 

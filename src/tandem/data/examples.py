@@ -13,7 +13,7 @@ from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
 from tandem.config.nearest import nearest_names
 from tandem.data.files import RawRow
-from tandem.data.rows import PROMPTS, ROLES, Row, normalise, refuse_unread, with_suffix
+from tandem.data.rows import ANSWERS, PROMPTS, ROLES, Row, normalise, refuse_unread, with_suffix
 
 Reader = Callable[..., list[Row]]
 """``reader(raw, config, source=…, reward=…)``: rows in one shape, as `tandem.data.rows.normalise`."""
@@ -55,6 +55,11 @@ def conversations(raw: Sequence[RawRow], config: DatasetConfig, *, source: str, 
                 for row in raw
             ]
     found = normalise(raw, config, source=source, reward=reward)
+    if all(one["answer"] is None for one in found):
+        raise ConfigError(
+            f"{raw[0].where}: no row has an answer to learn; columns there: {', '.join(raw[0].columns)}; "
+            f"looked for {', '.join(ANSWERS)}: set answer_column"
+        )
     return [
         _imitated(row, one["messages"], [_reply(one["answer"] or "")], source) for row, one in zip(raw, found, strict=True)
     ]

@@ -34,8 +34,6 @@ def read_file(file: Path) -> list[RawRow]:
         return list(readers[file.suffix](file))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file} is not UTF-8 text (byte {error.start}); convert it") from error
-    except csv.Error as error:
-        raise ConfigError(f"{file} cannot be read as csv: {error}; write it as .jsonl, one object a line") from error
 
 
 def read_folder(folder: Path, split: str | None, default_split: str) -> list[RawRow]:
@@ -113,12 +111,22 @@ def _refuse_half_characters(columns: Any, where: str) -> None:
 
 def _csv(file: Path) -> Iterator[RawRow]:
     with file.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.DictReader(lines)
-        for columns in reader:
+        reader = csv.DictReader(lines, strict=True)  # a quote that nobody closes is an error, not a long field
+        for columns in _told(reader, file):
             where = f"{file}:{reader.line_num}"
             if None in columns or None in columns.values():
                 raise ConfigError(f"{where}: the row has another number of columns than the first line")
             yield RawRow(dict(columns), where)
+
+
+def _told(reader: "csv.DictReader[str]", file: Path) -> Iterator[dict[str, Any]]:
+    """The rows; what is wrong with the file, and after which line, as a ConfigError."""
+    try:
+        yield from reader
+    except csv.Error as error:
+        raise ConfigError(
+            f"{file}, after line {reader.line_num}: not valid csv: {error}; mend it, or write .jsonl, one object a line"
+        ) from error
 
 
 def _parquet(file: Path) -> Iterator[RawRow]:

@@ -5,7 +5,7 @@ On disk it is a Hugging Face sequence classifier with one label, whose head is c
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -74,6 +74,26 @@ def is_classifier(config: PretrainedConfig) -> bool:
     return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
 
 
+def refuse_classifier(folder: Path, config: PretrainedConfig) -> None:
+    """Passes if a folder may hold a language model. transformers would open a classifier as one, with a head made up anew.
+
+    Raises:
+        ConfigError: it is a sequence classifier.
+    """
+    if is_classifier(config):
+        raise ConfigError(
+            f"{folder} holds a sequence classifier ({', '.join(config.architectures or ())}), such as a reward model or a "
+            "critic: it scores texts and cannot write any; give the folder of a language model"
+        )
+
+
+def refuse_missing(folder: Path, missing: Iterable[str]) -> None:
+    """Raises `ConfigError` where weights are missing, which transformers would fill with noise; names the first."""
+    names = sorted(missing)
+    if names:
+        raise ConfigError(f"the weights in {folder} cannot be read: {len(names)} are missing, first {names[0]!r}")
+
+
 def read_classifier(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
     """A transformers sequence classifier with one label; its head is 0 where the folder has none.
 
@@ -89,15 +109,13 @@ def read_classifier(folder: Path, config: PretrainedConfig, dtype: torch.dtype) 
     config.num_labels = 1
     padding = padding_token(folder, config)
     try:
-        with _no_report():
+        with no_report():
             model, report = AutoModelForSequenceClassification.from_pretrained(
                 folder, config=config, dtype=dtype, attn_implementation=NAME, output_loading_info=True
             )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"the weights in {folder} cannot be read: {error}") from error
-    missing = sorted(set(report["missing_keys"]) - (set() if brings_head else {HEAD}))
-    if missing:
-        raise ConfigError(f"the weights in {folder} cannot be read: {len(missing)} are missing, first {missing[0]!r}")
+    refuse_missing(folder, set(report["missing_keys"]) - (set() if brings_head else {HEAD}))
     if not brings_head:
         nn.init.zeros_(model.score.weight)
     model.config.pad_token_id = padding
@@ -145,8 +163,8 @@ def _as_set(tokens: int | list[int] | None) -> set[int]:
 
 
 @contextlib.contextmanager
-def _no_report() -> Iterator[None]:
-    """Silences transformers' report of a head that is new: what may be missing is checked here."""
+def no_report() -> Iterator[None]:
+    """Silences transformers' report of what is missing in a folder: that is checked here, and refused."""
     level = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -13,7 +13,14 @@ from tandem.config.errors import ConfigError
 from tandem.models.architecture import Architecture
 from tandem.models.attention import NAME
 from tandem.models.catalog import resolve
-from tandem.models.heads import PackedActorCritic, PackedScalarModel, read_classifier
+from tandem.models.heads import (
+    PackedActorCritic,
+    PackedScalarModel,
+    no_report,
+    read_classifier,
+    refuse_classifier,
+    refuse_missing,
+)
 from tandem.models.packed import PackedCausalLM
 
 
@@ -45,15 +52,20 @@ def load_causal_lm(
     `PackedActorCritic`.
 
     Raises:
-        ConfigError: no such model, a damaged folder, or an architecture that is not computed exactly.
+        ConfigError: no such model, a damaged folder, weights that are missing, a reward model, or an architecture that is
+            not computed exactly.
     """
     folder = resolve(path)
     config = _read_config(folder)
+    refuse_classifier(folder, config)
     try:
-        with no_progress_bars():
-            model = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, attn_implementation=NAME)
+        with no_progress_bars(), no_report():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=dtype, attn_implementation=NAME, output_loading_info=True
+            )
     except (OSError, ValueError, RuntimeError) as error:
         raise ConfigError(f"the weights in {folder} cannot be read: {error}") from error
+    refuse_missing(folder, report["missing_keys"])
     model.to(device)
     kind = PackedActorCritic if value_head else PackedCausalLM
     packed = kind(model, chunk_tokens=chunk_tokens)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from tensordict import TensorDict
 
-from tandem.algorithms.kl import adapted, k1
+from tandem.algorithms.kl import adapted
 from tandem.algorithms.registry import AGGREGATIONS
 from tandem.api.batch import per_token, select
 from tandem.api.engines import TrainEngine
@@ -16,6 +16,7 @@ from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.errors import ConfigError
 from tandem.config.roles import ActorConfig
 from tandem.roles.averages import together
+from tandem.roles.batch_metrics import dropped_metrics, reward_metrics, sample_kl
 from tandem.roles.components import Choice, choose
 from tandem.roles.credit import Credit
 from tandem.roles.critic import SharedCritic
@@ -128,9 +129,9 @@ class Actor:
             self._require(batch, "reference_logprobs", True, "reference.compute_logprobs(batch)")
         rewards, _ = self._credit.shape(batch, samples)
         penalty = self.kl_coefficient if self._kl_in_reward else 0.0
-        dropped = torch.stack(list(self._drops(batch).values())).any(0)
-        if "expired" in batch.keys():
-            dropped = dropped | (batch["expired"] & mask)
+        dropped = batch["expired"] & mask if "expired" in batch.keys() else torch.zeros_like(mask)
+        for by_rule in self._drops(batch).values():
+            dropped = dropped | by_rule
         found = with_fields(
             batch,
             shaped_reward=rewards[samples.of_sequence],
@@ -140,13 +141,15 @@ class Actor:
         return with_fields(found, **self._tokens.prepared(found, self.version))
 
     def _drops(self, batch: TensorDict) -> dict[str, torch.Tensor]:
-        """The trained tokens that each rule of the algorithm takes out of the loss, ``[T]`` bool."""
-        samples = samples_of(batch)
-        _, kept = self._credit.shape(batch, samples)
-        return {
-            "shaping": ~per_token(batch, kept[samples.of_sequence]) & trained_tokens(batch),
-            "token_filter": self._tokens.filtered(batch, self.version),
-        }
+        """The trained tokens that each rule in use takes out of the loss, ``[T]`` bool."""
+        drops = {}
+        if self._credit.shaping:
+            samples = samples_of(batch)
+            _, kept = self._credit.shape(batch, samples)
+            drops["shaping"] = ~per_token(batch, kept[samples.of_sequence]) & trained_tokens(batch)
+        if self._tokens.filter.name != "none":
+            drops["token_filter"] = self._tokens.filtered(batch, self.version)
+        return drops
 
     @stage(
         reads=(
@@ -207,8 +210,8 @@ class Actor:
         for part in self._weighted(batch, only_policy=not has_other_terms):
             result = self.engine.train_batch(part, loss, entropy=entropy)
             steps.append(result | {"tokens": float(part["loss_mask"].sum())})
-        metrics = (together(steps) if steps else {}) | self._reward_metrics(batch) | self._dropped_metrics(batch)
-        metrics |= self._follow_kl(batch)
+        metrics = together(steps) if steps else {}
+        metrics |= self._reward_metrics(batch) | dropped_metrics(batch, self._drops(batch)) | self._follow_kl(batch)
         self.version += 1
         return metrics | {"step_without_signal": float(without_signal)}
 
@@ -217,27 +220,18 @@ class Actor:
         self.version += 1
         return self._reward_metrics(batch)
 
+    def _reward_metrics(self, batch: TensorDict) -> dict[str, float]:
+        return reward_metrics(batch, shaped=bool(self._credit.shaping))
+
     def _follow_kl(self, batch: TensorDict) -> dict[str, float]:
         """Moves the coefficient towards the wished KL; the metrics are the KL of a sample, and the coefficient used."""
         kl = self.algorithm.kl
         if kl.target is None:
             return {}
-        inside = select(batch, batch["in_loss"])
-        of_token = k1(inside["proximal_logprobs"], inside["reference_logprobs"], trained_tokens(inside))
-        count = len(samples_of(inside).first)
-        found = {"kl/sample": float(of_token.double().sum()) / max(1, count), "kl/coefficient": self.kl_coefficient}
-        self.kl_coefficient = adapted(self.kl_coefficient, found["kl/sample"], kl.target, count, kl.horizon)
+        distance, count = sample_kl(batch)
+        found = {"kl/sample": distance, "kl/coefficient": self.kl_coefficient}
+        self.kl_coefficient = adapted(self.kl_coefficient, distance, kl.target, count, kl.horizon)
         return found
-
-    def _dropped_metrics(self, batch: TensorDict) -> dict[str, float]:
-        """Shares of the trained tokens in the loss, for the rules that are in use."""
-        inside = trained_tokens(batch) & per_token(batch, batch["in_loss"])
-        used = {"shaping": bool(self._credit.shaping), "token_filter": self._tokens.filter.name != "none"}
-        if not any(used.values()):
-            return {}
-        total = max(1, int(inside.sum()))
-        drops = self._drops(batch)
-        return {f"dropped/{name}": int((drops[name] & inside).sum()) / total for name, is_used in used.items() if is_used}
 
     def _check_age(self, batch: TensorDict) -> None:
         """The last guard of the staleness bound: whoever collects the batch marks older tokens as expired."""
@@ -271,18 +265,6 @@ class Actor:
                 counts = counts & (part["advantages"] != 0)
             lengths = samples.lengths[samples.of_sequence]
             yield with_fields(part, loss_weights=weights * counts, sample_length=lengths)
-
-    def _reward_metrics(self, batch: TensorDict) -> dict[str, float]:
-        samples = samples_of(batch)
-        rewards = batch["shaped_reward"][samples.first]
-        counts = batch["in_statistics"][samples.first]
-        groups = batch["group_id"][samples.first]
-        ids = groups.unique()
-        flat = [len(rewards[counts & (groups == i)].unique()) < 2 for i in ids]
-        metrics = {"groups/without_spread": sum(flat) / max(1, len(flat))}
-        if self._credit.shaping:
-            metrics["reward/shaped_mean"] = float(rewards.mean())
-        return metrics
 
 
 def choose_parts(

@@ -5,8 +5,11 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+import torch
+
 from tandem.algorithms.registry import PREPARATIONS, REQUIRED, Registry, knobs_of, own_knobs, preparation_of
-from tandem.api.plugins import is_file_spec, load_object
+from tandem.api.failures import UserCodeFailed
+from tandem.api.plugins import is_file_spec, load_object, run_user_code
 from tandem.config.algorithm import Component
 from tandem.config.errors import ConfigError
 
@@ -27,8 +30,23 @@ class Choice:
     """What is called once for the whole batch before it; its result is the tensor ``prepared``."""
 
     def __call__(self, **tensors: Any) -> Any:
-        """Calls it with those of the tensors that it asks for."""
-        return self.function(**{name: tensors[name] for name in self.asked}, **self.knobs)
+        """Calls it with those of the tensors that it asks for.
+
+        Raises:
+            UserCodeFailed: it is a function of the user's, ``my_file.py:function``, and raised.
+        """
+        given = {name: tensors[name] for name in self.asked} | dict(self.knobs)
+        return run_user_code(self.name, self.function, **given) if is_file_spec(self.name) else self.function(**given)
+
+    def require(self, fine: bool, expected: str, result: Any) -> None:
+        """Passes if what it returned is ``fine``.
+
+        Raises:
+            UserCodeFailed: it is not; says what was expected.
+        """
+        if not fine:
+            seen = f" of shape {list(result.shape)}" if isinstance(result, torch.Tensor) else f" {result!r}"
+            raise UserCodeFailed(f"{self.name} must return {expected}; it returned a {type(result).__name__}{seen[:200]}")
 
 
 def choose(registry: Registry[Any], component: Component, key: str, filled: Mapping[str, Any] | None = None) -> Choice:

@@ -11,7 +11,6 @@ from tandem.api.batch import per_token, sequence_index, sum_by_sequence
 from tandem.api.failures import BatchError
 from tandem.api.requests import StopReason
 from tandem.config.algorithm import AlgorithmConfig
-from tandem.config.errors import ConfigError
 from tandem.roles.components import choose
 from tandem.roles.samples import Samples, trained_tokens, truncated
 
@@ -110,10 +109,8 @@ class Credit:
             raise BatchError(f"algorithm.advantage={self.advantage.name}: {error}") from error
 
     def _sized(self, result: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        if result.shape != like.shape:
-            raise ConfigError(
-                f"algorithm.advantage={self.advantage.name} returned {list(result.shape)}, expected {list(like.shape)}"
-            )
+        fine = isinstance(result, torch.Tensor) and result.shape == like.shape
+        self.advantage.require(fine, f"a tensor of shape {list(like.shape)}", result)
         return result.to(torch.float32)
 
 

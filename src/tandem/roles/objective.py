@@ -91,7 +91,7 @@ class Objective:
             "rollout": view["rollout_logprobs"],
             "advantages": view["advantages"],
         }
-        losses, metrics = self.policy_loss(**tensors, **self._asked(view))
+        losses, metrics = self._of_policy(tensors | self._asked(view))
         if "dropped" in metrics:
             metrics = {f"dropped/{self.policy_loss.name}" if n == "dropped" else n: m for n, m in metrics.items()}
         weights, corrected = self._correct(tensors)
@@ -110,6 +110,15 @@ class Objective:
             losses = losses - self.entropy_coefficient * entropy.masked_fill(~mask, 0.0)
         kept = (mask & ~view["dropped"]).float()
         return losses, {"kept": kept} | {name: value * kept for name, value in metrics.items()}
+
+    def _of_policy(self, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The policy loss and its metrics, ``[T]`` each."""
+        result = self.policy_loss(**tensors)
+        pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], dict)
+        size, found = len(tensors["mask"]), [result[0], *result[1].values()] if pair else []
+        fine = pair and all(isinstance(x, torch.Tensor) and x.shape == (size,) for x in found)
+        self.policy_loss.require(fine, f"(losses, {{name: metric}}), tensors of shape [{size}]", result)
+        return result
 
     def _asked(self, view: TensorDict) -> dict[str, torch.Tensor]:
         """Further tensors ``[T]`` that this policy loss asks for."""

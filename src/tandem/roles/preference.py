@@ -128,7 +128,7 @@ class PreferenceLearner:
         if not self.is_paired:
             return self._unpaired(view, policy, reference)
         better, worse = pairs_of(view)
-        losses, chosen, rejected = self.loss(
+        losses, chosen, rejected = self._called(
             chosen=policy[better],
             rejected=policy[worse],
             chosen_reference=reference[better],
@@ -145,9 +145,17 @@ class PreferenceLearner:
         metrics = {name: on_both(view, better, worse, value) for name, value in found.items()}
         return on_sequences(view, better, losses), metrics
 
+    def _called(self, **tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Losses and two scores, as long as the tensors."""
+        result, size = self.loss(**tensors), len(next(iter(tensors.values())))
+        fine = isinstance(result, tuple) and len(result) == 3 and all(isinstance(x, torch.Tensor) for x in result)
+        fine = fine and all(x.shape == (size,) for x in result)
+        self.loss.require(fine, f"three tensors of shape [{size}], losses and two scores", result)
+        return result
+
     def _unpaired(self, view: TensorDict, policy: torch.Tensor, reference: torch.Tensor) -> Losses:
         desirable, z = view["chosen"], view["baseline"] if self.needs_baseline else torch.zeros_like(policy)
-        losses, score, _ = self.loss(policy=policy, reference=reference, desirable=desirable, baseline=z)
+        losses, score, _ = self._called(policy=policy, reference=reference, desirable=desirable, baseline=z)
         good = desirable.float()
         right = ((policy - reference).detach() > z) == desirable
         return losses, {

@@ -146,7 +146,7 @@ class RunFolder:
         elif isinstance(error, (KeyboardInterrupt, SystemExit)):
             self.finish("interrupted")
         else:
-            logging.getLogger("tandem.state").debug("the run failed", exc_info=error)
+            logging.getLogger("tandem.state").info("the run failed", exc_info=error)  # to log.txt
             self.finish("failed", error)
 
     def _write_info(self) -> None:

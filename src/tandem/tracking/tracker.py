@@ -115,10 +115,10 @@ class Tracker:
         """
         try:
             function(*arguments)
-        except Exception as error:
+        except Exception as error:  # the boundary of a sink: training goes on without it
             if what not in self._warned:
                 self._warned.add(what)
                 log.warning("%s failed, training goes on without it: %s: %s", what, type(error).__name__, error)
-                log.debug("cause", exc_info=error)
+                log.info("cause", exc_info=error)  # to log.txt
             return False
         return True

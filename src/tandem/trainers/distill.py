@@ -3,28 +3,24 @@
 The loop is that of `tandem train`; only the advantages come from the teacher instead of a reward.
 """
 
-import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 from transformers import PreTrainedTokenizerBase
 
-from tandem.config.arithmetic import arithmetic, total_steps
 from tandem.config.errors import ConfigError
-from tandem.config.load import Resolved, describe, plain_data
+from tandem.config.load import Resolved
 from tandem.config.preference import DistillConfig, training_config
 from tandem.engines.train.build import build_train_engine
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
 from tandem.roles.actor import Actor
 from tandem.roles.teacher import Student, Teacher
-from tandem.tracking.tracker import Tracker
-from tandem.trainers.parts import check_names, open_rows
-from tandem.trainers.process import start_process
-from tandem.trainers.rl import loop
-from tandem.trainers.session import open_session
-from tandem.trainers.summary import Summary, open_run
+from tandem.trainers.process import Process
+from tandem.trainers.rl import run_session
+from tandem.trainers.session import Session
+from tandem.trainers.summary import Summary
 
 
 def train(resolved: Resolved[DistillConfig], *, dry_run: bool = False) -> Summary:
@@ -34,29 +30,13 @@ def train(resolved: Resolved[DistillConfig], *, dry_run: bool = False) -> Summar
         ConfigError: anything about the configuration, before a model is loaded; a teacher with another tokenizer.
     """
     config = resolved.config
-    inner = training_config(config)
-    check_names(inner)
     check_teacher(config)
-    rows = open_rows(inner)
-    if dry_run:
-        print(describe(resolved))
-        print(arithmetic(inner, len(rows.train)))
-        return Summary(folder=None, steps=0)
-    process = start_process(inner)
-    steps = total_steps(inner, len(rows.train))
-    name = f"{config.experiment_name}/{config.trial_name}"
-    with contextlib.ExitStack() as stack:
-        run = open_run(config, process, stack)
-        tracker = None
-        if run is not None:
-            tracker = stack.enter_context(
-                Tracker(run.path, config.tracking, total_steps=steps, run_name=name, config_dict=plain_data(config))
-            )
-        teacher = make_teacher(config, process.device)
-        session = stack.enter_context(open_session(inner, process, rows, steps, name))
-        student = cast(Actor, Student(session.actor, teacher))  # it has the stages that the loop calls
-        session = replace(session, actor=student)
-        return loop(inner, session, run, tracker, rows, steps)
+
+    def taught(session: Session, process: Process) -> Session:
+        student = Student(session.actor, make_teacher(config, process.device))
+        return replace(session, actor=cast(Actor, student))  # it has the stages that the loop calls
+
+    return run_session(resolved, training_config(config), dry_run=dry_run, changed=taught)
 
 
 def make_teacher(config: DistillConfig, device: str) -> Teacher:

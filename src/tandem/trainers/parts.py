@@ -28,8 +28,9 @@ from tandem.rewards.majority import AnswerOnly, MajorityVote
 from tandem.roles.actor import choose_parts
 from tandem.roles.components import choose
 from tandem.rollout.executor import MAX_DRAWS, GroupFilter, Rollout
-from tandem.rollout.groups import FirstSamples, MajorityLabels, WithGreedyBaseline
-from tandem.rollout.workflows import MultiTurnWorkflow, Repeated, RLVRWorkflow, WholeGroup
+from tandem.rollout.groups import FirstSamples, MajorityLabels, WholeGroup, WithGreedyBaseline
+from tandem.rollout.multi_turn import MultiTurnWorkflow
+from tandem.rollout.workflows import Repeated, RLVRWorkflow
 from tandem.tracking.sinks.base import find_sink
 from tandem.trainers.own_workflow import FunctionWorkflow, checked_workflow, taken_arguments
 
@@ -230,7 +231,10 @@ def make_filter(config: TrainConfig) -> tuple[GroupFilter | None, int]:
         counted = [sample for sample in group.samples if sample.in_statistics]
         if not counted:
             return False, "no_sample_counts"
-        return choice(accuracies=[s.accuracy for s in counted], rewards=[s.reward for s in counted])
+        verdict = choice(accuracies=[s.accuracy for s in counted], rewards=[s.reward for s in counted])
+        fine = isinstance(verdict, tuple) and len(verdict) == 2 and isinstance(verdict[1], str)
+        choice.require(fine, "(keep, reason), a bool and a word that is counted", verdict)
+        return bool(verdict[0]), verdict[1]
 
     return keeps, int(choice.knobs.get("max_draws", MAX_DRAWS))
 

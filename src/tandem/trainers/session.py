@@ -94,13 +94,14 @@ def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, 
         engines = () if engine is None else (engine,)
         publisher = WeightPublisher(trainer, engines, run=name, dtype=resolve_dtype(config.rollout.dtype, process.device))
         stack.callback(publisher.close)
-        reward = make_reward(config)
-        stack.callback(reward.close)
-        check_columns(reward, rows.train.rows)
-        check_columns(reward, rows.valid)
-        loader = make_loader(config, rows)
-        rollout = make_rollout(config, engine, loader)
-        stack.callback(rollout.close)
+        with together():
+            reward = make_reward(config)
+            stack.callback(reward.close)
+            check_columns(reward, rows.train.rows)
+            check_columns(reward, rows.valid)
+            loader = make_loader(config, rows)
+            rollout = make_rollout(config, engine, loader)
+            stack.callback(rollout.close)
         yield Session(
             tokenizer=tokenizer,
             loader=loader,

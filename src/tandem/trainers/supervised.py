@@ -18,10 +18,10 @@ from tandem.api.batch import pack
 from tandem.api.collective import together
 from tandem.api.engines import TrainEngine
 from tandem.api.failures import DataFailure
-from tandem.config.arithmetic import arithmetic, total_steps
+from tandem.config.arithmetic import total_steps
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig
-from tandem.config.load import Resolved, describe, plain_data
+from tandem.config.load import Resolved
 from tandem.data.dataset import Dataset, load_dataset
 from tandem.data.examples import Reader
 from tandem.data.loader import Loader
@@ -34,7 +34,7 @@ from tandem.tracking.tracker import Tracker
 from tandem.trainers.evaluation import is_due
 from tandem.trainers.parts import Rows, check_sinks, validation_config
 from tandem.trainers.process import Process, start_process
-from tandem.trainers.summary import Summary, open_run, save_if_due
+from tandem.trainers.summary import Summary, announce, open_run, save_if_due, telling_step
 
 log = logging.getLogger(__name__)
 
@@ -155,24 +155,16 @@ def train_on_rows(resolved: Resolved[Any], recipe: Recipe, *, dry_run: bool = Fa
     rows = open_examples(config, recipe.reader)
     steps = total_steps(config, len(rows.train))
     if dry_run:
-        print(describe(resolved))
-        print(arithmetic(config, len(rows.train)))
-        return Summary(folder=None, steps=0)
+        return announce(resolved, config, len(rows.train))
     process = start_process(config)
     tokenizer = load_tokenizer(resolve(config.actor.path))
     check_chat_template(tokenizer)
     with contextlib.ExitStack() as stack:
-        run = open_run(config, process, stack)
+        run, tracker = open_run(config, process, stack, steps=steps)
         engine = build_train_engine(config.actor, total_steps=steps, device=process.device, head=recipe.head)
         loader = Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
         batches = BatchMaker(loader, recipe.encoder(tokenizer, config), config.batch_size)
         stages = recipe.stages(engine, config, process)
-        tracker = None
-        if run is not None:
-            name = f"{config.experiment_name}/{config.trial_name}"
-            tracker = stack.enter_context(
-                Tracker(run.path, config.tracking, total_steps=steps, run_name=name, config_dict=plain_data(config))
-            )
         save = partial(save_classifier_tokenizer, tokenizer) if recipe.head == "scalar" else tokenizer.save_pretrained
         return loop(config, Parts(engine, batches, stages, save), run, tracker, rows, steps)
 
@@ -202,7 +194,7 @@ def loop(config: Any, parts: Parts, run: Any, tracker: Tracker | None, rows: Row
     metrics: dict[str, float] = {}
     for step in range(1, steps + 1):
         batch = batches.next_batch()
-        with timer("train"):
+        with timer("train"), telling_step(step):
             metrics = stages.train(stages.prepare(batch))
         metrics |= {f"rows/dropped/{reason}": float(count) for reason, count in batches.dropped.items()}
         metrics["tokens_per_s/train"] = int(batch["cu_seqlens"][-1]) / max(timer.seconds("train"), 1e-9)

@@ -1,5 +1,6 @@
 """Publishing: the trainer's weights become the next version of every inference engine, or of none."""
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,8 @@ from tandem.api.failures import EngineDied, WeightUpdateFailed
 from tandem.api.weights import WeightUpdate, WeightVersion, tensor_digest, version_digest
 from tandem.weights.channel import Channel, DigestChannel, LocalChannel
 from tandem.weights.shared_memory import SharedMemoryChannel
+
+log = logging.getLogger(__name__)
 
 
 class WeightPublisher:
@@ -133,8 +136,8 @@ class WeightPublisher:
         for engine in self._engines:
             try:
                 engine.discard_weights()
-            except Exception:  # the worker boundary: a dead engine has nothing to discard
-                continue
+            except Exception as error:  # the worker boundary: a dead engine has nothing to discard
+                log.info("an engine could not discard what was prepared", exc_info=error)
 
 
 def channel_for(engines: Sequence[InferenceEngine]) -> Channel:

@@ -4,6 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
+from transformers import AutoConfig
+
 from tandem.api.engines import InferenceEngine
 from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion, tensor_digest, version_digest
 from tandem.config.fleet import parse_address, parse_backend
@@ -14,6 +16,7 @@ from tandem.engines.inference.fleet.addresses import DEFAULT_NAME, JOURNAL_NAME
 from tandem.engines.inference.fleet.kinds import Terms, attached, started
 from tandem.engines.inference.fleet.pool import Fleet
 from tandem.engines.inference.process import EmbeddedProcess
+from tandem.models.heads import refuse_classifier
 from tandem.models.precision import resolve_dtype
 
 
@@ -35,9 +38,10 @@ def build_inference_engine(
     belong to ``run``, and may read weights below ``weights_folder``.
 
     Raises:
-        ConfigError: `rollout.backend` is not known.
+        ConfigError: `rollout.backend` is not known, or the folder holds a reward model.
     """
     servers = parse_backend(rollout.backend)
+    refuse_classifier(folder, AutoConfig.from_pretrained(folder))
     config = replace(rollout.engine, threads=engine_threads(rollout, placement=placement, threads=threads))
     dtype, version = resolve_dtype(rollout.dtype, device), WeightVersion(0)
     if servers is not None:

@@ -3,13 +3,11 @@
 One thread drives it (`EngineCore.step`); only `stage` may run in another at the same time.
 """
 
-import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from tandem.api.engines import InferencePart
@@ -18,10 +16,11 @@ from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import WeightVersion
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import EmbeddedEngineConfig
-from tandem.engines.inference.attention import DecodePlan, Kernel, PrefillPlan
-from tandem.engines.inference.decoder import Decoder
+from tandem.engines.inference.folder import eos_ids, read_tensors
 from tandem.engines.inference.fused_weights import FusedWeights, FusedWeightsBuilder, StagedWeights, compute_dtype
 from tandem.engines.inference.kv_cache import KVCache
+from tandem.engines.inference.passes import Passes
+from tandem.engines.inference.requests import check_request
 from tandem.engines.inference.scheduler import Scheduler
 from tandem.engines.inference.sequences import Job, Sequence, SharedPrompt
 from tandem.engines.inference.slots import Slots
@@ -70,11 +69,9 @@ class EngineCore:
                 f"rollout.engine.kv_cache_gib={config.kv_cache_gib} holds {self._cache.budget_tokens} tokens of this model, "
                 f"at {self._cache.bytes_per_token} bytes each; make it larger"
             )
-        self._slots = Slots(config.max_running, a.vocab_size, _eos_ids(folder, hf_config), device)
+        self._slots = Slots(config.max_running, a.vocab_size, eos_ids(folder, hf_config), device)
         self._scheduler = Scheduler(self._cache, self._slots, config.prefill_chunk_tokens)
-        self._kernel = Kernel.of(a, compute, device)
-        self._decoder = Decoder(a, dtype, compute, device, self._max_model_len)
-        self._plan: DecodePlan | None = None
+        self._passes = Passes(a, dtype, compute, device, self._max_model_len)
         self._last_hidden: dict[Sequence, torch.Tensor] = {}
         """Of sequences with a prompt of their own that is done and has no token drawn from it yet."""
 
@@ -92,7 +89,7 @@ class EngineCore:
             0.0,
         )
         self._version = version
-        self._weights: FusedWeights | None = self.stage(_tensors(folder)).weights
+        self._weights: FusedWeights | None = self.stage(read_tensors(folder)).weights
 
     # ------------------------------------------------------------------ requests
 
@@ -113,18 +110,7 @@ class EngineCore:
             DataFailure: ``prompt_too_long`` where no token fits behind it, ``bad_request`` where it cannot be sampled.
         """
         ids, gconfig = request.input_ids, request.gconfig
-        if len(ids) >= self._max_model_len:
-            raise DataFailure("prompt_too_long", f"{len(ids)} tokens leave no room in the context of {self._max_model_len}")
-        if not ids or min(ids) < 0 or max(ids) >= self._architecture.vocab_size:
-            raise DataFailure(
-                "bad_request", f"a prompt has at least one token, each in [0, {self._architecture.vocab_size})"
-            )
-        hot = gconfig.first_token_temperature
-        cold = gconfig.temperature <= 0 or (hot is not None and hot <= 0)
-        if cold or gconfig.max_new_tokens < 1 or gconfig.top_p <= 0 or gconfig.top_k < 0:
-            raise DataFailure(
-                "bad_request", f"temperatures, top_p and max_new_tokens must be above 0 and top_k not below, got {gconfig}"
-            )
+        check_request(request, self._architecture.vocab_size, self._max_model_len)
         deadline = None if request.deadline_s is None else time.monotonic() + request.deadline_s
         if gconfig.stop and self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._folder)
@@ -210,16 +196,8 @@ class EngineCore:
         if not starting:
             return []
         hidden = [s.prompt.hidden if s.prompt is not None else self._last_hidden[s] for s in starting]
-        places: dict[int, int] = {}
-        unique = []
-        for h in hidden:
-            if id(h) not in places:
-                places[id(h)] = len(unique)
-                unique.append(h)
         assert self._weights is not None
-        logits = self._decoder.logits(self._weights, torch.stack(unique))  # [prompts, V]
-        if len(unique) < len(hidden):
-            logits = logits[torch.tensor([places[id(h)] for h in hidden], device=self._device)]
+        logits = self._passes.logits(self._weights, hidden)
         self._last_hidden = {}
         for sequence in starting:
             scheduler.start(sequence)
@@ -228,57 +206,36 @@ class EngineCore:
 
     def _run_jobs(self, jobs: list[Job], counter: str) -> list[Job]:
         """One prefill pass over the front of the jobs; returns those that it completed. Hidden states go to their owners."""
+        assert self._weights is not None
         taken, pieces = self._scheduler.next_pieces(jobs)
-        if not taken:
-            return []
-        device, weights = self._device, self._weights
-        assert weights is not None
-        tokens = torch.cat([job.tokens[p.start : p.start + p.count] for job, p in zip(taken, pieces, strict=True)])
-        positions = torch.cat([torch.arange(p.count) + (p.prompt_length + p.start) for p in pieces])
-        complete, keep, end = [], [], 0
-        for job, piece in zip(taken, pieces, strict=True):
-            job.done += piece.count
-            end += piece.count
-            if job.done == len(job.tokens):
-                complete.append(job)
-                keep.append(end - 1)
-        plan = PrefillPlan(self._kernel, pieces, self._decoder.windows)
-        kept = torch.tensor(keep, dtype=torch.long, device=device)
-        hidden = self._decoder.hidden(weights, tokens.to(device), positions.to(device), plan, kept)
-        for job, last in zip(complete, hidden.unbind(0), strict=True):
+        complete = self._passes.prefill(self._weights, taken, pieces)
+        for job, last in complete:
             if isinstance(job.owner, SharedPrompt):
                 job.owner.hidden = last
             else:
                 self._last_hidden[job.owner] = last
-        self._counters[counter] += len(tokens)
-        return complete
+        self._counters[counter] += sum(piece.count for piece in pieces)
+        return [job for job, _ in complete]
 
     def _decode(self) -> Finished:
         """One token for every started sequence."""
-        scheduler, slots = self._scheduler, self._slots
-        if scheduler.changed or self._plan is None:
-            self._make_plan()
+        slots = self._slots
+        if self._scheduler.changed or not self._passes.planned:
+            self._make_batch()
         else:
-            self._plan.advance()
-        assert self._plan is not None and self._weights is not None
+            self._passes.advance()
+        assert self._weights is not None
         places = self._batch_slots
-        hidden = self._decoder.hidden(self._weights, slots.last[places], slots.positions[places] - 1, self._plan)
-        logits = self._decoder.logits(self._weights, hidden)
+        logits = self._passes.decode(self._weights, slots.last[places], slots.positions[places] - 1)
         return self._draw(self._batch, places, logits, self._sampling)
 
-    def _make_plan(self) -> None:
-        """Plans attention for the sequences that decode now; valid until one joins or leaves."""
-        scheduler = self._scheduler
-        batch = self._batch = scheduler.ordered()
+    def _make_batch(self) -> None:
+        """The sequences that decode now; valid until one joins or leaves."""
+        batch = self._batch = self._scheduler.ordered()
         self._batch_slots = torch.tensor([sequence.slot for sequence in batch], device=self._device)
         self._sampling = self._slots.sampling(self._batch_slots)
-        starts = [len(sequence.prompt.tokens) if sequence.prompt is not None else 0 for sequence in batch]
-        lengths = self._slots.positions[self._batch_slots].tolist()
-        own = [length - start for length, start in zip(lengths, starts, strict=True)]
-        rows = [sequence.row for sequence in batch if sequence.row is not None]
-        prompts = [sequence.prompt.row if sequence.prompt is not None else None for sequence in batch]
-        self._plan = DecodePlan(self._kernel, rows, prompts, own, starts, self._decoder.windows)
-        scheduler.changed = False
+        self._passes.plan(batch, self._slots.positions[self._batch_slots].tolist())
+        self._scheduler.changed = False
 
     def _draw(self, batch: list[Sequence], slots: torch.Tensor, logits: torch.Tensor, rows=None) -> Finished:
         """Draws a token for each sequence of the batch and ends those that are done."""
@@ -342,7 +299,7 @@ class EngineCore:
         if self.has_work:
             raise RuntimeError(f"sleep needs an idle engine; {len(self._scheduler.sequences)} requests are under way")
         if "kv_cache" in parts:
-            self._plan = None
+            self._passes.forget()
             self._cache.clear()
         if "weights" in parts:
             self._weights = None
@@ -361,22 +318,3 @@ class EngineCore:
             "kv_budget_tokens": float(cache.budget_tokens),
             "kv_held_bytes": float(cache.held_bytes()),
         }
-
-
-def _tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a Hugging Face folder's safetensors files."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{folder} has no *.safetensors file; save the model with save_pretrained")
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():
-                yield name, opened.get_tensor(name)
-
-
-def _eos_ids(folder: Path, hf_config) -> set[int]:
-    """Tokens that end a completion: those of the generation config, else of the model's."""
-    file = folder / "generation_config.json"
-    ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    ids = ids if ids is not None else getattr(hf_config, "eos_token_id", None)
-    return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)

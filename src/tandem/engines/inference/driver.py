@@ -176,7 +176,7 @@ class Driver:
                 self._calls.discard(answer)
             try:
                 answer.set_result(function())
-            except Exception as error:
+            except Exception as error:  # the worker boundary: the caller gets it
                 answer.set_exception(error)
                 if fatal and not isinstance(error, WeightUpdateFailed):
                     raise

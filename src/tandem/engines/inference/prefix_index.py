@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from tandem.engines.inference.sequences import Job
 
 SMALLEST = 16
-"""Tokens that prompts must have in common for a copy to be made."""
+"""Tokens that prompts must have in common for a copy to be made, and that waiting for a longer beginning must gain."""
 
 _CANDIDATES = 4
 """Latest jobs with the same first tokens that are compared."""
@@ -21,15 +21,12 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._by_beginning: dict[tuple[int, ...], list[Job]] = {}
 
-    def find(self, tokens: tuple[int, ...]) -> tuple[Job, int] | None:
-        """The job that has most of the first tokens in common, and how many; always fewer than all, since the last token's
+    def find(self, tokens: tuple[int, ...]) -> tuple[tuple[Job, int], ...]:
+        """Jobs that begin alike, and how many tokens each has in common; always fewer than all, since the last token's
         hidden state is wanted."""
-        best: tuple[Job, int] | None = None
-        for job in self._by_beginning.get(tokens[:SMALLEST], ())[-_CANDIDATES:]:
-            common = min(_common(tokens, job.prompt), len(tokens) - 1)
-            if common >= SMALLEST and (best is None or common > best[1]):
-                best = job, common
-        return best
+        latest = self._by_beginning.get(tokens[:SMALLEST], ())[-_CANDIDATES:]
+        found = [(job, min(_common(tokens, job.prompt), len(tokens) - 1)) for job in latest]
+        return tuple((job, common) for job, common in found if common >= SMALLEST)
 
     def add(self, job: Job) -> None:
         """From now on others may copy from it."""

@@ -10,7 +10,7 @@ import torch
 
 from tandem.engines.inference.attention import Piece
 from tandem.engines.inference.kv_cache import KVCache, Pool
-from tandem.engines.inference.prefix_index import PrefixIndex
+from tandem.engines.inference.prefix_index import SMALLEST, PrefixIndex
 from tandem.engines.inference.sequences import Job, Sequence, SharedPrompt
 from tandem.engines.inference.slots import Slots
 
@@ -116,9 +116,7 @@ class Scheduler:
 
     def _compute(self, tokens: tuple[int, ...], job: Job) -> None:
         """Queues a prompt, its beginning to be copied where another prompt has the same."""
-        found = self._beginnings.find(tokens)
-        if found is not None:
-            job.like, job.common = found
+        job.alike = self._beginnings.find(tokens)
         self._beginnings.add(job)
         self._job_of[job.owner] = job
         self.jobs.append(job)
@@ -129,17 +127,29 @@ class Scheduler:
         for job in jobs:
             if room <= 0:
                 break
-            if job.waits:
+            if job.alike and not self._copied(job):
                 continue
-            if job.like is not None:
-                job.copy_beginning()
-                self.shared_tokens += job.done
             count = min(room, len(job.tokens) - job.done)
             base = (job.base.row, len(job.base.tokens)) if job.base is not None else (None, 0)
             pieces.append(Piece(job.row, job.done, count, *base))
             taken.append(job)
             room -= count
         return taken, pieces
+
+    def _copied(self, job: Job) -> bool:
+        """Copies what another row has of the job's beginning; False if the job had better wait for more of it.
+
+        Waiting is worth it where at least `SMALLEST` tokens more could be copied later; jobs wait for earlier ones only, so
+        the first in the queue never does.
+        """
+        other, count, soon = job.beginning()
+        if soon - count >= SMALLEST:
+            return False
+        job.alike = ()
+        if other is not None and count >= SMALLEST:
+            job.copy_beginning(other, count)
+            self.shared_tokens += count
+        return True
 
     def start(self, sequence: Sequence) -> None:
         """The sequence has its first token."""
@@ -183,7 +193,7 @@ class Scheduler:
         """Prompts that were computed in part begin again: the weights have changed."""
         for job in self.jobs:
             job.done = 0
-            job.like = None
+            job.alike = ()
 
     def stop_sharing(self) -> None:
         """Nobody may join the prompts that are there: their keys are of older weights and are kept."""

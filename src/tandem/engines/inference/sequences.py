@@ -58,24 +58,21 @@ class Job:
     prompt: tuple[int, ...] = ()
     """The tokens, where they are a whole prompt that others may begin alike."""
 
-    like: "Job | None" = None
-    """The job whose row has the first ``common`` tokens, once it has come so far; None once they are copied."""
+    alike: tuple[tuple["Job", int], ...] = ()
+    """Earlier jobs that begin alike, and how many tokens each has in common; empty once the beginning is copied."""
 
-    common: int = 0
     gone: bool = False
     """Its row was given back, or may not be copied from."""
 
-    @property
-    def waits(self) -> bool:
-        """Whether the beginning is about to be computed by another job."""
-        return self.like is not None and not self.like.gone and self.like.done < self.common
+    def beginning(self) -> tuple["Job | None", int, int]:
+        """The job with most to copy now, how many tokens that are, and how many there will be once others have gone on."""
+        there = [(job, min(common, job.done), common) for job, common in self.alike if not job.gone]
+        best = max(there, key=lambda found: found[1], default=(None, 0, 0))
+        return best[0], best[1], max((common for _, _, common in there), default=0)
 
-    def copy_beginning(self) -> None:
-        """Takes over the keys and values that another row has, if it is still there."""
-        like, self.like = self.like, None
-        if like is None or like.gone or self.done:
-            return
-        for mine, other in ((self.row.slab.keys, like.row.slab.keys), (self.row.slab.values, like.row.slab.values)):
+    def copy_beginning(self, other: "Job", count: int) -> None:
+        """Takes over the keys and values of the first ``count`` tokens, which the other's row has."""
+        for mine, theirs in ((self.row.slab.keys, other.row.slab.keys), (self.row.slab.values, other.row.slab.values)):
             for layer, tensor in enumerate(mine):
-                tensor[self.row.index, :, : self.common] = other[layer][like.row.index, :, : self.common]
-        self.done = self.common
+                tensor[self.row.index, :, :count] = theirs[layer][other.row.index, :, :count]
+        self.done = count

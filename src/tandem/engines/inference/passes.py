@@ -1,0 +1,86 @@
+"""Passes of the model: over pieces of prompts packed end to end, and over the newest token of every sequence."""
+
+from collections.abc import Sequence as SequenceOf
+
+import torch
+
+from tandem.engines.inference.attention import DecodePlan, Kernel, Piece, PrefillPlan
+from tandem.engines.inference.decoder import Decoder
+from tandem.engines.inference.fused_weights import FusedWeights
+from tandem.engines.inference.sequences import Job, Sequence
+from tandem.models.architecture import Architecture
+
+
+class Passes:
+    """Knows rows of the cache and tokens, and nothing of requests; the weights come with each call."""
+
+    def __init__(
+        self, architecture: Architecture, dtype: torch.dtype, compute: torch.dtype, device: torch.device, max_len: int
+    ):
+        self._device = device
+        self._kernel = Kernel.of(architecture, compute, device)
+        self._decoder = Decoder(architecture, dtype, compute, device, max_len)
+        self._plan: DecodePlan | None = None
+
+    def prefill(
+        self, weights: FusedWeights, jobs: SequenceOf[Job], pieces: SequenceOf[Piece]
+    ) -> list[tuple[Job, torch.Tensor]]:
+        """Computes one piece of each job; the jobs that are done now, with the hidden state of their last token."""
+        if not jobs:
+            return []
+        tokens = torch.cat([job.tokens[p.start : p.start + p.count] for job, p in zip(jobs, pieces, strict=True)])
+        positions = torch.cat([torch.arange(p.count) + (p.prompt_length + p.start) for p in pieces])
+        complete, keep, end = [], [], 0
+        for job, piece in zip(jobs, pieces, strict=True):
+            job.done += piece.count
+            end += piece.count
+            if job.done == len(job.tokens):
+                complete.append(job)
+                keep.append(end - 1)
+        plan = PrefillPlan(self._kernel, pieces, self._decoder.windows)
+        kept = torch.tensor(keep, dtype=torch.long, device=self._device)
+        hidden = self._decoder.hidden(weights, tokens.to(self._device), positions.to(self._device), plan, kept)
+        return list(zip(complete, hidden.unbind(0), strict=True))
+
+    def logits(self, weights: FusedWeights, hidden: SequenceOf[torch.Tensor]) -> torch.Tensor:
+        """A row for each hidden state ``[hidden]``, ``[len(hidden), V]``; the same tensor given twice is computed once."""
+        places: dict[int, int] = {}
+        unique = []
+        for one in hidden:
+            if id(one) not in places:
+                places[id(one)] = len(unique)
+                unique.append(one)
+        logits = self._decoder.logits(weights, torch.stack(unique))  # [prompts, V]
+        if len(unique) == len(hidden):
+            return logits
+        return logits[torch.tensor([places[id(one)] for one in hidden], device=self._device)]
+
+    def plan(self, batch: SequenceOf[Sequence], lengths: SequenceOf[int]) -> None:
+        """Plans attention for the sequences that `decode` takes from now on, until one joins or leaves.
+
+        ``lengths``: tokens of each, the newest included.
+        """
+        starts = [len(sequence.prompt.tokens) if sequence.prompt is not None else 0 for sequence in batch]
+        own = [length - start for length, start in zip(lengths, starts, strict=True)]
+        rows = [sequence.row for sequence in batch if sequence.row is not None]
+        prompts = [sequence.prompt.row if sequence.prompt is not None else None for sequence in batch]
+        self._plan = DecodePlan(self._kernel, rows, prompts, own, starts, self._decoder.windows)
+
+    @property
+    def planned(self) -> bool:
+        """Whether there is a plan."""
+        return self._plan is not None
+
+    def advance(self) -> None:
+        """The planned sequences have one more token each."""
+        assert self._plan is not None
+        self._plan.advance()
+
+    def decode(self, weights: FusedWeights, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Logits ``[B, V]`` behind the newest token ``[B]`` of the planned sequences, which stands at ``positions [B]``."""
+        assert self._plan is not None
+        return self._decoder.logits(weights, self._decoder.hidden(weights, tokens, positions, self._plan))
+
+    def forget(self) -> None:
+        """Lets go of the plan, and of the cache that it points to."""
+        self._plan = None

@@ -1,0 +1,24 @@
+"""Requests that no engine could serve."""
+
+from tandem.api.failures import DataFailure
+from tandem.api.requests import LLMRequest
+
+
+def check_request(request: LLMRequest, vocab_size: int, max_model_len: int) -> None:
+    """Passes if the request can be sampled.
+
+    Raises:
+        DataFailure: ``prompt_too_long`` where no token fits behind it in the context, ``bad_request`` where it has tokens
+            that the model has not, or cannot be sampled.
+    """
+    ids, gconfig = request.input_ids, request.gconfig
+    if len(ids) >= max_model_len:
+        raise DataFailure("prompt_too_long", f"{len(ids)} tokens leave no room in the context of {max_model_len}")
+    if not ids or min(ids) < 0 or max(ids) >= vocab_size:
+        raise DataFailure("bad_request", f"a prompt has at least one token, each in [0, {vocab_size})")
+    hot = gconfig.first_token_temperature
+    cold = gconfig.temperature <= 0 or (hot is not None and hot <= 0)
+    if cold or gconfig.max_new_tokens < 1 or gconfig.top_p <= 0 or gconfig.top_k < 0:
+        raise DataFailure(
+            "bad_request", f"temperatures, top_p and max_new_tokens must be above 0 and top_k not below, got {gconfig}"
+        )
