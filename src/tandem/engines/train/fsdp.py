@@ -189,6 +189,13 @@ class FSDPEngine(TrainEngine):
             raise ConfigError(f"{len(missing)} tensors of this model were not given, first {next(iter(missing))!r}")
         self._holder.publish()
 
+    @contextlib.contextmanager
+    def using(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:
+        """See `TrainEngine.using`."""
+        with self._holder.restored():
+            self.load_weights(weights)
+            yield
+
     def offload(self, parts: tuple[TrainPart, ...]) -> None:
         """See `TrainEngine.offload`. What is offloaded must be brought back before it is used."""
         if "gradients" in parts:
