@@ -2,12 +2,18 @@
 
 python benchmarks/weight_update.py                    # SmolLM2-135M in bfloat16: 270 MB
 python benchmarks/weight_update.py --running 0        # an idle engine: no keys and values to recompute
+python benchmarks/weight_update.py --channel disk     # through model folders; --channel collective: a gloo group
+
+``extra`` is how far the trainer's memory rises above what it was before an update, as a share of the weights.
 """
 
 import argparse
 import asyncio
 import json
 import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -20,7 +26,30 @@ from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.train.build import build_train_engine
 from tandem.models.allocator import keep_freed_memory
 from tandem.models.catalog import resolve
+from tandem.weights.channel import Channel
+from tandem.weights.collective import CollectiveChannel
+from tandem.weights.disk import DiskChannel
 from tandem.weights.publisher import WeightPublisher
+
+CHANNELS: dict[str, Callable[[Path, Path], Channel | None]] = {
+    "auto": lambda scratch, model: None,
+    "disk": lambda scratch, model: DiskChannel(scratch, model),
+    "collective": lambda scratch, model: CollectiveChannel(1),
+}
+
+
+def resident(name: str) -> int:
+    """Bytes of this process: ``VmRSS:`` now, ``VmHWM:`` the most since it was last set back."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
+
+
+def publish(publisher: WeightPublisher) -> dict[str, float]:
+    """One update, with ``extra``."""
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS:")
+    report = publisher.publish()
+    return report | {"extra": (resident("VmHWM:") - before) / report["bytes"]}
 
 
 async def measure(engine: InferenceEngine, publisher: WeightPublisher, running: int, updates: int) -> list[dict[str, float]]:
@@ -34,7 +63,7 @@ async def measure(engine: InferenceEngine, publisher: WeightPublisher, running: 
         before = engine.statistics()["generated_tokens"]
         while running and engine.statistics()["generated_tokens"] < before + 4 * running:
             await asyncio.sleep(0.05)
-        rows.append(await asyncio.to_thread(publisher.publish))
+        rows.append(await asyncio.to_thread(publish, publisher))
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -50,6 +79,8 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--channel", default="auto", choices=CHANNELS)
+    parser.add_argument("--scratch", type=Path, help="folder for --channel disk (default: a temporary one)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     keep_freed_memory()
@@ -63,12 +94,17 @@ def main() -> None:
             device=args.device,
             deterministic=False,
         )
-        publisher = WeightPublisher(trainer, engine, run="benchmark", dtype=getattr(torch, args.dtype))
+        scratch = args.scratch or Path(tempfile.mkdtemp())
+        channel = CHANNELS[args.channel](scratch / "weights", resolve(args.model))
+        publisher = WeightPublisher(trainer, engine, run="benchmark", dtype=getattr(torch, args.dtype), channel=channel)
         rows = asyncio.run(measure(engine, publisher, args.running, args.updates))
         medians = {name: round(statistics.median(row[name] for row in rows), 4) for name in rows[0]}
-        print(json.dumps({"placement": placement, "running": args.running, **medians}), flush=True)
+        shown = {"placement": placement, "channel": args.channel, "running": args.running}
+        print(json.dumps(shown | medians), flush=True)
         publisher.close()
         engine.close()
+        if args.scratch is None:
+            scratch.rmdir()
 
 
 if __name__ == "__main__":

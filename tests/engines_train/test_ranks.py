@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tandem.api.collective import spread
 from tests.engines_train.steps import distance, engine_on, random_batch, weighted_nll, weights_of
 from tests.ranks import alone_and_on_two
 from tests.tiny import tiny_model_folder
@@ -30,6 +31,10 @@ def run_all(folder, out, ranks):
     copy.load_weights(engine.weights())
     found["copied"] = {"weights": weights_of(copy), "logprobs": copy.forward(batch).logprobs}
     found["original"] = engine.forward(batch).logprobs
+    other = {name: tensor + 0.01 for name, tensor in weights_of(engine).items()}
+    with engine.using(spread(other.items())):
+        found["elsewhere"] = engine.forward(batch).logprobs
+    found["back"] = {"weights": weights_of(engine), "logprobs": engine.forward(batch).logprobs}
     found["bfloat16"] = engine_on(folder, dtype="bfloat16", ranks=ranks).train_batch(batch, weighted_nll)
     return found
 
@@ -76,6 +81,15 @@ def test_weights_copied_from_one_engine_to_another_are_used_on_every_rank(runs):
     for found in (one, *two):
         assert distance(found["copied"]["weights"], found["loaded"]) == 0
         assert torch.equal(found["copied"]["logprobs"], found["original"])
+
+
+def test_other_weights_are_computed_with_on_every_rank_and_its_own_come_back(runs):
+    one, two, _, _ = runs
+    for found in two:
+        assert torch.allclose(found["elsewhere"], one["elsewhere"], atol=1e-4)
+        assert not torch.allclose(found["elsewhere"], found["original"], atol=1e-2)
+        assert distance(found["back"]["weights"], found["copied"]["weights"]) == 0
+        assert torch.equal(found["back"]["logprobs"], found["original"])
 
 
 def test_bfloat16_agrees_within_its_precision(runs):

@@ -8,7 +8,7 @@ from tandem.api.weights import WeightVersion
 from tandem.engines.inference.fleet.members import Server
 from tandem.engines.inference.fleet.pool import Fleet
 from tandem.engines.inference.remote.tandem_server import TandemServer
-from tests.fleet.fleets import Asking, ask, engine, generate, healthy, patient, rows, running, same, until
+from tests.fleet.fleets import ask, engine, generate, healthy, patient, rows, same, until
 from tests.fleet.proxy import Proxy
 from tests.serve.served import ADMIN, Served, update_of
 from tests.tiny import tiny_model_folder
@@ -66,20 +66,14 @@ class Setting:
         return trouble()[0]
 
 
-@pytest.fixture(scope="module")
-def module_setting(served, folders, tmp_path_factory):
+@pytest.fixture
+def setting(served, folders, tmp_path):
     with Proxy(served[0].port) as proxy:
-        one = Setting(served, proxy, folders, tmp_path_factory.mktemp("run") / "fleet.jsonl")
+        one = Setting(served, proxy, folders, tmp_path / "fleet.jsonl")
+        one.whole()
         yield one
         proxy.set("pass")
         one.fleet.close()
-
-
-@pytest.fixture
-def setting(module_setting):
-    module_setting.whole()
-    yield module_setting
-    module_setting.proxy.set("pass")
 
 
 @pytest.fixture(scope="module")
@@ -93,53 +87,56 @@ def expected(folders):
     return answers
 
 
-REQUESTS = [ask(i, tokens=20, prompt=(5, 6 + i % 3), affinity=str(i // 2)) for i in range(16)]
+REQUESTS = [ask(i, tokens=20, prompt=(5, 6 + i % 3)) for i in range(16)]
 FAULTS = [
     ("503", 0),
-    ("malformed", 0),
-    ("not_http", 0),
     ("refuse", 0),
-    *[("cut", k) for k in (0, 1, 17, 150, 400)],
-    pytest.param("silent", 0, marks=pytest.mark.slow),
-    pytest.param("endless", 0, marks=pytest.mark.slow),
+    ("cut", 150),
+    *[
+        pytest.param(mode, argument, marks=[pytest.mark.slow, pytest.mark.invariant])
+        for mode, argument in [
+            ("malformed", 0),
+            ("not_http", 0),
+            *[("cut", k) for k in (0, 1, 17, 60, 250, 400)],
+            ("silent", 0),
+            ("endless", 0),
+        ]
+    ],
 ]
 
 
 @pytest.mark.parametrize(("mode", "argument"), FAULTS)
 def test_whatever_a_server_does_to_requests_all_are_answered_once_and_rightly(setting, expected, mode, argument):
     fleet, proxy = setting.fleet, setting.proxy
-    which = fleet.version.number % 3
     began = time.time()
     proxy.set(mode, argument)
     answers = generate(fleet, REQUESTS)
-    assert same(answers, expected[which])
+    assert same(answers, expected[0])
     assert proxy.hits > 0
     noticed_s = setting.noticed_s(began)
     assert noticed_s <= DETECTED_S
     print(f"\n{mode} {argument or ''} during generation: noticed {noticed_s:.2f} s, lost 0")
 
 
-@pytest.mark.parametrize(
-    ("mode", "argument"), [("503", 0), ("malformed", 0), ("refuse", 0), *[("cut", k) for k in (0, 1, 17, 150)]]
-)
+@pytest.mark.parametrize(("mode", "argument"), FAULTS)
 def test_whatever_a_server_does_to_an_update_the_others_take_it_and_it_comes_back_with_it(
     setting, folders, expected, mode, argument
 ):
     fleet, proxy = setting.fleet, setting.proxy
-    number = fleet.version.number + 1
-    which = number % 3
-    one = update_of(folders[which], number, RUN)
+    one = update_of(folders[1], 1, RUN)
     proxy.set(mode, argument)
     began = time.time()
     fleet.prepare_weights(one)
     fleet.commit_weights(one.version)
     assert proxy.hits > 0
-    assert setting.noticed_s(began) <= DETECTED_S
+    noticed_s = setting.noticed_s(began)
+    assert noticed_s <= DETECTED_S
     proxy.set("pass")
     setting.whole()
+    print(f"\n{mode} {argument or ''} during an update: noticed {noticed_s:.2f} s, back {time.time() - began:.1f} s")
     answers = generate(fleet, REQUESTS)
-    assert same(answers, expected[which])
-    assert {version for response in answers for version in response.versions} == {number}
+    assert same(answers, expected[1])
+    assert {version for response in answers for version in response.versions} == {1}
 
 
 def test_a_server_that_flaps_is_tried_less_and_less_often(setting):
@@ -152,32 +149,23 @@ def test_a_server_that_flaps_is_tried_less_and_less_often(setting):
     assert len(tries) <= 8
 
 
-@pytest.mark.slow
-def test_an_address_that_another_run_took_over_is_refused(setting, served, folders):
-    fleet = setting.fleet
-    bad = served[0]
+def test_an_address_that_another_run_took_over_is_refused_until_that_run_gives_it_back(setting, served):
+    fleet, bad = setting.fleet, served[0]
     bad.json("POST", "/control/release", {"run": RUN})
     bad.json("POST", "/control/attach", {"run": "another-run"})
     try:
-        answers = generate(fleet, REQUESTS)
-        assert len(answers) == len(REQUESTS)
-        until(lambda: "bad" not in healthy(fleet))
-        assert any("another-run" in row["why"] for row in rows(setting.journal) if row["server"] == "bad")
+        assert len(generate(fleet, REQUESTS)) == len(REQUESTS)
+        until(lambda: any("another-run" in row["why"] for row in rows(setting.journal) if row["server"] == "bad"))
+        assert healthy(fleet) == {"good"}
     finally:
         bad.json("POST", "/control/release", {"run": "another-run"})
+    setting.whole()
 
 
-def test_a_slow_server_is_given_less_and_nothing_is_lost(setting, expected):
+def test_a_slow_server_is_noticed_by_its_pace_and_nothing_is_lost(setting, expected):
     fleet, proxy = setting.fleet, setting.proxy
-    proxy.set("slow", 0.3)
-    which = fleet.version.number % 3
-    for _ in range(3):
-        assert same(generate(fleet, REQUESTS), expected[which])
+    proxy.set("slow", 0.5)
+    for _ in range(2):
+        assert same(generate(fleet, REQUESTS), expected[0])
     assert proxy.hits > 0
-    until(lambda: fleet.roster.members["bad"].token_s > 2 * fleet.roster.members["good"].token_s)
-    fleet.roster.set_paces()
-    with Asking(fleet, [ask(i, tokens=200) for i in range(30)]) as asking:
-        until(lambda: running(fleet, "good") + running(fleet, "bad") == 30)
-        shares = running(fleet, "good"), running(fleet, "bad")
-        assert len(asking.answers()) == 30
-    assert shares[0] > shares[1]
+    assert fleet.roster.members["bad"].token_s > fleet.roster.members["good"].token_s

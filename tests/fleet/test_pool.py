@@ -30,7 +30,7 @@ from tests.fleet.fleets import (
 )
 from tests.tiny import tiny_model_folder
 
-LONG = 300
+LONG = 150
 
 
 @pytest.fixture(scope="module")
@@ -158,22 +158,26 @@ def test_what_is_wrong_with_a_request_is_not_the_servers_fault(made):
     assert "suspect" not in passed(journal, "s0") + passed(journal, "s1")
 
 
-def test_the_late_answer_of_a_server_that_was_given_up_is_recognised_and_thrown_away(made, folders):
-    fleet, journal, engines = made(2, owned=False)
+def test_the_late_answer_of_a_server_that_was_given_up_is_recognised_and_thrown_away(folders, tmp_path):
+    engines, journal = [Unwell(engine(folders[0])) for _ in range(2)], tmp_path / "fleet.jsonl"
+    fleet = fleet_of([server(f"s{i}", lambda one=one: one, owned=False) for i, one in enumerate(engines)], journal=journal)
     requests = [ask(i, tokens=30) for i in range(10)]
-    engines["s0"].holds = True
-    with Asking(fleet, requests) as asking:
-        until(lambda: running(fleet, "s0") == 5)
-        assert same(asking.answers(), reference(folders[0], requests))
-        assert passed(journal, "s0")[-2:] == ["suspect", "fenced"]
-        publish(fleet, folders[1], 1)  # without it
-        engines["s0"].holds = False
-        until(lambda: fleet.statistics()["fleet/late_answers"] == 5)
-    until(lambda: healthy(fleet) == {"s0", "s1"})
-
-    assert [row["moved"] for row in rows(journal) if row["to"] == "fenced" and row["from"] != "fenced"] == [5]
-    after = generate(fleet, [ask(i, affinity=str(i)) for i in range(10)])
-    assert same(after, reference(folders[1], [ask(i) for i in range(10)]))
+    try:
+        until(lambda: healthy(fleet) == {"s0", "s1"})
+        engines[0].holds = True
+        with Asking(fleet, requests) as asking:
+            until(lambda: running(fleet, "s0") == 5)
+            assert same(asking.answers(), reference(folders[0], requests))
+            assert passed(journal, "s0")[-2:] == ["suspect", "fenced"]
+            publish(fleet, folders[1], 1)  # without it
+            engines[0].holds = False
+            until(lambda: fleet.statistics()["fleet/late_answers"] == 5)
+        until(lambda: healthy(fleet) == {"s0", "s1"})
+        assert [row["moved"] for row in rows(journal) if row["to"] == "fenced" and row["from"] != "fenced"] == [5]
+        after = generate(fleet, [ask(i, affinity=str(i)) for i in range(10)])
+        assert same(after, reference(folders[1], [ask(i) for i in range(10)]))
+    finally:
+        fleet.close()
 
 
 class TestUpdates:
@@ -366,6 +370,17 @@ def test_a_request_that_takes_too_long_moves_and_is_cancelled_where_it_was(made)
     engines["s0"].holds = False
     assert fleet.statistics()["fleet/moved"] >= 1
     assert running(fleet, "s0") == 0
+
+
+def test_a_server_that_takes_longer_for_its_tokens_is_given_less(made):
+    fleet, _, _ = made(2)
+    for name, token_s in (("s0", 0.01), ("s1", 0.085)):
+        fleet.roster.members[name].token_s = token_s
+    fleet.roster.set_paces()
+    for _ in range(90):
+        fleet.roster.router.choose(10)
+    work = fleet.roster.router.work()
+    assert work["s0"] == 8 * work["s1"]
 
 
 def test_a_cancelled_caller_frees_its_request(made):

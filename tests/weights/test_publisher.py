@@ -1,19 +1,27 @@
 """Publishing to real engines, in this process and in another, while requests run."""
 
 import asyncio
+import os
+import signal
 import threading
+import time
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from tandem.api.failures import WeightUpdateFailed
+from tandem.api.failures import EngineDied, WeightUpdateFailed
 from tandem.api.requests import LLMRequest, NoiseKey
 from tandem.api.weights import WeightUpdate, version_digest
+from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine
+from tandem.weights.archive import VersionArchive
 from tandem.weights.channel import LocalChannel, LocalSource
+from tandem.weights.collective import CollectiveChannel
+from tandem.weights.disk import DiskChannel
 from tandem.weights.publisher import WeightPublisher, channel_for
 from tandem.weights.shared_memory import SharedMemoryChannel
 from tests.tiny import tiny_model, tiny_model_folder
@@ -32,7 +40,9 @@ class Weights:
         self.model, self.spoil = tiny_model(seed=seed), lambda named: named
 
     def weights(self, dtype=None):
-        yield from self.spoil((name, tensor.to(dtype)) for name, tensor in self.model.state_dict().items())
+        yield from self.spoil(
+            (name, tensor if dtype is None else tensor.to(dtype)) for name, tensor in self.model.state_dict().items()
+        )
 
 
 @pytest.fixture(scope="module")
@@ -274,3 +284,112 @@ def test_the_weights_that_training_begins_with_have_their_digest_too():
     trainer.become(1)
     publisher.publish()
     assert publisher.history[2].digest != publisher.history[0].digest
+
+
+def by_disk(tmp_path, folder):
+    return DiskChannel(tmp_path / "weights", folder, shard_bytes=8192)
+
+
+def by_process_group(tmp_path, folder):
+    return CollectiveChannel(1, bucket_bytes=4096, timeout_s=30)
+
+
+@pytest.fixture(params=[by_disk, by_process_group])
+def other_publisher(request, trainer, engine, tmp_path, folder):
+    channel = request.param(tmp_path, folder)
+    publisher = WeightPublisher(trainer, engine, run="test", dtype=torch.float32, channel=channel)
+    yield publisher
+    publisher.close()
+    assert not (tmp_path / "weights").exists()
+
+
+def test_a_folder_and_a_process_group_deliver_while_requests_run(engine, trainer, other_publisher):
+    trainer.become(20)
+    other_publisher.publish()
+    models = {engine.version.number: trainer.model}
+
+    async def update_under_way():
+        tasks = [asyncio.ensure_future(engine.agenerate(ask(i, tokens=200))) for i in range(4)]
+        made = engine.statistics()["generated_tokens"]
+        while engine.statistics()["generated_tokens"] < made + 100:
+            await asyncio.sleep(0.005)
+        trainer.become(21)
+        models[engine.version.number + 1] = trainer.model
+        await asyncio.to_thread(other_publisher.publish)
+        return await asyncio.gather(*tasks)
+
+    for response in asyncio.run(asyncio.wait_for(update_under_way(), 60)):
+        stamped, recorded = torch.tensor(response.versions), torch.tensor(response.logprobs)
+        assert set(response.versions) == set(models)
+        for number, model in models.items():
+            mine = stamped == number
+            torch.testing.assert_close(recorded[mine], score(model, response)[mine], atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("spoil", [without_the_last, with_another_shape, that_breaks_off])
+def test_by_whatever_channel_a_failed_update_changes_nothing_and_the_next_one_works(engine, trainer, other_publisher, spoil):
+    trainer.become(30)
+    other_publisher.publish()
+    before = (engine.version, generate(engine, [ask()]))
+    trainer.become(31)
+    trainer.spoil = spoil
+    with pytest.raises(WeightUpdateFailed, match=f"{before[0].number} stays"):
+        other_publisher.publish()
+    assert (engine.version, generate(engine, [ask()])) == before
+
+    trainer.become(32)
+    other_publisher.publish()
+    assert engine.version == other_publisher.version and engine.version.number == before[0].number + 1
+    response = generate(engine, [ask()])[0]
+    torch.testing.assert_close(torch.tensor(response.logprobs), score(trainer.model, response), atol=1e-4, rtol=0)
+
+
+@pytest.mark.slow
+def test_an_engine_that_was_killed_ends_the_stream_at_once(folder):
+    trainer, engine = Weights(), build(folder, "decoupled")
+    channel = CollectiveChannel(1, timeout_s=60)
+    publisher = WeightPublisher(trainer, engine, run="test", dtype=torch.float32, channel=channel)
+    os.kill(engine.pid, signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(EngineDied):
+        publisher.publish()
+    assert time.monotonic() - began < 10
+    publisher.close()
+    engine.close()
+
+
+class Reads(NamedTuple):
+    """What `channel_for` looks at."""
+
+    capabilities: frozenset[str]
+
+
+def test_a_folder_is_chosen_as_soon_as_one_engine_reads_from_a_disk(tmp_path):
+    local, process, server = Reads(frozenset()), Reads(frozenset({"shared_memory"})), Reads(frozenset({"disk"}))
+    disk = DiskChannel(tmp_path)
+    for engines in ([server], [server, process], [local, server]):
+        assert channel_for(engines, lambda: disk) is disk
+    both = Reads(frozenset({"disk", "shared_memory", "in_place"}))
+    for engines in ([local, process], [both], [both, process]):
+        assert isinstance(channel_for(engines, lambda: disk), SharedMemoryChannel)
+    assert isinstance(channel_for([local], lambda: disk), LocalChannel)
+    with pytest.raises(ConfigError, match=r"reads weights from a folder.*DiskChannel\(folder"):
+        channel_for([server])
+
+
+def test_versions_that_will_be_asked_for_are_kept_as_they_were_delivered_and_then_let_go(engine, trainer, other_publisher):
+    archive = VersionArchive(lambda number: number % 2 == 0, most=1)
+    other_publisher._archive = archive
+    expected = {}
+    for seed in range(40, 44):
+        trainer.become(seed)
+        other_publisher.publish()
+        expected[engine.version.number] = trainer.model.state_dict()
+        for number in archive.versions:
+            assert all(torch.equal(t, expected[number][name]) for name, t in archive.get(number).tensors())
+        newest = engine.version.number
+        assert {number for number in archive.versions if newest - number <= 1} == {
+            n for n in (newest, newest - 1) if n % 2 == 0
+        }
+    in_memory = isinstance(other_publisher._channel, CollectiveChannel)
+    assert (archive.num_bytes > 0) == in_memory

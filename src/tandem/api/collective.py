@@ -4,9 +4,11 @@ Without ``torch.distributed``, or with one rank, everything here is a plain call
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from tandem.api.failures import RankFailed, TandemError
@@ -81,6 +83,33 @@ def whole(stream: Iterable[T]) -> Iterator[Iterator[T]]:
             for _ in iterator:
                 pass
         raise
+
+
+def spread(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """A stream of named tensors that rank 0 has, on every rank; the others give anything, which is not read. Collective.
+
+    Raises:
+        Exception: what reading it raised on rank 0; on the others as in `from_main`.
+    """
+    if _alone(None):
+        yield from stream
+        return
+    iterator = iter(stream)
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    while True:
+        item: list[tuple[str, torch.Tensor]] = []
+
+        def take(item: list[tuple[str, torch.Tensor]] = item) -> tuple[str, torch.Size, torch.dtype] | None:
+            item.extend(itertools.islice(iterator, 1))
+            return (item[0][0], item[0][1].shape, item[0][1].dtype) if item else None
+
+        told = from_main(take)
+        if told is None:
+            return
+        name, shape, dtype = told
+        tensor = item[0][1].to(device).contiguous() if item else torch.empty(shape, dtype=dtype, device=device)
+        dist.broadcast(tensor, src=0)
+        yield name, tensor
 
 
 def _alone(group: dist.ProcessGroup | None) -> bool:

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -86,6 +87,14 @@ class TrainEngine(ABC):
         """
 
     @abstractmethod
+    def using(self, weights: Iterable[tuple[str, torch.Tensor]]) -> AbstractContextManager[None]:
+        """A block in which it computes with these weights instead of its own, which come back to the bit. Collective.
+
+        Costs a copy of this rank's part of the weights while it lasts; nothing may be trained inside. Raises as
+        `load_weights`.
+        """
+
+    @abstractmethod
     def offload(self, parts: tuple[TrainPart, ...]) -> None:
         """Move parts to host memory; on a CPU engine this frees gradients and is otherwise recorded only."""
 
@@ -131,6 +140,9 @@ class InferenceEngine(ABC):
     @abstractmethod
     def discard_weights(self) -> None:
         """Forget what was prepared; nothing prepared is fine."""
+
+    def flush(self) -> None:
+        """Requests to come share nothing that was computed of prompts before. Nothing to do where a commit sees to that."""
 
     @abstractmethod
     def pause(self) -> None:

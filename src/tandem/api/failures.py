@@ -8,6 +8,7 @@ TandemError
 ├── UserCodeFailed (RuntimeError)       a function of the user's, an algorithm's part, that failed in the middle of a run
 ├── NonFinite (ArithmeticError)         loss or gradient not finite too often in a row
 ├── WeightUpdateFailed (RuntimeError)   an update that no engine took
+├── DeliveryDisproved (RuntimeError)    trajectories that other weights made than they say
 ├── RankFailed (RuntimeError)           another rank failed; quotes its error
 └── EpisodeFailure                      why an episode was dropped; `reason` is counted in metrics
     ├── DataFailure                     the row or its reward: counted, bounded, never retried
@@ -23,6 +24,7 @@ __all__ = [
     "BatchError",
     "ConfigError",
     "DataFailure",
+    "DeliveryDisproved",
     "EngineDied",
     "EpisodeFailure",
     "InfrastructureFailure",
@@ -61,6 +63,10 @@ class NonFinite(TandemError, ArithmeticError):
 
 class WeightUpdateFailed(TandemError, RuntimeError):
     """A weight update that no engine took; all of them still serve the version before."""
+
+
+class DeliveryDisproved(TandemError, RuntimeError):
+    """Trajectories were not made by the weights, temperature or tokens that they are stamped with; says the likely cause."""
 
 
 class RankFailed(TandemError, RuntimeError):

@@ -36,6 +36,8 @@ COMMANDS = {
     "algorithms": Command("tandem.cli.algorithms", "list the algorithms, or say what one of them is"),
     "eval": Command("tandem.cli.eval", "evaluate a model on data sets"),
     "compare": Command("tandem.cli.compare", "compare two evaluations, with a test of significance"),
+    "fleet": Command("tandem.cli.fleet", "see, add and remove the inference servers of a run"),
+    "verify-weights": Command("tandem.cli.verify_weights", "prove by scoring which weights a server serves"),
     "config": Command("tandem.cli.config", "show the resolved configuration and where each value comes from"),
     "doctor": Command("tandem.cli.doctor", "show what this machine has, for a bug report"),
 }
@@ -54,7 +56,7 @@ exit codes: 0 done, 1 failed, 2 wrong configuration or usage, 130 interrupted"""
 
 def top_parser() -> argparse.ArgumentParser:
     """The parser of `tandem` itself, which knows the commands' names only."""
-    commands = "\n".join(f"  {name:<12}{command.help}" for name, command in COMMANDS.items())
+    commands = "\n".join(f"  {name:<16}{command.help}" for name, command in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="tandem",
         usage="tandem COMMAND …",

@@ -11,8 +11,10 @@ from tandem.config.check_algorithm import combinations, corrects_itself
 from tandem.config.check_critic import critic_problems
 from tandem.config.check_groups import groups
 from tandem.config.data import COLUMNS, DatasetConfig, ValidDatasetConfig
+from tandem.config.delivery import delivery_problems
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
+from tandem.config.fleet import fleet_problems
 from tandem.config.keys import leaves
 from tandem.config.knobs import CHOICES, GROUP_RELATIVE
 from tandem.config.limits import LIMITS
@@ -160,11 +162,28 @@ def _backend(backend: str) -> Iterator[str]:
         yield f"actor.backend={backend} must be fsdp:dN with N at least 1, for example fsdp:d1"
 
 
+def _fleet(config: TrainConfig) -> Iterator[str]:
+    """What a fleet cannot do with the rest of the configuration."""
+    rollout = config.rollout
+    if rollout.backend == "embedded":
+        return
+    if config.deterministic:
+        yield (
+            f"deterministic=true contradicts rollout.backend={rollout.backend}: arrival order decides which server computes "
+            "what; use rollout.backend=embedded"
+        )
+    if config.placement == "colocate":
+        yield (
+            f"placement=colocate contradicts rollout.backend={rollout.backend}, whose servers are processes of their own: "
+            "leave placement out"
+        )
+
+
 def _rollout(config: TrainConfig) -> Iterator[str]:
     rollout, eta = config.rollout, config.rollout.max_head_offpolicyness
-    if rollout.backend != "embedded":
-        what = "not in this version" if rollout.backend in ("sglang", "vllm") else "not an inference backend"
-        yield f"rollout.backend={rollout.backend} is {what}; use rollout.backend=embedded"
+    yield from fleet_problems(rollout.backend, rollout.fleet)
+    yield from _fleet(config)
+    yield from delivery_problems(rollout.weights.channel, rollout.backend, placement(config))
     if not config.async_training and eta:
         yield (
             f"rollout.max_head_offpolicyness={eta} contradicts async_training=false, which means 0; "

@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tandem.config.delivery import DeliveryConfig, VerifyConfig
+from tandem.config.fleet import FleetConfig
+
 
 @dataclass(frozen=True)
 class EmbeddedEngineConfig:
@@ -46,13 +49,23 @@ class RolloutConfig:
     """Where samples come from and how many are under way."""
 
     backend: str = "embedded"
-    """Inference engine: `embedded` is the built-in one."""
+    """Inference engine: `embedded` is the built-in one, inside the run. `embedded:dN`, `tandem:dN`, `vllm:dN`, `sglang:dN`
+    are N servers of a kind that the run starts, `+` joins kinds, and `attached` takes those of `rollout.fleet` alone."""
 
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Precision of generation (auto: bfloat16 where the device is fast in it, else float32)."""
 
     engine: EmbeddedEngineConfig = field(default_factory=EmbeddedEngineConfig)
-    """Settings of the embedded engine."""
+    """Settings of the embedded engine, also of those in `embedded:dN` and `tandem:dN`."""
+
+    fleet: FleetConfig = field(default_factory=FleetConfig)
+    """Settings of a fleet: every backend but `embedded`."""
+
+    weights: DeliveryConfig = field(default_factory=DeliveryConfig)
+    """How new weights reach the engine."""
+
+    verify: VerifyConfig = field(default_factory=VerifyConfig)
+    """Proof that they did."""
 
     batch_size: int = 8
     """Prompts (episodes, groups) in one training step."""

@@ -6,6 +6,7 @@ import torch
 from tensordict import TensorDict
 
 from tandem.algorithms.correction import behaviour_ratio
+from tandem.algorithms.gap import gap
 from tandem.algorithms.kl import k3
 from tandem.algorithms.ratios import log_ratio
 from tandem.algorithms.registry import IMPORTANCE_WEIGHTS, KL, POLICY_LOSSES, REJECTIONS
@@ -150,6 +151,6 @@ class Objective:
         found = {"kl/rollout_proximal": k3(rollout, proximal, mask)}  # the sampler stands first
         if "versions" in view.keys():
             fresh = view["versions"] == self.version
-            gap = (proximal - rollout).abs().masked_fill(~(mask & fresh), 0.0)
-            found |= {"gap/mean": gap, "gap/max": gap, "gap/fresh": fresh.float()}
+            off = gap(proximal, rollout, mask & fresh)
+            found |= {"gap/mean": off, "gap/max": off, "gap/fresh": fresh.float()}
         return found

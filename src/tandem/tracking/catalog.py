@@ -18,6 +18,7 @@ SECTIONS: dict[str, Section] = {
     "Staleness and the gap": rollout.STALENESS,
     "Time": trainers.TIME,
     "Episodes and resources": trainers.EPISODES,
+    "Fleet": rollout.FLEET,
     "Evaluation": trainers.EVALUATION,
 }
 

@@ -63,6 +63,8 @@ def step(session: Session, timer: PhaseTimer) -> dict[str, float]:
     actor, critic, rollout = session.actor, session.critic, session.rollout
     with timer("generate"):
         batch = rollout.prepare_batch(session.loader, session.workflow)
+    with timer("verify"):
+        verified = session.verifier.verify_if_due(batch, session.publisher.version.number + 1)
     with timer("train"), session.meter:
         if session.reference is not None:
             batch = session.reference.compute_logprobs(batch)
@@ -80,7 +82,7 @@ def step(session: Session, timer: PhaseTimer) -> dict[str, float]:
     metrics["tokens_per_s/train"] = int(batch["cu_seqlens"][-1]) / max(timer.seconds("train"), 1e-9)
     if isinstance(session.loader, Curriculum):
         metrics |= session.loader.metrics()
-    return rollout.metrics() | metrics | session.meter.metrics()
+    return rollout.metrics() | metrics | verified | session.meter.metrics()
 
 
 def update(actor: Actor, critic: Critic | SharedCritic | None, batch: TensorDict) -> dict[str, float]:

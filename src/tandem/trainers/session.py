@@ -17,13 +17,14 @@ from tandem.data.loader import Loader
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.train.build import build_train_engine
 from tandem.models.catalog import resolve
-from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.roles.actor import Actor
 from tandem.roles.critic import Critic, SharedCritic
 from tandem.roles.reference import Reference
 from tandem.rollout.executor import Rollout
+from tandem.state.run_folder import run_path
 from tandem.trainers.critic import Models, actor_head, make_critic
+from tandem.trainers.delivery import make_archive, make_publisher, make_verifier, weights_folder
 from tandem.trainers.evaluation import evaluate, evaluation_gconfig, evaluation_places, is_due
 from tandem.trainers.meter import EngineMeter
 from tandem.trainers.parts import (
@@ -37,6 +38,7 @@ from tandem.trainers.parts import (
     training_workflow,
 )
 from tandem.trainers.process import Process
+from tandem.trainers.verification import Verifier
 from tandem.weights.publisher import WeightPublisher
 
 
@@ -56,6 +58,7 @@ class Session:
     workflow: RolloutWorkflow
     examiner: RolloutWorkflow
     publisher: WeightPublisher
+    verifier: Verifier
     meter: EngineMeter
 
     @property
@@ -91,8 +94,8 @@ def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, 
             max_new_tokens=config.gconfig.max_new_tokens,
             seed=config.seed,
         )
-        engines = () if engine is None else (engine,)
-        publisher = WeightPublisher(trainer, engines, run=name, dtype=resolve_dtype(config.rollout.dtype, process.device))
+        archive = make_archive(config, process, trainer, folder)
+        publisher = make_publisher(config, process, trainer, engine, folder, run=name, archive=archive)
         stack.callback(publisher.close)
         with together():
             reward = make_reward(config)
@@ -115,6 +118,7 @@ def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, 
             workflow=training_workflow(config, tokenizer, reward),
             examiner=make_workflow(config, tokenizer, reward, evaluation_gconfig(config)),
             publisher=publisher,
+            verifier=make_verifier(config, process, trainer, tokenizer, archive),
             meter=EngineMeter(engine),
         )
 
@@ -130,6 +134,9 @@ def make_engine(config: TrainConfig, process: Process, folder: Path) -> Inferenc
         threads=process.threads,
         device=process.device,
         deterministic=config.deterministic,
+        run_folder=run_path(config.run.root, config.experiment_name, config.trial_name),
+        run=f"{config.experiment_name}/{config.trial_name}",
+        weights_folder=weights_folder(config),
     )
 
 

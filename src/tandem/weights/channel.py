@@ -1,13 +1,14 @@
 """Channels: where the tensors of an update lie until every engine has taken them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
 from tandem.api.weights import WeightSource, tensor_digest
+from tandem.weights.pieces import digest_of, pieces
 
 DIGEST_THREADS = 2
 """Digests are computed beside the casting and copying."""
@@ -27,9 +28,26 @@ class Delivery:
 class Channel(ABC):
     """One way of handing tensors over. A delivery is valid until the next `put`."""
 
+    streams = False
+    """Whether nothing lies ready after `put`: the tensors go out in `send`, while the engines take them."""
+
     @abstractmethod
     def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
-        """Lays the tensors down in ``dtype``."""
+        """Lays the tensors down in ``dtype``; they may come in another one, and each is valid until the next."""
+
+    def send(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, given_up: Callable[[], bool]
+    ) -> None:
+        """Where it `streams`: the same tensors again, to the engines that are preparing; ``given_up``: one of them failed.
+
+        On a rank without engines it takes part in the stream.
+        """
+        for _ in named_tensors:
+            pass
+
+    def withdraw(self) -> None:
+        """The last delivery was given up: no engine has it, and the one before is still served."""
+        return
 
     @abstractmethod
     def close(self) -> None:
@@ -71,8 +89,7 @@ class DigestChannel(Channel):
         """See `Channel`. One tensor is held at a time: a model that fits only when it is sharded is never whole here."""
         digests, num_bytes = {}, 0
         for name, tensor in named_tensors:
-            cast = tensor.detach().to(dtype)
-            digests[name], num_bytes = tensor_digest(cast), num_bytes + cast.nbytes
+            digests[name], num_bytes = digest_of(pieces(tensor, dtype)), num_bytes + tensor.numel() * dtype.itemsize
         return Delivery(LocalSource(()), digests, num_bytes)
 
     def close(self) -> None:

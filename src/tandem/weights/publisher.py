@@ -11,8 +11,11 @@ import torch
 from tandem.api.collective import from_main, together, whole
 from tandem.api.engines import InferenceEngine, TrainEngine
 from tandem.api.failures import EngineDied, WeightUpdateFailed
-from tandem.api.weights import WeightUpdate, WeightVersion, tensor_digest, version_digest
-from tandem.weights.channel import Channel, DigestChannel, LocalChannel
+from tandem.api.weights import WeightSource, WeightUpdate, WeightVersion, version_digest
+from tandem.config.errors import ConfigError
+from tandem.weights.archive import VersionArchive
+from tandem.weights.channel import Channel, Delivery, DigestChannel, LocalChannel
+from tandem.weights.pieces import digest_of, pieces
 from tandem.weights.shared_memory import SharedMemoryChannel
 
 log = logging.getLogger(__name__)
@@ -36,17 +39,27 @@ class WeightPublisher:
         model: str = "actor",
         dtype: torch.dtype,
         channel: Channel | None = None,
+        disk: Callable[[], Channel] | None = None,
+        archive: VersionArchive | None = None,
     ):
+        """``channel``: None takes what the engines read, see `channel_for`; ``disk`` makes the one for engines that read
+        from a folder. ``archive``: keeps versions that somebody will score again; on rank 0.
+
+        Raises:
+            ConfigError: an engine reads from a folder, and there is no ``disk``.
+        """
         self._train_engine = train_engine
         single = isinstance(inference_engine, InferenceEngine)
         self._engines: tuple[InferenceEngine, ...] = (inference_engine,) if single else tuple(inference_engine)
         self._run, self._model, self._dtype = run, model, dtype
-        self._channel = channel or channel_for(self._engines)
+        self._channel, self._archive = channel or channel_for(self._engines, disk), archive
+        self._streams = from_main(lambda: self._channel.streams)  # then every rank reads the stream twice
         served = self._engines[0].version if self._engines else WeightVersion(0, "", run, model)
         self._version = from_main(lambda: served)  # one answer, so that all ranks read the weights below, or none
         if not self._version.digest:
             self._version = replace(self._version, digest=self._initial_digest(), run=run, model=model)
         self._history = {self._version.number: self._version}
+        self._keep(self._version.number, None)
 
     @property
     def version(self) -> WeightVersion:
@@ -70,15 +83,21 @@ class WeightPublisher:
         """
         began = time.perf_counter()
         number = self._version.number + 1
+        delivery: Delivery | None = None
         try:
             with together():
-                with whole(self._train_engine.weights(self._dtype)) as stream:
+                with whole(self._train_engine.weights()) as stream:
                     delivery = self._channel.put(stream, self._dtype)
                 version = WeightVersion(number, version_digest(delivery.digests), self._run, self._model)
                 update = WeightUpdate(version, delivery.source, delivery.digests)
-                self._each(lambda engine: engine.prepare_weights(update))
+                if not self._streams:
+                    self._each(lambda engine: engine.prepare_weights(update))
+            if self._streams:
+                self._send(update)
         except Exception as error:  # the worker boundary: whatever it was, no engine may keep half an update
             self._discard()
+            if delivery is not None:
+                self._channel.withdraw()
             if isinstance(error, EngineDied) and len(self._engines) <= 1:
                 raise
             raise WeightUpdateFailed(f"version {number} was not published, {self._version.number} stays: {error}") from error
@@ -86,6 +105,7 @@ class WeightPublisher:
         with together():
             report = self._commit(version)
         self._version = self._history[number] = version
+        self._keep(number, None if self._streams else delivery.source)
         return {
             "prepare_s": prepared - began,
             **report,
@@ -98,8 +118,28 @@ class WeightPublisher:
         self._channel.close()
 
     def _initial_digest(self) -> str:
-        stream = self._train_engine.weights(self._dtype)
-        return version_digest({name: tensor_digest(tensor) for name, tensor in stream})
+        return version_digest({n: digest_of(pieces(tensor, self._dtype)) for n, tensor in self._train_engine.weights()})
+
+    def _keep(self, number: int, source: WeightSource | None) -> None:
+        """Into the archive, if it wants this version; what did not lie ready is read from the trainer. Collective."""
+        archive = self._archive
+        if archive is not None:
+            archive.forget(number)
+        if not from_main(lambda: archive is not None and archive.wants(number)):
+            return
+        if source is None:
+            with whole(self._train_engine.weights()) as stream:
+                source = (DigestChannel() if archive is None else LocalChannel()).put(stream, self._dtype).source
+        with together():
+            if archive is not None:
+                archive.keep(number, source)
+
+    def _send(self, update: WeightUpdate) -> None:
+        """The tensors go out while the engines prepare. What fails on either side ends the other. Collective."""
+        with together(), whole(self._train_engine.weights()) as stream, ThreadPoolExecutor(1, "weight-update") as pool:
+            asked = pool.submit(self._each, lambda engine: engine.prepare_weights(update))
+            self._channel.send(stream, self._dtype, lambda: asked.done() and asked.exception() is not None)
+            asked.result()
 
     def _each(self, action: Callable[[InferenceEngine], None]) -> None:
         """Does it to all engines at the same time; raises the first failure once all have ended."""
@@ -123,6 +163,7 @@ class WeightPublisher:
                     engine.close()
         if failures and not reports:
             self._discard()
+            self._channel.withdraw()
             cause = failures[0][1]
             raise WeightUpdateFailed(
                 f"version {version.number} was not published, {self._version.number} stays: {cause}"
@@ -140,8 +181,21 @@ class WeightPublisher:
                 log.info("an engine could not discard what was prepared", exc_info=error)
 
 
-def channel_for(engines: Sequence[InferenceEngine]) -> Channel:
-    """Shared memory if any engine lives in another process; without an engine, nothing is kept."""
+def channel_for(engines: Sequence[InferenceEngine], disk: Callable[[], Channel] | None = None) -> Channel:
+    """What all engines can read: a folder as soon as one of them reads nothing else, for those of this machine read it too;
+    else shared memory if one lives in another process. Without an engine, nothing is kept.
+
+    Raises:
+        ConfigError: a folder is needed and there is no ``disk``, which makes it.
+    """
     if not engines:
         return DigestChannel()
-    return SharedMemoryChannel() if any("shared_memory" in engine.capabilities for engine in engines) else LocalChannel()
+    reads = [engine.capabilities & {"disk", "shared_memory"} for engine in engines]
+    if {"disk"} in reads:
+        if disk is None:
+            raise ConfigError(
+                "an inference engine here reads weights from a folder, and none was given; make the publisher with "
+                "WeightPublisher(…, channel=DiskChannel(folder, base=model_folder))"
+            )
+        return disk()
+    return SharedMemoryChannel() if any("shared_memory" in one for one in reads) else LocalChannel()

@@ -1,6 +1,7 @@
 """Taking a weight update in: every tensor is checked against its digest while the core copies it."""
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -28,15 +29,18 @@ def stage_update(core: "EngineCore", update: WeightUpdate) -> "StagedWeights":
             f"{update.version.digest[:12]}…; the update was mixed up on its way"
         )
     try:
-        with ThreadPoolExecutor(HASH_THREADS, "weight-digest") as pool:
-            return core.stage(verified(update, pool))
+        with (
+            ThreadPoolExecutor(HASH_THREADS, "weight-digest") as pool,
+            contextlib.closing(verified(update, pool)) as tensors,  # a stream that is not read to its end is left at once
+        ):
+            return core.stage(tensors)
     except (ValueError, KeyError, RuntimeError, OSError) as error:
         if isinstance(error, WeightUpdateFailed):
             raise
         raise WeightUpdateFailed(f"version {update.version.number} cannot be taken: {error}") from error
 
 
-def verified(update: WeightUpdate, pool: ThreadPoolExecutor) -> Iterator[tuple[str, torch.Tensor]]:
+def verified(update: WeightUpdate, pool: ThreadPoolExecutor) -> Generator[tuple[str, torch.Tensor]]:
     """Yields the tensors of an update; the digest of each is computed while the consumer copies it.
 
     A tensor is only valid until the next is asked for, so its digest is awaited before that.

@@ -1,5 +1,6 @@
 """The training engine on FSDP2: a model, its optimizer, and steps that do not depend on how a batch is cut."""
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -173,6 +174,13 @@ class FSDPEngine(TrainEngine):
         """See `TrainEngine.load_weights`."""
         self._require("parameters")
         self._weights.take(weights)
+
+    @contextlib.contextmanager
+    def using(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:
+        """See `TrainEngine.using`."""
+        with self._holder.restored():
+            self.load_weights(weights)
+            yield
 
     def offload(self, parts: tuple[TrainPart, ...]) -> None:
         """See `TrainEngine.offload`. What is offloaded must be brought back before it is used."""

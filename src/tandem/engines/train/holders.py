@@ -4,6 +4,7 @@
 parameters that the optimizer moves, whose ``.grad`` is complete after the backward passes.
 """
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
@@ -33,6 +34,18 @@ class Holder(ABC):
     @abstractmethod
     def assign(self, name: str, value: torch.Tensor) -> None:
         """Overwrites a master with the whole tensor ``value``; every rank calls it with the same value."""
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """After this block all masters are as before it, to the bit."""
+        before = {name: master.detach().clone() for name, master in self.masters.items()}
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, master in self.masters.items():
+                    master.copy_(before[name])
+            self.publish()
 
     def move(self, device: torch.device | str) -> None:
         """Moves model and masters."""

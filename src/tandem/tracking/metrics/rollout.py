@@ -159,4 +159,85 @@ STALENESS: Section = {
         "The largest difference in the batch.",
         "Peaks up to about 1 are normal in bfloat16 for improbable tokens.",
     ),
+    "gap/verified": Metric(
+        "share",
+        "Trained tokens of the batch that were scored again under the weights of their versions, where this step was "
+        "verified (`rollout.verify`).",
+        "0: no version that the batch names was kept. For more, raise `rollout.verify.trajectories`.",
+    ),
+    "gap/unknown": Metric(
+        "share",
+        "Tokens chosen for it that could not be verified: their version is not kept (expired ones, replay), or "
+        "keys and values were kept over an update.",
+        "Large in asynchronous training: see `expired`.",
+    ),
+    "gap/numeric": Metric(
+        "nats",
+        "Of the verified tokens, mean absolute difference between the engine's log-probability and the trainer's under "
+        "the same version: what is left when age and tokens are right.",
+        "As `gap/mean`. Above `rollout.verify.tolerance` the run ends with the likely cause.",
+    ),
+    "gap/stale": Metric(
+        "nats",
+        "Of the verified tokens, mean absolute difference between the trainer's log-probability under their version and "
+        "under the newest: what their age does.",
+        "0 when synchronous. Growing: the steps are large for this staleness; lower the learning rate or "
+        "`rollout.max_head_offpolicyness`.",
+    ),
+    "gap/tokenisation": Metric(
+        "nats",
+        "Of the verified tokens, the part of the difference that goes away when the prompt is tokenised otherwise.",
+        "Always 0 where servers take token ids. Above: a server reads text and cuts it into other tokens.",
+    ),
+    "gap/missing_update": Metric(
+        "share",
+        "How much of the last update before a token's version the engine seems to lack (regression over the verified "
+        "tokens): 0 none, 1 all of it. Sees also what is smaller than numeric noise.",
+        "Near 0. Noise where updates are tiny; lastingly near 1 or above 0.5 for sure ends the run.",
+    ),
+}
+
+FLEET: Section = {
+    "fleet/servers": Metric(
+        "servers",
+        "Those that the fleet knows now, whatever their state; `fleet.jsonl` in the run folder says more. Only where "
+        "`rollout.backend` is a fleet.",
+        "Fewer than were started: some were retired, see `fleet.jsonl`.",
+    ),
+    "fleet/healthy": Metric(
+        "servers",
+        "Those that are given requests: current weights, and a token not long ago.",
+        "Below `fleet/servers` for several steps: `tandem fleet list RUN` says why.",
+    ),
+    "fleet/fenced": Metric(
+        "count",
+        "Servers given up since the start: their requests moved, and late answers of theirs are thrown away.",
+        "Growing: `fleet.jsonl` names the server and the cause.",
+    ),
+    "fleet/restarts": Metric(
+        "count",
+        "Servers that the run started and had to start again.",
+        "Growing: `rollout.fleet.max_restarts` within an hour retires a server.",
+    ),
+    "fleet/moved": Metric(
+        "count",
+        "Requests that were asked anew of another server, because theirs failed or was given up; no answer is lost by it.",
+        "Growing while nothing is fenced: servers refuse requests, see `fleet.jsonl` and their logs.",
+    ),
+    "fleet/late_answers": Metric(
+        "count",
+        "Answers of servers that had been given up; thrown away.",
+        "Growing: servers stall and come back; raise `rollout.fleet.stall_timeout_s` if they are merely slow.",
+    ),
+    "fleet/interrupted": Metric(
+        "count",
+        "With `rollout.fleet.finish_before_update`: requests that had not ended within `rollout.fleet.drain_timeout_s` and "
+        "were interrupted by an update.",
+        "Above 0: raise `rollout.fleet.drain_timeout_s`, or allow interruption.",
+    ),
+    "fleet/work_spread": Metric(
+        "ratio",
+        "Work under way at the busiest healthy server, over the mean of all of them; 1 is even.",
+        "Lastingly above 2: few groups, or long chats that stay with their server.",
+    ),
 }

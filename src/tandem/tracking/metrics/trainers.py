@@ -28,6 +28,11 @@ TIME: Section = {
         "Evaluation, where this step had one.",
         "Large: lower `evaluate.max_rows` or evaluate less often.",
     ),
+    "time/verify_s": Metric(
+        "s",
+        "Scoring trajectories again as a proof of delivery, where this step did.",
+        "Large: lower `rollout.verify.trajectories`, or raise `rollout.verify.every_steps`.",
+    ),
     "time/save_s": Metric(
         "s",
         "Saving, where this step saved.",
@@ -95,6 +100,12 @@ EPISODES: Section = {
         "episodes",
         "Finished and not yet consumed.",
         "Large: training is the bottleneck.",
+    ),
+    "memory/kept_versions_gib": Metric(
+        "GiB",
+        "Earlier versions of the weights, kept to score again what they made; 0 where they lie on a disk.",
+        "At most max(1, η) times the weights, around verified steps. Too much: `rollout.weights.channel=disk`, or "
+        "`rollout.verify.every_steps=null`.",
     ),
     "memory/peak_gib": Metric(
         "GiB",

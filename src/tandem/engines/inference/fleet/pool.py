@@ -20,6 +20,7 @@ from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.config.fleet import FleetConfig
 from tandem.engines.inference.driver import cancelled
 from tandem.engines.inference.fleet.addresses import Wanted
+from tandem.engines.inference.fleet.joining import Joiner
 from tandem.engines.inference.fleet.members import Attempt, Member, Server
 from tandem.engines.inference.fleet.roster import Roster
 from tandem.engines.inference.fleet.updates import Updates
@@ -55,7 +56,8 @@ class Fleet(InferenceEngine):
         self.roster = Roster(config, version, journal)
         self._updates = Updates(self.roster, first)
         needed = capabilities & {"shared_memory"}  # a folder can be read by all of them
-        self._watcher = Watcher(self.roster, self._updates, needed, watched, attach)
+        self._joiner = Joiner(self.roster, self._updates, needed)
+        self._watcher = Watcher(self.roster, self._joiner, watched, attach)
         self._totals: Counter[str] = Counter()
         self._counting = threading.Lock()
         self._ended = False
@@ -83,7 +85,7 @@ class Fleet(InferenceEngine):
 
         def make(member: Member) -> None:
             try:
-                self._watcher.take(member, self._watcher.make(member.server))
+                self._joiner.take(member, self._joiner.make(member.server))
             except Exception as error:  # the worker boundary: whoever starts the fleet gets the cause
                 failures.append(error)
             with roster.changed:

@@ -28,8 +28,8 @@ PROGRESS_STEP_S = 0.25
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0
 """A server that fails again is tried after this long, doubling."""
 
-STEADY_S = 60.0
-"""A server that was healthy for so long is tried at once when it fails."""
+STEADY_S = 10.0
+"""A server that was healthy for so long, and for twice what it last had to wait, is tried at once when it fails."""
 
 Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
@@ -98,10 +98,9 @@ class Roster:
     def set_back(self, member: Member) -> None:
         """Something failed on a member's way: the next try is at once, then later and later where it fails again."""
         now = time.monotonic()
-        steady = member.healthy_at is not None and now - member.healthy_at > STEADY_S
+        steady = member.healthy_at is not None and now - member.healthy_at > max(STEADY_S, 2 * _wait_s(member.setbacks))
         member.setbacks, member.healthy_at = 1 if steady else member.setbacks + 1, None
-        wait_s = 0.0 if member.setbacks < 2 else min(LAST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(10, member.setbacks - 2))
-        member.retry_at = now + wait_s
+        member.retry_at = now + _wait_s(member.setbacks)
 
     def leave(self, name: str, why: str) -> None:
         """A member gets no new requests, ends what it has, and goes."""
@@ -303,6 +302,10 @@ class Roster:
             f"a request failed {len(request_failures)} times, at one server after another "
             f"(rollout.fleet.max_server_retries={self.config.max_server_retries}): {told}",
         )
+
+
+def _wait_s(setbacks: int) -> float:
+    return 0.0 if setbacks < 2 else min(LAST_RETRY_S, FIRST_RETRY_S * 2.0 ** min(10, setbacks - 2))
 
 
 def _release(future: "asyncio.Future[None]") -> None:

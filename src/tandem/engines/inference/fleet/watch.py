@@ -12,16 +12,12 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
-from tandem.api.engines import InferenceEngine
-from tandem.api.failures import WaitTimeout, WeightUpdateFailed
-from tandem.api.requests import LLMRequest, LLMResponse
-from tandem.config.errors import ConfigError
-from tandem.config.generation import GenerationConfig
+from tandem.api.failures import WaitTimeout
 from tandem.engines.inference.fleet.addresses import Wanted, read_addresses
 from tandem.engines.inference.fleet.health import SERVING, State
+from tandem.engines.inference.fleet.joining import Joiner
 from tandem.engines.inference.fleet.members import Member, Server
 from tandem.engines.inference.fleet.roster import Roster
-from tandem.engines.inference.fleet.updates import Updates
 
 logger = logging.getLogger("tandem.fleet")
 
@@ -31,13 +27,8 @@ TICK_S = 0.25
 READ_EVERY_S = 1.0
 """How often the addresses are read, and the paces set."""
 
-RESTART_WINDOW_S = 3600.0
-"""`rollout.fleet.max_restarts` counts within this time."""
-
 STEPS_FORWARD = ("generated_tokens", "prefill_tokens", "recomputed_tokens")
 """Counters of which any shows that a server is at work."""
-
-PROBE = GenerationConfig(max_new_tokens=1, n_samples=1)
 
 Attach = Callable[[str, str], Server]
 """Kind and URL → how to attach to that server."""
@@ -49,12 +40,11 @@ class Watcher:
     def __init__(
         self,
         roster: Roster,
-        updates: Updates,
-        needed: frozenset[str],
+        joiner: Joiner,
         watched: Path | None = None,
         attach: Attach | None = None,
     ):
-        self._roster, self._updates, self._needed = roster, updates, needed
+        self._roster, self._joiner = roster, joiner
         self._watched, self._attach = watched, attach
         self._thread = threading.Thread(target=self._run, name="fleet", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -146,8 +136,7 @@ class Watcher:
             if not quiet:
                 self._ask_if_silent(member, now)
         elif member.health.state != State.RETIRED and member.job is None and now >= member.retry_at and not quiet:
-            work = {State.STARTING: self._start, State.FENCED: self._revive, State.STALE: self._join}[member.health.state]
-            member.job = asyncio.get_running_loop().create_task(self._do(member, work))
+            member.job = asyncio.get_running_loop().create_task(self._joiner.bring(member))
 
     def _ask_if_silent(self, member: Member, now: float) -> None:
         health = member.health
@@ -163,24 +152,11 @@ class Watcher:
 
     # ------------------------------------------------------------------ signs of life
 
-    async def _ask(self, engine: InferenceEngine, timeout_s: float) -> LLMResponse:
-        """One token.
-
-        Raises:
-            WaitTimeout: none came within ``timeout_s``. Else what the engine raises.
-        """
-        request = LLMRequest((1,), PROBE, deadline_s=timeout_s)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await engine.agenerate(request)
-        except TimeoutError:
-            raise WaitTimeout(f"it made no token within {timeout_s:g} s") from None
-
     async def _probe(self, member: Member) -> None:
         engine, incarnation = member.engine, member.health.incarnation
         assert engine is not None
         try:
-            response = await self._ask(engine, self._roster.config.stall_timeout_s + 1.0)
+            response = await self._joiner.ask(engine, self._roster.config.stall_timeout_s + 1.0)
             if response.output_ids:
                 self._roster.alive(member, incarnation, time.monotonic())
         except WaitTimeout:
@@ -204,103 +180,6 @@ class Watcher:
             self._roster.failed(member, incarnation, error)
         finally:
             member.counting = False
-
-    # ------------------------------------------------------------------ coming and coming back
-
-    async def _do(self, member: Member, work: Callable[[Member], Coroutine[Any, Any, None]]) -> None:
-        """One piece of work; its failure is the member's, and it is tried again later."""
-        roster, before = self._roster, member.health
-        try:
-            await work(member)
-        except WeightUpdateFailed as error:  # often it is only being written anew
-            roster.set_back(member)
-            logger.info("server %s could not take the weights yet: %s", member.name, error)
-        except ConfigError as error:  # it can never do what is asked of it
-            roster.retire(member, str(error))
-        except Exception as error:  # the worker boundary: it is the member's failure
-            roster.fence(member, before.incarnation, str(error).partition("\n")[0] or type(error).__name__)
-            if member.health is before:  # it was fenced already, and did not come back
-                roster.set_back(member)
-        finally:
-            member.job = None
-
-    async def _start(self, member: Member) -> None:
-        """Starts it, or connects to it."""
-        roster, server = self._roster, member.server
-        engine = await roster.threads.call(self.make, server)
-        if not server.owned:
-            await self._ask(engine, roster.config.suspect_after_s)
-        with roster.lock:
-            if roster.members.get(member.name) is not member or roster.closed:
-                roster.threads.start(engine.close)
-                return
-            self.take(member, engine)
-
-    def take(self, member: Member, engine: InferenceEngine) -> None:
-        """A member answers by this engine."""
-        health = member.health.answers(time.monotonic())
-        holds = member.server.holds
-        with self._roster.lock:
-            member.engine, member.steps, member.seen, member.switching = engine, 0.0, {}, False
-            self._roster.change(member, health if holds is None else health.delivered(holds).emptied(holds))
-
-    def make(self, server: Server) -> InferenceEngine:
-        """In a thread; what comes after the end is closed again."""
-        engine = server.make()
-        if self._roster.closed:
-            engine.close()
-        return engine
-
-    async def _revive(self, member: Member) -> None:
-        """A fenced member: one of ours is ended and started again, within the budget; another one is asked for a token."""
-        roster, now = self._roster, time.monotonic()
-        if member.server.owned:
-            member.restarts = [at for at in member.restarts if now - at < RESTART_WINDOW_S]
-            if len(member.restarts) >= roster.config.max_restarts:
-                roster.retire(
-                    member,
-                    f"it failed {len(member.restarts) + 1} times within an hour "
-                    f"(rollout.fleet.max_restarts={roster.config.max_restarts}); the last: {member.health.why}",
-                )
-                return
-            member.restarts.append(now)
-            roster.counts["restarts"] += 1
-            if member.engine is not None:
-                await roster.threads.call(member.engine.close)
-            member.engine = None
-            with roster.lock:
-                member.orphans.clear()
-                roster.change(member, member.health.starts(time.monotonic()))
-        elif member.engine is None:
-            roster.change(member, member.health.starts(now, "another try"))
-        else:
-            await self._ask(member.engine, roster.config.suspect_after_s)
-            with roster.lock:
-                roster.change(member, member.health.answers(time.monotonic(), "it answers again"))
-
-    async def _join(self, member: Member) -> None:
-        """A stale member: current weights, an empty cache, and a token made with them."""
-        roster, engine = self._roster, member.engine
-        assert engine is not None
-        missing = self._needed - engine.capabilities
-        if missing:
-            roster.retire(
-                member,
-                "this run hands weights over in shared memory, which it cannot read; set rollout.fleet.watch or "
-                "rollout.fleet.servers, and they go by disk",
-            )
-            return
-        await roster.threads.call(self._updates.catch_up, member)
-        response = await self._ask(engine, roster.config.stall_timeout_s)
-        with roster.lock:
-            if roster.quiet or not response.output_ids:
-                return
-            now, target = time.monotonic(), roster.version.number
-            if response.versions[-1] != member.health.weights:
-                raise WeightUpdateFailed(
-                    f"{member.name} made a token with version {response.versions[-1]}, though it was given {target}"
-                )
-            roster.change(member, member.health.admitted(now, target))
 
     # ------------------------------------------------------------------ who shall be there
 

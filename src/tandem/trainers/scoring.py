@@ -1,0 +1,69 @@
+"""Scoring a batch under versions of the weights: the newest one, and those that are kept."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from tensordict import TensorDict
+
+from tandem.api.collective import from_main, spread
+from tandem.api.engines import TrainEngine
+from tandem.api.weights import FolderSource
+from tandem.weights.archive import VersionArchive
+
+
+def beginning(folder: Path, engine: TrainEngine) -> FolderSource | None:
+    """The weights that a run began with, from its model's folder; None where that has other names for them. Collective."""
+    there: set[str] = set()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            there.update(opened.keys())
+    return FolderSource(folder) if {name for name, _ in engine.weights()} <= there else None
+
+
+class Scorer:
+    """Log-probabilities by the trainer, with the weights as they were delivered. All methods are collective."""
+
+    def __init__(self, engine: TrainEngine, archive: VersionArchive | None, dtype: torch.dtype, *, rounds: bool):
+        """``archive``: on rank 0. ``dtype``: of the delivery. ``rounds``: the engine computes in a wider one, so that its
+        own weights have to be rounded before they are what was delivered."""
+        self.engine, self._archive, self._dtype, self._rounds = engine, archive, dtype, rounds
+        self._names: frozenset[str] | None = None
+
+    def kept(self) -> list[int]:
+        """Versions that can be scored beside the newest one, oldest first."""
+        return from_main(lambda: self._archive.versions if self._archive is not None else [])
+
+    @property
+    def kept_gib(self) -> float:
+        """Memory that kept versions take here."""
+        return 0.0 if self._archive is None else self._archive.num_bytes / 2**30
+
+    def score(self, batch: TensorDict, number: int | None) -> torch.Tensor:
+        """``[T]`` under a kept version; None is the newest one, the engine's own."""
+        if number is None and not self._rounds:
+            return self.engine.forward(batch).logprobs
+        with self.engine.using(self.tensors(number)):
+            return self.engine.forward(batch).logprobs
+
+    def tensors(self, number: int | None) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of a version, as delivered; each valid until the next is asked for."""
+        if number is None:
+            for name, tensor in self.engine.weights():
+                yield name, tensor.to(self._dtype)
+            return
+        if self._names is None:
+            self._names = frozenset(name for name, _ in self.engine.weights())
+        names, archive = self._names, self._archive
+        source = None if archive is None else archive.get(number)
+        stream = () if source is None else source.tensors()
+        # the folder that a run began with may hold tied tensors twice, and in another dtype
+        yield from spread((name, tensor.to(self._dtype)) for name, tensor in stream if name in names)
+
+    def score_with_one_from(
+        self, batch: TensorDict, newest: Mapping[str, torch.Tensor], name: str, tensor: torch.Tensor
+    ) -> torch.Tensor:
+        """``[T]`` under the newest version with one tensor of another."""
+        with self.engine.using((n, tensor if n == name else own) for n, own in newest.items()):
+            return self.engine.forward(batch).logprobs

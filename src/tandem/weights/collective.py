@@ -1,0 +1,225 @@
+"""Weights over a process group, streamed: the trainer broadcasts buckets, and each engine takes them as they come.
+
+Nothing lies ready anywhere, so neither side holds more than a bucket beside its own tensors. A group lasts for one
+update: one that broke leaves nothing to repair.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from tandem.api.failures import WeightUpdateFailed
+from tandem.api.weights import WeightSource
+from tandem.weights.channel import Channel, Delivery
+from tandem.weights.pieces import digest_of, pieces
+
+BUCKET_BYTES = 32 * 2**20
+POLL_S = 0.0005
+JOINED = "joined"
+"""Key under which the store counts those who wish to receive."""
+
+
+@dataclass(frozen=True)
+class Announced:
+    """One tensor of the stream."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CollectiveSource(WeightSource):
+    """Where the trainer waits for receivers, and what it will broadcast. May be read once by each engine."""
+
+    host: str
+    port: int
+    backend: str
+    receivers: int
+    announced: tuple[Announced, ...]
+    dtype: torch.dtype
+    bucket_bytes: int
+    timeout_s: float
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `WeightSource`. Raises `OSError` when the stream is over or breaks off."""
+        try:
+            yield from self._receive()
+        except RuntimeError as error:  # what the process group and its store raise
+            raise OSError(f"the stream of weights from {self.host}:{self.port} broke off: {error}") from error
+
+    def _receive(self) -> Iterator[tuple[str, torch.Tensor]]:
+        store = dist.TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=self.timeout_s))
+        rank = store.add(JOINED, 1)
+        if rank > self.receivers:
+            raise OSError(f"the stream of weights is for {self.receivers} engines, and as many have joined it already")
+        with Group(self.backend, store, rank, self.receivers + 1, self.timeout_s, self.host) as group:
+            yield from self._take(group)
+
+    def _take(self, group: "Group") -> Iterator[tuple[str, torch.Tensor]]:
+        device = _device(self.backend)
+        left = sum(torch.Size(a.shape).numel() for a in self.announced) * self.dtype.itemsize
+        bucket, place, filled = torch.empty(self.bucket_bytes, dtype=torch.uint8, device=device), 0, 0
+        for announced in self.announced:
+            tensor = torch.empty(announced.shape, dtype=self.dtype, device=device)
+            data, done = tensor.reshape(-1).view(torch.uint8), 0
+            while done < len(data):
+                if place == filled:
+                    filled, place = min(left, self.bucket_bytes), 0
+                    left -= filled
+                    group.broadcast(bucket[:filled])
+                count = min(filled - place, len(data) - done)
+                data[done : done + count] = bucket[place : place + count]
+                place, done = place + count, done + count
+            yield announced.name, tensor
+
+
+class CollectiveChannel(Channel):
+    """To engines that can be reached over the network, by ``torch.distributed`` and without a disk.
+
+    The stream is read twice: for the digests, which travel ahead of the tensors, and for the tensors.
+    """
+
+    streams = True
+
+    def __init__(
+        self,
+        receivers: int,
+        *,
+        backend: str = "gloo",
+        host: str = "127.0.0.1",
+        bucket_bytes: int = BUCKET_BYTES,
+        timeout_s: float = 300.0,
+    ):
+        """``receivers``: engines that take each update. ``backend``: ``gloo``, or ``nccl`` where all have GPUs. ``host``:
+        address of this machine that the engines reach. ``timeout_s``: of each wait for another process."""
+        self._receivers, self._backend, self._host = receivers, backend, host
+        self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
+        self._store: dist.TCPStore | None = None
+
+    def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
+        """See `Channel`. Holds a few MiB; the tensors themselves go out in `send`."""
+        digests: dict[str, str] = {}
+        announced = []
+        for name, tensor in named_tensors:
+            if name in digests:
+                raise ValueError(f"tensor {name!r} came twice")
+            digests[name] = digest_of(pieces(tensor, dtype))
+            announced.append(Announced(name, tuple(tensor.shape)))
+        wait = timedelta(seconds=self._timeout_s)
+        self._store = dist.TCPStore(self._host, 0, is_master=True, timeout=wait, wait_for_workers=False)
+        source = CollectiveSource(
+            self._host,
+            self._store.port,
+            self._backend,
+            self._receivers,
+            tuple(announced),
+            dtype,
+            self._bucket_bytes,
+            self._timeout_s,
+        )
+        return Delivery(source, digests, sum(torch.Size(a.shape).numel() for a in announced) * dtype.itemsize)
+
+    def send(
+        self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, given_up: Callable[[], bool]
+    ) -> None:
+        """See `Channel`. Raises `WeightUpdateFailed` when an engine does not come, leaves or falls silent."""
+        assert self._store is not None, "put comes before send"
+        try:
+            self._await_receivers(given_up)
+            with Group(self._backend, self._store, 0, self._receivers + 1, self._timeout_s, self._host) as group:
+                for bucket in self._buckets(named_tensors, dtype):
+                    group.broadcast(bucket, given_up)
+        except RuntimeError as error:
+            if isinstance(error, WeightUpdateFailed):
+                raise
+            raise WeightUpdateFailed(f"the stream of weights broke off: {error}") from error
+
+    def withdraw(self) -> None:
+        """See `Channel`."""
+        self._store = None
+
+    def close(self) -> None:
+        """Frees the port; idempotent."""
+        self._store = None
+
+    def _await_receivers(self, given_up: Callable[[], bool]) -> None:
+        assert self._store is not None
+        deadline = time.monotonic() + self._timeout_s
+        while (joined := self._store.add(JOINED, 0)) < self._receivers:
+            if given_up():
+                raise WeightUpdateFailed(f"{joined} of {self._receivers} engines joined the stream of weights, one gave up")
+            if time.monotonic() > deadline:
+                raise WeightUpdateFailed(
+                    f"waited {self._timeout_s:g} s for {self._receivers} engines to join the stream of weights, only "
+                    f"{joined} came"
+                )
+            time.sleep(0.01)
+
+    def _buckets(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """The bytes of all tensors end to end, cut into buckets; each is valid until the next is asked for."""
+        device = _device(self._backend)
+        bucket, filled = torch.empty(self._bucket_bytes, dtype=torch.uint8, device=device), 0
+        for _, tensor in named_tensors:
+            for piece in pieces(tensor, dtype, device):
+                while len(piece):
+                    count = min(len(piece), self._bucket_bytes - filled)
+                    bucket[filled : filled + count] = piece[:count]
+                    piece, filled = piece[count:], filled + count
+                    if filled == self._bucket_bytes:
+                        yield bucket
+                        filled = 0
+        if filled:
+            yield bucket[:filled]
+
+
+class Group:
+    """A process group beside the default one, which the trainer may have and an engine does not.
+
+    Leaving the ``with`` block closes its connections, so that the others hear of it: nothing else may refer to the group,
+    for it has no other way to be closed.
+    """
+
+    def __init__(self, backend: str, store: dist.Store, rank: int, size: int, timeout_s: float, host: str):
+        wait, self._timeout_s = timedelta(seconds=timeout_s), timeout_s
+        self._group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL | None
+        if backend == "gloo":
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+            options._timeout = wait
+            self._group = dist.ProcessGroupGloo(store, rank, size, options)
+        else:
+            self._group = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
+
+    def __enter__(self) -> "Group":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._group = None
+
+    def broadcast(self, bucket: torch.Tensor, given_up: Callable[[], bool] = lambda: False) -> None:
+        """From rank 0 to all; returns when this process has sent or received it.
+
+        Raises:
+            RuntimeError: another process left, or the wait passed its deadline.
+        """
+        assert self._group is not None
+        work = self._group.broadcast([bucket], dist.BroadcastOptions())
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            while not work.is_completed():
+                if given_up():
+                    raise WeightUpdateFailed("an engine gave the stream of weights up")
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"no progress for {self._timeout_s:g} s")
+                time.sleep(POLL_S)
+            work.wait()
+        finally:
+            del work  # it holds the connections, and an exception holds this frame
+
+
+def _device(backend: str) -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")

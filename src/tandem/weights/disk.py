@@ -1,0 +1,182 @@
+"""Weights for servers that read them from a disk: one Hugging Face model folder a version.
+
+Any server can open such a folder. It appears whole or not at all, the newest ones are kept, and what a killed run has
+left is removed at the start of the next.
+"""
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO
+
+import torch
+
+from tandem.api.failures import WeightUpdateFailed
+from tandem.api.weights import FolderSource
+from tandem.weights.channel import Channel, Delivery
+from tandem.weights.shards import FolderWriter, Shard
+
+log = logging.getLogger(__name__)
+MIB = 2**20
+
+SHARD_BYTES = 32 * MIB
+"""A file is closed once it has this much: what did not change is known file by file."""
+
+SETTINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
+"""Endings of what belongs to a model folder beside the weights."""
+
+
+class DiskChannel(Channel):
+    """To servers that see a folder of this machine under the same path.
+
+    Streamed: beside the stream's own tensor only a few MiB are held. A file in which nothing changed since the version
+    before is linked to it and not written again.
+    """
+
+    def __init__(self, parent: Path, base: Path | None = None, *, keep: int = 2, shard_bytes: int = SHARD_BYTES):
+        """``parent``: the folder gets a folder of its own in it, which `close` removes. ``base``: model folder whose
+        configuration and tokenizer go into every version. ``keep``: complete versions, the oldest beyond it are removed.
+        """
+        self._parent, self._base, self._keep, self._shard_bytes = Path(parent), base, keep, shard_bytes
+        self._own: OwnFolder | None = None
+        self._count = 0
+        self._versions: dict[Path, tuple[Shard, ...]] = {}
+        self.written_bytes = 0
+        """Of the last version, what was not linked."""
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the versions lie; None before the first."""
+        return None if self._own is None else self._own.path
+
+    def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
+        """See `Channel`. Raises `WeightUpdateFailed` where the disk is full or refuses; the versions before stay."""
+        try:
+            self._own = self._own or OwnFolder(self._parent)
+        except OSError as error:
+            raise WeightUpdateFailed(f"{self._parent} cannot hold weights for the servers: {error}") from error
+        self._count += 1
+        folder = self._own.path / f"update_{self._count}"
+        temporary = folder.with_name(f".{folder.name}.partial")
+        before = next(reversed(self._versions.values()), ())
+        writer = FolderWriter(temporary, dtype, self._shard_bytes, before)
+        try:
+            temporary.mkdir()
+            for name, tensor in named_tensors:
+                writer.add(name, tensor)
+            shards = writer.finish()
+            self._copy_settings(temporary, dtype)
+            _flush(temporary)
+            os.rename(temporary, folder)
+            _flush(self._own.path)
+        except BaseException as error:
+            writer.close()
+            shutil.rmtree(temporary, ignore_errors=True)
+            if isinstance(error, OSError):
+                raise WeightUpdateFailed(self._explain(folder, writer.num_bytes, error)) from error
+            raise
+        self._versions[folder] = tuple(Shard(folder / shard.path.name, shard.entries) for shard in shards)
+        self.written_bytes = writer.written_bytes
+        self._prune()
+        return Delivery(FolderSource(folder), writer.digests, writer.num_bytes)
+
+    def withdraw(self) -> None:
+        """See `Channel`. The last version goes, so that it does not push out one that servers have."""
+        if len(self._versions) > 1:
+            self._remove(next(reversed(self._versions)))
+
+    def close(self) -> None:
+        """Removes the folder with all versions; idempotent."""
+        self._versions.clear()
+        if self._own is not None:
+            self._own.remove()
+            self._own = None
+
+    def _prune(self) -> None:
+        for folder in list(self._versions)[: -self._keep]:
+            self._remove(folder)
+
+    def _remove(self, folder: Path) -> None:
+        del self._versions[folder]
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def _copy_settings(self, folder: Path, dtype: torch.dtype) -> None:
+        if self._base is None:
+            return
+        for path in self._base.iterdir():
+            if path.is_file() and path.suffix in SETTINGS and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, folder / path.name)
+        config = json.loads((folder / "config.json").read_text())
+        name = str(dtype).removeprefix("torch.")
+        told = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+        (folder / "config.json").write_text(json.dumps(config | dict.fromkeys(told, name), indent=2))
+
+    def _explain(self, folder: Path, num_bytes: int, error: OSError) -> str:
+        try:
+            free = f"{shutil.disk_usage(self._parent).free / MIB:,.0f} MiB"
+        except OSError:
+            free = "unknown"
+        return (
+            f"the weights could not be written to {folder}: {error}, after {num_bytes:,} bytes; free there now: {free}. The "
+            "versions before are untouched and nothing was left behind. Free some space, or put rollout.weights.folder on a "
+            "larger disk"
+        )
+
+
+class OwnFolder:
+    """A folder of this process among those of other runs; removes the folders of runs that are no more.
+
+    The folder's lock ends with its process, however that happens.
+    """
+
+    def __init__(self, parent: Path):
+        parent.mkdir(parents=True, exist_ok=True)
+        with _locked(parent / ".lock"):  # nobody takes a folder that is being made for one that was left
+            for other in sorted(parent.glob("run-*")):
+                _remove_if_left(other)
+            self.path = parent / f"run-{os.getpid()}-{secrets.token_hex(4)}"
+            self.path.mkdir()
+            self._lock: IO[str] = (self.path / ".lock").open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+
+    def remove(self) -> None:
+        """With everything in it."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._lock.close()
+        with contextlib.suppress(OSError):
+            if os.listdir(self.path.parent) == [".lock"]:  # the last one
+                shutil.rmtree(self.path.parent)
+
+
+def _remove_if_left(folder: Path) -> None:
+    """Removes it if nobody holds its lock."""
+    try:
+        with (folder / ".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            log.warning("removing %s, weights left by a run that was killed", folder)
+            shutil.rmtree(folder, ignore_errors=True)
+    except OSError:  # it is held, or is being removed by its owner
+        return
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _flush(folder: Path) -> None:
+    """What is small in a folder, and the folder itself, to the disk; the weights are there already."""
+    for path in (*(p for p in folder.iterdir() if p.is_file() and p.suffix != ".safetensors"), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

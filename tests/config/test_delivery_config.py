@@ -1,0 +1,37 @@
+"""What `rollout.weights` and `rollout.verify` may say."""
+
+import pytest
+
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import TrainConfig
+from tandem.config.load import load_config
+
+
+def load(*items):
+    return load_config(TrainConfig, None, ["train_dataset.path=addition", *items]).config.rollout
+
+
+@pytest.mark.parametrize(
+    ("items", "words"),
+    [
+        (["rollout.weights.channel=collective"], "collective is for one embedded engine .* placement=decoupled"),
+        (["rollout.weights.channel=collective", "rollout.backend=embedded:d2"], "and here rollout.backend=embedded:d2"),
+        (["rollout.weights.channel=floppy"], "rollout.weights.channel"),
+        (["rollout.weights.folder=/tmp/x"], "no server reads weights from a disk: set rollout.weights.channel=disk"),
+        (["rollout.weights.folder="], "rollout.weights.folder is empty"),
+        (["rollout.verify.every_steps=0"], "rollout.verify.every_steps must be a whole number, at least 1, got 0"),
+        (["rollout.verify.trajectories=0"], "rollout.verify.trajectories must be"),
+        (["rollout.verify.tolerance=0"], "rollout.verify.tolerance must be above 0"),
+        (["rollout.verify.every_steps=null", "rollout.verify.tolerance=1"], "nothing is verified"),
+    ],
+)
+def test_what_cannot_work_or_would_not_be_read_is_refused(items, words):
+    with pytest.raises(ConfigError, match=words):
+        load(*items)
+
+
+def test_what_can_is_not():
+    assert load("rollout.weights.channel=disk", "rollout.weights.folder=/tmp/x").weights.folder == "/tmp/x"
+    assert load("rollout.backend=vllm:d1", "rollout.weights.folder=/tmp/x").weights.channel == "auto"
+    assert load("rollout.weights.channel=collective", "placement=decoupled").weights.channel == "collective"
+    assert load("rollout.verify.every_steps=null").verify.every_steps is None

@@ -1,0 +1,188 @@
+"""Versions on a disk: whole, openable by anybody, few, and not written again where nothing changed."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tandem.api.failures import WeightUpdateFailed
+from tandem.api.weights import tensor_digest
+from tandem.weights.disk import DiskChannel
+from tandem.weights.pieces import PIECE_BYTES, digest_of, pieces
+from tests.tiny import tiny_model, tiny_model_folder
+
+
+def tensors(seed=0, count=6, rows=64):
+    generator = torch.Generator().manual_seed(seed)
+    return {f"layers.{i}.weight": torch.randn(rows, 16, generator=generator) for i in range(count)}
+
+
+def on_disk(folder):
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in opened.keys()}
+    return found
+
+
+@pytest.fixture
+def channel(tmp_path):
+    channel = DiskChannel(tmp_path / "weights", shard_bytes=8192)  # two of the tensors above in a file
+    yield channel
+    channel.close()
+    assert not (tmp_path / "weights").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (0, 4), (7,), (3, 5, 2), (3 * PIECE_BYTES // 8, 2)])
+def test_the_pieces_of_a_tensor_are_its_bytes_and_none_is_large(shape, dtype):
+    tensor = torch.randn(shape)
+    parts = [part.clone() for part in pieces(tensor, dtype)]
+    assert torch.equal(torch.cat([torch.empty(0, dtype=torch.uint8), *parts]).view(dtype), tensor.to(dtype).reshape(-1))
+    assert all(len(part) <= PIECE_BYTES for part in parts)
+    assert digest_of(pieces(tensor, dtype)) == tensor_digest(tensor.to(dtype))
+
+
+def test_a_transposed_tensor_is_written_as_what_it_is(channel):
+    sent = torch.randn(5, 9).t()
+    delivery = channel.put([("w", sent)], torch.float32)
+    assert torch.equal(dict(delivery.source.tensors())["w"], sent)
+    assert delivery.digests["w"] == tensor_digest(sent)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_version_is_a_model_folder_that_transformers_opens(tmp_path, dtype):
+    base = tiny_model_folder(tmp_path, "smollm")
+    model = tiny_model("smollm", seed=5)
+    channel = DiskChannel(tmp_path / "weights", base, shard_bytes=8192)
+    named = [(name, tensor) for name, tensor in model.state_dict().items() if name != "lm_head.weight"]
+    folder = channel.put(named, dtype).source.folder
+
+    opened = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert opened.dtype == dtype and json.loads((folder / "config.json").read_text())["dtype"] == str(dtype)[6:]
+    assert all(torch.equal(tensor, model.state_dict()[name].to(dtype)) for name, tensor in opened.state_dict().items())
+    assert torch.equal(opened.lm_head.weight, opened.model.embed_tokens.weight)  # tied, and given once
+    text = "What is 3 + 4?"
+    ours, theirs = (AutoTokenizer.from_pretrained(path) for path in (base, folder))
+    assert ours.encode(text) == theirs.encode(text) and ours.chat_template == theirs.chat_template
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    channel.close()
+    assert not (tmp_path / "weights").exists()
+
+
+def test_files_in_which_nothing_changed_are_linked_and_the_others_written_again(channel):
+    first = tensors()
+    before = channel.put(first.items(), torch.float32)
+    changed = first | {"layers.3.weight": first["layers.3.weight"] + 1}  # the second tensor of the second file
+    after = channel.put(changed.items(), torch.float32)
+
+    for number, same in ((1, True), (2, False), (3, True)):
+        name = f"model-{number:05d}.safetensors"
+        files = [delivery.source.folder / name for delivery in (before, after)]
+        assert os.path.samefile(*files) == same
+    assert channel.written_bytes == 2 * first["layers.0.weight"].nbytes
+    assert on_disk(before.source.folder).keys() == on_disk(after.source.folder).keys() == first.keys()
+    for delivery, expected in ((before, first), (after, changed)):
+        found = on_disk(delivery.source.folder)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        assert delivery.digests == {name: tensor_digest(tensor) for name, tensor in expected.items()}
+        assert [name for name, _ in delivery.source.tensors()] and delivery.num_bytes == sum(
+            tensor.nbytes for tensor in expected.values()
+        )
+
+
+def test_a_version_equal_to_the_one_before_is_not_written_at_all(channel):
+    channel.put(tensors().items(), torch.float32)
+    channel.put(tensors().items(), torch.float32)
+    assert channel.written_bytes == 0
+
+
+@pytest.mark.parametrize("others", [{}, {"layers.9.weight": torch.ones(3, 3)}])
+def test_a_stream_that_is_shorter_or_longer_than_before_is_still_whole(channel, others):
+    first = tensors()
+    channel.put(first.items(), torch.float32)
+    second = dict(list(first.items())[: 6 if others else 3]) | others
+    found = on_disk(channel.put(second.items(), torch.float32).source.folder)
+    assert found.keys() == second.keys() and all(torch.equal(found[name], tensor) for name, tensor in second.items())
+
+
+def test_two_versions_are_kept_and_a_withdrawn_one_does_not_push_out_what_is_served(channel):
+    folders = [channel.put(tensors(seed).items(), torch.float32).source.folder for seed in range(3)]
+    assert [folder.is_dir() for folder in folders] == [False, True, True]
+    given_up = channel.put(tensors(9).items(), torch.float32).source.folder
+    channel.withdraw()
+    last = channel.put(tensors(10).items(), torch.float32).source.folder
+    assert not given_up.exists() and folders[2].is_dir() and last.is_dir()
+    assert sorted(p.name for p in channel.folder.iterdir() if not p.name.startswith(".")) == [folders[2].name, last.name]
+
+
+def test_a_disk_that_is_full_leaves_the_version_before_and_nothing_else_and_the_next_one_comes(channel):
+    before = channel.put(tensors(0).items(), torch.float32)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (70_000, hard))  # the header fits, and a part of the data
+    try:
+        with pytest.raises(WeightUpdateFailed, match=r"could not be written to .*update_2: .*File too large.* bytes"):
+            channel.put(tensors(1).items(), torch.float32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in channel.folder.iterdir() if path.name != ".lock"] == [before.source.folder.name]
+    assert torch.equal(on_disk(before.source.folder)["layers.0.weight"], tensors(0)["layers.0.weight"])
+    after = channel.put(tensors(1).items(), torch.float32)
+    assert torch.equal(on_disk(after.source.folder)["layers.0.weight"], tensors(1)["layers.0.weight"])
+
+
+def test_a_stream_that_breaks_off_leaves_nothing(channel):
+    def broken():
+        yield from list(tensors().items())[:3]
+        raise RuntimeError("the trainer ran out of memory")
+
+    with pytest.raises(RuntimeError, match="ran out of memory"):
+        channel.put(broken(), torch.float32)
+    with pytest.raises(ValueError, match="came twice"):
+        channel.put([("a", torch.zeros(2)), ("a", torch.zeros(2))], torch.float32)
+    assert [path.name for path in channel.folder.iterdir()] == [".lock"]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WeightUpdateFailed, match="file/weights cannot hold weights"):
+        DiskChannel(tmp_path / "file" / "weights").put(tensors().items(), torch.float32)
+
+
+KILLED = """
+import os, signal, sys, torch
+from pathlib import Path
+from tandem.weights.disk import DiskChannel
+
+def stream():
+    yield "a", torch.zeros(64, 64)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+channel = DiskChannel(Path(sys.argv[1]))
+channel.put([("a", torch.ones(64, 64))], torch.float32)
+channel.put(stream(), torch.float32)
+"""
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next_and_what_a_running_one_has_is_not(tmp_path, channel):
+    parent = tmp_path / "weights"
+    mine = channel.put(tensors().items(), torch.float32).source.folder
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(parent)], timeout=60, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (left,) = [path for path in parent.glob("run-*") if path != channel.folder]
+    assert {path.name for path in left.iterdir()} == {".lock", "update_1", ".update_2.partial"}
+
+    other = DiskChannel(parent)
+    theirs = other.put(tensors(1).items(), torch.float32).source.folder
+    assert not left.exists() and mine.is_dir() and theirs.is_dir()
+    other.close()
+    assert mine.is_dir() and not theirs.exists()
+    assert set(Path(parent).iterdir()) == {channel.folder, parent / ".lock"}
