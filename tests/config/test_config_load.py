@@ -134,6 +134,7 @@ def test_the_user_s_correction_wins_over_the_preset_s():
         ("deterministic=1", ["must be true or false, got 1"]),
         ("actor.dtype=float16", ["actor.dtype must be one of auto, bfloat16, float32, got 'float16'"]),
         ("actor.optimizer.lr=.nan", ["must be finite"]),
+        ("algorithm.policy_loss.clip_high=1e300", ["clip_high must lie within ±1e+38", "got 1e+300"]),
         ("seed=null", ["seed must be a whole number, got null"]),
         ("actor=smollm2-135m", ["actor is a section with the keys path, backend"]),
         ("seed.x=1", ["seed is a whole number; it has no part 'x'"]),
