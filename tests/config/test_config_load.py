@@ -185,6 +185,11 @@ def test_all_problems_are_told_at_once():
         ("seed: 1\nactor:\n  lr: 3\n", ["actor.lr=3", "run.yaml:3"]),
         ("seed: 1\nseed: 2\n", ["seed is given twice, in lines 1 and 2"]),
         ("seed: [1\n", ["not valid YAML", "line"]),
+        (
+            "actor:\n  optimizer.lr: 1\n  optimizer:\n    lr: 2\n",
+            ["actor.optimizer.lr is given twice", "run.yaml:2", "run.yaml:4"],
+        ),
+        ("? [a, b]\n: c\n", ["run.yaml:1: a key must be one word"]),
         ("- 1\n", ["must hold keys and values"]),
     ],
 )
