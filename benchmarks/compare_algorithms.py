@@ -1,12 +1,12 @@
-"""The presets on the same small task: one-digit addition, the real 135M model, the same budget of steps for each.
+"""The presets on the same small task: one-digit addition, the real 135M model, until 80 % of sampled answers are right.
 
-    python benchmarks/compare_algorithms.py --out results                      # all, one after the other, a few minutes each
-    python benchmarks/compare_algorithms.py --out results grpo rloo --seeds 0 1
-    python benchmarks/compare_algorithms.py --out results --shuffled grpo      # the negative control
-    python benchmarks/compare_algorithms.py --out results --render             # table and picture for docs/comparison.md
+    python benchmarks/compare_algorithms.py                        # what is missing in the records, about a minute each
+    python benchmarks/compare_algorithms.py grpo rloo --seeds 0 1
+    python benchmarks/compare_algorithms.py --shuffled grpo        # the negative control, as many steps as the run took
+    python benchmarks/compare_algorithms.py --render               # table and picture of docs/comparison.md
 
-Each run leaves one JSON file and is not run again, so that the whole can be done in pieces. What is measured: accuracy of
-sampled answers (T = 1) to questions of the training split, every three steps; a run ends when 95 % of them are right.
+The runs are those of tests/learning. Each adds one line to `compare_algorithms.jsonl` here and is not run again, so that the
+whole can be done in pieces; delete a line to repeat its run.
 """
 
 import argparse
@@ -24,54 +24,82 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from tandem.api.failures import TandemError  # noqa: E402
 from tandem.config.presets import PRESETS  # noqa: E402
-from tests.learning.addition import Curve, learn  # noqa: E402
+from tests.learning.addition import GOAL, Curve, learn  # noqa: E402
 
-ENOUGH = 0.95
-"""A run ends when so many answers are right; from then on its last measurement counts."""
-
+RECORDS = Path(__file__).with_suffix(".jsonl")
 PAGE = ROOT / "docs" / "comparison.md"
 PICTURE = ROOT / "docs" / "pictures" / "comparison.png"
 BLOCK = re.compile(r"(<!-- measured -->\n).*?(<!-- end -->)", re.S)
 
-
-def path_of(out: Path, preset: str, seed: int, shuffled: bool) -> Path:
-    """Where a run's result is kept."""
-    return out / f"{preset}-{seed}{'-shuffled' if shuffled else ''}.json"
+REAL, CONTROL, OTHERS = "#2563eb", "#d97706", "#d4d4d8"
 
 
-def run_all(out: Path, presets: Sequence[str], seeds: Sequence[int], *, steps: int, shuffled: bool) -> None:
-    """Runs what has no result yet."""
-    out.mkdir(parents=True, exist_ok=True)
-    for preset in presets:
-        for seed in seeds:
-            path = path_of(out, preset, seed, shuffled)
-            if path.exists():
-                continue
-            curve = learn(preset, steps=steps, seed=seed, shuffled=shuffled, stop_at=ENOUGH)
-            partial = path.with_suffix(".partial")
-            partial.write_text(json.dumps(asdict(curve), indent=1))
-            partial.replace(path)
-            print(
-                f"{path.name}: {curve.first:.2f} → {curve.last:.2f} in {curve.steps} steps, {curve.seconds:.0f} s",
-                flush=True,
-            )
+def say(line: str) -> None:
+    """Progress."""
+    print(line, file=sys.stderr, flush=True)
 
 
-def results(out: Path) -> list[Curve]:
-    """All results, in the order of the presets."""
+def report(curve: Curve, metrics: dict[str, float]) -> None:
+    """One line a step."""
+    phases = " + ".join(f"{metrics[f'time/{name}_s']:.1f}" for name in ("generate", "train", "update_weights"))
+    measured = f", measured {curve.last:.2f}" if curve.steps in curve.measured else ""
+    length = metrics["completion_length/mean"]
+    say(f"{curve.preset}, step {curve.steps}: {curve.batches[-1]:.2f} right{measured}, {length:.1f} tokens, {phases} s")
+
+
+def records(path: Path = RECORDS) -> list[Curve]:
+    """All recorded runs, in the order of the presets."""
     curves = []
-    for path in out.glob("*.json"):
-        data = json.loads(path.read_text())
+    for line in path.read_text().splitlines() if path.exists() else ():
+        data = json.loads(line)
         data["measured"] = {int(step): value for step, value in data["measured"].items()}
+        data["settings"] = tuple(data["settings"])
         curves.append(Curve(**data))
     order = list(PRESETS)
     return sorted(curves, key=lambda curve: (order.index(curve.preset), curve.shuffled, curve.seed))
 
 
-def reached(curve: Curve, goal: float = 0.8) -> int | None:
-    """The step at which the goal was first measured."""
-    return next((step for step, value in sorted(curve.measured.items()) if value >= goal), None)
+def find(curves: Sequence[Curve], preset: str, seed: int, shuffled: bool) -> Curve | None:
+    """The recorded run of these, if there is one."""
+    return next((c for c in curves if (c.preset, c.seed, c.shuffled) == (preset, seed, shuffled)), None)
+
+
+def run_all(path: Path, presets: Sequence[str], seeds: Sequence[int], *, shuffled: bool) -> bool:
+    """Runs what is not recorded; False where a run ended with an error, which is told."""
+    everything_ran = True
+    for preset, seed in [(preset, seed) for preset in presets for seed in seeds]:
+        known = records(path)
+        if find(known, preset, seed, shuffled) is not None:
+            continue
+        real = find(known, preset, seed, False)
+        if shuffled and real is None:
+            say(f"{preset}: run it without --shuffled first; the control takes as many steps")
+            everything_ran = False
+            continue
+        try:
+            if real is None:
+                curve = learn(preset, seed=seed, observe=report)
+            else:
+                curve = learn(preset, seed=seed, shuffled=True, steps=real.steps, stop_at=None, observe=report)
+        except TandemError as error:
+            say(f"{preset}: {error}")
+            everything_ran = False
+            continue
+        with path.open("a") as file:
+            file.write(json.dumps(rounded(curve)) + "\n")
+        kind = "shuffled" if shuffled else "learnt"
+        say(f"{preset} {kind}: {curve.first:.2f} → {curve.last:.2f} in {curve.steps} steps, {curve.seconds:.0f} s")
+    return everything_ran
+
+
+def rounded(curve: Curve) -> dict[str, object]:
+    """A line of the records."""
+    data = asdict(curve)
+    data["batches"] = [round(value, 4) for value in curve.batches]
+    data["measured"] = {step: round(value, 4) for step, value in curve.measured.items()}
+    return data | {"step_s": round(curve.step_s, 2), "seconds": round(curve.seconds, 1)}
 
 
 def _span(values: Sequence[float]) -> str:
@@ -80,75 +108,68 @@ def _span(values: Sequence[float]) -> str:
 
 def table(curves: Sequence[Curve]) -> Iterator[str]:
     """One row for each preset: means and ranges over the seeds."""
-    yield "| preset | seeds | before | after | step of ≥ 0.8 | mean of all measurements | s a step | with shuffled rewards |"
-    yield "|---|---|---|---|---|---|---|---|"
+    yield f"| preset | set beside the task's | steps to ≥ {GOAL:g} | before | after | with shuffled rewards | s a step |"
+    yield "|---|---|---|---|---|---|---|"
     for preset in dict.fromkeys(curve.preset for curve in curves):
         own = [curve for curve in curves if curve.preset == preset]
         real, control = [c for c in own if not c.shuffled], [c for c in own if c.shuffled]
         if not real:
             continue
-        when = [reached(curve) for curve in real]
-        area = [statistics.mean(curve.over_the_budget().values()) for curve in real]
         cells = [
             f"[`{preset}`](algorithms/{preset}.md)",
-            str(len(real)),
+            " ".join(f"`{setting}`" for setting in real[0].settings),
+            ", ".join(str(curve.steps) if curve.last >= GOAL else f"not in {curve.steps}" for curve in real),
             _span([curve.first for curve in real]),
             _span([curve.last for curve in real]),
-            ", ".join("not reached" if step is None else str(step) for step in when),
-            _span(area),
-            f"{statistics.median(curve.seconds / curve.steps for curve in real):.1f}",
-            _span([curve.last for curve in control]) if control else "—",
+            _span([curve.last for curve in control]) if control else "not run",
+            f"{statistics.median(curve.step_s for curve in real):.1f}",
         ]
         yield "| " + " | ".join(cells) + " |"
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
-    """Small multiples: each preset's seeds in front of all others, the control dashed."""
+    """Small multiples: each preset in front of all others, its control dashed."""
     names = list(dict.fromkeys(curve.preset for curve in curves))
     columns = min(6, len(names))
     rows = -(-len(names) // columns)
-    figure = Figure(figsize=(2.3 * columns, 1.9 * rows), dpi=110, layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat
+    figure = Figure(figsize=(2.1 * columns, 1.8 * rows), dpi=110, layout="constrained")
+    grid = list(figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
     for axes, name in zip(grid, names, strict=False):
         for curve in curves:
-            points = sorted(curve.over_the_budget().items())
-            steps, values = [step for step, _ in points], [value for _, value in points]
+            points = sorted(curve.measured.items())
+            # the accuracy of a batch is that of the weights before its update
+            steps, values = list(range(curve.steps + 1)), [*curve.batches, curve.last]
             if curve.preset != name and not curve.shuffled:
-                axes.plot(steps, values, color="#d4d4d8", linewidth=0.7, zorder=1)
+                axes.plot(steps, values, color=OTHERS, linewidth=0.7, zorder=1)
             elif curve.preset == name:
-                style = {"color": "#6b7280", "linestyle": "--"} if curve.shuffled else {"color": "#2563eb"}
-                axes.plot(steps, values, linewidth=1.6, zorder=2, **style)
+                colour = CONTROL if curve.shuffled else REAL
+                axes.plot(steps, values, linewidth=1.4, zorder=2, color=colour, linestyle="--" if curve.shuffled else "-")
+                axes.plot(*zip(*points, strict=True), "o", markersize=3.5, zorder=3, color=colour)
+        axes.axhline(GOAL, color="#9ca3af", linewidth=0.7, linestyle=":", zorder=0)
         axes.set_title(name, fontsize=9)
         axes.set_ylim(0, 1)
         axes.tick_params(labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)
-    for axes in list(grid)[len(names) :]:
+    for axes in grid[len(names) :]:
         axes.set_axis_off()
     figure.supxlabel("step", fontsize=9)
-    figure.supylabel("accuracy of sampled answers", fontsize=9)
+    figure.supylabel("right answers", fontsize=9)
+    path.parent.mkdir(exist_ok=True)
     FigureCanvasAgg(figure).print_png(str(path))
 
 
-def render(out: Path) -> None:
-    """Puts the table into docs/comparison.md and draws its picture."""
-    curves = results(out)
-    if not curves:
-        sys.exit(f"{out} has no results yet")
+def with_table(page: str, curves: Sequence[Curve]) -> str:
+    """The page with the table of these runs."""
     text = "\n".join(table(curves))
-    PAGE.write_text(
-        BLOCK.sub(lambda found: f"{found[1]}\n{text}\n\n![curves](pictures/comparison.png)\n\n{found[2]}", PAGE.read_text())
-    )
-    draw(curves, PICTURE)
-    print(text)
+    return BLOCK.sub(lambda found: f"{found[1]}\n{text}\n\n![curves](pictures/comparison.png)\n\n{found[2]}", page)
 
 
-def main() -> None:
+def main() -> int:
     """See the top of the file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("presets", nargs="*", choices=[*PRESETS, []], metavar="PRESET", help="all of them by default")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the results")
+    parser.add_argument("--records", type=Path, default=RECORDS, help="file of the runs, one a line")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=15)
     parser.add_argument(
         "--shuffled", action="store_true", help="the negative control: rewards dealt out anew among the samples"
     )
@@ -156,9 +177,14 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.render:
         presets = arguments.presets or list(PRESETS)
-        run_all(arguments.out, presets, arguments.seeds, steps=arguments.steps, shuffled=arguments.shuffled)
-    render(arguments.out)
+        return 0 if run_all(arguments.records, presets, arguments.seeds, shuffled=arguments.shuffled) else 1
+    curves = records(arguments.records)
+    if not curves:
+        sys.exit(f"{arguments.records} has no runs yet")
+    PAGE.write_text(with_table(PAGE.read_text(), curves))
+    draw(curves, PICTURE)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -77,3 +77,8 @@ def test_a_model_without_chat_template_says_so(tmp_path, capsys):
 
 def test_a_model_that_is_not_there_says_so(tmp_path, capsys):
     assert generate(capsys, str(tmp_path / "nothing"), "x", code=2).err.startswith("error: ")
+
+
+def test_a_prompt_that_is_no_text_is_refused(model, capsys):
+    said = generate(capsys, model, "a\udcff", code=2)
+    assert said.err == "error: the prompt is not UTF-8 text: '\\udcff' at place 1\n"

@@ -134,6 +134,7 @@ def test_the_user_s_correction_wins_over_the_preset_s():
         ("deterministic=1", ["must be true or false, got 1"]),
         ("actor.dtype=float16", ["actor.dtype must be one of auto, bfloat16, float32, got 'float16'"]),
         ("actor.optimizer.lr=.nan", ["must be finite"]),
+        ("algorithm.policy_loss.clip_high=1e300", ["clip_high must lie within ±1e+38", "got 1e+300"]),
         ("seed=null", ["seed must be a whole number, got null"]),
         ("actor=smollm2-135m", ["actor is a section with the keys path, backend"]),
         ("seed.x=1", ["seed is a whole number; it has no part 'x'"]),
@@ -184,6 +185,11 @@ def test_all_problems_are_told_at_once():
         ("seed: 1\nactor:\n  lr: 3\n", ["actor.lr=3", "run.yaml:3"]),
         ("seed: 1\nseed: 2\n", ["seed is given twice, in lines 1 and 2"]),
         ("seed: [1\n", ["not valid YAML", "line"]),
+        (
+            "actor:\n  optimizer.lr: 1\n  optimizer:\n    lr: 2\n",
+            ["actor.optimizer.lr is given twice", "run.yaml:2", "run.yaml:4"],
+        ),
+        ("? [a, b]\n: c\n", ["run.yaml:1: a key must be one word"]),
         ("- 1\n", ["must hold keys and values"]),
     ],
 )

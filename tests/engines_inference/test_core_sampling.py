@@ -4,9 +4,10 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tandem.api.failures import DataFailure
+from tandem.api.failures import DataFailure, NonFinite
 from tandem.api.requests import LLMRequest, NoiseKey, StopReason
 from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.noise import stream_of, uniform
@@ -167,6 +168,18 @@ def test_bad_requests_are_refused_and_hurt_nobody(tmp_path):
         with pytest.raises(DataFailure, match="bad_request"):
             core.add(0, request)
     assert not core.has_work
+
+
+@pytest.mark.parametrize("sampling", [{}, {"greedy": True}, {"top_p": 0.5}])
+def test_weights_that_are_no_numbers_say_so_and_make_no_tokens(tmp_path, sampling):
+    folder = tiny_model_folder(tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"].fill_(torch.nan)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    core = make_core(folder)
+    core.add(0, LLMRequest((5, 6, 7), GenerationConfig(max_new_tokens=4, **sampling)))
+    with pytest.raises(NonFinite, match=r"version 0 of the weights gives logits that are not finite.*actor\.optimizer\.lr"):
+        drain(core)
 
 
 def test_a_deadline_ends_a_request_with_what_it_has(tmp_path):

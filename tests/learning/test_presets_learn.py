@@ -3,21 +3,22 @@
 import pytest
 
 from tandem.config.presets import PRESETS
-from tests.learning.addition import learn
+from tests.learning.addition import GOAL, learn
 
 pytestmark = pytest.mark.slow
 
-BUDGET = 18
-"""Steps of 64 samples at most."""
+IN_CI = ("grpo", "cispo", "rloo")
+"""Three kinds of losses: clipped ratio, clipped weight, plain policy gradient."""
+
+CASES = [pytest.param(name, marks=[pytest.mark.invariant] if name in IN_CI else []) for name in PRESETS]
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("preset", CASES)
+@pytest.mark.timeout(900)
 def test_it_learns_addition_and_does_not_learn_from_shuffled_rewards(preset):
-    learnt = learn(preset, steps=BUDGET, stop_at=0.8)
+    learnt = learn(preset)
     assert learnt.first < 0.3
-    assert learnt.last >= 0.8, learnt.measured
+    assert learnt.last >= GOAL, learnt
 
-    control = learn(preset, steps=learnt.steps, shuffled=True)
-    assert control.first < 0.3
-    assert control.last < 0.3, control.measured
+    control = learn(preset, steps=learnt.steps, shuffled=True, stop_at=None)
+    assert control.last < 0.3, control

@@ -166,6 +166,7 @@ def test_a_record_that_was_changed_is_refused_with_its_line(whole, model, tmp_pa
         (["model="], "model is missing"),
         (["data=[]"], "data is missing"),
         (["k=[1, 4]"], "k must lie in 1…gconfig.n_samples"),
+        (["k=[0]"], "k must be at least 1, got 0"),
         (["gconfig.greedy=true"], "equal answers"),
         (["gconfig.n_samples=1", "gconfig.greedy=true", "gconfig.temperature=0.5"], "temperature=0.5 is not used"),
         (["reward=mathh"], "did you mean 'math'"),

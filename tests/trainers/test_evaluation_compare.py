@@ -79,6 +79,9 @@ def test_what_is_not_finished_or_not_there_is_refused(tmp_path):
         open_recorded(tmp_path / "a")
     with pytest.raises(ConfigError, match="holds no evaluation"):
         open_recorded(tmp_path / "nowhere")
+    (tmp_path / "a/evaluation.json").write_text('{"config": {}}')
+    with pytest.raises(ConfigError, match="is not that of an evaluation, or was changed"):
+        open_recorded(tmp_path / "a")
 
 
 def test_a_seed_below_zero_is_refused(tmp_path, capsys):

@@ -129,12 +129,14 @@ def test_a_workflow_that_takes_any_argument_is_given_all_of_them(mine):
     assert set(made.workflow.given) == {"reward", "gconfig", "tokenizer", "system_prompt", "chat_template_kwargs"}
 
 
-@pytest.mark.parametrize(("text", "line"), [("x = 1\ny = zero\n", 2), ("def broken(:\n", 1)])
+@pytest.mark.parametrize(
+    ("text", "line"), [("x = 1\ny = zero\n", 2), ("def broken(:\n", 1), ("import sys\n\nsys.exit(5)\n", 3)]
+)
 @pytest.mark.parametrize("key", ["workflow", "reward", "algorithm.advantage"])
 def test_a_file_of_the_user_s_that_raises_is_a_message_with_its_line(tmp_path, text, line, key):
     file = tmp_path / f"broken_{line}.py"
     file.write_text(text)
-    with pytest.raises(ConfigError, match=rf"raised \w+Error: .*line {line}\); mend it there"):
+    with pytest.raises(ConfigError, match=rf"raised (\w+Error|SystemExit): .*line {line}\); mend it there"):
         check_names(config(f"{key}={file}:anything"))
 
 

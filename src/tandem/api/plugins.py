@@ -71,7 +71,7 @@ def in_user_code(spec: str, function: Callable[..., T], *arguments: Any, **named
         return function(*arguments, **named)
     except ConfigError:
         raise
-    except Exception as error:  # the boundary of a user's code
+    except (Exception, SystemExit) as error:  # the boundary of a user's code, which may end with sys.exit(main())
         raise ConfigError(f"{_raised(spec, error)}; mend it there") from error
 
 
@@ -85,13 +85,13 @@ def run_user_code(spec: str, function: Callable[..., T], **named: Any) -> T:
         return function(**named)
     except TandemError:
         raise
-    except Exception as error:  # the boundary of a user's code
+    except (Exception, SystemExit) as error:  # the boundary of a user's code
         raise UserCodeFailed(
             f"{_raised(spec, error)}; mend it there and start again. Checkpoints that were saved stay"
         ) from error
 
 
-def _raised(spec: str, error: Exception) -> str:
+def _raised(spec: str, error: BaseException) -> str:
     """What it raised, and the last line of the user's file on the way there."""
     file = spec.rpartition(":")[0]
     if isinstance(error, SyntaxError) and error.lineno:

@@ -79,6 +79,10 @@ def sampling(arguments: argparse.Namespace) -> GenerationConfig:
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, *, system: str | None, raw: bool) -> tuple[int, ...]:
     """The prompt's tokens, as a chat with the assistant's turn opened unless ``raw``."""
+    try:
+        (prompt + (system or "")).encode()
+    except UnicodeEncodeError as error:  # bytes of a command line that are no UTF-8
+        raise ConfigError(f"the prompt is not UTF-8 text: {error.object[error.start]!r} at place {error.start}") from None
     if raw:
         ids = tokenizer(prompt)["input_ids"]
     else:

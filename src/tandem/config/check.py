@@ -28,7 +28,7 @@ __all__ = ["arithmetic", "check", "max_head_offpolicyness", "placement", "total_
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 FILE_ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 SINKS = ("tensorboard", "wandb", "trackio")
-MAY_BE_EMPTY = ("system_prompt", "train_dataset.prompt_suffix", "valid_dataset.prompt_suffix")
+MAY_BE_EMPTY = ("system_prompt", "step_separator", "train_dataset.prompt_suffix", "valid_dataset.prompt_suffix")
 GIVEN_TO_TEMPLATES = (
     "conversation",
     "messages",

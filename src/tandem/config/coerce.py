@@ -8,6 +8,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 from tandem.config.errors import ConfigError
 from tandem.config.yaml_file import Scalar, number, plain
 
+MOST = 1e38
+
 
 def without_none(kind: Any) -> tuple[Any, bool]:
     """``int | None`` → (int, True); other types → (type, False). Unions of several types stay."""
@@ -80,6 +82,8 @@ def _finite(value: float) -> float:
         raise ConfigError(f"must lie between -2^63 and 2^63, got {value}")
     if not math.isfinite(value):
         raise ConfigError(f"must be finite, got {value}")
+    if abs(value) > MOST:
+        raise ConfigError(f"must lie within ±{MOST:g}, which is all that 32-bit numbers can hold, got {value}")
     return value
 
 

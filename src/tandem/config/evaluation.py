@@ -229,7 +229,9 @@ def _samples(config: EvaluationConfig, written: Container[str]) -> Iterator[str]
             if f"gconfig.{key}" in written:
                 yield f"gconfig.{key}={getattr(sampling, key)} is not used with gconfig.greedy=true; leave one of them out"
     for k in config.k:
-        if not 1 <= k <= sampling.n_samples:
+        if k < 1:
+            yield f"k must be at least 1, got {k}: pass@k is the chance that one of k samples is right"
+        elif k > sampling.n_samples:
             yield (
                 f"k must lie in 1…gconfig.n_samples ({sampling.n_samples}), got {k}: pass@{k} needs at least {k} samples of "
                 f"each prompt; set gconfig.n_samples={k} or leave it out"

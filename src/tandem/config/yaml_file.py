@@ -68,7 +68,7 @@ def read_file(file: Path) -> list[Assignment]:
     try:
         node = yaml.compose(file.read_text(encoding="utf-8"), Loader=_Loader)
         if isinstance(node, yaml.MappingNode):
-            return list(_walk(node, (), file.name))
+            return _once(_walk(node, (), file.name))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file} is not valid YAML: {' '.join(str(error).split())}") from error
     except RecursionError:
@@ -78,6 +78,16 @@ def read_file(file: Path) -> list[Assignment]:
     if node is None:
         return []
     raise ConfigError(f"{file} must hold keys and values, such as `seed: 1`; its top is a {type(node).__name__}")
+
+
+def _once(assignments: Iterator[Assignment]) -> list[Assignment]:
+    """All of them; refuses a value that is given twice, once with dots and once without."""
+    found: dict[tuple[str, ...], Assignment] = {}
+    for item in assignments:
+        before = found.setdefault(item.path, item)
+        if before is not item:
+            raise ConfigError(f"{'.'.join(item.path)} is given twice, in {before.source} and {item.source}; keep one")
+    return list(found.values())
 
 
 def _is_file(file: Path) -> bool:
@@ -123,7 +133,10 @@ def _walk(node: yaml.MappingNode, prefix: tuple[str, ...], file: str | None) -> 
     """The leaves below a mapping; dotted keys are taken apart."""
     seen: dict[str, int] = {}
     for key_node, value_node in node.value:
-        key, line = str(key_node.value), key_node.start_mark.line + 1
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ConfigError(f"{file or 'command line'}:{line}: a key must be one word, and here it is a list or a mapping")
+        key = str(key_node.value)
         source = f"{file}:{line}" if file else "command line"
         if key in seen:
             raise ConfigError(

@@ -90,7 +90,8 @@ def _inverse_cdf(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.T
     block = _first_above(sums, targets)  # [B, 1]
     before = torch.where(block > 0, sums.gather(-1, (block - 1).clamp(min=0)), 0.0)
     inside = blocks.gather(1, block[:, :, None].expand(-1, 1, _BLOCK)).squeeze(1).double().cumsum(dim=-1)
-    return (block * _BLOCK + _first_above(inside, targets - before)).squeeze(-1)
+    tokens = (block * _BLOCK + _first_above(inside, targets - before)).squeeze(-1)
+    return tokens.clamp(max=size - 1)  # where nothing is a number, nothing is above anything
 
 
 def _first_above(cumulative: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

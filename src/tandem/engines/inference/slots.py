@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from tandem.api.failures import NonFinite
 from tandem.api.requests import LLMResponse, NoiseKey, StopReason
 from tandem.engines.inference.noise import stream_of, uniform
 from tandem.engines.inference.sampler import SamplingRows, sample
@@ -99,6 +100,9 @@ class Slots:
 
         Returns:
             Places in ``slots`` that ended with a stop token, and those that reached their limit.
+
+        Raises:
+            NonFinite: the logits are not numbers.
         """
         forbidden = self._forbidden(slots) if rows.minimums else None
         positions, counts = self.positions[slots], self.counts[slots]
@@ -113,9 +117,14 @@ class Slots:
         self.counts[slots] = counts + 1
         stopped = (tokens[:, None] == self._stop[slots]).any(dim=-1)
         full = (counts + 1 >= self._limits[slots]) & ~stopped
-        ended = torch.stack((stopped, full))
+        ended = torch.stack((stopped, full, logprobs.isnan()))
         if not bool(ended.any()):
             return [], []
+        if bool(ended[2].any()):
+            raise NonFinite(
+                f"version {version} of the weights gives logits that are not finite, so no token can be drawn; lower "
+                "actor.optimizer.lr, or give a model that is whole"
+            )
         return ended[0].nonzero().flatten().tolist(), ended[1].nonzero().flatten().tolist()
 
     def _forbidden(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:

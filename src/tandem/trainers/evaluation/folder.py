@@ -156,8 +156,9 @@ def read_settings(path: Path) -> dict[str, Any]:
         ) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path / SETTINGS} cannot be read: {error}") from error
-    if not isinstance(found, dict) or "config" not in found:
-        raise ConfigError(f"{path / SETTINGS} is not that of an evaluation")
+    parts = ("config", "data", "row_digests", "files")
+    if not (isinstance(found, dict) and all(isinstance(found.get(part), dict) for part in parts)):
+        raise ConfigError(f"{path / SETTINGS} is not that of an evaluation, or was changed; move the folder away")
     return found
 
 
