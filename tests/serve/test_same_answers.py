@@ -29,6 +29,7 @@ def remote(served):
         {"min_new_tokens": 6, "stop_token_ids": tuple(range(3, 200))},
         {"first_token_temperature": 3.0},
         {"stop": ("e", "th")},
+        {"max_new_tokens": 100_000, "stop_token_ids": tuple(range(3, 60))},
     ],
     ids=lambda sampling: "+".join(sampling),
 )
