@@ -103,30 +103,30 @@ def fleet_of(stand_ins: list[StandIn]) -> Fleet:
 
 
 class Load:
-    """Groups of requests, each followed by the next at once."""
+    """Requests in groups of consecutive ones, each followed by the next at once."""
 
     def __init__(self, fleet: Fleet):
         self._fleet, self.done, self._number = fleet, 0, itertools.count()
 
     async def run(self) -> None:
-        """One group after another."""
+        """One request after another."""
         while True:
-            affinity = f"group {next(self._number)}"
-            await asyncio.gather(*(self._one(affinity) for _ in range(GROUP)))
-
-    async def _one(self, affinity: str) -> None:
-        await self._fleet.agenerate(LLMRequest(PROMPT, SAMPLING, affinity=affinity))
-        self.done += 1
+            affinity = f"group {next(self._number) // GROUP}"
+            await self._fleet.agenerate(LLMRequest(PROMPT, SAMPLING, affinity=affinity))
+            self.done += 1
 
 
 async def scale(servers: int, concurrent: int, seconds: float) -> dict[str, object]:
-    """See the module; measured for as long as requests take on average, once they came in over the same time."""
+    """See the module; measured for as long as requests take on average, half as long after they all have come in."""
     stand_ins = [StandIn(seconds, concurrent // servers + 1) for _ in range(servers)]
     fleet = fleet_of(stand_ins)
     load, tasks = Load(fleet), []
-    for _ in range(concurrent // GROUP):
+    ramp = max(1, concurrent // 200)
+    for number in range(concurrent):
         tasks.append(asyncio.ensure_future(load.run()))
-        await asyncio.sleep(seconds * GROUP / concurrent)
+        if number % ramp == 0:
+            await asyncio.sleep(seconds / 200)
+    await asyncio.sleep(seconds / 2)
     before, cpu, began, served = load.done, cpu_s(), time.monotonic(), [one.served for one in stand_ins]
     await asyncio.sleep(seconds)
     passed, used, done = time.monotonic() - began, cpu_s() - cpu, load.done - before

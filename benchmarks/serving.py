@@ -67,12 +67,18 @@ def generated(server: TandemServer) -> float:
     return server.statistics()["generated_tokens"]
 
 
+async def again(server: TandemServer, request: LLMRequest) -> None:
+    """Keeps a request under way."""
+    while True:
+        await server.agenerate(request)
+
+
 async def pauses(servers: list[TandemServer], folder: Path, running: int, updates: int) -> list[dict[str, float]]:
     """Updates of all servers among running requests, one more at first for warmth; the slowest server counts."""
     source = FolderSource(folder)
     digests = {name: tensor_digest(tensor) for name, tensor in source.tensors()}
     requests = requests_of(running, 1024, 0)
-    tasks = [asyncio.ensure_future(server.agenerate(request)) for server in servers for request in requests]
+    tasks = [asyncio.ensure_future(again(server, request)) for server in servers for request in requests]
     rows = []
     for number in range(1, updates + 2):
         before = [generated(server) for server in servers]

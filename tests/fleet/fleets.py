@@ -96,7 +96,7 @@ class Asking:
         return self._future.result(120)
 
 
-def until(condition, timeout_s=60.0):
+def until(condition, timeout_s=120.0):
     """Waits until it holds; returns the seconds that took."""
     began = time.monotonic()
     while not condition():
@@ -138,11 +138,17 @@ def passed(journal, name):
     return [row["to"] for row in rows(journal) if row["server"] == name and row["from"] != row["to"]]
 
 
-def same(one, other, tolerance=1e-4):
-    """Whether two lists of responses are the same tokens with the same log-probabilities."""
-    assert [r.output_ids for r in one] == [r.output_ids for r in other]
-    for mine, its in zip(one, other, strict=True):
-        assert all(abs(a - b) <= tolerance for a, b in zip(mine.logprobs, its.logprobs, strict=True))
+def same(one, other, tolerance=1e-4, but=0):
+    """Whether two lists of responses are the same tokens with the same log-probabilities.
+
+    ``but``: so many may differ. What runs beside a request moves its probabilities by 1e-6; among thousands of tokens one
+    draw may fall on the other side of an edge.
+    """
+    differing = [i for i, (mine, its) in enumerate(zip(one, other, strict=True)) if mine.output_ids != its.output_ids]
+    assert len(differing) <= but, differing
+    for i, (mine, its) in enumerate(zip(one, other, strict=True)):
+        if i not in differing:
+            assert all(abs(a - b) <= tolerance for a, b in zip(mine.logprobs, its.logprobs, strict=True))
     return True
 
 

@@ -83,16 +83,22 @@ def _engines():
     found = []
     for process in psutil.Process().children(recursive=True):
         try:
-            if "tandem.engines.inference.child" in process.cmdline():
+            if {"tandem.engines.inference.child", "serve"} & set(process.cmdline()):
                 found.append(process)
         except psutil.Error:
             continue
     return found
 
 
-def test_a_fleet_of_two_trains_the_same_weights_as_one_engine(model, tmp_path):
-    one, metrics, samples = run(model, tmp_path / "one")
-    two, its_metrics, its_samples = run(model, tmp_path / "two", "rollout.backend=embedded:d2")
+@pytest.fixture(scope="module")
+def one_engine(model, tmp_path_factory):
+    return run(model, tmp_path_factory.mktemp("one"))
+
+
+@pytest.mark.parametrize("backend", ["embedded:d2", "embedded:d1+tandem:d1", "tandem:d2"])
+def test_a_fleet_of_two_trains_the_same_weights_as_one_engine(model, tmp_path, one_engine, backend):
+    one, metrics, samples = one_engine
+    two, its_metrics, its_samples = run(model, tmp_path, f"rollout.backend={backend}")
 
     texts = [[sample["completion"] for sample in run] for run in (samples, its_samples)]
     assert texts[0] == texts[1]
@@ -100,8 +106,7 @@ def test_a_fleet_of_two_trains_the_same_weights_as_one_engine(model, tmp_path):
     assert [row["reward/mean"] for row in metrics] == [row["reward/mean"] for row in its_metrics]
     last = its_metrics[-1]
     assert (last["fleet/healthy"], last["fleet/servers"], last["fleet/moved"], last["fleet/fenced"]) == (2, 2, 0, 0)
-    servers = {row["server"] for row in rows(two.folder / "fleet.jsonl")}
-    assert servers == {"embedded-0", "embedded-1"}
+    assert len({row["server"] for row in rows(two.folder / "fleet.jsonl")}) == 2
     assert not _engines()
 
 
@@ -115,13 +120,13 @@ def test_asynchronous_training_goes_on_while_a_server_is_killed_and_nothing_is_l
         "async_training=true",
         f"rollout.max_head_offpolicyness={eta}",
         "gconfig.max_new_tokens=96",
-        "total_train_steps=60",
+        "total_train_steps=30",
     )
     thread.join(60)
     assert len(killed) == 1
     table = rows(summary.folder / "fleet.jsonl")
     assert [row["from"] for row in table if row["to"] == "fenced"] != []
-    assert metrics[-1]["episodes/trained"] == 60 * 4
+    assert metrics[-1]["episodes/trained"] == 30 * 4
     assert not [name for name in metrics[-1] if name.startswith("episodes/dropped")]
     assert all(row["staleness/max"] <= eta for row in metrics)
     assert not _engines()

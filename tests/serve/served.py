@@ -114,9 +114,10 @@ class Served:
         return json.loads(raw)
 
 
-def request_of(ids, key=None, **sampling):
+def request_of(ids, key=None, deadline_s=None, **sampling):
     """A request for one completion."""
-    return LLMRequest(tuple(ids), GenerationConfig(**{"n_samples": 1, "max_new_tokens": 12} | sampling), key)
+    gconfig = GenerationConfig(**{"n_samples": 1, "max_new_tokens": 12} | sampling)
+    return LLMRequest(tuple(ids), gconfig, key, deadline_s=deadline_s)
 
 
 def one_by_one(engine, requests):

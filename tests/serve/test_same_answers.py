@@ -2,7 +2,6 @@
 
 import asyncio
 import random
-from dataclasses import replace
 
 import pytest
 
@@ -30,6 +29,7 @@ def remote(served):
         {"min_new_tokens": 6, "stop_token_ids": tuple(range(3, 200))},
         {"first_token_temperature": 3.0},
         {"stop": ("e", "th")},
+        {"max_new_tokens": 100_000, "stop_token_ids": tuple(range(3, 60))},
     ],
     ids=lambda sampling: "+".join(sampling),
 )
@@ -78,8 +78,7 @@ def test_a_deadline_ends_the_request_with_what_it_has(remote):
     (response,) = one_by_one(remote, [request_of(PROMPTS[0], max_new_tokens=2)])
     assert response.stop_reason == StopReason.LENGTH
     remote.pause()
-    late = request_of(PROMPTS[0], max_new_tokens=2)
-    late = replace(late, deadline_s=0.05)
+    late = request_of(PROMPTS[0], deadline_s=0.05, max_new_tokens=2)
     (response,) = one_by_one(remote, [late])
     remote.resume()
 

@@ -43,6 +43,8 @@ def mode(file):
     return file.stat().st_mode & 0o777
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_the_command_serves_until_sigterm_and_leaves_nothing(folder, tmp_path, capfd):
     """In this process, whose main thread it needs; the engine is a process of its own."""
     address, seen = tmp_path / "address.json", {}

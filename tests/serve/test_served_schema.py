@@ -12,7 +12,7 @@ from tandem.engines.inference.serve.questions import CHAT_WITHOUT_EFFECT, LEGACY
 from tandem.engines.inference.serve.schema import Invalid, array, checked, integer, optional, record, text
 from tests.serve.served import TOKEN
 
-LOCAL = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+LOCAL = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 PLAIN = st.none() | st.booleans() | st.integers(-3, 3) | st.text(max_size=3)
 FREE = st.recursive(
     PLAIN | st.floats(allow_nan=False, allow_infinity=False, width=16),

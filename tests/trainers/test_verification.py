@@ -415,12 +415,17 @@ def rows_of(folder):
     "more",
     [
         [],
-        ["rollout.weights.channel=disk"],
-        ["async_training=true", "rollout.max_head_offpolicyness=2", "gconfig.max_new_tokens=32"],
+        pytest.param(["rollout.weights.channel=disk"], marks=pytest.mark.slow),
+        pytest.param(
+            ["async_training=true", "rollout.max_head_offpolicyness=2", "gconfig.max_new_tokens=32"], marks=pytest.mark.slow
+        ),
         ["async_training=true", "rollout.weights.channel=disk", "rollout.max_head_offpolicyness=2"],
         pytest.param(["placement=decoupled", "rollout.weights.channel=collective"], marks=pytest.mark.slow),
         pytest.param(["rollout.dtype=bfloat16"], marks=pytest.mark.slow),
-        pytest.param(["gconfig.first_token_temperature=2", "gconfig.train_first_token=true"], marks=pytest.mark.slow),
+        pytest.param(
+            ["gconfig.first_token_temperature=2", "gconfig.train_first_token=true", "algorithm.correction.weight=none"],
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=lambda more: "-".join(item.partition("=")[0].rpartition(".")[2] for item in more) or "plain",
 )

@@ -24,7 +24,7 @@ def peak_over(action):
     action()
     return status("VmHWM:") - before
 
-masters = {f"w{i}": torch.randn(MIB) for i in range(32)}  # float32, 128 MiB
+masters = {f"w{i}": torch.randn(MIB) for i in range(40)}  # float32, 160 MiB
 weights = sum(t.nbytes for t in masters.values())
 """
 
@@ -43,26 +43,28 @@ COLLECTIVE = """
 from tandem.weights.collective import CollectiveChannel
 import multiprocessing
 
-def receive(source, pipe):
-    seen = 0
-    def take():
-        nonlocal seen
-        for name, tensor in source.tensors():
-            seen += tensor.nbytes
-    pipe.send((peak_over(take), seen))
+def receive(pipe):
+    while (source := pipe.recv()) is not None:
+        seen = 0
+        def take():
+            nonlocal seen
+            for name, tensor in source.tensors():
+                seen += tensor.nbytes
+        pipe.send((peak_over(take), seen))
 
-if __name__ == "__main__":
-    channel = CollectiveChannel(1, bucket_bytes=4 * MIB, timeout_s=60)
-    delivery = channel.put(masters.items(), torch.bfloat16)
-    spawn = multiprocessing.get_context("fork")
-    ours, theirs = spawn.Pipe()
-    child = spawn.Process(target=receive, args=(delivery.source, theirs))
-    child.start()
-    print(peak_over(lambda: channel.send(masters.items(), torch.bfloat16, lambda: False)) / (weights // 2))
-    peak, seen = ours.recv()
-    assert seen == weights // 2
-    print(peak / (weights // 2))
-    child.join()
+channel = CollectiveChannel(1, bucket_bytes=4 * MIB, timeout_s=60)
+fork = multiprocessing.get_context("fork")
+ours, theirs = fork.Pipe()
+child = fork.Process(target=receive, args=(theirs,))
+child.start()
+for _ in range(2):  # the first warms up: libraries and threads come with it
+    ours.send(channel.put(masters.items(), torch.float32).source)
+    here = peak_over(lambda: channel.send(masters.items(), torch.float32, lambda: False))
+    there, seen = ours.recv()
+    assert seen == weights
+print(here / weights, there / weights)
+ours.send(None)
+child.join()
 """
 
 STAGED = """
@@ -72,8 +74,8 @@ from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine
 from tandem.weights.disk import DiskChannel
 masters.clear()
-shape = dict(vocab_size=4096, hidden_size=512, intermediate_size=1536, num_hidden_layers=8, num_attention_heads=8,
-             num_key_value_heads=8, max_position_embeddings=128, tie_word_embeddings=True)
+shape = dict(vocab_size=4096, hidden_size=512, intermediate_size=1536, num_hidden_layers=16, num_attention_heads=8,
+             num_key_value_heads=8, max_position_embeddings=128, tie_word_embeddings=False)
 folder = Path(sys.argv[1]) / "model"
 model = AutoModelForCausalLM.from_config(LlamaConfig(**shape), dtype=torch.float32)
 model.save_pretrained(folder)
@@ -88,8 +90,7 @@ def update(number):
     version = WeightVersion(number, version_digest(delivery.digests))
     engine.prepare_weights(WeightUpdate(version, delivery.source, delivery.digests))
     engine.commit_weights(version)
-update(1)
-print(peak_over(lambda: update(2)) / weights)
+print(peak_over(lambda: update(1)) / weights)  # later ones find the memory that this one gave back
 engine.close()
 channel.close()
 """
@@ -114,6 +115,9 @@ def test_a_streamed_update_holds_at_most_a_fifth_of_the_weights_at_either_end(tm
     assert max(found) <= 0.2
 
 
+@pytest.mark.slow
 def test_a_staged_update_holds_the_new_weights_and_hardly_more(tmp_path):
     (found,) = ratios(STAGED, tmp_path)
-    assert 0.7 <= found <= 1.2
+    assert (
+        0.7 <= found <= 1.25
+    )  # what is above 1 is the C library's: holes between matrices that were laid out and given back

@@ -388,8 +388,7 @@ def test_versions_that_will_be_asked_for_are_kept_as_they_were_delivered_and_the
         for number in archive.versions:
             assert all(torch.equal(t, expected[number][name]) for name, t in archive.get(number).tensors())
         newest = engine.version.number
-        assert {number for number in archive.versions if newest - number <= 1} == {
-            n for n in (newest, newest - 1) if n % 2 == 0
-        }
+        near = {number for number in archive.versions if newest - number <= 1}
+        assert near == {number for number in (newest, newest - 1) if number % 2 == 0 and number in expected}
     in_memory = isinstance(other_publisher._channel, CollectiveChannel)
     assert (archive.num_bytes > 0) == in_memory

@@ -386,6 +386,15 @@ def test_seeds_come_from_the_noise_key(kind, folder):
     assert (later != first) == (kind[0] is VllmServer), "the next turn draws anew; the other server counts positions itself"
 
 
+def test_vllm_on_a_cpu_gets_no_seeds_since_they_end_it(folder):
+    with VllmStandIn(folder) as server:
+        server.device = "cpu"
+        engine = attach(KINDS["vllm"], server, folder)
+        ask(engine, key=NoiseKey(seed=1))
+        engine.close()
+    assert server.requests[-1]["seed"] is None
+
+
 @pytest.mark.parametrize("garbage", [{}, [], {"choices": []}, {"choices": [{"token_ids": [1], "logprobs": None}]}, None, 7])
 def test_what_is_no_completion_is_the_servers_fault(kind, folder, garbage):
     with kind[1](folder) as server:

@@ -123,6 +123,7 @@ class VllmStandIn(StandIn):
     """The routes of vLLM."""
 
     extension = ""
+    device = "cuda"
 
     def routes(self):
         return {
@@ -207,7 +208,9 @@ class VllmStandIn(StandIn):
 
     async def server_info(self, _):
         parallel = {"worker_extension_cls": self.extension}
-        return answer({"vllm_config": {"model_config": {"dtype": f"torch.{self.dtype}"}, "parallel_config": parallel}})
+        model = {"dtype": f"torch.{self.dtype}"}
+        device = {"device": self.device}
+        return answer({"vllm_config": {"model_config": model, "parallel_config": parallel, "device_config": device}})
 
     async def version(self, _):
         return answer({"version": "0.32.0"})

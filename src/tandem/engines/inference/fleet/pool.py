@@ -20,6 +20,7 @@ from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.config.fleet import FleetConfig
 from tandem.engines.inference.driver import cancelled
 from tandem.engines.inference.fleet.addresses import Wanted
+from tandem.engines.inference.fleet.health import State
 from tandem.engines.inference.fleet.joining import Joiner
 from tandem.engines.inference.fleet.members import Attempt, Member, Server
 from tandem.engines.inference.fleet.roster import Roster
@@ -72,13 +73,23 @@ class Fleet(InferenceEngine):
             EngineDied, WaitTimeout, ConfigError: one of its own could not be started; none is left behind.
         """
         fleet = cls(config, **rest)  # type: ignore[arg-type]
+        own = [member for member in (fleet.roster.add(server) for server in servers) if member.server.owned]
         try:
-            fleet._start([fleet.roster.add(server) for server in servers])
+            fleet._start(own)
+            fleet._watcher.start()
+            fleet._wait_for(own)
         except BaseException:
             fleet.close()
             raise
-        fleet._watcher.start()
         return fleet
+
+    def _wait_for(self, members: Sequence[Member]) -> None:
+        """Until each serves or has failed: else the first requests would all go to the one that is ready first."""
+        with self.roster.changed:
+            self.roster.changed.wait_for(
+                lambda: all(member.health.state not in (State.STARTING, State.STALE) for member in members),
+                self._config.startup_timeout_s,
+            )
 
     def _start(self, members: Sequence[Member]) -> None:
         roster, failures = self.roster, []
@@ -93,11 +104,10 @@ class Fleet(InferenceEngine):
                 roster.changed.notify_all()
 
         done: list[Member] = []
-        own = [member for member in members if member.server.owned]
-        for member in own:
+        for member in members:
             roster.threads.start(make, member)
         with roster.changed:
-            roster.changed.wait_for(lambda: failures or len(done) == len(own))  # each has its own deadline
+            roster.changed.wait_for(lambda: failures or len(done) == len(members))  # each has its own deadline
         if failures:
             raise failures[0]
 

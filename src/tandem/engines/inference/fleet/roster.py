@@ -31,6 +31,9 @@ FIRST_RETRY_S, LAST_RETRY_S = 1.0, 30.0
 STEADY_S = 10.0
 """A server that was healthy for so long, and for twice what it last had to wait, is tried at once when it fails."""
 
+EMPTY_TOLD_S = 3.0
+"""A fleet that is empty for less is not worth a message."""
+
 Waiter = tuple[asyncio.AbstractEventLoop, "asyncio.Future[None]"]
 
 
@@ -60,6 +63,7 @@ class Roster:
             journal.parent.mkdir(parents=True, exist_ok=True)
             journal.write_text("", encoding="utf-8")
         self._waiters: list[Waiter] = []
+        self._told = False
 
     # ------------------------------------------------------------------ members
 
@@ -133,9 +137,7 @@ class Roster:
         else:
             self.router.remove(member.name)
             if not len(self.router) and self.empty_since is None:
-                self.empty_since = time.monotonic()
-                if not self.closed:
-                    logger.warning("no server is healthy; requests wait up to %g s", self.config.empty_timeout_s)
+                self.empty_since, self._told = time.monotonic(), False
 
     def _give_up(self, member: Member) -> int:
         why = member.health.why
@@ -261,7 +263,18 @@ class Roster:
         """Every member and its state, for messages."""
         with self.lock:
             states = [f"{m.name} is {m.health.state} ({m.health.why})" for m in self.members.values()]
-        return "; ".join(states) if states else "the fleet has no servers"
+        return "; ".join(states) if states else "the fleet has no servers; add one: tandem fleet add KIND=URL RUN"
+
+    def tell_if_empty(self, now: float) -> None:
+        """Says once that requests wait for a server, when that lasts."""
+        with self.lock:
+            if self._waiters and self.empty_since is not None and not self._told and now - self.empty_since > EMPTY_TOLD_S:
+                self._told = True
+                logger.warning(
+                    "no server is healthy; requests wait, %g s at most (rollout.fleet.empty_timeout_s): %s",
+                    self.config.empty_timeout_s,
+                    self.explain(),
+                )
 
     @property
     def quiet(self) -> bool:

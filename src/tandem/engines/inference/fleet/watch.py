@@ -92,6 +92,7 @@ class Watcher:
             if now >= read_at:
                 read_at = now + READ_EVERY_S
                 self._roster.set_paces()
+                self._roster.tell_if_empty(now)
                 if self._watched is not None and not self._reading:
                     self._reading = True
                     self._do_beside(self._read(self._watched))

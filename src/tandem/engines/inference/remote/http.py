@@ -35,6 +35,7 @@ KNOWN_REASONS = frozenset({"prompt_too_long"})
 _CHUNK_BYTES = 1 << 16
 _CLOSE_TIMEOUT_S = 10.0
 _MESSAGE_CHARACTERS = 500
+_CLOSED = "the client was closed"
 _KEEP_ALIVE_S = 2.0
 """Idle connections are dropped before any server would (5 s): a request must not be sent into a closing one."""
 
@@ -167,8 +168,8 @@ class HttpClient:
             raise ServerFailed(f"{url} gave no answer within {deadline_s:g} s", url=url) from None
         except OSError as error:
             raise ServerFailed(f"{url}: {type(error).__name__}: {error}", url=url) from error
-        except asyncio.CancelledError:
-            if self._closed:
+        except asyncio.CancelledError as error:
+            if error.args == (_CLOSED,):  # not by the caller, who would not hear it
                 raise EngineDied(f"the client of {self.base_url} was closed") from None
             raise
         finally:
@@ -220,7 +221,7 @@ class HttpClient:
     async def _shut(self) -> None:
         tasks = [*self._tasks]
         for task in tasks:
-            task.cancel()
+            task.cancel(_CLOSED)
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._session is not None:
             await self._session.close()

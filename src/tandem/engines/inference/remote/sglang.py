@@ -168,12 +168,13 @@ class SGLangServer(ForeignServer):
         settings = terms.settings
         words = [terms.python, "-m", "sglang.launch_server", "--model-path", str(terms.folder), "--dtype", terms.dtype]
         words += ["--host", "127.0.0.1", "--port", str(port), "--device", terms.device, "--skip-server-warmup"]
-        words += ["--max-running-requests", str(settings.max_running)]
+        words += ["--max-running-requests", str(settings.max_running), "--random-seed", str(port)]
         if settings.max_model_len is not None:
             words += ["--context-length", str(settings.max_model_len)]
         environment = {"HF_HUB_OFFLINE": "1"}
         if terms.device == "cpu":
             words += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph"]
+            words += ["--sleep-on-idle"]
             words += ["--disable-radix-cache", "--mem-fraction-static", "0.1", "--max-total-tokens", "32768"]
             bound = ",".join(str(cpu) for cpu in terms.cpus)
             environment |= {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": bound}

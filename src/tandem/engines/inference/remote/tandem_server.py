@@ -116,11 +116,18 @@ class TandemServer(InferenceEngine):
             raise DataFailure("bad_request", "tandem serve takes no images or audio")
         return {
             "input_ids": list(request.input_ids),
-            "sampling": {name: getattr(request.gconfig, name) for name in _SAMPLING},
+            "sampling": self._sampling(request),
             "noise_key": None if request.noise_key is None else list(request.noise_key),
             "deadline_s": request.deadline_s,
             "run": self._run,
         }
+
+    def _sampling(self, request: LLMRequest) -> dict[str, Any]:
+        """Lengths beyond the model's context mean the context, as in process; the server refuses them by name."""
+        sampling = {name: getattr(request.gconfig, name) for name in _SAMPLING}
+        for name in ("max_new_tokens", "min_new_tokens"):
+            sampling[name] = min(sampling[name], int(self._identity["max_tokens"]))
+        return sampling
 
     def _patience(self, request: LLMRequest) -> float:
         """The server ends a request at its deadline, so its answer comes a little after that."""

@@ -2,11 +2,14 @@
 
 import asyncio
 import contextlib
+import functools
+import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from tandem.api.failures import EpisodeFailure, WaitTimeout
 from tandem.config.errors import ConfigError
@@ -18,7 +21,12 @@ from tandem.engines.inference.serve.refusal import Refusal
 from tandem.engines.inference.serve.routes import Route, table
 from tandem.engines.inference.serve.service import Service
 
-LOG = logging.getLogger(__name__)
+LOG = logging.getLogger("tandem.serve")
+HTTP_LOG = logging.getLogger("tandem.serve.http")
+HTTP_LOG.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
+"""What is no HTTP is refused, and no reason to write a page into the log for each of it."""
+
+_STRICT = functools.partial(json.dumps, allow_nan=False)
 
 _LINGER_S = 1.0
 """How long the rest of a refused body is read, so that its sender sees the answer."""
@@ -55,6 +63,7 @@ class Server:
             handle_signals=False,
             handler_cancellation=True,  # a client that leaves frees its request
             access_log=None,
+            logger=HTTP_LOG,
             keepalive_timeout=limits.idle_timeout_s,
             lingering_time=_LINGER_S,
             auto_decompress=False,
@@ -123,7 +132,7 @@ class Server:
         elif request.can_read_body:
             raise Refusal(400, "this route takes no body")
         answer = await route.handler(self._service, body, request)
-        return answer if isinstance(answer, web.StreamResponse) else web.json_response(answer)
+        return answer if isinstance(answer, web.StreamResponse) else web.json_response(answer, dumps=_STRICT)
 
     @web.middleware
     async def _middleware(

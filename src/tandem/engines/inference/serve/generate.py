@@ -17,7 +17,7 @@ MIN_TEMPERATURE = 1e-4
 SEED_LIMIT = 2**63 - 1
 
 TEMPERATURE = {"type": "number", "minimum": MIN_TEMPERATURE, "maximum": 100}
-TOP_P = {"type": "number", "exclusiveMinimum": 0, "maximum": 1}
+TOP_P = {"type": "number", "minimum": 1e-6, "maximum": 1}
 STOP_STRINGS = array(text(256, 1), 0, 16)
 TOKENS = {"type": "array", "items": {"type": "integer"}}
 NUMBERS = {"type": "array", "items": {"type": "number"}}
