@@ -113,7 +113,8 @@ def test_a_server_of_the_runs_own_is_started_used_and_ended(folder, tmp_path):
 @contextlib.contextmanager
 def command_of(folder, address):
     """(process of the command, process of its engine) once it answers."""
-    command = [sys.executable, "-m", "tandem", "serve", str(folder), "--port", "0", "--address-file", str(address), *ENGINE]
+    files = ["--address-file", str(address), "--admin-token-file", str(address.with_name("admin"))]
+    command = [sys.executable, "-m", "tandem", "serve", str(folder), "--port", "0", *files, *ENGINE]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
