@@ -24,7 +24,7 @@ from tandem.trainers.parts import check_names, open_rows
 from tandem.trainers.process import start_process
 from tandem.trainers.rl import loop
 from tandem.trainers.session import open_session
-from tandem.trainers.summary import Summary, open_run
+from tandem.trainers.summary import Summary, open_run, run_id
 
 
 def train(resolved: Resolved[DistillConfig], *, dry_run: bool = False) -> Summary:
@@ -53,7 +53,7 @@ def train(resolved: Resolved[DistillConfig], *, dry_run: bool = False) -> Summar
                 Tracker(run.path, config.tracking, total_steps=steps, run_name=name, config_dict=plain_data(config))
             )
         teacher = make_teacher(config, process.device)
-        session = stack.enter_context(open_session(inner, process, rows, steps, name))
+        session = stack.enter_context(open_session(inner, process, rows, steps, run_id(run)))
         student = cast(Actor, Student(session.actor, teacher))  # it has the stages that the loop calls
         session = replace(session, actor=student)
         return loop(inner, session, run, tracker, rows, steps)

@@ -22,7 +22,7 @@ from tandem.tracking.tracker import Tracker
 from tandem.trainers.parts import Rows, check_names, open_rows
 from tandem.trainers.process import start_process
 from tandem.trainers.session import Session, evaluate_if_due, open_session
-from tandem.trainers.summary import Summary, open_run, save_if_due
+from tandem.trainers.summary import Summary, open_run, run_id, save_if_due
 
 
 def train(resolved: Resolved, *, dry_run: bool = False) -> Summary:
@@ -49,7 +49,7 @@ def train(resolved: Resolved, *, dry_run: bool = False) -> Summary:
             tracker = stack.enter_context(
                 Tracker(run.path, config.tracking, total_steps=steps, run_name=name, config_dict=plain_data(config))
             )
-        session = stack.enter_context(open_session(config, process, rows, steps, name))
+        session = stack.enter_context(open_session(config, process, rows, steps, run_id(run)))
         return loop(config, session, run, tracker, rows, steps)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from tandem.api.collective import together
+from tandem.api.collective import from_main, together
 from tandem.config.experiment import BaseConfig
 from tandem.config.load import to_yaml
 from tandem.state.checkpoint import save_checkpoint
@@ -43,6 +43,11 @@ def open_run(config: BaseConfig, process: Process, stack: contextlib.ExitStack) 
             names = config.run.root, config.experiment_name, config.trial_name
             run = stack.enter_context(RunFolder.open(*names, config_text=to_yaml(config), seed=config.seed))
     return run
+
+
+def run_id(run: RunFolder | None) -> str:
+    """The run's own name, as rank 0 has it, on all ranks. Collective."""
+    return from_main(lambda: run.id if run is not None else "")
 
 
 def save_if_due(
