@@ -31,6 +31,7 @@ from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.embedded import EmbeddedEngine
+from tandem.engines.inference.remote.completions import ABORT_TIMEOUT_S
 from tandem.engines.inference.remote.foreign import ForeignServer
 from tandem.engines.inference.remote.sglang import SGLangServer
 from tandem.engines.inference.remote.vllm import VllmServer
@@ -182,7 +183,7 @@ def check_ends(server: ForeignServer, embedded: EmbeddedEngine, report: Report, 
     took = time.monotonic() - began
     good = late.stop_reason == StopReason.STOP or (late.stop_reason == StopReason.CANCELLED and len(late.output_ids) > 0)
     report.line(
-        good and took < 4.0,
+        good and took < 1.5 + ABORT_TIMEOUT_S,
         f"a deadline of 1.5 s: {late.stop_reason.name} after {took:.2f} s with {len(late.output_ids)} tokens",
     )
 

@@ -4,15 +4,19 @@ import json
 
 import pytest
 
-from tandem.api.failures import DeliveryDisproved
+from tandem.api.failures import DeliveryDisproved, ServerFailed
 from tandem.cli.main import main
+from tandem.cli.verify_weights import connect
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.generation import GenerationConfig
 from tandem.config.load import load_config, to_yaml
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine
+from tandem.engines.inference.remote.tandem_server import TandemServer
 from tandem.trainers.verify_server import Model, find_model, verify_engine
+from tests.engines_inference.remote.wire import SGLangStandIn, VllmStandIn
+from tests.serve.served import ADMIN, Served, one_by_one, request_of
 from tests.tiny import tiny_model_folder
 
 
@@ -41,6 +45,34 @@ def test_the_embedded_engine_proves_its_weights(models, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["server"] == "the embedded engine" and found["gap/verified"] == 1
     assert found["gap/numeric"] < 1e-4 and 0 < found["tokens"] <= 32
+
+
+def test_a_server_that_a_run_uses_proves_its_weights_and_stays_the_runs(models, capsys):
+    options = ["--dtype", "float32", "--questions", "4", "--max-new-tokens", "8", "--json"]
+    with Served(models[0]) as served:
+        owner = TandemServer.attach(served.url, run="r", admin_token=ADMIN)
+        owner.pause()
+        owner.resume()
+        before = served.json("GET", "/health")
+        assert main(["verify-weights", str(models[0]), f"tandem={served.url}", *options]) == 0
+        assert json.loads(capsys.readouterr().out)["gap/numeric"] < 1e-4
+        assert served.json("GET", "/health") == before and before["run"] == "r"
+        guest = TandemServer.attach(served.url, run="")
+        with pytest.raises(ServerFailed, match="only asks"):
+            guest.pause()
+        guest.close()
+        assert one_by_one(owner, [request_of((5, 6, 7))])[0].output_ids
+        owner.close()
+
+
+@pytest.mark.parametrize(("kind", "server"), [("vllm", VllmStandIn), ("sglang", SGLangStandIn)])
+def test_other_makers_servers_are_asked_without_being_taken(models, kind, server):
+    with server(models[0]) as there:
+        rollout = RolloutConfig(dtype="float32")
+        guest = connect(f"{kind}={there.url}", Model(models[0], 4, {}), rollout, "cpu")
+        assert one_by_one(guest, [request_of((5, 6, 7))])[0].versions == (4,) * 12
+        guest.close()
+        assert (there.label, there.changes) == ("default", 0)
 
 
 def test_what_a_run_should_serve_is_its_newest_checkpoint_and_the_others_are_known(run, models):

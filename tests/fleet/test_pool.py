@@ -30,7 +30,7 @@ from tests.fleet.fleets import (
 )
 from tests.tiny import tiny_model_folder
 
-LONG = 150
+LONG = 100
 
 
 @pytest.fixture(scope="module")

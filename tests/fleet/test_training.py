@@ -60,19 +60,15 @@ def difference(one, other):
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
-def killer(delays_s):
-    """Kills one engine process after another; joined, it says how many there were."""
+def killer(root, after_steps):
+    """Kills one engine process once the run below ``root`` has made so many steps; says which."""
     killed = []
 
     def kill():
-        for delay_s in delays_s:
-            seen = set(killed)
-            until(lambda seen=seen: [p for p in _engines() if p.pid not in seen and p.cpu_times().user > 1], 60)
-            threading.Event().wait(delay_s)
-            alive = [p for p in _engines() if p.pid not in seen]
-            if alive:
-                os.kill(alive[0].pid, signal.SIGKILL)
-                killed.append(alive[0].pid)
+        until(lambda: any(len(file.read_text().splitlines()) >= after_steps for file in root.rglob("metrics.jsonl")), 400)
+        victim = _engines()[0]
+        os.kill(victim.pid, signal.SIGKILL)
+        killed.append(victim.pid)
 
     thread = threading.Thread(target=kill, daemon=True)
     thread.start()
@@ -112,7 +108,7 @@ def test_a_fleet_of_two_trains_the_same_weights_as_one_engine(model, tmp_path, o
 
 @pytest.mark.parametrize("eta", [1, 4])
 def test_asynchronous_training_goes_on_while_a_server_is_killed_and_nothing_is_lost(model, tmp_path, eta):
-    thread, killed = killer([1.0])
+    thread, killed = killer(tmp_path, 5)
     summary, metrics, _ = run(
         model,
         tmp_path,

@@ -110,22 +110,45 @@ def test_a_server_of_the_runs_own_is_started_used_and_ended(folder, tmp_path):
         socket.create_connection(("127.0.0.1", port), timeout=5)
 
 
-@pytest.mark.slow
-@pytest.mark.invariant
-def test_a_killed_server_leaves_no_process_and_no_port(folder, tmp_path):
-    address = tmp_path / "address.json"
-    command = [sys.executable, "-m", "tandem", "serve", str(folder), "--port", "0", "--address-file", str(address), *ENGINE]
+@contextlib.contextmanager
+def command_of(folder, address):
+    """(process of the command, process of its engine) once it answers."""
+    files = ["--address-file", str(address), "--admin-token-file", str(address.with_name("admin"))]
+    command = [sys.executable, "-m", "tandem", "serve", str(folder), "--port", "0", *files, *ENGINE]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     try:
         while not address.is_file():
             assert process.poll() is None
             time.sleep(0.1)
         (engine,) = psutil.Process(process.pid).children(recursive=True)
+        yield process, engine
     finally:
         process.kill()
-        process.wait(10)
-    assert engine.wait(10) is not None or not engine.is_running()
+        process.communicate(timeout=10)
+
+
+@pytest.mark.slow
+@pytest.mark.invariant
+def test_a_killed_server_leaves_no_process_and_no_port(folder, tmp_path):
+    with command_of(folder, tmp_path / "address.json") as (process, engine):
+        url = json.loads((tmp_path / "address.json").read_text())["url"]
+        process.kill()
+        engine.wait(20)
+
+    assert not engine.is_running()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(url.rsplit(":", 1)[1])), timeout=5)
+
+
+@pytest.mark.slow
+def test_a_server_whose_engine_was_killed_ends_and_says_so(folder, tmp_path):
+    with command_of(folder, tmp_path / "address.json") as (process, engine):
+        engine.kill()
+        assert process.wait(30) == 1
+        said = process.stderr.read()
+
+    assert "killed by SIGKILL" in said and not (tmp_path / "address.json").exists()
 
 
 @pytest.mark.parametrize(

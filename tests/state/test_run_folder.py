@@ -35,6 +35,12 @@ def test_a_finished_run_says_so_and_with_what_it_was_made(tmp_path):
     assert info["seconds"] >= 0 and info["ended"] >= info["started"]
 
 
+def test_two_runs_of_one_name_have_ids_of_their_own(tmp_path):
+    with open_run(tmp_path / "here") as here, open_run(tmp_path / "there") as there:
+        assert here.id.startswith("exp/first/") and info_of(here)["id"] == here.id
+        assert there.id.startswith("exp/first/") and there.id != here.id
+
+
 def test_run_json_names_neither_home_nor_environment(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "hidden-key-123")
     with open_run(tmp_path) as run:

@@ -215,6 +215,8 @@ async def _until_told(service: Service, access: Access, arguments: argparse.Name
                     print(f"ending: {service.under_way} completions have {service.limits.shutdown_s:g} s", file=sys.stderr)
     except asyncio.CancelledError:
         print("ended at once, as told a second time", file=sys.stderr)
+    finally:
+        await asyncio.to_thread(service.engine.close)  # whoever still waits for it must not keep the loop
     if service.died is not None:
         raise TandemError(f"the engine is gone, so the server ended: {service.died}")
     return 0

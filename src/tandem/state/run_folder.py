@@ -5,6 +5,7 @@ import fcntl
 import json
 import logging
 import os
+import secrets
 import socket
 import sys
 import time
@@ -89,6 +90,7 @@ class RunFolder:
         try:
             refuse_existing(path)
             info = {
+                "id": f"{experiment}/{trial}/{secrets.token_hex(4)}",
                 "experiment": experiment,
                 "trial": trial,
                 "status": "running",
@@ -106,6 +108,11 @@ class RunFolder:
             lock.close()
             raise
         return run
+
+    @property
+    def id(self) -> str:
+        """The run's own name: no other run has it, also one of the same experiment and trial elsewhere."""
+        return str(self.info["id"])
 
     @property
     def checkpoints(self) -> Path:

@@ -24,7 +24,7 @@ from tandem.tracking.tracker import Tracker
 from tandem.trainers.parts import Rows, check_names, open_rows
 from tandem.trainers.process import Process, start_process
 from tandem.trainers.session import Session, evaluate_if_due, open_session
-from tandem.trainers.summary import Summary, announce, open_run, save_if_due, telling_step
+from tandem.trainers.summary import Summary, announce, open_run, run_id, save_if_due, telling_step
 
 
 def train(resolved: Resolved, *, dry_run: bool = False) -> Summary:
@@ -53,8 +53,7 @@ def run_session(
     steps = total_steps(config, len(rows.train))
     with contextlib.ExitStack() as stack:
         run, tracker = open_run(resolved.config, process, stack, steps=steps)
-        name = f"{config.experiment_name}/{config.trial_name}"
-        session = stack.enter_context(open_session(config, process, rows, steps, name))
+        session = stack.enter_context(open_session(config, process, rows, steps, run_id(run)))
         return loop(config, changed(session, process), run, tracker, rows, steps)
 
 

@@ -68,14 +68,17 @@ class Session:
 
 
 @contextlib.contextmanager
-def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, name: str) -> Iterator[Session]:
-    """Makes the objects of a run. On leaving, engine, workers and shared memory are gone, also after an error."""
+def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, run: str) -> Iterator[Session]:
+    """Makes the objects of a run. On leaving, engine, workers and shared memory are gone, also after an error.
+
+    ``run``: names it to servers that several runs may reach, so no other run may have it; the same on all ranks.
+    """
     folder = resolve(config.actor.path)
     tokenizer = load_tokenizer(folder)
     check_chat_template(tokenizer)
     with contextlib.ExitStack() as stack:
         with together():
-            engine = make_engine(config, process, folder)
+            engine = make_engine(config, process, folder, run)
             if engine is not None:
                 stack.callback(engine.close)
         reference = make_reference(config, process)
@@ -95,7 +98,7 @@ def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, 
             seed=config.seed,
         )
         archive = make_archive(config, process, trainer, folder)
-        publisher = make_publisher(config, process, trainer, engine, folder, run=name, archive=archive)
+        publisher = make_publisher(config, process, trainer, engine, folder, run=run, archive=archive)
         stack.callback(publisher.close)
         with together():
             reward = make_reward(config)
@@ -123,7 +126,7 @@ def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, 
         )
 
 
-def make_engine(config: TrainConfig, process: Process, folder: Path) -> InferenceEngine | None:
+def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -> InferenceEngine | None:
     """The inference engine, on rank 0."""
     if not process.is_main:
         return None
@@ -135,7 +138,7 @@ def make_engine(config: TrainConfig, process: Process, folder: Path) -> Inferenc
         device=process.device,
         deterministic=config.deterministic,
         run_folder=run_path(config.run.root, config.experiment_name, config.trial_name),
-        run=f"{config.experiment_name}/{config.trial_name}",
+        run=run,
         weights_folder=weights_folder(config),
     )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from tandem.api.collective import together
+from tandem.api.collective import from_main, together
 from tandem.api.failures import UserCodeFailed
 from tandem.config.arithmetic import arithmetic
 from tandem.config.experiment import BaseConfig
@@ -74,6 +74,11 @@ def telling_step(number: int) -> Iterator[None]:
         yield
     except UserCodeFailed as error:
         raise UserCodeFailed(f"step {number}: {error}") from error
+
+
+def run_id(run: RunFolder | None) -> str:
+    """The run's own name, as rank 0 has it, on all ranks. Collective."""
+    return from_main(lambda: run.id if run is not None else "")
 
 
 def save_if_due(

@@ -303,6 +303,35 @@ def test_tokens_of_weights_that_this_run_did_not_deliver_are_refused(kind, folde
         other.close()
 
 
+def test_whoever_only_asks_a_server_changes_nothing_for_its_owner(kind, folder, tmp_path):
+    with kind[1](folder) as server:
+        owner = attach(kind, server, folder)
+        update = update_from_folder(folder, tmp_path / "v7", number=7)
+        owner.prepare_weights(update)
+        owner.commit_weights(update.version)
+        label, changes = server.label, server.changes
+        guest = attach(kind, server, folder, take=False)
+        assert (guest.version.number, set(ask(guest).versions)) == (7, {7})
+        for refused in (lambda: guest.prepare_weights(update), guest.pause, lambda: guest.commit_weights(update.version)):
+            with pytest.raises(ServerFailed, match="only asks"):
+                refused()
+        guest.close()
+        assert (server.label, server.changes) == (label, changes) and set(ask(owner).versions) == {7}
+        owner.pause()
+        if kind[0] is VllmServer:  # the other one does not say
+            with pytest.raises(ServerFailed, match="is paused"):
+                attach(kind, server, folder, take=False)
+        assert server.paused
+        owner.close()
+
+
+def test_a_guest_gives_weights_of_no_owner_the_number_that_it_expects(kind, folder):
+    with kind[1](folder) as server:
+        guest = kind[0].attach(server.url, folder=folder, dtype=torch.float32, version=WeightVersion(5), take=False)
+        assert set(ask(guest).versions) == {5} and server.label == "default"
+        guest.close()
+
+
 def test_a_server_that_ignores_the_temperature_is_refused_with_the_remedy(kind, folder):
     with (
         kind[1](folder, ignores_temperature=True) as server,

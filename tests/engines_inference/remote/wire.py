@@ -28,6 +28,7 @@ class StandIn:
         self.spoils = set(spoils)
         self.label, self.paused, self.requests, self.aborted = "default", False, [], set()
         self.flushed = 0
+        self.changes = 0
         self.garbage = None
         self.load(self.folder)
         self._loop = asyncio.new_event_loop()
@@ -45,7 +46,7 @@ class StandIn:
         self._loop.close()
 
     async def _open(self):
-        app = web.Application()
+        app = web.Application(middlewares=[self.count])
         for path, (method, handler) in self.routes().items():
             app.router.add_route(method, path, handler)
         app.router.add_get("/openapi.json", self.openapi)
@@ -54,6 +55,13 @@ class StandIn:
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+
+    @web.middleware
+    async def count(self, request, handler):
+        """Whatever is posted changes the server, but requests, their ends and questions for checksums."""
+        if request.method == "POST" and not any(word in request.path for word in ("generate", "abort", "checker")):
+            self.changes += 1
+        return await handler(request)
 
     async def openapi(self, _):
         return web.json_response({"paths": {path: {} for path in self.routes() if path not in self.spoils}})

@@ -40,7 +40,8 @@ class Terms:
     device: str
     deterministic: bool
     version: WeightVersion
-    """What a server that the run starts holds at first; names the run that it belongs to."""
+    """What a server that the run starts holds at first; names the run that it belongs to. Without a run, servers are only
+    asked, and stay their owners'."""
 
     run_folder: Path | None = None
     """Where servers write their logs."""
@@ -125,6 +126,7 @@ def _attach_foreign(server: type[ForeignServer], terms: Terms, url: str) -> Infe
         token=read_token(fleet.token_file, "token_file"),
         admin_token=read_token(fleet.admin_token_file, "admin_token_file"),
         request_timeout_s=fleet.request_timeout_s,
+        take=bool(terms.version.run),
     )
 
 

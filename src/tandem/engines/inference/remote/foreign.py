@@ -59,7 +59,7 @@ class ForeignServer(InferenceEngine):
         self.process: ServerProcess | None = None
         """None where it was attached: then it is not ours to end."""
 
-        self._closed = False
+        self._closed, self._taken = False, True
         self._counters = Counters()
         labels = Labels(self.url)
         self._completions = Completions(
@@ -86,10 +86,12 @@ class ForeignServer(InferenceEngine):
         token: str | None = None,
         admin_token: str | None = None,
         request_timeout_s: float = 600.0,
+        take: bool = True,
     ) -> Self:
         """Attaches to a server that runs; it is told ``version`` as the name of the weights that it has.
 
-        ``folder``: the model that it serves, for its end tokens and its tokenizer.
+        ``folder``: the model that it serves, for its end tokens and its tokenizer. Without ``take`` it is only asked for
+        completions, whoever's it is: nothing of it is changed, and `version` is what its owner called its weights.
 
         Raises:
             ConfigError: it cannot do what training needs; names it, its version and the remedy.
@@ -105,7 +107,7 @@ class ForeignServer(InferenceEngine):
                     f"start it with --dtype {wanted}"
                 )
             server = cls(protocol, facts, folder=folder, version=version, request_timeout_s=request_timeout_s)
-            server._begin()
+            server._begin(take)
             return server
         except (KeyError, TypeError, ValueError, IndexError) as error:
             http.close()
@@ -166,9 +168,10 @@ class ForeignServer(InferenceEngine):
         """The words that start the server at this port of the loopback interface, and what they add to the environment."""
         raise TypeError(f"{cls.__name__} names no command")
 
-    def _begin(self) -> None:
+    def _begin(self, take: bool) -> None:
         """Checks what can only be seen by trying."""
-        self._updates.begin()
+        self._taken = take
+        (self._updates.begin if take else self._updates.look)()
         self._check_temperature()
         piece = self._completions.read(self._ask(1.0))
         if not piece.tokens:
@@ -249,6 +252,7 @@ class ForeignServer(InferenceEngine):
 
     def prepare_weights(self, update: WeightUpdate) -> None:
         """See `InferenceEngine`. What is prepared is a folder that the server will read, verified; generation goes on."""
+        self._check_taken()
         self._updates.prepare(update)
 
     def commit_weights(self, version: WeightVersion) -> dict[str, float]:
@@ -260,6 +264,7 @@ class ForeignServer(InferenceEngine):
             WeightUpdateFailed: this version was not prepared; the server serves what it served.
             ServerFailed: anything on the way. The server stays paused, for nobody knows its weights.
         """
+        self._check_taken()
         return self._updates.commit(version)
 
     def discard_weights(self) -> None:
@@ -268,11 +273,17 @@ class ForeignServer(InferenceEngine):
 
     def pause(self) -> None:
         """See `InferenceEngine`; requests that come meanwhile queue in the server."""
+        self._check_taken()
         self._updates.pause()
 
     def resume(self) -> None:
         """See `InferenceEngine`. Raises `ServerFailed` after an update that failed on the way."""
+        self._check_taken()
         self._updates.resume()
+
+    def _check_taken(self) -> None:
+        if not self._taken:
+            raise ServerFailed(f"{self.url} is another's to change: this client only asks (take=False)", url=self.url)
 
     def sleep(self, parts: tuple[InferencePart, ...]) -> None:
         """See `InferenceEngine`. Always refused, with `ConfigError`: neither part is among the capabilities."""

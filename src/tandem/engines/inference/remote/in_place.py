@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,17 @@ class InPlaceUpdates:
             self._protocol.resume()
         self._protocol.set_label(self._labels.of(self.version))
         self._held = self._protocol.checksums()
+
+    def look(self) -> None:
+        """Takes over what the server calls its weights, and changes nothing.
+
+        Raises:
+            ServerFailed: somebody has paused it.
+        """
+        if self._protocol.says_paused and self._protocol.is_paused():
+            url = self._protocol.http.base_url
+            raise ServerFailed(f"{url} is paused: its weights are being changed; ask it again when that is over", url=url)
+        self.version = replace(self.version, number=self._labels.adopt(self._protocol.label(), self.version.number))
 
     # ------------------------------------------------------------------ an update
 
@@ -118,6 +129,7 @@ class InPlaceUpdates:
         if self._protocol.label() != label:
             raise ServerFailed(f"{url} does not call its weights what it was told", url=url)
         if self._verify_s > VERIFY_BUDGET_S and self._updates % VERIFY_EVERY:
+            self._counters.set("verified_tensors", 0)
             return
         began = time.perf_counter()
         held = self._protocol.checksums()

@@ -16,6 +16,10 @@ import time
 from pathlib import Path
 
 WATCH_S = 0.1
+
+ORPHANS_S = 0.5
+"""What a server that ended by itself left behind is asked to end for so long."""
+
 KILL_S = 5.0
 """How long a killed process may take to vanish."""
 
@@ -80,7 +84,8 @@ def main() -> int:
     # Nothing is ever written to the pipe: readable means closed. What the owner forked may hold it open too.
     while process.poll() is None and os.getppid() == owner and not select.select([pipe], [], [], WATCH_S)[0]:
         pass
-    end(process, grace_s)
+    # A server that ended by itself has no use for patience, and its owner waits to hear of it.
+    end(process, grace_s if process.poll() is None else min(grace_s, ORPHANS_S))
     status = process.returncode
     return 1 if status is None else 128 - status if status < 0 else status
 

@@ -21,6 +21,12 @@ class Labels:
         self._numbers[label] = version.number
         return label
 
+    def adopt(self, label: str, otherwise: int) -> int:
+        """Takes another client's label for known, and returns its number; ``otherwise`` where it is no label of Tandem's."""
+        number = label.rsplit("/", 3)[1] if label.count("/") >= 4 else ""
+        self._numbers[label] = int(number) if number.isdecimal() else otherwise
+        return self._numbers[label]
+
     def numbers(self, labels: Sequence[str]) -> tuple[int, ...]:
         """The version of each token. Raises `ServerFailed` for a label that is not ours."""
         strange = set(labels) - self._numbers.keys()

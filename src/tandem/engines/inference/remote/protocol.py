@@ -70,6 +70,9 @@ class ServerProtocol(ABC):
     reads_memory: bool = False
     """Whether `reload` takes weights from shared memory of this machine, besides a folder."""
 
+    says_paused: bool = True
+    """Whether `is_paused` is what the server says."""
+
     bytes_are_hashed: bool = True
     """Whether `checksums` are SHA-256 of a tensor's bytes, as ours are (or their beginning)."""
 

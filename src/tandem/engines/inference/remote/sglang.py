@@ -30,6 +30,7 @@ class SGLangProtocol(ServerProtocol):
     """This machine's address as the server reaches it, for updates by a process group."""
 
     generate_path = "/generate"
+    says_paused = False
     routes = frozenset(
         {
             "/generate",

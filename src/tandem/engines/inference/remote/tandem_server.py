@@ -72,6 +72,8 @@ class TandemServer(InferenceEngine):
     ) -> "TandemServer":
         """Takes the server for ``run``; with ``give_back``, `close` leaves it as it was found. ``on_close`` is called last.
 
+        An empty ``run`` only asks it for completions, whoever's it is: nothing of it is claimed or changed.
+
         Raises:
             ConfigError: it is not a `tandem serve` of this protocol.
             ServerFailed: it does not answer, belongs to another run (status 409), or refuses the token (401).
@@ -82,7 +84,9 @@ class TandemServer(InferenceEngine):
             kind = identity.get("kind") if isinstance(identity, dict) else None
             if kind != "tandem" or identity.get("protocol") != PROTOCOL:
                 raise ConfigError(f"{url} is no `tandem serve` of protocol {PROTOCOL}: it says {str(identity)[:200]}")
-            identity = client.call("/control/attach", {"run": run}, deadline_s=CONTROL_TIMEOUT_S, admin=True)
+            if run:
+                identity = client.call("/control/attach", {"run": run}, deadline_s=CONTROL_TIMEOUT_S, admin=True)
+            give_back = give_back and bool(run)
             return cls(client, run, identity, request_timeout_s=request_timeout_s, give_back=give_back, on_close=on_close)
         except BaseException:
             client.close()
@@ -119,7 +123,7 @@ class TandemServer(InferenceEngine):
             "sampling": self._sampling(request),
             "noise_key": None if request.noise_key is None else list(request.noise_key),
             "deadline_s": request.deadline_s,
-            "run": self._run,
+            "run": self._run or None,
         }
 
     def _sampling(self, request: LLMRequest) -> dict[str, Any]:
@@ -223,11 +227,17 @@ class TandemServer(InferenceEngine):
         self._closed = True
         self._client.close()
 
+    def _check_taken(self) -> None:
+        if not self._run:
+            raise ServerFailed(f"{self.url} is another's to change: this client only asks (no run)", url=self.url)
+
     def _control(self, name: str, body: dict[str, Any] | None = None, deadline_s: float = CONTROL_TIMEOUT_S) -> Any:
+        self._check_taken()
         return self._client.call(f"/control/{name}", {"run": self._run, **(body or {})}, deadline_s=deadline_s, admin=True)
 
     def _weights(self, name: str, body: dict[str, Any]) -> Any:
         """A refusal means that nothing was changed: the server serves what it served."""
+        self._check_taken()
         try:
             return self._client.call(f"/control/{name}", body, deadline_s=WEIGHTS_TIMEOUT_S, admin=True)
         except DataFailure as failure:
@@ -248,7 +258,7 @@ def _response(request: LLMRequest, answer: dict[str, Any], run: str) -> LLMRespo
     Raises:
         KeyError, TypeError, ValueError: it is not what `/generate` gives, or belongs to another run.
     """
-    if answer["run"] != run:
+    if run and answer["run"] != run:
         raise ValueError(f"it belongs to run {answer['run']!r}")
     output_ids, versions = _all(answer["output_ids"], int), _all(answer["versions"], int)
     logprobs = tuple(float(x) for x in _all(answer["logprobs"], (int, float)))

@@ -288,8 +288,9 @@ class Control:
             raise Refusal(409, str(error), code="refused") from error
 
     async def close(self) -> None:
-        """Waits for the change that is under way."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """Waits for the change that is under way, as long as for requests; the end of the engine ends what takes longer."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._service.limits.shutdown_s)
 
 
 RUN = text(256, 1, "The training run that asks; a server of another run refuses.")
