@@ -19,7 +19,7 @@ from tandem.tracking.statistics import PhaseTimer
 from tandem.trainers.parts import check_names, open_rows
 from tandem.trainers.process import start_process
 from tandem.trainers.session import evaluate_if_due, open_session
-from tandem.trainers.summary import open_run, save_if_due
+from tandem.trainers.summary import open_run, run_id, save_if_due
 
 HERE = Path(__file__).parent
 
@@ -30,11 +30,10 @@ def main(overrides: list[str]) -> None:
     process = start_process(config)
     rows = open_rows(config)
     steps = total_steps(config, len(rows.train))
-    name = f"{config.experiment_name}/{config.trial_name}"
 
     with ExitStack() as stack:
         run, tracker = open_run(config, process, stack, steps=steps)  # None on ranks other than 0
-        session = stack.enter_context(open_session(config, process, rows, steps, name))
+        session = stack.enter_context(open_session(config, process, rows, steps, run_id(run)))
         rollout, actor, publisher = session.rollout, session.actor, session.publisher
         timer = PhaseTimer()
 
