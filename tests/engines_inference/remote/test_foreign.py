@@ -158,10 +158,11 @@ def test_an_update_in_the_middle_of_a_completion_shows_in_its_versions(kind, fol
         publisher.start()
         answers = ask(engine, (5, 6), (7, 8), (9, 9), max_new_tokens=40)
         publisher.join()
+        counted = engine.statistics()
         engine.close()
     assert server.flushed == 1 and not server.paused
     assert engine.version == update.version and reports[0]["pause_s"] > 0
-    assert engine.statistics()["verified_tensors"] > 5, "fused tensors among them"
+    assert counted["verified_tensors"] > 5, "fused tensors among them"
     for answer in answers:
         assert set(answer.versions) == {0, 1} and list(answer.versions) == sorted(answer.versions)
         first = answer.versions.index(1)
@@ -415,9 +416,12 @@ def test_seeds_come_from_the_noise_key(kind, folder):
     assert (later != first) == (kind[0] is VllmServer), "the next turn draws anew; the other server counts positions itself"
 
 
-def test_vllm_on_a_cpu_gets_no_seeds_since_they_end_it(folder):
+def test_vllm_on_a_cpu_gets_no_seeds_and_needs_our_worker(folder):
     with VllmStandIn(folder) as server:
         server.device = "cpu"
+        with pytest.raises(ConfigError, match="--worker-extension-cls tandem_vllm_worker"):
+            attach(KINDS["vllm"], server, folder)
+        server.extension = "tandem_vllm_worker.TandemWorker"
         engine = attach(KINDS["vllm"], server, folder)
         ask(engine, key=NoiseKey(seed=1))
         engine.close()

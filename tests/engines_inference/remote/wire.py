@@ -192,9 +192,11 @@ class VllmStandIn(StandIn):
         assert self.paused
         if "reload" in self.spoils:
             return web.json_response({"error": {"message": "no such folder"}}, status=500)
-        if body["method"] == "tandem_load":
-            place = body["kwargs"]["place"]
+        place = body["kwargs"].get("place", {})
+        if "memory" in place:
             self.take(dict(mapped(place["memory"], place["tensors"])))
+        elif "folder" in place:
+            self.load(place["folder"])
         elif "load" not in self.spoils:
             self.load(body["kwargs"]["weights_path"])
         return answer({"results": [None]})
