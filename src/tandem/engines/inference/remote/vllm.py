@@ -54,6 +54,9 @@ class VllmProtocol(ServerProtocol):
         "(version 0.32 or later)"
     )
 
+    counters = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
+    counting_remedy = "start it without --disable-log-stats"
+
     _takes_seeds = False
     """On a CPU, a request with a seed whose prompt is computed in pieces ends the whole server (0.32.0, seen)."""
 
