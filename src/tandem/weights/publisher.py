@@ -138,7 +138,12 @@ class WeightPublisher:
         """The tensors go out while the engines prepare. What fails on either side ends the other. Collective."""
         with together(), whole(self._train_engine.weights()) as stream, ThreadPoolExecutor(1, "weight-update") as pool:
             asked = pool.submit(self._each, lambda engine: engine.prepare_weights(update))
-            self._channel.send(stream, self._dtype, lambda: asked.done() and asked.exception() is not None)
+            try:
+                self._channel.send(stream, self._dtype, lambda: asked.done() and asked.exception() is not None)
+            except WeightUpdateFailed:
+                if asked.done():
+                    asked.result()  # the engine's own reason says more
+                raise
             asked.result()
 
     def _each(self, action: Callable[[InferenceEngine], None]) -> None:

@@ -20,6 +20,7 @@ from tandem.engines.inference.remote.sglang import SGLangServer
 from tandem.engines.inference.remote.vllm import VllmServer
 from tandem.weights.shared_memory import SharedMemoryChannel
 from tests.engines_inference.remote.wire import SGLangStandIn, VllmStandIn
+from tests.fleet.fleets import Asking, until
 from tests.tiny import tiny_model_folder
 
 KINDS = {"vllm": (VllmServer, VllmStandIn), "sglang": (SGLangServer, SGLangStandIn)}
@@ -158,10 +159,11 @@ def test_an_update_in_the_middle_of_a_completion_shows_in_its_versions(kind, fol
         publisher.start()
         answers = ask(engine, (5, 6), (7, 8), (9, 9), max_new_tokens=40)
         publisher.join()
+        verified = engine.statistics()["verified_tensors"]
         engine.close()
     assert server.flushed == 1 and not server.paused
     assert engine.version == update.version and reports[0]["pause_s"] > 0
-    assert engine.statistics()["verified_tensors"] > 5, "fused tensors among them"
+    assert verified > 5, "fused tensors among them"
     for answer in answers:
         assert set(answer.versions) == {0, 1} and list(answer.versions) == sorted(answer.versions)
         first = answer.versions.index(1)
@@ -349,6 +351,23 @@ def test_a_server_without_a_route_is_refused_by_name_and_version(kind, folder):
         attach(kind, server, folder)
 
 
+def test_a_server_that_counts_no_tokens_is_refused_with_the_remedy(kind, folder):
+    remedy = "without --disable-log-stats" if kind[0] is VllmServer else "with --enable-metrics"
+    with kind[1](folder, spoils={"/metrics"}) as server, pytest.raises(ConfigError, match=f"no tokens.*{remedy}"):
+        attach(kind, server, folder)
+
+
+def test_the_servers_own_counter_grows_while_a_request_is_under_way(kind, folder):
+    with kind[1](folder, token_s=0.01) as server:
+        engine = attach(kind, server, folder)
+        before = engine.statistics()
+        with Asking(engine, [LLMRequest((5, 6), GenerationConfig(max_new_tokens=40))]):
+            until(lambda: engine.statistics()["server_tokens"] > before["server_tokens"] + 5)
+            assert engine.statistics()["generated_tokens"] == before["generated_tokens"], "no answer is there yet"
+        assert engine.statistics()["server_tokens"] == before["server_tokens"] + 40
+        engine.close()
+
+
 def test_a_server_of_another_precision_is_refused(kind, folder):
     with kind[1](folder, dtype="bfloat16") as server, pytest.raises(ConfigError, match="--dtype float32"):
         attach(kind, server, folder)
@@ -415,9 +434,12 @@ def test_seeds_come_from_the_noise_key(kind, folder):
     assert (later != first) == (kind[0] is VllmServer), "the next turn draws anew; the other server counts positions itself"
 
 
-def test_vllm_on_a_cpu_gets_no_seeds_since_they_end_it(folder):
+def test_vllm_on_a_cpu_gets_no_seeds_and_needs_our_worker(folder):
     with VllmStandIn(folder) as server:
         server.device = "cpu"
+        with pytest.raises(ConfigError, match="--worker-extension-cls tandem_vllm_worker"):
+            attach(KINDS["vllm"], server, folder)
+        server.extension = "tandem_vllm_worker.TandemWorker"
         engine = attach(KINDS["vllm"], server, folder)
         ask(engine, key=NoiseKey(seed=1))
         engine.close()

@@ -1,6 +1,7 @@
 """What a server holds against what was sent to it."""
 
 import hashlib
+import os
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from tandem.engines.inference.remote.held import HeldDigests, changed, compare
 from tandem.engines.inference.remote.judge import Judge
 from tandem.engines.inference.remote.labels import Labels
 from tandem.engines.inference.remote.protocol import labels_of
+from tandem.engines.inference.remote.spool import Spool
+from tandem.engines.inference.remote.vllm_worker.tandem_vllm_worker import pack_again
 
 URL = "http://127.0.0.1:1"
 
@@ -84,3 +87,44 @@ def test_the_judge_ends_a_completion_at_the_first_reason_in_any_piece():
     assert judge.look([7, 3, 3]) == (1, StopReason.STOP)
     assert Judge(frozenset({7}), 3).look([1, 2, 7, 4]) == (3, StopReason.STOP), "a stop token at the limit is a stop"
     assert Judge(frozenset(), 3).look([1, 2, 7, 4]) == (3, StopReason.LENGTH)
+
+
+def test_what_a_killed_process_left_behind_is_removed_by_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr("tandem.engines.inference.remote.spool._MEMORY_DISK", tmp_path)
+    (tmp_path / "model").mkdir()
+    left, alive = tmp_path / "tandem-weights-of-999999999-x", tmp_path / f"tandem-weights-of-{os.getppid()}-x"
+    left.mkdir()
+    alive.mkdir()
+    spool = Spool(tmp_path / "model")
+    folder = spool.write([("w", torch.ones(2))], 8)
+    assert folder.is_relative_to(tmp_path) and not left.exists() and alive.exists()
+    spool.close()
+    assert not folder.exists()
+
+
+class Packs:
+    """How a layer is made ready on a CPU; ``right``: with a copy of its own matrix."""
+
+    def __init__(self, right=True):
+        self.right = right
+
+    def process_weights_after_loading(self, layer):
+        copy = layer.weight.detach().clone() * self.right
+        layer.cpu_linear = lambda x, weight, bias: x @ copy.T
+
+
+def test_a_layer_that_multiplies_with_an_old_copy_of_its_matrix_makes_it_anew():
+    tied, ones = torch.nn.Linear(4, 6, bias=False), torch.ones(1, 4)
+    tied.quant_method = Packs()
+    tied.quant_method.process_weights_after_loading(tied)
+    old = tied.cpu_linear(ones, None, None)
+    with torch.no_grad():
+        tied.weight.add_(1.0)
+    assert torch.equal(tied.cpu_linear(ones, None, None), old), "the copy is the old one"
+
+    pack_again(torch.nn.Sequential(tied, torch.nn.Linear(2, 2)))
+
+    assert torch.allclose(tied.cpu_linear(ones, None, None), old + 4.0)
+    tied.quant_method.right = False
+    with pytest.raises(RuntimeError, match="another matrix"):
+        pack_again(tied)

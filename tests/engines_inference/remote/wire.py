@@ -21,14 +21,17 @@ END = 2
 
 
 class StandIn:
-    """One server in a thread: ``with VllmStandIn(folder) as server: server.url``. A token takes ``token_s``."""
+    """One server in a thread: ``with VllmStandIn(folder) as server: server.url``. A token takes ``token_s``; requests beyond
+    ``slots`` wait.
+    """
 
-    def __init__(self, folder, *, token_s=0.0, ignores_temperature=False, dtype="float32", spoils=()):
+    def __init__(self, folder, *, token_s=0.0, slots=1000, ignores_temperature=False, dtype="float32", spoils=()):
         self.folder, self.token_s, self.ignores_temperature, self.dtype = Path(folder), token_s, ignores_temperature, dtype
         self.spoils = set(spoils)
         self.label, self.paused, self.requests, self.aborted = "default", False, [], set()
         self.flushed = 0
         self.changes = 0
+        self.made, self._slots = 0, asyncio.Semaphore(slots)
         self.garbage = None
         self.load(self.folder)
         self._loop = asyncio.new_event_loop()
@@ -50,6 +53,8 @@ class StandIn:
         for path, (method, handler) in self.routes().items():
             app.router.add_route(method, path, handler)
         app.router.add_get("/openapi.json", self.openapi)
+        if "/metrics" not in self.spoils:
+            app.router.add_get("/metrics", self.metrics)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
@@ -62,6 +67,12 @@ class StandIn:
         if request.method == "POST" and not any(word in request.path for word in ("generate", "abort", "checker")):
             self.changes += 1
         return await handler(request)
+
+    async def metrics(self, _):
+        names = [name.partition("{")[0].removesuffix("_total") for name in self.counters]
+        lines = [f"# TYPE {name} counter" for name in names]
+        lines += [f"{name} {self.made if i == 0 else 0}.0" for i, name in enumerate(self.counters)]
+        return web.Response(text="\n".join([*lines, "process_cpu_seconds_total 7.0", ""]))
 
     async def openapi(self, _):
         return web.json_response({"paths": {path: {} for path in self.routes() if path not in self.spoils}})
@@ -97,8 +108,12 @@ class StandIn:
         scale = 1.0 if self.ignores_temperature else temperature
         return [(10 + i, -0.5 - i * 0.4 / scale) for i in range(5)]
 
-    async def generate(self, number, ids, limit, stop, temperature, texts=()):
+    async def generate(self, number, ids, limit, stop, temperature):
         """Tokens with log-probabilities, spans of labels, and how it ended."""
+        async with self._slots:
+            return await self._generate(number, ids, limit, stop, temperature)
+
+    async def _generate(self, number, ids, limit, stop, temperature):
         self.requests.append({"ids": list(ids), "limit": limit, "temperature": temperature})
         tokens, logprobs, spans, why = [], [], [], "length"
         while len(tokens) < limit:
@@ -113,6 +128,7 @@ class StandIn:
                 continue
             token = self.next_token([*ids, *tokens])
             tokens.append(token)
+            self.made += 1
             logprobs.append(self.logprob(token, temperature))
             if not spans or spans[-1]["version"] != self.label:
                 spans.append({"version": self.label, "start": len(tokens) - 1, "end": len(tokens)})
@@ -132,6 +148,7 @@ class VllmStandIn(StandIn):
 
     extension = ""
     device = "cuda"
+    counters = ('vllm:generation_tokens_total{engine="0",model_name="policy"}', 'vllm:prompt_tokens_total{engine="0"}')
 
     def routes(self):
         return {
@@ -192,9 +209,11 @@ class VllmStandIn(StandIn):
         assert self.paused
         if "reload" in self.spoils:
             return web.json_response({"error": {"message": "no such folder"}}, status=500)
-        if body["method"] == "tandem_load":
-            place = body["kwargs"]["place"]
+        place = body["kwargs"].get("place", {})
+        if "memory" in place:
             self.take(dict(mapped(place["memory"], place["tensors"])))
+        elif "folder" in place:
+            self.load(place["folder"])
         elif "load" not in self.spoils:
             self.load(body["kwargs"]["weights_path"])
         return answer({"results": [None]})
@@ -229,6 +248,11 @@ class VllmStandIn(StandIn):
 
 class SGLangStandIn(StandIn):
     """The routes of SGLang."""
+
+    counters = (
+        'sglang:realtime_tokens_total{mode="decode",tp_rank="0"}',
+        'sglang:realtime_tokens_total{mode="prefill_cache",tp_rank="0"}',
+    )
 
     def routes(self):
         return {

@@ -27,8 +27,8 @@ TICK_S = 0.25
 READ_EVERY_S = 1.0
 """How often the addresses are read, and the paces set."""
 
-STEPS_FORWARD = ("generated_tokens", "prefill_tokens", "recomputed_tokens")
-"""Counters of which any shows that a server is at work."""
+STEPS_FORWARD = ("generated_tokens", "prefill_tokens", "recomputed_tokens", "server_tokens")
+"""Counters of which any shows that a server is at work; the last is that of other makers' servers."""
 
 Attach = Callable[[str, str], Server]
 """Kind and URL → how to attach to that server."""

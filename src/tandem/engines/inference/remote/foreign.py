@@ -176,6 +176,7 @@ class ForeignServer(InferenceEngine):
         piece = self._completions.read(self._ask(1.0))
         if not piece.tokens:
             raise ServerFailed(f"{self.url} generated no token", url=self.url)
+        self._protocol.check_counting(self.name)
 
     def _check_temperature(self) -> None:
         """Log-probabilities must be those of softmax(logits / temperature): half of it doubles every difference."""
@@ -293,8 +294,11 @@ class ForeignServer(InferenceEngine):
         """See `InferenceEngine`; nothing can sleep, so nothing is to be done."""
 
     def statistics(self) -> dict[str, float]:
-        """See `InferenceEngine`; counted here, so of this client's requests. ``waiting`` is 0: the server does not say."""
-        return self._counters.all()
+        """See `InferenceEngine`; counted here, so of this client's requests. ``waiting`` is 0: the server does not say.
+
+        ``server_tokens`` is the server's own counter, which grows while answers are still being made.
+        """
+        return self._counters.all() | {"server_tokens": self._protocol.tokens()}
 
     def close(self) -> None:
         """See `InferenceEngine`. A server that was attached goes on as it was found: running, and not paused by us."""

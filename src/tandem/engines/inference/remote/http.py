@@ -119,7 +119,13 @@ class HttpClient:
 
     def call(self, path: str, body: dict[str, Any] | None = None, *, deadline_s: float, admin: bool = False) -> Any:
         """Blocks until the answer is there: `post` where there is a body (``{}`` is one), else `get`."""
-        future = self._start("GET" if body is None else "POST", path, body, deadline_s, admin)
+        return self._wait(self._start("GET" if body is None else "POST", path, body, deadline_s, admin), deadline_s)
+
+    def call_text(self, path: str, *, deadline_s: float) -> str:
+        """The blocking twin of `get_text`."""
+        return str(self._wait(self._start("GET", path, None, deadline_s, False, text=True), deadline_s))
+
+    def _wait(self, future: Future[Any], deadline_s: float) -> Any:
         try:
             # The exchange ends itself at its deadline; that long again would mean a dead event loop.
             return future.result(deadline_s + _CLOSE_TIMEOUT_S)

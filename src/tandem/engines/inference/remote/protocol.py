@@ -4,6 +4,7 @@
 """
 
 import hashlib
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -66,6 +67,12 @@ class ServerProtocol(ABC):
 
     remedy: ClassVar[str]
     """How to start the server so that they are."""
+
+    counters: ClassVar[tuple[str, ...]]
+    """Counters of `/metrics` that grow with each token."""
+
+    counting_remedy: ClassVar[str]
+    """How to start the server so that they are there."""
 
     reads_memory: bool = False
     """Whether `reload` takes weights from shared memory of this machine, besides a folder."""
@@ -148,6 +155,32 @@ class ServerProtocol(ABC):
             return self.http.call(path, body, deadline_s=timeout_s, admin=True)
         except DataFailure as error:
             raise ServerFailed(str(error), url=self.http.base_url + path) from error
+
+    def tokens(self) -> float:
+        """Tokens that the server has computed so far, for whomever; it grows while requests are under way.
+
+        Raises:
+            ServerFailed: it does not say.
+        """
+        pattern = rf"^(?:{'|'.join(self.counters)})(?:\{{.*\}})? (\S+)"
+        return sum(float(value) for value in re.findall(pattern, self._metrics(), re.MULTILINE))
+
+    def check_counting(self, name: str) -> None:
+        """Raises `ConfigError` where the server does not count its tokens: a busy one could not be told from a dead one."""
+        try:
+            counts = f"\n{self.counters[0].partition(':')[0]}:" in self._metrics()
+        except ServerFailed as error:
+            if error.status != 404:
+                raise
+            counts = False
+        if not counts:
+            raise ConfigError(f"{name} at {self.http.base_url} counts no tokens under /metrics; {self.counting_remedy}")
+
+    def _metrics(self) -> str:
+        try:
+            return self.http.call_text("/metrics", deadline_s=CONTROL_TIMEOUT_S)
+        except DataFailure as error:
+            raise ServerFailed(str(error), url=f"{self.http.base_url}/metrics") from error
 
     def check_routes(self, name: str) -> None:
         """Raises `ConfigError` where a route that is needed is not there."""

@@ -44,6 +44,8 @@ class SGLangProtocol(ServerProtocol):
             "/server_info",
         }
     )
+    counters = ("sglang:realtime_tokens_total",)
+    counting_remedy = "start it with --enable-metrics"
     remedy = "use version 0.5.23 or later, without SGLANG_RETURN_ORIGINAL_LOGPROB in its environment"
 
     def seed(self, stream: int, position: int) -> int:
@@ -169,6 +171,7 @@ class SGLangServer(ForeignServer):
         settings = terms.settings
         words = [terms.python, "-m", "sglang.launch_server", "--model-path", str(terms.folder), "--dtype", terms.dtype]
         words += ["--host", "127.0.0.1", "--port", str(port), "--device", terms.device, "--skip-server-warmup"]
+        words += ["--enable-metrics"]
         words += ["--max-running-requests", str(settings.max_running), "--random-seed", str(port)]
         if settings.max_model_len is not None:
             words += ["--context-length", str(settings.max_model_len)]

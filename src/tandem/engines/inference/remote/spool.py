@@ -1,11 +1,14 @@
 """Weights for a server that reads folders: a temporary model folder, on a memory disk where there is one."""
 
+import os
 import shutil
 import tempfile
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import torch
 from safetensors.torch import save_file
 
@@ -13,6 +16,7 @@ BUCKET_BYTES = 256 << 20
 """One file of the folder; so much is held in memory besides it while it is written."""
 
 _MEMORY_DISK = Path("/dev/shm")
+_PREFIX = "tandem-weights-of-"
 
 
 class Spool:
@@ -71,6 +75,17 @@ class Spool:
         if self._root is None:
             # two versions lie there at a time, for a moment
             roomy = _MEMORY_DISK.is_dir() and shutil.disk_usage(_MEMORY_DISK).free > 3 * num_bytes
-            self._root = Path(tempfile.mkdtemp(prefix="tandem-weights-", dir=_MEMORY_DISK if roomy else None))
+            place = _MEMORY_DISK if roomy else Path(tempfile.gettempdir())
+            _sweep(place)
+            self._root = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=place))
             self._finalize = weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
         return self._root
+
+
+def _sweep(place: Path) -> None:
+    """Removes what processes of this user that were killed have left behind."""
+    for folder in place.glob(f"{_PREFIX}*-*"):
+        owner = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        with suppress(OSError):
+            if owner.isdigit() and not psutil.pid_exists(int(owner)) and folder.stat().st_uid == os.getuid():
+                shutil.rmtree(folder, ignore_errors=True)

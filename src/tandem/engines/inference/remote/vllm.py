@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.api.failures import ServerFailed
+from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.remote.foreign import ForeignServer, StartTerms
 from tandem.engines.inference.remote.protocol import (
@@ -23,7 +24,9 @@ _EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 
 
 _EXTENSION = "tandem_vllm_worker.TandemWorker"
-"""In ``vllm_worker/``, which is all of Tandem that the server's environment gets to see."""
+"""All of Tandem that the server's environment gets to see."""
+
+_EXTENSION_FOLDER = Path(__file__).with_name("vllm_worker")
 
 
 class VllmProtocol(ServerProtocol):
@@ -50,6 +53,9 @@ class VllmProtocol(ServerProtocol):
         "start it with VLLM_SERVER_DEV_MODE=1 in its environment and --enable-scale-out --logprobs-mode processed_logprobs "
         "(version 0.32 or later)"
     )
+
+    counters = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
+    counting_remedy = "start it without --disable-log-stats"
 
     _takes_seeds = False
     """On a CPU, a request with a seed whose prompt is computed in pieces ends the whole server (0.32.0, seen)."""
@@ -110,6 +116,12 @@ class VllmProtocol(ServerProtocol):
         config = self.call("/server_info?config_format=json")["vllm_config"]
         self.reads_memory = config["parallel_config"].get("worker_extension_cls") == _EXTENSION
         self._takes_seeds = "cpu" not in str(config.get("device_config"))
+        if not self._takes_seeds and not self.reads_memory:
+            raise ConfigError(
+                f"{name} at {self.http.base_url} runs on a CPU, where an update leaves an output layer that shares the "
+                "embedding's matrix as it was; let the run start it (rollout.backend=vllm:dN), or start it with "
+                f"PYTHONPATH={_EXTENSION_FOLDER} and --worker-extension-cls {_EXTENSION}"
+            )
         return Facts(name, int(model["max_model_len"]), str(config["model_config"]["dtype"]).removeprefix("torch."))
 
     def is_paused(self) -> bool:
@@ -126,8 +138,8 @@ class VllmProtocol(ServerProtocol):
 
     def reload(self, place: Mapping[str, Any], label: str) -> None:
         """See `ServerProtocol`. Running requests lose their keys and values too, and compute them anew when they go on."""
-        if "memory" in place:
-            body = {"method": "tandem_load", "kwargs": {"place": place}}
+        if self.reads_memory:
+            body: dict[str, Any] = {"method": "tandem_load", "kwargs": {"place": place}}
         else:
             body = {"method": "reload_weights", "kwargs": {"weights_path": place["folder"]}}
         self.call("/collective_rpc", body, timeout_s=RELOAD_TIMEOUT_S)
@@ -167,7 +179,7 @@ class VllmServer(ForeignServer):
             words += ["--max-model-len", str(settings.max_model_len)]
         words += ["--worker-extension-cls", _EXTENSION, "--seed", str(port)]  # two servers must not draw alike
         environment = {
-            "PYTHONPATH": str(Path(__file__).with_name("vllm_worker")),
+            "PYTHONPATH": str(_EXTENSION_FOLDER),
             "VLLM_SERVER_DEV_MODE": "1",
             "HF_HUB_OFFLINE": "1",
         }

@@ -1,0 +1,59 @@
+"""Servers of other makers in a fleet: stand-ins that speak their protocols."""
+
+import pytest
+import torch
+
+from tandem.api.weights import WeightVersion
+from tandem.config.rollout import RolloutConfig
+from tandem.engines.inference.build import build_fleet
+from tandem.engines.inference.fleet.kinds import Terms
+from tests.engines_inference.remote.wire import SGLangStandIn, VllmStandIn
+from tests.fleet.fleets import generate, healthy, patient, publish, rows, until
+from tests.serve.served import request_of
+from tests.tiny import tiny_model_folder
+
+KINDS = {"vllm": VllmStandIn, "sglang": SGLangStandIn}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    tmp = tmp_path_factory.mktemp("models")
+    return [tiny_model_folder(tmp, seed=seed) for seed in range(2)]
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+def fleet_of(servers, folder, run_folder, dtype=torch.float32, **changes):
+    """A fleet that is attached to the servers of a list of (kind, stand-in), as a run makes it."""
+    config = patient(servers=tuple(f"{kind}={server.url}" for kind, server in servers), **changes)
+    rollout = RolloutConfig(backend="attached", fleet=config)
+    terms = Terms(rollout, rollout.engine, folder, dtype, "cpu", False, WeightVersion(0, run="r"), run_folder)
+    fleet = build_fleet(terms, ())
+    until(lambda: len(healthy(fleet)) == len(servers), 60)
+    return fleet
+
+
+def test_a_busy_server_is_never_suspected(kind, folders, tmp_path):
+    with KINDS[kind](folders[0], token_s=0.1, slots=2) as server:
+        fleet = fleet_of([(kind, server)], folders[0], tmp_path, suspect_after_s=1.5, stall_timeout_s=2.0)
+        answers = generate(fleet, [request_of((5, 6, i), max_new_tokens=25) for i in range(3, 7)])  # twice 2.5 s
+        fleet.close()
+    assert all(len(answer.output_ids) == 25 for answer in answers)
+    (journal,) = tmp_path.glob("*.jsonl")
+    assert not {row["to"] for row in rows(journal)} & {"suspect", "fenced"}
+
+
+def test_two_makers_in_one_fleet_serve_the_same_update(folders, tmp_path):
+    with VllmStandIn(folders[0]) as one, SGLangStandIn(folders[0]) as two:
+        fleet = fleet_of([("vllm", one), ("sglang", two)], folders[0], tmp_path)
+        before = generate(fleet, [request_of((5, 6, i)) for i in range(3, 11)])
+        publish(fleet, folders[1], 1)
+        after = generate(fleet, [request_of((5, 6, i)) for i in range(3, 11)])
+        assert healthy(fleet) == set(fleet.roster.members) and len(healthy(fleet)) == 2
+        fleet.close()
+    assert {v for answer in before for v in answer.versions} == {0}
+    assert {v for answer in after for v in answer.versions} == {1}
+    assert one.seed == two.seed and all(len(server.requests) > 4 for server in (one, two)), "both had their part"
