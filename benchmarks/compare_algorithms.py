@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 
 from tandem.api.failures import TandemError  # noqa: E402
 from tandem.config.presets import PRESETS  # noqa: E402
-from tests.learning.addition import GOAL, Curve, learn  # noqa: E402
+from tests.learning.addition import GOAL, OWN_GOAL, Curve, learn  # noqa: E402
 
 RECORDS = Path(__file__).with_suffix(".jsonl")
 PAGE = ROOT / "docs" / "comparison.md"
@@ -82,7 +82,7 @@ def run_all(path: Path, presets: Sequence[str], seeds: Sequence[int], *, shuffle
             if real is None:
                 curve = learn(preset, seed=seed, observe=report)
             else:
-                curve = learn(preset, seed=seed, shuffled=True, steps=real.steps, stop_at=None, observe=report)
+                curve = learn(preset, seed=seed, shuffled=True, steps=real.steps, observe=report)
         except TandemError as error:
             say(f"{preset}: {error}")
             everything_ran = False
@@ -108,7 +108,7 @@ def _span(values: Sequence[float]) -> str:
 
 def table(curves: Sequence[Curve]) -> Iterator[str]:
     """One row for each preset: means and ranges over the seeds."""
-    yield f"| preset | set beside the task's | steps to ≥ {GOAL:g} | before | after | with shuffled rewards | s a step |"
+    yield "| preset | set beside the task's | steps to the goal | before | after | with shuffled rewards | s a step |"
     yield "|---|---|---|---|---|---|---|"
     for preset in dict.fromkeys(curve.preset for curve in curves):
         own = [curve for curve in curves if curve.preset == preset]
@@ -118,7 +118,7 @@ def table(curves: Sequence[Curve]) -> Iterator[str]:
         cells = [
             f"[`{preset}`](algorithms/{preset}.md)",
             " ".join(f"`{setting}`" for setting in real[0].settings),
-            ", ".join(str(curve.steps) if curve.last >= GOAL else f"not in {curve.steps}" for curve in real),
+            ", ".join(str(curve.steps) if curve.reached else f"not in {curve.steps}" for curve in real),
             _span([curve.first for curve in real]),
             _span([curve.last for curve in real]),
             _span([curve.last for curve in control]) if control else "not run",
@@ -128,24 +128,22 @@ def table(curves: Sequence[Curve]) -> Iterator[str]:
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
-    """Small multiples: each preset in front of all others, its control dashed."""
+    """Small multiples: each preset and its control in front of all others; held-out pairs as dots, batches dotted."""
     names = list(dict.fromkeys(curve.preset for curve in curves))
     columns = min(6, len(names))
     rows = -(-len(names) // columns)
-    figure = Figure(figsize=(2.1 * columns, 1.8 * rows), dpi=110, layout="constrained")
+    figure = Figure(figsize=(2.1 * columns, 1.8 * rows), dpi=100, layout="constrained")
     grid = list(figure.subplots(rows, columns, squeeze=False, sharex=True, sharey=True).flat)
     for axes, name in zip(grid, names, strict=False):
         for curve in curves:
-            points = sorted(curve.measured.items())
-            # the accuracy of a batch is that of the weights before its update
-            steps, values = list(range(curve.steps + 1)), [*curve.batches, curve.last]
+            points = list(zip(*sorted(curve.measured.items()), strict=True))
             if curve.preset != name and not curve.shuffled:
-                axes.plot(steps, values, color=OTHERS, linewidth=0.7, zorder=1)
+                axes.plot(*points, color=OTHERS, linewidth=0.7, zorder=1)
             elif curve.preset == name:
-                colour = CONTROL if curve.shuffled else REAL
-                axes.plot(steps, values, linewidth=1.4, zorder=2, color=colour, linestyle="--" if curve.shuffled else "-")
-                axes.plot(*zip(*points, strict=True), "o", markersize=3.5, zorder=3, color=colour)
-        axes.axhline(GOAL, color="#9ca3af", linewidth=0.7, linestyle=":", zorder=0)
+                colour, order = (CONTROL, 3) if curve.shuffled else (REAL, 4)
+                axes.plot(*points, "o-", color=colour, linewidth=1.5, markersize=3.5, zorder=order)
+                axes.plot(range(curve.steps), curve.batches, ":", color=colour, linewidth=1.2, zorder=2)
+        axes.axhline(OWN_GOAL.get(name, GOAL), color="#9ca3af", linewidth=0.6, zorder=0)
         axes.set_title(name, fontsize=9)
         axes.set_ylim(0, 1)
         axes.tick_params(labelsize=7)
