@@ -16,11 +16,11 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.engines.train.build import build_train_engine
 from tandem.models.catalog import resolve
-from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import load_tokenizer
 from tandem.roles.actor import Actor
 from tandem.state.run_folder import RunFolder
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
+from tandem.trainers.delivery import make_archive, make_publisher, make_verifier
 from tandem.trainers.evaluation import Evaluation, evaluate, evaluation_gconfig, is_due
 from tandem.trainers.parts import (
     check_names,
@@ -34,7 +34,6 @@ from tandem.trainers.parts import (
 from tandem.trainers.process import start_process
 from tandem.trainers.session import make_engine
 from tandem.trainers.summary import open_run, save_if_due
-from tandem.weights.publisher import WeightPublisher
 
 HERE = Path(__file__).parent
 
@@ -54,13 +53,13 @@ def main(overrides: list[str]) -> None:
         run, tracker = open_run(config, process, stack, steps=steps)
 
         # One engine generates, one trains, and the publisher brings the weights of one to the other.
-        engine = make_engine(config, process, folder)
+        engine = make_engine(config, process, folder, run.id)
         stack.callback(engine.close)
         updates = steps * config.actor.mini_batches * config.actor.epochs_per_batch
         trainer = build_train_engine(config.actor, total_steps=updates, device=process.device)
-        publisher = WeightPublisher(
-            trainer, engine, run=config.trial_name, dtype=resolve_dtype(config.rollout.dtype, process.device)
-        )
+        archive = make_archive(config, process, trainer, folder)  # earlier weights, for the proof below
+        publisher = make_publisher(config, process, trainer, engine, folder, run=run.id, archive=archive)
+        verifier = make_verifier(config, process, trainer, tokenizer, archive)
         stack.callback(publisher.close)
 
         # An episode: several answers to one question, each judged by the reward.
@@ -90,6 +89,7 @@ def main(overrides: list[str]) -> None:
         for step in range(1, steps + 1):
             with timer("generate"):
                 batch = rollout.prepare_batch(loader, workflow)
+            proof = verifier.verify_if_due(batch, step)  # which weights made these tokens? they are scored again
             with timer("train"):
                 batch = actor.compute_proximal(batch)
                 batch = actor.compute_advantages(batch)
@@ -98,7 +98,7 @@ def main(overrides: list[str]) -> None:
                 publisher.publish()
             rollout.end_step()
 
-            metrics |= rollout.metrics() | timer.metrics() | {"memory/peak_gib": peak_memory_gib()}
+            metrics |= proof | rollout.metrics() | timer.metrics() | {"memory/peak_gib": peak_memory_gib()}
             if is_due(every, step, steps):
                 results.append(examine())
                 metrics |= results[-1].metrics()

@@ -42,6 +42,7 @@ def main(overrides: list[str]) -> None:
         for step in range(1, steps + 1):
             with timer("generate"):
                 batch = rollout.prepare_batch(session.loader, session.workflow)
+            proof = session.verifier.verify_if_due(batch, step)  # which weights made these tokens? they are scored again
             with timer("train"), session.meter:
                 if session.reference is not None:
                     batch = session.reference.compute_logprobs(batch)
@@ -53,7 +54,7 @@ def main(overrides: list[str]) -> None:
             rollout.end_step()
 
             save_if_due(config, run, step, steps, session.trainer, session.tokenizer.save_pretrained)
-            metrics |= rollout.metrics() | session.meter.metrics() | timer.metrics()
+            metrics |= proof | rollout.metrics() | session.meter.metrics() | timer.metrics()
             metrics |= evaluate_if_due(config, session, rows, step, steps)
             if tracker is not None:
                 tracker.log(step, metrics, rollout.last_groups, publisher.history)

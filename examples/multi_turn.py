@@ -73,6 +73,7 @@ def main(overrides: list[str]) -> None:
         for step in range(1, steps + 1):
             with timer("generate"):
                 batch = rollout.prepare_batch(session.loader, session.workflow)  # groups of this file's episodes
+            proof = session.verifier.verify_if_due(batch, step)
             with timer("train"):
                 if session.reference is not None:
                     batch = session.reference.compute_logprobs(batch)
@@ -84,7 +85,7 @@ def main(overrides: list[str]) -> None:
             rollout.end_step()
 
             save_if_due(config, run, step, steps, session.trainer, session.tokenizer.save_pretrained)
-            metrics |= rollout.metrics() | timer.metrics() | evaluate_if_due(config, session, rows, step, steps)
+            metrics |= proof | rollout.metrics() | timer.metrics() | evaluate_if_due(config, session, rows, step, steps)
             if tracker is not None:
                 tracker.log(step, metrics, rollout.last_groups, session.publisher.history)
 
