@@ -1,6 +1,8 @@
 """Engines behind vLLM's and SGLang's interfaces: what must hold whatever the server does."""
 
 import asyncio
+import contextlib
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from tandem.api.requests import LLMRequest, NoiseKey, StopReason
 from tandem.api.weights import FolderSource, WeightSource, WeightUpdate, WeightVersion, tensor_digest, version_digest
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
+from tandem.engines.inference.remote.launch import ServerProcess
 from tandem.engines.inference.remote.sglang import SGLangServer
 from tandem.engines.inference.remote.vllm import VllmServer
 from tandem.weights.shared_memory import SharedMemoryChannel
@@ -276,6 +279,54 @@ def test_an_attached_server_goes_on_when_its_client_leaves(kind, folder):
         again = attach(kind, server, folder)
         assert set(ask(again).versions) == {0}
         again.close()
+
+
+@contextlib.contextmanager
+def hanging_commit(kind, server, folder):
+    """An engine whose server hangs in an update, and what came of that once the block ended."""
+    engine, errors = attach(kind, server, folder), []
+    update = update_from_memory(folder)
+    engine.prepare_weights(update)
+    server.spoils.add("hang")
+
+    def commit():
+        with pytest.raises((EngineDied, ServerFailed)) as failure:
+            engine.commit_weights(update.version)
+        errors.append(failure.value)
+
+    thread = threading.Thread(target=commit)
+    thread.start()
+    until(lambda: server.hung)
+    yield engine, errors
+    thread.join(10)
+    assert errors
+
+
+def test_a_connection_that_is_let_go_hangs_in_no_update_and_leaves_the_server_as_it_is(kind, folder):
+    with kind[1](folder) as server:
+        with hanging_commit(kind, server, folder) as (engine, errors):
+            before = server.changes, time.monotonic()
+            engine.let_go()
+            assert time.monotonic() - before[1] < 3
+        assert isinstance(errors[0], EngineDied)
+        assert server.paused and server.changes == before[0], "it is not resumed: a newer client may be changing it"
+
+
+def test_an_attached_server_that_hangs_in_an_update_is_left_in_bounded_time(kind, folder, monkeypatch):
+    monkeypatch.setattr("tandem.engines.inference.remote.in_place.CLOSE_PATIENCE_S", 0.3)
+    with kind[1](folder) as server, hanging_commit(kind, server, folder) as (engine, _):
+        began = time.monotonic()
+        engine.close()
+        assert time.monotonic() - began < 3
+
+
+def test_a_server_of_ours_that_hangs_in_an_update_is_ended_at_once(kind, folder, tmp_path):
+    with kind[1](folder) as server, hanging_commit(kind, server, folder) as (engine, _):
+        command = [sys.executable, "-c", "import time; time.sleep(60)"]
+        engine.process = ServerProcess.start(command, log_file=tmp_path / "log")
+        began = time.monotonic()
+        engine.close()
+        assert time.monotonic() - began < 4 and not engine.process.alive
 
 
 def test_a_pause_outlasts_an_update(kind, folder):

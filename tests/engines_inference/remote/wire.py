@@ -30,7 +30,7 @@ class StandIn:
         self.spoils = set(spoils)
         self.label, self.paused, self.requests, self.aborted = "default", False, [], set()
         self.flushed = 0
-        self.changes = 0
+        self.changes, self.hung = 0, False
         self.made, self._slots = 0, asyncio.Semaphore(slots)
         self.garbage = None
         self.load(self.folder)
@@ -67,6 +67,11 @@ class StandIn:
         if request.method == "POST" and not any(word in request.path for word in ("generate", "abort", "checker")):
             self.changes += 1
         return await handler(request)
+
+    async def hang(self):
+        if "hang" in self.spoils:
+            self.hung = True
+            await asyncio.sleep(60)
 
     async def metrics(self, _):
         names = [name.partition("{")[0].removesuffix("_total") for name in self.counters]
@@ -207,6 +212,7 @@ class VllmStandIn(StandIn):
     async def rpc(self, request):
         body = await request.json()
         assert self.paused
+        await self.hang()
         if "reload" in self.spoils:
             return web.json_response({"error": {"message": "no such folder"}}, status=500)
         place = body["kwargs"].get("place", {})
@@ -309,6 +315,7 @@ class SGLangStandIn(StandIn):
     async def update(self, request):
         body = await request.json()
         assert self.paused and body["flush_cache"]
+        await self.hang()
         if "reload" in self.spoils:
             return web.json_response({"success": False, "message": "no such folder"}, status=400)
         if "load" not in self.spoils:

@@ -305,7 +305,14 @@ class ForeignServer(InferenceEngine):
         if self._closed:
             return
         self._closed = True
+        if self.process is not None:  # first, for an update may hang in it
+            self._protocol.http.close()
+            self.process.close()
         self._updates.close(leave_running=self.process is None)
         self._protocol.http.close()
-        if self.process is not None:
-            self.process.close()
+
+    def let_go(self) -> None:
+        """Drops the connection and nothing else: the server is what it is, paused too, for another client of this run."""
+        self._closed = True
+        self._protocol.http.close()
+        self._updates.close(leave_running=False)

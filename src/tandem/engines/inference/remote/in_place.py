@@ -26,6 +26,9 @@ every `VERIFY_EVERY`-th."""
 
 VERIFY_EVERY = 20
 
+CLOSE_PATIENCE_S = 5.0
+"""An update that is under way when its client is closed has this long to end."""
+
 
 @dataclass(frozen=True)
 class _Prepared:
@@ -166,12 +169,20 @@ class InPlaceUpdates:
             self._paused = False
 
     def close(self, leave_running: bool) -> None:
-        """Removes temporary files; ``leave_running``: a server that we paused goes on."""
-        with self._lock:
+        """Removes temporary files; ``leave_running``: a server that we paused goes on, unless it hangs in an update."""
+        free = self._lock.acquire(timeout=CLOSE_PATIENCE_S)
+        if not free:
+            self._protocol.http.close()  # which ends the call that it hangs in
+            free, leave_running = self._lock.acquire(timeout=CLOSE_PATIENCE_S), False
+        try:
             if leave_running and (self._paused or self._broken):
                 with suppress(ServerFailed, EngineDied):
+                    self._protocol.call("/openapi.json", timeout_s=CLOSE_PATIENCE_S)  # do not wait long for one that hangs
                     self._protocol.resume()
             self._spool.close()
+        finally:
+            if free:
+                self._lock.release()
 
 
 def _passing(update: WeightUpdate, held: HeldDigests) -> Iterator[tuple[str, torch.Tensor]]:
