@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from tandem.api.engines import InferenceEngine, InferencePart
-from tandem.api.failures import DataFailure, InfrastructureFailure, ServerFailed, WeightUpdateFailed
+from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, ServerFailed, WeightUpdateFailed
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion
 from tandem.config.errors import ConfigError
@@ -111,6 +111,8 @@ class TandemServer(InferenceEngine):
         """See `InferenceEngine`. Raises `ServerFailed` for all that is no answer of this run's server."""
         answer = await self._client.post("/generate", self._body(request), deadline_s=self._patience(request))
         try:
+            if answer["instance"] != self.instance:
+                raise ServerFailed(f"{self.url} was restarted since this run attached to it", url=self.url)
             return _response(request, answer, self._run)
         except (KeyError, TypeError, ValueError) as error:
             raise ServerFailed(f"{self.url}/generate answered what is no completion: {error}", url=self.url) from error
@@ -217,7 +219,7 @@ class TandemServer(InferenceEngine):
             if self._give_back:
                 with contextlib.suppress(InfrastructureFailure, DataFailure):  # it is gone: nothing to give back
                     self._client.call("/health", deadline_s=ASK_TIMEOUT_S)  # do not wait long for one that hangs
-                    self._control("release", deadline_s=WEIGHTS_TIMEOUT_S)
+                    self._client.call("/control/release", {"run": self._run}, deadline_s=WEIGHTS_TIMEOUT_S, admin=True)
         finally:
             self._client.close()
             self._on_close()
@@ -228,6 +230,8 @@ class TandemServer(InferenceEngine):
         self._client.close()
 
     def _check_taken(self) -> None:
+        if self._closed:  # what comes late must not take the server back that is being given back
+            raise EngineDied(f"the client of {self.url} was closed")
         if not self._run:
             raise ServerFailed(f"{self.url} is another's to change: this client only asks (no run)", url=self.url)
 

@@ -55,6 +55,7 @@ class Service:
 
     died: str | None = None
     on_death: Callable[[], None] = lambda: None
+    _heard: float = field(default_factory=time.monotonic)
     _last_token: float | None = None
     _probe: asyncio.Task[None] | None = None
 
@@ -183,6 +184,15 @@ class Service:
         if not reasons and not self._recent():
             reasons += await self._try()
         return reasons
+
+    def heard(self) -> None:
+        """The run that has the server said something."""
+        self._heard = time.monotonic()
+
+    def abandoned(self) -> bool:
+        """Whether the run that has the server seems to be gone: it asks for nothing and says nothing."""
+        silent_s = time.monotonic() - self._heard
+        return self.run is not None and not self.under_way and silent_s > self.limits.owner_silent_s
 
     def token_age_s(self) -> float | None:
         """Seconds since a token was generated; None: none yet."""
