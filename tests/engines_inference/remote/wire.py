@@ -93,7 +93,8 @@ class StandIn:
         self.take(found)
 
     def take(self, found):
-        """Named tensors."""
+        """Named tensors; the model holds them in its own precision."""
+        found = {name: tensor.to(getattr(torch, self.dtype)) for name, tensor in found.items()}
         raw = {name: bytes(tensor.reshape(-1).view(torch.uint8).numpy().data) for name, tensor in found.items()}
         self.seed = int(hashlib.sha256(raw["model.embed_tokens.weight"]).hexdigest()[:6], 16)
         self.held = {name: hashlib.sha256(data).hexdigest() for name, data in raw.items() if "_proj" not in name}
@@ -255,6 +256,7 @@ class VllmStandIn(StandIn):
 class SGLangStandIn(StandIn):
     """The routes of SGLang."""
 
+    device = "cpu"
     counters = (
         'sglang:realtime_tokens_total{mode="decode",tp_rank="0"}',
         'sglang:realtime_tokens_total{mode="prefill_cache",tp_rank="0"}',
@@ -366,11 +368,12 @@ class SGLangStandIn(StandIn):
         return answer({"success": True})
 
     async def checker(self, _):
-        return answer({"success": True, "ranks": [{"checksums": {name: d[:16] for name, d in self.held.items()}}]})
+        held = {name: digest if self.device == "cpu" else digest[::-1] for name, digest in self.held.items()}
+        return answer({"success": True, "ranks": [{"checksums": {name: digest[:16] for name, digest in held.items()}}]})
 
     async def info(self, _):
         return answer({"weight_version": self.label})
 
     async def server_info(self, _):
-        facts = {"version": "0.5.23", "device": "cpu", "dtype": self.dtype, "max_req_input_len": 64}
+        facts = {"version": "0.5.23", "device": self.device, "dtype": self.dtype, "max_req_input_len": 64}
         return answer(facts)

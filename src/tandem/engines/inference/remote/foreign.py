@@ -71,7 +71,8 @@ class ForeignServer(InferenceEngine):
             request_timeout_s=request_timeout_s,
             cannot=self._cannot,
         )
-        self._updates = InPlaceUpdates(protocol, labels, self._counters, folder=folder, version=version)
+        dtype: torch.dtype = getattr(torch, facts.dtype)
+        self._updates = InPlaceUpdates(protocol, labels, self._counters, folder=folder, version=version, dtype=dtype)
 
     # ------------------------------------------------------------------ how it comes about
 
