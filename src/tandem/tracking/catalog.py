@@ -529,7 +529,8 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         ),
         "fleet/moved": Metric(
             "count",
-            "Requests that were asked anew of another server, because theirs failed or was given up; no answer is lost by it.",
+            "Requests that were asked anew of another server, because theirs failed or was given up; no answer is lost by "
+            "it.",
             "Growing while nothing is fenced: servers refuse requests, see `fleet.jsonl` and their logs.",
         ),
         "fleet/late_answers": Metric(
@@ -539,8 +540,8 @@ SECTIONS: dict[str, dict[str, Metric]] = {
         ),
         "fleet/interrupted": Metric(
             "count",
-            "With `rollout.fleet.finish_before_update`: requests that had not ended within `rollout.fleet.drain_timeout_s` and "
-            "were interrupted by an update.",
+            "With `rollout.fleet.finish_before_update`: requests that had not ended within `rollout.fleet.drain_timeout_s` "
+            "and were interrupted by an update.",
             "Above 0: raise `rollout.fleet.drain_timeout_s`, or allow interruption.",
         ),
         "fleet/work_spread": Metric(
