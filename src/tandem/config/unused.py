@@ -143,7 +143,7 @@ REINFORCEMENT = (
         "by these servers, which take memory by rules of their own: leave it out",
     ),
     Unused(
-        ("rollout.engine.prefill_chunk_tokens", "rollout.engine.kv_cache_gib", "rollout.engine.threads"),
+        ("rollout.engine.prefill_chunk_tokens", "rollout.engine.kv_cache_gib"),
         lambda config, _: config.rollout.backend == "attached",
         "because this run starts no server: give it to whoever starts them, or leave it out",
     ),

@@ -99,6 +99,7 @@ def _attach_tandem(terms: Terms, url: str) -> InferenceEngine:
     return TandemServer.attach(
         url,
         run=terms.version.run,
+        dtype=terms.dtype,
         token=read_token(fleet.token_file, "token_file"),
         admin_token=read_token(fleet.admin_token_file, "admin_token_file"),
         request_timeout_s=fleet.request_timeout_s,

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from tandem.api.engines import InferenceEngine, InferencePart
 from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, ServerFailed, WeightUpdateFailed
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
@@ -64,6 +66,7 @@ class TandemServer(InferenceEngine):
         url: str,
         *,
         run: str,
+        dtype: torch.dtype | None = None,
         token: str | None = None,
         admin_token: str | None = None,
         request_timeout_s: float = 3600.0,
@@ -75,7 +78,7 @@ class TandemServer(InferenceEngine):
         An empty ``run`` only asks it for completions, whoever's it is: nothing of it is claimed or changed.
 
         Raises:
-            ConfigError: it is not a `tandem serve` of this protocol.
+            ConfigError: it is not a `tandem serve` of this protocol, or computes in another precision than ``dtype``.
             ServerFailed: it does not answer, belongs to another run (status 409), or refuses the token (401).
         """
         client = HttpClient(url, token=token, admin_token=admin_token)
@@ -84,6 +87,11 @@ class TandemServer(InferenceEngine):
             kind = identity.get("kind") if isinstance(identity, dict) else None
             if kind != "tandem" or identity.get("protocol") != PROTOCOL:
                 raise ConfigError(f"{url} is no `tandem serve` of protocol {PROTOCOL}: it says {str(identity)[:200]}")
+            wanted = str(dtype).removeprefix("torch.")
+            if dtype is not None and identity.get("dtype") != wanted:
+                raise ConfigError(
+                    f"{url} computes in {identity.get('dtype')}, rollout.dtype is {wanted}; start it with --dtype {wanted}"
+                )
             if run:
                 identity = client.call("/control/attach", {"run": run}, deadline_s=CONTROL_TIMEOUT_S, admin=True)
             give_back = give_back and bool(run)

@@ -38,6 +38,9 @@ class Service:
     initial: WeightVersion
     """What the engine was made with."""
 
+    dtype: str
+    """The engine's precision, as torch writes it, without ``torch.``."""
+
     run: str | None = None
     """The training run that may change the weights; None: nobody's, the next that asks gets it."""
 
@@ -154,6 +157,7 @@ class Service:
             "kind": "tandem",
             "protocol": PROTOCOL,
             "model": self.name,
+            "dtype": self.dtype,
             "instance": self.instance,
             "run": self.run,
             "version": {"number": version.number, "digest": version.digest, "run": version.run, "model": version.model},
