@@ -107,7 +107,7 @@ def test_another_run_is_refused_until_the_first_gives_the_server_back(served, re
 
 def test_a_server_of_another_precision_is_refused_before_it_is_taken(folder):
     with Served(folder) as served:
-        with pytest.raises(ConfigError, match="computes in float32.* is bfloat16; start it with --dtype bfloat16"):
+        with pytest.raises(ConfigError, match=r"computes in float32.* is bfloat16; start it with --dtype bfloat16"):
             TandemServer.attach(served.url, run="r", dtype=torch.bfloat16, admin_token=ADMIN)
         assert served.json("GET", "/health")["run"] is None
         TandemServer.attach(served.url, run="r", dtype=torch.float32, admin_token=ADMIN).close()
