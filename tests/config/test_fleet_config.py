@@ -87,6 +87,7 @@ def test_what_some_server_of_the_fleet_reads_is_accepted():
     load("rollout.backend=embedded:d2", "gconfig.min_new_tokens=2", "algorithm.allow_truncated_sampling=true")
     load("rollout.backend=vllm:d1", "rollout.engine.kv_cache_gib=4")
     load("rollout.backend=vllm:d1+embedded:d1", "rollout.engine.prefill_chunk_tokens=64")
+    load("rollout.backend=sglang:d1", "rollout.engine.kv_cache_gib=2")  # the default: it overrules a file
 
 
 def test_what_is_used_is_accepted():
