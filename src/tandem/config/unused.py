@@ -140,8 +140,8 @@ REINFORCEMENT = (
     Unused(
         ("rollout.engine.kv_cache_gib",),
         lambda config, _: _only(config, "sglang") or (_only(config, "vllm", "sglang") and config.device == "cuda"),
-        "by these servers, which take memory by rules of their own: leave it out (rollout.engine.kv_cache_gib=2, the default, "
-        "overrules what stands in a file)",
+        "by these servers, which take memory by rules of their own: leave it out (rollout.engine.kv_cache_gib=2, the "
+        "default, overrules what stands in a file)",
     ),
     Unused(
         ("rollout.engine.prefill_chunk_tokens", "rollout.engine.kv_cache_gib"),
