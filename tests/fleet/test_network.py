@@ -128,11 +128,11 @@ def test_whatever_a_server_does_to_an_update_the_others_take_it_and_it_comes_bac
     proxy.set(mode, argument, at=f"/control/{at}")
     began = time.time()
     fleet.prepare_weights(one)
-    assert (proxy.hits > 0) == (at == "prepare")
+    assert at == "prepare" or proxy.hits == 0
     fleet.commit_weights(one.version)
-    assert proxy.hits > 0
+    assert proxy.hits > 0 or argument >= 200  # so many bytes may be more than the whole answer: then it strikes a later one
     noticed_s = setting.noticed_s(began)
-    assert noticed_s <= DETECTED_S
+    assert noticed_s <= DETECTED_S and proxy.hits > 0
     proxy.set("pass")
     setting.whole()
     print(f"\n{mode} {argument or ''} during {at}: noticed {noticed_s:.2f} s, back {time.time() - began:.1f} s")
