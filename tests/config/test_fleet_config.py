@@ -46,6 +46,13 @@ def test_backends_name_servers(backend, servers):
         (["rollout.backend=embedded:d2", "rollout.fleet.max_restarts=-1"], "max_restarts must be .*at least 0"),
         (["rollout.backend=embedded:d2", "deterministic=true"], "deterministic=true contradicts rollout.backend"),
         (["rollout.backend=embedded:d2", "placement=colocate"], "placement=colocate contradicts rollout.backend"),
+        (["rollout.backend=vllm:d1", "gconfig.top_k=50"], "gconfig.top_k=50 is refused by vllm.*sglang:dN"),
+        (["rollout.backend=embedded:d1+vllm:d1", "gconfig.top_p=0.9"], "gconfig.top_p=0.9 is refused by vllm"),
+        (["rollout.backend=sglang:d1", "gconfig.min_new_tokens=2"], "min_new_tokens=2 is refused by sglang"),
+        (
+            ["rollout.backend=attached", "rollout.fleet.servers=[vllm=http://x]", "gconfig.top_k=5"],
+            "gconfig.top_k=5 is refused by vllm",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_with_the_remedy(items, words):
@@ -60,11 +67,27 @@ def test_what_cannot_work_is_refused_with_the_remedy(items, words):
         (["rollout.backend=embedded:d2", "rollout.fleet.vllm_python=/x"], "starts no vLLM server"),
         (["rollout.backend=embedded:d2", "rollout.fleet.sglang_python=/x"], "starts no SGLang server"),
         (["rollout.backend=embedded:d2", "rollout.fleet.finish_before_update=true"], "at staleness 0"),
+        (["rollout.backend=vllm:d1", "rollout.engine.prefill_chunk_tokens=64"], "not used by vLLM or SGLang"),
+        (
+            ["rollout.backend=sglang:d1", "rollout.engine.keep_kv_on_update=true", "async_training=true"],
+            "keep_kv_on_update=true is not used by vLLM or SGLang",
+        ),
+        (["rollout.backend=sglang:d1", "rollout.engine.kv_cache_gib=4"], "rules of their own"),
+        (["rollout.backend=vllm:d1", "rollout.engine.kv_cache_gib=4", "device=cuda"], "rules of their own"),
+        (["rollout.backend=attached", "rollout.engine.kv_cache_gib=4"], "starts no server"),
     ],
 )
 def test_a_key_that_nothing_would_read_is_refused(items, words):
     with pytest.raises(ConfigError, match=words):
         load(*items)
+
+
+def test_what_some_server_of_the_fleet_reads_is_accepted():
+    load("rollout.backend=sglang:d1", "gconfig.top_p=0.9", "algorithm.allow_truncated_sampling=true")
+    load("rollout.backend=embedded:d2", "gconfig.min_new_tokens=2", "algorithm.allow_truncated_sampling=true")
+    load("rollout.backend=vllm:d1", "rollout.engine.kv_cache_gib=4")
+    load("rollout.backend=vllm:d1+embedded:d1", "rollout.engine.prefill_chunk_tokens=64")
+    load("rollout.backend=sglang:d1", "rollout.engine.kv_cache_gib=2")  # the default: it overrules a file
 
 
 def test_what_is_used_is_accepted():

@@ -38,11 +38,9 @@ def server(name, make, *, owned=True, holds=0):
     return Server(name, make, owned=owned, holds=holds)
 
 
-def fleet_of(servers, config=CONFIG, *, journal=None, capabilities=CAPABILITIES | {"shared_memory"}, **rest):
-    return Fleet.start(
-        servers, config, capabilities=capabilities & {"staged", "keep_kv", "noise_key"}, version=WeightVersion(0),
-        journal=journal, **rest,
-    )  # fmt: skip
+def fleet_of(servers, config=CONFIG, *, journal=None, **rest):
+    """A fleet whose engines may be of this process, which share no memory with anybody."""
+    return Fleet.start(servers, config, capabilities=CAPABILITIES, version=WeightVersion(0), journal=journal, **rest)
 
 
 def ask(sample=0, *, tokens=12, prompt=(5, 17, 60), **rest):

@@ -22,6 +22,7 @@ class Proxy:
     def __init__(self, port):
         self._port = port
         self.mode, self.argument, self.hits = "pass", 0.0, 0
+        self._later = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._writers = set()
@@ -38,9 +39,14 @@ class Proxy:
         self._thread.join(10)
         self._loop.close()
 
-    def set(self, mode, argument=0.0):
-        """From now on."""
+    def set(self, mode, argument=0.0, at=None):
+        """From now on; with ``at``, from the first request to that path on."""
         assert mode in MODES
+        self._later = None
+        if at is not None:
+            self.set("pass")
+            self._later = (f" {at} ".encode(), mode, argument)
+            return
         before, self.mode, self.argument, self.hits = self.mode, mode, argument, 0
         if mode == "refuse":
             self._run(self._deaf())
@@ -83,6 +89,12 @@ class Proxy:
 
     async def _there(self, reader, outer, writer):
         while data := await reader.read(1 << 16):
+            if self._later is not None and self._later[0] in data:
+                (_, self.mode, self.argument), self._later = self._later, None
+            if self.mode == "refuse":
+                self.hits += 1
+                await self._deaf()
+                raise _Ended
             if self.mode in CANNED:
                 self.hits += 1
                 writer.write(CANNED[self.mode])

@@ -118,27 +118,31 @@ def test_whatever_a_server_does_to_requests_all_are_answered_once_and_rightly(se
     print(f"\n{mode} {argument or ''} during generation: noticed {noticed_s:.2f} s, lost 0")
 
 
+@pytest.mark.parametrize("at", ["prepare", "commit"])
 @pytest.mark.parametrize(("mode", "argument"), FAULTS)
 def test_whatever_a_server_does_to_an_update_the_others_take_it_and_it_comes_back_with_it(
-    setting, folders, expected, mode, argument
+    setting, folders, expected, mode, argument, at
 ):
     fleet, proxy = setting.fleet, setting.proxy
     one = update_of(folders[1], 1, RUN)
-    proxy.set(mode, argument)
+    proxy.set(mode, argument, at=f"/control/{at}")
     began = time.time()
     fleet.prepare_weights(one)
+    assert at == "prepare" or proxy.hits == 0
     fleet.commit_weights(one.version)
-    assert proxy.hits > 0
+    assert proxy.hits > 0 or argument >= 200  # so many bytes may be more than the whole answer: then it strikes a later one
     noticed_s = setting.noticed_s(began)
-    assert noticed_s <= DETECTED_S
+    assert noticed_s <= DETECTED_S and proxy.hits > 0
     proxy.set("pass")
     setting.whole()
-    print(f"\n{mode} {argument or ''} during an update: noticed {noticed_s:.2f} s, back {time.time() - began:.1f} s")
+    print(f"\n{mode} {argument or ''} during {at}: noticed {noticed_s:.2f} s, back {time.time() - began:.1f} s")
     answers = generate(fleet, REQUESTS)
     assert same(answers, expected[1])
     assert {version for response in answers for version in response.versions} == {1}
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_a_server_that_flaps_is_tried_less_and_less_often(setting):
     proxy, journal = setting.proxy, setting.journal
     seen = len(rows(journal))
@@ -162,6 +166,8 @@ def test_an_address_that_another_run_took_over_is_refused_until_that_run_gives_i
     setting.whole()
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_a_slow_server_is_noticed_by_its_pace_and_nothing_is_lost(setting, expected):
     fleet, proxy = setting.fleet, setting.proxy
     proxy.set("slow", 0.5)

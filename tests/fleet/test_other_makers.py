@@ -1,11 +1,17 @@
 """Servers of other makers in a fleet: stand-ins that speak their protocols."""
 
+import shutil
+from dataclasses import replace
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tandem.api.weights import WeightVersion
+from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.engines.inference.build import build_fleet
+from tandem.engines.inference.fleet.addresses import JOURNAL_NAME
 from tandem.engines.inference.fleet.kinds import Terms
 from tests.engines_inference.remote.wire import SGLangStandIn, VllmStandIn
 from tests.fleet.fleets import generate, healthy, patient, publish, rows, until
@@ -26,13 +32,13 @@ def kind(request):
     return request.param
 
 
-def fleet_of(servers, folder, run_folder, dtype=torch.float32, **changes):
+def fleet_of(servers, folder, run_folder, gconfig=None, wait=True, **changes):
     """A fleet that is attached to the servers of a list of (kind, stand-in), as a run makes it."""
     config = patient(servers=tuple(f"{kind}={server.url}" for kind, server in servers), **changes)
     rollout = RolloutConfig(backend="attached", fleet=config)
-    terms = Terms(rollout, rollout.engine, folder, dtype, "cpu", False, WeightVersion(0, run="r"), run_folder)
-    fleet = build_fleet(terms, ())
-    until(lambda: len(healthy(fleet)) == len(servers), 60)
+    terms = Terms(rollout, rollout.engine, folder, torch.float32, "cpu", False, WeightVersion(0, run="r"), run_folder)
+    fleet = build_fleet(replace(terms, gconfig=gconfig), ())
+    until(lambda: not wait or len(healthy(fleet)) == len(servers), 60)
     return fleet
 
 
@@ -42,8 +48,42 @@ def test_a_busy_server_is_never_suspected(kind, folders, tmp_path):
         answers = generate(fleet, [request_of((5, 6, i), max_new_tokens=25) for i in range(3, 7)])  # twice 2.5 s
         fleet.close()
     assert all(len(answer.output_ids) == 25 for answer in answers)
-    (journal,) = tmp_path.glob("*.jsonl")
-    assert not {row["to"] for row in rows(journal)} & {"suspect", "fenced"}
+    assert not {row["to"] for row in rows(tmp_path / JOURNAL_NAME)} & {"suspect", "fenced"}
+
+
+def test_a_server_of_another_precision_than_the_models_files_joins_with_the_first_weights(kind, folders, tmp_path):
+    half = tmp_path / "half"
+    shutil.copytree(folders[0], half)
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(half / "model.safetensors").items()}
+    save_file(tensors, half / "model.safetensors", metadata={"format": "pt"})
+    with KINDS[kind](half) as server:
+        fleet = fleet_of([(kind, server)], half, tmp_path)
+        (member,) = fleet.roster.members.values()
+        assert member.engine.statistics()["verified_tensors"] == len(server.held)
+        fleet.close()
+    assert not any(row["to"] == "fenced" for row in rows(tmp_path / JOURNAL_NAME))
+
+
+def test_a_server_whose_checksums_cannot_be_compared_joins_with_weights_that_it_had_already(folders, tmp_path):
+    with SGLangStandIn(folders[0]) as server:
+        server.device = "cuda"
+        fleet = fleet_of([("sglang", server)], folders[0], tmp_path)
+        publish(fleet, folders[1], 1)
+        server.spoils.add("load")
+        publish(fleet, folders[0], 2)
+        fleet.close()
+    fenced = [row["why"] for row in rows(tmp_path / JOURNAL_NAME) if row["to"] == "fenced"]
+    assert "what they were before" in fenced[0], "with version 1 known, version 2 must change something"
+
+
+def test_a_server_that_cannot_sample_what_the_run_needs_does_not_join(folders, tmp_path):
+    gconfig = GenerationConfig(top_k=50)
+    with VllmStandIn(folders[0]) as one, SGLangStandIn(folders[0]) as two:
+        fleet = fleet_of([("vllm", one), ("sglang", two)], folders[0], tmp_path, gconfig, wait=False)
+        until(lambda: list(fleet.roster.members) == [f"sglang={two.url}"] and healthy(fleet))
+        fleet.close()
+    retired = [row["why"] for row in rows(tmp_path / JOURNAL_NAME) if row["to"] == "retired"]
+    assert "vLLM 0.32.0" in retired[0] and "top_k=50" in retired[0]
 
 
 def test_two_makers_in_one_fleet_serve_the_same_update(folders, tmp_path):

@@ -33,6 +33,11 @@ from tests.tiny import tiny_model_folder
 LONG = 100
 
 
+def slowly(test):
+    """A test that waits for seconds; CI runs it."""
+    return pytest.mark.slow(pytest.mark.invariant(test))
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Three sets of weights for one architecture: versions 0, 1 and 2."""
@@ -118,6 +123,7 @@ def test_a_server_of_ours_that_died_is_started_again_and_brought_to_the_current_
     assert fleet.statistics()["fleet/restarts"] == 1
 
 
+@slowly
 def test_a_server_that_dies_too_often_is_given_up_for_good(made):
     fleet, journal, engines = made(2, patient(max_restarts=1))
     for _ in range(2):
@@ -158,6 +164,7 @@ def test_what_is_wrong_with_a_request_is_not_the_servers_fault(made):
     assert "suspect" not in passed(journal, "s0") + passed(journal, "s1")
 
 
+@slowly
 def test_the_late_answer_of_a_server_that_was_given_up_is_recognised_and_thrown_away(folders, tmp_path):
     engines, journal = [Unwell(engine(folders[0])) for _ in range(2)], tmp_path / "fleet.jsonl"
     fleet = fleet_of([server(f"s{i}", lambda one=one: one, owned=False) for i, one in enumerate(engines)], journal=journal)
@@ -208,6 +215,7 @@ class TestUpdates:
         assert all(len(set(response.versions)) == 1 for response in later.answers())
         assert fleet.statistics()["fleet/interrupted"] == 0
 
+    @slowly
     def test_an_update_does_not_wait_longer_than_drain_timeout_s_for_running_requests(self, made, folders):
         fleet, _, engines = made(2, patient(finish_before_update=True, drain_timeout_s=0.2))
         for one in engines.values():
@@ -292,6 +300,7 @@ class TestComingAndGoing:
         with pytest.raises(EngineDied):
             engines["s0"].inner.statistics()  # it was closed
 
+    @slowly
     def test_a_server_that_leaves_and_does_not_finish_loses_its_requests_to_others(self, made):
         fleet, journal, engines = made(2, patient(drain_timeout_s=0.3, stall_timeout_s=30))
         engines["s0"].holds = True
@@ -302,6 +311,7 @@ class TestComingAndGoing:
         engines["s0"].holds = False
         assert [row["moved"] for row in rows(journal) if row["to"] == "retired"] == [4]
 
+    @slowly
     def test_servers_of_a_watched_file_join_and_leave_while_requests_run(self, folders, tmp_path):
         watched, engines = tmp_path / "servers", {}
 
@@ -362,6 +372,7 @@ class TestComingAndGoing:
         assert (response.stop_reason, response.output_ids) == (StopReason.CANCELLED, ())
 
 
+@slowly
 def test_a_request_that_takes_too_long_moves_and_is_cancelled_where_it_was(made):
     fleet, _, engines = made(2, patient(request_timeout_s=0.5, stall_timeout_s=30, suspect_after_s=20))
     engines["s0"].holds = True

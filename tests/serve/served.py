@@ -81,6 +81,7 @@ class Served:
             VOCAB_SIZE,
             limits,
             initial=WeightVersion(0),
+            dtype="float32",
             run=self._run,
             weights_roots=self._roots,
         )

@@ -4,11 +4,13 @@ import asyncio
 import random
 
 import pytest
+import torch
 
 from tandem.api.failures import DataFailure, ServerFailed
 from tandem.api.requests import NoiseKey, StopReason
+from tandem.config.errors import ConfigError
 from tandem.engines.inference.remote.tandem_server import TandemServer
-from tests.serve.served import ADMIN, CONTEXT, one_by_one, request_of
+from tests.serve.served import ADMIN, CONTEXT, Served, one_by_one, request_of
 
 PROMPTS = [tuple(random.Random(i).randrange(3, 300) for _ in range(4 + 3 * i)) for i in range(4)]
 
@@ -101,6 +103,14 @@ def test_another_run_is_refused_until_the_first_gives_the_server_back(served, re
         TandemServer.attach(served.url, run="other", admin_token=ADMIN)
 
     assert refused.value.status == 409
+
+
+def test_a_server_of_another_precision_is_refused_before_it_is_taken(folder):
+    with Served(folder) as served:
+        with pytest.raises(ConfigError, match=r"computes in float32.* is bfloat16; start it with --dtype bfloat16"):
+            TandemServer.attach(served.url, run="r", dtype=torch.bfloat16, admin_token=ADMIN)
+        assert served.json("GET", "/health")["run"] is None
+        TandemServer.attach(served.url, run="r", dtype=torch.float32, admin_token=ADMIN).close()
 
 
 def test_a_request_of_another_run_is_refused(served, remote):

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -84,8 +85,12 @@ def test_the_command_serves_until_sigterm_and_leaves_nothing(folder, tmp_path, c
 
 @pytest.mark.slow
 @pytest.mark.invariant
-def test_a_server_of_the_runs_own_is_started_used_and_ended(folder, tmp_path):
+def test_a_server_of_the_runs_own_is_started_used_and_ended(folder, tmp_path, monkeypatch):
     other = tiny_model_folder(tmp_path / "weights", seed=3)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    before = set(temporary.iterdir())
     server = start_tandem_server(
         folder,
         EmbeddedEngineConfig(threads=1, kv_cache_gib=0.05),
@@ -96,6 +101,7 @@ def test_a_server_of_the_runs_own_is_started_used_and_ended(folder, tmp_path):
         weights_roots=[tmp_path / "weights"],
         startup_timeout_s=120,
     )
+    assert set(temporary.iterdir()) == before  # its tokens are nowhere but in memory
     port = int(server.url.rsplit(":", 1)[1])
     processes = [p for p in psutil.process_iter(["cmdline"]) if str(folder) in (p.info["cmdline"] or [])]
     update = update_of(other, 1)

@@ -3,15 +3,17 @@
 import asyncio
 import os
 import threading
+import time
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tandem.api.failures import ServerFailed, WeightUpdateFailed
+from tandem.api.failures import EngineDied, ServerFailed, WeightUpdateFailed
 from tandem.api.requests import NoiseKey
 from tandem.api.weights import FolderSource, WeightSource, WeightUpdate, WeightVersion
 from tandem.engines.inference.remote.tandem_server import TandemServer
+from tandem.engines.inference.serve.refusal import Refusal
 from tests.serve.served import ADMIN, Served, as_body, one_by_one, request_of, update_of
 from tests.tiny import tiny_model_folder
 
@@ -128,6 +130,79 @@ def test_a_commit_that_is_repeated_is_done_once(remote, served, root):
     assert remote.commit_weights(update.version) == {"pause_s": 0.0, "recompute_s": 0.0}
 
 
+def test_a_commit_that_is_repeated_with_weights_prepared_anew_holds_no_second_model(remote, served, root):
+    update = update_of(root / "tiny-llama-1", 1)
+    for _ in range(2):
+        remote.prepare_weights(update)
+        remote.commit_weights(update.version)
+
+    with pytest.raises(WeightUpdateFailed, match="nothing is prepared"):
+        served.engine.commit_weights(update.version)
+
+
+def test_words_that_come_after_the_release_do_not_take_the_server_back(remote, served, root):
+    update = update_of(root / "tiny-llama-1", 1)
+    served.json("POST", "/control/release", {"run": "r"})
+
+    with pytest.raises(WeightUpdateFailed, match="belongs to no run"):
+        remote.prepare_weights(update)
+    with pytest.raises(ServerFailed, match="attach to it first"):
+        remote.pause()
+    assert served.json("GET", "/health")["run"] is None
+    other = TandemServer.attach(served.url, run="other", admin_token=ADMIN)
+    assert other.version.number == 0
+    other.close()
+
+
+def test_a_client_that_was_closed_changes_nothing(remote, root):
+    remote.close()
+    with pytest.raises(EngineDied, match="was closed"):
+        remote.prepare_weights(update_of(root / "tiny-llama-1", 1))
+
+
+def test_a_change_that_waited_asks_again_whose_the_server_is(remote, served, root):
+    body = as_body(update_of(root / "tiny-llama-1", 1))
+
+    async def prepare_behind_a_release():
+        control = served.server._control
+        async with control._turn:
+            late = asyncio.ensure_future(control.prepare(body, None))
+            await asyncio.sleep(0.1)
+            served.service.run = "other"
+        with pytest.raises(Refusal, match="belongs to run 'other'"):
+            await late
+
+    asyncio.run_coroutine_threadsafe(prepare_behind_a_release(), served.loop).result(30)
+
+
+@pytest.mark.parametrize("parts", [(), ("kv_cache",), ("weights", "kv_cache")])
+def test_what_a_killed_run_left_paused_and_asleep_makes_tokens_for_the_next(folder, root, parts):
+    with Served(folder, roots=[root], owner_silent_s=0.5) as served:
+        killed = TandemServer.attach(served.url, run="killed", admin_token=ADMIN)
+        (before,) = one_by_one(killed, [request_of(PROMPT, NoiseKey(1))])
+        if parts:
+            killed.sleep(parts)
+        killed.pause()
+        killed.let_go()
+        with pytest.raises(ServerFailed, match="belongs to run 'killed'"):
+            TandemServer.attach(served.url, run="next", admin_token=ADMIN)
+        time.sleep(0.6)
+
+        remote = TandemServer.attach(served.url, run="next", admin_token=ADMIN)
+        (after,) = one_by_one(remote, [request_of(PROMPT, NoiseKey(1))])
+        assert after.output_ids == before.output_ids and remote.ready()
+        remote.close()
+
+
+def test_a_server_that_was_restarted_for_the_same_run_does_not_pass_for_the_old_one(remote, served):
+    served.service.instance = "another process"
+    with pytest.raises(ServerFailed, match="was restarted"):
+        one_by_one(remote, [request_of(PROMPT)])
+    anew = TandemServer.attach(served.url, run="r", admin_token=ADMIN)
+    assert len(one_by_one(anew, [request_of(PROMPT)])) == 1
+    anew.let_go()
+
+
 def test_discarded_weights_cannot_be_committed(remote, root):
     update = update_of(root / "tiny-llama-1", 1)
     remote.prepare_weights(update)
@@ -173,7 +248,7 @@ def test_weights_outside_of_the_allowed_folders_are_not_read(served, root, tmp_p
         "nul": f"{root}/tiny-llama-1\0",
     }[where]
 
-    body = as_body(update_of(outside, 1)) | {"folder": folder}
+    body = as_body(update_of(outside, 1, run="")) | {"folder": folder}
     error = served.json("POST", "/control/prepare", body, status=403)["error"]
     assert error["code"] == "folder" and "allowed folders only" in error["message"]
     assert served.json("GET", "/health")["run"] is None
@@ -181,7 +256,7 @@ def test_weights_outside_of_the_allowed_folders_are_not_read(served, root, tmp_p
 
 def test_without_an_allowed_folder_no_other_weights_are_taken(folder, root):
     with Served(folder) as closed:
-        message = closed.json("POST", "/control/prepare", as_body(update_of(root / "tiny-llama-1", 1)), status=403)
+        message = closed.json("POST", "/control/prepare", as_body(update_of(root / "tiny-llama-1", 1, run="")), status=403)
         assert "--weights-root" in message["error"]["message"]
         assert "disk" not in closed.json("GET", "/health")["capabilities"]
 

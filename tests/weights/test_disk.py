@@ -1,11 +1,14 @@
 """Versions on a disk: whole, openable by anybody, few, and not written again where nothing changed."""
 
+import contextlib
+import fcntl
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -155,6 +158,51 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(WeightUpdateFailed, match="file/weights cannot hold weights"):
         DiskChannel(tmp_path / "file" / "weights").put(tensors().items(), torch.float32)
+
+
+@contextlib.contextmanager
+def held(folder):
+    """While another run looks after its folders there."""
+    with (folder / ".lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def test_the_end_of_one_run_waits_for_another_that_is_just_making_its_folder(tmp_path):
+    parent = tmp_path / "weights"
+    channel = DiskChannel(parent)
+    channel.put(tensors().items(), torch.float32)
+    with ThreadPoolExecutor(1) as pool:
+        with held(parent):
+            closing = pool.submit(channel.close)
+            with pytest.raises(TimeoutError):
+                closing.result(0.3)
+            (parent / "run-of-another").mkdir()
+        closing.result(10)
+    assert [path.name for path in parent.iterdir() if path.name != ".lock"] == ["run-of-another"]
+
+
+def test_a_run_that_waited_while_the_last_one_removed_the_folder_makes_it_anew(tmp_path):
+    parent = tmp_path / "weights"
+    parent.mkdir()
+    channel = DiskChannel(parent)
+    with ThreadPoolExecutor(1) as pool:
+        with held(parent):
+            putting = pool.submit(channel.put, tensors().items(), torch.float32)
+            with pytest.raises(TimeoutError):
+                putting.result(0.3)
+            (parent / ".lock").unlink()
+            parent.rmdir()
+        assert on_disk(putting.result(10).source.folder).keys() == tensors().keys()
+    channel.close()
+    assert not parent.exists()
+
+
+def test_a_folder_that_somebody_chose_stays(tmp_path):
+    channel = DiskChannel(tmp_path / "chosen", keep_parent=True)
+    channel.put(tensors().items(), torch.float32)
+    channel.close()
+    assert [path.name for path in (tmp_path / "chosen").iterdir()] == [".lock"]
 
 
 KILLED = """

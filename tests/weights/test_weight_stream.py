@@ -8,6 +8,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import psutil
 import pytest
 import torch
 
@@ -69,6 +70,14 @@ def receivers():
 
 def never():
     return False
+
+
+def test_the_trainer_waits_for_receivers_at_its_own_address_only():
+    channel = CollectiveChannel(1, timeout_s=10)
+    source = channel.put(tensors().items(), torch.float32).source
+    found = [c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
+    channel.close()
+    assert [address.ip for address in found if address.port == source.port] == ["127.0.0.1"]
 
 
 @pytest.mark.parametrize("bucket_bytes", [1000, 2**20])

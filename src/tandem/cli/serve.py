@@ -185,6 +185,7 @@ def _service(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> S
         architecture.vocab_size,
         limits,
         initial=version,
+        dtype=str(dtype).removeprefix("torch."),
         run=arguments.run,
         weights_roots=tuple(root.resolve(strict=True) for root in arguments.weights_root),
     )

@@ -181,7 +181,7 @@ def _fleet(config: TrainConfig) -> Iterator[str]:
 
 def _rollout(config: TrainConfig) -> Iterator[str]:
     rollout, eta = config.rollout, config.rollout.max_head_offpolicyness
-    yield from fleet_problems(rollout.backend, rollout.fleet)
+    yield from fleet_problems(rollout.backend, rollout.fleet, config.gconfig)
     yield from _fleet(config)
     yield from delivery_problems(rollout.weights.channel, rollout.backend, placement(config))
     if not config.async_training and eta:

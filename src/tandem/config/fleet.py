@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tandem.config.errors import ConfigError
+from tandem.config.generation import GenerationConfig
 from tandem.config.nearest import nearest_names
 
 STARTED = ("embedded", "tandem", "vllm", "sglang")
@@ -141,7 +142,31 @@ def parse_address(text: str) -> Address:
     return Address(kind, url.rstrip("/"))
 
 
-def fleet_problems(backend: str, fleet: FleetConfig) -> Iterator[str]:
+def kinds_of(backend: str, fleet: FleetConfig) -> frozenset[str]:
+    """Kinds of the servers that the configuration names; without what cannot be read of it, which others complain of."""
+    kinds = {"embedded"} if backend == "embedded" else {part.partition(":")[0] for part in backend.split("+")}
+    return frozenset(STARTED) & (kinds | {address.partition("=")[0].strip() for address in fleet.servers})
+
+
+def sampling_problems(backend: str, fleet: FleetConfig, gconfig: GenerationConfig) -> Iterator[str]:
+    """What of `gconfig` a server of the fleet cannot do, and would refuse at each request; one message each."""
+    kinds = kinds_of(backend, fleet)
+    for kind in sorted(kinds & {"vllm", "sglang"}):
+        if gconfig.min_new_tokens > 0:
+            yield (
+                f"gconfig.min_new_tokens={gconfig.min_new_tokens} is refused by {kind}, whose log-probabilities are those "
+                "without the suppressed stop tokens: leave it out, or generate with embedded:dN or tandem:dN"
+            )
+    if "vllm" in kinds:
+        for key, value, off in (("top_p", gconfig.top_p, 1.0), ("top_k", gconfig.top_k, 0)):
+            if value != off:
+                yield (
+                    f"gconfig.{key}={value:g} is refused by vllm, whose log-probabilities are those after truncation: leave "
+                    "it out, or generate with embedded:dN, tandem:dN or sglang:dN"
+                )
+
+
+def fleet_problems(backend: str, fleet: FleetConfig, gconfig: GenerationConfig) -> Iterator[str]:
     """What of `rollout.backend` and `rollout.fleet` cannot work; one message each."""
     try:
         started = parse_backend(backend)
@@ -160,6 +185,7 @@ def fleet_problems(backend: str, fleet: FleetConfig) -> Iterator[str]:
         seen.append(address)
     if started is None:
         return
+    yield from sampling_problems(backend, fleet, gconfig)
     if fleet.suspect_after_s < fleet.probe_every_s:
         yield (
             f"rollout.fleet.suspect_after_s must be at least rollout.fleet.probe_every_s ({fleet.probe_every_s:g}), got "

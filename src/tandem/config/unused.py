@@ -10,6 +10,7 @@ from tandem.config.algorithm import Component
 from tandem.config.arithmetic import max_head_offpolicyness
 from tandem.config.data import DatasetConfig, ValidDatasetConfig, is_procedural
 from tandem.config.experiment import BaseConfig, TrainConfig
+from tandem.config.fleet import kinds_of
 from tandem.config.keys import leaves
 from tandem.config.preference import (
     REFERENCE_FREE,
@@ -47,6 +48,12 @@ def _no_evaluation(config: BaseConfig, written: Written) -> bool:
 def _no_procedural_rows(config: BaseConfig, valid: bool) -> bool:
     there = (paths(config.valid_dataset) if valid else ()) or paths(config.train_dataset)
     return not any(is_procedural(path) for path in there)
+
+
+def _only(config: TrainConfig, *kinds: str) -> bool:
+    """Whether the run generates with servers of these kinds and no others, as far as the configuration says."""
+    named = kinds_of(config.rollout.backend, config.rollout.fleet)
+    return bool(named) and named <= set(kinds)
 
 
 ALWAYS = (
@@ -124,6 +131,23 @@ REINFORCEMENT = (
         ("rollout.engine.keep_kv_on_update",),
         lambda config, _: max_head_offpolicyness(config) == 0,
         "at staleness 0, where no request is under way while weights change: set async_training=true, or leave it out",
+    ),
+    Unused(
+        ("rollout.engine.prefill_chunk_tokens", "rollout.engine.keep_kv_on_update"),
+        lambda config, _: _only(config, "vllm", "sglang"),
+        "by vLLM or SGLang, which decide that themselves: leave it out",
+    ),
+    Unused(
+        ("rollout.engine.kv_cache_gib",),
+        lambda config, _: _only(config, "sglang") or (_only(config, "vllm", "sglang") and config.device == "cuda"),
+        "by these servers, which take memory by rules of their own: leave it out (rollout.engine.kv_cache_gib=2, the "
+        "default, overrules what stands in a file)",
+    ),
+    Unused(
+        ("rollout.engine.prefill_chunk_tokens", "rollout.engine.kv_cache_gib"),
+        lambda config, _: config.rollout.backend == "attached",
+        "because this run starts no server: give it to whoever starts them, and leave it out here (its default, written on "
+        "the command line, overrules what stands in a file)",
     ),
     Unused(
         ("rollout.fleet",),

@@ -29,7 +29,12 @@ def weights_folder(config: TrainConfig) -> Path:
 
 def make_disk_channel(config: TrainConfig, model: Path) -> DiskChannel:
     """The channel for servers that read from a folder. Keeps what may have to be scored again, and two at least."""
-    return DiskChannel(weights_folder(config), model, keep=max(2, max_head_offpolicyness(config) + 1))
+    return DiskChannel(
+        weights_folder(config),
+        model,
+        keep=max(2, max_head_offpolicyness(config) + 1),
+        keep_parent=config.rollout.weights.folder is not None,
+    )
 
 
 def make_channel(config: TrainConfig, process: Process, model: Path) -> Channel | None:

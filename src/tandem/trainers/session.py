@@ -140,6 +140,7 @@ def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -
         run_folder=run_path(config.run.root, config.experiment_name, config.trial_name),
         run=run,
         weights_folder=weights_folder(config),
+        gconfig=config.gconfig,
     )
 
 

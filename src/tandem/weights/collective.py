@@ -4,6 +4,7 @@ Nothing lies ready anywhere, so neither side holds more than a bucket beside its
 update: one that broke leaves nothing to repair.
 """
 
+import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -110,7 +111,15 @@ class CollectiveChannel(Channel):
             digests[name] = digest_of(pieces(tensor, dtype))
             announced.append(Announced(name, tuple(tensor.shape)))
         wait = timedelta(seconds=self._timeout_s)
-        self._store = dist.TCPStore(self._host, 0, is_master=True, timeout=wait, wait_for_workers=False)
+        with socket.create_server((self._host, 0)) as listening:  # torch's own would listen at all addresses
+            self._store = dist.TCPStore(
+                self._host,
+                listening.getsockname()[1],
+                is_master=True,
+                timeout=wait,
+                wait_for_workers=False,
+                master_listen_fd=listening.detach(),
+            )
         source = CollectiveSource(
             self._host,
             self._store.port,

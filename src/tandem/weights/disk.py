@@ -28,6 +28,9 @@ MIB = 2**20
 SHARD_BYTES = 32 * MIB
 """A file is closed once it has this much: what did not change is known file by file."""
 
+LOCK = ".lock"
+TRIES = 100
+
 SETTINGS = (".json", ".jinja", ".txt", ".model", ".tiktoken")
 """Endings of what belongs to a model folder beside the weights."""
 
@@ -39,11 +42,21 @@ class DiskChannel(Channel):
     before is linked to it and not written again.
     """
 
-    def __init__(self, parent: Path, base: Path | None = None, *, keep: int = 2, shard_bytes: int = SHARD_BYTES):
-        """``parent``: the folder gets a folder of its own in it, which `close` removes. ``base``: model folder whose
-        configuration and tokenizer go into every version. ``keep``: complete versions, the oldest beyond it are removed.
+    def __init__(
+        self,
+        parent: Path,
+        base: Path | None = None,
+        *,
+        keep: int = 2,
+        shard_bytes: int = SHARD_BYTES,
+        keep_parent: bool = False,
+    ):
+        """``parent``: the channel gets a folder of its own in it, which `close` removes, and ``parent`` with it where it was
+        the last one, unless ``keep_parent``. ``base``: model folder whose configuration and tokenizer go into every version.
+        ``keep``: complete versions, the oldest beyond it are removed.
         """
         self._parent, self._base, self._keep, self._shard_bytes = Path(parent), base, keep, shard_bytes
+        self._keep_parent = keep_parent
         self._own: OwnFolder | None = None
         self._count = 0
         self._versions: dict[Path, tuple[Shard, ...]] = {}
@@ -95,7 +108,7 @@ class DiskChannel(Channel):
         """Removes the folder with all versions; idempotent."""
         self._versions.clear()
         if self._own is not None:
-            self._own.remove()
+            self._own.remove(keep_parent=self._keep_parent)
             self._own = None
 
     def _prune(self) -> None:
@@ -136,28 +149,31 @@ class OwnFolder:
     """
 
     def __init__(self, parent: Path):
-        parent.mkdir(parents=True, exist_ok=True)
-        with _locked(parent / ".lock"):  # nobody takes a folder that is being made for one that was left
+        with _locked(parent):  # nobody takes a folder that is being made for one that was left
             for other in sorted(parent.glob("run-*")):
                 _remove_if_left(other)
             self.path = parent / f"run-{os.getpid()}-{secrets.token_hex(4)}"
             self.path.mkdir()
-            self._lock: IO[str] = (self.path / ".lock").open("w")
+            self._lock: IO[str] = (self.path / LOCK).open("w")
             fcntl.flock(self._lock, fcntl.LOCK_EX)
 
-    def remove(self) -> None:
-        """With everything in it."""
+    def remove(self, *, keep_parent: bool) -> None:
+        """With everything in it; and the parent, if it was the last one there."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
-        with contextlib.suppress(OSError):
-            if os.listdir(self.path.parent) == [".lock"]:  # the last one
-                shutil.rmtree(self.path.parent)
+        if keep_parent:
+            return
+        parent = self.path.parent
+        with contextlib.suppress(OSError), _locked(parent):  # another run may be about to make its folder there
+            if os.listdir(parent) == [LOCK]:
+                (parent / LOCK).unlink()
+                parent.rmdir()
 
 
 def _remove_if_left(folder: Path) -> None:
     """Removes it if nobody holds its lock."""
     try:
-        with (folder / ".lock").open("a") as lock:
+        with (folder / LOCK).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             log.warning("removing %s, weights left by a run that was killed", folder)
             shutil.rmtree(folder, ignore_errors=True)
@@ -166,10 +182,22 @@ def _remove_if_left(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+def _locked(parent: Path) -> Iterator[None]:
+    """The folder, made if it is missing, while no other process makes or removes folders in it. Raises `OSError`."""
+    with _lock_of(parent):
         yield
+
+
+def _lock_of(parent: Path) -> IO[str]:
+    for _ in range(TRIES):
+        parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # the last run there removes the folder, also while others wait
+            lock = (parent / LOCK).open("a")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if os.fstat(lock.fileno()).st_nlink:
+                return lock
+            lock.close()
+    raise OSError(f"{parent} was removed {TRIES} times while its lock was waited for")
 
 
 def _flush(folder: Path) -> None:

@@ -1,89 +1,26 @@
-"""Engines behind vLLM's and SGLang's interfaces: what must hold whatever the server does."""
+"""Engines behind vLLM's and SGLang's interfaces: what a completion is, whatever the server does."""
 
 import asyncio
-import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from tandem.api.failures import DataFailure, EngineDied, ServerFailed, WeightUpdateFailed
+from tandem.api.failures import DataFailure, ServerFailed
 from tandem.api.requests import LLMRequest, NoiseKey, StopReason
-from tandem.api.weights import FolderSource, WeightSource, WeightUpdate, WeightVersion, tensor_digest, version_digest
+from tandem.api.weights import WeightVersion
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
-from tandem.engines.inference.remote.sglang import SGLangServer
 from tandem.engines.inference.remote.vllm import VllmServer
-from tandem.weights.shared_memory import SharedMemoryChannel
-from tests.engines_inference.remote.wire import SGLangStandIn, VllmStandIn
-from tests.fleet.fleets import Asking, until
-from tests.tiny import tiny_model_folder
-
-KINDS = {"vllm": (VllmServer, VllmStandIn), "sglang": (SGLangServer, SGLangStandIn)}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tiny_model_folder(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(params=KINDS)
-def kind(request):
-    return KINDS[request.param]
-
-
-def attach(kind, server, folder, **options):
-    return kind[0].attach(server.url, folder=folder, dtype=torch.float32, version=WeightVersion(0), **options)
-
-
-def ask(engine, *prompts, deadline_s=None, key=None, **gconfig):
-    requests = [
-        LLMRequest(tuple(p), GenerationConfig(**({"max_new_tokens": 8} | gconfig)), deadline_s=deadline_s, noise_key=key)
-        for p in prompts or ((5, 6, 7),)
-    ]
-
-    async def all_of_them():
-        return await asyncio.gather(*(engine.agenerate(request) for request in requests))
-
-    answers = asyncio.run(asyncio.wait_for(all_of_them(), 30))
-    return answers if prompts else answers[0]
-
-
-def expected(server, prompt, count):
-    tokens = []
-    for _ in range(count):
-        tokens.append(server.next_token([*prompt, *tokens]))
-    return tuple(tokens)
-
-
-@dataclass(frozen=True)
-class InMemory(WeightSource):
-    items: tuple
-
-    def tensors(self):
-        yield from self.items
-
-
-def new_weights(folder, number, shift=1.0):
-    tensors = {name: tensor + shift for name, tensor in load_file(folder / "model.safetensors").items()}
-    digests = {name: tensor_digest(tensor) for name, tensor in tensors.items()}
-    return tensors, digests, WeightVersion(number, version_digest(digests), "run")
-
-
-def update_from_memory(folder, number=1, shift=1.0):
-    tensors, digests, version = new_weights(folder, number, shift)
-    return WeightUpdate(version, InMemory(tuple(tensors.items())), digests)
-
-
-def update_from_folder(folder, target, number=1, shift=1.0):
-    tensors, digests, version = new_weights(folder, number, shift)
-    target.mkdir()
-    save_file(tensors, target / "model.safetensors")
-    return WeightUpdate(version, FolderSource(target), digests)
+from tests.engines_inference.remote.clients import (
+    KINDS,
+    ask,
+    attach,
+    expected,
+)
+from tests.engines_inference.remote.wire import VllmStandIn
 
 
 def test_a_completion_has_a_logprob_and_a_version_for_each_token(kind, folder):
@@ -142,235 +79,6 @@ def test_at_its_deadline_a_request_ends_as_cancelled_with_what_it_has(kind, fold
     assert answer.output_ids == expected(server, (5, 6, 7), len(answer.output_ids))
     assert took < 2.0 and len(server.aborted) == 1, "the server was told"
     assert (nothing.stop_reason, nothing.output_ids) == (StopReason.CANCELLED, ())
-
-
-def test_an_update_in_the_middle_of_a_completion_shows_in_its_versions(kind, folder, tmp_path):
-    with kind[1](folder, token_s=0.01) as server:
-        engine = attach(kind, server, folder)
-        update = update_from_folder(folder, tmp_path / "v1")
-        reports = []
-
-        def publish():
-            time.sleep(0.15)
-            engine.prepare_weights(update)
-            reports.append(engine.commit_weights(update.version))
-
-        publisher = threading.Thread(target=publish)
-        publisher.start()
-        answers = ask(engine, (5, 6), (7, 8), (9, 9), max_new_tokens=40)
-        publisher.join()
-        verified = engine.statistics()["verified_tensors"]
-        engine.close()
-    assert server.flushed == 1 and not server.paused
-    assert engine.version == update.version and reports[0]["pause_s"] > 0
-    assert verified > 5, "fused tensors among them"
-    for answer in answers:
-        assert set(answer.versions) == {0, 1} and list(answer.versions) == sorted(answer.versions)
-        first = answer.versions.index(1)
-        rest = expected(server, (*answer.input_ids, *answer.output_ids[:first]), 40 - first)
-        assert answer.output_ids[first:] == rest, "these tokens are the new weights'"
-        assert len(answer.logprobs) == 40
-
-
-def test_weights_that_lie_in_memory_are_delivered_by_a_temporary_folder_which_is_removed(kind, folder):
-    with kind[1](folder) as server:
-        engine = attach(kind, server, folder)
-        before = server.seed
-        folders = []
-        for number in (1, 2):
-            update = update_from_memory(folder, number, shift=float(number))
-            engine.prepare_weights(update)
-            folders.append(engine._updates._prepared.spooled)
-            assert (folders[-1] / "config.json").is_file() and (folders[-1] / "tokenizer.json").is_file()
-            engine.commit_weights(update.version)
-        assert server.seed != before and not folders[0].exists() and folders[1].exists()
-        engine.prepare_weights(update_from_memory(folder, 3))
-        given_up = engine._updates._prepared.spooled
-        engine.discard_weights()
-        assert not given_up.exists()
-        engine.close()
-    assert not folders[1].parent.exists()
-
-
-def test_a_vllm_server_with_our_worker_reads_shared_memory_itself(folder):
-    tensors, _, _ = new_weights(folder, 1)
-    channel = SharedMemoryChannel()
-    with VllmStandIn(folder) as server:
-        server.extension = "tandem_vllm_worker.TandemWorker"
-        engine = attach(KINDS["vllm"], server, folder)
-        assert engine.capabilities == {"in_place", "shared_memory"}
-        delivery = channel.put(tensors.items(), torch.float32)
-        version = WeightVersion(1, version_digest(delivery.digests), "run")
-        engine.prepare_weights(WeightUpdate(version, delivery.source, delivery.digests))
-        assert engine._updates._prepared.spooled is None, "nothing is written"
-        before = server.seed
-        engine.commit_weights(version)
-        assert server.seed != before and set(ask(engine).versions) == {1}
-        engine.close()
-    channel.close()
-
-
-def test_sglang_takes_shared_memory_by_a_process_group(folder, monkeypatch):
-    monkeypatch.setattr("tandem.engines.inference.remote.sglang_group.BUCKET_BYTES", 4096)
-    tensors, _, _ = new_weights(folder, 1)
-    channel = SharedMemoryChannel()
-    with SGLangStandIn(folder) as server:
-        engine = attach(KINDS["sglang"], server, folder).by_group()
-        assert engine.capabilities == {"in_place", "shared_memory"}
-        for number in (1, 2):
-            delivery = channel.put(((name, tensor + number) for name, tensor in tensors.items()), torch.float32)
-            version = WeightVersion(number, version_digest(delivery.digests), "run")
-            engine.prepare_weights(WeightUpdate(version, delivery.source, delivery.digests))
-            before = server.seed
-            engine.commit_weights(version)
-            assert server.seed != before and set(ask(engine).versions) == {number}
-        assert server.flushed == 2 and server.group is None
-        engine.close()
-    channel.close()
-
-
-def test_an_update_whose_bytes_changed_on_their_way_is_refused_before_the_server_hears_of_it(kind, folder):
-    with kind[1](folder) as server:
-        engine = attach(kind, server, folder)
-        update = update_from_memory(folder)
-        name = min(update.digests)
-        digests = {**update.digests, name: "0" * 64}
-        version = WeightVersion(1, version_digest(digests), "run")
-        with pytest.raises(WeightUpdateFailed, match=name):
-            engine.prepare_weights(WeightUpdate(version, update.source, digests))
-        with pytest.raises(WeightUpdateFailed, match="nothing is prepared"):
-            engine.commit_weights(version)
-        assert ask(engine).versions == (0,) * 8 and not server.paused
-        engine.close()
-
-
-@pytest.mark.parametrize("lie", ["load", "reload"])
-def test_a_server_that_did_not_take_the_weights_stays_paused_until_they_are_delivered(kind, folder, lie):
-    with kind[1](folder) as server:
-        engine = attach(kind, server, folder)
-        update = update_from_memory(folder)
-        engine.prepare_weights(update)
-        server.spoils.add(lie)
-        with pytest.raises(ServerFailed, match="checksum" if lie == "load" else "no such folder"):
-            engine.commit_weights(update.version)
-        assert server.paused
-        with pytest.raises(ServerFailed, match="deliver them anew"):
-            engine.resume()
-        server.spoils.clear()
-        engine.prepare_weights(update)
-        engine.commit_weights(update.version)
-        assert not server.paused and set(ask(engine).versions) == {1}
-        engine.close()
-
-
-def test_an_attached_server_goes_on_when_its_client_leaves(kind, folder):
-    with kind[1](folder) as server:
-        engine = attach(kind, server, folder)
-        engine.pause()
-        assert server.paused
-        engine.close()
-        engine.close()
-        assert not server.paused
-        with pytest.raises(EngineDied):
-            ask(engine)
-        again = attach(kind, server, folder)
-        assert set(ask(again).versions) == {0}
-        again.close()
-
-
-def test_a_pause_outlasts_an_update(kind, folder):
-    with kind[1](folder) as server:
-        engine = attach(kind, server, folder)
-        engine.pause()
-        update = update_from_memory(folder)
-        engine.prepare_weights(update)
-        engine.commit_weights(update.version)
-        assert server.paused
-        engine.resume()
-        assert not server.paused and set(ask(engine).versions) == {1}
-        engine.close()
-
-
-def test_tokens_of_weights_that_this_run_did_not_deliver_are_refused(kind, folder):
-    with kind[1](folder) as server:
-        engine = attach(kind, server, folder)
-        server.label = "default"  # restarted
-        with pytest.raises(ServerFailed, match="restarted"):
-            ask(engine)
-        other = attach(kind, server, folder)  # another run at the same address
-        with pytest.raises(ServerFailed, match="another run uses it"):
-            asyncio.run(engine.probe(5.0))
-        assert asyncio.run(other.probe(5.0)).versions == (0,)
-        engine.close()
-        other.close()
-
-
-def test_whoever_only_asks_a_server_changes_nothing_for_its_owner(kind, folder, tmp_path):
-    with kind[1](folder) as server:
-        owner = attach(kind, server, folder)
-        update = update_from_folder(folder, tmp_path / "v7", number=7)
-        owner.prepare_weights(update)
-        owner.commit_weights(update.version)
-        label, changes = server.label, server.changes
-        guest = attach(kind, server, folder, take=False)
-        assert (guest.version.number, set(ask(guest).versions)) == (7, {7})
-        for refused in (lambda: guest.prepare_weights(update), guest.pause, lambda: guest.commit_weights(update.version)):
-            with pytest.raises(ServerFailed, match="only asks"):
-                refused()
-        guest.close()
-        assert (server.label, server.changes) == (label, changes) and set(ask(owner).versions) == {7}
-        owner.pause()
-        if kind[0] is VllmServer:  # the other one does not say
-            with pytest.raises(ServerFailed, match="is paused"):
-                attach(kind, server, folder, take=False)
-        assert server.paused
-        owner.close()
-
-
-def test_a_guest_gives_weights_of_no_owner_the_number_that_it_expects(kind, folder):
-    with kind[1](folder) as server:
-        guest = kind[0].attach(server.url, folder=folder, dtype=torch.float32, version=WeightVersion(5), take=False)
-        assert set(ask(guest).versions) == {5} and server.label == "default"
-        guest.close()
-
-
-def test_a_server_that_ignores_the_temperature_is_refused_with_the_remedy(kind, folder):
-    with (
-        kind[1](folder, ignores_temperature=True) as server,
-        pytest.raises(ConfigError, match=r"ignore the temp.*(processed|ORIG)"),
-    ):
-        attach(kind, server, folder)
-
-
-def test_a_server_without_a_route_is_refused_by_name_and_version(kind, folder):
-    missing = "/weight_checker" if kind[0] is VllmServer else "/weights_checker"
-    with (
-        kind[1](folder, spoils={missing}) as server,
-        pytest.raises(ConfigError, match=f"{kind[0].protocol.maker} 0.*{missing}"),
-    ):
-        attach(kind, server, folder)
-
-
-def test_a_server_that_counts_no_tokens_is_refused_with_the_remedy(kind, folder):
-    remedy = "without --disable-log-stats" if kind[0] is VllmServer else "with --enable-metrics"
-    with kind[1](folder, spoils={"/metrics"}) as server, pytest.raises(ConfigError, match=f"no tokens.*{remedy}"):
-        attach(kind, server, folder)
-
-
-def test_the_servers_own_counter_grows_while_a_request_is_under_way(kind, folder):
-    with kind[1](folder, token_s=0.01) as server:
-        engine = attach(kind, server, folder)
-        before = engine.statistics()
-        with Asking(engine, [LLMRequest((5, 6), GenerationConfig(max_new_tokens=40))]):
-            until(lambda: engine.statistics()["server_tokens"] > before["server_tokens"] + 5)
-            assert engine.statistics()["generated_tokens"] == before["generated_tokens"], "no answer is there yet"
-        assert engine.statistics()["server_tokens"] == before["server_tokens"] + 40
-        engine.close()
-
-
-def test_a_server_of_another_precision_is_refused(kind, folder):
-    with kind[1](folder, dtype="bfloat16") as server, pytest.raises(ConfigError, match="--dtype float32"):
-        attach(kind, server, folder)
 
 
 def test_what_a_server_cannot_sample_is_refused_at_start_and_at_the_request(kind, folder):

@@ -20,7 +20,7 @@ URL = "http://127.0.0.1:1"
 
 
 def collected(names, tensors):
-    held = HeldDigests(names)
+    held = HeldDigests(names, torch.float32)
     for name, tensor in tensors.items():
         held.add(name, tensor, tensor_digest(tensor))
     return held.digests

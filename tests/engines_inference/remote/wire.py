@@ -30,7 +30,7 @@ class StandIn:
         self.spoils = set(spoils)
         self.label, self.paused, self.requests, self.aborted = "default", False, [], set()
         self.flushed = 0
-        self.changes = 0
+        self.changes, self.hung = 0, False
         self.made, self._slots = 0, asyncio.Semaphore(slots)
         self.garbage = None
         self.load(self.folder)
@@ -68,6 +68,11 @@ class StandIn:
             self.changes += 1
         return await handler(request)
 
+    async def hang(self):
+        if "hang" in self.spoils:
+            self.hung = True
+            await asyncio.sleep(60)
+
     async def metrics(self, _):
         names = [name.partition("{")[0].removesuffix("_total") for name in self.counters]
         lines = [f"# TYPE {name} counter" for name in names]
@@ -88,7 +93,8 @@ class StandIn:
         self.take(found)
 
     def take(self, found):
-        """Named tensors."""
+        """Named tensors; the model holds them in its own precision."""
+        found = {name: tensor.to(getattr(torch, self.dtype)) for name, tensor in found.items()}
         raw = {name: bytes(tensor.reshape(-1).view(torch.uint8).numpy().data) for name, tensor in found.items()}
         self.seed = int(hashlib.sha256(raw["model.embed_tokens.weight"]).hexdigest()[:6], 16)
         self.held = {name: hashlib.sha256(data).hexdigest() for name, data in raw.items() if "_proj" not in name}
@@ -207,6 +213,7 @@ class VllmStandIn(StandIn):
     async def rpc(self, request):
         body = await request.json()
         assert self.paused
+        await self.hang()
         if "reload" in self.spoils:
             return web.json_response({"error": {"message": "no such folder"}}, status=500)
         place = body["kwargs"].get("place", {})
@@ -249,6 +256,7 @@ class VllmStandIn(StandIn):
 class SGLangStandIn(StandIn):
     """The routes of SGLang."""
 
+    device = "cpu"
     counters = (
         'sglang:realtime_tokens_total{mode="decode",tp_rank="0"}',
         'sglang:realtime_tokens_total{mode="prefill_cache",tp_rank="0"}',
@@ -309,6 +317,7 @@ class SGLangStandIn(StandIn):
     async def update(self, request):
         body = await request.json()
         assert self.paused and body["flush_cache"]
+        await self.hang()
         if "reload" in self.spoils:
             return web.json_response({"success": False, "message": "no such folder"}, status=400)
         if "load" not in self.spoils:
@@ -359,11 +368,12 @@ class SGLangStandIn(StandIn):
         return answer({"success": True})
 
     async def checker(self, _):
-        return answer({"success": True, "ranks": [{"checksums": {name: d[:16] for name, d in self.held.items()}}]})
+        held = {name: digest if self.device == "cpu" else digest[::-1] for name, digest in self.held.items()}
+        return answer({"success": True, "ranks": [{"checksums": {name: digest[:16] for name, digest in held.items()}}]})
 
     async def info(self, _):
         return answer({"weight_version": self.label})
 
     async def server_info(self, _):
-        facts = {"version": "0.5.23", "device": "cpu", "dtype": self.dtype, "max_req_input_len": 64}
+        facts = {"version": "0.5.23", "device": self.device, "dtype": self.dtype, "max_req_input_len": 64}
         return answer(facts)

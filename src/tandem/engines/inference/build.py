@@ -9,6 +9,7 @@ from transformers import AutoConfig
 from tandem.api.engines import InferenceEngine
 from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion, tensor_digest, version_digest
 from tandem.config.fleet import parse_address, parse_backend
+from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.embedded import CAPABILITIES, EmbeddedEngine
@@ -31,11 +32,12 @@ def build_inference_engine(
     run_folder: Path | None = None,
     run: str = "",
     weights_folder: Path | None = None,
+    gconfig: GenerationConfig | None = None,
 ) -> InferenceEngine:
     """The engine, its model loaded from ``folder``; ``threads`` are the run's, see `engine_threads`.
 
     A fleet writes its fault table and its servers' logs into ``run_folder``, and watches the addresses there; its servers
-    belong to ``run``, and may read weights below ``weights_folder``.
+    belong to ``run``, and may read weights below ``weights_folder``; those that cannot sample by ``gconfig`` are refused.
 
     Raises:
         ConfigError: `rollout.backend` is not known, or the folder holds a reward model.
@@ -46,7 +48,7 @@ def build_inference_engine(
     dtype, version = resolve_dtype(rollout.dtype, device), WeightVersion(0)
     if servers is not None:
         named = replace(version, run=run or "tandem")
-        terms = Terms(rollout, config, folder, dtype, device, deterministic, named, run_folder, weights_folder)
+        terms = Terms(rollout, config, folder, dtype, device, deterministic, named, run_folder, weights_folder, gconfig)
         return build_fleet(terms, servers)
     if placement == "decoupled":
         return EmbeddedProcess.start(

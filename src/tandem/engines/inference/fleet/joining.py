@@ -1,7 +1,6 @@
 """How a server comes (back) to serve: started or connected to, brought to the current weights, proven by a token."""
 
 import asyncio
-import logging
 import time
 
 from tandem.api.engines import InferenceEngine
@@ -14,10 +13,16 @@ from tandem.engines.inference.fleet.members import Member, Server
 from tandem.engines.inference.fleet.roster import Roster
 from tandem.engines.inference.fleet.updates import Updates
 
-logger = logging.getLogger("tandem.fleet")
-
 RESTART_WINDOW_S = 3600.0
 """`rollout.fleet.max_restarts` counts within this time."""
+
+CANNOT_READ = {
+    "shared_memory": "this run hands weights over in shared memory, which it cannot read; set rollout.fleet.watch or "
+    "rollout.fleet.servers, and they go by disk",
+    "disk": "this run hands weights over in folders, and it reads none; start it with --weights-root and the folder that "
+    "rollout.weights.folder names",
+}
+"""Why a server without that capability gets no weights."""
 
 PROBE = GenerationConfig(max_new_tokens=1, n_samples=1)
 
@@ -39,11 +44,11 @@ class Joiner:
             await work(member)
         except WeightUpdateFailed as error:  # often it is only being written anew
             roster.set_back(member)
-            logger.info("server %s could not take the weights yet: %s", member.name, error)
+            roster.note(member, f"it could not take the weights yet: {_first_line(error)}")
         except ConfigError as error:  # it can never do what is asked of it
             roster.retire(member, str(error))
         except Exception as error:  # the worker boundary: it is the member's failure
-            roster.fence(member, before.incarnation, str(error).partition("\n")[0] or type(error).__name__)
+            roster.fence(member, before.incarnation, _first_line(error))
             if member.health is before:  # it was fenced already, and did not come back
                 roster.set_back(member)
         finally:
@@ -149,13 +154,9 @@ class Joiner:
         """A stale member: current weights, an empty cache, and a token made with them."""
         roster, engine = self._roster, member.engine
         assert engine is not None
-        missing = self._needed - engine.capabilities
-        if missing:
-            roster.retire(
-                member,
-                "this run hands weights over in shared memory, which it cannot read; set rollout.fleet.watch or "
-                "rollout.fleet.servers, and they go by disk",
-            )
+        here = {"disk"} if "shared_memory" in engine.capabilities else set()  # a folder of this machine, too
+        for capability in self._needed - engine.capabilities - here:
+            roster.retire(member, CANNOT_READ[capability])
             return
         await roster.threads.call(self._updates.catch_up, member)
         response = await self.ask(engine, roster.config.stall_timeout_s)
@@ -168,3 +169,7 @@ class Joiner:
                     f"{member.name} made a token with version {response.versions[-1]}, though it was given {target}"
                 )
             roster.change(member, member.health.admitted(now, target))
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__

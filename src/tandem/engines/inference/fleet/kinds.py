@@ -13,6 +13,7 @@ import torch
 from tandem.api.engines import InferenceEngine
 from tandem.api.weights import WeightVersion
 from tandem.config.errors import ConfigError
+from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.fleet.members import Server
 from tandem.engines.inference.process import EmbeddedProcess
@@ -48,6 +49,9 @@ class Terms:
 
     weights_folder: Path | None = None
     """Below it lie the weights that servers read from a disk."""
+
+    gconfig: GenerationConfig | None = None
+    """What the run will sample by: a server that cannot is refused."""
 
 
 class Kind(NamedTuple):
@@ -95,6 +99,7 @@ def _attach_tandem(terms: Terms, url: str) -> InferenceEngine:
     return TandemServer.attach(
         url,
         run=terms.version.run,
+        dtype=terms.dtype,
         token=read_token(fleet.token_file, "token_file"),
         admin_token=read_token(fleet.admin_token_file, "admin_token_file"),
         request_timeout_s=fleet.request_timeout_s,
@@ -118,7 +123,7 @@ def _start_foreign(server: type[ForeignServer], kind: str, terms: Terms, name: s
 
 def _attach_foreign(server: type[ForeignServer], terms: Terms, url: str) -> InferenceEngine:
     fleet = terms.rollout.fleet
-    return server.attach(
+    engine = server.attach(
         url,
         folder=terms.folder,
         dtype=terms.dtype,
@@ -128,6 +133,13 @@ def _attach_foreign(server: type[ForeignServer], terms: Terms, url: str) -> Infe
         request_timeout_s=fleet.request_timeout_s,
         take=bool(terms.version.run),
     )
+    try:
+        if terms.gconfig is not None:
+            engine.check_generation(terms.gconfig)
+    except ConfigError:
+        engine.close()
+        raise
+    return engine
 
 
 KINDS: dict[str, Kind] = {

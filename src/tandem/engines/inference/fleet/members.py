@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from tandem.api.engines import InferenceEngine
-from tandem.api.failures import InfrastructureFailure
+from tandem.api.failures import EpisodeFailure, InfrastructureFailure
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.engines.inference.fleet.health import Health
 from tandem.engines.inference.fleet.router import Lease
@@ -104,9 +104,17 @@ class Attempt:
         elif cancelled:
             self._fail(InfrastructureFailure("cancelled_by_server", f"{self.member.name} cancelled a request by itself"))
         elif error is not None:
-            self.future.set_exception(error)
+            self.future.set_exception(self._fault(error))
         else:
             self.future.set_result(task.result())
+
+    def _fault(self, error: BaseException) -> BaseException:
+        """What is no failure of ours comes of an answer that nobody expected: the server's fault, so the request moves."""
+        if isinstance(error, EpisodeFailure) or not isinstance(error, Exception):
+            return error
+        failure = InfrastructureFailure("server", f"{self.member.name}: {type(error).__name__}: {error}")
+        failure.__cause__ = error
+        return failure
 
 
 @dataclass(eq=False)

@@ -56,7 +56,7 @@ class Fleet(InferenceEngine):
         self._config, self._capabilities = config, capabilities
         self.roster = Roster(config, version, journal)
         self._updates = Updates(self.roster, first)
-        needed = capabilities & {"shared_memory"}  # a folder can be read by all of them
+        needed = (capabilities & {"shared_memory"}) or (capabilities & {"disk"})
         self._joiner = Joiner(self.roster, self._updates, needed)
         self._watcher = Watcher(self.roster, self._joiner, watched, attach)
         self._totals: Counter[str] = Counter()

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 
 from tandem.api.failures import EngineDied, InfrastructureFailure
@@ -105,6 +106,13 @@ class Roster:
         steady = member.healthy_at is not None and now - member.healthy_at > max(STEADY_S, 2 * _wait_s(member.setbacks))
         member.setbacks, member.healthy_at = 1 if steady else member.setbacks + 1, None
         member.retry_at = now + _wait_s(member.setbacks)
+
+    def note(self, member: Member, why: str) -> None:
+        """Why a member does not get on, while its state stays what it is; said once until there is another reason."""
+        with self.lock:
+            if member.health.why != why:
+                member.health = replace(member.health, why=why)
+                self._write(member, member.health.state, why, 0)
 
     def leave(self, name: str, why: str) -> None:
         """A member gets no new requests, ends what it has, and goes."""

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import EngineDied, InfrastructureFailure, WeightUpdateFailed
@@ -44,10 +44,10 @@ class Updates:
         """
         roster = self._roster
         self._pending, self._prepared = None, {}
-        members = roster.serving()
         with roster.lock:
+            members = roster.serving()
             starts = {member: member.health.incarnation for member in members}
-        outcomes = self._everywhere("prepare", members, lambda engine: engine.prepare_weights(update) or {})
+        outcomes = self._everywhere("prepare", starts, lambda engine: engine.prepare_weights(update) or {})
         took = [member for member in members if isinstance(outcomes.get(member), dict)]
         refused = [o for o in outcomes.values() if isinstance(o, WeightUpdateFailed)]
         if refused and not took:
@@ -73,7 +73,7 @@ class Updates:
                 self._wait_for_running()
             with roster.lock:
                 starts = {m: i for m, i in self._prepared.items() if m.health.incarnation == i and m.health.state in SERVING}
-            outcomes = self._everywhere("commit", list(starts), lambda engine: engine.commit_weights(version))
+            outcomes = self._everywhere("commit", starts, lambda engine: engine.commit_weights(version))
             reports = [outcome for outcome in outcomes.values() if isinstance(outcome, dict)]
             refused = [outcome for outcome in outcomes.values() if isinstance(outcome, WeightUpdateFailed)]
             if refused and not reports:
@@ -90,20 +90,20 @@ class Updates:
 
     def discard(self) -> None:
         """Forgets what was prepared, everywhere."""
-        members = [member for member in self._prepared if member.health.state in SERVING]
+        starts = {member: start for member, start in self._prepared.items() if member.health.state in SERVING}
         self._pending, self._prepared = None, {}
-        self._everywhere("discard", members, lambda engine: engine.discard_weights() or {})
+        self._everywhere("discard", starts, lambda engine: engine.discard_weights() or {})
 
     def everywhere_or_fence(self, what: str, action: Callable[[InferenceEngine], None]) -> None:
         """Does it to all members that serve; whoever fails is fenced. Raises what they raised where all of them failed."""
-        members = self._roster.serving()
-        starts = {member: member.health.incarnation for member in members}
+        with self._roster.lock:
+            starts = {member: member.health.incarnation for member in self._roster.serving()}
 
         def act(engine: InferenceEngine) -> dict[str, float]:
             action(engine)
             return {}
 
-        outcomes = self._everywhere(what, members, act)
+        outcomes = self._everywhere(what, starts, act)
         errors = [outcome for outcome in outcomes.values() if isinstance(outcome, Exception)]
         if errors and len(errors) == len(outcomes) and not isinstance(errors[0], EngineDied):
             raise errors[0]
@@ -149,16 +149,17 @@ class Updates:
                 self._roster.fence(member, starts[member], f"{what}: {_first_line(outcome)}")
 
     def _everywhere(
-        self, what: str, members: Sequence[Member], action: Callable[[InferenceEngine], dict[str, float]]
+        self, what: str, starts: Mapping[Member, int], action: Callable[[InferenceEngine], dict[str, float]]
     ) -> dict[Member, Outcome]:
         """Does it to all members at the same time; returns what came of it, for each that was not fenced meanwhile.
+
+        ``starts``: the incarnation that is meant; a member that is another by now is left out.
 
         Once one has done it, any that takes longer than `rollout.fleet.stall_timeout_s` more is fenced, and so is one that
         is suspect `rollout.fleet.suspect_after_s` later; but not in a commit, where it may compute keys and values anew.
         """
         roster = self._roster
         outcomes: dict[Member, Outcome] = {}
-        starts = {member: member.health.incarnation for member in members}
 
         def run(member: Member, engine: InferenceEngine) -> None:
             try:
@@ -170,14 +171,16 @@ class Updates:
                 member.switching = False
                 roster.changed.notify_all()
 
-        for member in members:
-            if member.engine is not None:
+        with roster.lock:
+            engines = {m: m.engine for m, i in starts.items() if m.engine is not None and m.health.incarnation == i}
+            for member in engines:
                 member.switching = what == "commit"
-                roster.threads.start(run, member, member.engine)
+        for member, engine in engines.items():
+            roster.threads.start(run, member, engine)
         first_at: float | None = None
         with roster.changed:
             while True:
-                waiting = [m for m in members if m not in outcomes and m.health.incarnation == starts[m]]
+                waiting = [m for m in engines if m not in outcomes and m.health.incarnation == starts[m]]
                 if not waiting or roster.closed:
                     return dict(outcomes)
                 if first_at is None and any(isinstance(outcome, dict) for outcome in outcomes.values()):

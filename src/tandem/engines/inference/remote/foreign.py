@@ -71,7 +71,8 @@ class ForeignServer(InferenceEngine):
             request_timeout_s=request_timeout_s,
             cannot=self._cannot,
         )
-        self._updates = InPlaceUpdates(protocol, labels, self._counters, folder=folder, version=version)
+        dtype: torch.dtype = getattr(torch, facts.dtype)
+        self._updates = InPlaceUpdates(protocol, labels, self._counters, folder=folder, version=version, dtype=dtype)
 
     # ------------------------------------------------------------------ how it comes about
 
@@ -305,7 +306,14 @@ class ForeignServer(InferenceEngine):
         if self._closed:
             return
         self._closed = True
+        if self.process is not None:  # first, for an update may hang in it
+            self._protocol.http.close()
+            self.process.close()
         self._updates.close(leave_running=self.process is None)
         self._protocol.http.close()
-        if self.process is not None:
-            self.process.close()
+
+    def let_go(self) -> None:
+        """Drops the connection and nothing else: the server is what it is, paused too, for another client of this run."""
+        self._closed = True
+        self._protocol.http.close()
+        self._updates.close(leave_running=False)

@@ -16,18 +16,20 @@ _FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
 class HeldDigests:
     """Collects the SHA-256 of each tensor that the server names, while the tensors of an update pass by.
 
-    Only for a server on one device: a part of a tensor has no digest that we could know.
+    Only for a server on one device: a part of a tensor has no digest that we could know. ``dtype`` is the server's: what the
+    update has in another precision (a model's own files, say) it holds converted.
     """
 
-    def __init__(self, names: Collection[str]):
-        self._names = frozenset(names)
+    def __init__(self, names: Collection[str], dtype: torch.dtype):
+        self._names, self._dtype = frozenset(names), dtype
         self._parts: dict[str, dict[str, bytes]] = {}
         self._digests: dict[str, str] = {}
 
     def add(self, name: str, tensor: torch.Tensor, digest: str) -> None:
         """``digest`` is that of the tensor, known already; parts of a fused one are kept until the last has come."""
         if name in self._names:
-            self._digests[name] = digest
+            held = self._as_held(tensor)
+            self._digests[name] = digest if held is tensor else hashlib.sha256(_bytes(held)).hexdigest()
             return
         before, _, end = name.rpartition(".")
         before, _, part = before.rpartition(".")
@@ -36,7 +38,7 @@ class HeldDigests:
         if fused is None or whole not in self._names:
             return
         parts = self._parts.setdefault(whole, {})
-        parts[part] = bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        parts[part] = _bytes(self._as_held(tensor))
         if len(parts) == len(FUSED[fused]):
             together = hashlib.sha256()
             for one in FUSED[fused]:
@@ -44,10 +46,17 @@ class HeldDigests:
             self._digests[whole] = together.hexdigest()
             del self._parts[whole]
 
+    def _as_held(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
     @property
     def digests(self) -> dict[str, str]:
         """Name in the server → SHA-256; without those that the update does not speak of."""
         return dict(self._digests)
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def compare(held: Mapping[str, str], expected: Mapping[str, str], url: str) -> int:

@@ -26,6 +26,9 @@ every `VERIFY_EVERY`-th."""
 
 VERIFY_EVERY = 20
 
+CLOSE_PATIENCE_S = 5.0
+"""An update that is under way when its client is closed has this long to end."""
+
 
 @dataclass(frozen=True)
 class _Prepared:
@@ -39,10 +42,17 @@ class InPlaceUpdates:
     """The weights of one server, and whether it computes. All methods may be called from any thread, one acts at a time."""
 
     def __init__(
-        self, protocol: ServerProtocol, labels: Labels, counters: Counters, *, folder: Path, version: WeightVersion
+        self,
+        protocol: ServerProtocol,
+        labels: Labels,
+        counters: Counters,
+        *,
+        folder: Path,
+        version: WeightVersion,
+        dtype: torch.dtype,
     ):
         self._protocol, self._labels, self._counters, self._folder = protocol, labels, counters, folder
-        self.version = version
+        self.version, self._dtype = version, dtype
         self._lock = threading.RLock()
         self._paused = self._broken = False
         self._prepared: _Prepared | None = None
@@ -80,7 +90,7 @@ class InPlaceUpdates:
         number = update.version.number
         if version_digest(update.digests) != update.version.digest:
             raise WeightUpdateFailed(f"version {number}: the digests of its tensors do not give the version's digest")
-        held = HeldDigests(self._held if self._protocol.bytes_are_hashed else ())
+        held = HeldDigests(self._held if self._protocol.bytes_are_hashed else (), self._dtype)
         try:
             place, spooled = update.source.place(), None
             if place is not None and ("folder" in place or ("memory" in place and self._protocol.reads_memory)):
@@ -136,7 +146,7 @@ class InPlaceUpdates:
         count = 0
         if prepared.expected:
             count = compare(held, prepared.expected, url)
-        elif prepared.version.digest != self.version.digest:
+        elif self.version.digest not in ("", prepared.version.digest):  # "": it may have had these weights all along
             count = changed(self._held, held, url)
         self._held, self._verify_s = held, time.perf_counter() - began
         self._counters.set("verified_tensors", count)
@@ -166,12 +176,20 @@ class InPlaceUpdates:
             self._paused = False
 
     def close(self, leave_running: bool) -> None:
-        """Removes temporary files; ``leave_running``: a server that we paused goes on."""
-        with self._lock:
+        """Removes temporary files; ``leave_running``: a server that we paused goes on, unless it hangs in an update."""
+        free = self._lock.acquire(timeout=CLOSE_PATIENCE_S)
+        if not free:
+            self._protocol.http.close()  # which ends the call that it hangs in
+            free, leave_running = self._lock.acquire(timeout=CLOSE_PATIENCE_S), False
+        try:
             if leave_running and (self._paused or self._broken):
                 with suppress(ServerFailed, EngineDied):
+                    self._protocol.call("/openapi.json", timeout_s=CLOSE_PATIENCE_S)  # do not wait long for one that hangs
                     self._protocol.resume()
             self._spool.close()
+        finally:
+            if free:
+                self._lock.release()
 
 
 def _passing(update: WeightUpdate, held: HeldDigests) -> Iterator[tuple[str, torch.Tensor]]:

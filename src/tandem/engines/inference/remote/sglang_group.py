@@ -5,6 +5,7 @@ keys of the store; ours are the same ones.
 """
 
 import itertools
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -12,8 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-from tandem.engines.inference.remote.launch import free_port
 
 GROUP_TIMEOUT_S = 120.0
 BUCKET_BYTES = 64 << 20
@@ -28,14 +27,19 @@ class UpdateGroup:
     def __init__(self, call: Callable[..., Any], host: str = "127.0.0.1"):
         self._call = call
         self._name = f"tandem-{next(_names)}"
-        port, wait = free_port(), timedelta(seconds=GROUP_TIMEOUT_S)
+        wait = timedelta(seconds=GROUP_TIMEOUT_S)
+        listening = socket.create_server((host, 0))  # torch's own socket would listen at all addresses of this machine
+        port = listening.getsockname()[1]
         body = {"master_address": host, "master_port": port, "rank_offset": 1, "world_size": 2}
         with ThreadPoolExecutor(1, "weight-group") as pool:
             joined = pool.submit(self._control, "/init_weights_update_group", body | {"backend": "gloo"})
-            store: dist.Store = dist.TCPStore(host, port, 2, True, wait)
+            store: dist.Store = dist.TCPStore(host, port, 2, True, wait, master_listen_fd=listening.detach())
             for prefix in (self._name, f"{self._name}/", "cpu/"):
                 store = dist.PrefixStore(prefix, store)
-            self._group = dist.ProcessGroupGloo(store, 0, 2, wait)
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+            options._timeout = wait
+            self._group = dist.ProcessGroupGloo(store, 0, 2, options)
             joined.result()
 
     def send(self, named_tensors: Iterable[tuple[str, torch.Tensor]], label: str) -> None:

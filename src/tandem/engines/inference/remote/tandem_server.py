@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from tandem.api.engines import InferenceEngine, InferencePart
-from tandem.api.failures import DataFailure, InfrastructureFailure, ServerFailed, WeightUpdateFailed
+from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, ServerFailed, WeightUpdateFailed
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion
 from tandem.config.errors import ConfigError
@@ -64,6 +66,7 @@ class TandemServer(InferenceEngine):
         url: str,
         *,
         run: str,
+        dtype: torch.dtype | None = None,
         token: str | None = None,
         admin_token: str | None = None,
         request_timeout_s: float = 3600.0,
@@ -75,7 +78,7 @@ class TandemServer(InferenceEngine):
         An empty ``run`` only asks it for completions, whoever's it is: nothing of it is claimed or changed.
 
         Raises:
-            ConfigError: it is not a `tandem serve` of this protocol.
+            ConfigError: it is not a `tandem serve` of this protocol, or computes in another precision than ``dtype``.
             ServerFailed: it does not answer, belongs to another run (status 409), or refuses the token (401).
         """
         client = HttpClient(url, token=token, admin_token=admin_token)
@@ -84,6 +87,11 @@ class TandemServer(InferenceEngine):
             kind = identity.get("kind") if isinstance(identity, dict) else None
             if kind != "tandem" or identity.get("protocol") != PROTOCOL:
                 raise ConfigError(f"{url} is no `tandem serve` of protocol {PROTOCOL}: it says {str(identity)[:200]}")
+            wanted = str(dtype).removeprefix("torch.")
+            if dtype is not None and identity.get("dtype") != wanted:
+                raise ConfigError(
+                    f"{url} computes in {identity.get('dtype')}, rollout.dtype is {wanted}; start it with --dtype {wanted}"
+                )
             if run:
                 identity = client.call("/control/attach", {"run": run}, deadline_s=CONTROL_TIMEOUT_S, admin=True)
             give_back = give_back and bool(run)
@@ -111,6 +119,8 @@ class TandemServer(InferenceEngine):
         """See `InferenceEngine`. Raises `ServerFailed` for all that is no answer of this run's server."""
         answer = await self._client.post("/generate", self._body(request), deadline_s=self._patience(request))
         try:
+            if answer["instance"] != self.instance:
+                raise ServerFailed(f"{self.url} was restarted since this run attached to it", url=self.url)
             return _response(request, answer, self._run)
         except (KeyError, TypeError, ValueError) as error:
             raise ServerFailed(f"{self.url}/generate answered what is no completion: {error}", url=self.url) from error
@@ -217,7 +227,7 @@ class TandemServer(InferenceEngine):
             if self._give_back:
                 with contextlib.suppress(InfrastructureFailure, DataFailure):  # it is gone: nothing to give back
                     self._client.call("/health", deadline_s=ASK_TIMEOUT_S)  # do not wait long for one that hangs
-                    self._control("release", deadline_s=WEIGHTS_TIMEOUT_S)
+                    self._client.call("/control/release", {"run": self._run}, deadline_s=WEIGHTS_TIMEOUT_S, admin=True)
         finally:
             self._client.close()
             self._on_close()
@@ -228,6 +238,8 @@ class TandemServer(InferenceEngine):
         self._client.close()
 
     def _check_taken(self) -> None:
+        if self._closed:  # what comes late must not take the server back that is being given back
+            raise EngineDied(f"the client of {self.url} was closed")
         if not self._run:
             raise ServerFailed(f"{self.url} is another's to change: this client only asks (no run)", url=self.url)
 

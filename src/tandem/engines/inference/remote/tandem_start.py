@@ -60,7 +60,10 @@ def start_tandem_server(
             "MKL_NUM_THREADS": threads,
         }
         process = ServerProcess.start(command, log_file=log_file, environment=environment, cpus=cpus)
-        return wait_ready(process, ask, what=f"tandem serve {folder.name}", timeout_s=startup_timeout_s, progress=progress)
+        what = f"tandem serve {folder.name}"
+        server = wait_ready(process, ask, what=what, timeout_s=startup_timeout_s, progress=progress)
+        shutil.rmtree(private, ignore_errors=True)  # both sides have read it: nothing is left should this run be killed
+        return server
     except BaseException:
         end()
         raise

@@ -1,12 +1,14 @@
 """The control routes: whose server it is, its weights, and when it generates. Each asks for the admin token.
 
-A server belongs to one training run at a time: from `attach` (or the first weights of a run) to `release`, which gives it
-back as it was found. Whoever names another run is refused with status 409, so that the late words of a run whose server
-died cannot reach the one that has its address now.
+A server belongs to one training run at a time: from `attach` to `release`, which gives it back as it was found. Whoever
+names another run is refused with status 409, so that late words, such as those of a run that gave it back, change nothing.
+A run that was killed gives nothing back: once it was silent for `Limits.owner_silent_s`, the next that attaches gets the
+server.
 """
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +22,7 @@ from tandem.engines.inference.serve.refusal import Refusal
 from tandem.engines.inference.serve.schema import Schema, array, optional, record, text
 from tandem.engines.inference.serve.service import Service
 
+LOG = logging.getLogger("tandem.serve")
 T = TypeVar("T")
 
 
@@ -37,21 +40,29 @@ class Control:
     # ------------------------------------------------------------------ whose server it is
 
     async def attach(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
-        """Takes the server for a run; again for the same run is fine."""
-        run = body["run"]
+        """Takes the server for a run, awake and going on; again for the same run is fine."""
+        service, run = self._service, body["run"]
 
         async def act() -> dict[str, Any]:
-            self._claim(run)
-            return self._service.identity()
+            if service.abandoned():
+                LOG.warning("run %r is silent, so run %r gets the server", service.run, run)
+                await self._discard()
+                service.run = None
+            self._check_run(run, free=True)
+            service.run = run
+            await self._rouse()
+            return service.identity()
 
         return await self._alone(act)
 
     async def release(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
         """Gives the server back: the weights that it began with, awake, going on, nobody's."""
-        self._check_run(body.get("run"))
+        run = body.get("run")
+        self._check_run(run, free=True)
 
         async def act() -> dict[str, Any]:
             service = self._service
+            self._check_run(run, free=True)
             await self._discard()
             await self._restore()
             await self._engine(service.engine.resume)
@@ -60,20 +71,28 @@ class Control:
 
         return await self._alone(act)
 
-    def _check_run(self, run: str | None) -> None:
+    def _check_run(self, run: str | None, *, free: bool = False) -> None:
+        """Passes if the server is that run's; with ``free``, also if it is nobody's. Asked again when a change begins."""
         owner = self._service.run
-        if run != owner and not (owner is None and run is not None):
-            said = "no run" if run is None else f"run {run!r}"
-            raise Refusal(
-                409,
-                f"this server belongs to run {owner!r}, the request to {said}; that run gives it back with /control/release",
-                code="other_run",
-                param="run",
-            )
+        if run == owner:
+            self._service.heard()
+        elif not (free and owner is None):
+            said, has = ("no run" if name is None else f"run {name!r}" for name in (run, owner))
+            how = "attach to it first" if owner is None else "that run gives it back with /control/release"
+            raise Refusal(409, f"this server belongs to {has}, the request to {said}; {how}", code="other_run", param="run")
 
-    def _claim(self, run: str | None) -> None:
-        self._check_run(run)
-        self._service.run = run
+    async def _rouse(self) -> None:
+        """Whoever left it paused or asleep is gone."""
+        service = self._service
+        if service.weights_missing or "weights" in service.asleep:
+            await self._restore()
+        elif service.asleep:
+            parts = tuple(service.asleep)
+            await self._engine(lambda: service.engine.wake(parts))
+            service.asleep = frozenset()
+        if service.paused:
+            await self._engine(service.engine.resume)
+            service.paused = False
 
     async def _digests(self) -> dict[str, str]:
         """Digests of the weights that the server began with, in the dtype of their file."""
@@ -98,12 +117,13 @@ class Control:
     async def prepare(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
         """Lays new weights beside the old ones and verifies every digest; generation goes on."""
         version = WeightVersion(**body["version"])
-        self._check_run(version.run or None)
+        run = version.run or None
+        self._check_run(run)
         folder = await asyncio.to_thread(self._allowed, body["folder"])
         update = WeightUpdate(version, FolderSource(folder), body["digests"])
 
         async def act() -> dict[str, Any]:
-            self._claim(version.run or None)
+            self._check_run(run)
             await self._discard()
             mine = self._preparing = object()
             try:
@@ -121,11 +141,15 @@ class Control:
     async def commit(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
         """Switches to the prepared weights between two steps; again for the version that is served is fine."""
         version = WeightVersion(**body["version"])
-        self._check_run(version.run or None)
+        run = version.run or None
+        self._check_run(run)
 
         async def act() -> dict[str, Any]:
             service = self._service
+            self._check_run(run)
             if service.engine.version == version and not service.weights_missing:
+                if self._prepared is not None:  # by whoever did not hear the answer to the first time
+                    await self._discard()
                 return {"pause_s": 0.0, "recompute_s": 0.0, "version": asdict(version)}
             if self._prepared != version:
                 held = "nothing" if self._prepared is None else f"version {self._prepared.number}"
@@ -180,9 +204,10 @@ class Control:
         return await self._toggle(body, self._service.engine.resume, False)
 
     async def _toggle(self, body: dict[str, Any], function: Callable[[], None], paused: bool) -> dict[str, Any]:
-        self._check_run(body.get("run"))
+        run = body.get("run")
 
         async def act() -> dict[str, Any]:
+            self._check_run(run)
             await self._engine(function)
             self._service.paused = paused
             return {}
@@ -191,11 +216,12 @@ class Control:
 
     async def sleep(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
         """Gives memory back; refused while requests are under way."""
-        self._check_run(body.get("run"))
-        parts = frozenset(body["parts"])
+        run, parts = body.get("run"), frozenset(body["parts"])
+        self._check_run(run)
 
         async def act() -> dict[str, Any]:
             service = self._service
+            self._check_run(run)
             if service.under_way:
                 message = f"sleep is refused while {service.under_way} completions are under way"
                 raise Refusal(409, message, code="busy")
@@ -212,11 +238,12 @@ class Control:
 
     async def wake(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
         """Takes memory again; weights that slept must be delivered anew."""
-        self._check_run(body.get("run"))
-        parts = frozenset(body["parts"])
+        run, parts = body.get("run"), frozenset(body["parts"])
+        self._check_run(run)
 
         async def act() -> dict[str, Any]:
             service = self._service
+            self._check_run(run)
             await self._engine(lambda: service.engine.wake(tuple(parts)))
             service.asleep -= parts
             return {"asleep": sorted(service.asleep), "weights_missing": service.weights_missing}

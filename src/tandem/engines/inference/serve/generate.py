@@ -83,6 +83,8 @@ async def generate(service: Service, body: dict[str, Any], request: web.Request)
     if run is not None and run != service.run:
         owner = "no run" if service.run is None else f"run {service.run!r}"
         raise Refusal(409, f"this server belongs to {owner}, the request to run {run!r}", code="other_run", param="run")
+    if run is not None:
+        service.heard()
     sampling = dict(body.get("sampling", {}))
     for name in ("stop", "stop_token_ids"):
         sampling[name] = tuple(sampling.get(name, ()))

@@ -46,6 +46,9 @@ class Limits:
     control_timeout_s: float = 600.0
     """How long a control request waits for the one before it."""
 
+    owner_silent_s: float = 600.0
+    """A run that says nothing for this long, with no completions under way, loses the server to the next that attaches."""
+
     ready_window_s: float = 30.0
     """`/ready` wants a token that was generated at most this long ago; without one it generates one."""
 

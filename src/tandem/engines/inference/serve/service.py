@@ -38,6 +38,9 @@ class Service:
     initial: WeightVersion
     """What the engine was made with."""
 
+    dtype: str
+    """The engine's precision, as torch writes it, without ``torch.``."""
+
     run: str | None = None
     """The training run that may change the weights; None: nobody's, the next that asks gets it."""
 
@@ -55,6 +58,7 @@ class Service:
 
     died: str | None = None
     on_death: Callable[[], None] = lambda: None
+    _heard: float = field(default_factory=time.monotonic)
     _last_token: float | None = None
     _probe: asyncio.Task[None] | None = None
 
@@ -153,6 +157,7 @@ class Service:
             "kind": "tandem",
             "protocol": PROTOCOL,
             "model": self.name,
+            "dtype": self.dtype,
             "instance": self.instance,
             "run": self.run,
             "version": {"number": version.number, "digest": version.digest, "run": version.run, "model": version.model},
@@ -183,6 +188,15 @@ class Service:
         if not reasons and not self._recent():
             reasons += await self._try()
         return reasons
+
+    def heard(self) -> None:
+        """The run that has the server said something."""
+        self._heard = time.monotonic()
+
+    def abandoned(self) -> bool:
+        """Whether the run that has the server seems to be gone: it asks for nothing and says nothing."""
+        silent_s = time.monotonic() - self._heard
+        return self.run is not None and not self.under_way and silent_s > self.limits.owner_silent_s
 
     def token_age_s(self) -> float | None:
         """Seconds since a token was generated; None: none yet."""

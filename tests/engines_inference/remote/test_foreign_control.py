@@ -1,0 +1,307 @@
+"""Engines behind vLLM's and SGLang's interfaces: attaching, updates, and how one is left."""
+
+import asyncio
+import contextlib
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from tandem.api.failures import EngineDied, ServerFailed, WeightUpdateFailed
+from tandem.api.requests import LLMRequest
+from tandem.api.weights import WeightUpdate, WeightVersion, version_digest
+from tandem.config.errors import ConfigError
+from tandem.config.generation import GenerationConfig
+from tandem.engines.inference.remote.launch import ServerProcess
+from tandem.engines.inference.remote.vllm import VllmServer
+from tandem.weights.shared_memory import SharedMemoryChannel
+from tests.engines_inference.remote.clients import (
+    KINDS,
+    ask,
+    attach,
+    expected,
+    new_weights,
+    update_from_folder,
+    update_from_memory,
+)
+from tests.engines_inference.remote.wire import SGLangStandIn, VllmStandIn
+from tests.fleet.fleets import Asking, until
+
+
+def test_a_server_that_ignores_the_temperature_is_refused_with_the_remedy(kind, folder):
+    with (
+        kind[1](folder, ignores_temperature=True) as server,
+        pytest.raises(ConfigError, match=r"ignore the temp.*(processed|ORIG)"),
+    ):
+        attach(kind, server, folder)
+
+
+def test_a_server_without_a_route_is_refused_by_name_and_version(kind, folder):
+    missing = "/weight_checker" if kind[0] is VllmServer else "/weights_checker"
+    with (
+        kind[1](folder, spoils={missing}) as server,
+        pytest.raises(ConfigError, match=f"{kind[0].protocol.maker} 0.*{missing}"),
+    ):
+        attach(kind, server, folder)
+
+
+def test_a_server_that_counts_no_tokens_is_refused_with_the_remedy(kind, folder):
+    remedy = "without --disable-log-stats" if kind[0] is VllmServer else "with --enable-metrics"
+    with kind[1](folder, spoils={"/metrics"}) as server, pytest.raises(ConfigError, match=f"no tokens.*{remedy}"):
+        attach(kind, server, folder)
+
+
+def test_the_servers_own_counter_grows_while_a_request_is_under_way(kind, folder):
+    with kind[1](folder, token_s=0.01) as server:
+        engine = attach(kind, server, folder)
+        before = engine.statistics()
+        with Asking(engine, [LLMRequest((5, 6), GenerationConfig(max_new_tokens=40))]):
+            until(lambda: engine.statistics()["server_tokens"] > before["server_tokens"] + 5)
+            assert engine.statistics()["generated_tokens"] == before["generated_tokens"], "no answer is there yet"
+        assert engine.statistics()["server_tokens"] == before["server_tokens"] + 40
+        engine.close()
+
+
+def test_a_server_of_another_precision_is_refused(kind, folder):
+    with kind[1](folder, dtype="bfloat16") as server, pytest.raises(ConfigError, match="--dtype float32"):
+        attach(kind, server, folder)
+
+
+def test_an_update_in_the_middle_of_a_completion_shows_in_its_versions(kind, folder, tmp_path):
+    with kind[1](folder, token_s=0.01) as server:
+        engine = attach(kind, server, folder)
+        update = update_from_folder(folder, tmp_path / "v1")
+        reports = []
+
+        def publish():
+            time.sleep(0.15)
+            engine.prepare_weights(update)
+            reports.append(engine.commit_weights(update.version))
+
+        publisher = threading.Thread(target=publish)
+        publisher.start()
+        answers = ask(engine, (5, 6), (7, 8), (9, 9), max_new_tokens=40)
+        publisher.join()
+        verified = engine.statistics()["verified_tensors"]
+        engine.close()
+    assert server.flushed == 1 and not server.paused
+    assert engine.version == update.version and reports[0]["pause_s"] > 0
+    assert verified > 5, "fused tensors among them"
+    for answer in answers:
+        assert set(answer.versions) == {0, 1} and list(answer.versions) == sorted(answer.versions)
+        first = answer.versions.index(1)
+        rest = expected(server, (*answer.input_ids, *answer.output_ids[:first]), 40 - first)
+        assert answer.output_ids[first:] == rest, "these tokens are the new weights'"
+        assert len(answer.logprobs) == 40
+
+
+def test_weights_that_lie_in_memory_are_delivered_by_a_temporary_folder_which_is_removed(kind, folder):
+    with kind[1](folder) as server:
+        engine = attach(kind, server, folder)
+        before = server.seed
+        folders = []
+        for number in (1, 2):
+            update = update_from_memory(folder, number, shift=float(number))
+            engine.prepare_weights(update)
+            folders.append(engine._updates._prepared.spooled)
+            assert (folders[-1] / "config.json").is_file() and (folders[-1] / "tokenizer.json").is_file()
+            engine.commit_weights(update.version)
+        assert server.seed != before and not folders[0].exists() and folders[1].exists()
+        engine.prepare_weights(update_from_memory(folder, 3))
+        given_up = engine._updates._prepared.spooled
+        engine.discard_weights()
+        assert not given_up.exists()
+        engine.close()
+    assert not folders[1].parent.exists()
+
+
+def test_a_vllm_server_with_our_worker_reads_shared_memory_itself(folder):
+    tensors, _, _ = new_weights(folder, 1)
+    channel = SharedMemoryChannel()
+    with VllmStandIn(folder) as server:
+        server.extension = "tandem_vllm_worker.TandemWorker"
+        engine = attach(KINDS["vllm"], server, folder)
+        assert engine.capabilities == {"in_place", "shared_memory"}
+        delivery = channel.put(tensors.items(), torch.float32)
+        version = WeightVersion(1, version_digest(delivery.digests), "run")
+        engine.prepare_weights(WeightUpdate(version, delivery.source, delivery.digests))
+        assert engine._updates._prepared.spooled is None, "nothing is written"
+        before = server.seed
+        engine.commit_weights(version)
+        assert server.seed != before and set(ask(engine).versions) == {1}
+        engine.close()
+    channel.close()
+
+
+def test_sglang_takes_shared_memory_by_a_process_group(folder, monkeypatch):
+    monkeypatch.setattr("tandem.engines.inference.remote.sglang_group.BUCKET_BYTES", 4096)
+    tensors, _, _ = new_weights(folder, 1)
+    channel = SharedMemoryChannel()
+    with SGLangStandIn(folder) as server:
+        engine = attach(KINDS["sglang"], server, folder).by_group()
+        assert engine.capabilities == {"in_place", "shared_memory"}
+        for number in (1, 2):
+            delivery = channel.put(((name, tensor + number) for name, tensor in tensors.items()), torch.float32)
+            version = WeightVersion(number, version_digest(delivery.digests), "run")
+            engine.prepare_weights(WeightUpdate(version, delivery.source, delivery.digests))
+            before = server.seed
+            engine.commit_weights(version)
+            assert server.seed != before and set(ask(engine).versions) == {number}
+        assert server.flushed == 2 and server.group is None
+        engine.close()
+    channel.close()
+
+
+def test_an_update_whose_bytes_changed_on_their_way_is_refused_before_the_server_hears_of_it(kind, folder):
+    with kind[1](folder) as server:
+        engine = attach(kind, server, folder)
+        update = update_from_memory(folder)
+        name = min(update.digests)
+        digests = {**update.digests, name: "0" * 64}
+        version = WeightVersion(1, version_digest(digests), "run")
+        with pytest.raises(WeightUpdateFailed, match=name):
+            engine.prepare_weights(WeightUpdate(version, update.source, digests))
+        with pytest.raises(WeightUpdateFailed, match="nothing is prepared"):
+            engine.commit_weights(version)
+        assert ask(engine).versions == (0,) * 8 and not server.paused
+        engine.close()
+
+
+@pytest.mark.parametrize("lie", ["load", "reload"])
+def test_a_server_that_did_not_take_the_weights_stays_paused_until_they_are_delivered(kind, folder, lie):
+    with kind[1](folder) as server:
+        engine = attach(kind, server, folder)
+        update = update_from_memory(folder)
+        engine.prepare_weights(update)
+        server.spoils.add(lie)
+        with pytest.raises(ServerFailed, match="checksum" if lie == "load" else "no such folder"):
+            engine.commit_weights(update.version)
+        assert server.paused
+        with pytest.raises(ServerFailed, match="deliver them anew"):
+            engine.resume()
+        server.spoils.clear()
+        engine.prepare_weights(update)
+        engine.commit_weights(update.version)
+        assert not server.paused and set(ask(engine).versions) == {1}
+        engine.close()
+
+
+def test_an_attached_server_goes_on_when_its_client_leaves(kind, folder):
+    with kind[1](folder) as server:
+        engine = attach(kind, server, folder)
+        engine.pause()
+        assert server.paused
+        engine.close()
+        engine.close()
+        assert not server.paused
+        with pytest.raises(EngineDied):
+            ask(engine)
+        again = attach(kind, server, folder)
+        assert set(ask(again).versions) == {0}
+        again.close()
+
+
+@contextlib.contextmanager
+def hanging_commit(kind, server, folder):
+    """An engine whose server hangs in an update, and what came of that once the block ended."""
+    engine, errors = attach(kind, server, folder), []
+    update = update_from_memory(folder)
+    engine.prepare_weights(update)
+    server.spoils.add("hang")
+
+    def commit():
+        with pytest.raises((EngineDied, ServerFailed)) as failure:
+            engine.commit_weights(update.version)
+        errors.append(failure.value)
+
+    thread = threading.Thread(target=commit)
+    thread.start()
+    until(lambda: server.hung)
+    yield engine, errors
+    thread.join(10)
+    assert errors
+
+
+def test_a_connection_that_is_let_go_hangs_in_no_update_and_leaves_the_server_as_it_is(kind, folder):
+    with kind[1](folder) as server:
+        with hanging_commit(kind, server, folder) as (engine, errors):
+            before = server.changes, time.monotonic()
+            engine.let_go()
+            assert time.monotonic() - before[1] < 3
+        assert isinstance(errors[0], EngineDied)
+        assert server.paused and server.changes == before[0], "it is not resumed: a newer client may be changing it"
+
+
+def test_an_attached_server_that_hangs_in_an_update_is_left_in_bounded_time(kind, folder, monkeypatch):
+    monkeypatch.setattr("tandem.engines.inference.remote.in_place.CLOSE_PATIENCE_S", 0.3)
+    with kind[1](folder) as server, hanging_commit(kind, server, folder) as (engine, _):
+        began = time.monotonic()
+        engine.close()
+        assert time.monotonic() - began < 3
+
+
+def test_a_server_of_ours_that_hangs_in_an_update_is_ended_at_once(kind, folder, tmp_path):
+    with kind[1](folder) as server, hanging_commit(kind, server, folder) as (engine, _):
+        command = [sys.executable, "-c", "import time; time.sleep(60)"]
+        engine.process = ServerProcess.start(command, log_file=tmp_path / "log")
+        began = time.monotonic()
+        engine.close()
+        assert time.monotonic() - began < 4 and not engine.process.alive
+
+
+def test_a_pause_outlasts_an_update(kind, folder):
+    with kind[1](folder) as server:
+        engine = attach(kind, server, folder)
+        engine.pause()
+        update = update_from_memory(folder)
+        engine.prepare_weights(update)
+        engine.commit_weights(update.version)
+        assert server.paused
+        engine.resume()
+        assert not server.paused and set(ask(engine).versions) == {1}
+        engine.close()
+
+
+def test_tokens_of_weights_that_this_run_did_not_deliver_are_refused(kind, folder):
+    with kind[1](folder) as server:
+        engine = attach(kind, server, folder)
+        server.label = "default"  # restarted
+        with pytest.raises(ServerFailed, match="restarted"):
+            ask(engine)
+        other = attach(kind, server, folder)  # another run at the same address
+        with pytest.raises(ServerFailed, match="another run uses it"):
+            asyncio.run(engine.probe(5.0))
+        assert asyncio.run(other.probe(5.0)).versions == (0,)
+        engine.close()
+        other.close()
+
+
+def test_whoever_only_asks_a_server_changes_nothing_for_its_owner(kind, folder, tmp_path):
+    with kind[1](folder) as server:
+        owner = attach(kind, server, folder)
+        update = update_from_folder(folder, tmp_path / "v7", number=7)
+        owner.prepare_weights(update)
+        owner.commit_weights(update.version)
+        label, changes = server.label, server.changes
+        guest = attach(kind, server, folder, take=False)
+        assert (guest.version.number, set(ask(guest).versions)) == (7, {7})
+        for refused in (lambda: guest.prepare_weights(update), guest.pause, lambda: guest.commit_weights(update.version)):
+            with pytest.raises(ServerFailed, match="only asks"):
+                refused()
+        guest.close()
+        assert (server.label, server.changes) == (label, changes) and set(ask(owner).versions) == {7}
+        owner.pause()
+        if kind[0] is VllmServer:  # the other one does not say
+            with pytest.raises(ServerFailed, match="is paused"):
+                attach(kind, server, folder, take=False)
+        assert server.paused
+        owner.close()
+
+
+def test_a_guest_gives_weights_of_no_owner_the_number_that_it_expects(kind, folder):
+    with kind[1](folder) as server:
+        guest = kind[0].attach(server.url, folder=folder, dtype=torch.float32, version=WeightVersion(5), take=False)
+        assert set(ask(guest).versions) == {5} and server.label == "default"
+        guest.close()
