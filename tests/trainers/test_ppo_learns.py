@@ -1,6 +1,8 @@
-"""PPO on the real model: it learns to add, and its critic to tell good answers from bad ones."""
+"""PPO's critic on the real model: it comes to know which questions the policy will answer. That PPO learns to add is shown
+with the other presets, in tests/learning."""
 
 import json
+import random
 
 import pytest
 
@@ -10,30 +12,43 @@ from tandem.trainers.rl import train
 
 KEYS = [
     "algorithm=ppo",
+    "threads=1",
     "actor.path=smollm2-135m",
-    "actor.optimizer.lr=2e-5",
+    "actor.optimizer.lr=3e-5",
     "actor.max_tokens_per_micro_batch=1024",
     "critic.optimizer.lr=3e-5",
     "critic.epochs_per_batch=2",
-    "train_dataset.path=addition",
-    "valid_dataset.path=addition",
+    "system_prompt=Calculate.",
     "reward=exact_number",
-    "gconfig.n_samples=8",
-    "gconfig.max_new_tokens=16",
+    "gconfig.n_samples=4",
+    "gconfig.max_new_tokens=12",
     "rollout.batch_size=8",
-    "rollout.engine.kv_cache_gib=0.5",
-    "total_train_steps=24",
+    "rollout.engine.kv_cache_gib=0.25",
+    "checkpoint.at_end=false",
+    "total_train_steps=10",
 ]
 
 
-@pytest.mark.slow
-def test_ppo_learns_addition_and_its_critic_explains_half_of_the_variance(tmp_path):
-    summary = train(load_config(TrainConfig, None, [*KEYS, f"run.root={tmp_path}"]))
-    rows = [json.loads(line) for line in (summary.folder / "metrics.jsonl").read_text().splitlines()]
-    rewards = [row["reward/mean"] for row in rows]
-    explained = [row.get("value/explained_variance") or 0.0 for row in rows]
+def questions(seed=0):
+    """Half of them the policy learns to answer at once, the others not at all."""
+    draw = random.Random(seed)
+    for _ in range(200):
+        x, y = draw.randint(1, 9), draw.randint(1, 9)
+        yield {"question": f"What is {x} + {y}? Answer with just the number.", "answer": str(x + y)}
+        x, y = draw.randint(101, 999), draw.randint(101, 999)
+        yield {"question": f"What is {x} * {y}? Answer with just the number.", "answer": str(x * y)}
 
-    assert rewards[0] < 0.3
-    assert sum(rewards[-3:]) / 3 >= 0.8
-    # while there is variance: near the end almost all answers are right, and little is left to explain
-    assert max(sum(explained[i : i + 3]) / 3 for i in range(len(explained) - 2)) >= 0.5
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_critic_explains_half_of_the_variance(tmp_path):
+    file = tmp_path / "questions.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in questions()))
+    keys = [*KEYS, f"run.root={tmp_path}", f"train_dataset.path={file}"]
+    summary = train(load_config(TrainConfig, None, keys))
+    rows = [json.loads(line) for line in (summary.folder / "metrics.jsonl").read_text().splitlines()]
+    explained = [row["value/explained_variance"] for row in rows]
+
+    assert sum(row["reward/mean"] for row in rows[-3:]) / 3 > 0.3  # the actor has learnt as well
+    assert explained[0] == 0.0  # the head begins at 0
+    assert sum(explained[-3:]) / 3 >= 0.5, explained
