@@ -1,0 +1,12 @@
+"""What every test may count on."""
+
+import signal
+
+import pytest
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible():
+    """Commands that tests start can be interrupted, also where the tests run in a shell's background, which ignores Ctrl-C."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
