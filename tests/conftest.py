@@ -7,6 +7,6 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def interruptible():
-    """Commands that tests start can be interrupted, also where the tests run in a shell's background, which ignores Ctrl-C."""
+    """Commands that tests start can be interrupted, also where the tests run in the background of a shell."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
