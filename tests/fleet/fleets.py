@@ -140,13 +140,16 @@ def same(one, other, tolerance=1e-4, but=0):
     """Whether two lists of responses are the same tokens with the same log-probabilities.
 
     ``but``: so many may differ. What runs beside a request moves its probabilities by 1e-6; among thousands of tokens one
-    draw may fall on the other side of an edge.
+    draw may fall on the other side of an edge of the cumulative distribution. So the first token that differs is the
+    neighbour of the other one, and all before it are the same with the same log-probabilities.
     """
     differing = [i for i, (mine, its) in enumerate(zip(one, other, strict=True)) if mine.output_ids != its.output_ids]
     assert len(differing) <= but, differing
-    for i, (mine, its) in enumerate(zip(one, other, strict=True)):
-        if i not in differing:
-            assert all(abs(a - b) <= tolerance for a, b in zip(mine.logprobs, its.logprobs, strict=True))
+    for mine, its in zip(one, other, strict=True):
+        tokens = list(zip(mine.output_ids, its.output_ids, strict=False))
+        until = next((place for place, (a, b) in enumerate(tokens) if a != b), len(tokens))
+        assert until == len(tokens) or abs(tokens[until][0] - tokens[until][1]) == 1, tokens[until]
+        assert all(abs(a - b) <= tolerance for a, b in zip(mine.logprobs[:until], its.logprobs[:until], strict=True))
     return True
 
 

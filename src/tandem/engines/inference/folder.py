@@ -6,20 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
+from tandem.api.weights import FolderSource
 from tandem.config.errors import ConfigError
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a Hugging Face folder's safetensors files."""
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    """Every tensor of a Hugging Face folder's safetensors files. Raises `ConfigError` where there is none."""
+    if not any(folder.glob("*.safetensors")):
         raise ConfigError(f"{folder} has no *.safetensors file; save the model with save_pretrained")
-    for file in files:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():
-                yield name, opened.get_tensor(name)
+    return FolderSource(folder).tensors()
 
 
 def eos_ids(folder: Path, hf_config: Any) -> set[int]:
