@@ -183,6 +183,7 @@ def test_all_problems_are_told_at_once():
     ("text", "words"),
     [
         ("seed: 1\nactor:\n  lr: 3\n", ["actor.lr=3", "run.yaml:3"]),
+        ("base: &b\n  lr: 1\nactor:\n  <<: *b\n", ["run.yaml:4: `<<` merges are not read", "optimizer: *name"]),
         ("seed: 1\nseed: 2\n", ["seed is given twice, in lines 1 and 2"]),
         ("seed: [1\n", ["not valid YAML", "line"]),
         (

@@ -9,6 +9,8 @@ import yaml
 
 from tandem.config.errors import ConfigError
 
+MERGE = "tag:yaml.org,2002:merge"
+
 
 @dataclass(frozen=True)
 class Scalar:
@@ -136,6 +138,11 @@ def _walk(node: yaml.MappingNode, prefix: tuple[str, ...], file: str | None) -> 
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, yaml.ScalarNode):
             raise ConfigError(f"{file or 'command line'}:{line}: a key must be one word, and here it is a list or a mapping")
+        if key_node.tag == MERGE:
+            raise ConfigError(
+                f"{file or 'command line'}:{line}: `<<` merges are not read, because a value must have one place where it "
+                "stands; write the keys out, or give a whole value by its alias (optimizer: *name)"
+            )
         key = str(key_node.value)
         source = f"{file}:{line}" if file else "command line"
         if key in seen:
