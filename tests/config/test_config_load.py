@@ -116,7 +116,14 @@ def test_every_preset_corrects_for_stale_tokens_when_asynchronous_and_only_then(
 def test_the_user_s_correction_wins_over_the_preset_s():
     correction = load("async_training=true", "algorithm.correction.weight=none").config.algorithm.correction
     assert correction.weight == "none"
-    assert load("async_training=true", "algorithm.correction.high=3").config.algorithm.correction.high == 3.0
+    assert load("async_training=true", "algorithm.correction.high=3").config.algorithm.correction.highest == 3.0
+
+
+@pytest.mark.parametrize("preset", ["grpo", "rloo"])
+@pytest.mark.parametrize(("weight", "highest"), [("truncate", 2.0), ("mask", 5.0)])
+def test_a_correction_s_bound_follows_its_kind_whatever_the_preset_s_kind_is(preset, weight, highest):
+    chosen = load(f"algorithm={preset}", "async_training=true", f"algorithm.correction.weight={weight}")
+    assert chosen.config.algorithm.correction.highest == highest
 
 
 @pytest.mark.parametrize(
