@@ -140,7 +140,7 @@ def learn(
 ) -> Curve:
     """Trains until the goal was measured; with ``shuffled`` rewards for all ``steps``, measured at the end alone.
 
-    ``goal``: None is the preset's. ``more``: further overrides, the last word. ``observe`` is given the metrics of each step.
+    ``goal``: None is the preset's. ``more``: further overrides, the last word. ``observe`` gets the metrics of each step.
     """
     began = time.perf_counter()
     settings = tuple(dict.fromkeys((*NOTES[preset].run, *OWN.get(preset, ()), *more)))
