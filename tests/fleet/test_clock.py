@@ -26,7 +26,7 @@ WALL_CLOCKS = {
 
 FOR_PEOPLE = {
     "cli/fleet.py:show": "how long ago, for `tandem fleet list`; never negative",
-    "engines/inference/fleet/roster.py:_write": "the time of a row of fleet.jsonl",
+    "engines/inference/fleet/journal.py:write": "the time of a row of fleet.jsonl",
     "engines/inference/serve/answers.py:__init__": "`created` of OpenAI's protocol",
     "engines/inference/serve/service.py:Service": "`created` of OpenAI's protocol",
     "state/run_folder.py:now": "when a run began and ended",
