@@ -6,13 +6,19 @@ from dataclasses import replace
 
 import psutil
 import pytest
+import torch
 
 from tandem.api.requests import LLMRequest, NoiseKey
+from tandem.api.weights import WeightVersion
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
-from tandem.engines.inference.build import build_inference_engine
+from tandem.engines.inference.build import build_inference_engine, folder_update
+from tandem.engines.inference.fleet.members import Server
+from tandem.engines.inference.fleet.pool import Fleet
+from tandem.engines.inference.remote.tandem_start import start_tandem_server
 from tests.fleet.fleets import Asking, ask, generate, healthy, passed, publish, rows, running, same, until
 from tests.fleet.processes import PATIENCE, Processes, fault, gone, reference
+from tests.fleet.training import engines
 from tests.tiny import tiny_model_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.invariant]
@@ -85,11 +91,11 @@ BIG = {
 """4 KiB of keys and values a token, and 47 MiB of weights: more than a process has lying about."""
 
 MIB = 1 << 20
+ROOMY = EmbeddedEngineConfig(max_running=16, kv_cache_gib=0.5, threads=1)
 
 
 def big_engine(folder, placement="colocate"):
-    engine = EmbeddedEngineConfig(max_running=16, kv_cache_gib=0.5, threads=1)
-    rollout = RolloutConfig(dtype="float32", engine=engine)
+    rollout = RolloutConfig(dtype="float32", engine=ROOMY)
     return build_inference_engine(rollout, folder=folder, placement=placement, threads=1, device="cpu", deterministic=False)
 
 
@@ -152,3 +158,50 @@ def test_memory_that_runs_out_while_an_update_is_prepared(tight, big):
     engine = big_engine(big[1])
     assert same(answers, generate(engine, [ask(i) for i in range(8)]))
     engine.close()
+
+
+@needs_prlimit
+def test_a_server_of_somebody_else_without_room_for_an_update_is_held_back_until_it_has_room(big, tmp_path):
+    version = WeightVersion(0, run="r")
+    served = start_tandem_server(
+        big[0],
+        ROOMY,
+        torch.float32,
+        "cpu",
+        run="r",
+        log_file=tmp_path / "serve.log",
+        weights_roots=[big[0].parent],
+    )
+    (pid,) = (one.pid for one in engines() if "tandem.engines.inference.child" in one.cmdline())
+    servers = [
+        Server("limited", lambda: served, owned=False),
+        Server("roomy", lambda: big_engine(big[0], "decoupled"), owned=True, holds=0),
+    ]
+    fleet = Fleet.start(
+        servers,
+        PATIENCE,
+        capabilities=frozenset({"disk"}),
+        version=version,
+        journal=tmp_path / "fleet.jsonl",
+        first=lambda: folder_update(big[0], version),
+    )
+    try:
+        until(lambda: healthy(fleet) == {"limited", "roomy"})
+        limit_memory(pid, 16)
+        one = folder_update(big[1], replace(version, number=1))
+        fleet.prepare_weights(one)
+        fleet.commit_weights(one.version)
+        time.sleep(3)  # it is tried again, and refuses again
+        (after,) = generate(fleet, [ask()])
+        assert healthy(fleet) == {"roomy"} and set(after.versions) == {1}
+        why = [row["why"] for row in rows(tmp_path / "fleet.jsonl") if row["server"] == "limited"]
+        assert any("memory" in words for words in why), why
+        resource.prlimit(pid, resource.RLIMIT_AS, resource.prlimit(pid, resource.RLIMIT_AS)[1:] * 2)
+        back_s = until(lambda: healthy(fleet) == {"limited", "roomy"})
+        answers = generate(fleet, [ask(i, affinity=str(i)) for i in range(8)])
+        assert {version for response in answers for version in response.versions} == {1}
+        assert psutil.pid_exists(pid)  # not ours to end
+        print(f"\nmemory limit of an attached server while preparing: back {back_s:.1f} s after the limit was lifted")
+    finally:
+        fleet.close()
+    assert not engines()
