@@ -31,10 +31,10 @@ from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.embedded import EmbeddedEngine
-from tandem.engines.inference.remote.completions import ABORT_TIMEOUT_S
-from tandem.engines.inference.remote.foreign import ForeignServer
-from tandem.engines.inference.remote.sglang import SGLangServer
-from tandem.engines.inference.remote.vllm import VllmServer
+from tandem.engines.inference.remote.foreign.completions import ABORT_TIMEOUT_S
+from tandem.engines.inference.remote.foreign.server import ForeignServer
+from tandem.engines.inference.remote.foreign.sglang import SGLangServer
+from tandem.engines.inference.remote.foreign.vllm import VllmServer
 from tandem.weights.shared_memory import SharedMemoryChannel
 
 TOLERANCE = 1e-4

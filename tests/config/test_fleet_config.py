@@ -1,11 +1,13 @@
 """What `rollout.backend` and `rollout.fleet` may say."""
 
+from pathlib import Path
+
 import pytest
 
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.fleet import parse_backend
-from tandem.config.load import load_config
+from tandem.config.load import describe, load_config, to_yaml
 
 
 def load(*items):
@@ -99,3 +101,41 @@ def test_what_is_used_is_accepted():
         "async_training=true",
         "rollout.fleet.finish_before_update=true",
     ).rollout.fleet.finish_before_update
+
+
+FOR_ANOTHER = {
+    "rollout.backend=sglang:d1": "rollout: {engine: {kv_cache_gib: 0.5, prefill_chunk_tokens: 64}}",
+    "rollout.backend=attached": "rollout: {engine: {kv_cache_gib: 0.5}}",
+    "rollout.backend=embedded": "rollout: {backend: 'vllm:d1', fleet: {vllm_python: /x, max_restarts: 9}}",
+    "rollout.backend=embedded:d2": "rollout: {backend: 'vllm:d1', fleet: {vllm_python: /x}}",
+}
+
+
+@pytest.mark.parametrize("choice", FOR_ANOTHER)
+def test_what_a_file_says_for_another_backend_than_the_command_line_is_left_aside_and_said(tmp_path, caplog, choice):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"train_dataset: {{path: addition}}\n{FOR_ANOTHER[choice]}\n")
+    resolved = load_config(TrainConfig, file, [choice])
+
+    assert resolved.config == load(choice)
+    assert "run.yaml:2 is left aside: with the rollout.backend of the command line" in caplog.text
+    assert "# default; run.yaml:2 is for another rollout.backend" in describe(resolved)
+    written = tmp_path / "config.yaml"  # what the run writes of itself begins the same run
+    written.write_text(to_yaml(resolved.config))
+    assert load_config(TrainConfig, written).config == resolved.config
+
+
+def test_keys_for_another_backend_are_refused_where_both_stand_on_the_command_line_or_both_in_the_file(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("train_dataset: {path: addition}\nrollout: {backend: 'sglang:d1', engine: {kv_cache_gib: 0.5}}\n")
+    for items in ([], ["rollout.backend=attached", "rollout.engine.kv_cache_gib=0.25"]):
+        with pytest.raises(ConfigError, match=r"kv_cache_gib=0\.2?5 is not used"):
+            load_config(TrainConfig, file, items)
+
+
+@pytest.mark.parametrize("backend", ["attached", "sglang:d1", "vllm:d1", "tandem:d2", "embedded:d1+vllm:d1"])
+def test_an_example_can_be_tried_with_any_backend(backend):
+    file = Path(__file__).parents[2] / "examples" / "addition_grpo.yaml"
+    config = load_config(TrainConfig, file, [f"rollout.backend={backend}"]).config
+    kept = "sglang" not in backend and backend != "attached"
+    assert config.rollout.engine.kv_cache_gib == (0.5 if kept else 2)

@@ -8,8 +8,6 @@ import os
 import signal
 import threading
 import time
-from collections import Counter
-from contextlib import contextmanager
 
 import psutil
 import pytest
@@ -24,19 +22,16 @@ from tests.fleet.fleets import (
     healthy,
     passed,
     publish,
-    rows,
     running,
     same,
     server,
     until,
     update,
 )
+from tests.fleet.processes import Processes, fault, reference
 from tests.tiny import tiny_model_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.invariant]
-
-DETECTED_S = 5.0
-"""Time in which a fault must be noticed."""
 
 LONG = 400
 
@@ -47,38 +42,10 @@ def folders(tmp_path_factory):
     return [tiny_model_folder(tmp, seed=seed) for seed in range(6)]
 
 
-class Processes:
-    """A fleet of two processes, and who they are."""
-
-    def __init__(self, folder, journal):
-        self.pids, self.journal, self.folder = {}, journal, folder
-
-        def maker(name):
-            def start():
-                one = engine(folder, "decoupled")
-                self.pids[name] = one.pid
-                return one
-
-            return start
-
-        config = FleetConfig(stall_timeout_s=8, max_restarts=100)  # else as it comes
-        self.fleet = fleet_of([server(f"s{i}", maker(f"s{i}")) for i in range(2)], config, journal=journal)
-
-    def all_healthy(self):
-        return until(lambda: healthy(self.fleet) == {"s0", "s1"}, 300)
-
-    def kill(self, name, how=signal.SIGKILL):
-        os.kill(self.pids[name], how)
-        return time.time()
-
-
 @pytest.fixture(scope="module")
 def processes(folders, tmp_path_factory):
-    before = set(psutil.Process().children())
-    one = Processes(folders[0], tmp_path_factory.mktemp("run") / "fleet.jsonl")
-    yield one
-    one.fleet.close()
-    until(lambda: set(psutil.Process().children()) <= before, 20)
+    with Processes(folders[0], tmp_path_factory.mktemp("run") / "fleet.jsonl") as one:
+        yield one
 
 
 @pytest.fixture
@@ -86,55 +53,6 @@ def fleet(processes):
     """All healthy, whatever was done before."""
     processes.all_healthy()
     return processes.fleet
-
-
-def reference(folder, requests):
-    one = engine(folder)
-    try:
-        return generate(one, requests)
-    finally:
-        one.close()
-
-
-class Fault:
-    """What the table says of one fault: since it was done."""
-
-    def __init__(self, processes, name):
-        self.processes, self.name = processes, name
-        self.seen = len(rows(processes.journal))
-        self.incarnation = processes.fleet.roster.members[name].health.incarnation
-        self.counts = Counter(processes.fleet.roster.counts)
-        self.pid = processes.pids[name]
-        self.at = time.time()
-
-    def rows(self):
-        return [row for row in rows(self.processes.journal)[self.seen :] if row["server"] == self.name]
-
-    def first(self, *states):
-        """Seconds from the fault to the first of these states."""
-        until(lambda: any(row["to"] in states for row in self.rows()))
-        return next(row["time"] for row in self.rows() if row["to"] in states) - self.at
-
-    def count(self, name):
-        return self.processes.fleet.roster.counts[name] - self.counts[name]
-
-
-@contextmanager
-def fault(processes, name, what):
-    """Afterwards: it happened, it was noticed in time, the server came back by the right way, and its process is gone."""
-    one = Fault(processes, name)
-    yield one
-    noticed = one.first("suspect", "fenced")
-    fenced = one.first("fenced")
-    processes.all_healthy()
-    back = time.time() - one.at
-    states = [row["to"] for row in one.rows() if row["from"] != row["to"]]
-    assert states[states.index("fenced") :] == ["fenced", "starting", "stale", "healthy"]
-    assert processes.fleet.roster.members[name].health.incarnation == one.incarnation + 1
-    assert processes.pids[name] != one.pid
-    until(lambda: not psutil.pid_exists(one.pid) or psutil.Process(one.pid).status() == psutil.STATUS_ZOMBIE, 10)
-    assert noticed <= DETECTED_S
-    print(f"\n{what}: noticed {noticed:.2f} s, fenced {fenced:.2f} s, back {back:.1f} s, moved {one.count('moved')}, lost 0")
 
 
 def test_killed_while_idle(processes, fleet):

@@ -50,7 +50,7 @@ class Setting:
         )
 
     def whole(self):
-        until(lambda: healthy(self.fleet) == {"bad", "good"}, 90)
+        return until(lambda: healthy(self.fleet) == {"bad", "good"}, 90)
 
     def noticed_s(self, since):
         """Seconds from a time to the first row of trouble."""
@@ -151,6 +151,30 @@ def test_a_server_that_flaps_is_tried_less_and_less_often(setting):
     time.sleep(4)
     tries = [row for row in rows(journal)[seen:] if row["server"] == "bad"]
     assert len(tries) <= 8
+
+
+@pytest.mark.slow
+@pytest.mark.invariant
+def test_a_server_that_comes_and_goes_loses_nothing_is_held_back_and_ends_healthy(setting, expected):
+    fleet, proxy, member = setting.fleet, setting.proxy, setting.fleet.roster.members["bad"]
+    seen, cycles, began = len(rows(setting.journal)), 6, time.monotonic()
+    for _ in range(cycles):
+        proxy.set("refuse")
+        assert same(generate(fleet, REQUESTS), expected[0])
+        until(lambda: member.health.state == "fenced")
+        proxy.set("pass")
+        assert same(generate(fleet, REQUESTS), expected[0])
+        time.sleep(1.0)
+    flapped_s = time.monotonic() - began
+    back_s = setting.whole()
+    assert same(generate(fleet, REQUESTS), expected[0])
+
+    mine = [row["to"] for row in rows(setting.journal)[seen:] if row["server"] == "bad" and row["from"] != row["to"]]
+    times = mine.count("healthy")
+    assert "fenced" in mine  # it happened
+    assert 1 <= times < cycles, "it could be reached six times, and was kept waiting longer each time"
+    assert mine[-1] == "healthy" and fleet.roster.members["bad"] is member
+    print(f"\n{cycles} outages in {flapped_s:.1f} s: taken back {times} times, {back_s:.1f} s after the last, lost 0")
 
 
 def test_an_address_that_another_run_took_over_is_refused_until_that_run_gives_it_back(setting, served):

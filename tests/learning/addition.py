@@ -86,6 +86,9 @@ class Curve:
     seconds: float = 0.0
     """Time of the whole run, with loading and measuring."""
 
+    goal: float | None = None
+    """Accuracy at which it ends; None is the preset's."""
+
     @property
     def first(self) -> float:
         """Accuracy before training."""
@@ -98,8 +101,8 @@ class Curve:
 
     @property
     def reached(self) -> bool:
-        """Whether that is the preset's goal."""
-        return self.last >= OWN_GOAL.get(self.preset, GOAL)
+        """Whether that is the goal."""
+        return self.last >= (OWN_GOAL.get(self.preset, GOAL) if self.goal is None else self.goal)
 
     @property
     def steps(self) -> int:
@@ -132,11 +135,12 @@ def learn(
     seed: int = 0,
     shuffled: bool = False,
     more: tuple[str, ...] = (),
+    goal: float | None = None,
     observe: Callable[[Curve, dict[str, float]], None] = lambda curve, metrics: None,
 ) -> Curve:
-    """Trains until the preset's goal was measured; with ``shuffled`` rewards for all ``steps``, measured at the end alone.
+    """Trains until the goal was measured; with ``shuffled`` rewards for all ``steps``, measured at the end alone.
 
-    ``more``: further overrides, the last word. ``observe``: is given the metrics of each step.
+    ``goal``: None is the preset's. ``more``: further overrides, the last word. ``observe`` gets the metrics of each step.
     """
     began = time.perf_counter()
     settings = tuple(dict.fromkeys((*NOTES[preset].run, *OWN.get(preset, ()), *more)))
@@ -144,7 +148,7 @@ def learn(
     config = load_config(TrainConfig, ROOT / "examples" / "addition_grpo.yaml", overrides).config
     check_names(config)
     rows, process = open_rows(config), start_process(config)
-    curve = Curve(preset, seed, shuffled, settings)
+    curve = Curve(preset, seed, shuffled, settings, goal=goal)
     with ExitStack() as stack:
         session = stack.enter_context(open_session(config, process, rows, total_steps(config, len(rows.train)), "learning"))
         if shuffled:

@@ -23,7 +23,8 @@ Made by `python -m tandem.config.docs > docs/configuration.md`; do not edit.
 
 A configuration is put together from, in this order: the defaults below, the algorithm preset, a YAML file, and `key=value`
 on the command line. `tandem config FILE key=value …` prints the result with the source of every value. An unknown key, a
-wrong type, an impossible value or a contradiction is refused before anything starts.
+wrong type, an impossible value, a contradiction, or a key that nothing would read is refused before anything starts. What a
+file says for another `rollout.backend` than that of the command line is left aside, with a warning.
 
 - Keys are joined by dots: `actor.optimizer.lr=2e-5`. In YAML, sections are nested.
 - `null` means no limit, or "follows from the rest", as the key says.

@@ -1,6 +1,7 @@
 """From defaults, preset, file and command line to one configuration, and back to text."""
 
 import dataclasses
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,10 @@ from tandem.config.keys import leaves
 from tandem.config.nearest import nearest_names
 from tandem.config.presets import PRESETS
 from tandem.config.tree import Draft
+from tandem.config.unused import overruled
 from tandem.config.yaml_file import Assignment, Scalar, read_file, read_override
+
+log = logging.getLogger(__name__)
 
 C = TypeVar("C", bound=BaseConfig)
 
@@ -27,11 +31,15 @@ class Resolved(Generic[C]):
 
     config: C
     sources: Mapping[str, str]
-    """Dotted key → `default`, `preset grpo`, `gsm8k.yaml:12` or `command line`."""
+    """Dotted key → `default`, `preset grpo`, `gsm8k.yaml:12` or `command line`; of a value of the file that was left aside,
+    also where it stood."""
 
 
 def load_config(cls: type[C], file: Path | str | None = None, overrides: Sequence[str] = ()) -> Resolved[C]:
     """Defaults ← algorithm preset ← YAML file ← ``key=value``, checked.
+
+    What the file says for another choice than that of the command line, such as of `rollout.backend`, is left aside with a
+    warning (`unused.overruled`).
 
     Raises:
         ConfigError: names every key that is wrong, its value, the rule and what to do.
@@ -43,21 +51,42 @@ def load_config(cls: type[C], file: Path | str | None = None, overrides: Sequenc
             layers.append(read_override(text))
         except ConfigError as error:
             problems.append(str(error))
-    written = Draft(cls)
-    for layer in layers:
-        written.apply(layer)
-    draft = Draft(cls)
-    if issubclass(cls, TrainConfig):
-        try:
-            draft.apply(_preset(written.tree))
-        except ConfigError as error:
-            problems.append(str(error))
-    for layer in layers:
-        draft.apply(layer)
+    written = _drafted(cls, layers)
+    preset = _preset_of(cls, written.tree, problems)
+    draft = _drafted(cls, [preset, *layers])
     _raise(problems + draft.errors)
     config = draft.build()
+    aside = {key: _told_aside(key, choice, written) for key, choice in overruled(config, written.sources).items()}
+    if aside:
+        layers[0] = [item for item in layers[0] if ".".join(item.path) not in aside]
+        draft = _drafted(cls, [preset, *layers])
+        config = draft.build()
     check(config, written=written.sources)
-    return Resolved(config, {key: draft.sources.get(key, "default") for key in _source_keys(config)})
+    return Resolved(config, {key: draft.sources.get(key, aside.get(key, "default")) for key in _source_keys(config)})
+
+
+def _drafted(cls: type, layers: Sequence[Sequence[Assignment]]) -> Draft:
+    draft = Draft(cls)
+    for layer in layers:
+        draft.apply(layer)
+    return draft
+
+
+def _told_aside(key: str, choice: str, written: Draft) -> str:
+    """Says that a value of the file is not taken; returns what stands for its source."""
+    place = written.sources[key]
+    log.warning("%s of %s is left aside: with the %s of the command line nothing reads it", key, place, choice)
+    return f"default; {place} is for another {choice}"
+
+
+def _preset_of(cls: type, tree: Mapping[str, Any], problems: list[str]) -> list[Assignment]:
+    if not issubclass(cls, TrainConfig):
+        return []
+    try:
+        return _preset(tree)
+    except ConfigError as error:
+        problems.append(str(error))
+        return []
 
 
 def _preset(tree: Mapping[str, Any]) -> list[Assignment]:

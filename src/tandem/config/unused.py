@@ -1,9 +1,10 @@
 """Keys that were set and that nothing would read: refused, with the key that would make them count.
 
 A key that holds its default (or what the preset set) is never refused, so `config.yaml` of a run loads as it was written.
+What a file says for another `Unused.choice` than that of the command line is not refused either: see `overruled`.
 """
 
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from tandem.config.algorithm import Component
@@ -20,6 +21,7 @@ from tandem.config.preference import (
     training_config,
 )
 from tandem.config.presets import PRESETS
+from tandem.config.yaml_file import COMMAND_LINE
 
 Written = Container[str]
 
@@ -33,6 +35,9 @@ class Unused(NamedTuple):
 
     why: str
     """Goes on after "KEY=VALUE is not used": the reason, and what to do."""
+
+    choice: str = ""
+    """The key by which the user brings the condition about; on the command line it overrules what a file says of `keys`."""
 
 
 def paths(data: DatasetConfig | ValidDatasetConfig) -> tuple[str, ...]:
@@ -136,34 +141,38 @@ REINFORCEMENT = (
         ("rollout.engine.prefill_chunk_tokens", "rollout.engine.keep_kv_on_update"),
         lambda config, _: _only(config, "vllm", "sglang"),
         "by vLLM or SGLang, which decide that themselves: leave it out",
+        choice="rollout.backend",
     ),
     Unused(
         ("rollout.engine.kv_cache_gib",),
         lambda config, _: _only(config, "sglang") or (_only(config, "vllm", "sglang") and config.device == "cuda"),
-        "by these servers, which take memory by rules of their own: leave it out (rollout.engine.kv_cache_gib=2, the "
-        "default, overrules what stands in a file)",
+        "by these servers, which take memory by rules of their own: leave it out",
+        choice="rollout.backend",
     ),
     Unused(
         ("rollout.engine.prefill_chunk_tokens", "rollout.engine.kv_cache_gib"),
         lambda config, _: config.rollout.backend == "attached",
-        "because this run starts no server: give it to whoever starts them, and leave it out here (its default, written on "
-        "the command line, overrules what stands in a file)",
+        "because this run starts no server: give it to whoever starts them, and leave it out here",
+        choice="rollout.backend",
     ),
     Unused(
         ("rollout.fleet",),
         lambda config, _: config.rollout.backend == "embedded",
         "because rollout.backend=embedded is one engine inside the run: set rollout.backend, for example to embedded:d2, or "
         "leave it out",
+        choice="rollout.backend",
     ),
     Unused(
         ("rollout.fleet.vllm_python",),
         lambda config, _: "vllm:" not in config.rollout.backend,
         "because this run starts no vLLM server: set rollout.backend=vllm:d1, or leave it out",
+        choice="rollout.backend",
     ),
     Unused(
         ("rollout.fleet.sglang_python",),
         lambda config, _: "sglang:" not in config.rollout.backend,
         "because this run starts no SGLang server: set rollout.backend=sglang:d1, or leave it out",
+        choice="rollout.backend",
     ),
     Unused(
         ("rollout.fleet.finish_before_update",),
@@ -241,19 +250,39 @@ SUPERVISED = (
 
 def unused(config: BaseConfig, written: Written) -> Iterator[str]:
     """One message for each key that was set in vain."""
+    told = set()
+    for key, value, rule in _in_vain(config, written):
+        if key not in told:
+            told.add(key)
+            yield f"{key}={_shown(value)} is not used {rule.why}"
+
+
+def overruled(config: BaseConfig, sources: Mapping[str, str]) -> dict[str, str]:
+    """Keys of a file that a choice on the command line leaves without a reader, each with the key of that choice.
+
+    So a file that was written for one `rollout.backend` can be tried with another. ``sources``: where each key that was set
+    was set.
+    """
+    return {
+        key: rule.choice
+        for key, _, rule in _in_vain(config, sources)
+        if sources.get(rule.choice) == COMMAND_LINE and sources.get(key, COMMAND_LINE) != COMMAND_LINE
+    }
+
+
+def _in_vain(config: BaseConfig, written: Written) -> Iterator[tuple[str, Any, Unused]]:
+    """Key, value and rule of what was set and is not read."""
     if isinstance(config, DistillConfig):
         config = training_config(config)
     rules = ALWAYS + (REINFORCEMENT if isinstance(config, TrainConfig) else SUPERVISED)
     values, untouched = dict(leaves(config)), dict(leaves(type(config)()))
-    told = set()
     for rule in rules:
         if not rule.when(config, written):
             continue
         for key, value in values.items():
             meant = any(key == name or key.startswith(name + ".") for name in rule.keys)
-            if meant and key not in told and value not in (untouched[key], *_preset_values(config, key)):
-                told.add(key)
-                yield f"{key}={_shown(value)} is not used {rule.why}"
+            if meant and value not in (untouched[key], *_preset_values(config, key)):
+                yield key, value, rule
 
 
 def _preset_values(config: BaseConfig, key: str) -> Iterator[Any]:

@@ -11,6 +11,9 @@ from tandem.config.errors import ConfigError
 
 MERGE = "tag:yaml.org,2002:merge"
 
+COMMAND_LINE = "command line"
+"""The source of what ``key=value`` says."""
+
 
 @dataclass(frozen=True)
 class Scalar:
@@ -110,7 +113,7 @@ def read_override(text: str) -> list[Assignment]:
     if not equals or not key.strip():
         raise ConfigError(f"{text!r} is not key=value; write for example actor.optimizer.lr=1e-5")
     path = tuple(key.strip().split("."))
-    as_text = [Assignment(path, Scalar(value, value), "command line")]
+    as_text = [Assignment(path, Scalar(value, value), COMMAND_LINE)]
     flow = value.lstrip()[:1] in ("[", "{")
     try:
         node = yaml.compose(value, Loader=_Loader)
@@ -128,7 +131,7 @@ def read_override(text: str) -> list[Assignment]:
         raise ConfigError(f"{key}: the value is nested too deeply, or holds an alias of itself") from None
     if isinstance(node, yaml.ScalarNode) and node.style is None:
         found = Scalar(value, found.value)
-    return [Assignment(path, found, "command line")]
+    return [Assignment(path, found, COMMAND_LINE)]
 
 
 def _walk(node: yaml.MappingNode, prefix: tuple[str, ...], file: str | None) -> Iterator[Assignment]:
@@ -137,14 +140,14 @@ def _walk(node: yaml.MappingNode, prefix: tuple[str, ...], file: str | None) -> 
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, yaml.ScalarNode):
-            raise ConfigError(f"{file or 'command line'}:{line}: a key must be one word, and here it is a list or a mapping")
+            raise ConfigError(f"{file or COMMAND_LINE}:{line}: a key must be one word, and here it is a list or a mapping")
         if key_node.tag == MERGE:
             raise ConfigError(
-                f"{file or 'command line'}:{line}: `<<` merges are not read, because a value must have one place where it "
+                f"{file or COMMAND_LINE}:{line}: `<<` merges are not read, because a value must have one place where it "
                 "stands; write the keys out, or give a whole value by its alias (optimizer: *name)"
             )
         key = str(key_node.value)
-        source = f"{file}:{line}" if file else "command line"
+        source = f"{file}:{line}" if file else COMMAND_LINE
         if key in seen:
             raise ConfigError(
                 f"{'.'.join((*prefix, key))} is given twice, in lines {seen[key]} and {line} of {file}; keep one"

@@ -13,7 +13,7 @@ from tandem.api.requests import LLMRequest, NoiseKey, StopReason
 from tandem.api.weights import WeightVersion
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
-from tandem.engines.inference.remote.vllm import VllmServer
+from tandem.engines.inference.remote.foreign.vllm import VllmServer
 from tests.engines_inference.remote.clients import (
     KINDS,
     ask,

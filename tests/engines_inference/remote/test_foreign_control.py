@@ -14,8 +14,8 @@ from tandem.api.requests import LLMRequest
 from tandem.api.weights import WeightUpdate, WeightVersion, version_digest
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
+from tandem.engines.inference.remote.foreign.vllm import VllmServer
 from tandem.engines.inference.remote.launch import ServerProcess
-from tandem.engines.inference.remote.vllm import VllmServer
 from tandem.weights.shared_memory import SharedMemoryChannel
 from tests.engines_inference.remote.clients import (
     KINDS,
@@ -136,7 +136,7 @@ def test_a_vllm_server_with_our_worker_reads_shared_memory_itself(folder):
 
 
 def test_sglang_takes_shared_memory_by_a_process_group(folder, monkeypatch):
-    monkeypatch.setattr("tandem.engines.inference.remote.sglang_group.BUCKET_BYTES", 4096)
+    monkeypatch.setattr("tandem.engines.inference.remote.foreign.sglang_group.BUCKET_BYTES", 4096)
     tensors, _, _ = new_weights(folder, 1)
     channel = SharedMemoryChannel()
     with SGLangStandIn(folder) as server:
@@ -235,7 +235,7 @@ def test_a_connection_that_is_let_go_hangs_in_no_update_and_leaves_the_server_as
 
 
 def test_an_attached_server_that_hangs_in_an_update_is_left_in_bounded_time(kind, folder, monkeypatch):
-    monkeypatch.setattr("tandem.engines.inference.remote.in_place.CLOSE_PATIENCE_S", 0.3)
+    monkeypatch.setattr("tandem.engines.inference.remote.foreign.in_place.CLOSE_PATIENCE_S", 0.3)
     with kind[1](folder) as server, hanging_commit(kind, server, folder) as (engine, _):
         began = time.monotonic()
         engine.close()

@@ -9,12 +9,12 @@ import torch
 from tandem.api.failures import ServerFailed
 from tandem.api.requests import StopReason
 from tandem.api.weights import WeightVersion, tensor_digest
-from tandem.engines.inference.remote.held import HeldDigests, changed, compare
-from tandem.engines.inference.remote.judge import Judge
-from tandem.engines.inference.remote.labels import Labels
-from tandem.engines.inference.remote.protocol import labels_of
-from tandem.engines.inference.remote.spool import Spool
-from tandem.engines.inference.remote.vllm_worker.tandem_vllm_worker import pack_again
+from tandem.engines.inference.remote.foreign.held import HeldDigests, changed, compare
+from tandem.engines.inference.remote.foreign.judge import Judge
+from tandem.engines.inference.remote.foreign.labels import Labels
+from tandem.engines.inference.remote.foreign.protocol import labels_of
+from tandem.engines.inference.remote.foreign.spool import Spool
+from tandem.engines.inference.remote.foreign.vllm_worker.tandem_vllm_worker import pack_again
 
 URL = "http://127.0.0.1:1"
 
@@ -90,7 +90,7 @@ def test_the_judge_ends_a_completion_at_the_first_reason_in_any_piece():
 
 
 def test_what_a_killed_process_left_behind_is_removed_by_the_next(tmp_path, monkeypatch):
-    monkeypatch.setattr("tandem.engines.inference.remote.spool._MEMORY_DISK", tmp_path)
+    monkeypatch.setattr("tandem.engines.inference.remote.foreign.spool._MEMORY_DISK", tmp_path)
     (tmp_path / "model").mkdir()
     left, alive = tmp_path / "tandem-weights-of-999999999-x", tmp_path / f"tandem-weights-of-{os.getppid()}-x"
     left.mkdir()

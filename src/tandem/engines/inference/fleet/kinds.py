@@ -17,11 +17,11 @@ from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.fleet.members import Server
 from tandem.engines.inference.process import EmbeddedProcess
-from tandem.engines.inference.remote.foreign import ForeignServer
-from tandem.engines.inference.remote.sglang import SGLangServer
+from tandem.engines.inference.remote.foreign.server import ForeignServer
+from tandem.engines.inference.remote.foreign.sglang import SGLangServer
+from tandem.engines.inference.remote.foreign.vllm import VllmServer
 from tandem.engines.inference.remote.tandem_server import TandemServer
 from tandem.engines.inference.remote.tandem_start import start_tandem_server
-from tandem.engines.inference.remote.vllm import VllmServer
 
 logger = logging.getLogger("tandem.fleet")
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import logging
 import math
 import statistics
@@ -18,6 +17,7 @@ from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.config.fleet import FleetConfig
 from tandem.engines.inference.fleet.health import SERVING, Health, Rules, State
+from tandem.engines.inference.fleet.journal import Journal
 from tandem.engines.inference.fleet.members import Attempt, Member, Server, Threads
 from tandem.engines.inference.fleet.router import Router, work_of
 
@@ -59,10 +59,7 @@ class Roster:
         """New requests wait, because weights are about to change."""
         self.closed = False
         self.empty_since: float | None = time.monotonic()
-        self._journal = journal
-        if journal is not None:
-            journal.parent.mkdir(parents=True, exist_ok=True)
-            journal.write_text("", encoding="utf-8")
+        self._journal = Journal(journal)
         self._waiters: list[Waiter] = []
         self._told = False
 
@@ -156,32 +153,7 @@ class Roster:
         return len(attempts)
 
     def _write(self, member: Member, before: str, why: str, moved: int, silent_s: float | None = None) -> None:
-        after = member.health
-        loud = after.state in (State.SUSPECT, State.FENCED) and not self.closed
-        logger.log(
-            logging.WARNING if loud else logging.INFO,
-            "server %s: %s → %s (%s)%s",
-            member.name,
-            before or "new",
-            after.state,
-            why,
-            f", {moved} requests move" if moved else "",
-        )
-        if self._journal is None:
-            return
-        row = {
-            "time": round(time.time(), 3),
-            "server": member.name,
-            "from": before,
-            "to": after.state,
-            "why": why,
-            "moved": moved,
-            "incarnation": after.incarnation,
-        }
-        if silent_s is not None:
-            row["silent_s"] = round(silent_s, 3)
-        with self._journal.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self._journal.write(member.name, before, member.health, why, moved, silent_s, alarming=not self.closed)
 
     # ------------------------------------------------------------------ requests
 

@@ -1,1 +1,1 @@
-"""Engines behind HTTP: the one client of it, and an engine for each kind of server."""
+"""Engines behind HTTP: the client, the processes that a run starts, `tandem serve`; `foreign` has those of other makers."""

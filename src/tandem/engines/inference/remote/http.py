@@ -5,7 +5,8 @@ What goes wrong becomes one of three values, so that callers need to know neithe
 
 - `DataFailure`: status 400, 413 or 422: the request itself is at fault, on any server. Its reason is ``refused_by_server``,
   or ``prompt_too_long`` where the server says that;
-- `ServerFailed`: all else that is no answer: connection refused or cut, deadline, other 4xx, 3xx, 5xx, no JSON, no end;
+- `ServerFailed`: all else that is no answer: connection refused or cut, deadline, other 4xx, 3xx, 5xx, no JSON, no end,
+  another process than the one that was spoken to before (`HttpClient.expects`);
 - `EngineDied`: this client was closed.
 """
 
@@ -99,6 +100,9 @@ class HttpClient:
         self.base_url = base_url.rstrip("/")
         self._token, self._admin_token = token, admin_token
         self._connect_timeout_s, self._max_body_bytes = connect_timeout_s, max_body_bytes
+        self.expects: tuple[str, str] | None = None
+        """Header and value of every answer from now on: of another process behind the address nothing is believed."""
+
         self._lock = threading.Lock()
         self._thread: _LoopThread | None = None
         self._session: aiohttp.ClientSession | None = None
@@ -190,6 +194,7 @@ class HttpClient:
         if data is not None:
             headers["Content-Type"] = "application/json"
         async with self._opened().request(method, url, data=data, headers=headers, allow_redirects=False) as answer:
+            self._check_process(url, answer)
             chunks, size = [], 0
             async for chunk in answer.content.iter_chunked(_CHUNK_BYTES):
                 size += len(chunk)
@@ -199,6 +204,15 @@ class HttpClient:
                     )
                 chunks.append(chunk)
             return answer.status, b"".join(chunks)
+
+    def _check_process(self, url: str, answer: aiohttp.ClientResponse) -> None:
+        """Also of a refusal: what another process refuses says nothing of the one that is meant."""
+        if self.expects is not None and answer.headers.get(self.expects[0]) != self.expects[1]:
+            raise ServerFailed(
+                f"{url} answered {answer.status}, but not as the process that this client spoke to: it was restarted, or "
+                "something else has its address",
+                url=url,
+            )
 
     def _opened(self) -> aiohttp.ClientSession:
         """The session, made on the loop that it belongs to."""

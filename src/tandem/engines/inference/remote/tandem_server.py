@@ -15,7 +15,10 @@ from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion
 from tandem.config.errors import ConfigError
 from tandem.engines.inference.remote.http import HttpClient
 
-PROTOCOL = 1
+PROTOCOL = 2
+INSTANCE_HEADER = "Tandem-Instance"
+"""Of every answer: which process gave it."""
+
 CONTROL_TIMEOUT_S = 70.0
 """Pause, resume, sleep, wake, flush: the server's own 60 s, and the way."""
 
@@ -40,8 +43,9 @@ _SAMPLING = (
 class TandemServer(InferenceEngine):
     """One server that this run has attached to; made by `attach`. `close` gives it back as it was found.
 
-    Every request names the run, and the server refuses those of another. So one that was restarted, or whose address another
-    run has taken, fails requests instead of answering with other weights.
+    Every request names the run, and the server refuses those of another. Every answer names the process, and nothing of
+    another one is believed: no tokens, no control answer, no refusal. So a server that was restarted, or whose address
+    another run has taken, fails requests instead of answering with other weights.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class TandemServer(InferenceEngine):
                 raise ConfigError(
                     f"{url} computes in {identity.get('dtype')}, rollout.dtype is {wanted}; start it with --dtype {wanted}"
                 )
+            client.expects = (INSTANCE_HEADER, str(identity["instance"]))
             if run:
                 identity = client.call("/control/attach", {"run": run}, deadline_s=CONTROL_TIMEOUT_S, admin=True)
             give_back = give_back and bool(run)
@@ -119,8 +124,6 @@ class TandemServer(InferenceEngine):
         """See `InferenceEngine`. Raises `ServerFailed` for all that is no answer of this run's server."""
         answer = await self._client.post("/generate", self._body(request), deadline_s=self._patience(request))
         try:
-            if answer["instance"] != self.instance:
-                raise ServerFailed(f"{self.url} was restarted since this run attached to it", url=self.url)
             return _response(request, answer, self._run)
         except (KeyError, TypeError, ValueError) as error:
             raise ServerFailed(f"{self.url}/generate answered what is no completion: {error}", url=self.url) from error

@@ -19,7 +19,7 @@ from tandem.engines.inference.serve.control import Control
 from tandem.engines.inference.serve.metrics import Metrics
 from tandem.engines.inference.serve.refusal import Refusal
 from tandem.engines.inference.serve.routes import Route, table
-from tandem.engines.inference.serve.service import Service
+from tandem.engines.inference.serve.service import INSTANCE_HEADER, Service
 
 LOG = logging.getLogger("tandem.serve")
 HTTP_LOG = logging.getLogger("tandem.serve.http")
@@ -46,7 +46,7 @@ class Server:
         self._control = Control(service)
         self.routes = table(service, self._control, self._metrics)
         self._app = web.Application(middlewares=[self._middleware])
-        self._app.on_response_prepare.append(_sign)
+        self._app.on_response_prepare.append(self._sign)
         for route in self.routes:
             self._app.router.add_route(route.method, route.path, self._handler(route))
 
@@ -161,6 +161,12 @@ class Server:
             LOG.exception("%s %s failed", request.method, request.path)
             return web.json_response(Refusal(500, "the server failed; its log says why").body(), status=500)
 
+    async def _sign(self, request: web.Request, response: web.StreamResponse) -> None:
+        """On every answer, also a refusal: a client must notice that another process is behind the address."""
+        response.headers["Server"] = "tandem"
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        response.headers[INSTANCE_HEADER] = self._service.instance
+
 
 class _Refused(asyncio.Protocol):
     """A connection too many."""
@@ -168,8 +174,3 @@ class _Refused(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Closes it."""
         transport.close()
-
-
-async def _sign(request: web.Request, response: web.StreamResponse) -> None:
-    response.headers["Server"] = "tandem"
-    response.headers["X-Content-Type-Options"] = "nosniff"

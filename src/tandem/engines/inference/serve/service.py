@@ -21,8 +21,11 @@ from tandem.engines.inference.serve.limits import Limits
 from tandem.engines.inference.serve.refusal import Refusal
 from tandem.engines.inference.serve.text import Tokenizers
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Of the token and control routes; a client refuses a server with another one."""
+
+INSTANCE_HEADER = "Tandem-Instance"
+"""Of every answer: which process gave it. A restarted server is another one."""
 
 
 @dataclass

@@ -8,8 +8,7 @@ from typing import Any
 from tandem.api.failures import ServerFailed
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
-from tandem.engines.inference.remote.foreign import ForeignServer, StartTerms
-from tandem.engines.inference.remote.protocol import (
+from tandem.engines.inference.remote.foreign.protocol import (
     CONTROL_TIMEOUT_S,
     RELOAD_TIMEOUT_S,
     Draw,
@@ -18,6 +17,7 @@ from tandem.engines.inference.remote.protocol import (
     ServerProtocol,
     labels_of,
 )
+from tandem.engines.inference.remote.foreign.server import ForeignServer, StartTerms
 
 _EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 """SHA-256 of nothing: on a CPU the server keeps its matrices in a layout of its own, and an empty tensor in their place."""

@@ -19,13 +19,13 @@ from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
-from tandem.engines.inference.remote.completions import Completions
-from tandem.engines.inference.remote.counters import Counters
+from tandem.engines.inference.remote.foreign.completions import Completions
+from tandem.engines.inference.remote.foreign.counters import Counters
+from tandem.engines.inference.remote.foreign.in_place import InPlaceUpdates
+from tandem.engines.inference.remote.foreign.labels import Labels
+from tandem.engines.inference.remote.foreign.protocol import Draw, Facts, ServerProtocol
 from tandem.engines.inference.remote.http import HttpClient
-from tandem.engines.inference.remote.in_place import InPlaceUpdates
-from tandem.engines.inference.remote.labels import Labels
 from tandem.engines.inference.remote.launch import CORES, ServerProcess, free_port, wait_ready
-from tandem.engines.inference.remote.protocol import Draw, Facts, ServerProtocol
 
 _PROBE_IDS = tuple(range(1, 9))
 

@@ -13,11 +13,11 @@ import torch
 
 from tandem.api.failures import EngineDied, ServerFailed, WeightUpdateFailed
 from tandem.api.weights import WeightUpdate, WeightVersion, version_digest
-from tandem.engines.inference.remote.counters import Counters
-from tandem.engines.inference.remote.held import HeldDigests, changed, compare
-from tandem.engines.inference.remote.labels import Labels
-from tandem.engines.inference.remote.protocol import ServerProtocol
-from tandem.engines.inference.remote.spool import Spool
+from tandem.engines.inference.remote.foreign.counters import Counters
+from tandem.engines.inference.remote.foreign.held import HeldDigests, changed, compare
+from tandem.engines.inference.remote.foreign.labels import Labels
+from tandem.engines.inference.remote.foreign.protocol import ServerProtocol
+from tandem.engines.inference.remote.foreign.spool import Spool
 from tandem.engines.inference.staging import HASH_THREADS, verified
 
 VERIFY_BUDGET_S = 1.0

@@ -18,10 +18,10 @@ from tandem.api.failures import DataFailure, ServerFailed
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.noise import stream_of
-from tandem.engines.inference.remote.counters import Counters
-from tandem.engines.inference.remote.judge import Judge, eos_ids, stop_text
-from tandem.engines.inference.remote.labels import Labels
-from tandem.engines.inference.remote.protocol import Draw, Facts, Piece, ServerProtocol
+from tandem.engines.inference.remote.foreign.counters import Counters
+from tandem.engines.inference.remote.foreign.judge import Judge, eos_ids, stop_text
+from tandem.engines.inference.remote.foreign.labels import Labels
+from tandem.engines.inference.remote.foreign.protocol import Draw, Facts, Piece, ServerProtocol
 from tandem.models.tokenizer import load_tokenizer
 
 ABORT_TIMEOUT_S = 5.0

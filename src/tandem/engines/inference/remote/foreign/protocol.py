@@ -1,6 +1,6 @@
 """What differs between inference servers of other makers: routes, field names, and what they can do.
 
-`foreign.ForeignServer` is the engine; it is given one of these. All control calls block, in the thread that publishes.
+`server.ForeignServer` is the engine; it is given one of these. All control calls block, in the thread that publishes.
 """
 
 import hashlib

@@ -6,8 +6,7 @@ from typing import Any
 
 from tandem.api.failures import ServerFailed
 from tandem.config.generation import GenerationConfig
-from tandem.engines.inference.remote.foreign import ForeignServer, StartTerms
-from tandem.engines.inference.remote.protocol import (
+from tandem.engines.inference.remote.foreign.protocol import (
     CONTROL_TIMEOUT_S,
     RELOAD_TIMEOUT_S,
     Draw,
@@ -16,8 +15,9 @@ from tandem.engines.inference.remote.protocol import (
     ServerProtocol,
     labels_of,
 )
-from tandem.engines.inference.remote.sglang_group import UpdateGroup
-from tandem.engines.inference.remote.vllm_worker.tandem_vllm_worker import mapped
+from tandem.engines.inference.remote.foreign.server import ForeignServer, StartTerms
+from tandem.engines.inference.remote.foreign.sglang_group import UpdateGroup
+from tandem.engines.inference.remote.foreign.vllm_worker.tandem_vllm_worker import mapped
 
 _DTYPES = {"half": "float16", "float": "float32"}
 
