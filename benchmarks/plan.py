@@ -60,6 +60,7 @@ class Cell:
 
 def _rl(batch_size: int, samples: int, new_tokens: int, *more: str) -> tuple[str, ...]:
     fixed = f"gconfig.min_new_tokens={new_tokens}", f"gconfig.max_new_tokens={new_tokens}"
+    fixed += ("algorithm.allow_truncated_sampling=true",)  # at a learning rate of nothing it spoils nothing
     return (
         f"rollout.batch_size={batch_size}", f"gconfig.n_samples={samples}", *fixed, "rollout.engine.kv_cache_gib=0.5",
         "actor.max_tokens_per_micro_batch=1024", "evaluate.every_steps=null", *more,

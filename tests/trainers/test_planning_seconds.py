@@ -1,12 +1,13 @@
 """Time by phase, on rates that make it countable by hand, and against tables that others published."""
 
 import math
+from pathlib import Path
 
 import pytest
 
 from tandem.config.errors import ConfigError
 from tandem.trainers.planning.batches import MicroBatch
-from tandem.trainers.planning.devices import DEVICES, device
+from tandem.trainers.planning.devices import DEVICES, MATMUL, device
 from tandem.trainers.planning.plan import make_plan
 from tandem.trainers.planning.seconds import (
     Cost,
@@ -192,3 +193,14 @@ def predicted_rate(shape, length, sequences, recompute):
 def test_torchtitans_tokens_a_second_on_64_a100(shape, length, sequences, recompute, published):
     """docs/performance.md of torchtitan: FSDP2, bfloat16, 64 A100 of 80 GB; tokens a second and GPU."""
     assert predicted_rate(shape, length, sequences, recompute) == pytest.approx(published, rel=0.2)
+
+
+def test_the_page_shows_the_table_of_devices():
+    page = (Path(__file__).resolve().parents[2] / "docs/planning.md").read_text()
+    for name, row in DEVICES.items():
+        best = "75 %, assumed" if row.matmul == MATMUL else f"{row.matmul * 100:.1f} %"
+        read = ", ".join(f"[{i}]({source.split(' ')[0]})" for i, source in enumerate(row.sources, 1))
+        assert (
+            f"| `{name}` | {row.memory_gb:g} GB | {row.bfloat16_tflops:g} TFLOP/s | {row.float32_tflops:g} TFLOP/s "
+            f"| {row.bandwidth_gb_s:g} GB/s | {row.link_gb_s:g} GB/s | {best} | {read} |"
+        ) in page

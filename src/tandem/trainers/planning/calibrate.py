@@ -48,8 +48,17 @@ GLOO = 1.5e9
 BUSY = 0.3
 """Load of each core above which a calibration is said to be doubtful."""
 
-IMPORTS = {"process": "import tandem.trainers.rl", "worker": "import tandem.rewards.worker, tandem.rewards.equality"}
-RSS = "; import psutil; print(psutil.Process().memory_info().rss)"
+PROCESS = """
+import torch, tandem.trainers.rl, transformers.models.llama.modeling_llama
+weight = torch.nn.Parameter(torch.ones(64, 64))
+optimizer = torch.optim.AdamW([weight], fused=True)
+(weight @ weight).sum().backward()
+optimizer.step()
+"""
+"""A trainer without a model: the first step of an optimizer imports torch's compiler."""
+
+WORKER = "import tandem.rewards.worker, tandem.rewards.equality"
+RESIDENT = "\nimport psutil; print(psutil.Process().memory_info().rss)"
 
 
 def this_machine(*, device: str = "auto", threads: int | None = None, again: bool = False) -> Machine:
@@ -144,8 +153,8 @@ def _measured(device: torch.device, threads: int, identity: Mapping[str, Any]) -
         digest=_digest(),
         link=GLOO if not cuda else 20e9 if torch.cuda.device_count() > 1 else math.inf,
         host_link=_host_link(device) if cuda else math.inf,
-        process_gib=CONTEXT_GIB if cuda else _resident(IMPORTS["process"]),
-        worker_gib=_resident(IMPORTS["worker"]),
+        process_gib=CONTEXT_GIB if cuda else _resident(PROCESS),
+        worker_gib=_resident(WORKER),
         slack=SLACK if cuda else 0.0,
         threads=threads,
         overlaps=cuda,
@@ -271,7 +280,8 @@ def _host_link(device: torch.device) -> float:
     return there.nbytes / seconds_of(lambda: there.to("cpu"), device)
 
 
-def _resident(imports: str) -> float:
-    """GiB that a fresh interpreter holds after these imports."""
-    done = subprocess.run([sys.executable, "-c", imports + RSS], capture_output=True, text=True, timeout=300, check=True)
+def _resident(script: str) -> float:
+    """GiB that a fresh interpreter holds after these lines."""
+    command = [sys.executable, "-c", script + RESIDENT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     return int(done.stdout) / 2**30
