@@ -199,7 +199,7 @@ def test_the_page_shows_the_table_of_devices():
     page = (Path(__file__).resolve().parents[2] / "docs/planning.md").read_text()
     for name, row in DEVICES.items():
         best = "75 %, assumed" if row.matmul == MATMUL else f"{row.matmul * 100:.1f} %"
-        read = ", ".join(f"[{i}]({source.split(' ')[0]})" for i, source in enumerate(row.sources, 1))
+        read = ", ".join(f"[{i}]({source})" for i, source in enumerate(row.sources, 1))
         assert (
             f"| `{name}` | {row.memory_gb:g} GB | {row.bfloat16_tflops:g} TFLOP/s | {row.float32_tflops:g} TFLOP/s "
             f"| {row.bandwidth_gb_s:g} GB/s | {row.link_gb_s:g} GB/s | {best} | {read} |"

@@ -33,20 +33,24 @@ DIGEST = 1.4e9
 CONTEXT_GIB, SLACK = 0.6, 0.06
 """A CUDA context with its libraries, and what the caching allocator holds beyond what is used. Assumed."""
 
-NVIDIA = "https://www.nvidia.com/en-us/data-center/"
 ACCELERATORS = "https://github.com/stas00/ml-engineering/blob/master/compute/accelerator/README.md"
 """Peaks without sparsity of all but the consumer cards, and the best measured products of A100 and H100."""
 
 UPGRADE = "https://github.com/stas00/ml-engineering/blob/master/insights/when-to-upgrade-gpus/README.md"
 """Memory, bandwidth and best measured products of H200 and B200."""
 
-CALCULON = "https://github.com/calculon-ai/calculon/blob/main/systems/a100_80g.json"
+LOCKWOOD = "https://glennklockwood.com/garden/processors/"
+"""Memory, bandwidth and NVLink of A100 and H100, after NVIDIA's data sheets."""
+
 H100_SHEET = "https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html"
 H200_MLPERF = (
     "https://github.com/mlcommons/inference_results_v4.1/blob/main/closed/NVIDIA/systems/H200-SXM-141GBx8_TRT_MaxQ.json"
 )
+B200_BANDWIDTH = "https://github.com/pytorch/ao/pull/4002"
+B200_LINK = "https://huggingface.co/datasets/devidasmishra/ai-inference-hardware-economics-2026"
 L40S_SHEET = "https://www.mullet.se/product.html?product_id=355414"
-INTENSITY = "https://gist.github.com/mikasenghaas/d63ded03f1f0417b1677627119bacc0d"
+RTX_4090 = "https://gist.github.com/mikasenghaas/d63ded03f1f0417b1677627119bacc0d"
+RTX_FLOAT32 = "https://huggingface.co/datasets/ohdoking/gpu_spec"
 
 
 @dataclass(frozen=True)
@@ -70,13 +74,13 @@ class Device:
 
 
 DEVICES: dict[str, Device] = {
-    "a100": Device(80, 312, 19.5, 2039, 300, (NVIDIA + "a100/ (SXM, 80 GB)", ACCELERATORS, CALCULON), 0.869),
-    "a100-40gb": Device(40, 312, 19.5, 1555, 300, (NVIDIA + "a100/ (SXM, 40 GB)", ACCELERATORS, INTENSITY), 0.869),
-    "h100": Device(80, 989, 67, 3350, 450, (NVIDIA + "h100/ (SXM)", H100_SHEET, ACCELERATORS), 0.803),
-    "h200": Device(141, 989, 67, 4800, 450, (NVIDIA + "h200/ (SXM)", UPGRADE, H200_MLPERF), 0.803),
-    "b200": Device(180, 2250, 80, 8000, 900, (NVIDIA + "hgx/ (HGX B200)", UPGRADE, ACCELERATORS), 0.776),
-    "l40s": Device(48, 362, 91.6, 864, 32, (NVIDIA + "l40s/ (PCIe 4, no NVLink)", L40S_SHEET, ACCELERATORS)),
-    "rtx4090": Device(24, 165.2, 82.6, 1008, 32, (INTENSITY + " (PCIe 4, no NVLink)",)),
+    "a100": Device(80, 312, 19.5, 2039, 300, (LOCKWOOD + "A100", ACCELERATORS), 0.869),
+    "a100-40gb": Device(40, 312, 19.5, 1555, 300, (LOCKWOOD + "A100", ACCELERATORS), 0.869),
+    "h100": Device(80, 989, 67, 3350, 450, (H100_SHEET, LOCKWOOD + "h100", ACCELERATORS), 0.803),
+    "h200": Device(141, 989, 67, 4800, 450, (UPGRADE, H200_MLPERF, ACCELERATORS), 0.803),
+    "b200": Device(180, 2250, 80, 7672, 900, (UPGRADE, B200_BANDWIDTH, B200_LINK), 0.776),
+    "l40s": Device(48, 362, 91.6, 864, 32, (L40S_SHEET, ACCELERATORS)),
+    "rtx4090": Device(24, 165.2, 82.6, 1008, 32, (RTX_4090, RTX_FLOAT32)),
 }
 """Name → figures. The peaks of the data sheets are halved where they are given with sparsity."""
 
