@@ -27,8 +27,9 @@ class Report:
     def text(self) -> str:
         """For people."""
         plan = self.plan
+        each = " each" if plan.machine.count > 1 else ""
         blocks = [
-            [f"{self.title} on {plan.machine.name} ({plan.machine.memory_gib:.1f} GiB each)", *_model(self)],
+            [f"{self.title} on {plan.machine.name}, {plan.machine.memory_gib:.1f} GiB{each}", *_model(self)],
             [*_memory(plan)],
             [*_verdict(self)],
             [*_time(plan)],
