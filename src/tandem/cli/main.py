@@ -38,6 +38,7 @@ COMMANDS = {
     "compare": Command("tandem.cli.compare", "compare two evaluations, with a test of significance"),
     "fleet": Command("tandem.cli.fleet", "see, add and remove the inference servers of a run"),
     "verify-weights": Command("tandem.cli.verify_weights", "prove by scoring which weights a server serves"),
+    "plan": Command("tandem.cli.plan", "say what memory, time and disk a run will need, and whether it fits"),
     "config": Command("tandem.cli.config", "show the resolved configuration and where each value comes from"),
     "doctor": Command("tandem.cli.doctor", "show what this machine has, for a bug report"),
 }

@@ -1,0 +1,117 @@
+"""Say before a run what it will need: memory by phase, time of a step, disk, and whether it fits. Nothing is started, and no
+weights are read.
+
+examples:
+  tandem plan examples/gsm8k_grpo.yaml
+  tandem plan examples/gsm8k_grpo.yaml actor.path=Qwen/Qwen2.5-7B actor.backend=fsdp:d8 --device h200 --count 8
+  tandem plan examples/gsm8k_sft.yaml --for sft --prompt-tokens 200 --completion-tokens 300
+"""
+
+import argparse
+import functools
+import json
+import math
+from typing import Any
+
+from tandem.cli.arguments import add_config_arguments, split_arguments
+from tandem.cli.config import KINDS
+from tandem.config.arithmetic import arithmetic
+from tandem.config.errors import ConfigError
+from tandem.config.load import load_config
+from tandem.trainers.planning.calibrate import this_machine
+from tandem.trainers.planning.devices import DEVICES, device
+from tandem.trainers.planning.job import job_of
+from tandem.trainers.planning.lengths import Known, known_lengths
+from tandem.trainers.planning.machine import Machine
+from tandem.trainers.planning.plan import Plan, make_plan
+from tandem.trainers.planning.remedy import Change, larger_devices, least_gib, nearest, overrides
+from tandem.trainers.planning.report import Report
+from tandem.trainers.planning.shape import read_shape
+
+DOES_NOT_FIT = 1
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    add_config_arguments(parser)
+    parser.add_argument("--for", dest="kind", choices=KINDS, default="train", help="the command whose configuration it is")
+    parser.add_argument("--device", metavar="NAME", help=f"plan for another machine: {', '.join(DEVICES)}")
+    parser.add_argument("--count", type=_count, default=None, metavar="N", help="so many of these devices (default: 1)")
+    parser.add_argument("--prompt-tokens", type=_count, metavar="N", help="tokens of a prompt, instead of the data's mean")
+    parser.add_argument(
+        "--completion-tokens", type=_count, metavar="N", help="expected tokens of a completion (default: as long as allowed)"
+    )
+    parser.add_argument("--recalibrate", action="store_true", help="measure this machine again")
+    parser.add_argument("--json", action="store_true", help="one JSON object; keys end in their unit")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """`tandem plan`; 1 where it does not fit."""
+    report = make_report(arguments)
+    print(json.dumps(report.data(), ensure_ascii=False) if arguments.json else report.text())
+    return 0 if report.plan.fits else DOES_NOT_FIT
+
+
+def make_report(arguments: argparse.Namespace) -> Report:
+    """The plan of these arguments, with what to change where it does not fit."""
+    file, given = split_arguments(arguments.arguments)
+    kind = KINDS[arguments.kind]
+    config = load_config(kind, file, given).config
+    machine = _machine(arguments, config)
+    known = known_lengths(config, prompt=arguments.prompt_tokens, completion=arguments.completion_tokens)
+    read = functools.cache(read_shape)
+
+    def plan_with(settings: dict[str, Any]) -> Plan:
+        changed = load_config(kind, file, [*given, *overrides(settings)]).config
+        return make_plan(job_of(changed, machine, known.lengths, read), machine)
+
+    plan = plan_with({})
+    change = nearest(plan, config, plan_with)
+    return Report(
+        title=f"Plan of {file or 'this configuration'}",
+        plan=plan,
+        lengths=known.said,
+        arithmetic=_arithmetic(config, known),
+        change=change,
+        advice=_advice(plan, change),
+    )
+
+
+def _machine(arguments: argparse.Namespace, config: Any) -> Machine:
+    if arguments.device is not None:
+        if arguments.recalibrate:
+            raise ConfigError("--recalibrate measures this machine, and --device is another one; give one of them")
+        return device(arguments.device, arguments.count or 1)
+    if arguments.count is not None:
+        raise ConfigError("--count goes with --device: how many of those devices there are")
+    return this_machine(device=config.device, threads=config.threads, again=arguments.recalibrate)
+
+
+def _arithmetic(config: Any, known: Known) -> str:
+    if known.rows is not None:
+        return arithmetic(config, known.rows)
+    one = config.rollout.batch_size if hasattr(config, "rollout") else config.batch_size
+    lines = arithmetic(config, one).splitlines()
+    return "\n".join(line for line in lines if not line.startswith(("Epoch", "Run")))
+
+
+def _advice(plan: Plan, change: Change | None) -> str:
+    """Where no change of the configuration is enough: what the weights and moments alone take, and where they would fit."""
+    if plan.fits or change is not None:
+        return ""
+    least = least_gib(plan)
+    names = larger_devices(least * 1.1)
+    where = f"one {names[0]} (--device {names[0]}) holds them" if names else "no single device of the table holds them"
+    needed = math.ceil(least * 1.3 / plan.machine.memory_gib)
+    spread = f"; or about {needed} of these devices (--count {needed} actor.backend=fsdp:d{needed})" if needed > 1 else ""
+    return (
+        f"No change of the configuration is enough: weights and optimizer alone take {least:.2f} GiB; {where}"
+        f"{spread if plan.machine.kind == 'gpu' else ''}. A smaller model is the other way."
+    )

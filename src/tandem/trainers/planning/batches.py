@@ -1,0 +1,113 @@
+"""The micro-batches of a step, cut by the engine's own rule, and what each of them computes."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from tandem.engines.train.micro_batches import Item, plan
+from tandem.models.prefixes import MIN_SAVING
+
+MOST_SEQUENCES = 20_000
+"""Of a larger batch only so many sequences are cut, and the rest is taken to be like them."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward pass: groups of completions behind a common prompt.
+
+    Example: two groups of 3 completions of 5 tokens behind prompts of 10: ``MicroBatch(((10, 3), (10, 3)), 5)`` computes
+    2 · (10 + 3 · 5) = 50 tokens and predicts 30.
+    """
+
+    groups: tuple[tuple[int, int], ...]
+    """(tokens of the prompt, completions) each."""
+
+    length: int
+    """Tokens of each completion."""
+
+    @property
+    def predicted(self) -> int:
+        """Tokens whose log-probability is computed."""
+        return self.length * sum(count for _, count in self.groups)
+
+    @property
+    def shared(self) -> bool:
+        """Whether prompts are computed once: where that saves too little, it is not worth its gathers."""
+        saved = sum(prompt * (count - 1) for prompt, count in self.groups)
+        return saved > 0 and saved >= MIN_SAVING * sum(count * (prompt + self.length) for prompt, count in self.groups)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that go through the layers."""
+        if self.shared:
+            return sum(prompt + count * self.length for prompt, count in self.groups)
+        return sum(count * (prompt + self.length) for prompt, count in self.groups)
+
+    @property
+    def behind_prompts(self) -> int:
+        """Keys that are laid out anew, each completion's behind a copy of its prompt's; 0 where prompts are not shared."""
+        return sum(count * (prompt + self.length) for prompt, count in self.groups) if self.shared else 0
+
+    def scores(self, window: int | None = None) -> float:
+        """Pairs of a query and a key that attention computes in one head: half a square each sequence where the kernel
+        skips what the causal mask hides; whole rectangles where a mask hides it."""
+
+        def causal(length: int) -> float:
+            return length * length if window is not None and window < length else length * length / 2
+
+        if not self.shared:
+            return sum(count * causal(prompt + self.length) for prompt, count in self.groups)
+        return sum(causal(prompt) + count * self.length * (prompt + self.length) for prompt, count in self.groups)
+
+    def squares(self) -> float:
+        """The same without skipping anything, as soft-capped attention holds them."""
+        if not self.shared:
+            return sum(count * (prompt + self.length) ** 2 for prompt, count in self.groups)
+        return sum(prompt**2 + count * self.length * (prompt + self.length) for prompt, count in self.groups)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one optimizer step, or one pass without gradients, computes on the rank that has most to do."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    times: float = 1.0
+    """So many of each: more than 1 where only a part of a large batch was cut."""
+
+    @property
+    def count(self) -> float:
+        """Micro-batches."""
+        return len(self.micro_batches) * self.times
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that go through the layers."""
+        return sum(batch.tokens for batch in self.micro_batches) * self.times
+
+    @property
+    def largest(self) -> MicroBatch:
+        """The one with most tokens."""
+        return max(self.micro_batches, key=lambda batch: batch.tokens)
+
+
+def cut(
+    groups: int, completions: int, prompt: int, length: int, *, most: int, ranks: int = 1, together: bool = False
+) -> Step:
+    """``groups`` prompts with ``completions`` each, cut into micro-batches of at most ``most`` tokens for each rank.
+
+    ``together``: the completions of a prompt are one unit, as the sides of a pair are.
+    """
+    taken = max(min(groups, ranks), min(groups, MOST_SEQUENCES // completions))
+    items, owner = [], []
+    for group in range(taken):
+        # a range is a prompt to the rule: it has a length and equals only itself
+        prompt_tokens = range(group << 40, (group << 40) + prompt)
+        items += [Item(prompt_tokens, length, group if together else None)] * completions  # type: ignore[arg-type]
+        owner += [group] * completions
+    planned = [[indices for indices in rank if indices] for rank in plan(items, most, ranks)]
+    busiest = max(planned, key=lambda rank: sum(_micro(indices, owner, prompt, length).tokens for indices in rank))
+    return Step(tuple(_micro(indices, owner, prompt, length) for indices in busiest), groups / taken)
+
+
+def _micro(indices: list[int], owner: list[int], prompt: int, length: int) -> MicroBatch:
+    counts = Counter(owner[i] for i in indices)
+    return MicroBatch(tuple((prompt, count) for count in counts.values()), length)

@@ -1,0 +1,155 @@
+"""What to change so that a run fits: the fewest, mildest changes of the configuration, tried in order."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import BaseConfig, TrainConfig
+from tandem.trainers.planning.devices import DEVICES
+from tandem.trainers.planning.memory import GIB, engine_weights, kv_needed, kv_tokens
+from tandem.trainers.planning.plan import Plan
+from tandem.trainers.planning.shape import BYTES
+
+SMALLEST_CHUNK = 64
+"""Rows of logits below which nothing more is saved."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Keys and their new values, and the plan that they give."""
+
+    settings: dict[str, Any]
+    plan: Plan
+
+    def arguments(self) -> str:
+        """As they are written on a command line."""
+        return " ".join(overrides(self.settings))
+
+
+def overrides(settings: dict[str, Any]) -> list[str]:
+    """Keys and values as a command line takes them."""
+    return [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items()]
+
+
+Replan = Callable[[dict[str, Any]], Plan]
+"""The plan of the configuration with these keys replaced."""
+
+
+def nearest(plan: Plan, config: BaseConfig, replan: Replan) -> Change | None:
+    """The nearest change that fits; None where the plan fits as it is, or nothing here helps.
+
+    Steps are taken in order, mildest first, until it fits; then every step is taken back that is not needed.
+    """
+    if plan.fits:
+        return None
+    settings: dict[str, Any] = {}
+    for step in steps(plan, config):
+        found = _tried(settings | step, replan)
+        settings |= step if found is not None else {}
+        if found is not None and found.fits:
+            break
+    else:
+        return None
+    for key in list(settings):
+        fewer = {name: value for name, value in settings.items() if name != key}
+        if fewer and _fits(fewer, replan):
+            settings = fewer
+    for key in list(settings):
+        settings = _milder(key, settings, config, replan)
+    return Change(settings, replan(settings))
+
+
+def _tried(settings: dict[str, Any], replan: Replan) -> Plan | None:
+    """The plan; None where the configuration does not allow these keys together."""
+    try:
+        return replan(settings)
+    except ConfigError:
+        return None
+
+
+def _fits(settings: dict[str, Any], replan: Replan) -> bool:
+    found = _tried(settings, replan)
+    return found is not None and found.fits
+
+
+def steps(plan: Plan, config: BaseConfig) -> Iterator[dict[str, Any]]:
+    """Changes from the mildest on: those that cost nothing, then time, then another number of devices."""
+    job, actor = plan.job, plan.job.actor
+    generator = job.generator
+    if actor.ranks > plan.machine.count and plan.machine.kind == "gpu":
+        yield {"actor.backend": f"fsdp:d{plan.machine.count}"}
+    if generator is not None and generator.foreign is None:
+        least = kv_needed(job, generator) / GIB
+        if generator.kv_cache_gib < least:
+            yield {"rollout.engine.kv_cache_gib": _up(least)}
+        held = kv_tokens(job, generator)[1] * BYTES[generator.dtype] * generator.shape.kv_values / GIB
+        for share in (0.5, 0.25, 0.125):
+            if held * share >= least:
+                yield {"rollout.engine.kv_cache_gib": _up(held * share)}
+    chunk = actor.chunk_tokens
+    while chunk > SMALLEST_CHUNK:
+        chunk = max(SMALLEST_CHUNK, chunk // 2)
+        yield {"actor.logprob_chunk_tokens": chunk}
+    longest = job.lengths.prompt + job.lengths.longest
+    most = actor.max_tokens
+    while most > longest:
+        most = max(longest, most // 2)
+        yield {"actor.max_tokens_per_micro_batch": most}
+    if not actor.checkpointing:
+        yield {"actor.gradient_checkpointing": True}
+    if plan.machine.fast_bfloat16:
+        if actor.dtype != "bfloat16":
+            yield {"actor.dtype": "bfloat16"}
+        if generator is not None and generator.delivered != "bfloat16":
+            yield {"rollout.dtype": "bfloat16"}
+    if isinstance(config, TrainConfig) and job.critic is not None:
+        yield {"critic.shared": True}
+    ranks = 2
+    while plan.machine.kind == "gpu" and ranks <= plan.machine.count:
+        if ranks > actor.ranks:
+            yield {"actor.backend": f"fsdp:d{ranks}"}
+        ranks *= 2
+
+
+def _up(gib: float) -> float:
+    """Rounded up to the third decimal."""
+    return math.ceil(gib * 1000) / 1000
+
+
+def _milder(key: str, settings: dict[str, Any], config: BaseConfig, replan: Replan) -> dict[str, Any]:
+    """The largest value of a size that still fits, in steps of a power of two above the one that was found."""
+    value = settings[key]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return settings
+    before = _get(config, key)
+    while value * 2 < before and _fits(settings | {key: value * 2}, replan):
+        value *= 2
+    return settings | {key: value}
+
+
+def _get(config: Any, key: str) -> Any:
+    for name in key.split("."):
+        config = getattr(config, name)
+    return config
+
+
+def least_gib(plan: Plan) -> float:
+    """What the weights and moments alone take, which no length and no micro-batch changes."""
+    job = plan.job
+    held = sum(
+        model.shape.parameters(model.head)
+        * (12 if model.trained else 4)
+        / (model.ranks if plan.machine.kind == "gpu" else 1)
+        for model in job.models
+    )
+    if job.generator is not None and job.generator.foreign is None:
+        held += 2 * engine_weights(job.generator, plan.machine)
+    return held / GIB
+
+
+def larger_devices(gib: float) -> list[str]:
+    """Devices of the table with at least so much memory, smallest first."""
+    fitting = [(row.memory_gb, name) for name, row in DEVICES.items() if row.memory_gb * 1e9 / GIB >= gib]
+    return [name for _, name in sorted(fitting)]

@@ -1,0 +1,59 @@
+"""A machine with round rates and a model whose sizes can be worked out by hand, for the tests of `tandem plan`."""
+
+import math
+from dataclasses import replace
+
+from tandem.trainers.planning.job import Generator, Held, Job, Lengths
+from tandem.trainers.planning.machine import Machine
+from tandem.trainers.planning.shape import Shape
+
+SMOLLM2 = Shape("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, tied=True)
+LLAMA_8B = Shape("llama", 32, 4096, 14336, 32, 8, 128, 128256, 8192)
+HAND = Shape("llama", layers=2, hidden=10, intermediate=30, heads=2, kv_heads=1, head_dim=5, vocab=100, context=64)
+"""A layer: queries 10, keys 5, so 10 · (2·10 + 2·5 + 3·30) = 1200 and two norms of 10: 1220. Embedding and head: 1000."""
+
+
+def round_machine(**changes) -> Machine:
+    """1 GFLOP/s, 1 GB/s, no time for operations; a CPU of 16 GiB."""
+    rates = {"float32": ((1, 1e9),), "bfloat16": ((1, 1e9),)}
+    flat = {"float32": 1e9, "bfloat16": 1e9}
+    machine = Machine(
+        name="round",
+        kind="cpu",
+        count=1,
+        memory_gib=16.0,
+        fast_bfloat16=False,
+        matmul=rates,
+        packed_matmul=rates,
+        attention=flat,
+        decode_attention=flat,
+        elementwise=math.inf,
+        stream=math.inf,
+        softmax=math.inf,
+        operation_s=0.0,
+        digest=1e9,
+        link=1e9,
+        sources=("made up",),
+    )
+    return replace(machine, **changes)
+
+
+def held(role="actor", shape=HAND, **changes) -> Held:
+    """A trained model in float32 on one rank."""
+    usual = {"head": "lm", "dtype": "float32", "ranks": 1, "trained": True, "max_tokens": 1000, "chunk_tokens": 16}
+    return Held(role=role, shape=shape, **usual | changes)
+
+
+def generator(shape=HAND, **changes) -> Generator:
+    """A colocated engine in float32."""
+    usual = {
+        "delivered": "float32", "dtype": "float32", "engines": 1, "own_process": False, "kv_cache_gib": 1.0,
+        "max_running": 64, "prefill_chunk": 1024, "max_len": 64, "sequences": 4,
+    }  # fmt: skip
+    return Generator(shape=shape, **usual | changes)
+
+
+def job(*models, **changes) -> Job:
+    """Two prompts of 8 tokens with two completions of 4 each."""
+    usual = {"kind": "train", "lengths": Lengths(8, 4, 4), "groups": 2, "generated": 2, "trained": 2}
+    return Job(models=models or (held(),), **usual | changes)

@@ -1,0 +1,262 @@
+"""`tandem plan`: what it prints, and what it proposes where a run does not fit."""
+
+import json
+import re
+
+import pytest
+
+from tandem.cli.main import main
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import SFTConfig, TrainConfig
+from tandem.config.load import load_config
+from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
+from tandem.trainers.planning import calibrate
+from tandem.trainers.planning.devices import device
+from tandem.trainers.planning.job import Lengths, job_of
+from tandem.trainers.planning.lengths import ASSUMED_PROMPT, known_lengths
+from tandem.trainers.planning.plan import make_plan
+from tandem.trainers.planning.remedy import larger_devices, nearest, overrides
+from tests.tiny import tiny_config, tiny_model_folder, tiny_tokenizer
+from tests.trainers.planning import LLAMA_8B, SMOLLM2, round_machine
+
+LENGTHS = Lengths(100, 200, 200)
+UNITS = r"GiB|s|ms|min|%|(completion )?tokens?(/s)?|GB/s|M parameters|layers|ranks?|threads?|steps?|rows?"
+
+
+@pytest.fixture
+def model(tmp_path):
+    """A folder with a configuration and a tokenizer, and no weights."""
+    folder = tmp_path / "model"
+    tiny_config("llama").save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def here(monkeypatch):
+    """A machine that need not be measured."""
+    machine = round_machine(identity={"cpu": "round"}, process_gib=0.5, worker_gib=0.03)
+    monkeypatch.setattr("tandem.cli.plan.this_machine", lambda **_: machine)
+    return machine
+
+
+def planned(kind, keys, machine, shape=LLAMA_8B):
+    """The plan of a configuration, and the nearest change."""
+
+    def plan_with(settings):
+        config = load_config(kind, None, [*keys, *overrides(settings)]).config
+        return make_plan(job_of(config, machine, LENGTHS, lambda _: shape), machine)
+
+    plan = plan_with({})
+    return plan, nearest(plan, load_config(kind, None, keys).config, plan_with)
+
+
+RL = ["train_dataset.path=addition", "gconfig.max_new_tokens=200"]
+
+
+def test_the_command_says_memory_time_disk_and_arithmetic(model, here, capsys):
+    code = main(["plan", f"actor.path={model}", "train_dataset.path=addition"])
+
+    said = capsys.readouterr().out
+    assert code == 0
+    for words in ("Memory in GiB", "It fits", "Time of a step", "Bottleneck", "Disk", "Micro-batches", "Assumed"):
+        assert words in said
+    assert "mean of the first 64 rows" in said and "update: actor" in said and "publish" in said
+
+
+def test_every_figure_of_the_text_has_a_unit(model, here, capsys):
+    main(["plan", f"actor.path={model}", "train_dataset.path=addition", "algorithm=ppo", "algorithm.kl.coefficient=0.1"])
+
+    text = capsys.readouterr().out
+    memory, _, rest = text.partition("It fits")
+    table = [line for line in memory.splitlines() if line.startswith("  ")]
+    assert "Memory in GiB" in memory and len(table) > 8  # the unit of every cell is in the heading
+    assert all(line.endswith(" GiB") for line in table if ": " in line and line[2:].split(":")[0] in ("actor", "critic"))
+    for line in rest.partition("Step:")[0].splitlines():  # behind it the arithmetic, which counts things and names them
+        for figure in re.finditer(r"(?<![\w.])\d[\d.,e+-]*", line):
+            assert re.match(rf" ?({UNITS})|[^ ]*%| are kept", line[figure.end() :]), (line, figure.group())
+
+
+def test_every_figure_of_the_data_has_a_unit_in_its_key(model, here, capsys):
+    assert main(["plan", f"actor.path={model}", "train_dataset.path=addition", "--json"]) == 0
+
+    data = json.loads(capsys.readouterr().out)
+
+    def figures(value, key=""):
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                yield from figures(inner, key if key.endswith("spent_s") else name)
+        elif isinstance(value, float):
+            yield key
+
+    assert {key for key in figures(data) if not key.endswith(("_gib", "_s", "_per_s"))} == set()
+    assert data["fits"] is True and data["memory"]["peak_gib"] > 0 and data["time"]["step_s"] > 0
+
+
+def test_a_folder_without_weights_is_enough_and_nothing_is_written(model, here, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+
+    main(["plan", f"actor.path={model}", "train_dataset.path=addition"])
+
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+def test_another_device_is_planned_for_by_name(model, capsys):
+    assert main(["plan", f"actor.path={model}", "train_dataset.path=addition", "--device", "h200", "--count", "8"]) == 0
+
+    said = capsys.readouterr().out
+    assert "h200 × 8" in said and "https://github.com/stas00/ml-engineering" in said
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [(["--device", "h300"], "did you mean 'h200'"), (["--count", "2"], "--count goes with --device")],
+)
+def test_wrong_arguments_are_said(model, more, message, capsys):
+    assert main(["plan", f"actor.path={model}", "train_dataset.path=addition", *more]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_does_not_fit_ends_with_1_and_the_nearest_change(model, here, monkeypatch, capsys):
+    monkeypatch.setattr("tandem.cli.plan.this_machine", lambda **_: round_machine(memory_gib=0.05))
+    keys = ["actor.max_tokens_per_micro_batch=65536", "gconfig.max_new_tokens=400", "gconfig.n_samples=64"]
+
+    assert main(["plan", f"actor.path={model}", "train_dataset.path=addition", *keys]) == 1
+
+    said = capsys.readouterr().out
+    assert "It does not fit" in said and "Nearest change that fits: " in said
+
+
+def test_too_many_tokens_at_once_are_cut_and_nothing_else_is_touched():
+    keys = [*RL, "actor.max_tokens_per_micro_batch=32768", "rollout.batch_size=32", "actor.dtype=bfloat16"]
+    keys += ["actor.backend=fsdp:d8"]
+    plan, change = planned(TrainConfig, keys, device("h100", 8))
+
+    assert not plan.fits and change is not None and change.plan.fits
+    assert list(change.settings) == ["actor.max_tokens_per_micro_batch"]
+    assert change.plan.peak_gib <= change.plan.usable_gib
+
+
+def test_weights_that_no_setting_shrinks_are_spread_over_the_devices_there_are():
+    plan, change = planned(TrainConfig, RL, device("h200", 8))
+
+    assert not plan.fits and change is not None
+    assert re.fullmatch(r"fsdp:d[248]", change.settings["actor.backend"])
+
+
+def test_a_change_is_minimal():
+    _, change = planned(TrainConfig, [*RL, "actor.max_tokens_per_micro_batch=32768"], device("h200", 8))
+
+    assert change is not None
+    for key in change.settings:
+        fewer = {name: value for name, value in change.settings.items() if name != key}
+        plan, _ = planned(TrainConfig, [*RL, "actor.max_tokens_per_micro_batch=32768", *overrides(fewer)], device("h200", 8))
+        assert not plan.fits
+
+
+def test_more_ranks_than_devices_are_fewer_ranks():
+    plan, change = planned(TrainConfig, [*RL, "actor.backend=fsdp:d8"], device("h200", 2), shape=SMOLLM2)
+
+    assert plan.problems == ("it wants 8 ranks, and there are 2 devices",)
+    assert change is not None and change.settings == {"actor.backend": "fsdp:d2"}
+
+
+def test_a_cache_that_holds_no_sample_is_made_larger():
+    keys = [*RL, "rollout.engine.kv_cache_gib=0.005"]
+    plan, change = planned(TrainConfig, keys, round_machine(memory_gib=64.0), shape=SMOLLM2)
+
+    assert "KV cache" in plan.problems[0]
+    assert change is not None and list(change.settings) == ["rollout.engine.kv_cache_gib"]
+
+
+def test_where_nothing_helps_nothing_is_proposed_but_a_device_that_would_do():
+    plan, change = planned(TrainConfig, RL, device("rtx4090"))
+
+    assert not plan.fits and change is None
+    assert larger_devices(130) == ["h200", "b200"] and larger_devices(1e6) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "roles", "sequences"),
+    [
+        (SFTConfig, [], ["actor"], 1),
+        (PreferenceConfig, [], ["actor", "reference"], 2),
+        (PreferenceConfig, ["loss=simpo"], ["actor"], 2),
+        (PreferenceConfig, ["loss=kto"], ["actor", "reference"], 1),
+        (RewardModelConfig, [], ["actor"], 2),
+        (RewardModelConfig, ["supervision=steps"], ["actor"], 1),
+        (DistillConfig, ["teacher.path=t"], ["actor", "teacher"], 1),
+        (TrainConfig, ["algorithm=ppo"], ["actor", "critic"], 8),
+        (TrainConfig, ["algorithm=ppo", "critic.shared=true"], ["actor"], 8),
+        (TrainConfig, ["algorithm.kl.coefficient=0.1"], ["actor", "reference"], 8),
+    ],
+)
+def test_each_kind_of_run_holds_its_models(kind, keys, roles, sequences):
+    config = load_config(kind, None, ["train_dataset.path=addition", *keys]).config
+    job = job_of(config, round_machine(), Lengths(10, 20, 20), lambda _: SMOLLM2)
+
+    assert [model.role for model in job.models] == roles and job.trained == sequences
+    assert (job.generator is None) == (kind in (SFTConfig, PreferenceConfig, RewardModelConfig))
+
+
+def test_servers_of_another_make_plan_for_themselves():
+    keys = [*RL, "rollout.backend=vllm:d2", "rollout.fleet.vllm_python=python"]
+    plan, _ = planned(TrainConfig, keys, device("h200"), shape=SMOLLM2)
+
+    assert {phase.name for phase in plan.phases} == {"update: actor"}
+    assert not any(item.role == "engine" for instant in plan.instants for item in instant.items)
+
+
+def test_lengths_come_from_the_rows_or_are_said_to_be_assumed(tmp_path):
+    folder = tiny_model_folder(tmp_path)
+    keys = [f"actor.path={folder}", "gconfig.max_new_tokens=32"]
+
+    readable = load_config(TrainConfig, None, [*keys, "train_dataset.path=addition"]).config
+    read = known_lengths(readable)
+    missing = known_lengths(load_config(TrainConfig, None, [*keys, f"train_dataset.path={tmp_path}/no.jsonl"]).config)
+    told = known_lengths(readable, prompt=7, completion=9)
+
+    assert 10 < read.lengths.prompt < 200 and read.lengths.longest == read.lengths.completion == 32 and read.rows
+    assert missing.lengths.prompt == ASSUMED_PROMPT and missing.rows is None and "could not be read" in missing.said
+    assert told.lengths == Lengths(7, 9, 32)
+
+
+def test_supervised_lengths_are_those_of_the_rows(tmp_path):
+    folder = tiny_model_folder(tmp_path)
+    known = known_lengths(load_config(SFTConfig, None, [f"actor.path={folder}", "train_dataset.path=addition"]).config)
+
+    assert known.lengths.prompt > 10 and 0 < known.lengths.completion < 30
+    assert known.lengths.longest == 1024 - known.lengths.prompt
+
+
+def test_a_calibration_is_kept_and_made_anew_where_the_machine_differs(tmp_path):
+    machine = round_machine(identity={"cpu": "a", "threads": 2})
+    file = tmp_path / "plan" / "x.json"
+    calibrate.write(file, machine)
+
+    assert calibrate.read(file, {"cpu": "a", "threads": 2}) == machine
+    assert calibrate.read(file, {"cpu": "b", "threads": 2}) is None
+    file.write_text(file.read_text()[:50])
+    assert calibrate.read(file, {"cpu": "a", "threads": 2}) is None
+    assert calibrate.read(tmp_path / "none.json", {}) is None
+
+
+def test_a_backend_that_is_not_planned_is_refused_by_name():
+    config = load_config(TrainConfig, None, RL).config
+    object.__setattr__(config.actor, "backend", "deepspeed:zero3:d2")
+
+    with pytest.raises(ConfigError, match=r"actor: .*deepspeed:zero3:d2"):
+        job_of(config, round_machine(), Lengths(10, 20, 20), lambda _: SMOLLM2)
+
+
+@pytest.mark.slow
+def test_this_machine_can_be_measured(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
+
+    first = calibrate.this_machine(device="cpu", threads=1)
+    again = calibrate.this_machine(device="cpu", threads=1)
+
+    assert first == again and "Measuring" in capfd.readouterr().err
+    assert 1e8 < first.rate("float32", 1024) < 1e14 and first.rate("float32", 1) < first.rate("float32", 1024)
+    assert 0.05 < first.process_gib < 4 and 0 < first.operation_s < 1e-3

@@ -1,0 +1,132 @@
+"""What the plan knows of a model: its parameters to the last one, and what autograd keeps of it."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from tandem.config.errors import ConfigError
+from tandem.models.architecture import SUPPORTED, Architecture
+from tandem.models.packed import PackedCausalLM
+from tandem.trainers.planning import activations
+from tandem.trainers.planning.batches import MicroBatch, cut
+from tandem.trainers.planning.shape import Shape, read_shape
+from tests.tiny import KINDS, tiny_config, tiny_model
+from tests.trainers.planning import HAND, LLAMA_8B, SMOLLM2
+
+PROMPT, COMPLETION = 40, 56
+
+
+def test_parameters_by_hand():
+    assert HAND.layer == 1220 and HAND.parameters() == 2 * 1220 + 2 * 1000 + 10
+    assert HAND.parameters("scalar") == 2 * 1220 + 1000 + 10 + 10 and HAND.parameters("both") == HAND.parameters() + 10
+    assert HAND.root() == 2010
+    assert SMOLLM2.parameters() == 134_515_008 and LLAMA_8B.parameters() == 8_030_261_248
+
+
+def test_every_supported_architecture_is_counted_here():
+    assert {tiny_config(kind).model_type for kind in KINDS} == set(SUPPORTED)
+
+
+BIASED = [("llama", {"attention_bias": True, "mlp_bias": True}), ("qwen3", {"attention_bias": True})]
+
+
+@pytest.mark.parametrize(("kind", "overrides"), [*((kind, {}) for kind in KINDS), *BIASED])
+def test_parameters_are_those_of_the_real_model(kind, overrides):
+    config = tiny_config(kind, **overrides)
+    config.num_labels = 1
+    shape = Shape.of(Architecture.from_config(config))
+
+    classifier = AutoModelForSequenceClassification.from_config(config)
+
+    assert shape.parameters() == sum(p.numel() for p in tiny_model(kind, **overrides).parameters())
+    assert shape.parameters("scalar") == sum(p.numel() for p in classifier.parameters())
+
+
+def test_a_shape_is_read_from_config_json_alone(tmp_path):
+    tiny_config("qwen3").save_pretrained(tmp_path)
+
+    assert read_shape(str(tmp_path)) == Shape.of(Architecture.from_config(tiny_config("qwen3")))
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_what_is_not_computed_here_has_no_plan(tmp_path):
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        read_shape(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
+    with pytest.raises(ConfigError, match="gpt2"):
+        read_shape(str(tmp_path))
+
+
+def kept_really(model: PackedCausalLM, groups: tuple[tuple[int, int], ...]) -> int:
+    """Bytes of all storages that autograd keeps of one forward pass, parameters aside."""
+    generator = torch.Generator().manual_seed(0)
+    rows, masks = [], []
+    for prompt, count in groups:
+        common = torch.randint(3, 500, (prompt,), generator=generator)
+        for _ in range(count):
+            rows.append(torch.cat([common, torch.randint(3, 500, (COMPLETION,), generator=generator)]))
+            masks.append(torch.arange(len(rows[-1])) >= prompt)
+    cu_seqlens = torch.tensor([0] + [len(row) for row in rows]).cumsum(0)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(torch.cat(rows), cu_seqlens, torch.ones(len(rows)), torch.cat(masks))
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("groups", [((PROMPT, 1),) * 8, ((PROMPT, 4),) * 2], ids=["alone", "shared"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_activations_are_what_autograd_keeps(kind, groups, dtype):
+    width = 48 if kind == "smollm" else 64
+    overrides = {"vocab_size": 512, "hidden_size": width, "intermediate_size": 160, "max_position_embeddings": 1024}
+    model = PackedCausalLM(tiny_model(kind, dtype=getattr(torch, dtype), **overrides))
+    shape, batch = Shape.of(model.architecture), MicroBatch(groups, COMPLETION)
+
+    said = activations.kept(shape, batch, dtype) + activations.head_kept(shape, batch, dtype)
+
+    assert said == pytest.approx(kept_really(model, groups), rel=0.06)
+
+
+def test_checkpointing_keeps_the_inputs_of_all_layers_and_one_whole_layer():
+    batch = MicroBatch(((PROMPT, 1),), COMPLETION)
+    whole, sparse = (activations.kept(SMOLLM2, batch, "float32", checkpointing=flag) for flag in (False, True))
+
+    layer = activations.kept_by_layer(SMOLLM2, batch, "float32")
+    assert whole - sparse == 29 * layer - 30 * 4 * 576 * (PROMPT + COMPLETION)
+
+
+def test_the_head_holds_a_chunk_of_logits_whatever_the_batch():
+    short, long = MicroBatch(((8, 1),), 10), MicroBatch(((8, 1),), 10_000)
+
+    logits, gradient = activations.head_backward(SMOLLM2, long, "float32", 1024)
+    assert logits == 8 * 1024 * 49152 and gradient == 4 * 49152 * 576
+    assert activations.head_backward(SMOLLM2, short, "float32", 1024)[0] == 8 * 10 * 49152
+    assert activations.head_forward(SMOLLM2, long, "float32", 1024) == 8 * 1024 * 49152
+
+
+def test_micro_batches_are_cut_by_the_engines_own_rule():
+    step = cut(4, 3, 10, 5, most=50)
+
+    assert step.count == 2 and {batch.tokens for batch in step.micro_batches} == {50}
+    assert step.micro_batches[0].groups == ((10, 3), (10, 3)) and step.largest.predicted == 30
+
+
+def test_a_very_large_batch_is_cut_in_part_and_counted_whole():
+    whole, part = cut(1000, 4, 10, 5, most=300), cut(100_000, 4, 10, 5, most=300)
+
+    assert part.count == pytest.approx(100 * whole.count, rel=0.01) and part.largest.tokens <= 300
+
+
+def test_prompts_that_are_hardly_shared_are_computed_with_each_sequence():
+    assert not MicroBatch(((1, 2),), 100).shared and MicroBatch(((1, 2),), 100).tokens == 202
+    assert MicroBatch(((100, 2),), 10).shared and MicroBatch(((100, 2),), 10).tokens == 120
