@@ -46,8 +46,8 @@ GLOO = 1.5e9
 """Bytes/s between two processes of one machine over gloo, of each. Assumed: measuring it takes two processes."""
 
 FRAGMENTATION = 0.5
-"""`Machine.slack` on a CPU, where freed memory is kept in the heap (`tandem.models.allocator`). From two runs on one machine;
-benchmarks/plan.py fits it."""
+"""`Machine.slack` on a CPU, where freed memory is kept in the heap (`tandem.models.allocator`). From two runs on one
+machine; benchmarks/plan.py fits it."""
 
 BUSY = 0.3
 """Load of each core above which a calibration is said to be doubtful."""
