@@ -1,7 +1,7 @@
 """`tandem plan` against runs on this machine: ten configurations, predicted and measured, as a table for docs/planning.md.
 
-    python benchmarks/plan.py --fit          # five configurations; measured / predicted become the calibration's factors
-    python benchmarks/plan.py                # the other five, with those factors
+    python benchmarks/plan.py --fit          # five configurations; what they show becomes part of the calibration
+    python benchmarks/plan.py                # the other five, with it
     python benchmarks/plan.py --cells 1,6    # some of the ten
     python benchmarks/plan.py --list
 
@@ -169,7 +169,8 @@ def high_water(pid: int) -> int:
 
 
 def fit(rows: list[dict[str, Any]]) -> None:
-    """Keeps the median of measured over predicted time, by phase, in the calibration of this machine."""
+    """Keeps the median of measured over predicted time, by phase, and of the holes in memory, in this machine's
+    calibration."""
     families = {"generate_s": ("prefill", "decode"), "train_s": ("score", "update"), "publish_s": ("publish",)}
     machine = this_machine()
     factors = dict(machine.factors)
@@ -177,7 +178,14 @@ def fit(rows: list[dict[str, Any]]) -> None:
         ratios = [row["measured"][key] / row["predicted"][key] for row in rows if row["predicted"][key] > 1e-3]
         if ratios:
             factors |= {name: statistics.median(ratios) * factors.get(name, 1.0) for name in names}
-    write(kept_file(machine), replace(machine, factors=factors))
+    holes = [
+        (row["measured"]["peak_gib"] - row["predicted"]["peak_gib"] + row["predicted"]["holes_gib"])
+        / (row["predicted"]["holes_gib"] / machine.slack)
+        for row in rows
+        if row["predicted"]["holes_gib"] > 0
+    ]
+    slack = max(0.01, statistics.median(holes)) if holes else machine.slack
+    write(kept_file(machine), replace(machine, factors=factors, slack=slack))
 
 
 def row_of(number: int, cell: Cell, folder: Path) -> dict[str, Any]:
@@ -186,6 +194,7 @@ def row_of(number: int, cell: Cell, folder: Path) -> dict[str, Any]:
     said = predicted(cell, keys)
     plan = {key: said["time"][key] for key in ("step_s", "generate_s", "train_s", "publish_s")}
     plan["peak_gib"] = said["memory"]["peak_gib"]
+    plan["holes_gib"] = said["memory"]["phases"][said["memory"]["worst"]].get("process: allocator_gib", 0.0)
     real = measured(cell, keys, folder)
     print(json.dumps({"cell": number, "predicted": plan, "measured": real}), file=sys.stderr, flush=True)
     return {"number": number, "cell": cell, "predicted": plan, "measured": real}

@@ -45,6 +45,10 @@ LONG_ENOUGH_S = 0.12
 GLOO = 1.5e9
 """Bytes/s between two processes of one machine over gloo, of each. Assumed: measuring it takes two processes."""
 
+FRAGMENTATION = 0.5
+"""`Machine.slack` on a CPU, where freed memory is kept in the heap (`tandem.models.allocator`). From two runs on one
+machine; benchmarks/plan.py fits it."""
+
 BUSY = 0.3
 """Load of each core above which a calibration is said to be doubtful."""
 
@@ -155,7 +159,7 @@ def _measured(device: torch.device, threads: int, identity: Mapping[str, Any]) -
         host_link=_host_link(device) if cuda else math.inf,
         process_gib=CONTEXT_GIB if cuda else _resident(PROCESS),
         worker_gib=_resident(WORKER),
-        slack=SLACK if cuda else 0.0,
+        slack=SLACK if cuda else FRAGMENTATION,
         threads=threads,
         overlaps=cuda,
         identity=identity,

@@ -62,7 +62,7 @@ class Machine:
     """Host memory of one reward worker."""
 
     slack: float = 0.0
-    """Share of what is allocated that the allocator takes on top."""
+    """Holes between what comes and goes in turns, as a share of it: the allocator takes them on top."""
 
     threads: int = 1
     overlaps: bool = False

@@ -79,9 +79,9 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
 
     def add(phase: str, *items: Item) -> None:
         everything = [*steady, *items]
-        slack = machine.slack * sum(i.num_bytes for i in everything if i.place == "device" and i.role != "process")
-        if slack:
-            everything.append(Item("process", "allocator", slack))
+        holes = machine.slack * sum(item.num_bytes for item in items if item.place == "device")
+        if holes:
+            everything.append(Item("process", "allocator", holes))
         found.append(Instant(phase, tuple(everything)))
 
     if job.generator is not None and job.generator.foreign is None:
