@@ -85,11 +85,11 @@ BIG = {
 """4 KiB of keys and values a token, and 47 MiB of weights: more than a process has lying about."""
 
 MIB = 1 << 20
+ROOMY = EmbeddedEngineConfig(max_running=16, kv_cache_gib=0.5, threads=1)
 
 
 def big_engine(folder, placement="colocate"):
-    engine = EmbeddedEngineConfig(max_running=16, kv_cache_gib=0.5, threads=1)
-    rollout = RolloutConfig(dtype="float32", engine=engine)
+    rollout = RolloutConfig(dtype="float32", engine=ROOMY)
     return build_inference_engine(rollout, folder=folder, placement=placement, threads=1, device="cpu", deterministic=False)
 
 
