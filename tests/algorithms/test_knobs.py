@@ -73,8 +73,8 @@ def test_the_configuration_names_every_kl_estimator_and_null():
 
 
 def test_the_bounds_of_the_correction_are_the_knobs_of_its_weights_with_the_same_defaults():
-    bounds = {"low": CorrectionConfig().low, "high": CorrectionConfig().high}
     for name in IMPORTANCE_WEIGHTS:
+        bounds = {"low": CorrectionConfig(name).low, "high": CorrectionConfig(name).highest}
         knobs = knobs_of(IMPORTANCE_WEIGHTS.get(name))
         assert knobs == {knob: bounds[knob] for knob in knobs}, name
 

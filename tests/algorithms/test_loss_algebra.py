@@ -1,7 +1,8 @@
 """What holds for every policy loss, whatever its numbers."""
 
-import inspect
+import contextlib
 import math
+import unittest.mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tandem.algorithms.registry import (
     TOKEN_FILTERS,
     preparation_of,
 )
+from tandem.algorithms.value_losses import clipped_value_loss
 from tests.algorithms.tensors import finite_difference, packed
 
 SAME_GRADIENT = [
@@ -60,6 +62,14 @@ def slope_of(name, tensors, weights):
     return torch.autograd.grad((losses * weights).sum(), policy)[0]
 
 
+@contextlib.contextmanager
+def weights_held_at(base, policy):
+    """Inside, what a loss computes without gradient from ``policy`` it computes from ``base``, as a gradient does."""
+    real = torch.Tensor.detach
+    with unittest.mock.patch.object(torch.Tensor, "detach", lambda self: base if self is policy else real(self)):
+        yield
+
+
 def on_policy(sizes, seed):
     tensors = packed(sizes, seed)
     return tensors | {"proximal": tensors["policy"], "rollout": tensors["policy"]}
@@ -91,29 +101,13 @@ def test_the_gradient_is_that_of_finite_differences(name):
     tensors = prepared(name, packed([5, 3, 6], seed=4, spread=0.1))
     weights = token_mean(tensors["mask"]).double()
     slope = slope_of(name, tensors, weights)
-    source = inspect.getsource(POLICY_LOSSES.get(name))
-    if "policy.detach()" in source:  # a score function: the loss is linear in the log-probability
-        losses, _ = losses_of(name, tensors)
-        if name == "gspo_token":
-            expected = finite_difference(lambda p: losses_of("gspo", tensors, p)[0] * weights, tensors["policy"])
-        elif name == "cpgd":
-            frozen = tensors["policy"]
+    held = "gspo" if name == "gspo_token" else name  # gspo's gradient, by another way to write it
 
-            def partial(p):
-                ratio = (frozen - tensors["proximal"]).exp() - 1
-                inside, anchor, gains = p, tensors["proximal"], tensors["advantages"]
-                clipped = torch.where(
-                    gains > 0,
-                    torch.minimum(inside, anchor + math.log(1.2)),
-                    torch.maximum(inside, anchor + math.log(0.8)),
-                )
-                return (-gains * clipped + 1e-3 * ratio.clamp(max=2) * inside) * tensors["mask"] * weights
+    def loss(policy):
+        with weights_held_at(tensors["policy"], policy):
+            return losses_of(held, tensors, policy)[0] * weights
 
-            expected = finite_difference(partial, tensors["policy"])
-        else:
-            expected = losses / tensors["policy"] * weights
-    else:
-        expected = finite_difference(lambda p: losses_of(name, tensors, p)[0] * weights, tensors["policy"])
+    expected = finite_difference(loss, tensors["policy"])
     assert torch.allclose(slope, expected, rtol=1e-5, atol=1e-8)
     assert slope.abs().max() > 0
 
@@ -226,3 +220,25 @@ def test_token_mean_is_sequence_mean_at_equal_lengths(count, length):
     sample = torch.arange(count).repeat_interleave(length)
     mask = torch.ones(count * length, dtype=torch.bool)
     assert torch.allclose(token_mean(mask), sequence_mean(mask, sample))
+
+
+@pytest.mark.parametrize(("name", "like"), [("k1", "k1"), ("k2", "k2"), ("k3", "k3"), ("k3_plus", "k2")])
+def test_the_gradient_of_a_kl_form_is_that_of_finite_differences(name, like):
+    tensors = packed([5, 3, 6], seed=4)
+    policy = tensors["policy"].clone().requires_grad_()
+    reference, mask = tensors["policy"] + 0.3 * torch.sin(torch.arange(len(policy)).double()), tensors["mask"]
+    (slope,) = torch.autograd.grad(KL.get(name)(policy, reference, mask).sum(), policy)
+    assert torch.allclose(slope, finite_difference(lambda p: KL.get(like)(p, reference, mask), tensors["policy"]), atol=1e-7)
+    assert slope.abs().max() > 0
+
+
+@pytest.mark.parametrize("clip", [None, 0.2])
+def test_the_gradient_of_the_value_loss_is_that_of_finite_differences(clip):
+    draw = torch.Generator().manual_seed(1)
+    values, old, returns = (torch.randn(40, generator=draw, dtype=torch.float64) for _ in range(3))
+    mask = torch.arange(40) % 5 > 0
+    leaf = values.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(clipped_value_loss(leaf, old, returns, mask, clip=clip)[0].sum(), leaf)
+    expected = finite_difference(lambda v: clipped_value_loss(v, old, returns, mask, clip=clip)[0], values)
+    assert torch.allclose(slope, expected, atol=1e-6)
+    assert (slope[mask] == 0).any() == (clip is not None)  # some values are held by the clip

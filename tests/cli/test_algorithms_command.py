@@ -5,6 +5,7 @@ import json
 import pytest
 
 from tandem.cli.main import main
+from tandem.config.knobs import CHOICES
 from tandem.config.presets import PRESETS
 from tests.cli.test_commands import imported_by
 
@@ -25,6 +26,29 @@ def test_the_list_as_json_says_paper_and_needs(capsys):
     assert set(rows) == set(PRESETS)
     assert rows["dapo"]["arxiv"] == "2503.14476" and rows["dapo"]["needs"] == ["group"]
     assert rows["reinforce"]["needs"] == []
+
+
+def test_every_part_is_listed_under_its_key_with_formula_and_knobs(capsys):
+    assert main(["algorithms", "--parts"]) == 0
+    said = capsys.readouterr().out
+    assert main(["algorithms", "--parts", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    there = {(row["key"], row["name"]) for row in rows}
+    choices = {(f"algorithm.{key}", name) for key, names in CHOICES.items() for name in names if name != "none"}
+    assert choices <= there
+    assert {("algorithm.correction.weight", "truncate"), ("algorithm.kl.estimator", "k3_plus")} <= there
+    for row in rows:
+        assert f"\n{row['key']}\n" in f"\n{said}" and f"\n  {row['name']}: " in said
+
+
+def test_a_part_s_name_is_told_from_an_algorithm_s(capsys):
+    assert main(["algorithms", "gspo_token"]) == 2
+    assert "train with algorithm.policy_loss=gspo_token" in capsys.readouterr().err
+
+
+def test_what_an_algorithm_needs_follows_its_parts(capsys):
+    assert main(["algorithms", "grpo", "algorithm.kl.coefficient=0.1", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["needs"] == ["reference", "group"]
 
 
 @pytest.mark.parametrize("name", PRESETS)

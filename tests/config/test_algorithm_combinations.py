@@ -59,6 +59,14 @@ TRUNCATED = "algorithm.correction.weight=truncate"
         ),
         (["algorithm=gdpo", "algorithm.shaping=[overlong]"], ["shaping[0]=overlong", "each named reward by itself"]),
         (["algorithm=gdpo", "algorithm.kl={coefficient: 0.1, where: reward}"], ["set algorithm.kl.where=loss"]),
+        (["algorithm=gdpo", "algorithm.labels=majority"], ["contradicts algorithm.labels=majority", "one reward without a"]),
+        (["algorithm=gdpo", "reward='math + 0.2*format'"], ["contradicts the factors of reward=", "advantage.weights"]),
+        (["algorithm=gdpo", "algorithm.advantage.weights='right=x'"], ["must be NAME=NUMBER", "got 'right=x'"]),
+        (["algorithm=gdpo", "algorithm.advantage.weights=right"], ["must be NAME=NUMBER", "got 'right'"]),
+        (
+            ["algorithm=gdpo", "reward='math + format'", "algorithm.advantage.weights='maths=1'"],
+            ["names 'maths', and the rewards are format, math"],
+        ),
         (
             ["algorithm.kl={coefficient: 0.1, estimator: k1}"],
             ["gradient of zero on average", "algorithm.kl.importance=true"],
@@ -92,6 +100,8 @@ def test_what_makes_no_sense_is_refused(overrides, words):
         ["algorithm=m2po", "async_training=true"],
         ["algorithm=m2po", "algorithm.correction.reject=negative_drift"],
         ["algorithm=gdpo", "algorithm.shaping=[mask_truncated]", "algorithm.advantage.weights='right=1,short=0.5'"],
+        ["algorithm=gdpo", "reward='math + format(knob=1)'", "algorithm.advantage.weights='math=1, format=.5'"],
+        ["algorithm=ttrl", "algorithm.kl.where=reward"],
         ["algorithm.kl={coefficient: 0.1, estimator: k1, importance: true}"],
         ["algorithm.kl={coefficient: 0.1, target: 6, horizon: 5000}"],
         ["algorithm=cpgd", "algorithm.advantage.weighting=groups"],

@@ -34,8 +34,12 @@ from tests.config.loading import assert_refused, load
         (["async_training=true", "placement=colocate"], ["placement=colocate contradicts"]),
         (["rollout.on_expiry=drop"], ["no effect at staleness 0"]),
         (["reference.path=x"], ["reference.path=x is not used", "algorithm.kl.coefficient"]),
-        (["algorithm.correction.weight=mask", "algorithm.correction.low=3"], ["algorithm.correction.low must be below"]),
+        (
+            ["algorithm.correction.weight=mask", "algorithm.correction.low=6"],
+            ["algorithm.correction.low must be below", "(5)"],
+        ),
         (["algorithm.correction.high=3"], ["not used with weight=none"]),
+        (["algorithm=gspo", "algorithm.correction.level=sequence"], ["algorithm.correction.level=sequence is not used"]),
         (["experiment_name=../x"], ["experiment_name must be the name of one folder", "'../x'"]),
         (["trial_name=a/b"], ["trial_name"]),
         (["total_train_steps=0"], ["total_train_steps must be a whole number, at least 1, got 0"]),

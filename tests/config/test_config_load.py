@@ -116,7 +116,14 @@ def test_every_preset_corrects_for_stale_tokens_when_asynchronous_and_only_then(
 def test_the_user_s_correction_wins_over_the_preset_s():
     correction = load("async_training=true", "algorithm.correction.weight=none").config.algorithm.correction
     assert correction.weight == "none"
-    assert load("async_training=true", "algorithm.correction.high=3").config.algorithm.correction.high == 3.0
+    assert load("async_training=true", "algorithm.correction.high=3").config.algorithm.correction.highest == 3.0
+
+
+@pytest.mark.parametrize("preset", ["grpo", "rloo"])
+@pytest.mark.parametrize(("weight", "highest"), [("truncate", 2.0), ("mask", 5.0)])
+def test_a_correction_s_bound_follows_its_kind_whatever_the_preset_s_kind_is(preset, weight, highest):
+    chosen = load(f"algorithm={preset}", "async_training=true", f"algorithm.correction.weight={weight}")
+    assert chosen.config.algorithm.correction.highest == highest
 
 
 @pytest.mark.parametrize(
@@ -183,6 +190,7 @@ def test_all_problems_are_told_at_once():
     ("text", "words"),
     [
         ("seed: 1\nactor:\n  lr: 3\n", ["actor.lr=3", "run.yaml:3"]),
+        ("base: &b\n  lr: 1\nactor:\n  <<: *b\n", ["run.yaml:4: `<<` merges are not read", "optimizer: *name"]),
         ("seed: 1\nseed: 2\n", ["seed is given twice, in lines 1 and 2"]),
         ("seed: [1\n", ["not valid YAML", "line"]),
         (

@@ -13,7 +13,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import EvaluateConfig, SFTConfig, TrainConfig
 from tandem.config.keys import leaves
 from tandem.config.load import load_config, to_yaml
-from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
+from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
 from tandem.config.presets import PRESETS
 
 DATA = "train_dataset.path=addition"
@@ -114,6 +114,20 @@ def test_keys_that_learning_from_judgements_or_a_teacher_would_ignore_are_refuse
 def test_distillation_evaluates_by_sampling_as_reinforcement_learning_does():
     items = ["teacher.path=x", "evaluate.every_steps=2", "evaluate.n_samples=4", "evaluate.max_new_tokens=8"]
     assert load(*items, cls=DistillConfig).evaluate.n_samples == 4
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        ["async_training=true"],
+        ["rollout.replay.groups=2"],
+        ["gconfig.first_token_temperature=2", "gconfig.train_first_token=true"],
+    ],
+)
+def test_distillation_corrects_what_other_weights_or_another_temperature_made(items):
+    assert training_config(load("teacher.path=x", cls=DistillConfig)).algorithm.correction.weight == "none"
+    found = training_config(load("teacher.path=x", *items, cls=DistillConfig))
+    assert (found.algorithm.correction.weight, found.algorithm.correction.highest) == ("truncate", 2.0)
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -19,7 +19,7 @@ from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/recipes").glob("*.md")])
 
 
 def snippets(language: str) -> list:
@@ -41,13 +41,15 @@ def test_python_snippets_run(code, first, tmp_path, monkeypatch):
     assert runpy.run_path(str(file))
 
 
-@pytest.mark.parametrize("text", [p.read_text() for p in sorted((ROOT / "examples").glob("*.yaml"))])
-def test_example_files_are_configurations(text, tmp_path):
-    file = tmp_path / "snippet.yaml"
-    file.write_text(text)
+@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.stem)
+def test_example_files_are_configurations(path):
+    text = path.read_text()
+    if path.stem.endswith("_eval"):
+        assert load_evaluation(path, ["model=smollm2-135m"]).config.data
+        return
     trial = re.search(r"^trial_name: (\w+)", text, re.M)
     kind = KINDS.get(trial.group(1) if trial else "", TrainConfig)
-    config = load_config(kind, file).config
+    config = load_config(kind, path).config
     assert f"experiment_name: {config.experiment_name}\n" in text
 
 

@@ -118,6 +118,10 @@ def try_cell(cell: Cell, model: Path, process: Process) -> str:
         assert math.isfinite(metrics["loss"]), (cell, metrics)
         assert math.isfinite(metrics["grad_norm"]), (cell, metrics)
     assert max(metrics["grad_norm"] for metrics in found) > 0, (cell, found)
+    wanted = {"reference": {"kl/reference"}, "critic": {"value/loss", "value/grad_norm"}, "none": set()}[cell.extra]
+    if cell.mode != "synchronous" and config.algorithm.correction.weight != "none":
+        wanted |= {"correction/mean", "correction/ess"}
+    assert wanted <= set(found[-1]), (cell, wanted - set(found[-1]))  # what was chosen took part
     if process.is_main:
         assert found[-1]["episodes/trained"] == 6, (cell, found)
         assert cell.mode != "replay" or found[-1]["replay/reused"] == 2, (cell, found)

@@ -292,7 +292,7 @@ def test_a_missing_column_names_those_that_are_there(reward):
     needs = reward("needs")
     assert "'answr'" in str(failure_of(needs)) and "columns there: answer" in str(failure_of(needs))
     with pytest.raises(ConfigError, match="columns there: answer"):
-        needs.check_columns({"answer": 1})
+        needs.check_row({"answer": 1})
 
 
 @pytest.mark.parametrize(

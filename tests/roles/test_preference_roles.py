@@ -120,9 +120,11 @@ def test_the_prompt_of_a_pair_is_computed_once():
     assert len(shared.tokens) == 20 + 3 + 4 + 15 + 1 + 2
 
 
-def test_without_another_prompt_the_baseline_is_0(folders):
+def test_without_another_prompt_the_baseline_is_0_and_a_warning_says_so_once(folders, caplog):
     learner = learner_on(folders, "kto")
-    assert learner.compute_baseline(pair_batch([(2, 1, 2)]))["baseline"].tolist() == [0.0, 0.0]
+    for _ in range(2):
+        assert learner.compute_baseline(pair_batch([(2, 1, 2)]))["baseline"].tolist() == [0.0, 0.0]
+    assert caplog.text.count("all rows of a batch have the same prompt") == 1
 
 
 @pytest.mark.parametrize("loss", list(PREFERENCE_LOSSES))

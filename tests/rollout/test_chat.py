@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tandem.api.requests import LLMResponse, StopReason
+from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.generation import GenerationConfig
 from tandem.rollout.chat import Chat
 from tandem.rollout.multi_turn import MultiTurnWorkflow
@@ -129,3 +130,15 @@ def test_asking_again_until_right(lines, reward, turns):
     assert (sample.reward, sample.metrics["turns"], len(engine.seen)) == (reward, turns, turns)
     (trajectory,) = sample.trajectories
     assert torch.equal(trajectory.input_ids[: len(engine.seen[-1].input_ids)], torch.tensor(engine.seen[-1].input_ids))
+
+
+def test_named_parts_are_discounted_as_the_whole_is():
+    class Parts(RewardFn):
+        async def __call__(self, *, completion, **rest):
+            right = float("7" in completion)
+            return RewardResult(right + 0.5, {"right": right, "polite": 0.5}, right)
+
+    tokenizer = tiny_tokenizer()
+    workflow = MultiTurnWorkflow(Parts(), GCONFIG, tokenizer, max_turns=3, turn_discount=0.5)
+    sample = asyncio.run(workflow.arun_episode(Scripted(tokenizer, ["8", "7"]), {"messages": QUESTION, "answer": "7"}))
+    assert (sample.reward, sample.rewards) == (0.75, {"right": 0.5, "polite": 0.25})

@@ -12,7 +12,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.trainers.evaluation import evaluate
-from tandem.trainers.parts import check_columns, check_names, make_reward, open_rows
+from tandem.trainers.parts import check_names, check_rows, make_reward, open_rows
 
 REWARDS = Path(__file__).parent / "small_rewards.py"
 
@@ -54,7 +54,7 @@ def test_each_source_of_a_mixture_is_judged_by_its_own_reward(tmp_path):
     config = mixture(tmp_path)
     rows, reward = open_rows(config).train.rows, make_reward(config)
     try:
-        check_columns(reward, rows)
+        check_rows(reward, rows)
         judged = {}
         for row in rows:
             result = asyncio.run(reward(prompt="", completion="1", prompt_ids=(), completion_ids=(), row=row))
@@ -68,7 +68,26 @@ def test_a_reward_that_lacks_its_column_is_refused_at_start_with_the_columns_the
     (tmp_path / "train.jsonl").write_text(json.dumps({"question": "a?", "gold": "1"}) + "\n")
     config = load_config(TrainConfig, None, [f"train_dataset.path={tmp_path}", "reward=exact_number"]).config
     with pytest.raises(ConfigError, match=r"answer_column.*question, gold"):
-        check_columns(make_reward(config), open_rows(config).train.rows)
+        check_rows(make_reward(config), open_rows(config).train.rows)
+
+
+def test_single_rows_that_cannot_be_judged_are_named_at_start_and_dropped_when_drawn(tmp_path, caplog):
+    answers = ["1", "one", "2", "", "3"]
+    text = "".join(json.dumps({"question": "a?", "answer": answer}) + "\n" for answer in answers)
+    (tmp_path / "train.jsonl").write_text(text)
+    config = load_config(TrainConfig, None, [f"train_dataset.path={tmp_path}", "reward=exact_number"]).config
+    check_rows(make_reward(config), open_rows(config).train.rows)
+    assert "2 rows of data set" in caplog.text
+    assert "the first is row 2: reward 'exact_number' compares numbers" in caplog.text
+
+
+def test_a_data_set_whose_answers_are_no_numbers_is_refused_by_a_reward_that_compares_numbers(tmp_path):
+    (tmp_path / "train.jsonl").write_text(json.dumps({"question": "a?", "answer": "x + 1"}) + "\n")
+    config = load_config(TrainConfig, None, [f"train_dataset.path={tmp_path}", "reward=gsm8k"]).config
+    check_rows(make_reward(config), open_rows(config).train.rows)  # "1" is a number in it
+    (tmp_path / "train.jsonl").write_text(json.dumps({"question": "a?", "answer": "x"}) + "\n")
+    with pytest.raises(ConfigError, match=r"the answer 'x' holds none; reward `math` compares expressions"):
+        check_rows(make_reward(config), open_rows(config).train.rows)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def truncate(ratio: torch.Tensor, *, high: float = 2.0) -> torch.Tensor:
 
 
 @IMPORTANCE_WEIGHTS.register("mask")
-def mask_outside(ratio: torch.Tensor, *, low: float = 0.0, high: float = 2.0) -> torch.Tensor:
+def mask_outside(ratio: torch.Tensor, *, low: float = 0.0, high: float = 5.0) -> torch.Tensor:
     """w inside [low, high], else 0 (IcePop, arXiv:2510.18855; decoupled PPO with ``high`` alone, arXiv:2505.24298)."""
     return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
 

@@ -4,18 +4,21 @@ examples:
   tandem algorithms
   tandem algorithms gspo
   tandem algorithms gspo algorithm.policy_loss.clip_high=5e-4
+  tandem algorithms --parts
   tandem algorithms --json
 """
 
 import argparse
 import json
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from typing import Any
 
+from tandem.config.errors import ConfigError
 from tandem.config.formulas import NOTATION
-from tandem.config.notes import NOTES, needs
-from tandem.config.pages import Algorithm, algorithm, as_yaml, summary
+from tandem.config.notes import NOTES
+from tandem.config.pages import Algorithm, Part, algorithm, all_parts, as_yaml, summary
 from tandem.config.presets import PRESETS
 from tandem.tracking.catalog import SECTIONS
 from tandem.tracking.metrics.metric import Metric
@@ -27,11 +30,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("name", nargs="?", metavar="NAME", help="one algorithm; without it, all are listed")
     parser.add_argument("changes", nargs="*", metavar="key=value", help="parts of it that you would change")
+    parser.add_argument("--parts", action="store_true", help="list every loss, advantage, correction … by itself instead")
     parser.add_argument("--json", action="store_true", help="print one JSON object, or a list of them without a name")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """`tandem algorithms`."""
+    if arguments.parts:
+        if arguments.name is not None:
+            raise ConfigError(f"--parts lists the parts of all algorithms; leave {arguments.name!r} out")
+        found_parts = list(all_parts())
+        print(json.dumps([asdict(part) for part in found_parts]) if arguments.json else "\n".join(parts_text(found_parts)))
+        return 0
     if arguments.name is None:
         print(json.dumps(overview(), ensure_ascii=False) if arguments.json else listing())
         return 0
@@ -53,7 +63,7 @@ def overview() -> list[dict[str, Any]]:
             "summary": summary(name),
             "paper": NOTES[name].title,
             "arxiv": NOTES[name].arxiv,
-            "needs": list(needs(name)),
+            "needs": list(algorithm(name).needs),
         }
         for name in PRESETS
     ]
@@ -65,7 +75,21 @@ def listing() -> str:
     rows.insert(0, ("name", "needs", "arXiv", "what it is"))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=False)) + f"  {row[3]}" for row in rows]
-    return "\n".join([*lines, "", "tandem algorithms NAME says more; tandem train FILE algorithm=NAME uses one."])
+    more = "NAME says more, --parts lists what they are made of; tandem train FILE algorithm=NAME uses one."
+    return "\n".join([*lines, "", f"tandem algorithms {more}"])
+
+
+def parts_text(parts: Sequence[Part]) -> Iterator[str]:
+    """Every part, under the key that sets it."""
+    key = ""
+    for part in parts:
+        if part.key != key:
+            yield from ("", part.key) if key else (part.key,)
+            key = part.key
+        knobs = f" [{', '.join(f'{name}={value}' for name, value in part.knobs.items())}]" if part.knobs else ""
+        sources = f" (arXiv:{', '.join(part.sources)})" if part.sources else ""
+        yield from _wrapped(f"  {part.name}", f"{part.formula}{knobs}{sources}")
+    yield from ("", *textwrap.wrap(NOTATION, WIDTH))
 
 
 def as_data(found: Algorithm) -> dict[str, Any]:

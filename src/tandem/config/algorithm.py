@@ -1,5 +1,6 @@
 """The algorithm, as parts that have names."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -41,6 +42,11 @@ class KLConfig:
     """How slowly the coefficient follows `target`: in so many samples it changes by at most a fifth."""
 
 
+HIGHEST = {"truncate": 2.0, "mask": 5.0}
+"""Upper bound of a correction's weights where none is given: 2 is usual for truncated importance sampling, 5 that of AReaL's
+decoupled objective (arXiv:2505.24298) and of IcePop (arXiv:2510.18855)."""
+
+
 @dataclass(frozen=True)
 class CorrectionConfig:
     """Behaviour correction: importance weights for tokens that another version sampled."""
@@ -54,11 +60,16 @@ class CorrectionConfig:
     low: float = 0.0
     """Lower bound of `mask`."""
 
-    high: float = 2.0
-    """Cap of `truncate` and upper bound of `mask`."""
+    high: float | None = None
+    """Cap of `truncate` and upper bound of `mask`; null takes 2 for `truncate` and 5 for `mask`."""
 
     reject: Component = field(default_factory=lambda: Component("none"))
     """Rule that drops whole sequences that drifted too far from the policy that sampled them."""
+
+    @property
+    def highest(self) -> float:
+        """`high`, or what it is where nothing was given."""
+        return HIGHEST.get(self.weight, math.inf) if self.high is None else self.high
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,8 @@ def check(config: BaseConfig, written: Container[str] = ()) -> None:
     if isinstance(config, (PreferenceConfig, RewardModelConfig, DistillConfig)):
         problems += preference.problems(config)
     if isinstance(config, DistillConfig):
-        problems += [*_rollout(training_config(config)), *_sampling(training_config(config))]
+        trained = training_config(config)
+        problems += [*_rollout(trained), *_sampling(trained), *groups(trained, written)]
     problems = list(dict.fromkeys(problems))
     if problems:
         one = len(problems) == 1
@@ -293,14 +294,14 @@ def _correction(config: TrainConfig, written: Container[str]) -> Iterator[str]:
             "async_training=true trains on tokens of older versions, but algorithm.correction.weight is none; "
             "use truncate or mask, or write algorithm.correction.weight=none to go without"
         )
-    if correction.weight == "mask" and correction.high < 1:
+    if correction.weight == "mask" and correction.highest < 1:
         yield (
-            f"algorithm.correction.high must be at least 1 with weight=mask, got {correction.high:g}; "
+            f"algorithm.correction.high must be at least 1 with weight=mask, got {correction.highest:g}; "
             "tokens of the current policy have ratio 1 and would all be dropped"
         )
-    if correction.weight == "mask" and correction.low >= correction.high:
+    if correction.weight == "mask" and correction.low >= correction.highest:
         yield (
-            f"algorithm.correction.low must be below algorithm.correction.high ({correction.high:g}), "
+            f"algorithm.correction.low must be below algorithm.correction.high ({correction.highest:g}), "
             f"got {correction.low:g}; every token would be dropped"
         )
 

@@ -1,9 +1,15 @@
 """Whether the parts of an algorithm fit together; the demands themselves are data, in `compatibility`."""
 
+import re
 from collections.abc import Iterator
 
 from tandem.config.compatibility import Demands, demands
 from tandem.config.experiment import TrainConfig
+
+TERM = re.compile(r"(?:^|\+)\s*(?:[-\d.eE]+\s*\*\s*)?([A-Za-z_]\w*)(?=\s*(?:\(|\+|$))")
+"""The name of each term of a sum of rewards."""
+
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 HARMLESS_SHAPING = ("mask_truncated",)
 """It drops samples and leaves rewards as they are."""
@@ -69,3 +75,29 @@ def _named_rewards(config: TrainConfig, choice: str, demand: Demands) -> Iterato
                 f"{choice} contradicts algorithm.shaping[{i}]={shaping.name}, because {demand.named_rewards}; leave it out, "
                 "or make it a reward with a name"
             )
+    for reward in _rewards(config):
+        if "*" in reward and ".py:" not in reward:
+            yield (
+                f"{choice} contradicts the factors of reward={reward!r}, because {demand.named_rewards} and brings it to "
+                "variance 1; leave them out, and weigh with algorithm.advantage.weights='NAME=FACTOR,…'"
+            )
+    yield from _weights_of_rewards(config)
+
+
+def _rewards(config: TrainConfig) -> list[str]:
+    """All that the run names, without repeats."""
+    sources = (config.train_dataset.sources, config.valid_dataset.sources)
+    return list(dict.fromkeys([config.reward, *(one.reward for some in sources for one in some if one.reward)]))
+
+
+def _weights_of_rewards(config: TrainConfig) -> Iterator[str]:
+    """`algorithm.advantage.weights`: its form, and its names where the rewards tell theirs."""
+    key, text = "algorithm.advantage.weights", config.algorithm.advantage.knobs.get("weights", "")
+    rewards = _rewards(config)
+    names = {name for reward in rewards for name in TERM.findall(reward)} if all("+" in one for one in rewards) else set()
+    for part in filter(None, (part.strip() for part in str(text).split(","))):
+        name, _, number = (piece.strip() for piece in part.partition("="))
+        if not name or not NUMBER.fullmatch(number):
+            yield f"{key} must be NAME=NUMBER, several with commas between them, such as math=1,format=0.5; got {part!r}"
+        elif names and name not in names:
+            yield f"{key} names {name!r}, and the rewards are {', '.join(sorted(names))}; name one of them, or leave it out"

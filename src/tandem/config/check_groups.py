@@ -3,7 +3,7 @@
 from collections.abc import Container, Iterator
 
 from tandem.config.check_algorithm import corrects_itself
-from tandem.config.compatibility import NEEDS_GREEDY
+from tandem.config.compatibility import NEEDS_GREEDY, demands
 from tandem.config.experiment import TrainConfig
 from tandem.config.knobs import GROUP_RELATIVE
 
@@ -46,6 +46,12 @@ def _majority(config: TrainConfig, written: Container[str]) -> Iterator[str]:
             f"algorithm.advantage={algorithm.advantage.name} compares with a greedy answer, which does not vote; with {key} "
             "use algorithm.advantage=grpo"
         )
+    for choice, demand in demands(algorithm.advantage.name, algorithm.policy_loss.name):
+        if demand.named_rewards:
+            yield (
+                f"{choice} contradicts {key}, because {demand.named_rewards}, and a vote is one reward without a name; use "
+                "algorithm.advantage=grpo"
+            )
     if config.workflow == "multi_turn":
         yield (
             f"workflow=multi_turn asks after each turn whether the answer is right, which {key} cannot know; "

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.compatibility import ADVANTAGES, NEEDS_CRITIC, NEEDS_GREEDY, Demands
 from tandem.config.knobs import GROUP_RELATIVE
-from tandem.config.presets import PRESETS
 
 
 @dataclass(frozen=True)
@@ -122,8 +122,7 @@ NOTES: Mapping[str, Note] = {
             "groups/without_spread": SPREAD,
             "grad_norm": "Proportional to the rewards and to the length of the answers: scale the reward if it is far "
             "from 1.",
-            "kl/rollout_proximal": "Nothing bounds the step: growing over the run, lower the learning rate or add "
-            "`algorithm.kl`.",
+            "entropy": "Nothing bounds the step: falling fast, lower the learning rate or add `algorithm.kl`.",
         },
         ALONE,
     ),
@@ -142,7 +141,7 @@ NOTES: Mapping[str, Note] = {
         "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization (Hu et al., 2025)",
         "2501.03262",
         "Several samples a prompt and prompts of mixed difficulty: the group gives the baseline, the batch gives the scale.",
-        {**GROUPED, "kl/reference": "It rises slowly. Rising fast: raise `algorithm.kl.coefficient`."},
+        {**GROUPED, "reward/std": "Advantages are divided by their spread over the batch: near 0 few samples decide."},
         ALONE,
     ),
     "lite_ppo": Note(
@@ -267,7 +266,8 @@ NOTES: Mapping[str, Note] = {
     "gdpo": Note(
         "GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL Optimization (2026)",
         "2601.05242",
-        "Several rewards of different size and difficulty: each is normalised before they are added, so that none drowns.",
+        "Several rewards of different size and difficulty: each is normalised before they are added, so that none drowns. "
+        "Their own proportions vanish with that; `algorithm.advantage.weights` sets others.",
         {
             "rewards/<name>": "Every one should rise. One falls: raise its weight.",
             "groups/without_spread": SPREAD,
@@ -298,25 +298,19 @@ NOTES: Mapping[str, Note] = {
             "reward/mean": "No baseline: every positive reward pushes its answer up; centre rewards with the `bias` "
             "shaping.",
             "grad_norm": "Noisy; larger batches are the only remedy.",
-            "kl/rollout_proximal": "Nothing bounds the step.",
+            "entropy": "Nothing bounds the step: falling fast, lower the learning rate.",
         },
     ),
 }
 """Preset → note; a test says that every preset has one."""
 
 
-def needs(name: str) -> tuple[str, ...]:
-    """What a preset needs besides the actor, read off its values: critic, reference, group, several rewards, greedy "
-    "answer."""
-    values = PRESETS[name].values
-    advantage = _name(values["advantage"])
+def needs_of(config: AlgorithmConfig) -> tuple[str, ...]:
+    """What an algorithm needs besides the actor: critic, reference, group, several rewards, greedy answer."""
+    advantage = config.advantage.name
     found = ["critic"] if advantage in NEEDS_CRITIC else []
-    found += ["reference"] if values.get("kl", {}).get("coefficient", 0.0) > 0 else []
+    found += ["reference"] if config.kl.coefficient > 0 else []
     found += ["group"] if advantage in GROUP_RELATIVE else []
     found += ["several rewards"] if ADVANTAGES.get(advantage, Demands()).named_rewards else []
     found += ["greedy answer"] if advantage in NEEDS_GREEDY else []
     return tuple(found)
-
-
-def _name(component: object) -> str:
-    return str(component["name"] if isinstance(component, Mapping) else component)

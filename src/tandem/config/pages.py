@@ -16,7 +16,7 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.formulas import CORRECTIONS, FORMULAS, KL_FORMS
 from tandem.config.knobs import CHOICES
 from tandem.config.load import load_config, plain_data
-from tandem.config.notes import NOTES, Note, needs
+from tandem.config.notes import NOTES, Note, needs_of
 from tandem.config.presets import PRESETS
 
 SOME_DATA = "train_dataset.path=addition"
@@ -72,6 +72,12 @@ def algorithm(name: str, overrides: Sequence[str] = ()) -> Algorithm:
         ConfigError: no such preset (tells the nearest), or changes that are refused.
     """
     if name not in PRESETS:
+        for part in all_parts():
+            if part.name == name:
+                raise ConfigError(
+                    f"{name!r} is no algorithm but a part of one: train with {part.key}={name}; `tandem algorithms --parts` "
+                    "says what it does"
+                )
         near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(f"no algorithm is called {name!r}; {hint}There are: {', '.join(PRESETS)}")
@@ -80,12 +86,40 @@ def algorithm(name: str, overrides: Sequence[str] = ()) -> Algorithm:
         name=name,
         summary=summary(name),
         note=NOTES[name],
-        needs=needs(name),
+        needs=needs_of(config),
         formulas=dict(_formulas(config)),
         values=_with_knobs(config),
         outside=dict(_flat(PRESETS[name].run)),
         asynchronous=_asynchronous(name, overrides, config),
     )
+
+
+@dataclass(frozen=True)
+class Part:
+    """One named choice that presets are put together from."""
+
+    key: str
+    """Where it is set: `algorithm.policy_loss`."""
+
+    name: str
+    formula: str
+    sources: tuple[str, ...]
+    """arXiv numbers."""
+
+    knobs: Mapping[str, Any]
+    """Knob → default."""
+
+
+def all_parts() -> Iterator[Part]:
+    """Every named choice of every part of an algorithm, in the order in which a batch meets them."""
+    tables = [(key, FORMULAS[key]) for key in ("shaping", "filter", "advantage", "policy_loss", "token_filter")]
+    tables += [("correction.weight", CORRECTIONS), ("correction.reject", FORMULAS["correction.reject"])]
+    tables += [("kl.estimator", KL_FORMS), ("aggregation", FORMULAS["aggregation"])]
+    for key, formulas in tables:
+        for name, formula in formulas.items():
+            if name != "none":
+                knobs = {knob: rule.default for knob, rule in CHOICES.get(key, {}).get(name, {}).items()}
+                yield Part(f"algorithm.{key}", name, formula.text, formula.sources, knobs)
 
 
 def summary(name: str) -> str:
@@ -126,8 +160,8 @@ def _formulas(config: AlgorithmConfig) -> Iterator[tuple[str, str]]:
     correction, kl = config.correction, config.kl
     if correction.weight != "none":
         text = CORRECTIONS[correction.weight].text
-        bounds = f"low = {correction.low:g}, high = {correction.high:g}" if correction.weight == "mask" else (
-            f"high = {correction.high:g}"
+        bounds = f"low = {correction.low:g}, high = {correction.highest:g}" if correction.weight == "mask" else (
+            f"high = {correction.highest:g}"
         )  # fmt: skip
         yield "correction", f"{text}; {bounds}, of each {correction.level}"
     if kl.coefficient > 0:
@@ -152,7 +186,10 @@ def _asynchronous(name: str, overrides: Sequence[str], config: AlgorithmConfig) 
     except ConfigError as error:
         return str(error)
     before, after = dict(_flat(plain_data(config))), dict(_flat(plain_data(other)))
-    return {f"algorithm.{key}": value for key, value in after.items() if before.get(key) != value}
+    changed = {f"algorithm.{key}": value for key, value in after.items() if before.get(key) != value}
+    if "algorithm.correction.weight" in changed:
+        changed["algorithm.correction.high"] = other.correction.highest
+    return changed
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

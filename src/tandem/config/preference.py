@@ -127,7 +127,9 @@ class DistillConfig(BaseConfig):
 def training_config(config: DistillConfig) -> TrainConfig:
     """The reinforcement learning that distillation is: REINFORCE on an advantage a token, every token the same."""
     shared = {name: getattr(config, name) for name in field_types(DistillConfig) if name != "teacher"}
-    correction = CorrectionConfig("truncate") if config.async_training else CorrectionConfig()
+    sampling = config.gconfig
+    elsewhere = config.async_training or config.rollout.replay.groups > 0 or sampling.train_first_token
+    correction = CorrectionConfig("truncate") if elsewhere else CorrectionConfig()
     algorithm = AlgorithmConfig(
         preset="reinforce",
         advantage=Component("reinforce"),

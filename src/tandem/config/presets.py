@@ -10,13 +10,13 @@ def _data(**values: Any) -> Mapping[str, Any]:
     return MappingProxyType(values)
 
 
-DECOUPLED_PPO = _data(correction={"weight": "mask", "level": "token", "low": 0.0, "high": 5.0})
+DECOUPLED_PPO = _data(correction={"weight": "mask", "level": "token"})
 """AReaL's decoupled objective: tokens keep their weight exp(proximal − rollout), above 5 they are dropped (2505.24298)."""
 
-TRUNCATED = _data(correction={"weight": "truncate", "level": "token", "high": 2.0})
+TRUNCATED = _data(correction={"weight": "truncate", "level": "token"})
 """Weights of more than 2 become 2."""
 
-SEQUENCES = _data(correction={"weight": "truncate", "level": "sequence", "high": 2.0})
+SEQUENCES = _data(correction={"weight": "truncate", "level": "sequence"})
 """The same with the product over the trajectory, for losses with one ratio for all of it."""
 
 REJECTED = _data(correction={"reject": {"name": "product", "low": 0.5, "high": 2.0}})
@@ -103,7 +103,7 @@ PRESETS: Mapping[str, Preset] = _data(
             advantage="reinforce_pp",
             policy_loss=_ppo_clip(),
             aggregation="token_mean",
-            kl={"coefficient": 0.01, "where": "reward", "estimator": "k1"},
+            kl={"coefficient": 0.01, "where": "reward"},
         ),
     ),
     reinforce_pp_baseline=Preset(
@@ -183,7 +183,7 @@ PRESETS: Mapping[str, Preset] = _data(
             advantage="grpo",
             policy_loss=_ppo_clip(),
             aggregation="sequence_mean",
-            kl={"coefficient": 0.001, "where": "loss", "estimator": "k3"},
+            kl={"coefficient": 0.001, "where": "loss"},
             labels="majority",
             update_samples=32,
         ),

@@ -286,11 +286,13 @@ def _in_vain(config: BaseConfig, written: Written) -> Iterator[tuple[str, Any, U
 
 
 def _preset_values(config: BaseConfig, key: str) -> Iterator[Any]:
-    """What the preset says of a key, whether or not training is asynchronous."""
+    """What the preset says of a key, also for asynchronous training where that or replay is chosen."""
     if not isinstance(config, TrainConfig) or config.algorithm.preset not in PRESETS:
         return
     preset = PRESETS[config.algorithm.preset]
-    for table in ({"algorithm": preset.values}, {"algorithm": preset.asynchronous}, preset.run):
+    stale = config.async_training or config.rollout.replay.groups > 0
+    added = [{"algorithm": preset.asynchronous}] if stale else []
+    for table in ({"algorithm": preset.values}, *added, preset.run):
         value: Any = table
         for name in key.split("."):
             value = value.get(name) if hasattr(value, "get") else None

@@ -9,6 +9,8 @@ import yaml
 
 from tandem.config.errors import ConfigError
 
+MERGE = "tag:yaml.org,2002:merge"
+
 COMMAND_LINE = "command line"
 """The source of what ``key=value`` says."""
 
@@ -139,6 +141,11 @@ def _walk(node: yaml.MappingNode, prefix: tuple[str, ...], file: str | None) -> 
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, yaml.ScalarNode):
             raise ConfigError(f"{file or COMMAND_LINE}:{line}: a key must be one word, and here it is a list or a mapping")
+        if key_node.tag == MERGE:
+            raise ConfigError(
+                f"{file or COMMAND_LINE}:{line}: `<<` merges are not read, because a value must have one place where it "
+                "stands; write the keys out, or give a whole value by its alias (optimizer: *name)"
+            )
         key = str(key_node.value)
         source = f"{file}:{line}" if file else COMMAND_LINE
         if key in seen:

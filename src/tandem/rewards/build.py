@@ -49,12 +49,12 @@ class SumReward(RewardFn):
         looking = next((result for result in results if result.extracted is not None), RewardResult(0.0))
         return RewardResult(sum(rewards.values()), rewards, known[0] if known else None, looking.answer, looking.extracted)
 
-    def check_columns(self, columns: Mapping[str, Any]) -> None:
+    def check_row(self, row: Mapping[str, Any]) -> None:
         """Asks each term that can tell whether the row has what it needs."""
         for _, _, reward in self.terms:
-            check = getattr(reward, "check_columns", None)
+            check = getattr(reward, "check_row", None)
             if check is not None:
-                check(columns)
+                check(row)
 
     def close(self) -> None:
         """Closes all of them."""

@@ -36,13 +36,13 @@ class FunctionReward(RewardFn):
         self.name = name
         self.arguments = Arguments(function, name)
 
-    def check_columns(self, columns: Mapping[str, Any]) -> None:
-        """For the first row of a data set, before training.
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Before training.
 
         Raises:
             ConfigError: the function needs a column that is not there.
         """
-        if missing := self.arguments.missing(columns):
+        if missing := self.arguments.missing(row):
             raise ConfigError(missing)
 
     async def __call__(
@@ -89,15 +89,18 @@ class WorkerReward(FunctionReward):
 class DirectReward(FunctionReward):
     """A function of Tandem's own that takes microseconds: called where it stands."""
 
-    def __init__(self, function: Callable[..., Any], name: str, *, needs_answer: bool = False):
+    def __init__(
+        self, function: Callable[..., Any], name: str, *, check: Callable[[Mapping[str, Any], str], None] | None = None
+    ):
+        """``check(row, name)`` raises ConfigError for a row that the function cannot judge."""
         super().__init__(function, name)
-        self.function, self.needs_answer = function, needs_answer
+        self.function, self.check = function, check
 
-    def check_columns(self, columns: Mapping[str, Any]) -> None:
+    def check_row(self, row: Mapping[str, Any]) -> None:
         """See `FunctionReward`."""
-        super().check_columns(columns)
-        if self.needs_answer:
-            require_answer(columns, self.name)
+        super().check_row(row)
+        if self.check is not None:
+            self.check(row, self.name)
 
     async def _judge(self, arguments: dict[str, Any]) -> Outcome:
         try:
@@ -147,11 +150,11 @@ class OwnReward(AsyncReward):
         super().__init__(reward.__call__, name, timeout_s=timeout_s)
         self.reward = reward
 
-    def check_columns(self, columns: Mapping[str, Any]) -> None:
+    def check_row(self, row: Mapping[str, Any]) -> None:
         """The reward's own check, where it has one."""
-        check = getattr(self.reward, "check_columns", None)
+        check = getattr(self.reward, "check_row", None)
         if check is not None:
-            check(columns)
+            check(row)
 
     async def __call__(self, **given: Any) -> RewardResult:
         """See `RewardFn`."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from tandem.api.failures import RewardFailure
 from tandem.api.workflow import RewardFn, RewardResult
+from tandem.config.errors import ConfigError
 from tandem.rewards.extraction import after_hashes, boxed, final_answer, gold_answer, last_number, plain_number
 from tandem.rewards.function import DirectReward, as_result, require_answer
 from tandem.rewards.outcome import Outcome
@@ -17,6 +18,7 @@ from tandem.rewards.registry import register
 
 CLOSENESS_WEIGHT = 0.3
 FORM_WEIGHT = 0.2
+COMPARES_EXPRESSIONS = "reward `math` compares expressions"
 
 
 def _gold(row: Mapping[str, Any]) -> str:
@@ -32,10 +34,18 @@ def _gold_number(row: Mapping[str, Any]) -> Fraction:
     if number is None:
         number = plain_number(last_number(gold) or "")
     if number is None:
-        raise RewardFailure(
-            "reward_raised", f"the row's answer holds no number: {gold!r:.80}; reward `math` compares expressions"
-        )
+        raise RewardFailure("reward_raised", f"the row's answer holds no number: {gold!r:.80}; {COMPARES_EXPRESSIONS}")
     return number
+
+
+def _require_number(row: Mapping[str, Any], name: str) -> None:
+    require_answer(row, name)
+    try:
+        _gold_number(row)
+    except RewardFailure as error:
+        raise ConfigError(
+            f"reward {name!r} compares numbers, and the answer {row['answer']!r:.80} holds none; {COMPARES_EXPRESSIONS}"
+        ) from error
 
 
 def _verdict(right: bool, answer: str | None) -> Outcome:
@@ -52,9 +62,9 @@ class MathReward(RewardFn):
     def __init__(self, *, timeout_s: float, workers: int = 2):
         self.pool = WorkerPool("tandem.rewards.equality:verify_answer", name="math", timeout_s=timeout_s, size=workers)
 
-    def check_columns(self, columns: Mapping[str, Any]) -> None:
-        """For the first row of a data set; raises ConfigError where it has no answer."""
-        require_answer(columns, "math")
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Raises ConfigError where the row has no answer."""
+        require_answer(row, "math")
 
     async def __call__(
         self,
@@ -109,7 +119,7 @@ def gsm8k_parts(completion: str, row: Mapping[str, Any]) -> dict[str, float | st
 @register("exact_number")
 def build_exact_number(*, timeout_s: float) -> RewardFn:
     """See `exact_number`; takes microseconds, so ``timeout_s`` never passes."""
-    return DirectReward(exact_number, "exact_number", needs_answer=True)
+    return DirectReward(exact_number, "exact_number", check=_require_number)
 
 
 @register("format")
@@ -121,7 +131,7 @@ def build_format(*, timeout_s: float) -> RewardFn:
 @register("gsm8k")
 def build_gsm8k(*, timeout_s: float) -> RewardFn:
     """See `gsm8k_parts`."""
-    return DirectReward(gsm8k_parts, "gsm8k", needs_answer=True)
+    return DirectReward(gsm8k_parts, "gsm8k", check=_require_number)
 
 
 @register("length")

@@ -60,7 +60,7 @@ class Objective:
     def of(cls, config: AlgorithmConfig, version: int = 0, kl_coefficient: float | None = None) -> "Objective":
         """The parts that a configuration names. ``kl_coefficient``: what it has become; None takes the configured one."""
         correction, kl = config.correction, config.kl
-        bounds = {"low": correction.low, "high": correction.high}
+        bounds = {"low": correction.low, "high": correction.highest}
         weight = choose(IMPORTANCE_WEIGHTS, Component(correction.weight), "algorithm.correction.weight")
         weight = Choice(weight.name, weight.function, weight.asked, {name: bounds[name] for name in weight.knobs})
         in_loss = kl.coefficient > 0 and kl.where == "loss"

@@ -1,5 +1,7 @@
 """A policy that learns from judged completions: DPO, IPO, KTO, SimPO, ORPO."""
 
+import logging
+
 import torch
 from tensordict import TensorDict
 
@@ -20,6 +22,8 @@ from tandem.roles.components import choose
 from tandem.roles.pairs import mismatched, on_both, on_sequences, pairs_of
 from tandem.roles.reference import Reference
 from tandem.roles.samples import trained_tokens, with_fields
+
+log = logging.getLogger(__name__)
 
 Losses = tuple[torch.Tensor, dict[str, torch.Tensor]]
 
@@ -44,6 +48,7 @@ class PreferenceLearner:
         self.is_paired = is_paired(self.loss.function)
         self.needs_reference = needs_reference(self.loss.function)
         self.needs_baseline = needs_baseline(self.loss.function)
+        self._said = False
         if self.needs_reference and reference is None:
             raise ConfigError(
                 f"loss={loss.name} compares with a reference policy, and there is none; give "
@@ -62,7 +67,9 @@ class PreferenceLearner:
             return batch
         others = mismatched(batch)
         z = torch.zeros(())
-        if others is not None:
+        if others is None:
+            self._say_once_that_there_is_one_prompt()
+        else:
             others = self._reference.compute_logprobs(others)
             mask = trained_tokens(others)
             sums = [
@@ -96,6 +103,15 @@ class PreferenceLearner:
     def evaluate_preference(self, batch: TensorDict) -> dict[str, float]:
         """The same without a step."""
         return _derived(self.engine.eval_batch(self._weighted(batch), self._objective))
+
+    def _say_once_that_there_is_one_prompt(self) -> None:
+        if not self._said:
+            log.warning(
+                "loss=%s: all rows of a batch have the same prompt, so there is no completion of another one to compare "
+                "with, and its baseline is 0 there; mix the rows (train_dataset.shuffle=true) or raise batch_size",
+                self.loss.name,
+            )
+        self._said = True
 
     @property
     def _reference(self) -> Reference:

@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,7 @@ from tandem.api.samples import Group, Sample
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
 from tandem.rollout.episode_engine import EpisodeEngine
 from tandem.rollout.ledger import Prompt
+from tandem.rollout.returned import check_sample
 
 
 @dataclass(eq=False)
@@ -78,7 +78,8 @@ def as_group(result: Group | Sample | None, episode: Episode) -> Group:
     """What a workflow returned, checked, as this episode's group.
 
     Raises:
-        DataFailure: there is nothing in it, or a reward is not finite.
+        DataFailure: there is nothing in it, or a number is not finite (see `check_sample`).
+        WrongWorkflow: a value has the wrong type or shape.
         TypeError: it is something else.
     """
     if result is None:
@@ -86,10 +87,9 @@ def as_group(result: Group | Sample | None, episode: Episode) -> Group:
     group = Group((result,)) if isinstance(result, Sample) else result
     if not isinstance(group, Group):
         raise TypeError(f"a workflow must return Group, Sample or None, got {type(result).__name__}")
-    if not group.samples or not all(sample.trajectories for sample in group.samples):
+    if not group.samples:
         raise DataFailure("empty_group", "a group needs at least one sample, a sample at least one trajectory")
     for sample in group.samples:
-        if not math.isfinite(sample.reward):
-            raise DataFailure("reward_not_finite", f"the workflow gave a sample the reward {sample.reward}")
+        check_sample(sample)
     source = group.source or str(episode.row.get("source") or "")
     return replace(group, group_id=episode.number, source=source, data=episode.row)

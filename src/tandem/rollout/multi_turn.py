@@ -50,7 +50,7 @@ class MultiTurnWorkflow(ChatWorkflow):
         discount = self.turn_discount**turn
         return chat.sample(
             result.value * discount,
-            rewards=result.rewards,
+            rewards={name: value * discount for name, value in result.rewards.items()},
             accuracy=result.accuracy,
             metrics={"turns": turn + 1.0},
             answer=result.answer,

@@ -14,6 +14,7 @@ from tandem.api.workflow import GeneratesTokens, RewardFn, RewardResult, Rollout
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.rollout.chat import Chat
+from tandem.rollout.returned import check_sample
 
 
 class ChatWorkflow(RolloutWorkflow):
@@ -119,7 +120,7 @@ async def one_sample(workflow: RolloutWorkflow, engine: GeneratesTokens, data: M
     """Runs a workflow of one sample on its own copy of the data.
 
     Raises:
-        DataFailure: it returned None.
+        DataFailure: it returned None, or a number that is not finite (see `check_sample`).
         WrongWorkflow: it made several samples, or something else.
     """
     try:
@@ -137,12 +138,13 @@ async def one_sample(workflow: RolloutWorkflow, engine: GeneratesTokens, data: M
                 "times for one sample each; if it makes the whole group itself, say so with the class attribute "
                 "`makes_group = True`"
             )
-        return result.samples[0]
+        result = result.samples[0]
     if not isinstance(result, Sample):
         raise WrongWorkflow(
             f"{described(workflow)} must return a Sample, or None to drop the prompt; it returned a "
             f"{type(result).__name__}. `chat.sample(reward)` makes one"
         )
+    check_sample(result)
     return result
 
 

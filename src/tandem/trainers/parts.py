@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -33,6 +34,8 @@ from tandem.rollout.multi_turn import MultiTurnWorkflow
 from tandem.rollout.workflows import Repeated, RLVRWorkflow
 from tandem.tracking.sinks.base import find_sink
 from tandem.trainers.own_workflow import FunctionWorkflow, checked_workflow, taken_arguments
+
+log = logging.getLogger(__name__)
 
 WORKFLOWS: dict[str, type[RolloutWorkflow]] = {"rlvr": RLVRWorkflow, "multi_turn": MultiTurnWorkflow}
 
@@ -96,19 +99,38 @@ class RewardBySource(RewardFn):
             reward.close()
 
 
-def check_columns(reward: RewardBySource, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Asks the reward of each data set, at its first row, whether the columns that it needs are there. A vote needs none.
+def check_rows(reward: RewardBySource, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Asks each row's reward whether the row has what it needs. A vote needs nothing.
+
+    A data set whose first row cannot be judged is refused; single later ones are a warning, and each is dropped with its
+    reason when it is drawn.
 
     Raises:
-        ConfigError: one is missing; names those there.
+        ConfigError: the first row of a data set lacks a column, an answer, a number; says what is there.
     """
-    seen = set()
-    for row in rows if reward.vote is None else ():
-        if row["source"] not in seen:
-            seen.add(row["source"])
-            check = getattr(reward.of(row), "check_columns", None)
+    seen: set[str] = set()
+    unfit: dict[str, tuple[int, int, str]] = {}
+    for number, row in enumerate(rows if reward.vote is None else (), 1):
+        source, is_first = row["source"], row["source"] not in seen
+        seen.add(source)
+        check = getattr(reward.of(row), "check_row", None)
+        try:
             if check is not None:
                 check(row)
+        except ConfigError as error:
+            if is_first:
+                raise
+            count, first, words = unfit.get(source, (0, number, str(error)))
+            unfit[source] = (count + 1, first, words)
+    for source, (count, first, words) in unfit.items():
+        log.warning(
+            "%d row%s of data set %r cannot be judged and will be dropped when drawn; the first is row %d: %s",
+            count,
+            "" if count == 1 else "s",
+            source,
+            first,
+            words,
+        )
 
 
 def make_reward(config: TrainConfig) -> RewardBySource:

@@ -45,7 +45,8 @@ REWARD: Section = {
     ),
     "groups/without_spread": Metric(
         "share",
-        "Groups whose samples all have the same reward; their advantages are 0 and they teach nothing.",
+        "Groups whose samples all have the same reward; in group-relative algorithms their advantages are 0 and they teach "
+        "nothing. With one sample a prompt it is 1, and says nothing.",
         "Above 0.5: prompts are too hard or too easy. Choose others, raise `gconfig.n_samples` or the "
         "temperature, or use `algorithm.filter=dynamic_sampling`. At 1 the step changes nothing and says so.",
     ),

@@ -3,7 +3,6 @@
 import asyncio
 import copy
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
@@ -15,6 +14,7 @@ from tandem.api.requests import NoiseKey, StopReason
 from tandem.api.samples import Group, Sample
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
 from tandem.rollout.episode_engine import EpisodeEngine
+from tandem.rollout.returned import check_sample
 
 log = logging.getLogger(__name__)
 
@@ -187,8 +187,7 @@ def _samples(result: Group | Sample | None) -> Sequence[Sample]:
     if not samples:
         raise DataFailure("workflow_returned_none", "a group without samples")
     for sample in samples:
-        if not math.isfinite(sample.reward):
-            raise DataFailure("reward_not_finite", f"the workflow gave a sample the reward {sample.reward}")
+        check_sample(sample)
     return samples
 
 

@@ -135,7 +135,7 @@ def make_judges(questions: Sequence[Questions], timeout_s: float) -> RewardBySou
     judges = RewardBySource(by_name[questions[0].reward], by_name)
     try:
         for one in questions:
-            check = getattr(by_name[one.reward], "check_columns", None)
+            check = getattr(by_name[one.reward], "check_row", None)
             for number, row in enumerate(one.rows if check is not None else (), 1):
                 assert check is not None
                 try:
