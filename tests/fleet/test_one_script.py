@@ -52,5 +52,5 @@ def test_the_example_trains_the_real_model_in_process_and_on_two_served_engines(
 
 @pytest.mark.slow
 def test_a_run_that_fails_is_reported_with_its_words_and_the_next_is_tried(model):
-    status, said = outcome(model, ["tandem:d1", "embedded"], *TINY, "actor.max_tokens_per_micro_batch=7")
+    status, said = outcome(model, ["tandem:d1", "embedded"], *TINY, "no_such_key=1")
     assert status >= 2 and "FAIL tandem:d1: 0 steps" in said and "FAIL embedded: 0 steps" in said
