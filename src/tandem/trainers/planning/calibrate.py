@@ -53,13 +53,13 @@ BUSY = 0.3
 """Load of each core above which a calibration is said to be doubtful."""
 
 PROCESS = """
-import torch, matplotlib.pyplot, tandem.trainers.rl, transformers.models.llama.modeling_llama
+import torch, tandem.trainers.rl, tandem.tracking.plots, transformers.models.llama.modeling_llama
 weight = torch.nn.Parameter(torch.ones(64, 64))
 optimizer = torch.optim.AdamW([weight], fused=True)
 (weight @ weight).sum().backward()
 optimizer.step()
 """
-"""A trainer without a model: the first step of an optimizer imports torch's compiler, the pictures matplotlib."""
+"""A trainer without a model: the first step of an optimizer imports torch's compiler."""
 
 WORKER = "import tandem.rewards.worker, tandem.rewards.equality"
 RESIDENT = "\nimport psutil; print(psutil.Process().memory_info().rss)"
