@@ -53,7 +53,7 @@ BUSY = 0.3
 """Load of each core above which a calibration is said to be doubtful."""
 
 PROCESS = """
-import torch, tandem.trainers.rl, transformers.models.llama.modeling_llama
+import torch, tandem.trainers.rl, tandem.tracking.plots, transformers.models.llama.modeling_llama
 weight = torch.nn.Parameter(torch.ones(64, 64))
 optimizer = torch.optim.AdamW([weight], fused=True)
 (weight @ weight).sum().backward()
