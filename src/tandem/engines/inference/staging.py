@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 
 from tandem.api.failures import WeightUpdateFailed
 from tandem.api.weights import WeightUpdate, tensor_digest, version_digest
@@ -34,7 +35,7 @@ def stage_update(core: "EngineCore", update: WeightUpdate) -> "StagedWeights":
             contextlib.closing(verified(update, pool)) as tensors,  # a stream that is not read to its end is left at once
         ):
             return core.stage(tensors)
-    except (ValueError, KeyError, RuntimeError, OSError) as error:
+    except (ValueError, KeyError, RuntimeError, OSError, MemoryError, SafetensorError) as error:
         if isinstance(error, WeightUpdateFailed):
             raise
         raise WeightUpdateFailed(f"version {update.version.number} cannot be taken: {error}") from error
