@@ -7,6 +7,7 @@ from collections.abc import Container, Iterator
 from tandem.config import preference
 from tandem.config.algorithm import AlgorithmConfig, Component
 from tandem.config.arithmetic import arithmetic, max_head_offpolicyness, placement, total_steps
+from tandem.config.backend import parse_layout
 from tandem.config.check_algorithm import combinations, corrects_itself
 from tandem.config.check_critic import critic_problems
 from tandem.config.check_groups import groups
@@ -147,19 +148,10 @@ def _dataset(key: str, data: DatasetConfig | ValidDatasetConfig) -> Iterator[str
 
 
 def _backend(backend: str) -> Iterator[str]:
-    if re.fullmatch(r"fsdp:d[1-9]\d*", backend):
-        return
-    name, _, layout = backend.partition(":")
-    if name != "fsdp":
-        what = "not in this version" if name in ("deepspeed", "megatron") else "not a training backend"
-        yield f"actor.backend={backend}: {name!r} is {what}; use fsdp:dN, N data-parallel ranks, for example fsdp:d1"
-    elif re.search(r"[tcp]\d", layout):
-        yield (
-            f"actor.backend={backend}: tensor (t), context (c) and pipeline (p) parallelism are not in this version; "
-            "use fsdp:dN, for example fsdp:d8"
-        )
-    else:
-        yield f"actor.backend={backend} must be fsdp:dN with N at least 1, for example fsdp:d1"
+    try:
+        parse_layout(backend)
+    except ConfigError as problem:
+        yield str(problem)
 
 
 def _fleet(config: TrainConfig) -> Iterator[str]:

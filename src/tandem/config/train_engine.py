@@ -47,7 +47,7 @@ class TrainEngineConfig:
     """Model folder, hub name, or a built-in name such as smollm2-135m."""
 
     backend: str = "fsdp:d1"
-    """How the model is spread: `fsdp:dN` shards it over N data-parallel ranks."""
+    """How the model is spread: `fsdp:d2` over 2 data-parallel ranks; t, c and r may follow (docs/parallelism.md)."""
 
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Precision of forward and backward (auto: bfloat16 where the device is fast in it); master weights are float32."""
