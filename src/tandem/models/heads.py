@@ -16,7 +16,7 @@ from transformers.utils import logging
 from tandem.api.engines import Outputs
 from tandem.config.errors import ConfigError
 from tandem.models.attention import NAME
-from tandem.models.packed import Hidden, PackedCausalLM, PackedModel
+from tandem.models.packed import PackedCausalLM, PackedModel
 
 HEAD = "score.weight"
 """Name of the head's only tensor, ``[1, H]``: it has no bias."""
@@ -35,7 +35,7 @@ class PackedScalarModel(PackedModel):
         is computed once. ``logprobs`` is empty: no logits are computed.
         """
         hidden = self.hidden(input_ids, cu_seqlens, loss_mask)
-        return Outputs(hidden.states.new_zeros(0), scores=read_scalar(hidden, self.model.score.weight))
+        return Outputs(hidden.states.new_zeros(0), scores=self.read_scalar(hidden, self.model.score.weight, len(input_ids)))
 
 
 class PackedActorCritic(PackedCausalLM):
@@ -59,14 +59,7 @@ class PackedActorCritic(PackedCausalLM):
         """`PackedCausalLM.forward`, with ``scores [T]`` as `PackedScalarModel.forward` gives them."""
         hidden = self.hidden(input_ids, cu_seqlens, loss_mask)
         outputs = self.predict(hidden, input_ids, cu_seqlens, temperature, loss_mask, entropy)
-        return outputs._replace(scores=read_scalar(hidden, self.value.weight))
-
-
-def read_scalar(hidden: Hidden, weight: torch.Tensor) -> torch.Tensor:
-    """``[T]`` float32, from ``weight [1, H]``."""
-    # in float32: bfloat16 has steps of 1/128 between 1 and 2, coarser than what values must tell apart
-    scores = (hidden.states.float() @ weight.float().T)[:, 0]  # [C]
-    return scores if hidden.place is None else scores[hidden.place]
+        return outputs._replace(scores=self.read_scalar(hidden, self.value.weight, len(input_ids)))
 
 
 def is_classifier(config: PretrainedConfig) -> bool:

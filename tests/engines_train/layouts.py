@@ -1,0 +1,88 @@
+"""Steps of tiny models under every layout of as many ranks as there are; importable by child processes."""
+
+from pathlib import Path
+
+import torch
+from tensordict import TensorDict
+
+from tandem.api.batch import concatenate
+from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
+from tandem.engines.train.fsdp import FSDPEngine
+from tests.engines_train.steps import random_batch, weighted_nll, weights_of
+
+LAYOUTS = {1: ("d1",), 2: ("d2", "d1t2", "d1c2", "d1r2"), 4: ("d2t2", "d2c2", "d2r2", "d1t2c2", "d1t2r2")}
+MODELS = {
+    "qwen2": {},  # tied, biases
+    "qwen3": {"vocab_size": 305},  # norms of heads; a vocabulary that no two ranks can halve
+    "gemma2": {"num_key_value_heads": 4},  # tied, scaled embedding, soft-caps, windows, four norms
+}
+HEADS = {"qwen2": "both", "qwen3": "lm", "gemma2": "lm"}
+
+
+def batch_of_prompts() -> TensorDict:
+    """Ragged sequences, and groups of which each shares a prompt."""
+    ragged = random_batch((3, 14, 2, 5, 9, 9, 4))
+    groups = random_batch((11, 8, 9, 10, 13), seed=1)
+    bounds = groups["cu_seqlens"].tolist()
+    for i, start in enumerate(bounds[:-1]):
+        first = bounds[0 if i < 3 else 3]
+        groups["loss_mask"][start : start + 6] = False
+        groups["loss_mask"][start + 6] = True
+        groups["input_ids"][start : start + 6] = groups["input_ids"][first : first + 6]
+    groups["loss_weights"] = groups["loss_weights"] * groups["loss_mask"]
+    return concatenate([ragged, groups])
+
+
+def loss_with_scores(outputs, view):
+    """The loss of `weighted_nll`, and of the second head where there is one."""
+    losses, metrics = weighted_nll(outputs, view)
+    return losses if outputs.scores is None else losses + 0.1 * (outputs.scores - 1).square(), metrics
+
+
+def engine_on(folder: Path, layout: str, head: str = "lm", *, lr=1e-2, eps=1e-8, **config) -> FSDPEngine:
+    options = TrainEngineConfig(
+        path=str(folder),
+        backend=f"fsdp:{layout}",
+        dtype=config.pop("dtype", "float32"),
+        optimizer=OptimizerConfig(lr=lr, eps=eps, max_grad_norm=config.pop("max_grad_norm", 0.5), weight_decay=0.0),
+        max_tokens_per_micro_batch=config.pop("max_tokens", 20),
+        logprob_chunk_tokens=7,
+        **config,
+    )
+    return FSDPEngine(options, total_steps=10, head=head)
+
+
+def gradients(folder: Path, layout: str, head: str, batch: TensorDict, **config) -> dict[str, torch.Tensor]:
+    """By name: what a step of an optimizer moves whose step is the gradient (Adam's denominator is its offset)."""
+    engine = engine_on(folder, layout, head, lr=1e4, eps=1e4, max_grad_norm=None, **config)
+    before = weights_of(engine)
+    engine.train_batch(batch, loss_with_scores, entropy=True)
+    return {name: before[name] - after for name, after in weights_of(engine).items()}
+
+
+def steps(folder: Path, layout: str, head: str, out: Path, **config):
+    """Gradients of the first step, then three steps: metrics, weights, outputs; saved and loaded again."""
+    batch = batch_of_prompts()
+    found = {"gradients": gradients(folder, layout, head, batch, **config)}
+    engine = engine_on(folder, layout, head, **config)
+    found["before"] = weights_of(engine)
+    found["metrics"] = [engine.train_batch(batch, loss_with_scores, entropy=True) for _ in range(3)]
+    found["after"] = weights_of(engine)
+    outputs = engine.forward(batch, entropy=True)
+    found["outputs"] = {name: value for name, value in outputs._asdict().items() if value is not None}
+    found["evaluated"] = engine.eval_batch(batch, loss_with_scores, entropy=True)
+    engine.save(out / f"{layout}-{folder.name}")
+    fresh = engine_on(folder, layout, head, **config)
+    fresh.load(out / f"{layout}-{folder.name}")
+    found["loaded"] = weights_of(fresh)
+    return found
+
+
+def all_steps(folders: dict[str, Path], out: Path, ranks: int):
+    """``(layout, model)`` → `steps`."""
+    torch.set_num_threads(1)
+    return {
+        f"{layout} {name}": steps(folder, layout, HEADS[name], out)
+        for layout in LAYOUTS[ranks]
+        for name, folder in folders.items()
+    }

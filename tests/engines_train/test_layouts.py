@@ -1,0 +1,72 @@
+"""The same step under every layout: sharded, replicated, tensor parallel, context parallel, and together."""
+
+import itertools
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.engines_train.layouts import LAYOUTS, MODELS, all_steps
+from tests.engines_train.steps import distance
+from tests.ranks import alone_and_on
+from tests.tiny import tiny_model_folder
+
+COUNTS = (2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.invariant]))
+
+
+@pytest.fixture(scope="module", params=COUNTS)
+def runs(request, tmp_path_factory):
+    """(number of ranks, what one process found, what each rank found, where the models were saved)."""
+    out = tmp_path_factory.mktemp("layouts")
+    folders = {
+        name: tiny_model_folder(out, name, **{"num_key_value_heads": 4} | overrides) for name, overrides in MODELS.items()
+    }
+    return request.param, *alone_and_on(request.param, all_steps, folders, out, out=out), out
+
+
+def compared(runs):
+    """(layout, model, what one process found, what a rank found)."""
+    count, alone, ranks, _ = runs
+    for layout, name in itertools.product(LAYOUTS[count], MODELS):
+        for found in ranks:
+            yield layout, name, alone[f"d1 {name}"], found[f"{layout} {name}"]
+
+
+def test_gradients_are_those_of_one_process(runs):
+    for layout, name, one, found in compared(runs):
+        assert found["gradients"].keys() == one["gradients"].keys()
+        for key, gradient in one["gradients"].items():
+            assert gradient.norm() > 0, (layout, name, key)
+            apart = (found["gradients"][key] - gradient).norm()
+            assert apart <= 1e-3 * gradient.norm(), (layout, name, key, float(apart / gradient.norm()))
+
+
+def test_three_steps_move_the_weights_as_those_of_one_process(runs):
+    for layout, name, one, found in compared(runs):
+        moved = distance(one["before"], one["after"])
+        assert moved > 0
+        assert distance(one["before"], found["before"]) == 0, (layout, name)
+        assert distance(one["after"], found["after"]) <= 1e-3 * moved, (layout, name)
+
+
+def test_metrics_are_those_of_one_process(runs):
+    for layout, name, one, found in compared(runs):
+        for ours, theirs in zip(one["metrics"], found["metrics"], strict=True):
+            assert theirs == pytest.approx(ours, rel=1e-3), (layout, name)
+        assert found["evaluated"] == pytest.approx(one["evaluated"], rel=1e-3), (layout, name)
+
+
+def test_every_rank_gets_the_outputs_of_the_whole_batch(runs):
+    for layout, name, one, found in compared(runs):
+        assert found["outputs"].keys() == one["outputs"].keys()
+        for key, values in one["outputs"].items():
+            torch.testing.assert_close(found["outputs"][key], values, atol=1e-3, rtol=1e-3, msg=f"{layout} {name} {key}")
+
+
+def test_what_is_saved_is_a_whole_model_and_can_be_loaded(runs):
+    count, _, ranks, out = runs
+    for layout, name in itertools.product(LAYOUTS[count], MODELS):
+        saved = dict(AutoModelForCausalLM.from_pretrained(out / f"{layout}-tiny-{name}-0").named_parameters())
+        for found in ranks:
+            assert distance(found[f"{layout} {name}"]["after"], saved) == 0, (layout, name)
+            assert distance(found[f"{layout} {name}"]["after"], found[f"{layout} {name}"]["loaded"]) == 0, (layout, name)
