@@ -3,14 +3,24 @@
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict
 
 from tandem.api.batch import concatenate
 from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
 from tandem.engines.train.fsdp import FSDPEngine
+from tandem.models.logprobs import chunked_logprobs
+from tandem.models.vocabulary import Vocabulary, vocabulary_parallel_logprobs
 from tests.engines_train.steps import random_batch, weighted_nll, weights_of
 
-LAYOUTS = {1: ("d1",), 2: ("d2", "d1t2", "d1c2", "d1r2"), 4: ("d2t2", "d2c2", "d2r2", "d1t2c2", "d1t2r2")}
+Case = tuple[str, str]
+"""Layout and model."""
+
+CASES: dict[str, list[Case]] = {
+    "2": [("d1t2", "qwen3"), ("d1c2", "qwen2")],
+    "2 more": [("d1t2", "qwen2"), ("d1c2", "qwen3"), ("d1r2", "qwen3"), ("d2", "gemma2"), ("d1t2", "gemma2")],
+    "4": [("d2t2", "qwen3"), ("d2c2", "gemma2"), ("d2r2", "qwen2"), ("d1t2c2", "qwen2"), ("d1t2r2", "qwen3")],
+}
 MODELS = {
     "qwen2": {},  # tied, biases
     "qwen3": {"vocab_size": 305},  # norms of heads; a vocabulary that no two ranks can halve
@@ -78,11 +88,43 @@ def steps(folder: Path, layout: str, head: str, out: Path, **config):
     return found
 
 
-def all_steps(folders: dict[str, Path], out: Path, ranks: int):
-    """``(layout, model)`` → `steps`."""
+def all_steps(folders: dict[str, Path], cases: list[Case], out: Path, ranks: int):
+    """ "layout model" → `steps`, and `vocabulary_parallel`."""
     torch.set_num_threads(1)
-    return {
-        f"{layout} {name}": steps(folder, layout, HEADS[name], out)
-        for layout in LAYOUTS[ranks]
-        for name, folder in folders.items()
-    }
+    if ranks == 1:
+        cases = [("d1", name) for name in {name for _, name in cases}]
+    found = {f"{layout} {name}": steps(folders[name], layout, HEADS[name], out) for layout, name in cases}
+    return found | {"vocabulary": [vocabulary_parallel(ranks, softcap, entropy) for softcap, entropy in HEAD_OPTIONS]}
+
+
+HEAD_OPTIONS = [(None, False), (None, True), (3.0, True)]
+
+
+def vocabulary_parallel(ranks: int, softcap: float | None, entropy: bool) -> dict[str, torch.Tensor]:
+    """Log-probabilities, entropies, and the gradients of hidden states and of the whole head; 11 tokens of a vocabulary of
+    305, in several chunks and at several temperatures."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(11, 16, generator=generator, requires_grad=True)
+    whole = torch.randn(305, 16, generator=generator)
+    targets = torch.randint(0, 305, (11,), generator=generator)
+    temperature = 0.5 + torch.rand(11, generator=generator)
+    pulls = torch.randn(2, 11, generator=generator)
+    each = -(-305 // ranks)
+    rank = dist.get_rank() if ranks > 1 else 0
+    weight = whole[rank * each : (rank + 1) * each].clone().requires_grad_()
+    settings = {"softcap": softcap, "entropy": entropy, "chunk_tokens": 4}
+    if ranks == 1:
+        found = chunked_logprobs(hidden, weight, targets, temperature, **settings)
+    else:
+        mine = Vocabulary(dist.group.WORLD, rank * each)
+        found = vocabulary_parallel_logprobs(hidden, weight, targets, temperature, mine, **settings)
+    total = (found.logprobs * pulls[0]).sum()
+    if entropy:
+        total = total + (found.entropy * pulls[1]).sum()
+    total.backward()
+    gradient = torch.zeros_like(whole)
+    gradient[rank * each : (rank + 1) * each] = weight.grad
+    if ranks > 1:
+        dist.all_reduce(gradient)
+    entropies = found.entropy.detach() if entropy else torch.zeros(0)
+    return {"logprobs": found.logprobs.detach(), "entropy": entropies, "hidden": hidden.grad, "head": gradient}

@@ -1,33 +1,31 @@
 """The same step under every layout: sharded, replicated, tensor parallel, context parallel, and together."""
 
-import itertools
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engines_train.layouts import LAYOUTS, MODELS, all_steps
+from tests.engines_train.layouts import CASES, MODELS, all_steps
 from tests.engines_train.steps import distance
 from tests.ranks import alone_and_on
 from tests.tiny import tiny_model_folder
 
-COUNTS = (2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.invariant]))
+SLOW = [pytest.mark.slow, pytest.mark.invariant]
 
 
-@pytest.fixture(scope="module", params=COUNTS)
+@pytest.fixture(scope="module", params=["2", pytest.param("2 more", marks=SLOW), pytest.param("4", marks=SLOW)])
 def runs(request, tmp_path_factory):
-    """(number of ranks, what one process found, what each rank found, where the models were saved)."""
-    out = tmp_path_factory.mktemp("layouts")
+    """(cases, what one process found, what each rank found, where the models were saved)."""
+    out, cases = tmp_path_factory.mktemp("layouts"), CASES[request.param]
     folders = {
         name: tiny_model_folder(out, name, **{"num_key_value_heads": 4} | overrides) for name, overrides in MODELS.items()
     }
-    return request.param, *alone_and_on(request.param, all_steps, folders, out, out=out), out
+    return cases, *alone_and_on(int(request.param[0]), all_steps, folders, cases, out, out=out), out
 
 
 def compared(runs):
     """(layout, model, what one process found, what a rank found)."""
-    count, alone, ranks, _ = runs
-    for layout, name in itertools.product(LAYOUTS[count], MODELS):
+    cases, alone, ranks, _ = runs
+    for layout, name in cases:
         for found in ranks:
             yield layout, name, alone[f"d1 {name}"], found[f"{layout} {name}"]
 
@@ -64,9 +62,17 @@ def test_every_rank_gets_the_outputs_of_the_whole_batch(runs):
 
 
 def test_what_is_saved_is_a_whole_model_and_can_be_loaded(runs):
-    count, _, ranks, out = runs
-    for layout, name in itertools.product(LAYOUTS[count], MODELS):
+    cases, _, ranks, out = runs
+    for layout, name in cases:
         saved = dict(AutoModelForCausalLM.from_pretrained(out / f"{layout}-tiny-{name}-0").named_parameters())
         for found in ranks:
             assert distance(found[f"{layout} {name}"]["after"], saved) == 0, (layout, name)
             assert distance(found[f"{layout} {name}"]["after"], found[f"{layout} {name}"]["loaded"]) == 0, (layout, name)
+
+
+def test_a_head_that_is_cut_by_tokens_gives_what_the_whole_one_gives(runs):
+    _, alone, ranks, _ = runs
+    for found in ranks:
+        for one, cut in zip(alone["vocabulary"], found["vocabulary"], strict=True):
+            for name, value in one.items():
+                torch.testing.assert_close(cut[name], value, atol=2e-5, rtol=1e-4, msg=name)

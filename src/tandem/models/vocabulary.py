@@ -1,7 +1,7 @@
 """Log-probabilities and entropy where each rank has a part of the vocabulary: no logits are gathered.
 
 Per token three numbers cross: of a rank's part the logarithm of its sum of exponentials, the logit of the target where it
-lies there, and the mean logit.
+lies there, and the negative entropy within the part.
 """
 
 from typing import Any, NamedTuple
@@ -74,11 +74,12 @@ class _Head(torch.autograd.Function):
             own[0, rows] = total = logits.logsumexp(-1)
             own[1, rows] = logits.gather(1, at[rows, None])[:, 0].where(here[rows], 0)
             if entropy:
-                own[2, rows] = torch.linalg.vecdot((logits - total[:, None]).exp_(), logits)
+                logprobs = logits.sub_(total[:, None])
+                own[2, rows] = torch.linalg.vecdot(logprobs.exp(), logprobs)
         parts = _gathered(own, vocabulary.group) if len(hidden) else own[None]
         totals = parts[:, 0].logsumexp(0)  # [M]
-        mean = ((parts[:, 0] - totals).exp() * parts[:, 2]).sum(0)  # of the logits, by the whole distribution
-        entropies = totals - mean if entropy else totals.new_zeros(0)
+        shares = parts[:, 0] - totals  # logarithm of each part's probability
+        entropies = -(shares.exp() * (parts[:, 2] + shares)).sum(0) if entropy else totals.new_zeros(0)
         ctx.save_for_backward(hidden, weight, targets, temperature, totals, entropies)
         return parts[:, 1].sum(0) - totals, entropies
 
