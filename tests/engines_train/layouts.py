@@ -14,12 +14,17 @@ from tandem.models.vocabulary import Vocabulary, vocabulary_parallel_logprobs
 from tests.engines_train.steps import random_batch, weighted_nll, weights_of
 
 Case = tuple[str, str]
-"""Layout and model."""
+"""Layout, with a word for options, and model."""
+
+OPTIONS = {
+    "gather": {"context_parallel": "gather"},
+    "lean": {"gradient_sync": "micro_batch", "gradient_checkpointing": True, "selective_checkpointing": True},
+}
 
 CASES: dict[str, list[Case]] = {
-    "2": [("d1t2", "qwen3"), ("d1c2", "qwen2")],
-    "2 more": [("d1t2", "qwen2"), ("d1c2", "qwen3"), ("d1r2", "qwen3"), ("d2", "gemma2"), ("d1t2", "gemma2")],
-    "4": [("d2t2", "qwen3"), ("d2c2", "gemma2"), ("d2r2", "qwen2"), ("d1t2c2", "qwen2"), ("d1t2r2", "qwen3")],
+    "2": [("d1t2", "qwen3"), ("d1c2", "qwen2"), ("d1c2 gather", "qwen3")],
+    "2 more": [("d1t2", "qwen2"), ("d1c2 gather", "gemma2"), ("d1r2", "qwen3"), ("d2 lean", "gemma2"), ("d1t2", "gemma2")],
+    "4": [("d2t2", "qwen3"), ("d2c2", "gemma2"), ("d2r2 lean", "qwen2"), ("d1t2c2", "qwen2"), ("d1t2r2", "qwen3")],
 }
 MODELS = {
     "qwen2": {},  # tied, biases
@@ -50,6 +55,9 @@ def loss_with_scores(outputs, view):
 
 
 def engine_on(folder: Path, layout: str, head: str = "lm", *, lr=1e-2, eps=1e-8, **config) -> FSDPEngine:
+    layout, *words = layout.split()
+    for word in words:
+        config |= OPTIONS[word]
     options = TrainEngineConfig(
         path=str(folder),
         backend=f"fsdp:{layout}",

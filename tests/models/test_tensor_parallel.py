@@ -26,9 +26,9 @@ def test_every_matrix_of_a_layer_is_cut_as_transformers_would(kind):
 def test_heads_that_cannot_be_divided_are_refused_with_what_can():
     architecture = Architecture.from_config(tiny_config("smollm"))  # 3 heads on 1
     refuse_uneven_heads(architecture, 1, 1)
-    with pytest.raises(ConfigError, match="3 heads on 1 key-value heads: t and c must be 1 with it; use d"):
+    with pytest.raises(ConfigError, match="3 heads on 1 key-value heads, which can be divided not at all; use d"):
         refuse_uneven_heads(architecture, 2, 1)
     architecture = Architecture.from_config(tiny_config("llama", num_attention_heads=8, num_key_value_heads=4))
     refuse_uneven_heads(architecture, 2, 2)
-    with pytest.raises(ConfigError, match="t times c may be 2, 4"):
+    with pytest.raises(ConfigError, match="divided into 2, 4 parts"):
         refuse_uneven_heads(architecture, 4, 2)

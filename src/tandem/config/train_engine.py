@@ -61,5 +61,14 @@ class TrainEngineConfig:
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
+    selective_checkpointing: bool = False
+    """With `gradient_checkpointing`, keep results of matrix products and attention, and recompute the cheap rest only."""
+
+    context_parallel: Literal["auto", "all_to_all", "gather"] = "auto"
+    """How ranks that share tokens attend: exchange heads for tokens (auto: if heads divide), or gather keys and values."""
+
+    gradient_sync: Literal["step", "micro_batch"] = "step"
+    """Sum gradients over ranks once a step, or with each micro-batch: more to send, and a rank never holds all gradients."""
+
     logprob_chunk_tokens: int = 1024
     """Tokens whose logits exist at the same time while log-probabilities are computed."""

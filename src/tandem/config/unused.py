@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 from tandem.config.algorithm import Component
 from tandem.config.arithmetic import max_head_offpolicyness
+from tandem.config.backend import Layout, parse_layout
 from tandem.config.data import DatasetConfig, ValidDatasetConfig, is_procedural
+from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import kinds_of
 from tandem.config.keys import leaves
@@ -56,6 +58,18 @@ def _only(config: TrainConfig, *kinds: str) -> bool:
     return bool(named) and named <= set(kinds)
 
 
+def _layout(config: BaseConfig) -> Layout:
+    """That of one process where the backend is none: that is told elsewhere."""
+    try:
+        return parse_layout(config.actor.backend)
+    except ConfigError:
+        return Layout()
+
+
+def _critic_checkpoints(config: BaseConfig) -> bool:
+    return isinstance(config, TrainConfig) and bool(config.critic.gradient_checkpointing)
+
+
 ALWAYS = (
     Unused(
         ("valid_dataset", "evaluate.max_rows", "evaluate.max_new_tokens", "evaluate.n_samples", "evaluate.temperature"),
@@ -87,6 +101,24 @@ ALWAYS = (
         ("actor.optimizer.min_lr_ratio",),
         lambda config, _: config.actor.optimizer.schedule == "constant",
         "by the constant schedule: set actor.optimizer.schedule to linear or cosine, or leave it out",
+    ),
+)
+
+SPREAD = (
+    Unused(
+        ("actor.context_parallel",),
+        lambda config, _: _layout(config).context == 1,
+        "because no ranks share tokens: set actor.backend, for example to fsdp:d1c2, or leave it out",
+    ),
+    Unused(
+        ("actor.gradient_sync",),
+        lambda config, _: _layout(config).shards * _layout(config).replicas == 1,
+        "because no ranks have sequences of their own: set actor.backend, for example to fsdp:d2, or leave it out",
+    ),
+    Unused(
+        ("actor.selective_checkpointing",),
+        lambda config, _: not (config.actor.gradient_checkpointing or _critic_checkpoints(config)),
+        "because nothing is recomputed: set actor.gradient_checkpointing=true, or leave it out",
     ),
 )
 
@@ -243,7 +275,7 @@ def unused(config: BaseConfig, written: Written) -> Iterator[str]:
     """One message for each key that was set in vain."""
     if isinstance(config, DistillConfig):
         config = training_config(config)
-    rules = ALWAYS + (REINFORCEMENT if isinstance(config, TrainConfig) else SUPERVISED)
+    rules = ALWAYS + SPREAD + (REINFORCEMENT if isinstance(config, TrainConfig) else SUPERVISED)
     values, untouched = dict(leaves(config)), dict(leaves(type(config)()))
     told = set()
     for rule in rules:

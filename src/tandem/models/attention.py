@@ -7,9 +7,9 @@ to every layer.
 """
 
 import inspect
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +56,7 @@ class Packing:
     def from_cu_seqlens(cls, cu_seqlens: torch.Tensor) -> "Packing":
         """``cu_seqlens [N + 1]``; empty sequences are fine."""
         lengths = [length for length in cu_seqlens.diff().tolist() if length > 0]
-        runs = tuple(Run(len(list(same)), length) for length, same in groupby(lengths))
+        runs = tuple(Run(len(list(same)), length) for length, same in itertools.groupby(lengths))
         return cls(cu_seqlens.to(torch.int32), runs, max(lengths, default=0))
 
     @classmethod
@@ -101,6 +101,8 @@ def packed_attention(
     ``dropout`` is 0: `load_causal_lm` turns it off, because log-probabilities of a policy must not be random.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if packing.context is not None and packing.context.way == "gather":
+        return _attend_with_own(query, key, value, packing, scale, sliding_window, softcap), None
     if packing.context is not None:
         whole = [packing.context.tokens_for_heads(tensor) for tensor in (query, key, value)]
         output = _attend(*whole, packing, scale, sliding_window, softcap)
@@ -140,6 +142,33 @@ def _attend(
         q, k, v = (part.unflatten(0, (run.count, run.length)).transpose(1, 2) for part in parts)  # [B, heads, S, D]
         outputs.append(_causal(q, k, v, scale, window, softcap).transpose(1, 2).flatten(0, 1))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
+
+
+def _attend_with_own(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Packing,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention of own tokens to those of all ranks: ``[1, heads, own tokens, D]`` → ``[1, own tokens, heads, D]``."""
+    context = packing.context
+    assert context is not None
+    key, value = context.gather_tokens(key), context.gather_tokens(value)
+    own = context.rows(key.shape[2])
+    lengths = [run.length for run in packing.runs if isinstance(run, Run) for _ in range(run.count)]
+    ends = list(itertools.accumulate(lengths))
+    # of each sequence: how many tokens are this rank's, and where the last of them ends
+    stops = [min(end, own.stop) - (end - length) for end, length in zip(ends, lengths, strict=True)]
+    mine = [max(0, min(end, own.stop) - max(end - length, own.start)) for end, length in zip(ends, lengths, strict=True)]
+    outputs = []
+    keys, values = key.split(lengths, 2), value.split(lengths, 2)
+    for q, k, v, stop in zip(query.split(mine, 2), keys, values, stops, strict=True):
+        if q.shape[2]:
+            outputs.append(_causal(q, k[:, :, :stop], v[:, :, :stop], scale, sliding_window, softcap))
+    return torch.cat(outputs, 2).transpose(1, 2)
 
 
 def _shared(

@@ -57,6 +57,20 @@ def _exchanged(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return received
 
 
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        own = own.contiguous()
+        found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather([part.flatten().view(torch.uint8) for part in found], own.flatten().view(torch.uint8), group=group)
+        return torch.stack(found)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return _exchanged(grad, ctx.group).sum(0, dtype=torch.float32).to(grad.dtype), None
+
+
 def sum_parts(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum of what each rank has; a rank's gradient is that of its part."""
     return _Sum.apply(part, group)
@@ -65,6 +79,11 @@ def sum_parts(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def share(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """``value``, which all ranks have, given to computations of which each rank does a part: the gradients are summed."""
     return _Share.apply(value, group)
+
+
+def gather(own: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """``own`` of every rank, stacked, for computations of which each rank does a part: the gradients are summed."""
+    return _Gather.apply(own, group)
 
 
 def exchange(blocks: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -93,14 +93,7 @@ def read_classifier(folder: Path, config: PretrainedConfig, dtype: torch.dtype) 
     Raises:
         ConfigError: more than one label, no usable padding token, or weights that are missing or cannot be read.
     """
-    brings_head = is_classifier(config)
-    if brings_head and config.num_labels != 1:
-        raise ConfigError(
-            f"{folder} is a classifier with {config.num_labels} labels ({', '.join(map(str, config.id2label.values()))}); "
-            "a reward model or critic has one number, so give a classifier with num_labels=1 or a language model"
-        )
-    config.num_labels = 1
-    padding = padding_token(folder, config)
+    brings_head, padding = prepare_classifier(folder, config)
     try:
         with no_report():
             model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -115,6 +108,22 @@ def read_classifier(folder: Path, config: PretrainedConfig, dtype: torch.dtype) 
     # a packed batch has no padding; left as it is, the embedding of that token would get no gradient after a reload
     model.model.embed_tokens.padding_idx = None
     return model
+
+
+def prepare_classifier(folder: Path, config: PretrainedConfig) -> tuple[bool, int]:
+    """Makes ``config`` that of a classifier with one label; whether the folder has its head, and its padding token.
+
+    Raises:
+        ConfigError: it has more labels, or no usable padding token.
+    """
+    brings_head = is_classifier(config)
+    if brings_head and config.num_labels != 1:
+        raise ConfigError(
+            f"{folder} is a classifier with {config.num_labels} labels ({', '.join(map(str, config.id2label.values()))}); "
+            "a reward model or critic has one number, so give a classifier with num_labels=1 or a language model"
+        )
+    config.num_labels = 1
+    return brings_head, padding_token(folder, config)
 
 
 def padding_token(folder: Path, config: PretrainedConfig) -> int:

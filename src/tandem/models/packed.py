@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn.functional import pad
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from tandem.api.engines import Outputs
 from tandem.models.architecture import Architecture
@@ -14,6 +15,19 @@ from tandem.models.exchanges import sum_parts
 from tandem.models.logprobs import chunked_logprobs
 from tandem.models.prefixes import compact
 from tandem.models.vocabulary import Vocabulary, vocabulary_parallel_logprobs
+
+_PRODUCTS = ("mm", "addmm", "bmm")
+
+
+def keeping_products() -> Any:
+    """Contexts of a forward pass that keeps the results of matrix products and attention, and of the one that follows."""
+
+    def policy(ctx: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        name = getattr(operator, "__name__", "").partition(".")[0]
+        dear = name in _PRODUCTS or name.startswith("_scaled_dot_product")
+        return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 class Hidden(NamedTuple):
@@ -61,10 +75,15 @@ class PackedModel(nn.Module):
         """The transformers configuration."""
         return self.model.config
 
-    def enable_gradient_checkpointing(self) -> None:
-        """From now on only the input of each layer is kept, and the rest is computed again in the backward pass."""
+    def enable_gradient_checkpointing(self, selective: bool = False) -> None:
+        """From now on only the input of each layer is kept, and the rest is computed again in the backward pass.
+
+        ``selective``: the results of matrix products and of attention are kept too; the cheap rest is computed again.
+        """
         newer = getattr(self.model, "activation_checkpointing_enable", None)  # the name in later transformers
-        (newer or self.model.gradient_checkpointing_enable)({"use_reentrant": False})
+        (newer or self.model.gradient_checkpointing_enable)(
+            {"use_reentrant": False} | ({"context_fn": keeping_products} if selective else {})
+        )
         # transformers recomputes only in training mode; nothing else depends on that, because dropout is 0
         self.model.train()
 
@@ -76,7 +95,8 @@ class PackedModel(nn.Module):
         """
         bounds = check_lengths(cu_seqlens, len(input_ids))
         ids, at = input_ids, positions(cu_seqlens, len(input_ids))
-        shared = compact(input_ids, bounds, loss_mask)
+        shares = self.context is None or self.context.way == "all_to_all"
+        shared = compact(input_ids, bounds, loss_mask) if shares else None
         if shared is None:
             packing = Packing.from_cu_seqlens(cu_seqlens)
         else:

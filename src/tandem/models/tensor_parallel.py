@@ -93,7 +93,7 @@ class _Cutter:
         self._dims: dict[str, tuple[int, int]] = {}
         self._summed: set[str] = set()
         size = dist.get_world_size(group)
-        refuse_uneven_heads(packed.architecture, size, packed.context.size if packed.context else 1)
+        refuse_uneven_heads(packed.architecture, size, 1)
         self._bare = Pieces(group, dist.get_rank(group), size, {}, frozenset())
 
     @property

@@ -4,7 +4,8 @@ import torch
 
 from tandem.api.engines import TrainEngine
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.fsdp import FSDPEngine, Head
+from tandem.engines.train.fsdp import FSDPEngine
+from tandem.engines.train.spread import Head
 
 __all__ = ["Head", "build_train_engine"]
 

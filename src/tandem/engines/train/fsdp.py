@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -13,19 +12,13 @@ from tandem.api.batch import num_sequences, select
 from tandem.api.engines import LossFn, Outputs, TrainEngine, TrainPart
 from tandem.api.failures import BatchError
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.holders import Holder, Replica, Sharded
 from tandem.engines.train.micro_batches import filler, has_weight, micro_batches
 from tandem.engines.train.named_weights import NamedWeights
 from tandem.engines.train.optimizer import Optimizer
 from tandem.engines.train.ranks import form_ranks, sum_over_ranks
+from tandem.engines.train.spread import Head, open_spread
 from tandem.engines.train.totals import Totals
-from tandem.models.context_parallel import refuse_uneven_heads
-from tandem.models.load import load_causal_lm, load_scalar_model
-from tandem.models.packed import PackedModel
 from tandem.models.precision import resolve_dtype
-from tandem.models.tensor_parallel import Pieces, cut
-
-Head = Literal["lm", "scalar", "both"]
 
 
 class FSDPEngine(TrainEngine):
@@ -57,8 +50,7 @@ class FSDPEngine(TrainEngine):
         self.ranks = form_ranks(config.backend, process_group, self.device)
         self.world_size = self.ranks.layout.ranks
         self.head = head
-        self.model = self._load_model()
-        self._holder = self._spread()
+        self.model, self._holder = open_spread(config, self.ranks, self.device, self.dtype, head)
         self._optimizer = Optimizer(self._holder, config.optimizer, total_steps, self.ranks)
         self._weights = NamedWeights(self._holder, self.model, self.ranks.group)
         self._offloaded: set[TrainPart] = set()
@@ -212,26 +204,3 @@ class FSDPEngine(TrainEngine):
             raise RuntimeError(
                 f"{' and '.join(missing)} of the train engine are offloaded; call onload({tuple(missing)}) first"
             )
-
-    def _spread(self) -> Holder:
-        """Lays the model over the ranks."""
-        model, ranks = self.model, self.ranks
-        model.context = ranks.context
-        refuse_uneven_heads(model.architecture, ranks.layout.tensor, ranks.layout.context)
-        pieces: Pieces | None = None if ranks.tensor is None else cut(model, ranks.tensor)
-        if ranks.shards is None:
-            return Replica(model, self.dtype, pieces)
-        return Sharded(model, model.model.model.layers, self.dtype, ranks.shards, pieces)
-
-    def _load_model(self) -> PackedModel:
-        config = self.config
-        if self.head == "scalar":
-            return load_scalar_model(config.path, torch.float32, self.device, config.gradient_checkpointing)
-        return load_causal_lm(
-            config.path,
-            torch.float32,
-            self.device,
-            config.gradient_checkpointing,
-            chunk_tokens=config.logprob_chunk_tokens,
-            value_head=self.head == "both",
-        )

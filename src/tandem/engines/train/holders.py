@@ -7,7 +7,8 @@ after the backward passes and `finish_gradients`.
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -154,24 +155,38 @@ class Sharded(Holder):
     """FSDP2: each layer is gathered in the compute dtype when it is needed; gradients are reduced in float32."""
 
     def __init__(
-        self, model: nn.Module, layers: nn.ModuleList, dtype: torch.dtype, mesh: DeviceMesh, pieces: Pieces | None = None
+        self,
+        model: nn.Module,
+        layers: nn.ModuleList,
+        dtype: torch.dtype,
+        mesh: DeviceMesh,
+        pieces: Pieces | None = None,
+        fill: Callable[[nn.Module], None] = lambda _: None,
+        gradient_sync: Literal["step", "micro_batch"] = "step",
     ):
-        """``mesh``: shards, or replicas by shards."""
+        """``mesh``: shards, or replicas by shards. ``fill``: gives a module its weights, just before it is sharded.
+        ``gradient_sync``: how often gradients are summed over ranks.
+        """
         precision = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype,
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,  # temperatures stay float32
         )
         for layer in layers:
+            fill(layer)
             fully_shard(layer, mesh=mesh, mp_policy=precision)
+        fill(model)
         # the embedding is also the head, or as large: keep it gathered between its two uses
         fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
-        self.model, self.pieces = model, pieces
+        self.model, self.pieces, self._gradient_sync = model, pieces, gradient_sync
         self.masters = dict(model.named_parameters())
 
     def accumulate(self, *, last: bool) -> None:
-        """Gradients are summed over ranks once a step; until then each rank has those of its own sequences."""
-        self.model.set_requires_gradient_sync(last)
+        """Until they are summed over ranks, each rank has all gradients of its own sequences; after it, its shard."""
+        if self._gradient_sync == "step":
+            self.model.set_requires_gradient_sync(last)
+        else:
+            self.model.set_requires_all_reduce(last)  # between replicas once in any case: it costs no memory
 
     def publish(self) -> None:
         """Lets go of what a forward pass without a backward one left gathered: the next one gathers the new values."""
