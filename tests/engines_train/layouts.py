@@ -93,6 +93,12 @@ def steps(folder: Path, layout: str, head: str, out: Path, **config):
     fresh = engine_on(folder, layout, head, **config)
     fresh.load(out / f"{layout}-{folder.name}")
     found["loaded"] = weights_of(fresh)
+    other = {name: 0.9 * tensor for name, tensor in found["before"].items()}
+    with fresh.using(other.items()):
+        found["others"] = weights_of(fresh)
+    found["back"] = weights_of(fresh)
+    rough = engine_on(folder, layout, head, dtype="bfloat16", **config)
+    found["bfloat16"] = rough.train_batch(batch, loss_with_scores, entropy=True)
     return found
 
 

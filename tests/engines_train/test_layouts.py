@@ -70,6 +70,18 @@ def test_what_is_saved_is_a_whole_model_and_can_be_loaded(runs):
             assert distance(found[f"{layout} {name}"]["after"], found[f"{layout} {name}"]["loaded"]) == 0, (layout, name)
 
 
+def test_other_weights_are_taken_to_the_bit_and_its_own_come_back(runs):
+    for layout, name, one, found in compared(runs):
+        assert distance(found["others"], {key: 0.9 * value for key, value in one["before"].items()}) == 0, (layout, name)
+        assert distance(found["back"], found["loaded"]) == 0, (layout, name)
+
+
+def test_bfloat16_agrees_within_its_precision(runs):
+    for layout, name, one, found in compared(runs):
+        for key in ("loss", "grad_norm"):
+            assert found["bfloat16"][key] == pytest.approx(one["bfloat16"][key], rel=0.03), (layout, name, key)
+
+
 def test_a_head_that_is_cut_by_tokens_gives_what_the_whole_one_gives(runs):
     _, alone, ranks, _ = runs
     for found in ranks:

@@ -49,7 +49,7 @@ def trained(preset: str, folders, layout: str):
         batch = learner.compute_reference(pair_batch())
         return [engine], [learner.train_preference(batch) for _ in range(STEPS)]
     algorithm = algorithm_of(preset, "algorithm.kl.coefficient=0.01")
-    actor = Actor(engine, algorithm, config, reference=frozen, max_new_tokens=10)
+    actor = Actor(engine, algorithm, config, reference=frozen, max_new_tokens=10, max_head_offpolicyness=STEPS)
     critic = None
     if preset == "ppo":
         own = CriticConfig(optimizer=config.optimizer)

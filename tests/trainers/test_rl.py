@@ -275,9 +275,16 @@ def test_the_multi_turn_example_trains_and_shows_a_sample_token_by_token(overrid
 
 @pytest.mark.slow
 @pytest.mark.invariant
-@pytest.mark.parametrize("starter", [["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"], []])
-def test_two_ranks_train_as_one(overrides, starter):
-    """Whether torchrun starts them, or the command itself."""
+@pytest.mark.parametrize(
+    ("starter", "backend"),
+    [
+        (["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"], "fsdp:d2"),
+        ([], "fsdp:d1t2"),
+        ([], "fsdp:d1c2"),
+    ],
+)
+def test_two_ranks_train_as_one(overrides, starter, backend):
+    """Whether torchrun starts them, or the command itself; whatever they divide."""
     alone = run(overrides, "deterministic=true", "trial_name=one", "actor.optimizer.lr=0.1", "actor.optimizer.eps=0.1")
     items = [
         *overrides,
@@ -285,7 +292,7 @@ def test_two_ranks_train_as_one(overrides, starter):
         "trial_name=two",
         "actor.optimizer.lr=0.1",
         "actor.optimizer.eps=0.1",
-        "actor.backend=fsdp:d2",
+        f"actor.backend={backend}",
     ]
     items = list({item.partition("=")[0]: item for item in items}.values())
     command = [sys.executable, "-m", *starter, "tandem", "train"]

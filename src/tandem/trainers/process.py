@@ -27,11 +27,17 @@ class Process:
     threads: int
     rank: int = 0
     world_size: int = 1
+    shared_threads: int | None = None
+    """CPU threads of all ranks of this machine together; None: there is no other."""
 
     @property
     def is_main(self) -> bool:
         """True on rank 0, which alone generates, logs and writes."""
         return self.rank == 0
+
+    def generation_threads(self, placement: str) -> int:
+        """CPU threads for an engine: those of all ranks here where they wait for it (*colocate*), else this one's."""
+        return self.shared_threads or self.threads if placement == "colocate" else self.threads
 
 
 def training_threads(config: BaseConfig, threads: int) -> int:
@@ -77,14 +83,15 @@ def start_process(config: BaseConfig) -> Process:
         )
         atexit.register(torch.distributed.destroy_process_group)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = config.threads or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    threads = config.threads or max(1, cores // ranks_here)
     torch.set_num_threads(training_threads(config, threads) if not cuda else threads)
     keep_freed_memory()
     random.seed(config.seed)
     numpy.random.seed(config.seed)
     torch.manual_seed(config.seed)
     torch.use_deterministic_algorithms(config.deterministic)
-    return Process(device, threads, rank, world_size)
+    return Process(device, threads, rank, world_size, shared_threads=max(threads, min(cores, threads * ranks_here)))
 
 
 def _gpu() -> str:
