@@ -48,7 +48,8 @@ open({str(tmp_path)!r} + "/" + os.environ["RANK"], "w").write(" ".join(os.enviro
     assert not Path(said[0][4]).parent.exists()
 
 
-def test_a_rank_that_fails_ends_the_others_and_is_quoted(tmp_path, capfd):
+def test_a_rank_that_fails_ends_the_others_and_is_quoted(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("tandem.launch.local.FAIL_S", 0.5)
     code = f"""
 import os, sys, time
 open({str(tmp_path)!r} + "/" + os.environ["RANK"], "w").write(str(os.getpid()))
