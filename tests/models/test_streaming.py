@@ -69,6 +69,10 @@ def test_a_folder_in_several_files_is_read_and_one_under_other_names_is_left_to_
     index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "../elsewhere.safetensors")}))
     with pytest.raises(ConfigError, match="not a file in that folder"):
         tensors_of(folder)
+    for wrong in ("{", "[]", "{}"):
+        index.write_text(wrong)
+        with pytest.raises(ConfigError, match="cannot be read"):
+            tensors_of(folder)
     index.unlink()
     (folder / "model.safetensors").write_bytes(b"\x08\0\0\0\0\0\0\0{broken}")
     with pytest.raises(ConfigError, match="cannot be read"):

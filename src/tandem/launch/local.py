@@ -25,6 +25,7 @@ FAIL_S = 5.0
 """After the first failure the others may end by themselves for so long: often all of them fail, each with its message."""
 
 TERM_S = 10.0
+KILL_S = 5.0
 INTERRUPT_S = 60.0
 """What an interrupted run may take to close."""
 
@@ -104,7 +105,8 @@ class Ranks:
         for process in self.processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a disk that hangs: the kernel ends it when it can
+                process.wait(KILL_S)
 
     def _explain(self, first: int, told: int | None) -> None:
         """Says which rank failed, and shows what it wrote, unless rank 0 has said the same."""

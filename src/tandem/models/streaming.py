@@ -114,15 +114,13 @@ def tensors_of(folder: Path) -> dict[str, Any] | None:
         ConfigError: a file is missing or damaged.
     """
     index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    elif (folder / "model.safetensors").is_file():
-        names = ["model.safetensors"]
-    else:
-        return None
     try:
-        return dict(_slices(folder, names))
-    except (OSError, ValueError, SafetensorError) as error:
+        if index.is_file():
+            return dict(_slices(folder, sorted(set(json.loads(index.read_text())["weight_map"].values()))))
+        if (folder / "model.safetensors").is_file():
+            return dict(_slices(folder, ["model.safetensors"]))
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise ConfigError(f"the weights in {folder} cannot be read: {error}") from error
 
 
