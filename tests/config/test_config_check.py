@@ -26,6 +26,11 @@ from tests.config.loading import assert_refused, load
         (["actor.backend=deepspeed:d2"], ["'deepspeed' is not in this version", "fsdp:d1"]),
         (["actor.backend=fsdp:d2p2"], ["pipeline parallelism (p)", "not in this version", "fsdp:d2t2"]),
         (["actor.backend=fsdp:d0"], ["each with a number of at least 1 behind it"]),
+        (["critic.backend=fsdp:x2", "algorithm=ppo"], ["critic.backend=fsdp:x2 must begin with fsdp:dN"]),
+        (
+            ["actor.backend=fsdp:d2", "reference.backend=fsdp:d2t2", "algorithm.kl.coefficient=0.1"],
+            ["reference.backend=fsdp:d2t2 is 4 rank(s)", "which are 2 by actor.backend=fsdp:d2"],
+        ),
         (["actor.backend=fsdp:t2"], ["must begin with fsdp:dN"]),
         (["actor.backend=fsdp:d2d2"], ["each with a number of at least 1 behind it"]),
         (["actor.backend=fsdb:d1"], ["not a training backend"]),

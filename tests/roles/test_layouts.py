@@ -24,6 +24,9 @@ from tests.tiny import tiny_model_folder
 pytestmark = [pytest.mark.slow, pytest.mark.invariant]
 
 LAYOUTS = {1: ("d1",), 2: ("d2", "d1t2", "d1c2"), 4: ("d2t2", "d2c2")}
+FROZEN = {"d1": "d1", "d2": "d2", "d1t2": "d1r2", "d1c2": "d2", "d2t2": "d4", "d2c2": "d1r4"}
+"""How the reference is spread beside each: it need not be as the actor."""
+
 PRESETS = ("grpo", "ppo", "dpo", "sft")
 STEPS = 3
 
@@ -43,7 +46,7 @@ def trained(preset: str, folders, layout: str):
     if preset == "sft":
         model = LanguageModel(engine)
         return [engine], [model.train_lm(rollout_batch(GROUPS, seed=seed)) for seed in range(STEPS)]
-    frozen = Reference(build_train_engine(config_of(folders[1], layout), total_steps=0))
+    frozen = Reference(build_train_engine(config_of(folders[1], FROZEN[layout]), total_steps=0))
     if preset == "dpo":
         learner = PreferenceLearner(engine, Component("dpo"), reference=frozen)
         batch = learner.compute_reference(pair_batch())

@@ -44,8 +44,8 @@ class Layout:
         return self.data * self.context
 
 
-def parse_layout(backend: str) -> Layout:
-    """``fsdp:d2t2`` → its layout.
+def parse_layout(backend: str, key: str = "actor.backend") -> Layout:
+    """``fsdp:d2t2`` → its layout; ``key`` is where it stands.
 
     Raises:
         ConfigError: it is none, or one that is not there; says what to write.
@@ -53,18 +53,18 @@ def parse_layout(backend: str) -> Layout:
     name, _, axes = backend.partition(":")
     if name != "fsdp":
         what = "not in this version" if name in ("deepspeed", "megatron") else "not a training backend"
-        raise ConfigError(f"actor.backend={backend}: {name!r} is {what}; use {_EXAMPLES}")
+        raise ConfigError(f"{key}={backend}: {name!r} is {what}; use {_EXAMPLES}")
     if re.search(r"p\d", axes):
         raise ConfigError(
-            f"actor.backend={backend}: pipeline parallelism (p) is not in this version: the layers stay together on a rank. "
+            f"{key}={backend}: pipeline parallelism (p) is not in this version: the layers stay together on a rank. "
             "Divide the model with d (parameters) and t (matrices) instead, for example fsdp:d4 or fsdp:d2t2"
         )
     found = re.findall(r"([a-z])([1-9]\d*)", axes)
     letters = [letter for letter, _ in found]
     if "".join(letter + number for letter, number in found) != axes or len(set(letters)) != len(letters):
         raise ConfigError(
-            f"actor.backend={backend} must be fsdp: and letters, each with a number of at least 1 behind it: {_EXAMPLES}"
+            f"{key}={backend} must be fsdp: and letters, each with a number of at least 1 behind it: {_EXAMPLES}"
         )
     if letters[:1] != ["d"] or not set(letters) <= set(_AXES):
-        raise ConfigError(f"actor.backend={backend} must begin with fsdp:dN, and t, c or r may follow: {_EXAMPLES}")
+        raise ConfigError(f"{key}={backend} must begin with fsdp:dN, and t, c or r may follow: {_EXAMPLES}")
     return Layout(**{_AXES[letter]: int(number) for letter, number in found})

@@ -103,7 +103,7 @@ def _common(config: BaseConfig) -> Iterator[str]:
         yield "train_dataset.path is missing: give a folder, a file, a hub name, `addition` or reasoning_gym:NAME"
     if config.evaluate.every_steps is not None and not paths(valid):
         yield from _validation_split(config)
-    yield from _backend(config.actor.backend)
+    yield from _backends(config)
     for sink in config.tracking.sinks:
         if sink not in SINKS:
             yield f"tracking.sinks has {sink!r}; {nearest_names(sink, SINKS)}. A list is written [tensorboard, wandb]"
@@ -147,11 +147,24 @@ def _dataset(key: str, data: DatasetConfig | ValidDatasetConfig) -> Iterator[str
             yield f"{key}.sources[{i}].weight must be above 0, got {source.weight}; leave a source out to not use it"
 
 
-def _backend(backend: str) -> Iterator[str]:
-    try:
-        parse_layout(backend)
-    except ConfigError as problem:
-        yield str(problem)
+def _backends(config: BaseConfig) -> Iterator[str]:
+    """How each model is spread: all of them over the same ranks."""
+    ranks = None
+    for role in ("actor", "critic", "reference", "teacher"):
+        backend = getattr(getattr(config, role, None), "backend", None)
+        if backend is None:
+            continue
+        try:
+            layout = parse_layout(backend, f"{role}.backend")
+        except ConfigError as problem:
+            yield str(problem)
+            continue
+        ranks = layout.ranks if role == "actor" else ranks
+        if ranks is not None and layout.ranks != ranks:
+            yield (
+                f"{role}.backend={backend} is {layout.ranks} rank(s), but all models are on the same ones, which are "
+                f"{ranks} by actor.backend={config.actor.backend}; give it as many, or leave it out"
+            )
 
 
 def _fleet(config: TrainConfig) -> Iterator[str]:

@@ -3,6 +3,7 @@
 A key that holds its default (or what the preset set) is never refused, so `config.yaml` of a run loads as it was written.
 """
 
+import contextlib
 from collections.abc import Callable, Container, Iterator
 from typing import Any, NamedTuple
 
@@ -58,12 +59,14 @@ def _only(config: TrainConfig, *kinds: str) -> bool:
     return bool(named) and named <= set(kinds)
 
 
-def _layout(config: BaseConfig) -> Layout:
-    """That of one process where the backend is none: that is told elsewhere."""
-    try:
-        return parse_layout(config.actor.backend)
-    except ConfigError:
-        return Layout()
+def _layouts(config: BaseConfig) -> list[Layout]:
+    """Of all models; backends that are none are told elsewhere."""
+    roles = (getattr(config, name, None) for name in ("actor", "critic", "reference", "teacher"))
+    found = []
+    for role in roles:
+        with contextlib.suppress(ConfigError):
+            found.append(parse_layout(getattr(role, "backend", None) or config.actor.backend))
+    return found
 
 
 def _critic_checkpoints(config: BaseConfig) -> bool:
@@ -107,12 +110,12 @@ ALWAYS = (
 SPREAD = (
     Unused(
         ("actor.context_parallel",),
-        lambda config, _: _layout(config).context == 1,
+        lambda config, _: all(layout.context == 1 for layout in _layouts(config)),
         "because no ranks share tokens: set actor.backend, for example to fsdp:d1c2, or leave it out",
     ),
     Unused(
         ("actor.gradient_sync",),
-        lambda config, _: _layout(config).shards * _layout(config).replicas == 1,
+        lambda config, _: all(layout.shards * layout.replicas == 1 for layout in _layouts(config)),
         "because no ranks have sequences of their own: set actor.backend, for example to fsdp:d2, or leave it out",
     ),
     Unused(
@@ -254,7 +257,7 @@ SUPERVISED = (
         "by learning from judged completions: leave it out, and name their columns with train_dataset.columns",
     ),
     Unused(
-        ("reference.path", "reference.dtype"),
+        ("reference.path", "reference.dtype", "reference.backend"),
         lambda config, _: isinstance(config, PreferenceConfig) and config.loss.name in REFERENCE_FREE,
         "because this loss compares with no reference: leave it out, or set loss=dpo",
     ),
