@@ -2,14 +2,17 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from tensordict import TensorDict
+from torch.distributed.tensor import DTensor
 
 from tandem.api.batch import concatenate
 from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
 from tandem.engines.train.fsdp import FSDPEngine
 from tandem.models.logprobs import chunked_logprobs
+from tandem.models.streaming import Unfilled
 from tandem.models.vocabulary import Vocabulary, vocabulary_parallel_logprobs
 from tests.engines_train.steps import random_batch, weighted_nll, weights_of
 
@@ -108,7 +111,25 @@ def all_steps(folders: dict[str, Path], cases: list[Case], out: Path, ranks: int
     if ranks == 1:
         cases = [("d1", name) for name in {name for _, name in cases}]
     found = {f"{layout} {name}": steps(folders[name], layout, HEADS[name], out) for layout, name in cases}
-    return found | {"vocabulary": [vocabulary_parallel(ranks, softcap, entropy) for softcap, entropy in HEAD_OPTIONS]}
+    found["vocabulary"] = [vocabulary_parallel(ranks, softcap, entropy) for softcap, entropy in HEAD_OPTIONS]
+    if ranks == 2:
+        found["held"] = {layout: most_held(folders["deep"], layout) for layout in ("d2", "d1t2")}
+    return found
+
+
+def most_held(folder: Path, layout: str) -> int:
+    """Most entries of parameters that this rank has at a time while it opens a model."""
+    held, fill = [], Unfilled.fill
+
+    def watched(unfilled, module, pieces):
+        fill(unfilled, module, pieces)
+        parameters = [p for p in unfilled.model.parameters() if not p.is_meta]
+        held.append(sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Unfilled, "fill", watched)
+        engine_on(folder, layout)
+    return max(held)
 
 
 HEAD_OPTIONS = [(None, False), (None, True), (3.0, True)]

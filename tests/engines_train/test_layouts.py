@@ -19,6 +19,7 @@ def runs(request, tmp_path_factory):
     folders = {
         name: tiny_model_folder(out, name, **{"num_key_value_heads": 4} | overrides) for name, overrides in MODELS.items()
     }
+    folders["deep"] = tiny_model_folder(out, "llama", num_hidden_layers=8)
     return cases, *alone_and_on(int(request.param[0]), all_steps, folders, cases, out, out=out), out
 
 
@@ -80,6 +81,15 @@ def test_bfloat16_agrees_within_its_precision(runs):
     for layout, name, one, found in compared(runs):
         for key in ("loss", "grad_norm"):
             assert found["bfloat16"][key] == pytest.approx(one["bfloat16"][key], rel=0.03), (layout, name, key)
+
+
+def test_no_rank_ever_has_the_whole_model(runs):
+    *_, ranks, out = runs
+    whole = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(out / "tiny-llama-0").parameters())
+    for found in ranks:
+        held = found.get("held", {})
+        assert held.get("d1t2", 0) <= 0.51 * whole  # norms are whole
+        assert held.get("d2", 0) <= 0.51 * whole + 304 * 32 * 2  # for a moment the embedding and the head
 
 
 def test_a_head_that_is_cut_by_tokens_gives_what_the_whole_one_gives(runs):
