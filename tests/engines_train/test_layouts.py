@@ -86,10 +86,9 @@ def test_bfloat16_agrees_within_its_precision(runs):
 def test_no_rank_ever_has_the_whole_model(runs):
     *_, ranks, out = runs
     whole = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(out / "tiny-llama-0").parameters())
-    for found in ranks:
-        held = found.get("held", {})
-        assert held.get("d1t2", 0) <= 0.51 * whole  # norms are whole
-        assert held.get("d2", 0) <= 0.51 * whole + 304 * 32 * 2  # for a moment the embedding and the head
+    for found in ranks if len(ranks) == 2 else ():
+        assert 0.5 * whole < found["held"]["d1t2"] <= 0.51 * whole  # norms are whole
+        assert 0.5 * whole < found["held"]["d2"] <= 0.51 * whole + 304 * 32  # for a moment all of embedding and head
 
 
 def test_a_head_that_is_cut_by_tokens_gives_what_the_whole_one_gives(runs):
