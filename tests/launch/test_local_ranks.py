@@ -80,6 +80,32 @@ time.sleep(600)
     assert "rank 1 of 2 ended by signal SIGKILL" in said and "actor.max_tokens_per_micro_batch" in said
 
 
+def test_the_rank_that_broke_is_quoted_also_where_another_one_noticed_and_ended_before_it(capfd, monkeypatch):
+    monkeypatch.setattr("tandem.launch.local.FAIL_S", 2.0)
+    code = """
+import os, sys, time
+if os.environ["RANK"] == "0":
+    sys.exit("connection closed by peer")
+time.sleep(0.5)
+sys.exit("the third gradient is missing")
+"""
+    assert ranks(code) == 1
+    assert "rank 1 | the third gradient is missing" in capfd.readouterr().err
+
+
+def test_what_one_rank_alone_refuses_is_quoted(capfd, monkeypatch):
+    monkeypatch.setattr("tandem.launch.local.FAIL_S", 0.2)
+    code = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    print("error: no GPU for rank 1", file=sys.stderr)
+    sys.exit(2)
+time.sleep(600)
+"""
+    assert ranks(code) == 2
+    assert "rank 1 | error: no GPU for rank 1" in capfd.readouterr().err
+
+
 def test_what_all_ranks_refuse_is_said_once(capfd):
     assert ranks("import sys; print('error: no such model', file=sys.stderr); sys.exit(2)") == 2
     assert capfd.readouterr().err == "error: no such model\n"

@@ -38,7 +38,7 @@ def is_rank() -> bool:
 
 
 def run_ranks(command: Sequence[str], count: int) -> int:
-    """Runs ``command`` on ``count`` ranks and returns the exit status: that of the rank that failed first.
+    """Runs ``command`` on ``count`` ranks and returns the exit status: that of the rank that failed.
 
     Ctrl-C and SIGTERM (as `KeyboardInterrupt`) are passed on, a second one ends all ranks at once. When this returns, no
     rank is left, and nothing that a rank has started in its own session.
@@ -81,17 +81,19 @@ class Ranks:
         """Waits for all; the first that fails ends the others."""
         while not self._failed() and self._alive():
             time.sleep(WATCH_S)
-        failed = self._failed()
-        if not failed:
+        if not self._failed():
             return 0
-        first = failed[0]
         self._wait(FAIL_S)
-        told = self._code(0) if 0 in self._failed() else None  # rank 0 ended by itself, and said why
+        failed = {rank: self.processes[rank].returncode for rank in self._failed()}
         self._signal(signal.SIGTERM)
         self._wait(TERM_S)
         self.kill()
-        self._explain(first, told)
-        return max(self._code(first), 0) or EXIT_FAILED
+        # one that was killed is a cause; what rank 0 says may only be that another one is gone
+        cause = min(failed, key=lambda rank: (failed[rank] > 0, rank == 0, rank))
+        same = 0 in failed and set(failed.values()) == {EXIT_CONFIG}  # all of them refused, and rank 0 has said so
+        if not same and not (cause == 0 and failed[0] > 0):
+            self._explain(cause, failed[cause])
+        return max(failed[cause], 0) or EXIT_FAILED
 
     def interrupt(self) -> int:
         """Lets all of them close."""
@@ -108,22 +110,19 @@ class Ranks:
             with contextlib.suppress(subprocess.TimeoutExpired):  # a disk that hangs: the kernel ends it when it can
                 process.wait(KILL_S)
 
-    def _explain(self, first: int, told: int | None) -> None:
-        """Says which rank failed, and shows what it wrote, unless rank 0 has said the same."""
-        code = self._code(first)
-        if (first == 0 and code > 0) or code == told == EXIT_CONFIG:
-            return
+    def _explain(self, rank: int, code: int) -> None:
+        """Says which rank failed, and shows what it wrote; rank 0 has shown that itself."""
         how = f"with exit status {code}" if code > 0 else f"by signal {signal.Signals(-code).name}"
-        print(f"error: rank {first} of {len(self.processes)} ended {how}; the others were stopped", file=sys.stderr)
+        print(f"error: rank {rank} of {len(self.processes)} ended {how}, and all with it", file=sys.stderr)
         if -code == signal.SIGKILL:
             print(
                 "The system ends a process so when memory runs out: lower actor.max_tokens_per_micro_batch, or spread the "
                 "model over more ranks or machines",
                 file=sys.stderr,
             )
-        if first:
-            lines = self._output(first).read_text(errors="replace").splitlines()[-SHOWN_LINES:]
-            print("\n".join(f"  rank {first} | {line}" for line in lines), file=sys.stderr)
+        if rank:
+            lines = self._output(rank).read_text(errors="replace").splitlines()[-SHOWN_LINES:]
+            print("\n".join(f"  rank {rank} | {line}" for line in lines), file=sys.stderr)
 
     def _output(self, rank: int) -> Path:
         return self._folder / f"rank-{rank}.txt"
@@ -133,9 +132,6 @@ class Ranks:
 
     def _failed(self) -> list[int]:
         return [rank for rank, process in enumerate(self.processes) if process.poll()]
-
-    def _code(self, rank: int) -> int:
-        return self.processes[rank].returncode
 
     def _signal(self, number: int) -> None:
         for rank in self._alive():
