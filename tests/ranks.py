@@ -1,4 +1,4 @@
-"""The same work on one process and on two, for tests that compare them."""
+"""The same work on one process and on several, for tests that compare them."""
 
 import contextlib
 import io
@@ -11,31 +11,36 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 
-def _child(rank: int, work: Callable[..., Any], arguments: tuple, out: Path) -> None:
+def _child(rank: int, ranks: int, work: Callable[..., Any], arguments: tuple, out: Path) -> None:
     torch.set_num_threads(1)
     with contextlib.redirect_stderr(io.StringIO()):
-        dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=2)
-        torch.save(work(*arguments, ranks=2), out / f"rank-{rank}.pt")
+        dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=ranks)
+        torch.save(work(*arguments, ranks=ranks), out / f"rank-{rank}.pt")
         dist.destroy_process_group()
 
 
-def alone_and_on_two(work: Callable[..., Any], *arguments: Any, out: Path) -> tuple[Any, list[Any]]:
-    """What ``work(*arguments, ranks=1)`` gives here, and what it gives with ``ranks=2`` on each of two ranks.
+def alone_and_on(ranks: int, work: Callable[..., Any], *arguments: Any, out: Path) -> tuple[Any, list[Any]]:
+    """What ``work(*arguments, ranks=1)`` gives here, and what it gives on each of ``ranks`` ranks.
 
     ``work`` is a function of a module; ``arguments`` and results are what pickle and `torch.load` take.
     """
-    context = mp.spawn(_child, (work, arguments, out), nprocs=2, join=False)
+    context = mp.spawn(_child, (ranks, work, arguments, out), nprocs=ranks, join=False)
     alone = work(*arguments, ranks=1)
     while not context.join():
         pass
-    return alone, _found(out)
+    return alone, _found(out, ranks)
+
+
+def alone_and_on_two(work: Callable[..., Any], *arguments: Any, out: Path) -> tuple[Any, list[Any]]:
+    """`alone_and_on` two."""
+    return alone_and_on(2, work, *arguments, out=out)
 
 
 def on_two(work: Callable[..., Any], *arguments: Any, out: Path) -> list[Any]:
     """The second half of `alone_and_on_two`."""
-    mp.spawn(_child, (work, arguments, out), nprocs=2)
-    return _found(out)
+    mp.spawn(_child, (2, work, arguments, out), nprocs=2)
+    return _found(out, 2)
 
 
-def _found(out: Path) -> list[Any]:
-    return [torch.load(out / f"rank-{rank}.pt", weights_only=True) for rank in range(2)]
+def _found(out: Path, ranks: int) -> list[Any]:
+    return [torch.load(out / f"rank-{rank}.pt", weights_only=True) for rank in range(ranks)]

@@ -24,10 +24,11 @@ MAY_IMPORT = {
     "weights": {"api", "config"},
     "state": {"api", "config"},
     "tracking": {"api", "config"},
+    "launch": {"config"},
     "trainers": EVERYTHING - {"cli"},
     "cli": EVERYTHING,
 }
-WITHOUT_TORCH = ("config",)
+WITHOUT_TORCH = ("config", "launch")
 
 
 def room_of(module):

@@ -253,7 +253,8 @@ def test_tied_tensors_come_once_under_their_hugging_face_names(folder):
 
 
 @pytest.mark.parametrize(
-    ("backend", "message"), [("fsdp:d2", "but 1 process"), ("deepspeed:d1", "fsdp:dN"), ("fsdp", "fsdp:dN")]
+    ("backend", "message"),
+    [("fsdp:d2", "but 1 process"), ("fsdp:d1t2", "but 1 process"), ("deepspeed:d1", "fsdp:d2"), ("fsdp", "fsdp:dN")],
 )
 def test_a_backend_that_does_not_fit_is_refused(folder, backend, message):
     with pytest.raises(ConfigError, match=message):

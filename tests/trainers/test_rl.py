@@ -275,7 +275,16 @@ def test_the_multi_turn_example_trains_and_shows_a_sample_token_by_token(overrid
 
 @pytest.mark.slow
 @pytest.mark.invariant
-def test_two_ranks_train_as_one(overrides):
+@pytest.mark.parametrize(
+    ("starter", "backend"),
+    [
+        (["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"], "fsdp:d2"),
+        ([], "fsdp:d1t2"),
+        ([], "fsdp:d1c2"),
+    ],
+)
+def test_two_ranks_train_as_one(overrides, starter, backend):
+    """Whether torchrun starts them, or the command itself; whatever they divide."""
     alone = run(overrides, "deterministic=true", "trial_name=one", "actor.optimizer.lr=0.1", "actor.optimizer.eps=0.1")
     items = [
         *overrides,
@@ -283,20 +292,10 @@ def test_two_ranks_train_as_one(overrides):
         "trial_name=two",
         "actor.optimizer.lr=0.1",
         "actor.optimizer.eps=0.1",
-        "actor.backend=fsdp:d2",
+        f"actor.backend={backend}",
     ]
     items = list({item.partition("=")[0]: item for item in items}.values())
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "tandem",
-        "train",
-    ]
+    command = [sys.executable, "-m", *starter, "tandem", "train"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, *items], timeout=240, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -13,8 +13,7 @@ from typing import NamedTuple, NoReturn
 
 from tandem import __version__
 from tandem.config.errors import ConfigError, TandemError
-
-EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
+from tandem.launch.local import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
 
 
 class Command(NamedTuple):
@@ -87,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     module.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show the whole traceback of an error")
     arguments = parser.parse_intermixed_args(argv[1:])
+    arguments.command_line = argv
     return run(module.run, arguments, getattr(module, "interrupted", None))
 
 

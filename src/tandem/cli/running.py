@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cli.arguments import add_config_arguments, split_arguments
+from tandem.config.backend import parse_layout
 from tandem.config.errors import TandemError
 from tandem.config.experiment import BaseConfig
 from tandem.config.load import Resolved, load_config
+from tandem.launch.local import is_rank, run_ranks
 from tandem.state.existing import existing_run
 from tandem.state.run_folder import refuse_existing, run_path
 
@@ -40,9 +42,12 @@ def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Ca
     resolved = resolve(arguments, kind)
     config = resolved.config
     folder = run_path(config.run.root, config.experiment_name, config.trial_name)
-    is_main = os.environ.get("RANK", "0") == "0"  # torchrun starts this once a rank; the first one speaks and writes
+    is_main = os.environ.get("RANK", "0") == "0"  # this is started once a rank; the first one speaks and writes
     if is_main and not arguments.dry_run:
         refuse_existing(folder)
+    ranks = parse_layout(config.actor.backend).ranks
+    if ranks > 1 and not is_rank() and not arguments.dry_run:
+        return run_ranks([sys.executable, "-m", "tandem", *arguments.command_line], ranks)
     train = load()
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
         summary = train(resolved, dry_run=arguments.dry_run)

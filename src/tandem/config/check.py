@@ -7,6 +7,7 @@ from collections.abc import Container, Iterator
 from tandem.config import preference
 from tandem.config.algorithm import AlgorithmConfig, Component
 from tandem.config.arithmetic import arithmetic, max_head_offpolicyness, placement, total_steps
+from tandem.config.backend import parse_layout
 from tandem.config.check_algorithm import combinations, corrects_itself
 from tandem.config.check_critic import critic_problems
 from tandem.config.check_groups import groups
@@ -103,7 +104,7 @@ def _common(config: BaseConfig) -> Iterator[str]:
         yield "train_dataset.path is missing: give a folder, a file, a hub name, `addition` or reasoning_gym:NAME"
     if config.evaluate.every_steps is not None and not paths(valid):
         yield from _validation_split(config)
-    yield from _backend(config.actor.backend)
+    yield from _backends(config)
     for sink in config.tracking.sinks:
         if sink not in SINKS:
             yield f"tracking.sinks has {sink!r}; {nearest_names(sink, SINKS)}. A list is written [tensorboard, wandb]"
@@ -147,20 +148,24 @@ def _dataset(key: str, data: DatasetConfig | ValidDatasetConfig) -> Iterator[str
             yield f"{key}.sources[{i}].weight must be above 0, got {source.weight}; leave a source out to not use it"
 
 
-def _backend(backend: str) -> Iterator[str]:
-    if re.fullmatch(r"fsdp:d[1-9]\d*", backend):
-        return
-    name, _, layout = backend.partition(":")
-    if name != "fsdp":
-        what = "not in this version" if name in ("deepspeed", "megatron") else "not a training backend"
-        yield f"actor.backend={backend}: {name!r} is {what}; use fsdp:dN, N data-parallel ranks, for example fsdp:d1"
-    elif re.search(r"[tcp]\d", layout):
-        yield (
-            f"actor.backend={backend}: tensor (t), context (c) and pipeline (p) parallelism are not in this version; "
-            "use fsdp:dN, for example fsdp:d8"
-        )
-    else:
-        yield f"actor.backend={backend} must be fsdp:dN with N at least 1, for example fsdp:d1"
+def _backends(config: BaseConfig) -> Iterator[str]:
+    """How each model is spread: all of them over the same ranks."""
+    ranks = None
+    for role in ("actor", "critic", "reference", "teacher"):
+        backend = getattr(getattr(config, role, None), "backend", None)
+        if backend is None:
+            continue
+        try:
+            layout = parse_layout(backend, f"{role}.backend")
+        except ConfigError as problem:
+            yield str(problem)
+            continue
+        ranks = layout.ranks if role == "actor" else ranks
+        if ranks is not None and layout.ranks != ranks:
+            yield (
+                f"{role}.backend={backend} is {layout.ranks} rank(s), but all models are on the same ones, which are "
+                f"{ranks} by actor.backend={config.actor.backend}; give it as many, or leave it out"
+            )
 
 
 def _fleet(config: TrainConfig) -> Iterator[str]:

@@ -46,6 +46,9 @@ class FrozenConfig:
     path: str | None = None
     """Model to load as the reference; null takes the actor's initial weights."""
 
+    backend: str | None = None
+    """How it is spread over the actor's ranks; null is spread as the actor."""
+
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
     """Precision of its forward pass; null takes the actor's."""
 
@@ -93,6 +96,9 @@ class TeacherConfig:
 
     path: str | None = None
     """Model folder, hub name, or a built-in name; it must have the student's tokenizer."""
+
+    backend: str | None = None
+    """How it is spread over the student's ranks; null is spread as the student."""
 
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
     """Precision of its forward pass; null takes the actor's."""

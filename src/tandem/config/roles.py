@@ -25,6 +25,9 @@ class ReferenceConfig:
     path: str | None = None
     """Model to load as the reference; null takes the actor's initial weights."""
 
+    backend: str | None = None
+    """How it is spread over the actor's ranks; null is spread as the actor."""
+
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
     """Precision of its forward pass; null takes the actor's."""
 
@@ -38,6 +41,9 @@ class CriticConfig:
 
     path: str | None = None
     """Model that it begins as: a language model, or a reward model's folder; null takes the actor's initial weights."""
+
+    backend: str | None = None
+    """How it is spread over the actor's ranks; null is spread as the actor."""
 
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
     """Precision of its forward and backward pass; null takes the actor's."""
@@ -71,7 +77,7 @@ class CriticConfig:
 
 
 def critic_engine_config(actor: ActorConfig, critic: CriticConfig) -> TrainEngineConfig:
-    """The critic's training engine: what it leaves open is the actor's, and so is how it is spread over ranks."""
+    """The critic's training engine: what it leaves open is the actor's."""
     names = {f.name for f in dataclasses.fields(TrainEngineConfig)}
     own = {name: value for name, value in vars(critic).items() if name in names and value is not None}
     return TrainEngineConfig(**{name: getattr(actor, name) for name in names} | own)

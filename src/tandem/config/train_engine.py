@@ -47,7 +47,7 @@ class TrainEngineConfig:
     """Model folder, hub name, or a built-in name such as smollm2-135m."""
 
     backend: str = "fsdp:d1"
-    """How the model is spread: `fsdp:dN` shards it over N data-parallel ranks."""
+    """How the model is spread: `fsdp:d2` over 2 data-parallel ranks; t, c and r may follow (docs/parallelism.md)."""
 
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Precision of forward and backward (auto: bfloat16 where the device is fast in it); master weights are float32."""
@@ -60,6 +60,15 @@ class TrainEngineConfig:
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+
+    selective_checkpointing: bool = False
+    """With `gradient_checkpointing`, keep results of matrix products and attention, and recompute the cheap rest only."""
+
+    context_parallel: Literal["auto", "all_to_all", "gather"] = "auto"
+    """How ranks that share tokens attend: exchange heads for tokens (auto: if heads divide), or gather keys and values."""
+
+    gradient_sync: Literal["step", "micro_batch"] = "step"
+    """Sum gradients over ranks once a step, or with each micro-batch: more to send, and a rank never holds all gradients."""
 
     logprob_chunk_tokens: int = 1024
     """Tokens whose logits exist at the same time while log-probabilities are computed."""

@@ -4,12 +4,15 @@ A key that holds its default (or what the preset set) is never refused, so `conf
 What a file says for another `Unused.choice` than that of the command line is not refused either: see `overruled`.
 """
 
+import contextlib
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from tandem.config.algorithm import Component
 from tandem.config.arithmetic import max_head_offpolicyness
+from tandem.config.backend import Layout, parse_layout
 from tandem.config.data import DatasetConfig, ValidDatasetConfig, is_procedural
+from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import kinds_of
 from tandem.config.keys import leaves
@@ -61,6 +64,20 @@ def _only(config: TrainConfig, *kinds: str) -> bool:
     return bool(named) and named <= set(kinds)
 
 
+def _layouts(config: BaseConfig) -> list[Layout]:
+    """Of all models; backends that are none are told elsewhere."""
+    roles = (getattr(config, name, None) for name in ("actor", "critic", "reference", "teacher"))
+    found = []
+    for role in roles:
+        with contextlib.suppress(ConfigError):
+            found.append(parse_layout(getattr(role, "backend", None) or config.actor.backend))
+    return found
+
+
+def _critic_checkpoints(config: BaseConfig) -> bool:
+    return isinstance(config, TrainConfig) and bool(config.critic.gradient_checkpointing)
+
+
 ALWAYS = (
     Unused(
         ("valid_dataset", "evaluate.max_rows", "evaluate.max_new_tokens", "evaluate.n_samples", "evaluate.temperature"),
@@ -92,6 +109,24 @@ ALWAYS = (
         ("actor.optimizer.min_lr_ratio",),
         lambda config, _: config.actor.optimizer.schedule == "constant",
         "by the constant schedule: set actor.optimizer.schedule to linear or cosine, or leave it out",
+    ),
+)
+
+SPREAD = (
+    Unused(
+        ("actor.context_parallel",),
+        lambda config, _: all(layout.context == 1 for layout in _layouts(config)),
+        "because no ranks share tokens: set actor.backend, for example to fsdp:d1c2, or leave it out",
+    ),
+    Unused(
+        ("actor.gradient_sync",),
+        lambda config, _: all(layout.shards * layout.replicas == 1 for layout in _layouts(config)),
+        "because no ranks have sequences of their own: set actor.backend, for example to fsdp:d2, or leave it out",
+    ),
+    Unused(
+        ("actor.selective_checkpointing",),
+        lambda config, _: not (config.actor.gradient_checkpointing or _critic_checkpoints(config)),
+        "because nothing is recomputed: set actor.gradient_checkpointing=true, or leave it out",
     ),
 )
 
@@ -231,7 +266,7 @@ SUPERVISED = (
         "by learning from judged completions: leave it out, and name their columns with train_dataset.columns",
     ),
     Unused(
-        ("reference.path", "reference.dtype"),
+        ("reference.path", "reference.dtype", "reference.backend"),
         lambda config, _: isinstance(config, PreferenceConfig) and config.loss.name in REFERENCE_FREE,
         "because this loss compares with no reference: leave it out, or set loss=dpo",
     ),
@@ -274,7 +309,7 @@ def _in_vain(config: BaseConfig, written: Written) -> Iterator[tuple[str, Any, U
     """Key, value and rule of what was set and is not read."""
     if isinstance(config, DistillConfig):
         config = training_config(config)
-    rules = ALWAYS + (REINFORCEMENT if isinstance(config, TrainConfig) else SUPERVISED)
+    rules = ALWAYS + SPREAD + (REINFORCEMENT if isinstance(config, TrainConfig) else SUPERVISED)
     values, untouched = dict(leaves(config)), dict(leaves(type(config)()))
     for rule in rules:
         if not rule.when(config, written):

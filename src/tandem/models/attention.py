@@ -7,15 +7,16 @@ to every layer.
 """
 
 import inspect
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from tandem.models.context_parallel import Context
 from tandem.models.prefixes import Prompt
 
 NAME = "tandem_packed"
@@ -48,11 +49,14 @@ class Packing:
 
     longest: int
 
+    context: Context | None = None
+    """The ranks that the tokens are divided among; all of them have the same packing, that of all tokens."""
+
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: torch.Tensor) -> "Packing":
         """``cu_seqlens [N + 1]``; empty sequences are fine."""
         lengths = [length for length in cu_seqlens.diff().tolist() if length > 0]
-        runs = tuple(Run(len(list(same)), length) for length, same in groupby(lengths))
+        runs = tuple(Run(len(list(same)), length) for length, same in itertools.groupby(lengths))
         return cls(cu_seqlens.to(torch.int32), runs, max(lengths, default=0))
 
     @classmethod
@@ -60,6 +64,13 @@ class Packing:
         """Prompts with their completions; ``cu_seqlens`` is that of the batch that they came from."""
         longest = max(prompt.length + max(prompt.completions) for prompt in prompts)
         return cls(cu_seqlens.to(torch.int32), tuple(prompts), longest)
+
+    def divided(self, context: Context, extra: int) -> "Packing":
+        """The same for a row of which each rank of ``context`` has a piece; ``extra`` tokens behind it fill it up."""
+        if extra == 0:
+            return replace(self, context=context)
+        runs = (*self.runs, Run(1, extra))
+        return Packing(pad(self.cu_seqlens, (0, 1), value=int(self.cu_seqlens[-1]) + extra), runs, self.longest, context)
 
 
 def positions(cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
@@ -90,6 +101,25 @@ def packed_attention(
     ``dropout`` is 0: `load_causal_lm` turns it off, because log-probabilities of a policy must not be random.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if packing.context is not None and packing.context.way == "gather":
+        return _attend_with_own(query, key, value, packing, scale, sliding_window, softcap), None
+    if packing.context is not None:
+        whole = [packing.context.tokens_for_heads(tensor) for tensor in (query, key, value)]
+        output = _attend(*whole, packing, scale, sliding_window, softcap)
+        return packing.context.heads_for_tokens(output), None
+    return _attend(query, key, value, packing, scale, sliding_window, softcap), None
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Packing,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention of all tokens: ``[1, heads, T, D]`` → ``[1, T, heads, D]``."""
     window = sliding_window if sliding_window is not None and sliding_window < packing.longest else None
     shared = any(isinstance(run, Prompt) for run in packing.runs)
     if (
@@ -99,7 +129,7 @@ def packed_attention(
         and query.dtype in (torch.bfloat16, torch.float16)
         and _varlen_attn is not None
     ):
-        return _varlen(query, key, value, packing, scale, window), None
+        return _varlen(query, key, value, packing, scale, window)
 
     sizes = [run.tokens for run in packing.runs]
     # `split` and `cat` have each other as gradients; slices would each make a gradient of the size of the whole
@@ -111,7 +141,34 @@ def packed_attention(
             continue
         q, k, v = (part.unflatten(0, (run.count, run.length)).transpose(1, 2) for part in parts)  # [B, heads, S, D]
         outputs.append(_causal(q, k, v, scale, window, softcap).transpose(1, 2).flatten(0, 1))
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0), None
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0)
+
+
+def _attend_with_own(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Packing,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    """Attention of own tokens to those of all ranks: ``[1, heads, own tokens, D]`` → ``[1, own tokens, heads, D]``."""
+    context = packing.context
+    assert context is not None
+    key, value = context.gather_tokens(key), context.gather_tokens(value)
+    own = context.rows(key.shape[2])
+    lengths = [run.length for run in packing.runs if isinstance(run, Run) for _ in range(run.count)]
+    ends = list(itertools.accumulate(lengths))
+    # of each sequence: how many tokens are this rank's, and where the last of them ends
+    stops = [min(end, own.stop) - (end - length) for end, length in zip(ends, lengths, strict=True)]
+    mine = [max(0, min(end, own.stop) - max(end - length, own.start)) for end, length in zip(ends, lengths, strict=True)]
+    outputs = []
+    keys, values = key.split(lengths, 2), value.split(lengths, 2)
+    for q, k, v, stop in zip(query.split(mine, 2), keys, values, stops, strict=True):
+        if q.shape[2]:
+            outputs.append(_causal(q, k[:, :, :stop], v[:, :, :stop], scale, sliding_window, softcap))
+    return torch.cat(outputs, 2).transpose(1, 2)
 
 
 def _shared(

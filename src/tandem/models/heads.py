@@ -16,7 +16,7 @@ from transformers.utils import logging
 from tandem.api.engines import Outputs
 from tandem.config.errors import ConfigError
 from tandem.models.attention import NAME
-from tandem.models.packed import Hidden, PackedCausalLM, PackedModel
+from tandem.models.packed import PackedCausalLM, PackedModel
 
 HEAD = "score.weight"
 """Name of the head's only tensor, ``[1, H]``: it has no bias."""
@@ -35,7 +35,7 @@ class PackedScalarModel(PackedModel):
         is computed once. ``logprobs`` is empty: no logits are computed.
         """
         hidden = self.hidden(input_ids, cu_seqlens, loss_mask)
-        return Outputs(hidden.states.new_zeros(0), scores=read_scalar(hidden, self.model.score.weight))
+        return Outputs(hidden.states.new_zeros(0), scores=self.read_scalar(hidden, self.model.score.weight, len(input_ids)))
 
 
 class PackedActorCritic(PackedCausalLM):
@@ -59,14 +59,7 @@ class PackedActorCritic(PackedCausalLM):
         """`PackedCausalLM.forward`, with ``scores [T]`` as `PackedScalarModel.forward` gives them."""
         hidden = self.hidden(input_ids, cu_seqlens, loss_mask)
         outputs = self.predict(hidden, input_ids, cu_seqlens, temperature, loss_mask, entropy)
-        return outputs._replace(scores=read_scalar(hidden, self.value.weight))
-
-
-def read_scalar(hidden: Hidden, weight: torch.Tensor) -> torch.Tensor:
-    """``[T]`` float32, from ``weight [1, H]``."""
-    # in float32: bfloat16 has steps of 1/128 between 1 and 2, coarser than what values must tell apart
-    scores = (hidden.states.float() @ weight.float().T)[:, 0]  # [C]
-    return scores if hidden.place is None else scores[hidden.place]
+        return outputs._replace(scores=self.read_scalar(hidden, self.value.weight, len(input_ids)))
 
 
 def is_classifier(config: PretrainedConfig) -> bool:
@@ -100,14 +93,7 @@ def read_classifier(folder: Path, config: PretrainedConfig, dtype: torch.dtype) 
     Raises:
         ConfigError: more than one label, no usable padding token, or weights that are missing or cannot be read.
     """
-    brings_head = is_classifier(config)
-    if brings_head and config.num_labels != 1:
-        raise ConfigError(
-            f"{folder} is a classifier with {config.num_labels} labels ({', '.join(map(str, config.id2label.values()))}); "
-            "a reward model or critic has one number, so give a classifier with num_labels=1 or a language model"
-        )
-    config.num_labels = 1
-    padding = padding_token(folder, config)
+    brings_head, padding = prepare_classifier(folder, config)
     try:
         with no_report():
             model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -122,6 +108,22 @@ def read_classifier(folder: Path, config: PretrainedConfig, dtype: torch.dtype) 
     # a packed batch has no padding; left as it is, the embedding of that token would get no gradient after a reload
     model.model.embed_tokens.padding_idx = None
     return model
+
+
+def prepare_classifier(folder: Path, config: PretrainedConfig) -> tuple[bool, int]:
+    """Makes ``config`` that of a classifier with one label; whether the folder has its head, and its padding token.
+
+    Raises:
+        ConfigError: it has more labels, or no usable padding token.
+    """
+    brings_head = is_classifier(config)
+    if brings_head and config.num_labels != 1:
+        raise ConfigError(
+            f"{folder} is a classifier with {config.num_labels} labels ({', '.join(map(str, config.id2label.values()))}); "
+            "a reward model or critic has one number, so give a classifier with num_labels=1 or a language model"
+        )
+    config.num_labels = 1
+    return brings_head, padding_token(folder, config)
 
 
 def padding_token(folder: Path, config: PretrainedConfig) -> int:

@@ -42,21 +42,22 @@ def load_causal_lm(
     device: str | torch.device = "cpu",
     gradient_checkpointing: bool = False,
     *,
+    selective_checkpointing: bool = False,
     chunk_tokens: int = 1024,
     value_head: bool = False,
 ) -> PackedCausalLM:
     """The model at ``path`` (folder, hub name, built-in name) with packed attention, its weights in ``dtype``.
 
     Dropout is off: a policy's log-probabilities must not be random. ``gradient_checkpointing`` keeps only the input of each
-    layer and computes the rest again in the backward pass. ``value_head``: with a second head that begins at 0, a
-    `PackedActorCritic`.
+    layer (with ``selective_checkpointing`` the results of products too) and computes the rest again in the backward pass.
+    ``value_head``: with a second head that begins at 0, a `PackedActorCritic`.
 
     Raises:
         ConfigError: no such model, a damaged folder, weights that are missing, a reward model, or an architecture that is
             not computed exactly.
     """
     folder = resolve(path)
-    config = _read_config(folder)
+    config = read_config(folder)
     refuse_classifier(folder, config)
     try:
         with no_progress_bars(), no_report():
@@ -70,7 +71,7 @@ def load_causal_lm(
     kind = PackedActorCritic if value_head else PackedCausalLM
     packed = kind(model, chunk_tokens=chunk_tokens)
     if gradient_checkpointing:
-        packed.enable_gradient_checkpointing()
+        packed.enable_gradient_checkpointing(selective_checkpointing)
     return packed
 
 
@@ -79,6 +80,8 @@ def load_scalar_model(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     gradient_checkpointing: bool = False,
+    *,
+    selective_checkpointing: bool = False,
 ) -> PackedScalarModel:
     """The model at ``path`` with one number a token as its head: a critic, or a reward model.
 
@@ -88,16 +91,16 @@ def load_scalar_model(
         ConfigError: what `load_causal_lm` refuses, and a classifier with more than one label.
     """
     folder = resolve(path)
-    config = _read_config(folder)
+    config = read_config(folder)
     with no_progress_bars():
         model = read_classifier(folder, config, dtype)
     packed = PackedScalarModel(model.to(device))
     if gradient_checkpointing:
-        packed.enable_gradient_checkpointing()
+        packed.enable_gradient_checkpointing(selective_checkpointing)
     return packed
 
 
-def _read_config(folder: Path) -> PretrainedConfig:
+def read_config(folder: Path) -> PretrainedConfig:
     """The configuration, if the architecture is computed exactly; without dropout."""
     try:
         config = AutoConfig.from_pretrained(folder)

@@ -35,7 +35,7 @@ def chunked_logprobs(
     return HeadOutputs(logprobs, entropies if entropy else None)
 
 
-def _scaled_logits(
+def scaled_logits(
     hidden: torch.Tensor, weight: torch.Tensor, temperature: torch.Tensor, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Logits over temperature ``[C, V]`` float32, and the soft-cap's tanh for its derivative."""
@@ -65,7 +65,7 @@ class _Head(torch.autograd.Function):
         entropies = hidden.new_zeros(len(hidden) if entropy else 0, dtype=torch.float32)
         for start in range(0, len(hidden), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            logits, _ = _scaled_logits(hidden[rows], weight, temperature[rows], softcap)
+            logits, _ = scaled_logits(hidden[rows], weight, temperature[rows], softcap)
             all_logprobs = torch.log_softmax(logits, -1)
             logprobs[rows] = all_logprobs.gather(1, targets[rows, None])[:, 0]
             if entropy:
@@ -84,7 +84,7 @@ class _Head(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for start in range(0, len(hidden), ctx.chunk_tokens):
             rows = slice(start, start + ctx.chunk_tokens)
-            logits, saturation = _scaled_logits(hidden[rows], weight, temperature[rows], ctx.softcap)
+            logits, saturation = scaled_logits(hidden[rows], weight, temperature[rows], ctx.softcap)
             grad = grad_logprobs[rows, None].float()
             if ctx.entropy:
                 # dH/dz_j = -p_j (log p_j + H), d log p_y / dz_j = [j = y] - p_j

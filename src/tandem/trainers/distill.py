@@ -40,8 +40,13 @@ def train(resolved: Resolved[DistillConfig], *, dry_run: bool = False) -> Summar
 
 
 def make_teacher(config: DistillConfig, device: str) -> Teacher:
-    """The frozen teacher, held as the actor is."""
-    frozen = replace(config.actor, path=str(config.teacher.path), dtype=config.teacher.dtype or config.actor.dtype)
+    """The frozen teacher, held as the actor is, unless `teacher` says otherwise."""
+    frozen = replace(
+        config.actor,
+        path=str(config.teacher.path),
+        dtype=config.teacher.dtype or config.actor.dtype,
+        backend=config.teacher.backend or config.actor.backend,
+    )
     return Teacher(build_train_engine(frozen, total_steps=0, device=device))
 
 

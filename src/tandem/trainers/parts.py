@@ -237,10 +237,11 @@ def needs_greedy_baseline(config: TrainConfig) -> bool:
 
 
 def reference_config(config: TrainConfig) -> TrainEngineConfig:
-    """The frozen policy: the actor's model and precision unless `reference` says otherwise."""
+    """The frozen policy: the actor's model, layout and precision unless `reference` says otherwise."""
     path, dtype = config.reference.path or config.actor.path, config.reference.dtype or config.actor.dtype
     fields = {f.name: getattr(config.actor, f.name) for f in dataclasses.fields(TrainEngineConfig)}
-    return TrainEngineConfig(**fields | {"path": path, "dtype": dtype})
+    backend = config.reference.backend or config.actor.backend
+    return TrainEngineConfig(**fields | {"path": path, "dtype": dtype, "backend": backend})
 
 
 def make_filter(config: TrainConfig) -> tuple[GroupFilter | None, int]:

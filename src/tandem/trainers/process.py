@@ -11,9 +11,11 @@ import torch
 import torch.distributed
 
 from tandem.config.arithmetic import placement
+from tandem.config.backend import parse_layout
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.engines.inference.build import engine_threads, servers_here
+from tandem.launch.rank import follow_launcher, meeting_place
 from tandem.models.allocator import keep_freed_memory
 
 
@@ -25,11 +27,17 @@ class Process:
     threads: int
     rank: int = 0
     world_size: int = 1
+    shared_threads: int | None = None
+    """CPU threads of all ranks of this machine together; None: there is no other."""
 
     @property
     def is_main(self) -> bool:
         """True on rank 0, which alone generates, logs and writes."""
         return self.rank == 0
+
+    def generation_threads(self, placement: str) -> int:
+        """CPU threads for an engine: those of all ranks here where they wait for it (*colocate*), else this one's."""
+        return self.shared_threads or self.threads if placement == "colocate" else self.threads
 
 
 def training_threads(config: BaseConfig, threads: int) -> int:
@@ -44,7 +52,7 @@ def training_threads(config: BaseConfig, threads: int) -> int:
 
 
 def start_process(config: BaseConfig) -> Process:
-    """Sets threads, seeds, the allocator and the process group (when started by torchrun).
+    """Sets threads, seeds, the allocator and the process group (when started as one of several ranks).
 
     Raises:
         ConfigError: `device=cuda` without a GPU, or `actor.backend` names another number of ranks than were started.
@@ -53,26 +61,45 @@ def start_process(config: BaseConfig) -> Process:
         raise ConfigError("device=cuda, but torch sees no GPU here; use device=cpu, or install a CUDA build of torch")
     cuda = torch.cuda.is_available() if config.device == "auto" else config.device == "cuda"
     world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    wanted = int(config.actor.backend.rpartition(":d")[2])
+    wanted = parse_layout(config.actor.backend).ranks
     if wanted != world_size:
         raise ConfigError(
-            f"actor.backend={config.actor.backend} wants {wanted} rank(s), but {world_size} was started; "
-            f"run it with: torchrun --nproc-per-node {wanted} -m tandem train …"
+            f"actor.backend={config.actor.backend} wants {wanted} rank(s), but {world_size} was started; `tandem train` "
+            f"starts them itself, a script of yours needs: torchrun --nproc-per-node {wanted} my_script.py …"
         )
-    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if cuda else "cpu"
+    follow_launcher()
+    device = _gpu() if cuda else "cpu"
     if cuda:
         torch.cuda.set_device(device)
     if world_size > 1 and not torch.distributed.is_initialized():
         # ranks wait for rank 0's batch: no collective may give up before the executor does
         patience = timedelta(seconds=getattr(getattr(config, "rollout", None), "wait_timeout_s", 3600.0) + 600)
-        torch.distributed.init_process_group("nccl" if cuda else "gloo", timeout=patience)
+        torch.distributed.init_process_group(
+            "nccl" if cuda else "gloo",
+            init_method=meeting_place(),
+            rank=rank,
+            world_size=world_size,
+            timeout=patience,
+        )
         atexit.register(torch.distributed.destroy_process_group)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = config.threads or max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    threads = config.threads or max(1, cores // ranks_here)
     torch.set_num_threads(training_threads(config, threads) if not cuda else threads)
     keep_freed_memory()
     random.seed(config.seed)
     numpy.random.seed(config.seed)
     torch.manual_seed(config.seed)
     torch.use_deterministic_algorithms(config.deterministic)
-    return Process(device, threads, rank, world_size)
+    return Process(device, threads, rank, world_size, shared_threads=max(threads, min(cores, threads * ranks_here)))
+
+
+def _gpu() -> str:
+    """This rank's GPU."""
+    number = int(os.environ.get("LOCAL_RANK", 0))
+    if number >= torch.cuda.device_count():
+        raise ConfigError(
+            f"rank {number} of this machine has no GPU of its own: torch sees {torch.cuda.device_count()}; use fewer ranks "
+            "in actor.backend, or device=cpu"
+        )
+    return f"cuda:{number}"

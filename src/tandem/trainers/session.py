@@ -134,7 +134,7 @@ def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -
         config.rollout,
         folder=folder,
         placement=placement(config),
-        threads=process.threads,
+        threads=process.generation_threads(placement(config)),
         device=process.device,
         deterministic=config.deterministic,
         run_folder=run_path(config.run.root, config.experiment_name, config.trial_name),

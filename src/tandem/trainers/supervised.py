@@ -26,7 +26,7 @@ from tandem.data.dataset import Dataset, load_dataset
 from tandem.data.examples import Reader
 from tandem.data.loader import Loader
 from tandem.engines.train.build import build_train_engine
-from tandem.engines.train.fsdp import Head
+from tandem.engines.train.spread import Head
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import check_chat_template, load_tokenizer, save_classifier_tokenizer
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib

@@ -3,7 +3,6 @@
 import contextlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -11,18 +10,15 @@ from tensordict import TensorDict
 
 from tandem.api.batch import num_sequences, select
 from tandem.api.engines import LossFn, Outputs, TrainEngine, TrainPart
-from tandem.api.failures import BatchError, ConfigError
+from tandem.api.failures import BatchError
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.holders import Holder, Replica, Sharded, group_and_mesh, sum_over_ranks
 from tandem.engines.train.micro_batches import filler, has_weight, micro_batches
 from tandem.engines.train.named_weights import NamedWeights
 from tandem.engines.train.optimizer import Optimizer
+from tandem.engines.train.ranks import form_ranks, sum_over_ranks
+from tandem.engines.train.spread import Head, open_spread
 from tandem.engines.train.totals import Totals
-from tandem.models.load import load_causal_lm, load_scalar_model
-from tandem.models.packed import PackedModel
 from tandem.models.precision import resolve_dtype
-
-Head = Literal["lm", "scalar", "both"]
 
 
 class FSDPEngine(TrainEngine):
@@ -51,22 +47,12 @@ class FSDPEngine(TrainEngine):
         """
         self.config, self.total_steps, self.device = config, total_steps, torch.device(device)
         self.dtype = resolve_dtype(config.dtype, self.device)
-        self._group, mesh = group_and_mesh(process_group, self.device)
-        self.world_size = 1 if self._group is None else dist.get_world_size(self._group)
-        self.rank = 0 if self._group is None else dist.get_rank(self._group)
-        if config.backend != f"fsdp:d{self.world_size}":
-            raise ConfigError(
-                f"actor.backend is {config.backend!r}, but {self.world_size} process(es) take part; "
-                f"set it to fsdp:d{self.world_size}, or start as many processes as it says"
-            )
+        self.ranks = form_ranks(config.backend, process_group, self.device)
+        self.world_size = self.ranks.layout.ranks
         self.head = head
-        self.model = self._load_model()
-        layers = self.model.model.model.layers
-        self._holder: Holder = (
-            Replica(self.model, self.dtype) if mesh is None else Sharded(self.model, layers, self.dtype, mesh)
-        )
-        self._optimizer = Optimizer(self._holder, config.optimizer, total_steps, self._group)
-        self._weights = NamedWeights(self._holder, self.model, self._group)
+        self.model, self._holder = open_spread(config, self.ranks, self.device, self.dtype, head)
+        self._optimizer = Optimizer(self._holder, config.optimizer, total_steps, self.ranks)
+        self._weights = NamedWeights(self._holder, self.model, self.ranks.group)
         self._offloaded: set[TrainPart] = set()
 
     def train_batch(self, batch: TensorDict, loss_fn: LossFn, *, entropy: bool = False) -> dict[str, float]:
@@ -79,14 +65,16 @@ class FSDPEngine(TrainEngine):
         self._require("parameters", "optimizer")
         self._optimizer.zero_grad()
         totals, weighted = Totals(), has_weight(batch)
-        for indices in self._micro_batches(batch, weighted):
+        planned = self._micro_batches(batch, weighted)
+        for number, indices in enumerate(planned, 1):
+            self._holder.accumulate(last=number == len(planned))
             loss = self._loss(batch, indices, loss_fn, entropy, totals)
             # FSDP averages gradients over ranks, the step needs their sum
-            (loss * self.world_size).backward()
+            (loss * self.ranks.sums).backward()
         with torch.no_grad():
             for indices in self._micro_batches(batch, ~weighted):
                 self._loss(batch, indices, loss_fn, entropy, totals)
-        metrics = totals.gather(self._group)
+        metrics = self._gathered(totals)
         return metrics | self._optimizer.step(metrics["loss"])
 
     @torch.no_grad()
@@ -96,7 +84,7 @@ class FSDPEngine(TrainEngine):
         totals = Totals()
         for indices in self._micro_batches(batch):
             self._loss(batch, indices, loss_fn, entropy, totals)
-        return totals.gather(self._group)
+        return self._gathered(totals)
 
     @torch.no_grad()
     def forward(self, batch: TensorDict, *, entropy: bool = False) -> Outputs:
@@ -110,10 +98,12 @@ class FSDPEngine(TrainEngine):
                 self._compute(filler(self.device), entropy)
                 continue
             outputs = self._compute(select(batch, indices).to(self.device), entropy)
+            if not self.ranks.is_first_with_batch:
+                continue
             tokens = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in indices]).to(self.device)
             for row, name in zip(found, names, strict=True):
                 row[tokens] = getattr(outputs, name)
-        sum_over_ranks(found, self._group)
+        sum_over_ranks(found, self.ranks.group)
         given = dict(zip(names, found.to(batch["input_ids"].device), strict=True))
         return Outputs(**{"logprobs": found.new_zeros(0)} | given)
 
@@ -124,7 +114,13 @@ class FSDPEngine(TrainEngine):
 
     def _micro_batches(self, batch: TensorDict, chosen: torch.Tensor | None = None) -> list[list[int]]:
         """Of this rank; the same number on every rank. ``chosen [N]`` bool: of these sequences only."""
-        return micro_batches(batch, self.config.max_tokens_per_micro_batch, self.rank, self.world_size, chosen)
+        layout = self.ranks.layout
+        # ranks that share tokens compute a part of them each
+        budget = self.config.max_tokens_per_micro_batch * layout.context
+        return micro_batches(batch, budget, self.ranks.batch, layout.batches, chosen)
+
+    def _gathered(self, totals: Totals) -> dict[str, float]:
+        return totals.gather(self.ranks.group, counts=self.ranks.is_first_with_batch)
 
     def _compute(self, view: TensorDict, entropy: bool) -> Outputs:
         if self.head == "scalar":
@@ -163,7 +159,7 @@ class FSDPEngine(TrainEngine):
     def save(self, folder: Path) -> None:
         """See `TrainEngine.save`. Weights are written in the dtype that the engine computes in."""
         self._require("parameters")
-        self._weights.save(Path(folder), self.dtype, writes=self.rank == 0)
+        self._weights.save(Path(folder), self.dtype, writes=self.ranks.rank == 0)
 
     def load(self, folder: Path) -> None:
         """See `TrainEngine.load`. The optimizer's state stays as it is. Raises `ConfigError` where the tensors differ."""
@@ -208,16 +204,3 @@ class FSDPEngine(TrainEngine):
             raise RuntimeError(
                 f"{' and '.join(missing)} of the train engine are offloaded; call onload({tuple(missing)}) first"
             )
-
-    def _load_model(self) -> PackedModel:
-        config = self.config
-        if self.head == "scalar":
-            return load_scalar_model(config.path, torch.float32, self.device, config.gradient_checkpointing)
-        return load_causal_lm(
-            config.path,
-            torch.float32,
-            self.device,
-            config.gradient_checkpointing,
-            chunk_tokens=config.logprob_chunk_tokens,
-            value_head=self.head == "both",
-        )

@@ -1,19 +1,23 @@
 """How a model and its float32 master weights lie over the processes.
 
-`Replica`: one process has all of it. `Sharded`: FSDP2 gives each process a part. Both show the same: ``masters``, the
-parameters that the optimizer moves, whose ``.grad`` is complete after the backward passes.
+`Replica`: one process has all of it. `Sharded`: FSDP2 gives each process a part. "All" is what tensor parallelism leaves a
+rank of each matrix. Both show the same: ``masters``, the parameters that the optimizer moves, whose ``.grad`` is complete
+after the backward passes and `finish_gradients`.
 """
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tandem.models.tensor_parallel import Pieces
 
 
 class Holder(ABC):
@@ -23,17 +27,49 @@ class Holder(ABC):
     masters: dict[str, nn.Parameter]
     """Name in ``model`` → float32 parameter; tied ones once."""
 
+    pieces: Pieces | None = None
+    """How matrices are cut, under tensor parallelism."""
+
     @abstractmethod
     def publish(self) -> None:
         """After the masters have changed: the model computes with their new values."""
 
     @abstractmethod
-    def full(self, name: str) -> torch.Tensor:
-        """The whole master, on the device; collective where it is sharded."""
+    def _gather(self, name: str) -> torch.Tensor:
+        """A master, or this rank's piece where it is cut, from all shards."""
 
     @abstractmethod
+    def _put(self, name: str, value: torch.Tensor) -> None:
+        """Overwrites what `_gather` gives."""
+
+    def accumulate(self, *, last: bool) -> None:
+        """Before each backward pass of a step. ``last``: none follows it."""
+
+    def full(self, name: str) -> torch.Tensor:
+        """The whole master, on the device; collective where it is sharded or cut."""
+        gathered = self._gather(name)
+        return gathered if self.pieces is None else self.pieces.whole(name, gathered)
+
+    def shape(self, name: str) -> torch.Size:
+        """Of the whole master."""
+        own = self.masters[name].shape
+        return own if self.pieces is None else self.pieces.shape(name, own)
+
     def assign(self, name: str, value: torch.Tensor) -> None:
         """Overwrites a master with the whole tensor ``value``; every rank calls it with the same value."""
+        self._put(name, value if self.pieces is None else self.pieces.piece(name, value))
+
+    def finish_gradients(self) -> None:
+        """After the last backward pass: sums the gradients of which ranks that share matrices have a part each."""
+        if self.pieces is None:
+            return
+        masters = [self.masters[name] for name in sorted(self.pieces.summed)]
+        parts = [_local(master.grad) for master in masters if master.grad is not None]
+        if parts:
+            together = torch.cat([part.flatten() for part in parts])
+            dist.all_reduce(together, group=self.pieces.group)
+            for part, total in zip(parts, together.split([part.numel() for part in parts]), strict=True):
+                part.copy_(total.view_as(part))
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -53,9 +89,18 @@ class Holder(ABC):
 
     def local_gradients(self) -> Iterator[torch.Tensor]:
         """This rank's part of every gradient there is."""
-        for master in self.masters.values():
+        for _, gradient in self.named_local_gradients():
+            yield gradient
+
+    def named_local_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The same, with the masters' names."""
+        for name, master in self.masters.items():
             if master.grad is not None:
-                yield master.grad.to_local() if isinstance(master.grad, DTensor) else master.grad
+                yield name, _local(master.grad)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class Replica(Holder):
@@ -65,8 +110,8 @@ class Replica(Holder):
     gradients are added to the masters' in float32 as soon as each is complete.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype):
-        self.model = model
+    def __init__(self, model: nn.Module, dtype: torch.dtype, pieces: Pieces | None = None):
+        self.model, self.pieces = model, pieces
         self._parameters = dict(model.named_parameters())
         self.masters = self._parameters
         if dtype != torch.float32:
@@ -92,11 +137,11 @@ class Replica(Holder):
             for name, parameter in self._parameters.items():
                 parameter.copy_(self.masters[name])
 
-    def full(self, name: str) -> torch.Tensor:
+    def _gather(self, name: str) -> torch.Tensor:
         return self.masters[name].detach()
 
     @torch.no_grad()
-    def assign(self, name: str, value: torch.Tensor) -> None:
+    def _put(self, name: str, value: torch.Tensor) -> None:
         self.masters[name].copy_(value)
 
     def move(self, device: torch.device | str) -> None:
@@ -109,18 +154,39 @@ class Replica(Holder):
 class Sharded(Holder):
     """FSDP2: each layer is gathered in the compute dtype when it is needed; gradients are reduced in float32."""
 
-    def __init__(self, model: nn.Module, layers: nn.ModuleList, dtype: torch.dtype, mesh: DeviceMesh):
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: nn.ModuleList,
+        dtype: torch.dtype,
+        mesh: DeviceMesh,
+        pieces: Pieces | None = None,
+        fill: Callable[[nn.Module], None] = lambda _: None,
+        gradient_sync: Literal["step", "micro_batch"] = "step",
+    ):
+        """``mesh``: shards, or replicas by shards. ``fill``: gives a module its weights, just before it is sharded.
+        ``gradient_sync``: how often gradients are summed over ranks.
+        """
         precision = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype,
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,  # temperatures stay float32
         )
         for layer in layers:
+            fill(layer)
             fully_shard(layer, mesh=mesh, mp_policy=precision)
+        fill(model)
         # the embedding is also the head, or as large: keep it gathered between its two uses
         fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
-        self.model = model
+        self.model, self.pieces, self._gradient_sync = model, pieces, gradient_sync
         self.masters = dict(model.named_parameters())
+
+    def accumulate(self, *, last: bool) -> None:
+        """Until they are summed over ranks, each rank has all gradients of its own sequences; after it, its shard."""
+        if self._gradient_sync == "step":
+            self.model.set_requires_gradient_sync(last)
+        else:
+            self.model.set_requires_all_reduce(last)  # between replicas once in any case: it costs no memory
 
     def publish(self) -> None:
         """Lets go of what a forward pass without a backward one left gathered: the next one gathers the new values."""
@@ -128,31 +194,11 @@ class Sharded(Holder):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
-    def full(self, name: str) -> torch.Tensor:
+    def _gather(self, name: str) -> torch.Tensor:
         return self.masters[name].detach().full_tensor()
 
     @torch.no_grad()
-    def assign(self, name: str, value: torch.Tensor) -> None:
+    def _put(self, name: str, value: torch.Tensor) -> None:
         master = self.masters[name]
         # src_data_rank=None: every rank cuts its own part out of the tensor that it has
         master.copy_(distribute_tensor(value.to(master), master.device_mesh, master.placements, src_data_rank=None))
-
-
-def sum_over_ranks(value: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """Sums in place; without a group there is one rank."""
-    if group is not None:
-        dist.all_reduce(value, group=group)
-    return value
-
-
-def group_and_mesh(
-    group: dist.ProcessGroup | None, device: torch.device
-) -> tuple[dist.ProcessGroup | None, DeviceMesh | None]:
-    """The group to communicate in and its mesh; None for a process alone."""
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
-    if group is None or dist.get_world_size(group) == 1:
-        return None, None
-    if group is dist.group.WORLD:
-        return group, init_device_mesh(device.type, (dist.get_world_size(),))
-    return group, DeviceMesh.from_group(group, device.type)

@@ -37,7 +37,7 @@ class NamedWeights:
 
     def take(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `TrainEngine.load_weights`. A tensor that does not fit is not copied; those before it are in place."""
-        missing = {name: tuple(self._master(name).shape) for name in self._names}
+        missing = {name: tuple(self._holder.shape(_PREFIX + name)) for name in self._names}
         for name, tensor in weights:
             shape = missing.pop(name, None)
             if shape != tuple(tensor.shape):
@@ -66,14 +66,11 @@ class NamedWeights:
         Raises:
             ConfigError: the folder has other tensors than this model.
         """
-        for name, tensor in read_weights(folder, {name: self._master(name).shape for name in self._names}):
+        for name, tensor in read_weights(folder, {name: self._holder.shape(_PREFIX + name) for name in self._names}):
             self._holder.assign(_PREFIX + name, tensor)
         if self._has_value:
             self._holder.assign(_VALUE, read_tensor(folder / VALUE_FILE))
         self._holder.publish()
-
-    def _master(self, name: str) -> torch.Tensor:
-        return self._holder.masters[_PREFIX + name]
 
     def _agreed(self) -> contextlib.AbstractContextManager[None]:
         """What fails on one rank of the group fails on all of it."""

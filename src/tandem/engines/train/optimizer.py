@@ -3,20 +3,20 @@
 import math
 
 import torch
-import torch.distributed as dist
 
 from tandem.api.failures import NonFinite
 from tandem.config.train_engine import OptimizerConfig
-from tandem.engines.train.holders import Holder, sum_over_ranks
+from tandem.engines.train.holders import Holder
+from tandem.engines.train.ranks import Ranks, sum_over_ranks
 from tandem.engines.train.schedule import learning_rate
 
 
 class Optimizer:
     """AdamW over the masters of a holder; matrices decay, vectors do not. The schedule counts calls, taken or skipped."""
 
-    def __init__(self, holder: Holder, options: OptimizerConfig, total_steps: int, group: dist.ProcessGroup | None):
-        """``total_steps``: of the run, for the schedule. ``group``: over which gradients are sharded; None: not at all."""
-        self._holder, self._options, self._total_steps, self._group = holder, options, total_steps, group
+    def __init__(self, holder: Holder, options: OptimizerConfig, total_steps: int, ranks: Ranks):
+        """``total_steps``: of the run, for the schedule. ``ranks``: those over which the model is spread."""
+        self._holder, self._options, self._total_steps, self._ranks = holder, options, total_steps, ranks
         masters = holder.masters.values()
         groups = [
             {"params": [p for p in masters if p.dim() >= 2], "weight_decay": options.weight_decay},
@@ -44,6 +44,7 @@ class Optimizer:
         Raises:
             NonFinite: too many steps in a row had a loss or gradient that was not finite.
         """
+        self._holder.finish_gradients()
         options, norm = self._options, self._gradient_norm()
         rate = learning_rate(self._step, self._total_steps, options)
         self._step += 1
@@ -71,7 +72,17 @@ class Optimizer:
 
     def _gradient_norm(self) -> float:
         """Global L2 norm, summed in float64 so that it does not depend on how parameters are cut."""
-        squares = [g.pow(2).sum(dtype=torch.float64) for g in self._holder.local_gradients()]
+        squares = [
+            gradient.pow(2).sum(dtype=torch.float64)
+            for name, gradient in self._holder.named_local_gradients()
+            if self._counts(name)
+        ]
         device = next(iter(self._holder.masters.values())).device
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
-        return math.sqrt(float(sum_over_ranks(total, self._group)))
+        return math.sqrt(float(sum_over_ranks(total, self._ranks.group)))
+
+    def _counts(self, name: str) -> bool:
+        """Whether this rank is the one to count its part of a gradient, which others may have too."""
+        pieces = self._holder.pieces
+        is_cut = pieces is not None and name in pieces.dims
+        return self._ranks.is_in_first_replica if is_cut else self._ranks.is_first_with_shard

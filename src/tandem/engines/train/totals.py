@@ -42,9 +42,12 @@ class Totals:
             elif chosen.numel():
                 self._maxima[name] = max(self._maxima.get(name, -math.inf), float(chosen.max()))
 
-    def gather(self, group: dist.ProcessGroup | None) -> dict[str, float]:
-        """``loss``, summed, and sum over count of each metric, over all ranks; what counted nothing is left out."""
-        mine = (self.loss, self._sums, self._maxima)
+    def gather(self, group: dist.ProcessGroup | None, *, counts: bool = True) -> dict[str, float]:
+        """``loss``, summed, and sum over count of each metric, over all ranks; what counted nothing is left out.
+
+        ``counts``: false on a rank that has the same as another one.
+        """
+        mine = (self.loss, self._sums, self._maxima) if counts else (0.0, {}, {})
         parts = [mine]
         if group is not None:
             parts = [mine] * dist.get_world_size(group)

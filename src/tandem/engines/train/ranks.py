@@ -1,0 +1,118 @@
+"""The ranks that train one model, and the groups that they form for what they divide among themselves."""
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tandem.api.failures import ConfigError
+from tandem.config.backend import Layout, parse_layout
+from tandem.models.context_parallel import Context
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """All of them, and where this one stands.
+
+    Rank ``((r·data + d)·context + c)·tensor + t`` has place (r, d, c, t): neighbours share matrices, as they talk most.
+    """
+
+    layout: Layout
+    group: dist.ProcessGroup | None = None
+    """All of them; None for a process alone."""
+
+    rank: int = 0
+    """In ``group``."""
+
+    shards: DeviceMesh | None = None
+    """Over which FSDP keeps parameters, ``[shards]`` or ``[replicas, shards]``; None where each rank has all of its own."""
+
+    tensor: dist.ProcessGroup | None = None
+    """Those that share matrices; None where there is one."""
+
+    context: Context | None = None
+    """Those that share tokens; None where there is one."""
+
+    @property
+    def batch(self) -> int:
+        """Which of the micro-batches that are computed at a time is this rank's."""
+        return self.rank // (self.layout.context * self.layout.tensor)
+
+    @property
+    def sums(self) -> int:
+        """Ranks over which FSDP takes the mean of gradients, where the step needs their sum."""
+        return 1 if self.shards is None else self.layout.batches * self.layout.context
+
+    @property
+    def is_first_with_batch(self) -> bool:
+        """Whether this rank speaks for those that compute the same sequences."""
+        return self.rank % (self.layout.context * self.layout.tensor) == 0
+
+    @property
+    def is_first_with_shard(self) -> bool:
+        """Whether this rank counts the part of a whole parameter that it keeps; others may keep the same part."""
+        return self.rank % self.layout.tensor == 0 and self.is_in_first_replica
+
+    @property
+    def is_in_first_replica(self) -> bool:
+        """Whether this rank's part of a cut parameter is counted."""
+        return self.rank < self.layout.ranks // self.layout.replicas
+
+
+def form_ranks(backend: str, group: dist.ProcessGroup | None, device: torch.device) -> Ranks:
+    """The ranks of ``backend``. ``group``: None takes the default group where torch.distributed is initialised, else this
+    process alone. Collective.
+
+    Raises:
+        ConfigError: the group has another size than the backend says.
+    """
+    layout = parse_layout(backend)
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    there = 1 if group is None else dist.get_world_size(group)
+    if there != layout.ranks:
+        raise ConfigError(
+            f"actor.backend is {backend!r}, which is {layout.ranks} rank(s), but {there} process(es) take part; "
+            f"set it to fsdp:d{there}, or start as many processes as it says"
+        )
+    if group is None or there == 1:
+        return Ranks(layout)
+    rank = dist.get_rank(group)
+    if layout.tensor == layout.context == layout.replicas == 1:
+        whole = group is dist.group.WORLD
+        shards = init_device_mesh(device.type, (there,)) if whole else DeviceMesh.from_group(group, device.type)
+        return Ranks(layout, group, rank, shards)
+    if group is not dist.group.WORLD:
+        raise ConfigError(f"actor.backend={backend} needs all processes; a part of them can be fsdp:d{there}")
+    sizes = (layout.replicas, layout.shards, layout.tensor)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replica", "shard", "tensor"))
+    shards = None
+    if layout.replicas > 1:
+        shards = mesh["replica", "shard"]
+    elif layout.shards > 1:
+        shards = mesh["shard"]
+    tensor = mesh["tensor"].get_group() if layout.tensor > 1 else None
+    return Ranks(layout, group, rank, shards, tensor, _context(layout, rank))
+
+
+def _context(layout: Layout, rank: int) -> Context | None:
+    """The ranks that share this one's tokens. Every rank makes all groups, in the same order."""
+    if layout.context == 1:
+        return None
+    found = None
+    stride, block = layout.tensor, layout.tensor * layout.context
+    for first, tensor in itertools.product(range(0, layout.ranks, block), range(layout.tensor)):
+        members = [first + tensor + stride * i for i in range(layout.context)]
+        group = dist.new_group(members)
+        if rank in members:
+            found = Context(group, members.index(rank), layout.context)
+    return found
+
+
+def sum_over_ranks(value: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Sums in place; without a group there is one rank."""
+    if group is not None:
+        dist.all_reduce(value, group=group)
+    return value

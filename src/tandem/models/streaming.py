@@ -1,0 +1,159 @@
+"""A model that gets its weights piece by piece: made without memory, then filled from its files as it is spread over ranks.
+
+So a rank holds its own part, and for a moment one layer or the embedding, never the whole.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+
+from tandem.config.errors import ConfigError
+from tandem.models.attention import NAME
+from tandem.models.catalog import resolve
+from tandem.models.heads import (
+    HEAD,
+    PackedActorCritic,
+    PackedScalarModel,
+    no_report,
+    prepare_classifier,
+    refuse_classifier,
+)
+from tandem.models.load import no_progress_bars, read_config
+from tandem.models.packed import PackedCausalLM, PackedModel
+from tandem.models.tensor_parallel import Pieces
+
+_PREFIX = "model."
+"""What `PackedModel` puts before the names in files."""
+
+
+@dataclass(frozen=True)
+class Unfilled:
+    """A model whose parameters have no memory yet (device ``meta``), and where their values are."""
+
+    model: PackedModel
+    files: Mapping[str, Any]
+    """Hugging Face name → the tensor in its file; parameters that are not there begin at 0."""
+
+    device: torch.device
+
+    def fill(self, module: nn.Module, pieces: Pieces | None) -> None:
+        """Gives the parameters of ``module`` that are still empty their values, float32: of each this rank's piece."""
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        made: dict[int, nn.Parameter] = {}
+        for part in module.modules():
+            for key, parameter in list(part.named_parameters(recurse=False)):
+                if parameter.is_meta:
+                    if id(parameter) not in made:
+                        made[id(parameter)] = nn.Parameter(self._read(names[id(parameter)], parameter.shape, pieces))
+                    setattr(part, key, made[id(parameter)])  # tied ones stay tied
+
+    def _read(self, name: str, shape: torch.Size, pieces: Pieces | None) -> torch.Tensor:
+        source = self.files.get(name.removeprefix(_PREFIX))
+        if source is None:
+            return torch.zeros(shape, device=self.device)
+        if pieces is None or name not in pieces.dims:
+            found = source[:]
+        else:
+            dim, total = pieces.dims[name]
+            start, end = pieces.bounds(total)
+            found = source[start:end] if dim == 0 else source[:, start:end]
+        # a copy: what is read lies in the mapped file
+        return found.to(self.device, torch.float32, copy=True)
+
+
+def open_unfilled(
+    path: str | os.PathLike[str], device: torch.device, head: str, *, chunk_tokens: int = 1024
+) -> Unfilled | None:
+    """The model at ``path`` without memory; None where its files do not hold its tensors one by one under their names, so
+    that transformers has to read it as a whole. ``head``: ``lm``, ``scalar`` or ``both``.
+
+    Raises:
+        ConfigError: what `load_causal_lm` and `load_scalar_model` refuse.
+    """
+    folder = resolve(path)
+    files = tensors_of(folder)
+    if files is None:
+        return None
+    config = read_config(folder)
+    may_miss: set[str] = set()
+    if head == "scalar":
+        brings_head, config.pad_token_id = prepare_classifier(folder, config)
+        may_miss = set() if brings_head else {HEAD}
+        if not brings_head:
+            files = {name: tensor for name, tensor in files.items() if name != HEAD}
+        model = _empty(AutoModelForSequenceClassification, config)
+        model.model.embed_tokens.padding_idx = None  # see `read_classifier`
+        packed: PackedModel = PackedScalarModel(model)
+    else:
+        refuse_classifier(folder, config)
+        model = _empty(AutoModelForCausalLM, config)
+        if (folder / "generation_config.json").is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        packed = (PackedActorCritic if head == "both" else PackedCausalLM)(model, chunk_tokens=chunk_tokens)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    found = {name: tuple(files[name].get_shape()) for name in shapes if name in files}
+    if set(shapes) - set(found) - may_miss or any(found[name] != tuple(shapes[name]) for name in found):
+        return None
+    if not _make_buffers(packed, device):
+        return None
+    return Unfilled(packed, files, device)
+
+
+def tensors_of(folder: Path) -> dict[str, Any] | None:
+    """Hugging Face name → a slice of its safetensors file, read when it is indexed; None where there is no such file.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
+    """
+    index = folder / "model.safetensors.index.json"
+    try:
+        if index.is_file():
+            return dict(_slices(folder, sorted(set(json.loads(index.read_text())["weight_map"].values()))))
+        if (folder / "model.safetensors").is_file():
+            return dict(_slices(folder, ["model.safetensors"]))
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        raise ConfigError(f"the weights in {folder} cannot be read: {error}") from error
+
+
+def _slices(folder: Path, names: list[str]) -> Iterator[tuple[str, Any]]:
+    for name in names:
+        if Path(name).name != name:
+            raise ConfigError(f"the index of {folder} names {name!r}, which is not a file in that folder")
+        file = safe_open(folder / name, "pt")
+        for key in file.keys():
+            yield key, file.get_slice(key)
+
+
+def _empty(kind: Any, config: Any) -> nn.Module:
+    with no_progress_bars(), no_report(), torch.device("meta"):
+        model = kind.from_config(config, dtype=torch.float32, attn_implementation=NAME)
+    if getattr(config, "tie_word_embeddings", False) and hasattr(model, "lm_head"):
+        model.lm_head.weight = model.get_input_embeddings().weight
+    return model.eval()
+
+
+def _make_buffers(packed: PackedModel, device: torch.device) -> bool:
+    """Gives the model the buffers that follow from its configuration; False where it has one that is not known here."""
+    model, scale = packed.model, packed.architecture.embedding_scale
+    for module in model.modules():
+        own = dict(module.named_buffers(recurse=False))
+        if not any(buffer.is_meta for buffer in own.values()):
+            continue
+        if module is model.model.rotary_emb:
+            made = dict(type(module)(model.config).named_buffers(recurse=False))
+        elif set(own) == {"embed_scale"}:
+            made = {"embed_scale": torch.tensor(scale)}
+        else:
+            return False
+        for name in own:
+            module._buffers[name] = made[name].to(device)
+    return True

@@ -1,0 +1,165 @@
+"""Steps of tiny models under every layout of as many ranks as there are; importable by child processes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict
+from torch.distributed.tensor import DTensor
+
+from tandem.api.batch import concatenate
+from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
+from tandem.engines.train.fsdp import FSDPEngine
+from tandem.models.logprobs import chunked_logprobs
+from tandem.models.streaming import Unfilled
+from tandem.models.vocabulary import Vocabulary, vocabulary_parallel_logprobs
+from tests.engines_train.steps import random_batch, weighted_nll, weights_of
+
+Case = tuple[str, str]
+"""Layout, with a word for options, and model."""
+
+OPTIONS = {
+    "gather": {"context_parallel": "gather"},
+    "lean": {"gradient_sync": "micro_batch", "gradient_checkpointing": True, "selective_checkpointing": True},
+}
+
+CASES: dict[str, list[Case]] = {
+    "2": [("d1t2", "qwen3"), ("d1c2", "qwen2"), ("d1c2 gather", "qwen3")],
+    "2 more": [("d1t2", "qwen2"), ("d1c2 gather", "gemma2"), ("d1r2", "qwen3"), ("d2 lean", "gemma2"), ("d1t2", "gemma2")],
+    "4": [("d2t2", "qwen3"), ("d2c2", "gemma2"), ("d2r2 lean", "qwen2"), ("d1t2c2", "qwen2"), ("d1t2r2", "qwen3")],
+}
+MODELS = {
+    "qwen2": {},  # tied, biases
+    "qwen3": {"vocab_size": 305},  # norms of heads; a vocabulary that no two ranks can halve
+    "gemma2": {"num_key_value_heads": 4},  # tied, scaled embedding, soft-caps, windows, four norms
+}
+HEADS = {"qwen2": "both", "qwen3": "lm", "gemma2": "lm"}
+
+
+def batch_of_prompts() -> TensorDict:
+    """Ragged sequences, and groups of which each shares a prompt."""
+    ragged = random_batch((3, 14, 2, 5, 9, 9, 4))
+    groups = random_batch((11, 8, 9, 10, 13), seed=1)
+    bounds = groups["cu_seqlens"].tolist()
+    for i, start in enumerate(bounds[:-1]):
+        first = bounds[0 if i < 3 else 3]
+        groups["loss_mask"][start : start + 6] = False
+        groups["loss_mask"][start + 6] = True
+        groups["input_ids"][start : start + 6] = groups["input_ids"][first : first + 6]
+    groups["loss_weights"] = groups["loss_weights"] * groups["loss_mask"]
+    return concatenate([ragged, groups])
+
+
+def loss_with_scores(outputs, view):
+    """The loss of `weighted_nll`, and of the second head where there is one."""
+    losses, metrics = weighted_nll(outputs, view)
+    return losses if outputs.scores is None else losses + 0.1 * (outputs.scores - 1).square(), metrics
+
+
+def engine_on(folder: Path, layout: str, head: str = "lm", *, lr=1e-2, eps=1e-8, **config) -> FSDPEngine:
+    layout, *words = layout.split()
+    for word in words:
+        config |= OPTIONS[word]
+    options = TrainEngineConfig(
+        path=str(folder),
+        backend=f"fsdp:{layout}",
+        dtype=config.pop("dtype", "float32"),
+        optimizer=OptimizerConfig(lr=lr, eps=eps, max_grad_norm=config.pop("max_grad_norm", 0.5), weight_decay=0.0),
+        max_tokens_per_micro_batch=config.pop("max_tokens", 20),
+        logprob_chunk_tokens=7,
+        **config,
+    )
+    return FSDPEngine(options, total_steps=10, head=head)
+
+
+def gradients(folder: Path, layout: str, head: str, batch: TensorDict, **config) -> dict[str, torch.Tensor]:
+    """By name: what a step of an optimizer moves whose step is the gradient (Adam's denominator is its offset)."""
+    engine = engine_on(folder, layout, head, lr=1e4, eps=1e4, max_grad_norm=None, **config)
+    before = weights_of(engine)
+    engine.train_batch(batch, loss_with_scores, entropy=True)
+    return {name: before[name] - after for name, after in weights_of(engine).items()}
+
+
+def steps(folder: Path, layout: str, head: str, out: Path, **config):
+    """Gradients of the first step, then three steps: metrics, weights, outputs; saved and loaded again."""
+    batch = batch_of_prompts()
+    found = {"gradients": gradients(folder, layout, head, batch, **config)}
+    engine = engine_on(folder, layout, head, **config)
+    found["before"] = weights_of(engine)
+    found["metrics"] = [engine.train_batch(batch, loss_with_scores, entropy=True) for _ in range(3)]
+    found["after"] = weights_of(engine)
+    outputs = engine.forward(batch, entropy=True)
+    found["outputs"] = {name: value for name, value in outputs._asdict().items() if value is not None}
+    found["evaluated"] = engine.eval_batch(batch, loss_with_scores, entropy=True)
+    engine.save(out / f"{layout}-{folder.name}")
+    fresh = engine_on(folder, layout, head, **config)
+    fresh.load(out / f"{layout}-{folder.name}")
+    found["loaded"] = weights_of(fresh)
+    other = {name: 0.9 * tensor for name, tensor in found["before"].items()}
+    with fresh.using(other.items()):
+        found["others"] = weights_of(fresh)
+    found["back"] = weights_of(fresh)
+    rough = engine_on(folder, layout, head, dtype="bfloat16", **config)
+    found["bfloat16"] = rough.train_batch(batch, loss_with_scores, entropy=True)
+    return found
+
+
+def all_steps(folders: dict[str, Path], cases: list[Case], out: Path, ranks: int):
+    """ "layout model" → `steps`, and `vocabulary_parallel`."""
+    torch.set_num_threads(1)
+    if ranks == 1:
+        cases = [("d1", name) for name in {name for _, name in cases}]
+    found = {f"{layout} {name}": steps(folders[name], layout, HEADS[name], out) for layout, name in cases}
+    found["vocabulary"] = [vocabulary_parallel(ranks, softcap, entropy) for softcap, entropy in HEAD_OPTIONS]
+    if ranks == 2:
+        found["held"] = {layout: most_held(folders["deep"], layout) for layout in ("d2", "d1t2")}
+    return found
+
+
+def most_held(folder: Path, layout: str) -> int:
+    """Most entries of parameters that this rank has at a time while it opens a model."""
+    held, fill = [], Unfilled.fill
+
+    def watched(unfilled, module, pieces):
+        fill(unfilled, module, pieces)
+        parameters = [p for p in unfilled.model.parameters() if not p.is_meta]
+        held.append(sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Unfilled, "fill", watched)
+        engine_on(folder, layout)
+    return max(held)
+
+
+HEAD_OPTIONS = [(None, False), (None, True), (3.0, True)]
+
+
+def vocabulary_parallel(ranks: int, softcap: float | None, entropy: bool) -> dict[str, torch.Tensor]:
+    """Log-probabilities, entropies, and the gradients of hidden states and of the whole head; 11 tokens of a vocabulary of
+    305, in several chunks and at several temperatures."""
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(11, 16, generator=generator, requires_grad=True)
+    whole = torch.randn(305, 16, generator=generator)
+    targets = torch.randint(0, 305, (11,), generator=generator)
+    temperature = 0.5 + torch.rand(11, generator=generator)
+    pulls = torch.randn(2, 11, generator=generator)
+    each = -(-305 // ranks)
+    rank = dist.get_rank() if ranks > 1 else 0
+    weight = whole[rank * each : (rank + 1) * each].clone().requires_grad_()
+    settings = {"softcap": softcap, "entropy": entropy, "chunk_tokens": 4}
+    if ranks == 1:
+        found = chunked_logprobs(hidden, weight, targets, temperature, **settings)
+    else:
+        mine = Vocabulary(dist.group.WORLD, rank * each)
+        found = vocabulary_parallel_logprobs(hidden, weight, targets, temperature, mine, **settings)
+    total = (found.logprobs * pulls[0]).sum()
+    if entropy:
+        total = total + (found.entropy * pulls[1]).sum()
+    total.backward()
+    gradient = torch.zeros_like(whole)
+    gradient[rank * each : (rank + 1) * each] = weight.grad
+    if ranks > 1:
+        dist.all_reduce(gradient)
+    entropies = found.entropy.detach() if entropy else torch.zeros(0)
+    return {"logprobs": found.logprobs.detach(), "entropy": entropies, "hidden": hidden.grad, "head": gradient}

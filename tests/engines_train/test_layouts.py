@@ -1,0 +1,99 @@
+"""The same step under every layout: sharded, replicated, tensor parallel, context parallel, and together."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.engines_train.layouts import CASES, MODELS, all_steps
+from tests.engines_train.steps import distance
+from tests.ranks import alone_and_on
+from tests.tiny import tiny_model_folder
+
+SLOW = [pytest.mark.slow, pytest.mark.invariant]
+
+
+@pytest.fixture(scope="module", params=["2", pytest.param("2 more", marks=SLOW), pytest.param("4", marks=SLOW)])
+def runs(request, tmp_path_factory):
+    """(cases, what one process found, what each rank found, where the models were saved)."""
+    out, cases = tmp_path_factory.mktemp("layouts"), CASES[request.param]
+    folders = {
+        name: tiny_model_folder(out, name, **{"num_key_value_heads": 4} | overrides) for name, overrides in MODELS.items()
+    }
+    folders["deep"] = tiny_model_folder(out, "llama", num_hidden_layers=8)
+    return cases, *alone_and_on(int(request.param[0]), all_steps, folders, cases, out, out=out), out
+
+
+def compared(runs):
+    """(layout, model, what one process found, what a rank found)."""
+    cases, alone, ranks, _ = runs
+    for layout, name in cases:
+        for found in ranks:
+            yield layout, name, alone[f"d1 {name}"], found[f"{layout} {name}"]
+
+
+def test_gradients_are_those_of_one_process(runs):
+    for layout, name, one, found in compared(runs):
+        assert found["gradients"].keys() == one["gradients"].keys()
+        for key, gradient in one["gradients"].items():
+            assert gradient.norm() > 0, (layout, name, key)
+            apart = (found["gradients"][key] - gradient).norm()
+            assert apart <= 1e-3 * gradient.norm(), (layout, name, key, float(apart / gradient.norm()))
+
+
+def test_three_steps_move_the_weights_as_those_of_one_process(runs):
+    for layout, name, one, found in compared(runs):
+        moved = distance(one["before"], one["after"])
+        assert moved > 0
+        assert distance(one["before"], found["before"]) == 0, (layout, name)
+        assert distance(one["after"], found["after"]) <= 1e-3 * moved, (layout, name)
+
+
+def test_metrics_are_those_of_one_process(runs):
+    for layout, name, one, found in compared(runs):
+        for ours, theirs in zip(one["metrics"], found["metrics"], strict=True):
+            assert theirs == pytest.approx(ours, rel=1e-3), (layout, name)
+        assert found["evaluated"] == pytest.approx(one["evaluated"], rel=1e-3), (layout, name)
+
+
+def test_every_rank_gets_the_outputs_of_the_whole_batch(runs):
+    for layout, name, one, found in compared(runs):
+        assert found["outputs"].keys() == one["outputs"].keys()
+        for key, values in one["outputs"].items():
+            torch.testing.assert_close(found["outputs"][key], values, atol=1e-3, rtol=1e-3, msg=f"{layout} {name} {key}")
+
+
+def test_what_is_saved_is_a_whole_model_and_can_be_loaded(runs):
+    cases, _, ranks, out = runs
+    for layout, name in cases:
+        saved = dict(AutoModelForCausalLM.from_pretrained(out / f"{layout}-tiny-{name}-0").named_parameters())
+        for found in ranks:
+            assert distance(found[f"{layout} {name}"]["after"], saved) == 0, (layout, name)
+            assert distance(found[f"{layout} {name}"]["after"], found[f"{layout} {name}"]["loaded"]) == 0, (layout, name)
+
+
+def test_other_weights_are_taken_to_the_bit_and_its_own_come_back(runs):
+    for layout, name, one, found in compared(runs):
+        assert distance(found["others"], {key: 0.9 * value for key, value in one["before"].items()}) == 0, (layout, name)
+        assert distance(found["back"], found["loaded"]) == 0, (layout, name)
+
+
+def test_bfloat16_agrees_within_its_precision(runs):
+    for layout, name, one, found in compared(runs):
+        for key in ("loss", "grad_norm"):
+            assert found["bfloat16"][key] == pytest.approx(one["bfloat16"][key], rel=0.03), (layout, name, key)
+
+
+def test_no_rank_ever_has_the_whole_model(runs):
+    *_, ranks, out = runs
+    whole = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(out / "tiny-llama-0").parameters())
+    for found in ranks if len(ranks) == 2 else ():
+        assert 0.5 * whole < found["held"]["d1t2"] <= 0.51 * whole  # norms are whole
+        assert 0.5 * whole < found["held"]["d2"] <= 0.51 * whole + 304 * 32  # for a moment all of embedding and head
+
+
+def test_a_head_that_is_cut_by_tokens_gives_what_the_whole_one_gives(runs):
+    _, alone, ranks, _ = runs
+    for found in ranks:
+        for one, cut in zip(alone["vocabulary"], found["vocabulary"], strict=True):
+            for name, value in one.items():
+                torch.testing.assert_close(cut[name], value, atol=2e-5, rtol=1e-4, msg=name)

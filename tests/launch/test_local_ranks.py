@@ -1,0 +1,172 @@
+"""Ranks that a command starts on this machine: they live and end together."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tandem.launch.local import run_ranks
+
+QUICK = 20.0
+"""Seconds within which a group must have ended; each wait inside is far shorter."""
+
+
+def ranks(code: str, count: int = 2) -> int:
+    """Runs a few lines on each rank."""
+    return run_ranks([sys.executable, "-c", code], count)
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended, also where nobody has collected it yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def wait_for(what, seconds: float = QUICK) -> None:
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def test_each_rank_knows_its_place_and_all_meet_in_one_file(tmp_path):
+    code = f"""
+import os
+names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE TANDEM_RENDEZVOUS".split()
+open({str(tmp_path)!r} + "/" + os.environ["RANK"], "w").write(" ".join(os.environ[n] for n in names))
+"""
+    assert ranks(code, 3) == 0
+    said = [(tmp_path / str(rank)).read_text().split() for rank in range(3)]
+    assert [words[:4] for words in said] == [[str(rank), str(rank), "3", "3"] for rank in range(3)]
+    assert len({words[4] for words in said}) == 1
+    assert not Path(said[0][4]).parent.exists()
+
+
+def test_a_rank_that_fails_ends_the_others_and_is_quoted(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("tandem.launch.local.FAIL_S", 0.5)
+    code = f"""
+import os, sys, time
+open({str(tmp_path)!r} + "/" + os.environ["RANK"], "w").write(str(os.getpid()))
+if os.environ["RANK"] == "1":
+    sys.exit("the third gradient is missing")
+time.sleep(600)
+"""
+    began = time.monotonic()
+    assert ranks(code) == 1
+    assert time.monotonic() - began < QUICK
+    said = capfd.readouterr().err
+    assert "rank 1 of 2 ended with exit status 1" in said and "rank 1 | the third gradient is missing" in said
+    assert gone(int((tmp_path / "0").read_text()))
+
+
+def test_a_rank_that_is_killed_ends_the_others_also_one_that_ignores_a_polite_request(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("tandem.launch.local.FAIL_S", 0.2)
+    monkeypatch.setattr("tandem.launch.local.TERM_S", 0.5)
+    code = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(600)
+"""
+    assert ranks(code) == 1
+    said = capfd.readouterr().err
+    assert "rank 1 of 2 ended by signal SIGKILL" in said and "actor.max_tokens_per_micro_batch" in said
+
+
+def test_the_rank_that_broke_is_quoted_also_where_another_one_noticed_and_ended_before_it(capfd, monkeypatch):
+    monkeypatch.setattr("tandem.launch.local.FAIL_S", 2.0)
+    code = """
+import os, sys, time
+if os.environ["RANK"] == "0":
+    sys.exit("connection closed by peer")
+time.sleep(0.5)
+sys.exit("the third gradient is missing")
+"""
+    assert ranks(code) == 1
+    assert "rank 1 | the third gradient is missing" in capfd.readouterr().err
+
+
+def test_what_one_rank_alone_refuses_is_quoted(capfd, monkeypatch):
+    monkeypatch.setattr("tandem.launch.local.FAIL_S", 0.2)
+    code = """
+import os, sys, time
+if os.environ["RANK"] == "1":
+    print("error: no GPU for rank 1", file=sys.stderr)
+    sys.exit(2)
+time.sleep(600)
+"""
+    assert ranks(code) == 2
+    assert "rank 1 | error: no GPU for rank 1" in capfd.readouterr().err
+
+
+def test_what_all_ranks_refuse_is_said_once(capfd):
+    assert ranks("import sys; print('error: no such model', file=sys.stderr); sys.exit(2)") == 2
+    assert capfd.readouterr().err == "error: no such model\n"
+
+
+STARTER = """
+import sys
+from tandem.launch.local import run_ranks
+sys.exit(run_ranks([sys.executable, "-c", sys.argv[1]], 2))
+"""
+
+RANK = """
+import os, signal, sys, time
+def close(*_):
+    open({folder!r} + "/closed-" + os.environ["RANK"], "w").close()
+    sys.exit(130)
+signal.signal(signal.SIGINT, close)
+signal.signal(signal.SIGTERM, close)
+{more}
+partial = {folder!r} + "/.partial-" + os.environ["RANK"]
+open(partial, "w").write(str(os.getpid()))
+os.rename(partial, {folder!r} + "/rank-" + os.environ["RANK"])
+time.sleep(600)
+"""
+
+
+def started(folder: Path, more: str = "") -> tuple[subprocess.Popen, list[int]]:
+    """A process with two ranks that say when they are interrupted; it, and their numbers."""
+    code = RANK.format(folder=str(folder), more=more)
+    with (folder / "said").open("w") as said:
+        process = subprocess.Popen([sys.executable, "-c", STARTER, code], stderr=said)
+    files = [folder / f"rank-{rank}" for rank in range(2)]
+    wait_for(lambda: all(file.exists() for file in files))
+    return process, [int(file.read_text()) for file in files]
+
+
+def test_ctrl_c_reaches_every_rank_once(tmp_path):
+    process, pids = started(tmp_path)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(QUICK) == 130
+    assert (tmp_path / "closed-0").exists() and (tmp_path / "closed-1").exists()
+    assert all(gone(pid) for pid in pids)
+    assert (tmp_path / "said").read_text() == ""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ranks_end_when_whoever_started_them_is_killed(tmp_path):
+    process, pids = started(tmp_path, "from tandem.launch.rank import follow_launcher; follow_launcher()")
+    process.kill()
+    process.wait(QUICK)
+    wait_for(lambda: all(gone(pid) for pid in pids))
+    assert (tmp_path / "closed-0").exists() and (tmp_path / "closed-1").exists()
+
+
+def test_without_a_launcher_nobody_is_followed():
+    code = """
+import threading
+from tandem.launch.rank import follow_launcher
+follow_launcher()
+print(threading.active_count())
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=QUICK)
+    assert done.stdout == "1\n"
