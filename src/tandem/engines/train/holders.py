@@ -138,6 +138,14 @@ class Sharded(Holder):
         master.copy_(distribute_tensor(value.to(master), master.device_mesh, master.placements, src_data_rank=None))
 
 
+def laid_out(whole: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """A copy of a whole tensor, on the device of ``master`` and cut as it is; numbers without a shape are not cut."""
+    value = whole.to(master.device, copy=True)
+    if not isinstance(master, DTensor) or not whole.dim():
+        return value
+    return distribute_tensor(value, master.device_mesh, master.placements, src_data_rank=None)
+
+
 def sum_over_ranks(value: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Sums in place; without a group there is one rank."""
     if group is not None:
