@@ -3,18 +3,20 @@
 import importlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.load import load_config
-from tandem.config.preference import PreferenceConfig, RewardModelConfig
+from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
 
 KINDS: dict[str, tuple[type[BaseConfig], str]] = {
     "rl": (TrainConfig, "tandem.trainers.rl"),
     "sft": (SFTConfig, "tandem.trainers.sft"),
     "preference": (PreferenceConfig, "tandem.trainers.preference"),
     "reward": (RewardModelConfig, "tandem.trainers.reward"),
+    "distill": (DistillConfig, "tandem.trainers.distill"),
 }
 
 INSTANTS: dict[str, tuple[str, str, str]] = {
@@ -61,6 +63,14 @@ def train(kind: str, items: Sequence[str], instant: str | None, nth: int = 1, ov
         setattr(holder, name, _fatal(getattr(holder, name), when, nth))
     config, trainer = KINDS[kind]
     importlib.import_module(trainer).train(load_config(config, None, list(items)), override=override)
+
+
+def train_for(kind: str, items: Sequence[str], seconds: float) -> None:
+    """Trains; after so many seconds the process is gone, wherever it is."""
+    timer = threading.Timer(seconds, die)
+    timer.daemon = True
+    timer.start()
+    train(kind, items, None)
 
 
 def _fatal(function: Callable[..., Any], when: str, nth: int) -> Callable[..., Any]:

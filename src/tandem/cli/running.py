@@ -24,6 +24,11 @@ SHOWN = ("reward/mean", "loss", "eval/accuracy", "completion_length/mean")
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of both commands."""
     add_config_arguments(parser)
+    add_choices_of_a_run(parser)
+
+
+def add_choices_of_a_run(parser: argparse.ArgumentParser) -> None:
+    """Those that are no configuration."""
     parser.add_argument(
         "--dry-run", action="store_true", help="show the configuration and what a step would be; start nothing"
     )

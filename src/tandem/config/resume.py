@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 FREE = (
+    "experiment_name",
+    "trial_name",
     "run",
     "tracking",
     "checkpoint",

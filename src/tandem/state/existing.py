@@ -1,9 +1,12 @@
 """What a run folder holds already, read from its files; tolerant of a run that was killed while writing."""
 
 import json
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 OWN_FILES = ("run.json", "config.yaml", "metrics.jsonl", "checkpoints", "trajectories", "ledger.sqlite")
 SHOWN = ("reward/mean", "loss", "eval/accuracy")
@@ -74,6 +77,15 @@ def checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints in `folder`, oldest step first."""
     found = [path for path in folder.iterdir() if path.is_dir() and step_of(path) >= 0] if folder.is_dir() else []
     return sorted(found, key=step_of)
+
+
+def is_alive(folder: Path) -> bool:
+    """Whether the process that took the folder's lock lives, as far as this machine can tell."""
+    lock = folder / ".lock"
+    words = lock.read_text(encoding="utf-8", errors="replace").split() if lock.is_file() else []
+    if len(words) < 4 or not words[1].isdecimal():
+        return False
+    return words[3] != socket.gethostname() or psutil.pid_exists(int(words[1]))
 
 
 def existing_run(folder: Path) -> ExistingRun | None:

@@ -58,7 +58,7 @@ def may_go_on(config: BaseConfig, *, override: bool = False) -> Examine:
             return None
         changed = tuple(_changes(folder, config))
         refused = [d for d in changed if not (d.may_change if override else d.is_free)]
-        longer = any(d.key.startswith("total_train_") for d in changed)
+        longer = any(d.key.startswith("total_train_") for d in changed) and found.checkpoints
         if found.status == "finished" and not longer:
             raise RunFolderTaken(
                 f"{_taken(found)} To train it longer, repeat the command with a larger total_train_steps and --override."

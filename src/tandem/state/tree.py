@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from tandem.api.collective import whole
+from tandem.api.collective import together, whole
 from tandem.api.state import Stateful
 from tandem.config.errors import ConfigError, TandemError
 
@@ -39,7 +39,8 @@ def write_tree(folder: Path, tree: Mapping[str, Any], *, writes: bool) -> None:
         OSError: the disk refuses.
     """
     tensors: dict[str, torch.Tensor] = {}
-    plain = _split(tree, "", tensors)
+    with together():  # before the first collective call: rank 0 has parts that the others have not
+        plain = _split(tree, "", tensors)
     with whole(_gathered(tensors, all_of_them=writes)) as stream:
         if not writes:
             for _ in stream:
@@ -65,7 +66,7 @@ def read_tree(folder: Path) -> dict[str, Any]:
             files = [stack.enter_context(safe_open(file, "pt")) for file in sorted(folder.glob(TENSOR_FILES))]
             where = {name: file for file in files for name in file.keys()}
             tree = _joined(plain, where)
-    except (OSError, ValueError, RecursionError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError, RecursionError, KeyError, SafetensorError) as error:
         if isinstance(error, StateDamaged):
             raise
         raise StateDamaged(f"{folder} cannot be read: {type(error).__name__}: {error}") from error
@@ -112,6 +113,7 @@ def _gathered(tensors: Mapping[str, torch.Tensor], *, all_of_them: bool) -> Iter
 
 def _write_tensors(folder: Path, stream: Iterator[tuple[str, torch.Tensor]]) -> None:
     held: dict[str, torch.Tensor] = {}
+    places: set[int] = set()
     number = size = 0
 
     def close_file() -> None:
@@ -119,10 +121,14 @@ def _write_tensors(folder: Path, stream: Iterator[tuple[str, torch.Tensor]]) -> 
         number += 1
         save_file(held, folder / TENSOR_FILES.replace("*", f"{number:05}"))
         held, size = {}, 0
+        places.clear()
 
     for name, tensor in stream:
-        shares = tensor.untyped_storage().nbytes() != tensor.nbytes  # a view: safetensors wants memory of its own
-        held[name] = tensor.clone(memory_format=torch.contiguous_format) if shares else tensor.contiguous()
+        storage = tensor.untyped_storage()
+        if storage.nbytes() != tensor.nbytes or storage.data_ptr() in places:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)  # safetensors wants memory of each one's own
+        places.add(storage.data_ptr())
+        held[name] = tensor.contiguous()
         size += tensor.nbytes
         if size >= FILE_BYTES:
             close_file()

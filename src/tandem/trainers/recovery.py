@@ -108,7 +108,7 @@ class Recovery:
     def commit(self, step: int) -> None:
         """The step is done: what ended in it is on the disk. Collective."""
         self.progress.step = step
-        with together():
+        with together(), self._still():
             if self._ledger is not None:
                 self._ledger.commit()
 
@@ -151,7 +151,7 @@ class Recovery:
             log.warning(
                 "%s was cut off before its first checkpoint: it begins anew at step 0%s",
                 run.path,
-                f", and the metrics of {run.going.found.steps} steps are set aside" if run.going.found.steps else "",
+                f", and the metrics up to step {run.going.found.steps} are set aside" if run.going.found.steps else "",
             )
             return None
         for path, reason in found.skipped:
