@@ -218,7 +218,11 @@ def test_an_asynchronous_run_trains_each_prompt_once_over_kills_and_keeps_its_bo
     found = ledger(runs.folder("killed"))
     ended = [(epoch, place) for epoch, place, *_ in found]
     assert began_again > 0  # the kills did hit episodes that were under way
-    assert len(ended) == len(set(ended)) == 28 and {epoch for epoch, _ in ended} == {0}
+    state = plain(runs.folder("killed"), 7)
+    loader, again = state["loader"], {tuple(prompt) for prompt in state["rollout"]["pool"]["again"]}
+    assert len(ended) == len(set(ended)) == 28  # seven steps of four: no prompt twice
+    assert again.isdisjoint(ended) and len(again) + len(ended) == loader["epoch"] * 28 + loader["position"]  # and none lost
+    assert {(0, place) for place in range(28)} <= {*ended, *again}
     assert all(trained or reason for _, _, trained, reason, _ in found)
     rows = metrics(runs.folder("killed"))
     assert [row["step"] for row in rows] == list(range(1, 8))
