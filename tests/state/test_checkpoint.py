@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tandem.state.checkpoint import CheckpointFailed, save_checkpoint
-from tandem.state.existing import checkpoints
+from tandem.state.checkpoint import CheckpointFailed, best_of, prune, save_checkpoint
+from tandem.state.existing import checkpoints, step_of
 from tandem.state.run_folder import RunFolder
+from tandem.state.tree import write_tree
 
 
 @pytest.fixture
@@ -54,6 +55,40 @@ def test_null_keeps_all(run):
         save_checkpoint(run, step, weights(step), tokenizer, None)
 
     assert len(names(run)) == 4
+
+
+def saved(run, **metrics_by_step):
+    """Checkpoints with state, and a metric each."""
+    for step, value in metrics_by_step.items():
+        state = {"write_state": lambda folder: write_tree(folder, {"a": {}}, writes=True)}
+        metrics = {} if value is None else {"eval/accuracy": value}
+        save_checkpoint(run, int(step[1:]), weights(1), tokenizer, None, metrics=metrics, **state)
+    return run.checkpoints
+
+
+@pytest.mark.parametrize(
+    ("wish", "stays"),
+    [
+        ((None,), [2, 4, 6, 8, 10]),
+        ((1,), [10]),
+        ((2,), [8, 10]),
+        ((1, 4), [4, 8, 10]),
+        ((1, None, "eval/accuracy"), [4, 10]),
+        ((1, None, "-eval/accuracy"), [2, 10]),
+        ((1, 6, "eval/accuracy"), [4, 6, 10]),
+        ((1, None, "eval/unknown"), [10]),
+    ],
+)
+def test_the_newest_the_multiples_and_the_best_are_kept(run, wish, stays):
+    folder = saved(run, _2=0.1, _4=0.9, _6=0.8, _8=None, _10=0.5)
+    prune(folder, *wish)
+    assert [step_of(path) for path in checkpoints(folder)] == stays
+
+
+def test_a_checkpoint_whose_manifest_is_torn_is_not_the_best_and_stops_nothing(run):
+    folder = saved(run, _2=0.9, _4=0.5, _6=0.1)
+    (folder / "step_2" / "state/manifest.json").write_text("{")
+    assert best_of(checkpoints(folder), "eval/accuracy") == folder / "step_4"
 
 
 def test_a_saved_step_is_not_written_again(run):

@@ -4,13 +4,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from tensordict import TensorDict
 
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.weights import WeightUpdate, WeightVersion
+from tandem.config.errors import ConfigError
 
 TrainPart = Literal["parameters", "gradients", "optimizer"]
 InferencePart = Literal["weights", "kv_cache"]
@@ -93,6 +94,26 @@ class TrainEngine(ABC):
         Costs a copy of this rank's part of the weights while it lasts; nothing may be trained inside. Raises as
         `load_weights`.
         """
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `tandem.api.state.Stateful`: float32 weights, optimizer, and what its schedule counts. Whole tensors, or
+        sharded ones as they are, under names that are the same for any number of ranks.
+
+        Raises:
+            ConfigError: this backend cannot give it.
+        """
+        raise ConfigError(
+            f"a {type(self).__name__} gives no optimizer state, so its run could not be resumed; take "
+            "actor.backend=fsdp:dN, or set checkpoint.resumable=false to save the model alone"
+        )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on as the engine that gave ``state`` would have, on any number of ranks.
+
+        Raises:
+            ConfigError: another model's, or this backend cannot take it.
+        """
+        raise ConfigError(f"a {type(self).__name__} takes no optimizer state, so its run cannot be resumed")
 
     @abstractmethod
     def offload(self, parts: tuple[TrainPart, ...]) -> None:

@@ -16,7 +16,8 @@ add_arguments = add_run_arguments
 interrupted = functools.partial(where, kind=RewardModelConfig)
 
 
-def _load() -> Callable[..., Any]:
+def load() -> Callable[..., Any]:
+    """The loop; importing it loads torch."""
     from tandem.trainers.reward import train  # noqa: PLC0415 — imports torch
 
     return train
@@ -24,4 +25,4 @@ def _load() -> Callable[..., Any]:
 
 def run(arguments: argparse.Namespace) -> int:
     """`tandem reward`."""
-    return run_training(arguments, RewardModelConfig, _load)
+    return run_training(arguments, RewardModelConfig, load)

@@ -17,7 +17,8 @@ from tandem.config.experiment import BaseConfig
 from tandem.config.load import Resolved, load_config
 from tandem.launch.local import is_rank, run_ranks
 from tandem.state.existing import existing_run
-from tandem.state.run_folder import refuse_existing, run_path
+from tandem.state.resuming import may_go_on
+from tandem.state.run_folder import run_path
 
 SHOWN = ("reward/mean", "loss", "eval/accuracy", "completion_length/mean")
 
@@ -25,8 +26,16 @@ SHOWN = ("reward/mean", "loss", "eval/accuracy", "completion_length/mean")
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of both commands."""
     add_config_arguments(parser)
+    add_choices_of_a_run(parser)
+
+
+def add_choices_of_a_run(parser: argparse.ArgumentParser) -> None:
+    """Those that are no configuration."""
     parser.add_argument(
         "--dry-run", action="store_true", help="show the configuration and what a step would be; start nothing"
+    )
+    parser.add_argument(
+        "--override", action="store_true", help="go on with a run although its learning rate, lengths or counts were others"
     )
     parser.add_argument("--json", action="store_true", help="print the outcome as one JSON object; progress goes to stderr")
 
@@ -43,14 +52,18 @@ def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Ca
     config = resolved.config
     folder = run_path(config.run.root, config.experiment_name, config.trial_name)
     is_main = os.environ.get("RANK", "0") == "0"  # this is started once a rank; the first one speaks and writes
-    if is_main and not arguments.dry_run:
-        refuse_existing(folder)
     ranks = parse_layout(config.actor.backend).ranks
-    if ranks > 1 and not is_rank() and not arguments.dry_run:
+    starts_ranks = ranks > 1 and not is_rank() and not arguments.dry_run
+    options = {"override": True} if arguments.override else {}
+    if is_main and not arguments.dry_run:
+        going = may_go_on(config, override=arguments.override)(folder)
+        if going is not None and not starts_ranks:
+            print(going.describe(), file=sys.stderr)
+    if starts_ranks:
         return run_ranks([sys.executable, "-m", "tandem", *arguments.command_line], ranks)
     train = load()
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
-        summary = train(resolved, dry_run=arguments.dry_run)
+        summary = train(resolved, dry_run=arguments.dry_run, **options)
     if not is_main:
         return 0
     if arguments.json:

@@ -16,7 +16,8 @@ add_arguments = add_run_arguments
 interrupted = functools.partial(where, kind=SFTConfig)
 
 
-def _load() -> Callable[..., Any]:
+def load() -> Callable[..., Any]:
+    """The loop; importing it loads torch."""
     from tandem.trainers.sft import train  # noqa: PLC0415 — imports torch
 
     return train
@@ -24,4 +25,4 @@ def _load() -> Callable[..., Any]:
 
 def run(arguments: argparse.Namespace) -> int:
     """`tandem sft`."""
-    return run_training(arguments, SFTConfig, _load)
+    return run_training(arguments, SFTConfig, load)

@@ -18,7 +18,8 @@ add_arguments = add_run_arguments
 interrupted = functools.partial(where, kind=TrainConfig)
 
 
-def _load() -> Callable[..., Any]:
+def load() -> Callable[..., Any]:
+    """The loop; importing it loads torch."""
     from tandem.trainers.rl import train  # noqa: PLC0415 — imports torch
 
     return train
@@ -26,4 +27,4 @@ def _load() -> Callable[..., Any]:
 
 def run(arguments: argparse.Namespace) -> int:
     """`tandem train`."""
-    return run_training(arguments, TrainConfig, _load)
+    return run_training(arguments, TrainConfig, load)

@@ -38,6 +38,7 @@ LIMITS: dict[str, KnobRule] = {
     "evaluate.temperature": NOT_NEGATIVE,
     "checkpoint.every_steps": _count(),
     "checkpoint.keep_last": _count(),
+    "checkpoint.keep_every": _count(),
     "tracking.trajectories_per_step": _count(0),
     "tracking.plot_every_steps": _count(),
     "gconfig.n_samples": _count(1, MOST_SAMPLES),

@@ -21,5 +21,14 @@ class CheckpointConfig:
     keep_last: int | None = 2
     """Keep this many of the newest checkpoints; null keeps all."""
 
+    keep_every: int | None = None
+    """Keep besides each checkpoint whose step is a multiple of this."""
+
+    keep_best: str | None = None
+    """Keep besides the checkpoint where this metric is highest, such as `eval/accuracy`; `-eval/loss` where it is lowest."""
+
     at_end: bool = True
     """Save a checkpoint when training ends."""
+
+    resumable: bool = True
+    """Save beside the model what resuming needs: 12 bytes a parameter; false saves the model alone."""

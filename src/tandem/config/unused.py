@@ -96,9 +96,21 @@ ALWAYS = (
         "because no row is computed: size is for `addition` and reasoning_gym:NAME; use valid_dataset.max_rows",
     ),
     Unused(
-        ("checkpoint.keep_last",),
+        ("checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.keep_best"),
         lambda config, _: config.checkpoint.every_steps is None,
         "because a run saves one checkpoint, at its end: set checkpoint.every_steps, or leave it out",
+    ),
+    Unused(
+        ("checkpoint.keep_every", "checkpoint.keep_best"),
+        lambda config, _: config.checkpoint.keep_last is None,
+        "because checkpoint.keep_last=null keeps all checkpoints: set keep_last, or leave it out",
+    ),
+    Unused(
+        ("checkpoint.keep_best",),
+        lambda config, _: (
+            (config.checkpoint.keep_best or "").lstrip("-").startswith("eval/") and config.evaluate.every_steps is None
+        ),
+        "because nothing is evaluated: set evaluate.every_steps, or leave it out",
     ),
     Unused(
         ("tracking.project",),

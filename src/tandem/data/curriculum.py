@@ -91,6 +91,7 @@ class Curriculum:
             "order": list(self._order),
             "rates": [[index, rate] for index, rate in sorted(self.rates.items())],
             "num_rows": len(self.dataset.rows),
+            "rows": self.dataset.fingerprint,
             "seed": self.seed,
         }
 
@@ -100,7 +101,7 @@ class Curriculum:
         Raises:
             ConfigError: the data set or the seed is another one.
         """
-        own = {"num_rows": len(self.dataset.rows), "seed": self.seed}
+        own = {"num_rows": len(self.dataset.rows), "seed": self.seed, "rows": self.dataset.fingerprint}
         for name, value in own.items():
             if state[name] != value:
                 raise ConfigError(

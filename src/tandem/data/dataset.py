@@ -1,5 +1,8 @@
 """Data sets: one source, or several mixed by weight."""
 
+import functools
+import hashlib
+import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -52,6 +55,15 @@ class Dataset(Sequence[Row]):
             random.Random(f"{seed}/epoch {epoch}").shuffle(indices)
         return indices
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Changes with any row, and with their order and weights, but not with the place that they are read from."""
+        digest = hashlib.sha256(json.dumps([self._sizes, self._counts]).encode())
+        for row in self.rows:
+            told = {name: value for name, value in row.items() if name != "where"}
+            digest.update(json.dumps(told, sort_keys=True, default=_told).encode())
+        return digest.hexdigest()
+
     def __len__(self) -> int:
         """Rows in one epoch."""
         return len(self._first)
@@ -71,6 +83,11 @@ class Dataset(Sequence[Row]):
     def __iter__(self) -> Iterator[Row]:
         """Rows of epoch 0 in the order of the files."""
         return (self.rows[i] for i in self._first)
+
+
+def _told(value: object) -> object:
+    """What JSON has no word for: numbers of arrays, and dates and the like as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def load_dataset(

@@ -43,7 +43,8 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where it stands, and what it must be resumed with; JSON-able."""
-        rows = {"num_rows": len(self.dataset.rows), "seed": self.seed, "shuffle": self.shuffle}
+        rows = {"num_rows": len(self.dataset.rows), "rows": self.dataset.fingerprint, "seed": self.seed}
+        rows["shuffle"] = self.shuffle
         return {"epoch": self.epoch, "position": self.position, **rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -59,5 +60,10 @@ class Loader:
                     f"the loader cannot resume: {name} was {state[name]} and is {own[name]} now; resume with the data set, "
                     "seed and shuffle of the run"
                 )
+        if state["rows"] != own["rows"]:
+            raise ConfigError(
+                f"the loader cannot resume: the {own['num_rows']} rows are others than those of the run; resume with the "
+                "data set of the run"
+            )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
         self._order = self._order_of(self.epoch)

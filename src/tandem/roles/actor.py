@@ -1,7 +1,8 @@
 """The actor: the policy that is trained."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -67,6 +68,14 @@ class Actor:
                 "there is none; give Actor(reference=Reference(engine)), or set algorithm.kl.coefficient=0"
             )
         self._credit, self._tokens, self._aggregation = choose_parts(algorithm, max_new_tokens, seed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `tandem.api.state.Stateful`; the engine has a state of its own."""
+        return {"version": self.version, "kl_coefficient": self.kl_coefficient}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `tandem.api.state.Stateful`."""
+        self.version, self.kl_coefficient = int(state["version"]), float(state["kl_coefficient"])
 
     @property
     def updates_per_batch(self) -> int:

@@ -1,5 +1,8 @@
 """The critic: what a sample is worth before each of its tokens."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from tensordict import TensorDict
 
@@ -51,6 +54,15 @@ class Critic(Values):
         self.engine, self.config, self.seed, self.updates = engine, config, seed, updates_so_far
         self.mini_batches = config.mini_batches or actor.mini_batches
         self.epochs_per_batch = config.epochs_per_batch or actor.epochs_per_batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `tandem.api.state.Stateful`: its engine's, and what it has learnt from."""
+        return {"updates": self.updates, "engine": self.engine.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `tandem.api.state.Stateful`."""
+        self.updates = int(state["updates"])
+        self.engine.load_state_dict(state["engine"])
 
     @property
     def warming_up(self) -> bool:

@@ -1,5 +1,8 @@
 """The reference: a frozen policy that the actor is kept close to."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from tensordict import TensorDict
 
 from tandem.api.engines import TrainEngine
@@ -25,6 +28,16 @@ class Reference:
         self.engine.load_weights(actor.weights())
         self.refreshed = version
         return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `tandem.api.state.Stateful`; without a refresh the weights are those that it was made with."""
+        return {"refreshed": self.refreshed, "engine": self.engine.state_dict() if self.refreshed else None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `tandem.api.state.Stateful`."""
+        if state["engine"] is not None:
+            self.engine.load_state_dict(state["engine"])
+        self.refreshed = int(state["refreshed"])
 
     @stage(reads=("input_ids", "loss_mask", "temperature"), adds=("reference_logprobs",), reads_state=("weights",))
     def compute_logprobs(self, batch: TensorDict) -> TensorDict:

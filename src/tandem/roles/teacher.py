@@ -1,5 +1,8 @@
 """A frozen teacher, and the student that learns from what the teacher thinks of its own words."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from tensordict import TensorDict
 
@@ -34,6 +37,14 @@ class Student:
     def version(self) -> int:
         """Updates of the student so far."""
         return self.actor.version
+
+    def state_dict(self) -> dict[str, Any]:
+        """The actor's: a teacher has none."""
+        return self.actor.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `tandem.api.state.Stateful`."""
+        self.actor.load_state_dict(state)
 
     @stage(
         reads=("input_ids", "loss_mask", "temperature"),

@@ -4,9 +4,10 @@ Consumes rows; produces packed batches. Episodes run on one event loop in a back
 while the caller trains. A batch waits for its episodes, at most `rollout.wait_timeout_s`; `end_step` unblocks the gate.
 """
 
+import contextlib
 import math
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from tensordict import TensorDict
@@ -174,6 +175,29 @@ class Rollout:
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine (an evaluation, say) on the executor's loop, beside its episodes, and waits for it."""
         return self._pool.loop.run(coroutine)
+
+    @contextlib.contextmanager
+    def standing_still(self) -> Iterator[None]:
+        """A block in which no episode starts, ends or takes a row: what is read inside belongs together. Keep it short."""
+        with self._pool.changed:
+            yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `tandem.api.state.Stateful`. Between two steps, and where episodes go on, inside `standing_still`.
+
+        Prompts that have begun and not ended are those that begin anew; what ended stands in `ledger`, which is saved apart.
+        """
+        if not is_collector():
+            return {}
+        with self._pool.changed:
+            return {"pool": self._pool.state_dict(), "replay": self.replay.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Before the first batch."""
+        if is_collector():
+            with self._pool.changed:
+                self._pool.load_state_dict(state["pool"])
+            self.replay.load_state_dict(state["replay"])
 
     def close(self) -> None:
         """Cancels what is under way; those prompts are pending again. Idempotent."""

@@ -1,7 +1,7 @@
 """The ledger: what became of each prompt of each epoch, exactly once."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +20,10 @@ BEFORE: dict[State, tuple[State | None, ...]] = {
     "trained": ("taken",),
     "dropped": ("running", "waiting"),
 }
+
+
+Record = tuple[int, int, bool, str]
+"""A prompt that ended: epoch, index, whether it was trained, and the reason where it was dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,7 @@ class Ledger:
         self._by_epoch: dict[int, Counter[str]] = {}
         self._dropped: Counter[str] = Counter()
         self._moves = 0  # since everything was last counted anew
+        self._ended: list[Prompt] = []
 
     def begin_epoch(self, epoch: int, size: int) -> None:
         """The epoch has ``size`` prompts; those not seen yet count as pending."""
@@ -69,6 +74,8 @@ class Ledger:
             totals[state] += 1
         self._states[prompt] = state
         self._moves += 1
+        if state in ("trained", "dropped"):
+            self._ended.append(prompt)
         if state == "dropped":
             self._reasons[prompt] = reason
             self._dropped[reason] += 1
@@ -80,6 +87,10 @@ class Ledger:
     def knows(self, prompt: Prompt) -> bool:
         """Whether it was seen."""
         return prompt in self._states
+
+    def pending(self) -> list[Prompt]:
+        """Prompts that had begun and have to begin anew."""
+        return [p for p, state in self._states.items() if state == "pending"] if self._totals["pending"] else []
 
     def total(self, state: State) -> int:
         """Prompts seen so far that are in this state, over all epochs."""
@@ -142,6 +153,21 @@ class Ledger:
             by_epoch[prompt.epoch][state] += 1
         return Counter(self._states.values()), by_epoch, Counter(self._reasons.values())
 
+    def take_ended(self) -> list[Record]:
+        """The prompts that were trained or dropped since the last call, in this order: what a durable ledger takes over."""
+        ended, self._ended = self._ended, []
+        return [(p.epoch, p.index, self._states[p] == "trained", self._reasons.get(p, "")) for p in ended]
+
+    def load_records(self, records: Iterable[Record], sizes: Mapping[int, int]) -> None:
+        """Takes the place of what is here: prompts that ended, and the size of each epoch. All others are new."""
+        states = [[epoch, index, "trained" if trained else "dropped", why] for epoch, index, trained, why in records]
+        self.load_state_dict({"prompts": states, "sizes": sizes.items()})
+
+    @property
+    def sizes(self) -> Mapping[int, int]:
+        """Prompts of each epoch that has begun."""
+        return dict(self._sizes)
+
     def state_dict(self) -> dict[str, Any]:
         """Everything, in plain lists."""
         prompts = [[p.epoch, p.index, state, self._reasons.get(p, "")] for p, state in self._states.items()]
@@ -153,4 +179,4 @@ class Ledger:
         self._reasons = {Prompt(epoch, index): why for epoch, index, where, why in state["prompts"] if where == "dropped"}
         self._sizes = dict(state["sizes"])
         self._totals, self._by_epoch, self._dropped = self._counted()
-        self._moves = 0
+        self._moves, self._ended = 0, []

@@ -56,6 +56,7 @@ class EpisodePool:
         self.changed = threading.Condition()
         self.submitted: deque[tuple[Row, RolloutWorkflow]] = deque()
         self.source: tuple[Iterator[Row], RolloutWorkflow] | None = None
+        self.again: deque[Prompt] = deque()  # of the source, before its next rows: under way when a run was cut off
         self.running: dict[int, Episode] = {}
         self.waiting: dict[int, Episode] = {}  # in order of arrival
         self.wanted = 0  # groups that a caller is waiting for
@@ -75,7 +76,7 @@ class EpisodePool:
             return None
         rows, workflow = self.source
         try:
-            row = next(rows)
+            row = self._once_more(rows) if self.again else next(rows)
         except StopIteration:
             self.source = None
             return None
@@ -83,6 +84,10 @@ class EpisodePool:
         if dataset is not None and "epoch" in row:
             self.ledger.begin_epoch(row["epoch"], getattr(rows, "epoch_size", len(dataset)))
         return row, workflow
+
+    def _once_more(self, rows: Any) -> Row:
+        prompt = self.again.popleft()
+        return {**rows.dataset.rows[prompt.index], "epoch": prompt.epoch, "index": prompt.index}
 
     def admit(self) -> list[Episode]:
         """Registers as many episodes as the gate admits; they do not run yet."""
@@ -118,6 +123,27 @@ class EpisodePool:
         for episode in episodes:
             if not episode.aborted:
                 episode.task = loop.create_task(self._run(episode))
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `tandem.api.state.Stateful`: counters, and which prompts of a data set have begun and not ended. With
+        ``changed`` held."""
+        begun = {**self.running, **self.waiting}
+        unfinished = [*(begun[number].prompt for number in sorted(begun)), *self.ledger.pending(), *self.again]
+        return {
+            "count": self._count,
+            "in_a_row": dict(self._in_a_row),
+            "filtered": dict(self.filtered),
+            "again": [[p.epoch, p.index] for p in unfinished if p.epoch != NO_EPOCH],
+            "sizes": [[epoch, size] for epoch, size in self.ledger.sizes.items()],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Before the first episode, with ``changed`` held. What ended is the ledger's to know."""
+        self._count, self.filtered = int(state["count"]), Counter(state["filtered"])
+        self._in_a_row = {kind: int(state["in_a_row"][kind]) for kind in self._in_a_row}
+        self.again = deque(Prompt(int(epoch), int(index)) for epoch, index in state["again"])
+        for epoch, size in state["sizes"]:
+            self.ledger.begin_epoch(int(epoch), int(size))
 
     # ------------------------------------------------------------------ ending
 

@@ -1,12 +1,13 @@
 """Groups of earlier batches that are trained on again."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tandem.api.samples import Group
 from tandem.config.rollout import ReplayConfig
+from tandem.rollout.plain_groups import group_of, plain_group
 
 
 @dataclass
@@ -80,10 +81,12 @@ class Replay:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What is kept; groups as they are."""
-        return {"reused": self.reused, "kept": [(kept.group, kept.oldest, kept.uses) for kept in self._kept.values()]}
+        """What is kept, as plain data and tensors."""
+        kept = [[plain_group(kept.group), kept.oldest, kept.uses] for kept in self._kept.values()]
+        return {"reused": self.reused, "kept": kept}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes the place of what is here."""
-        self.reused, self._last = state["reused"], []
-        self._kept = {group.group_id: Kept(group, oldest, uses) for group, oldest, uses in state["kept"]}
+        self.reused, self._last = int(state["reused"]), []
+        kept = [Kept(group_of(group), int(oldest), int(uses)) for group, oldest, uses in state["kept"]]
+        self._kept = {one.group.group_id: one for one in kept}

@@ -5,14 +5,15 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError
 
 from tandem.api.collective import from_main, together
 from tandem.config.errors import TandemError
-from tandem.state.existing import checkpoints
+from tandem.state.existing import checkpoints, step_of
+from tandem.state.manifest import STATE, Invalid, read_manifest, write_manifest
 from tandem.state.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -29,34 +30,47 @@ def save_checkpoint(
     write_model: Callable[[Path], None],
     save_tokenizer: Callable[[Path], object],
     keep_last: int | None,
+    *,
+    write_state: Callable[[Path], None] | None = None,
+    metrics: Mapping[str, float] | None = None,
+    keep_every: int | None = None,
+    keep_best: str | None = None,
 ) -> Path | None:
-    """Saves `checkpoints/step_<step>/` and returns it; prunes all but the newest ``keep_last`` (None: keeps all).
+    """Saves `checkpoints/step_<step>/` and returns it; prunes all but those that `kept` names.
 
     ``write_model`` and ``save_tokenizer`` write into the folder that they are given, which lies hidden beside the
-    checkpoints, is flushed to disk and then renamed: nobody ever sees half a checkpoint. A step that is saved
-    already is not written again. What a killed save has left is removed first.
+    checkpoints, is flushed to disk and then renamed: nobody ever sees half a checkpoint. ``write_state`` writes what
+    resuming needs into its sub-folder `state/`, where a manifest of everything is laid too. A step that is saved
+    already is not written again. What a killed save has left is removed first. ``metrics``: of this step.
 
-    Collective: every rank calls it, those other than 0 with ``run=None``, and they get None. ``write_model`` is called on
-    all ranks, ``save_tokenizer`` on rank 0.
+    Collective: every rank calls it, those other than 0 with ``run=None``, and they get None. ``write_model`` and
+    ``write_state`` are called on all ranks, ``save_tokenizer`` on rank 0.
 
     Raises:
         CheckpointFailed: on all ranks, the disk is full or refuses; earlier checkpoints are as they were.
     """
     temporary = from_main(lambda: _begin(run, step))
     if temporary is not None:
-        with together():
-            if run is None:
-                write_model(temporary)
-            else:
-                with _all_or_nothing(run.checkpoints, step, temporary):
-                    write_model(temporary)
-                    save_tokenizer(temporary)
-                    _flush(temporary)
-                    os.rename(temporary, run.checkpoints / f"step_{step}")
-                    _flush_entry(run.checkpoints)
-                prune(run.checkpoints, keep_last)
-                log.info("saved %s", run.checkpoints / f"step_{step}")
+        for write in (write_model, write_state):
+            if write is not None:  # a failure of one rank ends the others before their next collective call
+                with together(), _all_or_nothing(run, step, temporary):
+                    write(temporary if write is write_model else temporary / STATE)
+        with together(), _all_or_nothing(run, step, temporary):
+            if run is not None:
+                save_tokenizer(temporary)
+                if write_state is not None:
+                    write_manifest(temporary, run.id, step, metrics or {})
+                _publish(run, step, temporary)
+                prune(run.checkpoints, keep_last, keep_every, keep_best)
     return None if run is None else run.checkpoints / f"step_{step}"
+
+
+def _publish(run: RunFolder, step: int, temporary: Path) -> None:
+    """The rename that makes it a checkpoint, once all of it is on the disk."""
+    _flush(temporary)
+    os.rename(temporary, run.checkpoints / f"step_{step}")
+    _flush_entry(run.checkpoints)
+    log.info("saved %s", run.checkpoints / f"step_{step}")
 
 
 def _begin(run: RunFolder | None, step: int) -> Path | None:
@@ -65,7 +79,7 @@ def _begin(run: RunFolder | None, step: int) -> Path | None:
     folder, temporary = run.checkpoints, run.checkpoints / f".step_{step}.partial"
     if (folder / f"step_{step}").is_dir():
         return None
-    with _all_or_nothing(folder, step, temporary):
+    with _all_or_nothing(run, step, temporary):
         folder.mkdir(parents=True, exist_ok=True)
         for leftover in folder.glob(".step_*.partial"):
             log.warning("removing %s, left by a save that was cut off", leftover.name)
@@ -76,22 +90,46 @@ def _begin(run: RunFolder | None, step: int) -> Path | None:
 
 
 @contextlib.contextmanager
-def _all_or_nothing(folder: Path, step: int, temporary: Path) -> Iterator[None]:
-    """What fails leaves nothing behind, and what the disk refuses is explained."""
+def _all_or_nothing(run: RunFolder | None, step: int, temporary: Path) -> Iterator[None]:
+    """What fails leaves nothing behind, and what the disk refuses is explained; rank 0, which has the run, sees to it."""
     try:
         yield
     except BaseException as error:
+        if run is None:
+            raise
         shutil.rmtree(temporary, ignore_errors=True)
         if _is_disk_error(error):
-            raise CheckpointFailed(_explain(folder, step, error)) from error
+            raise CheckpointFailed(_explain(run.checkpoints, step, error)) from error
         raise
 
 
-def prune(folder: Path, keep_last: int | None) -> None:
-    """Removes all but the newest ``keep_last`` checkpoints. One that cannot be removed is only warned about."""
+def kept(folder: Path, keep_last: int | None, keep_every: int | None = None, keep_best: str | None = None) -> set[Path]:
+    """The newest ``keep_last`` checkpoints (None: all), those whose step is a multiple of ``keep_every``, and the one where
+    the metric ``keep_best`` is highest, or lowest with a minus sign before its name."""
+    found = checkpoints(folder)
     if keep_last is None:
-        return
-    for old in checkpoints(folder)[: -max(1, keep_last)]:
+        return set(found)
+    chosen = set(found[-max(1, keep_last) :])
+    chosen |= {path for path in found if keep_every and step_of(path) % keep_every == 0}
+    best = best_of(found, keep_best) if keep_best else None
+    return chosen | ({best} if best is not None else set())
+
+
+def best_of(found: Sequence[Path], metric: str) -> Path | None:
+    """The checkpoint with the best value, the latest of equals; None where none knows the metric. See `kept`."""
+    sign, name = (-1.0, metric[1:]) if metric.startswith("-") else (1.0, metric)
+    values: list[tuple[float, int, Path]] = []
+    for path in found:
+        with contextlib.suppress(Invalid):
+            value = read_manifest(path).metrics.get(name)
+            values += [(sign * value, step_of(path), path)] if value is not None else []
+    return max(values)[2] if values else None
+
+
+def prune(folder: Path, keep_last: int | None, keep_every: int | None = None, keep_best: str | None = None) -> None:
+    """Removes the checkpoints that are not `kept`. One that cannot be removed is only warned about."""
+    stays = kept(folder, keep_last, keep_every, keep_best)
+    for old in [path for path in checkpoints(folder) if path not in stays]:
         doomed = old.with_name(f".{old.name}.partial")  # renamed first, so that a kill leaves no half checkpoint
         try:
             os.rename(old, doomed)
@@ -132,8 +170,8 @@ def _is_disk_error(error: BaseException) -> bool:
 
 
 def _explain(folder: Path, step: int, error: BaseException) -> str:
-    kept = checkpoints(folder)
-    before = f"the newest complete checkpoint is {kept[-1]}" if kept else "there is no earlier checkpoint"
+    there = checkpoints(folder)
+    before = f"the newest complete checkpoint is {there[-1]}" if there else "there is no earlier checkpoint"
     return (
         f"the checkpoint of step {step} could not be saved: {error}. Nothing of it was left behind; {before}. "
         "Free some space, lower checkpoint.keep_last, or put run.root on a larger disk."

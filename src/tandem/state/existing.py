@@ -1,11 +1,14 @@
 """What a run folder holds already, read from its files; tolerant of a run that was killed while writing."""
 
 import json
+import socket
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-OWN_FILES = ("run.json", "config.yaml", "metrics.jsonl", "checkpoints", "trajectories")
+import psutil
+
+OWN_FILES = ("run.json", "config.yaml", "metrics.jsonl", "checkpoints", "trajectories", "ledger.sqlite")
 SHOWN = ("reward/mean", "loss", "eval/accuracy")
 
 
@@ -27,6 +30,8 @@ class ExistingRun:
     """When it ended, or began where it never said so."""
 
     checkpoints: tuple[str, ...] = ()
+    id: str = ""
+    """The run's own name; empty where run.json is lost."""
 
     def describe(self) -> str:
         """One or two sentences."""
@@ -49,6 +54,12 @@ def _json(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def run_info(folder: Path) -> dict[str, Any]:
+    """What `run.json` says; empty where there is none, or it is torn."""
+    record = folder / "run.json"
+    return _json(record.read_text(encoding="utf-8", errors="replace")) if record.is_file() else {}
+
+
 def last_metrics(folder: Path) -> dict[str, Any]:
     """The last whole line of metrics.jsonl; empty where there is none."""
     path = folder / "metrics.jsonl"
@@ -68,12 +79,20 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
+def is_alive(folder: Path) -> bool:
+    """Whether the process that took the folder's lock lives, as far as this machine can tell."""
+    lock = folder / ".lock"
+    words = lock.read_text(encoding="utf-8", errors="replace").split() if lock.is_file() else []
+    if len(words) < 4 or not words[1].isdecimal():
+        return False
+    return words[3] != socket.gethostname() or psutil.pid_exists(int(words[1]))
+
+
 def existing_run(folder: Path) -> ExistingRun | None:
     """The run in this folder, or None where there is none."""
     if not any((folder / name).exists() for name in OWN_FILES):
         return None
-    record = folder / "run.json"
-    info = _json(record.read_text(encoding="utf-8", errors="replace")) if record.is_file() else {}
+    info = run_info(folder)
     metrics = last_metrics(folder)
     return ExistingRun(
         folder,
@@ -82,4 +101,5 @@ def existing_run(folder: Path) -> ExistingRun | None:
         status=str(info.get("status", "unknown")),
         when=str(info.get("ended") or info.get("started") or ""),
         checkpoints=tuple(path.name for path in checkpoints(folder / "checkpoints")),
+        id=str(info.get("id") or ""),
     )

@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -14,9 +15,12 @@ from types import TracebackType
 from typing import IO, Any, Literal, Self
 
 from tandem.config.errors import ConfigError
-from tandem.state.existing import existing_run, last_metrics
+from tandem.state.existing import last_metrics, run_info
 from tandem.state.machine import git_commit, machine, versions
 from tandem.state.names import check_name
+from tandem.state.resuming import Examine, Going, RunFolderTaken, refuse_existing
+
+__all__ = ["RunFolder", "RunFolderInUse", "RunFolderTaken", "refuse_existing", "run_path", "write_atomically"]
 
 Status = Literal["finished", "interrupted", "failed"]
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -26,20 +30,19 @@ class RunFolderInUse(ConfigError):
     """Another process is writing to the folder."""
 
 
-class RunFolderTaken(ConfigError):
-    """The folder holds a run."""
-
-
 def now() -> str:
     """The time to the second, with its offset, such as 2030-05-01T09:30:00+00:00."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime())
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Readers see the old text or the new one, whole."""
+    """Readers see the old text or the new one, whole, also after the power was cut."""
     temporary = path.with_name(f".{path.name}.partial")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -65,21 +68,36 @@ class RunFolder:
             (run.path / "notes.txt").write_text("…")
     """
 
-    def __init__(self, path: Path, lock: IO[str], info: dict[str, Any]):
+    def __init__(self, path: Path, lock: IO[str], info: dict[str, Any], going: Going | None = None):
         self.path = path
         self.info = info
+        self.going = going
+        """The run that was here before and goes on; None in a new one."""
         self._lock: IO[str] | None = lock
         self._began = time.monotonic()
         self._handlers: list[logging.Handler] = []
 
     @classmethod
-    def open(cls, root: str | Path, experiment: str, trial: str, *, config_text: str, seed: int | None = None) -> Self:
+    def open(
+        cls,
+        root: str | Path,
+        experiment: str,
+        trial: str,
+        *,
+        config_text: str,
+        seed: int | None = None,
+        command: str | None = None,
+        examine: Examine = refuse_existing,
+    ) -> Self:
         """Makes the folder, takes its lock and writes `config.yaml` and `run.json`; logs go to `log.txt` from here on.
+
+        ``command``: the name of the one that made it. ``examine``: says whether a run that is there goes on; none does
+        unless it is given.
 
         Raises:
             RunFolderInUse: another process holds it; says which.
             RunFolderTaken: a run is there; says what of it, and how to proceed.
-            ConfigError: a name that is not a folder's, or a root that cannot be written.
+            ConfigError: a name that is not a folder's, a root that cannot be written, or what ``examine`` refuses.
         """
         path = run_path(root, experiment, trial)
         try:
@@ -88,19 +106,11 @@ class RunFolder:
         except OSError as error:
             raise ConfigError(f"run.root={root} cannot hold the run folder {path}: {error.strerror or error}") from error
         try:
-            refuse_existing(path)
-            info = {
-                "id": f"{experiment}/{trial}/{secrets.token_hex(4)}",
-                "experiment": experiment,
-                "trial": trial,
-                "status": "running",
-                "started": now(),
-                "seed": seed,
-                "versions": versions(),
-                "git": git_commit(),
-                "machine": machine(),
-            }
-            run = cls(path, lock, info)
+            going = examine(path)
+            info = _info(experiment, trial, seed, command)
+            if going is not None:
+                info = _continued(path, info, going)
+            run = cls(path, lock, info, going)
             write_atomically(path / "config.yaml", config_text)
             run._write_info()
             run._start_logging()
@@ -113,6 +123,11 @@ class RunFolder:
     def id(self) -> str:
         """The run's own name: no other run has it, also one of the same experiment and trial elsewhere."""
         return str(self.info["id"])
+
+    def adopt(self, name: str) -> None:
+        """Takes back the run's own name from a checkpoint, where `run.json` was lost."""
+        self.info["id"] = name
+        self._write_info()
 
     @property
     def checkpoints(self) -> Path:
@@ -175,6 +190,37 @@ class RunFolder:
             tandem.addHandler(handler)
 
 
+def _info(experiment: str, trial: str, seed: int | None, command: str | None) -> dict[str, Any]:
+    """What `run.json` says at the beginning."""
+    return {
+        "id": f"{experiment}/{trial}/{secrets.token_hex(4)}",
+        "experiment": experiment,
+        "trial": trial,
+        "command": command,
+        "status": "running",
+        "started": now(),
+        "seed": seed,
+        "versions": versions(),
+        "git": git_commit(),
+        "machine": machine(),
+    }
+
+
+def _continued(folder: Path, info: dict[str, Any], going: Going) -> dict[str, Any]:
+    """The same of a run that goes on: its name and beginning, and a line for this time.
+
+    Without a checkpoint it begins anew, and the metrics of what is lost are set aside.
+    """
+    before, found = run_info(folder), going.found
+    line = {"at": now(), "was": found.status, "steps": found.steps, "changed": [str(d) for d in going.changed]}
+    if not found.checkpoints and (folder / "metrics.jsonl").is_file():
+        aside = next(p for n in itertools.count(1) if not (p := folder / f"metrics.lost-{n}.jsonl").exists())
+        os.rename(folder / "metrics.jsonl", aside)
+        line["lost"] = aside.name
+    kept = {name: before[name] for name in ("id", "started") if name in before}
+    return info | kept | {"resumed": [*before.get("resumed", []), line]}
+
+
 def _take_lock(folder: Path) -> IO[str]:
     """The lock dies with its process, so a killed run leaves none behind."""
     lock = (folder / ".lock").open("a+", encoding="utf-8")
@@ -193,16 +239,3 @@ def _take_lock(folder: Path) -> IO[str]:
     lock.write(f"process {os.getpid()} on {socket.gethostname()} since {now()}\n")
     lock.flush()
     return lock
-
-
-def refuse_existing(folder: Path) -> None:
-    """Raises `RunFolderTaken` where the folder holds a run; says what of it, and how to proceed.
-
-    A run that failed before its first step left nothing worth keeping: its folder may be used again.
-    """
-    found = existing_run(folder)
-    if found is not None and not (found.status == "failed" and found.steps == 0 and not found.checkpoints):
-        raise RunFolderTaken(
-            f"{folder} holds a run: {found.describe()}. A run is never overwritten: choose another name with trial_name=…, "
-            "or move that folder away. (Resuming a run is not in this version.)"
-        )

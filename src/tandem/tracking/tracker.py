@@ -1,8 +1,10 @@
 """The tracker: takes the metrics of each step and puts them where people look."""
 
+import contextlib
 import json
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -80,6 +82,36 @@ class Tracker:
         log.info("%s", text)
         if self.config.plot_every_steps and step - self._drawn_at >= self.config.plot_every_steps:
             self.draw()
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `tandem.api.state.Stateful`: where `metrics.jsonl` stands. What was logged is on the disk from here on."""
+        self._metrics.flush()
+        os.fsync(self._metrics.fileno())
+        return {"step": self._step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Cuts `metrics.jsonl` after that step, for later ones are made again, and takes up the curves of before."""
+        kept = []
+        for text in (self.folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that a kill has torn
+                row = json.loads(text)
+                if row["step"] <= state["step"]:
+                    kept.append((text, row))
+        self._metrics.close()
+        cut = self.folder / ".metrics.jsonl.partial"
+        with cut.open("w", encoding="utf-8") as file:
+            file.writelines(f"{text}\n" for text, _ in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(cut, self.folder / "metrics.jsonl")
+        self._metrics = (self.folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._step = self._drawn_at = int(state["step"])
+        self.series, self.last = {}, {}
+        for _, row in kept:
+            values = {n: math.nan if v is None else v for n, v in row.items() if n not in ("step", "time")}
+            self.last |= values
+            for name, value in values.items():
+                self.series.setdefault(name, []).append((row["step"], value))
 
     def draw(self) -> None:
         """Draws both pictures from all steps so far."""

@@ -23,7 +23,7 @@ from tandem.trainers.session import Session
 from tandem.trainers.summary import Summary
 
 
-def train(resolved: Resolved[DistillConfig], *, dry_run: bool = False) -> Summary:
+def train(resolved: Resolved[DistillConfig], *, dry_run: bool = False, override: bool = False) -> Summary:
     """Runs it; ``dry_run`` prints the configuration and the batch arithmetic and starts nothing.
 
     Raises:
@@ -36,7 +36,7 @@ def train(resolved: Resolved[DistillConfig], *, dry_run: bool = False) -> Summar
         student = Student(session.actor, make_teacher(config, process.device))
         return replace(session, actor=cast(Actor, student))  # it has the stages that the loop calls
 
-    return run_session(resolved, training_config(config), dry_run=dry_run, changed=taught)
+    return run_session(resolved, training_config(config), dry_run=dry_run, override=override, changed=taught)
 
 
 def make_teacher(config: DistillConfig, device: str) -> Teacher:

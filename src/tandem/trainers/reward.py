@@ -68,6 +68,6 @@ RECIPES = {
 }
 
 
-def train(resolved: Resolved[RewardModelConfig], *, dry_run: bool = False) -> Summary:
+def train(resolved: Resolved[RewardModelConfig], *, dry_run: bool = False, override: bool = False) -> Summary:
     """Trains a reward model; ``dry_run`` says what it would do."""
-    return train_on_rows(resolved, RECIPES[resolved.config.supervision], dry_run=dry_run)
+    return train_on_rows(resolved, RECIPES[resolved.config.supervision], dry_run=dry_run, override=override)

@@ -6,7 +6,6 @@ Consumes rows of the loader; produces a Hugging Face folder and a run folder. A 
 
 import contextlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from tensordict import TensorDict
@@ -18,23 +17,26 @@ from tandem.config.load import Resolved
 from tandem.data.curriculum import Curriculum
 from tandem.roles.actor import Actor
 from tandem.roles.critic import Critic, SharedCritic
+from tandem.state.resuming import may_go_on
 from tandem.state.run_folder import RunFolder
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
 from tandem.tracking.tracker import Tracker
 from tandem.trainers.parts import Rows, check_names, open_rows
 from tandem.trainers.process import Process, start_process
+from tandem.trainers.recovery import Recovery, recovery_of_session
 from tandem.trainers.session import Session, evaluate_if_due, open_session
 from tandem.trainers.summary import Summary, announce, open_run, run_id, save_if_due, telling_step
 
 
-def train(resolved: Resolved, *, dry_run: bool = False) -> Summary:
-    """Runs it; ``dry_run`` prints the configuration and the batch arithmetic and starts nothing.
+def train(resolved: Resolved, *, dry_run: bool = False, override: bool = False) -> Summary:
+    """Runs it; ``dry_run`` prints the configuration and the batch arithmetic and starts nothing. A run that was cut off in
+    the same folder goes on; with ``override`` also where some keys have other values (`tandem.config.resume`).
 
     Raises:
         ConfigError: anything about the configuration, before the model is loaded.
         TandemError: what ended the run; the folder says so too.
     """
-    return run_session(resolved, resolved.config, dry_run=dry_run)
+    return run_session(resolved, resolved.config, dry_run=dry_run, override=override)
 
 
 def run_session(
@@ -42,6 +44,7 @@ def run_session(
     config: TrainConfig,
     *,
     dry_run: bool = False,
+    override: bool = False,
     changed: Callable[[Session, Process], Session] = lambda session, _: session,
 ) -> Summary:
     """Opens the run of ``resolved`` and trains as ``config`` says; ``changed`` makes the session that the loop gets."""
@@ -52,9 +55,11 @@ def run_session(
     process = start_process(config)
     steps = total_steps(config, len(rows.train))
     with contextlib.ExitStack() as stack:
-        run, tracker = open_run(resolved.config, process, stack, steps=steps)
-        session = stack.enter_context(open_session(config, process, rows, steps, run_id(run)))
-        return loop(config, changed(session, process), run, tracker, rows, steps)
+        examine = may_go_on(resolved.config, override=override)
+        run, tracker = open_run(resolved.config, process, stack, steps=steps, examine=examine)
+        session = changed(stack.enter_context(open_session(config, process, rows, steps, run_id(run))), process)
+        recovery = recovery_of_session(session, run, tracker, stack, process.device)
+        return loop(config, session, run, tracker, rows, steps, recovery)
 
 
 def step(session: Session, timer: PhaseTimer) -> dict[str, float]:
@@ -94,36 +99,43 @@ def update(actor: Actor, critic: Critic | SharedCritic | None, batch: TensorDict
 
 
 def loop(
-    config: TrainConfig, session: Session, run: RunFolder | None, tracker: Tracker | None, rows: Rows, steps: int
+    config: TrainConfig,
+    session: Session,
+    run: RunFolder | None,
+    tracker: Tracker | None,
+    rows: Rows,
+    steps: int,
+    recovery: Recovery,
 ) -> Summary:
-    """All steps, with evaluation, saving and tracking between them."""
-    timer = PhaseTimer()
-    evaluations: dict[int, float] = {}
-    checkpoint: Path | None = None
-    metrics: dict[str, float] = {}
-    found = evaluate_if_due(config, session, rows, 0, steps)
+    """All steps that are not done yet, with evaluation, tracking and saving between them."""
+    timer, progress, models = PhaseTimer(), recovery.progress, session.models
+    checkpoint = recovery.resume()
+    metrics: dict[str, float] = {} if tracker is None else dict(tracker.last)
+    found = evaluate_if_due(config, session, rows, 0, steps) if checkpoint is None else {}
     if found:
-        evaluations |= _accuracy(0, found)
+        progress.evaluations |= _accuracy(0, found)
         with together():
             if tracker is not None:
                 tracker.log(0, found)
     timer.metrics()  # what came before the first step is not part of it
-    for number in range(1, steps + 1):
+    for number in range(progress.step + 1, steps + 1):
         with telling_step(number):
             metrics = step(session, timer)
+        recovery.commit(number)
         with timer("evaluate"):
             found = evaluate_if_due(config, session, rows, number, steps)
         if found:
             metrics |= found
-            evaluations |= _accuracy(number, found)
-        with timer("save"):
-            models = session.models
-            checkpoint = save_if_due(config, run, number, steps, models, models.save_tokenizer) or checkpoint
+            progress.evaluations |= _accuracy(number, found)
         metrics |= timer.metrics() | {"memory/peak_gib": peak_memory_gib()}
         with together():  # a disk that is full ends all ranks
             if tracker is not None:
                 tracker.log(number, metrics, session.rollout.last_groups, session.publisher.history)
-    return Summary(run.path if run else None, steps, metrics, checkpoint, evaluations)
+        with timer("save"):  # after the line of this step, which a run that goes on from here does not make again
+            written = {"write_state": recovery.write, "metrics": metrics}
+            saved = save_if_due(config, run, number, steps, models, models.save_tokenizer, **written)
+            checkpoint = saved or checkpoint
+    return Summary(run.path if run else None, steps, metrics, checkpoint, progress.evaluations)
 
 
 def _accuracy(step: int, found: dict[str, float]) -> dict[int, float]:

@@ -1,7 +1,7 @@
 """What a run came to, and the folder it leaves."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -9,9 +9,11 @@ from typing import Any, Protocol
 from tandem.api.collective import from_main, together
 from tandem.api.failures import UserCodeFailed
 from tandem.config.arithmetic import arithmetic
-from tandem.config.experiment import BaseConfig
+from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.load import Resolved, describe, plain_data, to_yaml
+from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
 from tandem.state.checkpoint import save_checkpoint
+from tandem.state.resuming import Examine, refuse_existing
 from tandem.state.run_folder import RunFolder
 from tandem.tracking.tracker import Tracker
 from tandem.trainers.process import Process
@@ -46,20 +48,40 @@ def announce(resolved: Resolved[Any], config: BaseConfig, num_rows: int) -> Summ
     return Summary(folder=None, steps=0)
 
 
+COMMANDS: dict[type[BaseConfig], str] = {
+    TrainConfig: "train",
+    SFTConfig: "sft",
+    PreferenceConfig: "preference",
+    RewardModelConfig: "reward",
+    DistillConfig: "distill",
+}
+"""Whose configuration it is; `run.json` says so, for `tandem continue`."""
+
+
 def open_run(
-    config: BaseConfig, process: Process, stack: contextlib.ExitStack, *, steps: int
+    config: BaseConfig,
+    process: Process,
+    stack: contextlib.ExitStack,
+    *,
+    steps: int,
+    examine: Examine = refuse_existing,
 ) -> tuple[RunFolder | None, Tracker | None]:
     """The run folder and its tracker, on rank 0; what fails there fails on all ranks. Collective.
 
+    ``examine``: says whether a run that is in the folder goes on (`may_go_on`); none does unless it is given.
+
     Raises:
-        ConfigError: the folder holds a run, cannot be written, or a sink is not installed.
+        ConfigError: the folder holds a run that does not go on, cannot be written, or a sink is not installed.
         OSError: `metrics.jsonl` cannot be written.
     """
     run = tracker = None
     with together():
         if process.is_main:
             names = config.run.root, config.experiment_name, config.trial_name
-            run = stack.enter_context(RunFolder.open(*names, config_text=to_yaml(config), seed=config.seed))
+            text, command = to_yaml(config), COMMANDS.get(type(config))
+            run = stack.enter_context(
+                RunFolder.open(*names, config_text=text, seed=config.seed, command=command, examine=examine)
+            )
             name = f"{config.experiment_name}/{config.trial_name}"
             tracker = stack.enter_context(
                 Tracker(run.path, config.tracking, total_steps=steps, run_name=name, config_dict=plain_data(config))
@@ -82,10 +104,31 @@ def run_id(run: RunFolder | None) -> str:
 
 
 def save_if_due(
-    config: BaseConfig, run: RunFolder | None, step: int, steps: int, engine: Saves, save_tokenizer: object
+    config: BaseConfig,
+    run: RunFolder | None,
+    step: int,
+    steps: int,
+    engine: Saves,
+    save_tokenizer: Callable[[Path], object],
+    *,
+    write_state: Callable[[Path], None] | None = None,
+    metrics: Mapping[str, float] | None = None,
 ) -> Path | None:
-    """Saves a checkpoint where `checkpoint` asks for one at this step; returns its folder on rank 0. Collective."""
-    every = config.checkpoint.every_steps
-    if not ((every and step % every == 0) or (step == steps and config.checkpoint.at_end)):
+    """Saves a checkpoint where `checkpoint` asks for one at this step; returns its folder on rank 0. Collective.
+
+    ``write_state``: writes what resuming needs, where `checkpoint.resumable` asks for it. ``metrics``: of this step.
+    """
+    wish = config.checkpoint
+    if not ((wish.every_steps and step % wish.every_steps == 0) or (step == steps and wish.at_end)):
         return None
-    return save_checkpoint(run, step, engine.save, save_tokenizer, keep_last=config.checkpoint.keep_last)
+    return save_checkpoint(
+        run,
+        step,
+        engine.save,
+        save_tokenizer,
+        wish.keep_last,
+        write_state=write_state if wish.resumable else None,
+        metrics=metrics,
+        keep_every=wish.keep_every,
+        keep_best=wish.keep_best,
+    )

@@ -29,11 +29,13 @@ from tandem.engines.train.build import build_train_engine
 from tandem.engines.train.spread import Head
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import check_chat_template, load_tokenizer, save_classifier_tokenizer
+from tandem.state.resuming import may_go_on
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
 from tandem.tracking.tracker import Tracker
 from tandem.trainers.evaluation import is_due
 from tandem.trainers.parts import Rows, check_sinks, validation_config
 from tandem.trainers.process import Process, start_process
+from tandem.trainers.recovery import Progress, Recovery, parts_of_rows
 from tandem.trainers.summary import Summary, announce, open_run, save_if_due, telling_step
 
 log = logging.getLogger(__name__)
@@ -114,6 +116,15 @@ class BatchMaker:
             raise ConfigError(f"no row of valid_dataset can be used: {dict(self.dropped)}")
         return batch_of(encoded, self.encoder)
 
+    def state_dict(self) -> dict[str, Any]:
+        """See `tandem.api.state.Stateful`: the loader's, and what was dropped."""
+        return {"loader": self.loader.state_dict(), "dropped": dict(self.dropped)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `tandem.api.state.Stateful`."""
+        self.loader.load_state_dict(state["loader"])
+        self.dropped = Counter(state["dropped"])
+
     def _encoded(self, row: Mapping[str, Any]) -> list[Sequences]:
         try:
             return [self.encoder.encode(row)]
@@ -144,8 +155,9 @@ def open_examples(config: BaseConfig, reader: Reader) -> Rows:
     return Rows(train, valid[: config.evaluate.max_rows])
 
 
-def train_on_rows(resolved: Resolved[Any], recipe: Recipe, *, dry_run: bool = False) -> Summary:
-    """Runs it; ``dry_run`` prints the configuration and the batch arithmetic and starts nothing.
+def train_on_rows(resolved: Resolved[Any], recipe: Recipe, *, dry_run: bool = False, override: bool = False) -> Summary:
+    """Runs it; ``dry_run`` prints the configuration and the batch arithmetic and starts nothing. A run that was cut off in
+    the same folder goes on; with ``override`` also where some keys have other values (`tandem.config.resume`).
 
     Raises:
         ConfigError: anything about the configuration or the rows.
@@ -160,13 +172,16 @@ def train_on_rows(resolved: Resolved[Any], recipe: Recipe, *, dry_run: bool = Fa
     tokenizer = load_tokenizer(resolve(config.actor.path))
     check_chat_template(tokenizer)
     with contextlib.ExitStack() as stack:
-        run, tracker = open_run(config, process, stack, steps=steps)
+        examine = may_go_on(config, override=override)
+        run, tracker = open_run(config, process, stack, steps=steps, examine=examine)
         engine = build_train_engine(config.actor, total_steps=steps, device=process.device, head=recipe.head)
         loader = Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
         batches = BatchMaker(loader, recipe.encoder(tokenizer, config), config.batch_size)
         stages = recipe.stages(engine, config, process)
         save = partial(save_classifier_tokenizer, tokenizer) if recipe.head == "scalar" else tokenizer.save_pretrained
-        return loop(config, Parts(engine, batches, stages, save), run, tracker, rows, steps)
+        progress = Progress()
+        recovery = Recovery(run, parts_of_rows(engine, batches, progress, tracker, process.device), progress)
+        return loop(config, Parts(engine, batches, stages, save), run, tracker, rows, steps, recovery)
 
 
 @dataclass(frozen=True)
@@ -179,34 +194,40 @@ class Parts:
     save_tokenizer: Callable[[Any], object]
 
 
-def loop(config: Any, parts: Parts, run: Any, tracker: Tracker | None, rows: Rows, steps: int) -> Summary:
-    """All steps, with evaluation before the first one and between them, saving and tracking."""
+def loop(
+    config: Any, parts: Parts, run: Any, tracker: Tracker | None, rows: Rows, steps: int, recovery: Recovery
+) -> Summary:
+    """All steps that are not done yet, with evaluation before the first one and between them, tracking and saving."""
     stages, batches, every = parts.stages, parts.batches, config.evaluate.every_steps
-    timer, checkpoint = PhaseTimer(), None
-    valid = None
+    timer, progress, valid = PhaseTimer(), recovery.progress, None
+    checkpoint = recovery.resume()
+    metrics: dict[str, float] = {} if tracker is None else dict(tracker.last)
     if is_due(every, 0, steps):
         valid = stages.prepare(validation_batches(batches).all_of(rows.valid))
-        found = examined(stages, valid)
-        with together():
-            if tracker is not None:
-                tracker.log(0, found)
+        if checkpoint is None:
+            found = examined(stages, valid)
+            with together():
+                if tracker is not None:
+                    tracker.log(0, found)
     timer.metrics()  # what came before the first step is not part of it
-    metrics: dict[str, float] = {}
-    for step in range(1, steps + 1):
+    for step in range(progress.step + 1, steps + 1):
         batch = batches.next_batch()
         with timer("train"), telling_step(step):
             metrics = stages.train(stages.prepare(batch))
+        recovery.commit(step)
         metrics |= {f"rows/dropped/{reason}": float(count) for reason, count in batches.dropped.items()}
         metrics["tokens_per_s/train"] = int(batch["cu_seqlens"][-1]) / max(timer.seconds("train"), 1e-9)
         if valid is not None and is_due(every, step, steps):
             with timer("evaluate"):
                 metrics |= examined(stages, valid)
-        with timer("save"):
-            checkpoint = save_if_due(config, run, step, steps, parts.engine, parts.save_tokenizer) or checkpoint
         metrics |= timer.metrics() | {"memory/peak_gib": peak_memory_gib()}
         with together():  # a disk that is full ends all ranks
             if tracker is not None:
                 tracker.log(step, metrics)
+        with timer("save"):  # after the line of this step, which a run that goes on from here does not make again
+            written = {"write_state": recovery.write, "metrics": metrics}
+            saved = save_if_due(config, run, step, steps, parts.engine, parts.save_tokenizer, **written)
+            checkpoint = saved or checkpoint
     return Summary(folder=run.path if run else None, steps=steps, metrics=metrics, checkpoint=checkpoint)
 
 

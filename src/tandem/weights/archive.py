@@ -1,6 +1,7 @@
 """Weights of versions that are no longer served, kept so that what they made can be scored again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -44,6 +45,17 @@ class VersionArchive:
         """Its tensors; None where it is not kept, or its folder is gone."""
         found = self._kept.get(number)
         return None if isinstance(found, FolderSource) and not found.folder.is_dir() else found
+
+    def state_dict(self) -> dict[str, Any]:
+        """The versions that are kept in memory. What lies in a folder of this process's is not there after it."""
+        held = {number: kept for number, kept in self._kept.items() if isinstance(kept, LocalSource)}
+        return {str(number): dict(kept.named_tensors) for number, kept in held.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keeps those too."""
+        for number, tensors in state.items():
+            copies = tuple((name, tensor.clone()) for name, tensor in tensors.items())
+            self._kept[int(number)] = LocalSource(copies)
 
     @property
     def versions(self) -> list[int]:

@@ -2,9 +2,10 @@
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -112,6 +113,33 @@ class WeightPublisher:
             "update_weights_s": time.perf_counter() - began,
             "bytes": float(delivery.num_bytes),
         }
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `tandem.api.state.Stateful`: the number of the version, the digests of all, and what the archive keeps."""
+        digests = [[number, version.digest] for number, version in self._history.items()]
+        kept = None if self._archive is None else self._archive.state_dict()
+        return {"number": self._version.number, "digests": digests, "kept": kept}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Delivers the trainer's weights, which were loaded before, under the number that they had. Collective.
+
+        Raises:
+            ConfigError: they are others, or delivered in another dtype.
+            WeightUpdateFailed: an engine did not take them.
+        """
+        number, own = int(state["number"]), self._version
+        digests = {int(which): str(digest) for which, digest in state["digests"]}
+        if (own.number, own.digest) != (number, digests[number]):  # a server that lived on may be ahead
+            self._version = replace(own, number=number - 1)
+            self.publish()
+        if self._version.digest != digests[number]:
+            raise ConfigError(
+                f"the weights that were loaded are not version {number} as it was delivered (digest "
+                f"{self._version.digest[:12]}…, then {digests[number][:12]}…); resume with the rollout.dtype of the run"
+            )
+        self._history = {n: WeightVersion(n, digest, self._run, self._model) for n, digest in digests.items()}
+        if self._archive is not None and state["kept"] is not None:
+            self._archive.load_state_dict(state["kept"])
 
     def close(self) -> None:
         """Gives the channel's memory back; idempotent. The engines are not closed."""

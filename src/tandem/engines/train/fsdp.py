@@ -1,8 +1,9 @@
 """The training engine on FSDP2: a model, its optimizer, and steps that do not depend on how a batch is cut."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -177,6 +178,18 @@ class FSDPEngine(TrainEngine):
         with self._holder.restored():
             self.load_weights(weights)
             yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `TrainEngine.state_dict`."""
+        self._require("parameters", "optimizer")
+        masters = {name: self._holder.state_of(name, master.detach()) for name, master in self._holder.masters.items()}
+        return {"masters": masters, "optimizer": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `TrainEngine.load_state_dict`."""
+        self._require("parameters", "optimizer")
+        self._weights.load_masters(state["masters"])
+        self._optimizer.load_state_dict(state["optimizer"])
 
     def offload(self, parts: tuple[TrainPart, ...]) -> None:
         """See `TrainEngine.offload`. What is offloaded must be brought back before it is used."""

@@ -59,6 +59,23 @@ class Holder(ABC):
         """Overwrites a master with the whole tensor ``value``; every rank calls it with the same value."""
         self._put(name, value if self.pieces is None else self.pieces.piece(name, value))
 
+    def state_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A master, or a moment that lies as it does, under a layout that any number of ranks can take: whole where matrices
+        are cut (collective), else as it is; numbers without a shape are as they are."""
+        if self.pieces is None or not tensor.dim():
+            return tensor
+        return self.pieces.whole(name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+
+    def laid_out(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+        """A copy of a whole tensor, on the device of the master ``name`` and cut as it is."""
+        master = self.masters[name]
+        cut = whole if self.pieces is None or not whole.dim() else self.pieces.piece(name, whole)
+        value = cut.to(master.device, copy=True)
+        if not isinstance(master, DTensor) or not whole.dim():
+            return value
+        # src_data_rank=None: every rank cuts its own part out of the tensor that it has
+        return distribute_tensor(value, master.device_mesh, master.placements, src_data_rank=None)
+
     def finish_gradients(self) -> None:
         """After the last backward pass: sums the gradients of which ranks that share matrices have a part each."""
         if self.pieces is None:

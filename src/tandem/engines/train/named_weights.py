@@ -1,7 +1,7 @@
 """A trained model's weights under their Hugging Face names: as a stream, and in a folder."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -48,6 +48,24 @@ class NamedWeights:
             self._holder.assign(_PREFIX + name, tensor)
         if missing:
             raise ConfigError(f"{len(missing)} tensors of this model were not given, first {next(iter(missing))!r}")
+        self._holder.publish()
+
+    def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
+        """Takes all masters, float32, under the names that they have in the holder.
+
+        Raises:
+            ConfigError: other names or shapes than this model's; nothing was copied then.
+        """
+        own = {name: tuple(self._holder.shape(name)) for name in self._holder.masters}
+        given = {name: tuple(master.shape) for name, master in masters.items()}
+        if own != given:
+            name = next(name for name in sorted(own.keys() | given.keys()) if own.get(name) != given.get(name))
+            raise ConfigError(
+                f"the saved state is of another model: {name!r} is {given.get(name, 'missing')} there and "
+                f"{own.get(name, 'missing')} here; resume with the model that the run began with"
+            )
+        for name, master in masters.items():
+            self._holder.assign(name, master)
         self._holder.publish()
 
     def save(self, folder: Path, dtype: torch.dtype, *, writes: bool) -> None:

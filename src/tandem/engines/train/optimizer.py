@@ -1,10 +1,12 @@
 """The optimizer step: clipped, scheduled, or skipped."""
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from tandem.api.failures import NonFinite
+from tandem.api.failures import ConfigError, NonFinite
 from tandem.config.train_engine import OptimizerConfig
 from tandem.engines.train.holders import Holder
 from tandem.engines.train.ranks import Ranks, sum_over_ranks
@@ -69,6 +71,29 @@ class Optimizer:
             self._holder.publish()
         self._adamw.zero_grad()
         return report
+
+    def state_dict(self) -> dict[str, Any]:
+        """Steps, and the moments of each master that has any; see `Holder.state_of`."""
+        state, moments = self._adamw.state, {}
+        for name, p in self._holder.masters.items():
+            if p in state:
+                moments[name] = {what: self._holder.state_of(name, x) for what, x in state[p].items()}
+        return {"step": self._step, "skips_in_a_row": self._skips_in_a_row, "moments": moments}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes whole moments; each rank cuts its part out of them. Learning rates are those of the options here.
+
+        Raises:
+            ConfigError: moments of a master that is not here.
+        """
+        masters = self._holder.masters
+        unknown = sorted(set(state["moments"]) - set(masters))
+        if unknown:
+            raise ConfigError(f"the saved optimizer state is of another model, which has {unknown[0]!r}")
+        self._step, self._skips_in_a_row = int(state["step"]), int(state["skips_in_a_row"])
+        self._adamw.state.clear()
+        for name, moments in state["moments"].items():
+            self._adamw.state[masters[name]] = {what: self._holder.laid_out(name, x) for what, x in moments.items()}
 
     def _gradient_norm(self) -> float:
         """Global L2 norm, summed in float64 so that it does not depend on how parameters are cut."""

@@ -35,7 +35,7 @@ TIME: Section = {
     ),
     "time/save_s": Metric(
         "s",
-        "Saving, where this step saved.",
+        "Saving, where the step before saved.",
         "Large: save less often, or on a faster disk.",
     ),
     "time/overlap": Metric(

@@ -1,0 +1,54 @@
+"""Go on with a run that was cut off, or train a finished one longer, from its newest whole checkpoint.
+
+What it was begun with stands in its folder; `key=value` changes it. The learning rate, lengths and counts may change, and
+only with --override. The command that began the run, repeated, does the same.
+
+examples:
+  tandem continue runs/addition/first
+  tandem continue runs/addition/first total_train_steps=200 --override
+"""
+
+import argparse
+import importlib
+from pathlib import Path
+
+from tandem.cli.config import KINDS
+from tandem.cli.running import add_choices_of_a_run, run_training
+from tandem.config.errors import ConfigError
+from tandem.state.existing import existing_run, run_info
+
+FOLDER_KEYS = ("run.root", "experiment_name", "trial_name")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, such as runs/addition/first")
+    parser.add_argument("keys", nargs="*", metavar="key=value", help="what shall be otherwise from here on")
+    add_choices_of_a_run(parser)
+
+
+def interrupted(arguments: argparse.Namespace) -> str:
+    """After Ctrl-C: what the run has."""
+    found = existing_run(arguments.run.expanduser())
+    return f"{found.folder} has what was done: {found.describe()}." if found else "Nothing was written."
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """`tandem continue`."""
+    folder = arguments.run.expanduser().resolve()
+    if existing_run(folder) is None or not (folder / "config.yaml").is_file():
+        raise ConfigError(
+            f"{arguments.run} is not the folder of a run: it has no config.yaml; `tandem runs` lists those there are"
+        )
+    command = run_info(folder).get("command")
+    if command not in KINDS:
+        raise ConfigError(
+            f"{arguments.run} does not say which command began it (an older version, or a script did); repeat that command"
+        )
+    wrong = [key for key in arguments.keys if "=" not in key or key.partition("=")[0] in FOLDER_KEYS]
+    if wrong:
+        raise ConfigError(f"{wrong[0]} is nothing that can change: give key=value, other than {', '.join(FOLDER_KEYS)}")
+    own = (f"run.root={folder.parent.parent}", f"experiment_name={folder.parent.name}", f"trial_name={folder.name}")
+    arguments.arguments = [str(folder / "config.yaml"), *arguments.keys, *own]
+    module = importlib.import_module(f"tandem.cli.{command}")
+    return run_training(arguments, KINDS[command], module.load)

@@ -1,0 +1,67 @@
+"""List the runs below a folder: how they ended, what they last measured, their checkpoints and their size.
+
+examples:
+  tandem runs
+  tandem runs other/root --json
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from tandem.config.errors import ConfigError
+from tandem.config.state import RunConfig
+from tandem.state.existing import SHOWN, ExistingRun, existing_run, is_alive
+
+GIB = 2**30
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    root = RunConfig().root
+    parser.add_argument("root", nargs="?", type=Path, default=Path(root), help=f"where they are (default: {root})")
+    parser.add_argument("--json", action="store_true", help="one JSON object a run")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """`tandem runs`."""
+    root = arguments.root.expanduser()
+    if not root.is_dir():
+        raise ConfigError(f"there is no folder {root}; give the run.root of the runs")
+    found = [entry(run) for folder in sorted(root.glob("*/*/")) if (run := existing_run(folder)) is not None]
+    if arguments.json:
+        for one in found:
+            print(json.dumps(one, ensure_ascii=False))
+    else:
+        print(table(found) if found else f"No run in {root}.")
+    return 0
+
+
+def entry(run: ExistingRun) -> dict[str, Any]:
+    """What is told of a run; sizes in bytes."""
+    status = run.status
+    if status == "running" and not is_alive(run.folder):
+        status = "killed"
+    return {
+        "run": f"{run.folder.parent.name}/{run.folder.name}",
+        "status": status,
+        "steps": run.steps,
+        "metrics": {name: run.metrics[name] for name in SHOWN if isinstance(run.metrics.get(name), (int, float))},
+        "checkpoints": list(run.checkpoints),
+        "bytes": sum(path.stat().st_size for path in run.folder.rglob("*") if path.is_file()),
+        "when": run.when,
+    }
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """One line a run, below a head."""
+    lines = [("RUN", "STATUS", "STEPS", "CHECKPOINTS", "SIZE", "WHEN", "LAST METRICS")]
+    for one in found:
+        metrics = "  ".join(f"{name} {value:.4g}" for name, value in one["metrics"].items())
+        newest = f"{len(one['checkpoints'])}, to {one['checkpoints'][-1]}" if one["checkpoints"] else "none"
+        size = f"{one['bytes'] / GIB:.2f} GiB"
+        lines.append((one["run"], one["status"], str(one["steps"]), newest, size, one["when"], metrics))
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    padded = (zip(line, widths, strict=True) for line in lines)
+    return "\n".join("  ".join(text.ljust(width) for text, width in line).rstrip() for line in padded)

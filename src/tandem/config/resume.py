@@ -1,0 +1,90 @@
+"""Which keys a run that goes on may have otherwise than it began with."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+FREE = (
+    "experiment_name",
+    "trial_name",
+    "run",
+    "tracking",
+    "checkpoint",
+    "reward_timeout_s",
+    "rollout.wait_timeout_s",
+    "rollout.episode_timeout_s",
+    "rollout.max_retries",
+    "rollout.max_data_failures",
+    "rollout.verify",
+    "rollout.fleet",
+    "rollout.weights",
+)
+"""Change nothing that is learnt: a run goes on with the new value."""
+
+MAY_CHANGE = (
+    "total_train_steps",
+    "total_train_epochs",
+    "evaluate",
+    "valid_dataset",
+    "batch_size",
+    "threads",
+    "device",
+    "rollout",
+    "gconfig",
+    "actor.optimizer",
+    "actor.backend",
+    "actor.gradient_checkpointing",
+    "actor.logprob_chunk_tokens",
+    "actor.max_tokens_per_micro_batch",
+    "critic.optimizer",
+    "critic.max_tokens_per_micro_batch",
+)
+"""Change what is learnt from here on, or how fast: the learning rate, lengths and counts, and what computes. By
+`--override`."""
+
+
+FIXED = ("rollout.dtype",)
+"""What stays as it is, although it stands below a key that may change."""
+
+
+class Difference(NamedTuple):
+    """One key that a run began with another value of."""
+
+    key: str
+    before: Any
+    now: Any
+
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody need be asked."""
+        return _below(self.key, FREE)
+
+    @property
+    def may_change(self) -> bool:
+        """Whether `--override` lets it pass."""
+        return self.is_free or (_below(self.key, MAY_CHANGE) and not _below(self.key, FIXED))
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_shown(self.before)} → {_shown(self.now)}"
+
+
+def differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = ""
+) -> Iterator[Difference]:
+    """Between two whole configurations as plain data. ``defaults``: what a key has that the older one does not know yet."""
+    for name in {**now, **before}:
+        old, value = (side.get(name, defaults.get(name)) for side in (before, now))
+        if isinstance(old, Mapping) and isinstance(value, Mapping) and old and value:
+            inner = defaults.get(name)
+            yield from differences(old, value, inner if isinstance(inner, Mapping) else {}, f"{prefix}{name}.")
+        elif old != value:
+            yield Difference(prefix + name, old, value)
+
+
+def _below(key: str, prefixes: tuple[str, ...]) -> bool:
+    return any(key == prefix or key.startswith(prefix + ".") for prefix in prefixes)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "null" if value is None else str(value)

@@ -1,0 +1,124 @@
+"""The model of a checkpoint as a Hugging Face folder that has nothing else."""
+
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from tandem.config.errors import ConfigError
+from tandem.state.checkpoint import best_of
+from tandem.state.existing import checkpoints, existing_run, step_of
+from tandem.state.manifest import FILE, STATE, Invalid, verify
+from tandem.state.tree import read_tree
+
+log = logging.getLogger(__name__)
+
+LEFT_OUT = (STATE, "critic")
+"""Folders of a checkpoint that are not the model."""
+
+WEIGHTS = "model.safetensors"
+PREFIX = "model."
+"""What the training engine puts before the names of transformers."""
+
+
+def checkpoint_of(run: Path, step: str | None = None) -> Path:
+    """The folder of a run's checkpoint: of ``step``, ``"best"``, or the newest that is whole; ``run`` may be one itself.
+
+    Raises:
+        ConfigError: there is no such one, or it is damaged; says what is there.
+    """
+    if step is None and step_of(run) >= 0 and (run / "config.json").is_file():
+        return _whole(run)
+    found = checkpoints(run / "checkpoints")
+    if existing_run(run) is None or not found:
+        raise ConfigError(f"{run} is no run with a checkpoint; `tandem runs` lists the runs that there are")
+    names = ", ".join(path.name for path in found)
+    if step == "best":
+        best = best_of(found, _keep_best(run))
+        if best is None:
+            raise ConfigError(f"{run}: no checkpoint states the metric {_keep_best(run)}; there are {names}")
+        return _whole(best)
+    if step is not None:
+        path = run / "checkpoints" / f"step_{step}"
+        if path not in found:
+            raise ConfigError(f"{run} has no checkpoint of step {step!r}; there are {names}")
+        return _whole(path)
+    for path in reversed(found):
+        try:
+            return _whole(path)
+        except ConfigError as error:
+            log.warning("%s; the one before is taken", error)
+    raise ConfigError(f"no checkpoint of {run} is whole: {names}")
+
+
+def export(checkpoint: Path, target: Path, dtype: str | None = None) -> None:
+    """Writes the model into the new folder ``target``, there whole or not at all.
+
+    ``dtype``: weights are rounded to it once, from float32 where the checkpoint has its state.
+
+    Raises:
+        ConfigError: ``target`` exists.
+        OSError: the disk refuses.
+    """
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} exists; give a folder that does not")
+    temporary = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        ignored = shutil.ignore_patterns(*LEFT_OUT, *((WEIGHTS,) if dtype else ()))
+        shutil.copytree(checkpoint, temporary, ignore=ignored)
+        if dtype:
+            _write_weights(checkpoint, temporary, getattr(torch, dtype))
+        if target.exists():
+            target.rmdir()
+        os.rename(temporary, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_weights(checkpoint: Path, folder: Path, dtype: torch.dtype) -> None:
+    with safe_open(checkpoint / WEIGHTS, "pt") as file:
+        masters = _masters(checkpoint)
+        names = list(file.keys())
+        tensors = {name: (masters[PREFIX + name] if masters else file.get_tensor(name)).to(dtype) for name in names}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
+    path = folder / "config.json"
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    settings["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+
+def _masters(checkpoint: Path) -> Mapping[str, torch.Tensor]:
+    """The float32 weights; empty where the model alone was saved."""
+    if not (checkpoint / FILE).is_file():
+        return {}
+    masters: Mapping[str, torch.Tensor] = read_tree(checkpoint / STATE)["trainer"]["masters"]
+    return masters
+
+
+def _whole(path: Path) -> Path:
+    if (path / FILE).is_file():
+        try:
+            verify(path, step_of(path), None)
+        except Invalid as reason:
+            raise ConfigError(f"{path} {reason}") from reason
+    elif not (path / WEIGHTS).is_file():
+        raise ConfigError(f"{path} has no {WEIGHTS}")
+    return path
+
+
+def _keep_best(run: Path) -> str:
+    path = run / "config.yaml"
+    config: Any = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    metric = (config.get("checkpoint") or {}).get("keep_best") if isinstance(config, dict) else None
+    if not metric:
+        raise ConfigError(f"{run} was begun without checkpoint.keep_best, so nobody knows what its best is; give a step")
+    return str(metric)

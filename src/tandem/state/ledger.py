@@ -1,0 +1,156 @@
+"""The ledger of a run on disk: which prompts were trained or dropped, at which step. SQLite, so that a kill leaves it whole.
+
+Append-only but for one thing: what was written after the checkpoint that a run goes on from is taken back, because the
+weights that learnt from it are gone.
+"""
+
+import hashlib
+import sqlite3
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tandem.config.errors import TandemError
+
+FILE = "ledger.sqlite"
+FORMAT = 1
+
+Record = tuple[int, int, bool, str]
+"""Epoch, index, whether it was trained, and the reason where it was dropped."""
+
+_TABLES = (
+    "CREATE TABLE IF NOT EXISTS commits (number INTEGER PRIMARY KEY, step INTEGER NOT NULL, records INTEGER NOT NULL, "
+    "digest TEXT NOT NULL)",
+    "CREATE TABLE IF NOT EXISTS prompts (epoch INTEGER, place INTEGER, trained INTEGER NOT NULL, reason TEXT NOT NULL, "
+    "number INTEGER NOT NULL, PRIMARY KEY (epoch, place)) WITHOUT ROWID",
+)
+
+
+class LedgerDamaged(TandemError, ValueError):
+    """The file is missing, is no ledger, or is not the one that the checkpoint was saved with."""
+
+
+class LedgerFile:
+    """One run's; a context manager. ``step`` never falls from one `commit` to the next, but for `roll_back`.
+
+    Each commit is chained to the one before by its SHA-256, so the digest of the last stands for the whole ledger.
+    """
+
+    def __init__(self, path: Path):
+        """Opens the file, or makes it. Raises `LedgerDamaged` where it is something else."""
+        self.path = path
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None, timeout=10)
+            self._db.execute("PRAGMA synchronous=FULL")
+            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            if version not in (0, FORMAT):
+                raise LedgerDamaged(f"{path} has format {version}, and this version reads format {FORMAT}")
+            with self._db:
+                for table in _TABLES:
+                    self._db.execute(table)
+                self._db.execute(f"PRAGMA user_version={FORMAT}")
+            self.number, self.records, self.digest = self._last()
+        except sqlite3.Error as error:
+            raise LedgerDamaged(f"{path} cannot be opened as a ledger: {error}") from error
+
+    def commit(self, step: int, records: Sequence[Record]) -> None:
+        """Adds the prompts that ended up to the end of ``step``, all of them or none; nothing to do without any.
+
+        Raises:
+            LedgerDamaged: one of them has ended before. A prompt of an epoch ends once.
+            OSError: the disk refuses.
+        """
+        if not records:
+            return
+        number, digest = self.number + 1, _chained(self.digest, records)
+        try:
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                rows = ((epoch, place, int(trained), reason, number) for epoch, place, trained, reason in records)
+                self._db.executemany("INSERT INTO prompts VALUES (?, ?, ?, ?, ?)", rows)
+                self._db.execute(
+                    "INSERT INTO commits VALUES (?, ?, ?, ?)", (number, step, self.records + len(records), digest)
+                )
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+        except sqlite3.IntegrityError as error:
+            raise LedgerDamaged(
+                f"{self.path}: a prompt that has ended before ended again at step {step}; each prompt of an epoch is "
+                f"trained once, or dropped with a reason ({error})"
+            ) from error
+        except sqlite3.Error as error:
+            raise OSError(f"the ledger {self.path} could not be written: {error}") from error
+        self.number, self.records, self.digest = number, self.records + len(records), digest
+
+    def roll_back(self, step: int) -> int:
+        """Takes back what was committed after ``step``; returns how many prompts that were."""
+        before = self.records
+        (number,) = self._db.execute("SELECT COALESCE(MAX(number), 0) FROM commits WHERE step <= ?", (step,)).fetchone()
+        self._db.execute("BEGIN IMMEDIATE")
+        self._db.execute("DELETE FROM prompts WHERE number > ?", (number,))
+        self._db.execute("DELETE FROM commits WHERE number > ?", (number,))
+        self._db.execute("COMMIT")
+        self.number, self.records, self.digest = self._last()
+        return before - self.records
+
+    def verify(self, records: int, digest: str) -> None:
+        """Passes if the ledger is, record by record, the one of which a checkpoint states this.
+
+        Raises:
+            LedgerDamaged: it is another one, or was changed.
+        """
+        if (self.records, self.digest) != (records, digest):
+            raise LedgerDamaged(
+                f"{self.path} has {self.records} prompts (digest {self.digest[:12]}…), and the checkpoint was saved with "
+                f"{records} ({digest[:12]}…), so nobody knows which prompts are left. Restore that file, or begin another "
+                "run from the weights of the checkpoint: trial_name=… actor.path=FOLDER"
+            )
+        chain, counted = "", 0
+        for commit, batch in self._commits():
+            chain, counted = _chained(chain, batch), counted + len(batch)
+            if chain != commit:
+                raise LedgerDamaged(f"{self.path} was changed: its prompts do not give the digest {commit[:12]}…")
+        if counted != records or chain != digest:
+            raise LedgerDamaged(f"{self.path} was changed: {counted} prompts instead of {records}")
+
+    def ended(self) -> Iterator[Record]:
+        """Every prompt that has ended, in the order of commits."""
+        rows = self._db.execute("SELECT epoch, place, trained, reason FROM prompts ORDER BY number, epoch, place")
+        return ((epoch, place, bool(trained), reason) for epoch, place, trained, reason in rows)
+
+    def close(self) -> None:
+        """Closes the file; idempotent."""
+        self._db.close()
+
+    def __enter__(self) -> "LedgerFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _last(self) -> tuple[int, int, str]:
+        found = self._db.execute("SELECT number, records, digest FROM commits ORDER BY number DESC LIMIT 1").fetchone()
+        return found or (0, 0, "")
+
+    def _commits(self) -> Iterator[tuple[str, list[Record]]]:
+        """(digest, prompts) of each commit, in order; one query over all of them, grouped as it is read."""
+        digests = dict(self._db.execute("SELECT number, digest FROM commits ORDER BY number"))
+        rows = self._db.execute("SELECT number, epoch, place, trained, reason FROM prompts ORDER BY number, epoch, place")
+        current: int | None = None
+        batch: list[Record] = []
+        for number, epoch, place, trained, reason in rows:
+            if number != current and current is not None:
+                yield digests.get(current, ""), batch
+                batch = []
+            current = number
+            batch.append((epoch, place, bool(trained), reason))
+        if current is not None:
+            yield digests.get(current, ""), batch
+
+
+def _chained(before: str, records: Sequence[Record]) -> str:
+    """SHA-256 over the digest before and the prompts, in the order of epochs and places."""
+    lines = "".join(f"{epoch} {place} {int(trained)} {reason}\n" for epoch, place, trained, reason in sorted(records))
+    return hashlib.sha256(f"{before}\n{lines}".encode()).hexdigest()

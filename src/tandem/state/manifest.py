@@ -1,0 +1,132 @@
+"""What a checkpoint consists of: every file with its size and SHA-256, and whose it is. Imports no torch."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+FORMAT = 1
+STATE = "state"
+"""Folder of a checkpoint that only Tandem reads; what lies beside it is a Hugging Face folder."""
+
+FILE = f"{STATE}/manifest.json"
+MAX_BYTES = 2**26
+THREADS = 2
+"""Hashing releases the GIL."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Of one checkpoint."""
+
+    run: str
+    """The id of the run that made it."""
+
+    step: int
+    files: Mapping[str, tuple[int, str]]
+    """Path below the checkpoint → (bytes, SHA-256)."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of the step that it was saved after; finite ones."""
+
+    format: int = FORMAT
+
+
+class Invalid(ValueError):
+    """Why a folder is no checkpoint that can be resumed; the text begins where "it …" would stand."""
+
+
+def write_manifest(folder: Path, run: str, step: int, metrics: Mapping[str, float]) -> None:
+    """Hashes all files below the folder and writes `state/manifest.json`, the last file of a checkpoint."""
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    manifest = Manifest(run, step, _hashed(folder, names), {k: float(v) for k, v in metrics.items() if v - v == 0})
+    body = asdict(manifest)
+    (folder / FILE).write_text(json.dumps(body | {"digest": _digest(body)}, indent=1) + "\n", encoding="utf-8")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest as it stands, its own digest checked; the files are not read.
+
+    Raises:
+        Invalid: there is none, or it is torn, changed or of another format.
+    """
+    path = folder / FILE
+    if not path.is_file():
+        raise Invalid(
+            "has a model and no state: saved by an older version, by a script, or with checkpoint.resumable=false"
+            if (folder / "config.json").is_file()
+            else f"has no {FILE}"
+        )
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise Invalid(f"has a {FILE} of {path.stat().st_size} bytes, which none of ours has")
+        body = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(body, dict):
+            raise Invalid(f"has a {FILE} that is no manifest")
+        digest = body.pop("digest", None)
+        if body.get("format") != FORMAT:
+            raise Invalid(f"has format {body.get('format')!r}, and this version reads format {FORMAT}")
+        if digest != _digest(body):
+            raise Invalid(f"has a {FILE} that was changed after it was written")
+        files = {_checked(name): (int(size), str(sha)) for name, (size, sha) in body["files"].items()}
+        return Manifest(str(body["run"]), int(body["step"]), files, body["metrics"])
+    except (OSError, KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
+        if isinstance(error, Invalid):
+            raise
+        raise Invalid(f"has a {FILE} that cannot be read ({type(error).__name__}: {error})") from error
+
+
+def verify(folder: Path, step: int, run: str | None) -> Manifest:
+    """Reads every file of a checkpoint and compares it. ``run``: whose it must be; None: anybody's.
+
+    Raises:
+        Invalid: the first thing that is not as it was written.
+    """
+    manifest = read_manifest(folder)
+    if manifest.step != step:
+        raise Invalid(f"is of step {manifest.step}, and its name says {step}")
+    if run is not None and manifest.run != run:
+        raise Invalid(f"is foreign: made by the run {manifest.run}, and this is {run}")
+    for name, (size, _) in manifest.files.items():
+        path = folder / name
+        if path.is_symlink() or not path.is_file():
+            raise Invalid(f"lacks {name}")
+        if path.stat().st_size != size:
+            raise Invalid(f"is torn: {name} has {path.stat().st_size} of {size} bytes")
+    own = {path.relative_to(folder).as_posix() for path in (folder / STATE).iterdir()} - {FILE}
+    if own - manifest.files.keys():
+        raise Invalid(f"has {min(own - manifest.files.keys())}, which its manifest does not name")
+    try:
+        found = _hashed(folder, list(manifest.files))
+    except OSError as error:
+        raise Invalid(f"cannot be read: {error}") from error
+    for name, (_, sha) in found.items():
+        if sha != manifest.files[name][1]:
+            raise Invalid(f"is damaged: {name} is not what was written (SHA-256 {sha[:12]}…)")
+    return manifest
+
+
+def _hashed(folder: Path, names: list[str]) -> dict[str, tuple[int, str]]:
+    def one(name: str) -> tuple[int, str]:
+        with (folder / name).open("rb") as file:
+            sha = hashlib.file_digest(file, "sha256").hexdigest()
+            return os.fstat(file.fileno()).st_size, sha
+
+    with ThreadPoolExecutor(THREADS, "checkpoint-hash") as pool:
+        return dict(zip(names, pool.map(one, names), strict=True))
+
+
+def _checked(name: str) -> str:
+    """A path below the checkpoint, as ours are."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\\" in name or str(path) != name or "\0" in name:
+        raise Invalid(f"names a file outside of itself: {name!r}")
+    return name
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,108 @@
+"""What becomes of a command whose run folder holds a run: it goes on, or it is refused with the reason. Imports no torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import BaseConfig
+from tandem.config.load import plain_data
+from tandem.config.resume import Difference, differences
+from tandem.state.existing import ExistingRun, existing_run
+
+
+class RunFolderTaken(ConfigError):
+    """The folder holds a run that does not go on."""
+
+
+@dataclass(frozen=True)
+class Going:
+    """A run that goes on."""
+
+    found: ExistingRun
+    changed: tuple[Difference, ...] = ()
+
+    def describe(self) -> str:
+        """What the command is about to do, for the terminal."""
+        changes = "".join(f"\n  {difference}" for difference in self.changed)
+        return f"Going on with {self.found.folder}: {self.found.describe()}." + (f" Changed:{changes}" if changes else "")
+
+
+Examine = Callable[[Path], Going | None]
+"""Says of a run folder: None, there is no run yet; or which run goes on. Raises `ConfigError` where none may."""
+
+
+def refuse_existing(folder: Path) -> None:
+    """Raises `RunFolderTaken` where the folder holds a run; says what of it, and how to proceed.
+
+    A run that failed before its first step left nothing worth keeping: its folder may be used again.
+    """
+    found = existing_run(folder)
+    if found is not None and not _left_nothing(found):
+        raise RunFolderTaken(_taken(found))
+
+
+def may_go_on(config: BaseConfig, *, override: bool = False) -> Examine:
+    """For a command with this configuration. ``override``: values of `tandem.config.resume.MAY_CHANGE` may be others.
+
+    A run that is finished goes on only where it is made longer. The result raises `ConfigError` where the configurations do
+    not agree, with every difference, and `RunFolderTaken` where the run is finished.
+    """
+
+    def examine(folder: Path) -> Going | None:
+        found = existing_run(folder)
+        if found is None or _left_nothing(found):
+            return None
+        changed = tuple(_changes(folder, config))
+        refused = [d for d in changed if not (d.may_change if override else d.is_free)]
+        longer = any(d.key.startswith("total_train_") for d in changed) and found.checkpoints
+        if found.status == "finished" and not longer:
+            raise RunFolderTaken(
+                f"{_taken(found)} To train it longer, repeat the command with a larger total_train_steps and --override."
+            )
+        if refused:
+            raise ConfigError(_disagreement(found, refused, override))
+        return Going(found, changed)
+
+    return examine
+
+
+def _changes(folder: Path, config: BaseConfig) -> list[Difference]:
+    """Between the configuration in the folder and this one; none where nothing was written yet."""
+    path = folder / "config.yaml"
+    try:
+        before: Any = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read, so nobody knows what the run was: {error}; restore it") from error
+    now = plain_data(config)
+    if not isinstance(before, dict):
+        raise ConfigError(f"{path} is no configuration; restore it")
+    return list(differences(before, now, plain_data(type(config)()))) if before else []
+
+
+def _disagreement(found: ExistingRun, refused: list[Difference], override: bool) -> str:
+    fixed = [difference for difference in refused if not difference.may_change]
+    lines = "".join(f"\n  {difference}" for difference in refused)
+    if fixed:
+        keys = ", ".join(difference.key for difference in fixed)
+        remedy = (
+            f"{keys} cannot change within a run: give the values that it began with, or begin another run with "
+            "trial_name=… (from these weights: actor.path=FOLDER of a checkpoint)"
+        )
+    else:
+        remedy = "add --override to go on with the new values, or give those that it began with"
+    return f"{found.folder} holds a run with another configuration ({found.describe()}):{lines}\n{remedy}."
+
+
+def _left_nothing(found: ExistingRun) -> bool:
+    return found.status == "failed" and found.steps == 0 and not found.checkpoints
+
+
+def _taken(found: ExistingRun) -> str:
+    return (
+        f"{found.folder} holds a run: {found.describe()}. A run is never overwritten: choose another name with "
+        "trial_name=…, or move that folder away."
+    )

@@ -1,0 +1,57 @@
+"""The random generators of a process that anybody may draw from: Python's, NumPy's, torch's."""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+
+class RandomStates:
+    """Of all ranks. With another number of ranks than before, a rank that is new takes the state of rank 0."""
+
+    def __init__(self, device: str):
+        """``device``: of this process; a GPU has a generator of its own."""
+        self._device = device
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `tandem.api.state.Stateful`. Collective."""
+        own = self._here()
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return {"ranks": [own]}
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, own)
+        return {"ranks": every}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `tandem.api.state.Stateful`."""
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        mine = state["ranks"][rank if rank < len(state["ranks"]) else 0]
+        version, words, gauss = mine["python"]
+        random.setstate((version, tuple(words), gauss))
+        inner = {"key": numpy.array(mine["numpy"]["key"], dtype=numpy.uint32), "pos": mine["numpy"]["pos"]}
+        known = numpy.random.get_state(legacy=False)
+        numpy.random.set_state(
+            {**known, "state": inner, "has_gauss": mine["numpy"]["has_gauss"], "gauss": mine["numpy"]["gauss"]}
+        )
+        torch.set_rng_state(mine["torch"].clone())
+        if self._device.startswith("cuda") and mine["cuda"] is not None:
+            torch.cuda.set_rng_state(mine["cuda"].clone(), self._device)
+
+    def _here(self) -> dict[str, Any]:
+        version, words, gauss = random.getstate()
+        numbers: Any = numpy.random.get_state(legacy=False)
+        cuda = torch.cuda.get_rng_state(self._device) if self._device.startswith("cuda") else None
+        return {
+            "python": [version, list(words), gauss],
+            "numpy": {
+                "key": numbers["state"]["key"].tolist(),
+                "pos": int(numbers["state"]["pos"]),
+                "has_gauss": int(numbers["has_gauss"]),
+                "gauss": float(numbers["gauss"]),
+            },
+            "torch": torch.get_rng_state(),
+            "cuda": cuda,
+        }

@@ -1,0 +1,163 @@
+"""What runs there are, and their models as folders of their own."""
+
+import json
+import os
+import socket
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from tandem.cli.main import main
+from tandem.config.experiment import TrainConfig
+from tandem.config.load import load_config, to_yaml
+from tandem.state.checkpoint import save_checkpoint
+from tandem.state.run_folder import RunFolder
+from tandem.state.tree import write_tree
+from tests.engines_train.steps import engine_on
+from tests.tiny import tiny_model_folder, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Runs: one that is finished, with three checkpoints, one that failed, and one whose process is gone."""
+    root = tmp_path_factory.mktemp("runs")
+    items = [
+        "train_dataset.path=addition",
+        "checkpoint.every_steps=1",
+        "checkpoint.keep_best=eval/accuracy",
+        "evaluate.every_steps=1",
+    ]
+    text = to_yaml(load_config(TrainConfig, None, items).config)
+    engine = engine_on(tiny_model_folder(root / "models"), dtype="bfloat16")
+    with RunFolder.open(root / "runs", "adding", "first", config_text=text, command="train") as run:
+        for step, accuracy in ((1, 0.25), (2, 0.75), (3, 0.5)):
+            (run.path / "metrics.jsonl").write_text(
+                json.dumps({"step": step, "loss": 0.5, "eval/accuracy": accuracy}) + "\n"
+            )
+            engine.load_weights((name, tensor + step) for name, tensor in list(engine.weights()))
+            save_checkpoint(
+                run,
+                step,
+                engine.save,
+                lambda folder: tiny_tokenizer().save_pretrained(folder),
+                None,
+                write_state=lambda folder: write_tree(folder, {"trainer": engine.state_dict()}, writes=True),
+                metrics={"eval/accuracy": accuracy},
+            )
+    with pytest.raises(ValueError, match="bad"), RunFolder.open(root / "runs", "adding", "second", config_text="seed: 1\n"):
+        raise ValueError("bad")
+    RunFolder.open(root / "runs", "other", "third", config_text="seed: 1\n").close()
+    (root / "runs/other/third/.lock").write_text(f"process 0 on {socket.gethostname()} since then\n")
+    os.makedirs(root / "runs/other/nothing")
+    return root / "runs"
+
+
+def test_runs_are_listed_with_how_they_ended_and_what_they_have(root, capsys):
+    assert main(["runs", str(root)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines] == [
+        ["RUN", "STATUS", "STEPS"],
+        ["adding/first", "finished", "3"],
+        ["adding/second", "failed", "0"],
+        ["other/third", "killed", "0"],
+    ]
+    assert "3, to step_3" in lines[1] and "eval/accuracy 0.5" in lines[1] and "none" in lines[2]
+    assert main(["runs", str(root), "--json"]) == 0
+    first = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert first["checkpoints"] == ["step_1", "step_2", "step_3"] and first["metrics"] == {"loss": 0.5, "eval/accuracy": 0.5}
+    assert first["bytes"] == sum(path.stat().st_size for path in (root / "adding/first").rglob("*") if path.is_file())
+
+
+def test_a_run_whose_process_lives_is_running(root, capsys):
+    run = RunFolder.open(root, "other", "fourth", config_text="seed: 1\n")
+    main(["runs", str(root), "--json"])
+    run.close()
+    found = {one["run"]: one["status"] for one in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert found["other/fourth"] == "running" and found["other/third"] == "killed"
+
+
+def test_without_runs_one_is_told(tmp_path, capsys):
+    assert main(["runs", str(tmp_path)]) == 0 and "No run in" in capsys.readouterr().out
+    assert main(["runs", str(tmp_path / "x")]) == 2 and "run.root" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("which", "step"), [("", 3), ("@2", 2), ("@best", 2), ("@1", 1)])
+def test_an_export_is_the_model_and_nothing_else(root, tmp_path, capsys, which, step):
+    target = tmp_path / "model"
+    assert main(["export", f"{root / 'adding/first'}{which}", str(target)]) == 0
+    saved = root / f"adding/first/checkpoints/step_{step}"
+    assert f"step_{step}" in capsys.readouterr().out
+    assert (target / "model.safetensors").read_bytes() == (saved / "model.safetensors").read_bytes()
+    assert {path.name for path in target.iterdir()} == {path.name for path in saved.iterdir()} - {"state"}
+    assert AutoModelForCausalLM.from_pretrained(target).dtype == torch.bfloat16
+
+
+def test_a_dtype_is_rounded_once_from_the_float32_masters(root, tmp_path):
+    assert main(["export", str(root / "adding/first"), str(tmp_path / "wide"), "--dtype", "float32"]) == 0
+    wide, saved = load_file(tmp_path / "wide/model.safetensors"), root / "adding/first/checkpoints/step_3"
+    masters, rounded = load_file(saved / "state/tensors-00001.safetensors"), load_file(saved / "model.safetensors")
+    assert wide.keys() == rounded.keys()
+    for name, tensor in wide.items():
+        assert torch.equal(tensor, masters[f"trainer/masters/model.{name}"]) and torch.equal(
+            tensor.bfloat16(), rounded[name]
+        )
+    assert any(not torch.equal(tensor, rounded[name].float()) for name, tensor in wide.items())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "wide").dtype == torch.float32
+
+
+def test_a_checkpoint_without_state_can_be_exported_too(root, tmp_path):
+    folder = tmp_path / "runs/a/b/checkpoints/step_4"
+    assert main(["export", str(root / "adding/first"), str(folder)]) == 0
+    (tmp_path / "runs/a/b/run.json").write_text("{}")
+    assert main(["export", str(tmp_path / "runs/a/b"), str(tmp_path / "again"), "--dtype", "float32"]) == 0
+    old, new = load_file(folder / "model.safetensors"), load_file(tmp_path / "again/model.safetensors")
+    assert all(torch.equal(new[name], tensor.float()) for name, tensor in old.items())
+
+
+@pytest.mark.parametrize(
+    ("which", "words"),
+    [
+        ("adding/first@9", "has no checkpoint of step '9'; there are step_1, step_2, step_3"),
+        ("adding/second", "is no run with a checkpoint"),
+        ("adding/none", "is no run with a checkpoint"),
+        ("adding/second@best", "is no run with a checkpoint"),
+    ],
+)
+def test_what_cannot_be_exported_is_said(root, tmp_path, capsys, which, words):
+    assert main(["export", str(root / which), str(tmp_path / "model")]) == 2
+    assert words in capsys.readouterr().err and not (tmp_path / "model").exists()
+
+
+def test_an_export_overwrites_nothing_and_takes_no_damaged_checkpoint(root, tmp_path, capsys):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").write_text("mine")
+    assert main(["export", str(root / "adding/first"), str(tmp_path / "full")]) == 2
+    assert "exists" in capsys.readouterr().err and (tmp_path / "full/file").read_text() == "mine"
+    damaged = tmp_path / "runs/a/b/checkpoints"
+    for step in (2, 3):
+        (damaged / f"step_{step}").parent.mkdir(parents=True, exist_ok=True)
+        os.system(f"cp -r {root / f'adding/first/checkpoints/step_{step}'} {damaged}")
+    (tmp_path / "runs/a/b/run.json").write_text("{}")
+    save_file({"x": torch.zeros(1)}, damaged / "step_3/model.safetensors")
+    assert main(["export", f"{tmp_path / 'runs/a/b'}@3", str(tmp_path / "model")]) == 2
+    assert "step_3 is torn: model.safetensors" in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "runs/a/b"), str(tmp_path / "model")]) == 0
+    assert "step_2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere"], "is not the folder of a run"),
+        (["adding/second"], "does not say which command began it"),
+        (["adding/first"], "larger total_train_steps and --override"),
+        (["adding/first", "seed=9", "total_train_steps=9", "--override"], "seed: 0 → 9"),
+        (["adding/first", "trial_name=x"], "trial_name=x is nothing that can change"),
+        (["adding/first", "more"], "more is nothing that can change"),
+    ],
+)
+def test_what_cannot_go_on_is_refused(root, capsys, arguments, words):
+    assert main(["continue", str(root / arguments[0]), *arguments[1:]]) == 2
+    assert words in capsys.readouterr().err

@@ -1,0 +1,93 @@
+"""A process that saves, and dies at one of the writes, renames and flushes that a save is made of."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from tandem.api.state import State
+from tandem.state import tree
+from tandem.state.checkpoint import save_checkpoint
+from tandem.state.existing import existing_run
+from tandem.state.manifest import STATE, verify
+from tandem.state.newest import Found, newest_valid
+from tandem.state.resuming import Going
+from tandem.state.run_folder import RunFolder
+from tests.trainers.killing import die
+
+CHANGES = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.truncate")
+
+
+def state_of(step: int) -> State:
+    return {"a": {"x": torch.full((64,), float(step)), "step": step}, "b": [torch.arange(step + 1), None]}
+
+
+class Deadly:
+    """Counts what changes the disk from `armed` on, and ends the process at the ``nth``."""
+
+    def __init__(self, nth: int):
+        self.nth, self.count, self.armed = nth, 0, False
+
+    def event(self) -> bool:
+        self.count += self.armed
+        return self.armed and self.count == self.nth
+
+    def audit(self, name: str, arguments: tuple[Any, ...]) -> None:
+        written = name == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+        if (written or name in CHANGES) and self.event():
+            die()
+
+    def fsync(self, descriptor: int) -> None:
+        if self.event():
+            die()
+        REAL_FSYNC(descriptor)
+
+    def save_file(self, tensors: Any, path: Any, *arguments: Any) -> None:
+        """Rust writes it, which no hook of Python's sees: it dies with half of the file written."""
+        save_file(tensors, path, *arguments)
+        if self.event():
+            os.truncate(path, Path(path).stat().st_size // 2)
+            die()
+
+
+REAL_FSYNC = os.fsync
+
+
+def save(root: str, step: int, nth: int) -> None:
+    """Saves the step; ``nth`` 0: lives, and writes how many events there were."""
+    deadly = Deadly(nth)
+    run = RunFolder.open(root, "exp", "trial", config_text="", examine=_goes_on)
+    sys.addaudithook(deadly.audit)
+    os.fsync, tree.save_file = deadly.fsync, deadly.save_file  # type: ignore[assignment]
+    deadly.armed = True
+    save_checkpoint(
+        run,
+        step,
+        lambda folder: deadly.save_file({"w": torch.full((64,), float(step))}, folder / "model.safetensors"),
+        lambda folder: (folder / "config.json").write_text("{}"),
+        1,
+        write_state=lambda folder: tree.write_tree(folder, state_of(step), writes=True),
+        metrics={"loss": 1.0},
+    )
+    deadly.armed = False
+    if not nth:
+        Path(root, "events").write_text(str(deadly.count))
+    run.finish("finished")
+
+
+def _goes_on(folder: Path) -> Going | None:
+    found = existing_run(folder)
+    return None if found is None else Going(found)
+
+
+def whole(root: Path) -> Found:
+    """The newest checkpoint, every byte of it as it was saved."""
+    found = newest_valid(root / "exp" / "trial" / "checkpoints", None)
+    assert found is not None and found.skipped == ()
+    assert verify(found.path, found.step, None)
+    state = tree.read_tree(found.path / STATE)
+    assert state["a"]["step"] == found.step and torch.equal(state["a"]["x"], state_of(found.step)["a"]["x"])
+    return found

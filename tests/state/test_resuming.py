@@ -1,0 +1,142 @@
+"""The same command goes on; another one is refused with every difference, or changes what may change."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import SFTConfig, TrainConfig
+from tandem.config.keys import leaves
+from tandem.config.load import load_config, to_yaml
+from tandem.config.resume import FIXED, FREE, MAY_CHANGE
+from tandem.state.resuming import RunFolderTaken, may_go_on
+from tandem.state.run_folder import RunFolder
+
+
+def config(*items, cls=TrainConfig):
+    return load_config(cls, None, ["train_dataset.path=addition", "total_train_steps=9", *items]).config
+
+
+@pytest.fixture
+def cut_off(tmp_path):
+    """A run that was killed after three steps, with a checkpoint."""
+    code = (
+        "import os, sys; from tandem.state.run_folder import RunFolder\n"
+        "run = RunFolder.open(sys.argv[1], 'tandem', 'trial', config_text=sys.argv[2], command='train')\n"
+        "(run.path / 'metrics.jsonl').write_text('{\"step\": 3, \"loss\": 1.0}\\n')\n"
+        "(run.path / 'checkpoints/step_2').mkdir(parents=True); os.kill(os.getpid(), 9)"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path), to_yaml(config())], timeout=60).returncode == -9
+    return tmp_path / "tandem" / "trial"
+
+
+def reopened(folder, now, **options):
+    examine = may_go_on(now, **options)
+    return RunFolder.open(folder.parents[1], "tandem", "trial", config_text=to_yaml(now), command="train", examine=examine)
+
+
+def test_a_run_that_was_cut_off_goes_on_under_its_own_name_and_says_so(cut_off):
+    before = json.loads((cut_off / "run.json").read_text())
+    with reopened(cut_off, config()) as run:
+        assert run.going.changed == ()
+        assert "3 steps done; was killed before it could end" in run.going.describe()
+    info = json.loads((cut_off / "run.json").read_text())
+    assert (info["id"], info["started"], info["status"]) == (before["id"], before["started"], "finished")
+    (line,) = info["resumed"]
+    assert (line["was"], line["steps"], line["changed"]) == ("running", 3, [])
+
+
+def test_what_changes_nothing_that_is_learnt_may_be_otherwise(cut_off):
+    now = config("checkpoint.every_steps=5", "rollout.wait_timeout_s=9")
+    with reopened(cut_off, now) as run:
+        assert [d.key for d in run.going.changed] == ["checkpoint.every_steps", "rollout.wait_timeout_s"]
+    assert yaml.safe_load((cut_off / "config.yaml").read_text())["checkpoint"]["every_steps"] == 5
+
+
+def test_the_learning_rate_lengths_and_counts_change_by_override_and_not_without(cut_off):
+    now = config("actor.optimizer.lr=0.5", "total_train_steps=12", "gconfig.n_samples=2")
+    before = (cut_off / "config.yaml").read_text()
+    with pytest.raises(ConfigError, match=r"(?s)lr: 1e-06 → 0.5\n.*total_train_steps: 9 → 12|add --override") as refused:
+        reopened(cut_off, now)
+    for words in ("actor.optimizer.lr: 1e-06 → 0.5", "total_train_steps: 9 → 12", "gconfig.n_samples", "add --override"):
+        assert words in str(refused.value)
+    assert (cut_off / "config.yaml").read_text() == before
+    with reopened(cut_off, now, override=True) as run:
+        assert len(run.going.changed) == 3
+    (line,) = json.loads((cut_off / "run.json").read_text())["resumed"]
+    assert "total_train_steps: 9 → 12" in line["changed"]
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        "seed=1",
+        "algorithm=rloo",
+        "actor.path=other",
+        "train_dataset.prompt_suffix=x",
+        "reward=x.py:f",
+        "rollout.dtype=float32",
+    ],
+)
+def test_what_a_run_is_cannot_change_within_it(cut_off, item):
+    with pytest.raises(
+        ConfigError, match="cannot change within a run: give the values that it began with, or begin another"
+    ):
+        reopened(cut_off, config(item), override=True)
+
+
+def test_a_knob_that_is_new_or_gone_is_a_difference(cut_off):
+    now = config("algorithm.policy_loss.clip_high=0.5")
+    with pytest.raises(ConfigError, match=r"algorithm\.policy_loss.*cannot change within a run"):
+        reopened(cut_off, now, override=True)
+
+
+def test_another_kind_of_training_does_not_go_on(cut_off):
+    with pytest.raises(ConfigError, match="cannot change within a run"):
+        reopened(cut_off, config(cls=SFTConfig), override=True)
+
+
+def test_a_key_that_an_older_version_did_not_know_had_its_default(cut_off):
+    old = yaml.safe_load((cut_off / "config.yaml").read_text())
+    del old["deterministic"]
+    (cut_off / "config.yaml").write_text(yaml.safe_dump(old))
+    reopened(cut_off, config()).close()
+    with pytest.raises(ConfigError, match="deterministic: false → true"):
+        reopened(cut_off, config("deterministic=true"))
+
+
+def test_a_finished_run_is_only_made_longer_and_by_override(tmp_path):
+    folder = tmp_path / "tandem" / "trial"
+    with RunFolder.open(tmp_path, "tandem", "trial", config_text=to_yaml(config())):
+        pass
+    with pytest.raises(RunFolderTaken, match="A run is never overwritten"):  # there is nothing to train longer
+        reopened(folder, config("total_train_steps=20"), override=True)
+    (folder / "checkpoints/step_9").mkdir(parents=True)
+    for now, options in ((config(), {}), (config(), {"override": True}), (config("checkpoint.every_steps=3"), {})):
+        with pytest.raises(RunFolderTaken, match=r"A run is never overwritten.*larger total_train_steps and --override"):
+            reopened(folder, now, **options)
+    reopened(folder, config("total_train_steps=20"), override=True).close()
+
+
+def test_without_any_checkpoint_the_metrics_of_what_is_lost_are_set_aside(cut_off):
+    (cut_off / "checkpoints/step_2").rmdir()
+    lines = (cut_off / "metrics.jsonl").read_text()
+    with reopened(cut_off, config()) as run:
+        assert not (cut_off / "metrics.jsonl").exists()
+        assert run.info["resumed"][0]["lost"] == "metrics.lost-1.jsonl"
+    assert (cut_off / "metrics.lost-1.jsonl").read_text() == lines
+
+
+def test_a_configuration_that_cannot_be_read_is_not_guessed(cut_off):
+    (cut_off / "config.yaml").write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.yaml cannot be read, so nobody knows what the run was"):
+        reopened(cut_off, config())
+
+
+def test_the_keys_that_may_change_exist():
+    keys = {key for key, _ in leaves(TrainConfig())} | {key for key, _ in leaves(SFTConfig())}
+    sections = {key.rpartition(".")[0] for key in keys} | {key.split(".")[0] for key in keys}
+    assert [key for key in (*FREE, *MAY_CHANGE, *FIXED) if key not in keys | sections] == []

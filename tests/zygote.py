@@ -1,0 +1,76 @@
+"""Processes that can be killed, many of them, without importing torch in each: one process forks itself for each call."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Zygote:
+    """Calls functions of modules in processes of their own; a context manager.
+
+    ``modules`` are imported once. The processes share nothing but the disk with whoever calls.
+    """
+
+    def __init__(self, *modules: str):
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", f"from tests.zygote import serve; serve({list(modules)!r})"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            cwd=ROOT,
+        )
+
+    def call(self, function: str, arguments: Sequence[Any], log: Path) -> int:
+        """Exit status of a process that calls ``module:function``, negative where a signal ended it; what it prints goes to
+        ``log``. It has two minutes."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(json.dumps([function, list(arguments), str(log)]), file=self._process.stdin, flush=True)
+        return int(self._process.stdout.readline())
+
+    def __enter__(self) -> "Zygote":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate(timeout=10)
+
+
+def serve(modules: Sequence[str]) -> None:
+    """The process itself: a line with a call in, a line with an exit status out."""
+    __import__("warnings").simplefilter("ignore")
+    for module in modules:
+        __import__(module)
+    for line in sys.stdin:
+        function, arguments, log = json.loads(line)
+        child = os.fork()
+        if not child:
+            _child(function, arguments, log)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _child(function: str, arguments: Sequence[Any], log: str) -> None:
+    status = 1
+    try:
+        out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        null = os.open(os.devnull, os.O_RDONLY)
+        for here, there in ((null, 0), (out, 1), (out, 2)):
+            os.dup2(here, there)
+        signal.alarm(120)
+        module, _, name = function.partition(":")
+        getattr(__import__(module, fromlist=[name]), name)(*arguments)
+        status = 0
+    except BaseException:  # whoever reads the log wants it
+        __import__("traceback").print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
