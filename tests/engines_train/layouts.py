@@ -14,6 +14,7 @@ from tandem.engines.train.fsdp import FSDPEngine
 from tandem.models.logprobs import chunked_logprobs
 from tandem.models.streaming import Unfilled
 from tandem.models.vocabulary import Vocabulary, vocabulary_parallel_logprobs
+from tandem.state.tree import read_tree, write_tree
 from tests.engines_train.steps import random_batch, weighted_nll, weights_of
 
 Case = tuple[str, str]
@@ -96,6 +97,9 @@ def steps(folder: Path, layout: str, head: str, out: Path, **config):
     fresh = engine_on(folder, layout, head, **config)
     fresh.load(out / f"{layout}-{folder.name}")
     found["loaded"] = weights_of(fresh)
+    going = gone_on(engine, engine_on(folder, layout, head, **config), out / f"{layout}-{folder.name}-state")
+    found["next"], found["resumed"] = ({"metrics": e.train_batch(batch, loss_with_scores)} for e in (engine, going))
+    found["next"]["weights"], found["resumed"]["weights"] = weights_of(engine), weights_of(going)
     other = {name: 0.9 * tensor for name, tensor in found["before"].items()}
     with fresh.using(other.items()):
         found["others"] = weights_of(fresh)
@@ -103,6 +107,15 @@ def steps(folder: Path, layout: str, head: str, out: Path, **config):
     rough = engine_on(folder, layout, head, dtype="bfloat16", **config)
     found["bfloat16"] = rough.train_batch(batch, loss_with_scores, entropy=True)
     return found
+
+
+def gone_on(engine: FSDPEngine, other: FSDPEngine, state: Path) -> FSDPEngine:
+    """``other``, with the state of ``engine`` out of a folder that every rank reads."""
+    write_tree(state, engine.state_dict(), writes=engine.ranks.rank == 0)
+    if dist.is_initialized():
+        dist.barrier()
+    other.load_state_dict(read_tree(state))
+    return other
 
 
 def all_steps(folders: dict[str, Path], cases: list[Case], out: Path, ranks: int):

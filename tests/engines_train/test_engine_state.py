@@ -54,7 +54,7 @@ def test_another_models_state_is_refused_and_nothing_is_copied(tmp_path):
 
 def save_on(folder, out, ranks):
     engine = trained(folder, ranks, 2)
-    write_tree(out / f"state-{ranks}", engine.state_dict(), writes=engine.rank == 0)
+    write_tree(out / f"state-{ranks}", engine.state_dict(), writes=engine.ranks.rank == 0)
     before = weights_of(engine)
     engine.train_batch(random_batch(BATCH, seed=7), weighted_nll)
     return {"before": before, "weights": weights_of(engine)}
@@ -64,7 +64,7 @@ def load_on(folder, out, ranks):
     found = {str(source): gone_on(folder, out / f"state-{source}", ranks) for source in (1, 2)}
     engine = engine_on(folder, ranks=ranks, **OPTIONS)
     engine.load_state_dict(read_tree(out / "state-2"))
-    write_tree(out / f"again-{ranks}", engine.state_dict(), writes=engine.rank == 0)
+    write_tree(out / f"again-{ranks}", engine.state_dict(), writes=engine.ranks.rank == 0)
     return found
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tandem.state.tree import read_tree
 from tests.engines_train.layouts import CASES, MODELS, all_steps
 from tests.engines_train.steps import distance
 from tests.ranks import alone_and_on
@@ -75,6 +76,22 @@ def test_other_weights_are_taken_to_the_bit_and_its_own_come_back(runs):
     for layout, name, one, found in compared(runs):
         assert distance(found["others"], {key: 0.9 * value for key, value in one["before"].items()}) == 0, (layout, name)
         assert distance(found["back"], found["loaded"]) == 0, (layout, name)
+
+
+def test_a_state_goes_on_to_the_bit_and_is_that_of_one_process(runs):
+    cases, _, ranks, out = runs
+    for layout, name in cases:
+        states = [read_tree(out / f"{at}-tiny-{name}-0-state") for at in ("d1", layout)]
+        masters, firsts = (
+            [{key: value[what] if what else value for key, value in part(state).items()} for state in states]
+            for what, part in (("", lambda s: s["masters"]), ("exp_avg", lambda s: s["optimizer"]["moments"]))
+        )
+        for one, found in (masters, firsts):
+            assert {key: value.shape for key, value in one.items()} == {key: value.shape for key, value in found.items()}
+        assert distance(*firsts) <= 1e-3 * distance(firsts[0], {key: 0 * value for key, value in firsts[0].items()})
+        for rank in ranks:
+            kept, resumed = (rank[f"{layout} {name}"][key] for key in ("next", "resumed"))
+            assert kept["metrics"] == resumed["metrics"] and distance(kept["weights"], resumed["weights"]) == 0
 
 
 def test_bfloat16_agrees_within_its_precision(runs):

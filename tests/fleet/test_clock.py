@@ -30,6 +30,7 @@ FOR_PEOPLE = {
     "engines/inference/serve/answers.py:__init__": "`created` of OpenAI's protocol",
     "engines/inference/serve/service.py:Service": "`created` of OpenAI's protocol",
     "state/run_folder.py:now": "when a run began and ended",
+    "trainers/planning/calibrate.py:measure": "the day of a calibration",
     "tracking/tracker.py:log": "the time of a row of metrics.jsonl",
 }
 """All places that ask for it, and what they tell people. None of them is compared with anything."""

@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +123,7 @@ def measure(where: str, threads: int, identity: Mapping[str, Any]) -> Machine:
         found = _measured(torch.device(where), threads, identity)
     finally:
         torch.set_num_threads(before)
-    said = f"measured on {datetime.now(UTC):%Y-%m-%d}, torch {torch.__version__}"
+    said = f"measured on {time.strftime('%Y-%m-%d', time.gmtime())}, torch {torch.__version__}"
     if load > BUSY * usable_cores():
         said += f", while the machine was busy (load {load:.1f}): repeat it with --recalibrate when it is not"
     return replace(found, sources=(said,))
