@@ -81,6 +81,24 @@ def test_a_ledger_that_was_changed_is_found_out(path, harm):
         file.verify(*stated)
 
 
+def test_damage_that_is_met_on_the_way_is_named(path):
+    with LedgerFile(path) as ledger:
+        for step in range(1, 40):
+            ledger.commit(step, records(100 * step, 60))
+        stated = ledger.records, ledger.digest
+    data = bytearray(path.read_bytes())
+    data[4096 * 3 :] = b"\xff" * len(data[4096 * 3 :])
+    path.write_bytes(data)
+
+    def read_again():
+        with LedgerFile(path) as file:
+            file.roll_back(20)
+            file.verify(*stated)
+
+    with pytest.raises(LedgerDamaged, match=r"ledger\.sqlite"):
+        read_again()
+
+
 def test_a_file_that_is_no_ledger_is_named(path):
     path.write_bytes(b"no database" * 100)
     with pytest.raises(LedgerDamaged, match="cannot be opened as a ledger"):

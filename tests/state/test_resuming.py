@@ -11,6 +11,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.keys import leaves
 from tandem.config.load import load_config, to_yaml
+from tandem.config.preference import DistillConfig
 from tandem.config.resume import FIXED, FREE, MAY_CHANGE
 from tandem.state.resuming import RunFolderTaken, may_go_on
 from tandem.state.run_folder import RunFolder
@@ -121,6 +122,38 @@ def test_a_finished_run_is_only_made_longer_and_by_override(tmp_path):
     reopened(folder, config("total_train_steps=20"), override=True).close()
 
 
+def test_no_run_is_made_shorter_than_what_is_kept_of_it(cut_off):
+    with pytest.raises(ConfigError, match=r"a run of 2 steps, and total_train_steps=1 would make it shorter"):
+        may_go_on(config("total_train_steps=1"), override=True)(cut_off)
+    (cut_off / "run.json").write_text(json.dumps({"status": "finished"}))
+    with pytest.raises(ConfigError, match=r"a run of 3 steps, and total_train_steps=2 would make it shorter"):
+        may_go_on(config("total_train_steps=2"), override=True)(cut_off)
+
+
+def test_without_its_configuration_a_run_does_not_go_on(cut_off):
+    (cut_off / "config.yaml").unlink()
+    with pytest.raises(RunFolderTaken, match=r"without config\.yaml nobody knows"):
+        may_go_on(config())(cut_off)
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (
+            ["actor.backend=fsdp:d2", "reference.backend=fsdp:d1r2", "algorithm.kl.coefficient=0.1"],
+            ["actor.backend=fsdp:d1", "algorithm.kl.coefficient=0.1"],
+        ),
+        (["actor.backend=fsdp:d1c2", "actor.context_parallel=gather"], ["actor.backend=fsdp:d2"]),
+        (["actor.backend=fsdp:d2", "actor.gradient_sync=micro_batch"], ["actor.backend=fsdp:d1"]),
+    ],
+)
+def test_any_layout_goes_on_from_any_other_by_override(cut_off, before, now):
+    (cut_off / "config.yaml").write_text(to_yaml(config(*before)))
+    with pytest.raises(ConfigError, match="add --override"):
+        may_go_on(config(*now))(cut_off)
+    assert may_go_on(config(*now), override=True)(cut_off).changed
+
+
 def test_without_any_checkpoint_the_metrics_of_what_is_lost_are_set_aside(cut_off):
     (cut_off / "checkpoints/step_2").rmdir()
     lines = (cut_off / "metrics.jsonl").read_text()
@@ -137,6 +170,6 @@ def test_a_configuration_that_cannot_be_read_is_not_guessed(cut_off):
 
 
 def test_the_keys_that_may_change_exist():
-    keys = {key for key, _ in leaves(TrainConfig())} | {key for key, _ in leaves(SFTConfig())}
+    keys = {key for kind in (TrainConfig, SFTConfig, DistillConfig) for key, _ in leaves(kind())}
     sections = {key.rpartition(".")[0] for key in keys} | {key.split(".")[0] for key in keys}
     assert [key for key in (*FREE, *MAY_CHANGE, *FIXED) if key not in keys | sections] == []

@@ -1,14 +1,25 @@
 """What a run's future depends on, and how each part of a run says so."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
+
+import torch
 
 State = dict[str, Any]
 """Plain data: dicts with text keys, lists, texts, numbers, booleans, None, and tensors at the leaves.
 
-A tensor that is sharded over ranks (a `DTensor`) stands there as it is: whoever writes it gathers it. Everything else is
-rank 0's word.
+A tensor that is sharded over ranks (a `DTensor`) stands there as it is, and one that is cut in another way as a `Parted`:
+whoever writes it gathers it, one after another. Everything else is rank 0's word.
 """
+
+
+@dataclass(frozen=True)
+class Parted:
+    """A tensor of which each rank has a part."""
+
+    gather: Callable[[], torch.Tensor]
+    """Makes it whole; collective."""
 
 
 @runtime_checkable

@@ -60,7 +60,7 @@ def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Ca
         if going is not None and not starts_ranks:
             print(going.describe(), file=sys.stderr)
     if starts_ranks:
-        return run_ranks([sys.executable, "-m", "tandem", *arguments.command_line], ranks)
+        return run_ranks([sys.executable, "-P", "-m", "tandem", *arguments.command_line], ranks)
     train = load()
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
         summary = train(resolved, dry_run=arguments.dry_run, **options)

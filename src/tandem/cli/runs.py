@@ -49,9 +49,17 @@ def entry(run: ExistingRun) -> dict[str, Any]:
         "steps": run.steps,
         "metrics": {name: run.metrics[name] for name in SHOWN if isinstance(run.metrics.get(name), (int, float))},
         "checkpoints": list(run.checkpoints),
-        "bytes": sum(path.stat().st_size for path in run.folder.rglob("*") if path.is_file()),
+        "bytes": sum(map(_size, run.folder.rglob("*"))),
         "when": run.when,
     }
+
+
+def _size(path: Path) -> int:
+    """0 of what is no file, or is gone by now: a run may be saving."""
+    try:
+        return path.stat().st_size if path.is_file() else 0
+    except OSError:
+        return 0
 
 
 def table(found: list[dict[str, Any]]) -> str:

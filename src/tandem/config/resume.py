@@ -32,11 +32,18 @@ MAY_CHANGE = (
     "gconfig",
     "actor.optimizer",
     "actor.backend",
+    "actor.context_parallel",
     "actor.gradient_checkpointing",
+    "actor.gradient_sync",
     "actor.logprob_chunk_tokens",
     "actor.max_tokens_per_micro_batch",
+    "actor.selective_checkpointing",
+    "critic.backend",
+    "critic.gradient_checkpointing",
     "critic.optimizer",
     "critic.max_tokens_per_micro_batch",
+    "reference.backend",
+    "teacher.backend",
 )
 """Change what is learnt from here on, or how fast: the learning rate, lengths and counts, and what computes. By
 `--override`."""

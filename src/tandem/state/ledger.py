@@ -4,6 +4,7 @@ Append-only but for one thing: what was written after the checkpoint that a run 
 weights that learnt from it are gone.
 """
 
+import contextlib
 import hashlib
 import sqlite3
 from collections.abc import Iterator, Sequence
@@ -84,8 +85,27 @@ class LedgerFile:
             raise OSError(f"the ledger {self.path} could not be written: {error}") from error
         self.number, self.records, self.digest = number, self.records + len(records), digest
 
+    @contextlib.contextmanager
+    def _readable(self) -> Iterator[None]:
+        """Damage that SQLite finds on the way is named."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise LedgerDamaged(
+                f"{self.path} cannot be read: {error}. Restore that file, or begin another run from the weights of a "
+                "checkpoint: trial_name=… actor.path=FOLDER"
+            ) from error
+
     def roll_back(self, step: int) -> int:
-        """Takes back what was committed after ``step``; returns how many prompts that were."""
+        """Takes back what was committed after ``step``; returns how many prompts that were.
+
+        Raises:
+            LedgerDamaged: the file cannot be read.
+        """
+        with self._readable():
+            return self._rolled_back(step)
+
+    def _rolled_back(self, step: int) -> int:
         before = self.records
         (number,) = self._db.execute("SELECT COALESCE(MAX(number), 0) FROM commits WHERE step <= ?", (step,)).fetchone()
         self._db.execute("BEGIN IMMEDIATE")
@@ -108,10 +128,11 @@ class LedgerFile:
                 "run from the weights of the checkpoint: trial_name=… actor.path=FOLDER"
             )
         chain, counted = "", 0
-        for commit, batch in self._commits():
-            chain, counted = _chained(chain, batch), counted + len(batch)
-            if chain != commit:
-                raise LedgerDamaged(f"{self.path} was changed: its prompts do not give the digest {commit[:12]}…")
+        with self._readable():
+            for commit, batch in self._commits():
+                chain, counted = _chained(chain, batch), counted + len(batch)
+                if chain != commit:
+                    raise LedgerDamaged(f"{self.path} was changed: its prompts do not give the digest {commit[:12]}…")
         if counted != records or chain != digest:
             raise LedgerDamaged(f"{self.path} was changed: {counted} prompts instead of {records}")
 

@@ -11,7 +11,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig
 from tandem.config.load import plain_data
 from tandem.config.resume import Difference, differences
-from tandem.state.existing import ExistingRun, existing_run
+from tandem.state.existing import ExistingRun, existing_run, step_of
 
 
 class RunFolderTaken(ConfigError):
@@ -65,11 +65,23 @@ def may_go_on(config: BaseConfig, *, override: bool = False) -> Examine:
             raise RunFolderTaken(
                 f"{_taken(found)} To train it longer, repeat the command with a larger total_train_steps and --override."
             )
+        if longer:
+            _refuse_shorter(found, config.total_train_steps)
         if refused:
             raise ConfigError(_disagreement(found, refused, override))
         return Going(found, changed)
 
     return examine
+
+
+def _refuse_shorter(found: ExistingRun, total: int | None) -> None:
+    """A finished run is not made shorter, and one that was cut off does not end before its newest checkpoint."""
+    done = found.steps if found.status == "finished" else step_of(Path(found.checkpoints[-1]))
+    if total is not None and total < done:
+        raise ConfigError(
+            f"{found.folder} holds a run of {done} steps, and total_train_steps={total} would make it shorter: give more "
+            "steps than that, or begin another run with trial_name=…"
+        )
 
 
 def _changes(folder: Path, config: BaseConfig) -> list[Difference]:

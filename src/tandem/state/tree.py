@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from tandem.api.collective import together, whole
-from tandem.api.state import Stateful
+from tandem.api.state import Parted, Stateful
 from tandem.config.errors import ConfigError, TandemError
 
 PLAIN_FILE, TENSOR_FILES = "state.json", "tensors-*.safetensors"
@@ -38,7 +38,7 @@ def write_tree(folder: Path, tree: Mapping[str, Any], *, writes: bool) -> None:
         TypeError: something in the tree is neither plain data nor a tensor; names where.
         OSError: the disk refuses.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor | Parted] = {}
     with together():  # before the first collective call: rank 0 has parts that the others have not
         plain = _split(tree, "", tensors)
     with whole(_gathered(tensors, all_of_them=writes)) as stream:
@@ -75,10 +75,10 @@ def read_tree(folder: Path) -> dict[str, Any]:
     return tree
 
 
-def _split(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+def _split(value: Any, name: str, tensors: dict[str, torch.Tensor | Parted]) -> Any:
     """The plain part; tensors go into ``tensors`` under their path."""
-    if isinstance(value, torch.Tensor):
-        tensors[name] = value.detach()
+    if isinstance(value, (torch.Tensor, Parted)):
+        tensors[name] = value.detach() if isinstance(value, torch.Tensor) else value
         return {MARK: name}
     if isinstance(value, Mapping):
         wrong = [key for key in value if not isinstance(key, str) or key == MARK]
@@ -102,10 +102,12 @@ def _joined(plain: Any, where: Mapping[str, Any]) -> Any:
     return [_joined(item, where) for item in plain] if isinstance(plain, list) else plain
 
 
-def _gathered(tensors: Mapping[str, torch.Tensor], *, all_of_them: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _gathered(tensors: Mapping[str, torch.Tensor | Parted], *, all_of_them: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Whole tensors on the CPU, one after another; a rank that writes nothing takes part in gathering only."""
     for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
+        if isinstance(tensor, Parted):
+            yield name, tensor.gather().cpu()
+        elif isinstance(tensor, DTensor):
             yield name, tensor.full_tensor().cpu()
         elif all_of_them:
             yield name, tensor.cpu()

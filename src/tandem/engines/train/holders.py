@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from tandem.api.state import Parted
 from tandem.models.tensor_parallel import Pieces
 
 
@@ -59,12 +60,13 @@ class Holder(ABC):
         """Overwrites a master with the whole tensor ``value``; every rank calls it with the same value."""
         self._put(name, value if self.pieces is None else self.pieces.piece(name, value))
 
-    def state_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """A master, or a moment that lies as it does, under a layout that any number of ranks can take: whole where matrices
-        are cut (collective), else as it is; numbers without a shape are as they are."""
-        if self.pieces is None or not tensor.dim():
+    def state_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | Parted:
+        """A master, or a moment that lies as it does, as a state has it: to be made whole where matrices are cut, else as it
+        is; numbers without a shape are as they are."""
+        pieces = self.pieces
+        if pieces is None or not tensor.dim():
             return tensor
-        return self.pieces.whole(name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
+        return Parted(lambda: pieces.whole(name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor))
 
     def laid_out(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """A copy of a whole tensor, on the device of the master ``name`` and cut as it is."""
