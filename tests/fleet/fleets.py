@@ -104,8 +104,9 @@ def until(condition, timeout_s=120.0):
 
 
 def healthy(fleet):
-    """Names of the servers that are given requests."""
-    return set(fleet.roster.router)
+    """Names of the servers that are given requests; a change is seen with its row in the journal, not before."""
+    with fleet.roster.lock:
+        return set(fleet.roster.router)
 
 
 def running(fleet, name):
