@@ -7,6 +7,7 @@ import pytest
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.fleet import parse_backend
+from tandem.config.keys import leaves
 from tandem.config.load import describe, load_config, to_yaml
 
 
@@ -84,12 +85,20 @@ def test_a_key_that_nothing_would_read_is_refused(items, words):
         load(*items)
 
 
-def test_what_some_server_of_the_fleet_reads_is_accepted():
-    load("rollout.backend=sglang:d1", "gconfig.top_p=0.9", "algorithm.allow_truncated_sampling=true")
-    load("rollout.backend=embedded:d2", "gconfig.min_new_tokens=2", "algorithm.allow_truncated_sampling=true")
-    load("rollout.backend=vllm:d1", "rollout.engine.kv_cache_gib=4")
-    load("rollout.backend=vllm:d1+embedded:d1", "rollout.engine.prefill_chunk_tokens=64")
-    load("rollout.backend=sglang:d1", "rollout.engine.kv_cache_gib=2")  # the default: it overrules a file
+@pytest.mark.parametrize(
+    ("backend", "item"),
+    [
+        ("sglang:d1", "gconfig.top_p=0.9"),
+        ("embedded:d2", "gconfig.min_new_tokens=2"),
+        ("vllm:d1", "rollout.engine.kv_cache_gib=4"),
+        ("vllm:d1+embedded:d1", "rollout.engine.prefill_chunk_tokens=64"),
+        ("sglang:d1", "rollout.engine.kv_cache_gib=2"),  # the default: it overrules a file
+    ],
+)
+def test_what_some_server_of_the_fleet_reads_is_accepted(backend, item):
+    key, _, value = item.partition("=")
+    found = load(f"rollout.backend={backend}", item, "algorithm.allow_truncated_sampling=true")
+    assert dict(leaves(found))[key] == float(value)
 
 
 def test_what_is_used_is_accepted():
