@@ -280,7 +280,7 @@ def check_servers(report: Report, folder: Path, last: dict[str, Any]) -> None:
     journal = folder / "fleet.jsonl"
     if not journal.exists():
         return
-    table = [json.loads(line) for line in journal.read_text().splitlines()]
+    table = [json.loads(line) for line in journal.read_text().split("\n") if line]
     names = {row["server"] for row in table}
     served = {row["server"] for row in table if row["to"] == "healthy"}
     fenced, moved = last["fleet/fenced"], last["fleet/moved"]
@@ -308,7 +308,8 @@ def rows_of(root: Path) -> list[dict[str, Any]]:
 def samples_of(folder: Path) -> Iterator[dict[str, Any]]:
     """All samples that were trained on."""
     for file in sorted((folder / "trajectories").iterdir()):
-        yield from map(json.loads, file.read_text().splitlines())
+        with file.open(encoding="utf-8") as lines:  # splitlines would also end a line at U+2028, which answers may hold
+            yield from map(json.loads, lines)
 
 
 def digests_of(folder: Path) -> dict[str, str]:

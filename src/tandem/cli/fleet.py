@@ -73,7 +73,7 @@ def watched_by(folder: Path) -> Path:
 def known(folder: Path) -> dict[str, dict[str, Any]]:
     """The last row of each server in the fault table, by name; those that were retired are left out."""
     journal, last = folder / JOURNAL_NAME, {}
-    for line in journal.read_text(encoding="utf-8").splitlines() if journal.is_file() else ():
+    for line in journal.read_text(encoding="utf-8").split("\n") if journal.is_file() else ():
         try:
             row = json.loads(line)
         except ValueError:  # it is being written
