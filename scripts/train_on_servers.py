@@ -33,7 +33,10 @@ from tandem.models.catalog import resolve
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "gsm8k_grpo.py"
-STEPS, ETA = 3, 2
+STEPS = 3
+ETA = 1
+"""With 2 a quick engine could answer all three steps' prompts before the first update, and none would show new weights."""
+
 MARK = "TANDEM_TRAIN_ON_SERVERS"
 """A variable in the environment of the run and of all that it starts: by it what was left behind is found."""
 
