@@ -89,6 +89,13 @@ def open_run(
     return run, tracker
 
 
+def ended(summary: Summary, run: RunFolder | None, steps: int) -> Summary:
+    """The summary of a run of ``steps``; one that was told to stop earlier goes on some other time."""
+    if run is not None and summary.steps < steps:
+        run.finish("interrupted")
+    return summary
+
+
 @contextlib.contextmanager
 def telling_step(number: int) -> Iterator[None]:
     """Names the step in the error of a user's function that failed in it."""
@@ -101,6 +108,12 @@ def telling_step(number: int) -> Iterator[None]:
 def run_id(run: RunFolder | None) -> str:
     """The run's own name, as rank 0 has it, on all ranks. Collective."""
     return from_main(lambda: run.id if run is not None else "")
+
+
+def is_save_due(config: BaseConfig, step: int, steps: int) -> bool:
+    """Whether `checkpoint` asks for a save after this step, of ``steps``."""
+    wish = config.checkpoint
+    return bool(wish.every_steps and step % wish.every_steps == 0) or (step == steps and wish.at_end)
 
 
 def save_if_due(
@@ -119,7 +132,7 @@ def save_if_due(
     ``write_state``: writes what resuming needs, where `checkpoint.resumable` asks for it. ``metrics``: of this step.
     """
     wish = config.checkpoint
-    if not ((wish.every_steps and step % wish.every_steps == 0) or (step == steps and wish.at_end)):
+    if not is_save_due(config, step, steps):
         return None
     return save_checkpoint(
         run,
