@@ -48,18 +48,28 @@ def exit_with(words):
 
 @pytest.fixture(scope="module")
 def root(tandem, tmp_path_factory):
-    """Runs: `sft` of 4 steps, saved after the second and the fourth; `rl` of 3 steps, saved after each."""
+    """A run `sft` of 4 steps, saved after the second and the fourth."""
     root = tmp_path_factory.mktemp("runs")
-    model = tiny_model_folder(root)
-    common = [f"run.root={root}", f"actor.path={model}", "actor.dtype=float32", "actor.optimizer.lr=0.01", "threads=1"]
-    common += ["train_dataset.path=addition", "deterministic=true"]
     sft = ["trial_name=sft", "total_train_steps=4", "batch_size=4", "train_dataset.size=20", "checkpoint.every_steps=2"]
+    code, said = tandem("sft", *common(root, tiny_model_folder(root)), *sft)
+    assert code == 0, said
+    return root / "tandem"
+
+
+@pytest.fixture(scope="module")
+def rl(tandem, root):
+    """Beside it a run `rl` of 3 steps, saved after each."""
     rl = ["trial_name=rl", "total_train_steps=3", "rollout.batch_size=2", "gconfig.n_samples=2", "gconfig.max_new_tokens=6"]
     rl += ["rollout.engine.kv_cache_gib=0.05", "rollout.dtype=float32", f"reward={REWARDS}:even", "checkpoint.every_steps=1"]
-    for command, items in (("sft", sft), ("train", rl)):
-        code, said = tandem(command, *common, *items)
-        assert code == 0, said
-    return root / "tandem"
+    code, said = tandem("train", *common(root.parent, root.parent / "tiny-llama-0"), *rl)
+    assert code == 0, said
+    return root
+
+
+def common(root, model):
+    common = [f"run.root={root}", f"actor.path={model}", "actor.dtype=float32", "actor.optimizer.lr=0.01", "threads=1"]
+    common += ["train_dataset.path=addition", "deterministic=true"]
+    return common
 
 
 def contents(folder):
@@ -74,33 +84,47 @@ def outcome(said):
     return json.loads(next(line for line in said.splitlines() if line.startswith('{"step"')))
 
 
-@pytest.mark.parametrize(
-    ("run", "step", "begun"),
-    [("sft", 2, "the beginning"), ("sft", 4, "step_2"), ("rl", 3, "step_2"), ("rl", 1, "the beginning")],
-)
-def test_a_step_comes_out_the_same(tandem, root, run, step, begun):
-    before = contents(root / run)
-    code, said = tandem("replay", root / run, "--step", step, "--json")
+def comes_out_the_same(tandem, folder, step, begun, samples=0):
+    before = contents(folder)
+    code, said = tandem("replay", folder, "--step", step, "--json")
     assert code == 0, said
     found = outcome(said)
     assert found["begun_from"] == begun and found["differences"] == [] and found["tensors"] > 10 and found["metrics"] > 5
-    assert found["samples"] == (4 if run == "rl" else 0)
-    assert contents(root / run) == before
+    assert found["samples"] == samples
+    assert contents(folder) == before
 
 
-@pytest.mark.parametrize(
-    ("run", "step", "key"),
-    [("sft", 3, "actor.optimizer.lr=0.02"), ("sft", 1, "seed=7"), ("rl", 2, "actor.optimizer.lr=0.02")],
-)
-def test_a_step_with_another_value_is_shown_to_differ(tandem, root, run, step, key):
-    before = contents(root / run)
-    code, said = tandem("replay", root / run, "--step", step, key)
+def is_shown_to_differ(tandem, folder, step, key):
+    before = contents(folder)
+    code, said = tandem("replay", folder, "--step", step, key)
     assert code == 1, said
     assert f"Step {step}, run again from" in said and "DIFFERENT" in said
     assert "  tensors: " in said and "  metrics: " in said
     if "lr" in key:
         assert "lr 0.02 (was 0.01)" in said
-    assert contents(root / run) == before
+    assert contents(folder) == before
+
+
+def test_a_step_comes_out_the_same(tandem, root):
+    comes_out_the_same(tandem, root / "sft", 4, "step_2")
+
+
+def test_a_step_with_another_learning_rate_is_shown_to_differ(tandem, root):
+    is_shown_to_differ(tandem, root / "sft", 3, "actor.optimizer.lr=0.02")
+
+
+@pytest.mark.slow
+def test_without_a_checkpoint_before_it_everything_is_run_again(tandem, root):
+    comes_out_the_same(tandem, root / "sft", 2, "the beginning")
+    is_shown_to_differ(tandem, root / "sft", 1, "seed=7")
+
+
+@pytest.mark.slow
+@pytest.mark.invariant
+def test_reinforcement_learning_is_repeated_with_its_samples(tandem, rl):
+    comes_out_the_same(tandem, rl / "rl", 3, "step_2", samples=4)
+    comes_out_the_same(tandem, rl / "rl", 1, "the beginning", samples=4)
+    is_shown_to_differ(tandem, rl / "rl", 2, "actor.optimizer.lr=0.02")
 
 
 @pytest.mark.parametrize(
@@ -109,7 +133,7 @@ def test_a_step_with_another_value_is_shown_to_differ(tandem, root, run, step, k
         (["sft", "--step", "9"], "has no record of step 9 .*: steps 1 to 4 are there"),
         (["sft", "--step", "0"], "no record of step 0"),
         (["nothing", "--step", "1"], "is not the folder of a run"),
-        (["sft", "--step", "2", "trial_name=x"], "trial_name=x cannot be otherwise in a replay"),
+        (["sft", "--step", "2", "trial_name=x"], "trial_name=x is nothing that a replay can change"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused_with_the_reason(tandem, root, words, reason):
@@ -127,6 +151,7 @@ def test_a_run_that_was_not_deterministic_is_refused_with_the_remedy(tandem, roo
     assert code == 2 and "was not deterministic" in said and "Begin another run with deterministic=true" in said
 
 
+@pytest.mark.slow
 def test_a_run_whose_values_were_changed_since_asks_for_those_of_then(tandem, root, tmp_path):
     folder = tmp_path / "exp" / "longer"
     shutil.copytree(root / "sft", folder)
@@ -139,6 +164,7 @@ def test_a_run_whose_values_were_changed_since_asks_for_those_of_then(tandem, ro
     assert tandem("replay", folder, "--step", 5)[0] == 0
 
 
+@pytest.mark.slow
 def test_a_run_stops_after_a_step_and_goes_on_from_there(tandem, root, tmp_path):
     words = [
         "actor.optimizer.lr=0.01",

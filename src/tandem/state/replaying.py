@@ -87,7 +87,7 @@ def prepare_replay(folder: Path, target: Path, step: int, config: Mapping[str, A
     root, experiment, trial = str(target.parent.parent), target.parent.name, target.name
     quiet = {
         "checkpoint": {"at_end": False},
-        "tracking": {"plot_every_steps": None, "trajectories_per_step": config["tracking"]["trajectories_per_step"]},
+        "tracking": {"trajectories_per_step": config["tracking"]["trajectories_per_step"]},
     }
     named = {"run": {"root": root}, "experiment_name": experiment, "trial_name": trial}
     (target / "config.yaml").write_text(yaml.safe_dump({**config, **quiet, **named}, sort_keys=False), encoding="utf-8")

@@ -66,7 +66,7 @@ def run_session(
         models = session.models
         record = weight_record(config, run, models.named_weights)
         recovery = recovery_of_session(session, run, tracker, stack, process.device, record)
-        saving = Saving(config, run, last, models, models.save_tokenizer, recovery, models.late_writer)
+        saving = Saving(config, run, steps, models, models.save_tokenizer, recovery, models.late_writer)
         stack.enter_context(saving)
         return ended(loop(config, session, run, tracker, rows, steps, last, recovery, saving), run, steps)
 
@@ -144,7 +144,7 @@ def loop(
             if tracker is not None:
                 tracker.log(number, metrics, session.rollout.last_groups, session.publisher.history)
         with timer("save"):  # after the line of this step, which a run that goes on from here does not make again
-            saving.after_step(number, metrics)
+            saving.after_step(number, metrics, leaving=number == last < steps)
     return Summary(run.path if run else None, progress.step, metrics, saving.finish(), progress.evaluations)
 
 

@@ -50,8 +50,7 @@ class Saving:
         recovery: Recovery,
         late_writer: LateWriter,
     ):
-        """``run``: on rank 0. ``steps``: after which this process ends. ``models``: what is saved; ``late_writer``: the same
-        from a copy."""
+        """``run``: on rank 0. ``steps``: of the whole run. ``models``: what is saved; ``late_writer``: it from a copy."""
         self.checkpoint: Path | None = None
         """The newest one that this process saved, or goes on from; on rank 0."""
         self._config, self._run, self._steps, self._recovery = config, run, steps, recovery
@@ -64,21 +63,22 @@ class Saving:
         if wish.asynchronous and wish.resumable and wish.every_steps and not alone:
             log.info("training waits for each save: over several ranks the state is gathered while it is written")
 
-    def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Saves if a checkpoint is due. ``metrics``: of this step. Collective.
+    def after_step(self, step: int, metrics: Mapping[str, float], *, leaving: bool = False) -> None:
+        """Saves if a checkpoint is due. ``metrics``: of this step. ``leaving``: see `save_if_due`. Collective.
 
         Raises:
             CheckpointFailed: this save, or one that went on since; those before it are as they were.
         """
         if not self._background.busy:
             self._take()
-        if not is_save_due(self._config, step, self._steps):
+        if not is_save_due(self._config, step, self._steps, leaving):
             return
         began = perf_counter()
         if self._take():
             self._count("time/save_wait_s", perf_counter() - began)
-        if step == self._steps or not self._began_beside(step, metrics):
-            self.checkpoint = self._save(step, self._models, self._recovery.write, metrics) or self.checkpoint
+        if step == self._steps or leaving or not self._began_beside(step, metrics):
+            saved = self._save(step, self._models, self._recovery.write, metrics, leaving=leaving)
+            self.checkpoint = saved or self.checkpoint
 
     def finish(self) -> Path | None:
         """Waits for what is being written; returns the newest checkpoint, on rank 0. Raises as `after_step`."""
@@ -107,15 +107,19 @@ class Saving:
         return True
 
     def _save(
-        self, step: int, models: Saves, write_state: Callable[[Path], None], metrics: Mapping[str, float]
+        self,
+        step: int,
+        models: Saves,
+        write_state: Callable[[Path], None],
+        metrics: Mapping[str, float],
+        *,
+        leaving: bool = False,
     ) -> Path | None:
-        options = {"write_state": write_state, "metrics": metrics}
+        options = {"write_state": write_state, "metrics": metrics, "leaving": leaving}
         return save_if_due(self._config, self._run, step, self._steps, models, self._save_tokenizer, **options)
 
     def _take(self) -> bool:
         """Waits for the save that is under way, if there is one."""
-        if self._background.busy:
-            log.info("waiting for the checkpoint that is being written")
         found = self._background.take()
         if found is None:
             return False
@@ -131,9 +135,11 @@ class Saving:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._background.busy:
+            log.warning("waiting for the checkpoint that is being written; Ctrl-C leaves it unfinished")
         try:
             self._take()
-        except Exception as failure:
+        except Exception as failure:  # the worker boundary: what ends the run is the error that came first
             if error is None:
                 raise
-            log.warning("the save that was under way failed too: %s", failure)  # what ends the run is the other one
+            log.warning("the save that was under way failed too: %s", failure)

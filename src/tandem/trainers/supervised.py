@@ -191,7 +191,7 @@ def train_on_rows(
             weight_record(config, run, engine.weights),
         )
         recovery = Recovery(run, parts, progress, record=record)
-        saving = Saving(config, run, last, engine, save, recovery, lambda states: engine.late_writer(states["trainer"]))
+        saving = Saving(config, run, steps, engine, save, recovery, lambda states: engine.late_writer(states["trainer"]))
         stack.enter_context(saving)
         summary = loop(config, Parts(batches, stages), run, tracker, rows, steps, last, recovery, saving)
         return ended(summary, run, steps)
@@ -245,7 +245,7 @@ def loop(
             if tracker is not None:
                 tracker.log(step, metrics)
         with timer("save"):  # after the line of this step, which a run that goes on from here does not make again
-            saving.after_step(step, metrics)
+            saving.after_step(step, metrics, leaving=step == last < steps)
     return Summary(run.path if run else None, progress.step, metrics, saving.finish())
 
 
