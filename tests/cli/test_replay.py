@@ -13,6 +13,7 @@ from tandem.cli.main import main
 from tests.tiny import tiny_model_folder
 from tests.zygote import Zygote
 
+pytestmark = pytest.mark.slow
 REWARDS = Path(__file__).parents[1] / "trainers/small_rewards.py"
 MODULES = ("tandem.cli.main", "tandem.cli.replay", "tandem.state.replaying", "tandem.trainers.rl", "tandem.trainers.sft")
 
@@ -89,7 +90,7 @@ def comes_out_the_same(tandem, folder, step, begun, samples=0):
     code, said = tandem("replay", folder, "--step", step, "--json")
     assert code == 0, said
     found = outcome(said)
-    assert found["begun_from"] == begun and found["differences"] == [] and found["tensors"] > 10 and found["metrics"] > 5
+    assert found["begun_from"] == begun and found["differences"] == [] and found["tensors"] > 10 and found["metrics"] >= 5
     assert found["samples"] == samples
     assert contents(folder) == before
 
@@ -105,25 +106,25 @@ def is_shown_to_differ(tandem, folder, step, key):
     assert contents(folder) == before
 
 
+@pytest.mark.invariant
 def test_a_step_comes_out_the_same(tandem, root):
     comes_out_the_same(tandem, root / "sft", 4, "step_2")
 
 
+@pytest.mark.invariant
 def test_a_step_with_another_learning_rate_is_shown_to_differ(tandem, root):
     is_shown_to_differ(tandem, root / "sft", 3, "actor.optimizer.lr=0.02")
 
 
-@pytest.mark.slow
 def test_without_a_checkpoint_before_it_everything_is_run_again(tandem, root):
     comes_out_the_same(tandem, root / "sft", 2, "the beginning")
     is_shown_to_differ(tandem, root / "sft", 1, "seed=7")
 
 
-@pytest.mark.slow
 @pytest.mark.invariant
 def test_reinforcement_learning_is_repeated_with_its_samples(tandem, rl):
-    comes_out_the_same(tandem, rl / "rl", 3, "step_2", samples=4)
-    comes_out_the_same(tandem, rl / "rl", 1, "the beginning", samples=4)
+    comes_out_the_same(tandem, rl / "rl", 3, "step_2", samples=2)
+    comes_out_the_same(tandem, rl / "rl", 1, "the beginning", samples=2)
     is_shown_to_differ(tandem, rl / "rl", 2, "actor.optimizer.lr=0.02")
 
 
@@ -151,7 +152,6 @@ def test_a_run_that_was_not_deterministic_is_refused_with_the_remedy(tandem, roo
     assert code == 2 and "was not deterministic" in said and "Begin another run with deterministic=true" in said
 
 
-@pytest.mark.slow
 def test_a_run_whose_values_were_changed_since_asks_for_those_of_then(tandem, root, tmp_path):
     folder = tmp_path / "exp" / "longer"
     shutil.copytree(root / "sft", folder)
@@ -164,7 +164,6 @@ def test_a_run_whose_values_were_changed_since_asks_for_those_of_then(tandem, ro
     assert tandem("replay", folder, "--step", 5)[0] == 0
 
 
-@pytest.mark.slow
 def test_a_run_stops_after_a_step_and_goes_on_from_there(tandem, root, tmp_path):
     words = [
         "actor.optimizer.lr=0.01",

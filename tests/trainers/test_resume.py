@@ -17,10 +17,9 @@ from tests.zygote import Zygote
 MODULES = ("tests.trainers.killing", "tandem.trainers.rl", "tandem.trainers.sft", "tandem.trainers.preference")
 CLOCK = ("time", "tokens_per_s/", "memory/", "time/")
 
-BACKGROUND = ("tandem.state.snapshot", "tandem.state.background")
 SAVED_EACH_STEP = ["deterministic=true", "checkpoint.every_steps=1", "checkpoint.keep_last=2"]
 OF_LOOP = [name for name in INSTANTS if "recovery" not in name]
-OF_BACKGROUND = [name for name, (module, *_) in INSTANTS.items() if module in BACKGROUND]
+OF_SAVES_WAITED_FOR = [(name, "false") for name, (module, *_) in INSTANTS.items() if module == "tandem.state.checkpoint"]
 OF_RECOVERY = [name for name in INSTANTS if "recovery" in name]
 
 
@@ -240,12 +239,9 @@ def newest(folder: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.invariant
-@pytest.mark.parametrize("instant", INSTANTS)
-@pytest.mark.parametrize("beside", [True, False], ids=["saves beside training", "saves waited for"])
-def test_each_named_instant_may_be_the_last(rl, whole, instant, beside):
-    if not beside and instant in OF_BACKGROUND:
-        return  # it does not come
-    rl.items.append(f"checkpoint.asynchronous={str(beside).lower()}")
+@pytest.mark.parametrize(("instant", "asynchronous"), [*((name, "true") for name in INSTANTS), *OF_SAVES_WAITED_FOR])
+def test_each_named_instant_may_be_the_last(rl, whole, instant, asynchronous):
+    rl.items.append(f"checkpoint.asynchronous={asynchronous}")
     first = () if instant in OF_LOOP else (("after the line of metrics", 4),)
     resumed = [*first, (instant, 1 if instant in OF_RECOVERY else 2)]
     for name, nth in resumed:
