@@ -40,6 +40,8 @@ def load(*items, cls=TrainConfig, data=DATA, file=None):
             "valid_dataset.size=5 .* use valid_dataset.max_rows",
         ),
         (["checkpoint.keep_last=5"], "set checkpoint.every_steps"),
+        (["checkpoint.asynchronous=false"], "asynchronous=false is not used because nothing is saved beside training"),
+        (["checkpoint.asynchronous=false", "checkpoint.every_steps=2", "checkpoint.resumable=false"], "of the model alone"),
         (["actor.context_parallel=gather"], "no ranks share tokens: set actor.backend, for example to fsdp:d1c2"),
         (["actor.gradient_sync=micro_batch", "actor.backend=fsdp:d1t2"], "no ranks have sequences of their own"),
         (["actor.selective_checkpointing=true"], "nothing is recomputed: set actor.gradient_checkpointing=true"),

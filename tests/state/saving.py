@@ -2,6 +2,7 @@
 
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ from safetensors.torch import save_file
 
 from tandem.api.state import State
 from tandem.state import tree
+from tandem.state.background import BackgroundSave
 from tandem.state.checkpoint import save_checkpoint
 from tandem.state.existing import existing_run
 from tandem.state.manifest import STATE, verify
 from tandem.state.newest import Found, newest_valid
 from tandem.state.resuming import Going
 from tandem.state.run_folder import RunFolder
+from tandem.state.snapshot import Snapshots
 from tests.trainers.killing import die
 
 CHANGES = ("os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.truncate")
@@ -56,22 +59,33 @@ class Deadly:
 REAL_FSYNC = os.fsync
 
 
-def save(root: str, step: int, nth: int) -> None:
-    """Saves the step; ``nth`` 0: lives, and writes how many events there were."""
+def save(root: str, step: int, nth: int, beside: bool) -> None:
+    """Saves the step; ``nth`` 0: lives, and writes how many events there were. ``beside``: from a copy, in the background,
+    while the state that was copied changes."""
     deadly = Deadly(nth)
     run = RunFolder.open(root, "exp", "trial", config_text="", examine=_goes_on)
     sys.addaudithook(deadly.audit)
     os.fsync, tree.save_file = deadly.fsync, deadly.save_file  # type: ignore[assignment]
     deadly.armed = True
-    save_checkpoint(
+    state = state_of(step)
+    kept = Snapshots().take(state) if beside else state
+    work = partial(
+        save_checkpoint,
         run,
         step,
         lambda folder: deadly.save_file({"w": torch.full((64,), float(step))}, folder / "model.safetensors"),
         lambda folder: (folder / "config.json").write_text("{}"),
         1,
-        write_state=lambda folder: tree.write_tree(folder, state_of(step), writes=True),
+        write_state=lambda folder: tree.write_tree(folder, kept, writes=True),
         metrics={"loss": 1.0},
     )
+    if beside:
+        background = BackgroundSave()
+        background.start("the checkpoint", work)
+        state["a"]["x"].fill_(-1)
+        assert background.take() is not None
+    else:
+        work()
     deadly.armed = False
     if not nth:
         Path(root, "events").write_text(str(deadly.count))

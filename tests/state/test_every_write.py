@@ -15,9 +15,10 @@ def zygote():
         yield zygote
 
 
-def test_a_save_may_be_killed_at_each_of_its_writes(zygote, tmp_path):
+@pytest.mark.parametrize("beside", [False, True], ids=["waited for", "beside training"])
+def test_a_save_may_be_killed_at_each_of_its_writes(zygote, tmp_path, beside):
     def save(root, step, nth):
-        return zygote.call("tests.state.saving:save", [str(root), step, nth], tmp_path / "log")
+        return zygote.call("tests.state.saving:save", [str(root), step, nth, beside], tmp_path / "log")
 
     base = tmp_path / "base"
     assert save(base, 1, 0) == 0, (tmp_path / "log").read_text()

@@ -35,6 +35,17 @@ def test_one_process_holds_sixteen_bytes_a_parameter_and_bfloat16_a_copy_more():
         assert bytes_of(found, "optimizer: actor", "actor", "parameters, rounded") == copy
 
 
+def test_a_save_beside_training_keeps_a_copy_of_masters_and_moments_through_all_phases():
+    models = (held(dtype="bfloat16"), held("reference", trained=False))
+    found = instants(job(*models, saves_beside=True), round_machine())
+    gpu = instants(job(*models, saves_beside=True), round_machine(kind="gpu"))
+    for instant in found:
+        assert bytes_of(found, instant.phase, "actor", "copy that is saved") == (12 + 2) * P
+        assert bytes_of(found, instant.phase, "reference", "copy that is saved") == 0
+    assert bytes_of(found, "save", "save", "weights to write") == 0
+    assert {item.place for item in gpu[0].items if item.what == "copy that is saved"} == {"host"}
+
+
 def test_a_frozen_model_has_float32_masters_and_neither_moments_nor_gradients():
     found = instants(job(held(), held("reference", trained=False, dtype="bfloat16")), round_machine())
 

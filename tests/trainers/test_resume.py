@@ -19,6 +19,7 @@ CLOCK = ("time", "tokens_per_s/", "memory/", "time/")
 
 SAVED_EACH_STEP = ["deterministic=true", "checkpoint.every_steps=1", "checkpoint.keep_last=2"]
 OF_LOOP = [name for name in INSTANTS if "recovery" not in name]
+OF_SAVES_WAITED_FOR = [(name, "false") for name, (module, *_) in INSTANTS.items() if module == "tandem.state.checkpoint"]
 OF_RECOVERY = [name for name in INSTANTS if "recovery" in name]
 
 
@@ -106,6 +107,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nobody_had(rl, model, w
         ("when recovery delivers the weights", 1),
         ("between prepared and committed weights", 2),
         ("before evaluation", 1),
+        ("when a save was handed to its thread", 1),
     ]
     for instant, nth in kills:
         rl.go("killed", instant, nth)
@@ -147,6 +149,7 @@ def test_what_learns_from_rows_goes_on_too(zygote, model, tmp_path, kind):
     items = [f"actor.path={model}", "actor.dtype=float32", "actor.optimizer.lr=0.01", f"train_dataset.path={data}"]
     items += ["train_dataset.size=20", "total_train_steps=6", "batch_size=8", "threads=1", *SAVED_EACH_STEP]
     items += ["checkpoint.every_steps=2", f"valid_dataset.path={data}", "evaluate.every_steps=3", "evaluate.max_rows=4"]
+    items += ["checkpoint.asynchronous=false"]
     runs = Runs(zygote, tmp_path, kind, items)
     kills = [("after the optimizer step", 4), ("between manifest and rename", 1), ("between two parts of recovery", 2)]
     resumed_is_whole(runs, 6, *kills)
@@ -236,8 +239,9 @@ def newest(folder: Path) -> int:
 
 @pytest.mark.slow
 @pytest.mark.invariant
-@pytest.mark.parametrize("instant", INSTANTS)
-def test_each_named_instant_may_be_the_last(rl, whole, instant):
+@pytest.mark.parametrize(("instant", "asynchronous"), [*((name, "true") for name in INSTANTS), *OF_SAVES_WAITED_FOR])
+def test_each_named_instant_may_be_the_last(rl, whole, instant, asynchronous):
+    rl.items.append(f"checkpoint.asynchronous={asynchronous}")
     first = () if instant in OF_LOOP else (("after the line of metrics", 4),)
     resumed = [*first, (instant, 1 if instant in OF_RECOVERY else 2)]
     for name, nth in resumed:

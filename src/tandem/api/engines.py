@@ -115,6 +115,11 @@ class TrainEngine(ABC):
         """
         raise ConfigError(f"a {type(self).__name__} takes no optimizer state, so its run cannot be resumed")
 
+    def late_writer(self, state: Mapping[str, Any]) -> Callable[[Path], None] | None:
+        """What writes to a folder, from any thread, the files of `save` when `state_dict` gave ``state``, of which this is a
+        copy; None where that backend, or a model that is spread over ranks, can only be saved as it is now."""
+        return None
+
     @abstractmethod
     def offload(self, parts: tuple[TrainPart, ...]) -> None:
         """Move parts to host memory; on a CPU engine this frees gradients and is otherwise recorded only."""

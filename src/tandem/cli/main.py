@@ -30,6 +30,7 @@ COMMANDS = {
     "reward": Command("tandem.cli.reward", "train a reward model from ranked pairs or judged steps"),
     "distill": Command("tandem.cli.distill", "distil a teacher into a student that writes itself"),
     "continue": Command("tandem.cli.continue_run", "go on with a run that was cut off, or train it longer"),
+    "replay": Command("tandem.cli.replay", "run a step of a deterministic run again, and say whether it comes out the same"),
     "runs": Command("tandem.cli.runs", "list runs: status, last metrics, checkpoints, size"),
     "export": Command("tandem.cli.export", "write the model of a run into a Hugging Face folder of its own"),
     "generate": Command("tandem.cli.generate", "let a model answer a prompt"),

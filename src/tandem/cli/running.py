@@ -37,7 +37,20 @@ def add_choices_of_a_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--override", action="store_true", help="go on with a run although its learning rate, lengths or counts were others"
     )
+    parser.add_argument(
+        "--until",
+        type=_step,
+        metavar="STEP",
+        help="stop after this step; the same command goes on some other time",
+    )
     parser.add_argument("--json", action="store_true", help="print the outcome as one JSON object; progress goes to stderr")
+
+
+def _step(text: str) -> int:
+    step = int(text)
+    if step < 1:
+        raise argparse.ArgumentTypeError(f"the first step is 1, got {step}")
+    return step
 
 
 def resolve(arguments: argparse.Namespace, kind: type[BaseConfig]) -> Resolved:
@@ -54,7 +67,8 @@ def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Ca
     is_main = os.environ.get("RANK", "0") == "0"  # this is started once a rank; the first one speaks and writes
     ranks = parse_layout(config.actor.backend).ranks
     starts_ranks = ranks > 1 and not is_rank() and not arguments.dry_run
-    options = {"override": True} if arguments.override else {}
+    options: dict[str, Any] = {"override": True} if arguments.override else {}
+    options |= {"until": arguments.until} if arguments.until else {}
     if is_main and not arguments.dry_run:
         going = may_go_on(config, override=arguments.override)(folder)
         if going is not None and not starts_ranks:

@@ -32,3 +32,7 @@ class CheckpointConfig:
 
     resumable: bool = True
     """Save beside the model what resuming needs: 12 bytes a parameter; false saves the model alone."""
+
+    asynchronous: bool = True
+    """Training waits for a copy in host memory only (12 bytes a parameter), and goes on while that is written; over several
+    ranks, and at the end of a run, it waits for the whole save."""

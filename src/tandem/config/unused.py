@@ -113,6 +113,12 @@ ALWAYS = (
         "because nothing is evaluated: set evaluate.every_steps, or leave it out",
     ),
     Unused(
+        ("checkpoint.asynchronous",),
+        lambda config, _: config.checkpoint.every_steps is None or not config.checkpoint.resumable,
+        "because nothing is saved beside training: the last save, and one of the model alone, are waited for; set "
+        "checkpoint.every_steps and leave checkpoint.resumable=true, or leave it out",
+    ),
+    Unused(
         ("tracking.project",),
         lambda config, _: not {"wandb", "trackio"} & set(config.tracking.sinks),
         "by any sink of this run: set tracking.sinks to wandb or trackio, or leave it out",

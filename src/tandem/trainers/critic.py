@@ -1,8 +1,11 @@
 """The critic of a run, where its algorithm asks for values."""
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from tandem.algorithms.registry import ADVANTAGES
@@ -93,6 +96,27 @@ class Models:
         self.actor.save(folder)
         if isinstance(self.critic, Critic):
             self.critic.engine.save(folder / FOLDER)
+
+    def late_writer(self, states: Mapping[str, Any]) -> Callable[[Path], None] | None:
+        """See `TrainEngine.late_writer`; ``states``: of all parts of a run (`recovery.parts_of_session`)."""
+        actor = self.actor.late_writer(states["trainer"])
+        if not isinstance(self.critic, Critic):
+            return actor
+        critic = self.critic.engine.late_writer(states["critic"]["engine"])
+        if actor is None or critic is None:
+            return None
+
+        def write(folder: Path) -> None:
+            actor(folder)
+            critic(folder / FOLDER)
+
+        return write
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All weights, float32; the critic's as `critic/…`. Collective."""
+        yield from self.actor.weights()
+        if isinstance(self.critic, Critic):
+            yield from ((f"{FOLDER}/{name}", tensor) for name, tensor in self.critic.engine.weights())
 
     def save_tokenizer(self, folder: Path) -> None:
         """The tokenizer beside each of them."""

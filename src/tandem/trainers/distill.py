@@ -23,7 +23,9 @@ from tandem.trainers.session import Session
 from tandem.trainers.summary import Summary
 
 
-def train(resolved: Resolved[DistillConfig], *, dry_run: bool = False, override: bool = False) -> Summary:
+def train(
+    resolved: Resolved[DistillConfig], *, dry_run: bool = False, override: bool = False, until: int | None = None
+) -> Summary:
     """Runs it; ``dry_run`` prints the configuration and the batch arithmetic and starts nothing.
 
     Raises:
@@ -36,7 +38,8 @@ def train(resolved: Resolved[DistillConfig], *, dry_run: bool = False, override:
         student = Student(session.actor, make_teacher(config, process.device))
         return replace(session, actor=cast(Actor, student))  # it has the stages that the loop calls
 
-    return run_session(resolved, training_config(config), dry_run=dry_run, override=override, changed=taught)
+    options = {"dry_run": dry_run, "override": override, "until": until}
+    return run_session(resolved, training_config(config), **options, changed=taught)
 
 
 def make_teacher(config: DistillConfig, device: str) -> Teacher:

@@ -97,7 +97,9 @@ def _stages(engine: TrainEngine, config: PreferenceConfig, process: Process) -> 
     )
 
 
-def train(resolved: Resolved[PreferenceConfig], *, dry_run: bool = False, override: bool = False) -> Summary:
+def train(
+    resolved: Resolved[PreferenceConfig], *, dry_run: bool = False, override: bool = False, until: int | None = None
+) -> Summary:
     """Runs preference learning; ``dry_run`` says what it would do."""
     recipe = Recipe(reader=reader_of(resolved.config), encoder=make_encoder, stages=_stages)
-    return train_on_rows(resolved, recipe, dry_run=dry_run, override=override)
+    return train_on_rows(resolved, recipe, dry_run=dry_run, override=override, until=until)

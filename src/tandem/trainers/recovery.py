@@ -37,6 +37,10 @@ class Progress:
     evaluations: dict[int, float] = field(default_factory=dict)
     """Step → accuracy on the validation rows."""
 
+    def remaining(self, last: int) -> range:
+        """The steps up to ``last`` that are not done yet."""
+        return range(self.step + 1, last + 1)
+
     def state_dict(self) -> State:
         """See `Stateful`."""
         return {"step": self.step, "evaluations": [[step, value] for step, value in self.evaluations.items()]}
@@ -86,24 +90,31 @@ class Recovery:
         *,
         ledger: DurableLedger | None = None,
         still: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        record: Callable[[int], None] = lambda step: None,
     ):
         """``run``: on rank 0. ``parts``: of this rank, in the order in which they are loaded. ``still``: a block in which
-        nothing of them changes."""
+        nothing of them changes. ``record``: writes down what came of a step; collective."""
         self._run, self._parts, self.progress, self._ledger, self._still = run, dict(parts), progress, ledger, still
+        self._record = record
 
-    def write(self, folder: Path) -> None:
-        """Writes the states into an empty folder. Collective.
+    def write(self, folder: Path, states: Mapping[str, State] | None = None) -> None:
+        """Writes the states into an empty folder: ``states``, a copy that was taken before, or those of now. Collective
+        without a copy.
 
         Raises:
             OSError: the disk refuses.
         """
+        write_tree(folder, self.states() if states is None else states, writes=self._run is not None)
+
+    def states(self) -> dict[str, State]:
+        """The states of this rank's parts by name, as they are now and not copied. Collective."""
         tree: dict[str, State] = {}
         with self._still():
             for name in self._names():
                 with together():
                     if name in self._parts:
                         tree[name] = self._parts[name].state_dict()
-        write_tree(folder, tree, writes=self._run is not None)
+        return tree
 
     def commit(self, step: int) -> None:
         """The step is done: what ended in it is on the disk. Collective."""
@@ -111,6 +122,7 @@ class Recovery:
         with together(), self._still():
             if self._ledger is not None:
                 self._ledger.commit()
+        self._record(step)
 
     def resume(self) -> Path | None:
         """Goes on from the newest valid checkpoint, if the folder holds a run; returns its folder. Collective.
@@ -196,7 +208,12 @@ def parts_of_session(
 
 
 def recovery_of_session(
-    session: Session, run: RunFolder | None, tracker: Tracker | None, stack: contextlib.ExitStack, device: str
+    session: Session,
+    run: RunFolder | None,
+    tracker: Tracker | None,
+    stack: contextlib.ExitStack,
+    device: str,
+    record: Callable[[int], None],
 ) -> Recovery:
     """For the loop of reinforcement learning; closes the ledger's file with ``stack``. Collective."""
     progress, ledger = Progress(), None
@@ -205,7 +222,7 @@ def recovery_of_session(
             file = stack.enter_context(LedgerFile(run.path / FILE))
             ledger = DurableLedger(session.rollout.ledger, file, progress)
     parts = parts_of_session(session, progress, tracker, ledger, device)
-    return Recovery(run, parts, progress, ledger=ledger, still=session.rollout.standing_still)
+    return Recovery(run, parts, progress, ledger=ledger, still=session.rollout.standing_still, record=record)
 
 
 def parts_of_rows(

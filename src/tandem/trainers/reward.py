@@ -68,6 +68,8 @@ RECIPES = {
 }
 
 
-def train(resolved: Resolved[RewardModelConfig], *, dry_run: bool = False, override: bool = False) -> Summary:
+def train(
+    resolved: Resolved[RewardModelConfig], *, dry_run: bool = False, override: bool = False, until: int | None = None
+) -> Summary:
     """Trains a reward model; ``dry_run`` says what it would do."""
-    return train_on_rows(resolved, RECIPES[resolved.config.supervision], dry_run=dry_run, override=override)
+    return train_on_rows(resolved, RECIPES[resolved.config.supervision], dry_run=dry_run, override=override, until=until)

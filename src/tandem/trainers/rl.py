@@ -24,19 +24,22 @@ from tandem.tracking.tracker import Tracker
 from tandem.trainers.parts import Rows, check_names, open_rows
 from tandem.trainers.process import Process, start_process
 from tandem.trainers.recovery import Recovery, recovery_of_session
+from tandem.trainers.saving import Saving
 from tandem.trainers.session import Session, evaluate_if_due, open_session
-from tandem.trainers.summary import Summary, announce, open_run, run_id, save_if_due, telling_step
+from tandem.trainers.summary import Summary, announce, ended, open_run, run_id, telling_step
+from tandem.trainers.weight_record import weight_record
 
 
-def train(resolved: Resolved, *, dry_run: bool = False, override: bool = False) -> Summary:
+def train(resolved: Resolved, *, dry_run: bool = False, override: bool = False, until: int | None = None) -> Summary:
     """Runs it; ``dry_run`` prints the configuration and the batch arithmetic and starts nothing. A run that was cut off in
-    the same folder goes on; with ``override`` also where some keys have other values (`tandem.config.resume`).
+    the same folder goes on; with ``override`` also where some keys have other values (`tandem.config.resume`). ``until``:
+    the step after which it stops, to go on some other time.
 
     Raises:
         ConfigError: anything about the configuration, before the model is loaded.
         TandemError: what ended the run; the folder says so too.
     """
-    return run_session(resolved, resolved.config, dry_run=dry_run, override=override)
+    return run_session(resolved, resolved.config, dry_run=dry_run, override=override, until=until)
 
 
 def run_session(
@@ -45,6 +48,7 @@ def run_session(
     *,
     dry_run: bool = False,
     override: bool = False,
+    until: int | None = None,
     changed: Callable[[Session, Process], Session] = lambda session, _: session,
 ) -> Summary:
     """Opens the run of ``resolved`` and trains as ``config`` says; ``changed`` makes the session that the loop gets."""
@@ -54,12 +58,17 @@ def run_session(
         return announce(resolved, config, len(rows.train))
     process = start_process(config)
     steps = total_steps(config, len(rows.train))
+    last = min(steps, until or steps)
     with contextlib.ExitStack() as stack:
         examine = may_go_on(resolved.config, override=override)
         run, tracker = open_run(resolved.config, process, stack, steps=steps, examine=examine)
         session = changed(stack.enter_context(open_session(config, process, rows, steps, run_id(run))), process)
-        recovery = recovery_of_session(session, run, tracker, stack, process.device)
-        return loop(config, session, run, tracker, rows, steps, recovery)
+        models = session.models
+        record = weight_record(config, run, models.named_weights)
+        recovery = recovery_of_session(session, run, tracker, stack, process.device, record)
+        saving = Saving(config, run, steps, models, models.save_tokenizer, recovery, models.late_writer)
+        stack.enter_context(saving)
+        return ended(loop(config, session, run, tracker, rows, steps, last, recovery, saving), run, steps)
 
 
 def step(session: Session, timer: PhaseTimer) -> dict[str, float]:
@@ -105,11 +114,14 @@ def loop(
     tracker: Tracker | None,
     rows: Rows,
     steps: int,
+    last: int,
     recovery: Recovery,
+    saving: Saving,
 ) -> Summary:
-    """All steps that are not done yet, with evaluation, tracking and saving between them."""
-    timer, progress, models = PhaseTimer(), recovery.progress, session.models
-    checkpoint = recovery.resume()
+    """All steps up to ``last`` that are not done yet, with evaluation, tracking and saving between them; ``steps``: of the
+    whole run."""
+    timer, progress = PhaseTimer(), recovery.progress
+    checkpoint = saving.checkpoint = recovery.resume()
     metrics: dict[str, float] = {} if tracker is None else dict(tracker.last)
     found = evaluate_if_due(config, session, rows, 0, steps) if checkpoint is None else {}
     if found:
@@ -118,7 +130,7 @@ def loop(
             if tracker is not None:
                 tracker.log(0, found)
     timer.metrics()  # what came before the first step is not part of it
-    for number in range(progress.step + 1, steps + 1):
+    for number in progress.remaining(last):
         with telling_step(number):
             metrics = step(session, timer)
         recovery.commit(number)
@@ -127,15 +139,13 @@ def loop(
         if found:
             metrics |= found
             progress.evaluations |= _accuracy(number, found)
-        metrics |= timer.metrics() | {"memory/peak_gib": peak_memory_gib()}
+        metrics |= timer.metrics() | saving.metrics() | {"memory/peak_gib": peak_memory_gib()}
         with together():  # a disk that is full ends all ranks
             if tracker is not None:
                 tracker.log(number, metrics, session.rollout.last_groups, session.publisher.history)
         with timer("save"):  # after the line of this step, which a run that goes on from here does not make again
-            written = {"write_state": recovery.write, "metrics": metrics}
-            saved = save_if_due(config, run, number, steps, models, models.save_tokenizer, **written)
-            checkpoint = saved or checkpoint
-    return Summary(run.path if run else None, steps, metrics, checkpoint, progress.evaluations)
+            saving.after_step(number, metrics, leaving=number == last < steps)
+    return Summary(run.path if run else None, progress.step, metrics, saving.finish(), progress.evaluations)
 
 
 def _accuracy(step: int, found: dict[str, float]) -> dict[int, float]:

@@ -59,6 +59,8 @@ def _stages(engine: TrainEngine, config: SFTConfig, process: Process) -> Stages:
 RECIPE = Recipe(reader=conversations, encoder=Encoder, stages=_stages)
 
 
-def train(resolved: Resolved[SFTConfig], *, dry_run: bool = False, override: bool = False) -> Summary:
+def train(
+    resolved: Resolved[SFTConfig], *, dry_run: bool = False, override: bool = False, until: int | None = None
+) -> Summary:
     """Runs supervised fine-tuning; ``dry_run`` says what it would do."""
-    return train_on_rows(resolved, RECIPE, dry_run=dry_run, override=override)
+    return train_on_rows(resolved, RECIPE, dry_run=dry_run, override=override, until=until)

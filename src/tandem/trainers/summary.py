@@ -89,6 +89,13 @@ def open_run(
     return run, tracker
 
 
+def ended(summary: Summary, run: RunFolder | None, steps: int) -> Summary:
+    """The summary of a run of ``steps``; one that was told to stop earlier goes on some other time."""
+    if run is not None and summary.steps < steps:
+        run.finish("interrupted")
+    return summary
+
+
 @contextlib.contextmanager
 def telling_step(number: int) -> Iterator[None]:
     """Names the step in the error of a user's function that failed in it."""
@@ -103,6 +110,13 @@ def run_id(run: RunFolder | None) -> str:
     return from_main(lambda: run.id if run is not None else "")
 
 
+def is_save_due(config: BaseConfig, step: int, steps: int, leaving: bool = False) -> bool:
+    """Whether `checkpoint` asks for a save after this step, of ``steps``. ``leaving``: see `save_if_due`."""
+    wish = config.checkpoint
+    on_leaving = leaving and wish.resumable and (wish.every_steps is not None or wish.at_end)
+    return bool(wish.every_steps and step % wish.every_steps == 0) or (step == steps and wish.at_end) or on_leaving
+
+
 def save_if_due(
     config: BaseConfig,
     run: RunFolder | None,
@@ -113,13 +127,15 @@ def save_if_due(
     *,
     write_state: Callable[[Path], None] | None = None,
     metrics: Mapping[str, float] | None = None,
+    leaving: bool = False,
 ) -> Path | None:
     """Saves a checkpoint where `checkpoint` asks for one at this step; returns its folder on rank 0. Collective.
 
     ``write_state``: writes what resuming needs, where `checkpoint.resumable` asks for it. ``metrics``: of this step.
+    ``leaving``: the run is interrupted after this step, and saved if it saves at all and can go on from there.
     """
     wish = config.checkpoint
-    if not ((wish.every_steps and step % wish.every_steps == 0) or (step == steps and wish.at_end)):
+    if not is_save_due(config, step, steps, leaving):
         return None
     return save_checkpoint(
         run,

@@ -36,7 +36,9 @@ from tandem.trainers.evaluation import is_due
 from tandem.trainers.parts import Rows, check_sinks, validation_config
 from tandem.trainers.process import Process, start_process
 from tandem.trainers.recovery import Progress, Recovery, parts_of_rows
-from tandem.trainers.summary import Summary, announce, open_run, save_if_due, telling_step
+from tandem.trainers.saving import Saving
+from tandem.trainers.summary import Summary, announce, ended, open_run, telling_step
+from tandem.trainers.weight_record import weight_record
 
 log = logging.getLogger(__name__)
 
@@ -155,9 +157,12 @@ def open_examples(config: BaseConfig, reader: Reader) -> Rows:
     return Rows(train, valid[: config.evaluate.max_rows])
 
 
-def train_on_rows(resolved: Resolved[Any], recipe: Recipe, *, dry_run: bool = False, override: bool = False) -> Summary:
+def train_on_rows(
+    resolved: Resolved[Any], recipe: Recipe, *, dry_run: bool = False, override: bool = False, until: int | None = None
+) -> Summary:
     """Runs it; ``dry_run`` prints the configuration and the batch arithmetic and starts nothing. A run that was cut off in
-    the same folder goes on; with ``override`` also where some keys have other values (`tandem.config.resume`).
+    the same folder goes on; with ``override`` also where some keys have other values (`tandem.config.resume`). ``until``:
+    the step after which it stops, to go on some other time.
 
     Raises:
         ConfigError: anything about the configuration or the rows.
@@ -166,6 +171,7 @@ def train_on_rows(resolved: Resolved[Any], recipe: Recipe, *, dry_run: bool = Fa
     check_sinks(config)
     rows = open_examples(config, recipe.reader)
     steps = total_steps(config, len(rows.train))
+    last = min(steps, until or steps)
     if dry_run:
         return announce(resolved, config, len(rows.train))
     process = start_process(config)
@@ -180,27 +186,41 @@ def train_on_rows(resolved: Resolved[Any], recipe: Recipe, *, dry_run: bool = Fa
         stages = recipe.stages(engine, config, process)
         save = partial(save_classifier_tokenizer, tokenizer) if recipe.head == "scalar" else tokenizer.save_pretrained
         progress = Progress()
-        recovery = Recovery(run, parts_of_rows(engine, batches, progress, tracker, process.device), progress)
-        return loop(config, Parts(engine, batches, stages, save), run, tracker, rows, steps, recovery)
+        parts, record = (
+            parts_of_rows(engine, batches, progress, tracker, process.device),
+            weight_record(config, run, engine.weights),
+        )
+        recovery = Recovery(run, parts, progress, record=record)
+        saving = Saving(config, run, steps, engine, save, recovery, lambda states: engine.late_writer(states["trainer"]))
+        stack.enter_context(saving)
+        summary = loop(config, Parts(batches, stages), run, tracker, rows, steps, last, recovery, saving)
+        return ended(summary, run, steps)
 
 
 @dataclass(frozen=True)
 class Parts:
     """What the loop uses."""
 
-    engine: TrainEngine
     batches: BatchMaker
     stages: Stages
-    save_tokenizer: Callable[[Any], object]
 
 
 def loop(
-    config: Any, parts: Parts, run: Any, tracker: Tracker | None, rows: Rows, steps: int, recovery: Recovery
+    config: Any,
+    parts: Parts,
+    run: Any,
+    tracker: Tracker | None,
+    rows: Rows,
+    steps: int,
+    last: int,
+    recovery: Recovery,
+    saving: Saving,
 ) -> Summary:
-    """All steps that are not done yet, with evaluation before the first one and between them, tracking and saving."""
+    """All steps up to ``last`` that are not done yet, with evaluation before the first one and between them, tracking and
+    saving; ``steps``: of the whole run."""
     stages, batches, every = parts.stages, parts.batches, config.evaluate.every_steps
     timer, progress, valid = PhaseTimer(), recovery.progress, None
-    checkpoint = recovery.resume()
+    checkpoint = saving.checkpoint = recovery.resume()
     metrics: dict[str, float] = {} if tracker is None else dict(tracker.last)
     if is_due(every, 0, steps):
         valid = stages.prepare(validation_batches(batches).all_of(rows.valid))
@@ -210,7 +230,7 @@ def loop(
                 if tracker is not None:
                     tracker.log(0, found)
     timer.metrics()  # what came before the first step is not part of it
-    for step in range(progress.step + 1, steps + 1):
+    for step in progress.remaining(last):
         batch = batches.next_batch()
         with timer("train"), telling_step(step):
             metrics = stages.train(stages.prepare(batch))
@@ -220,15 +240,13 @@ def loop(
         if valid is not None and is_due(every, step, steps):
             with timer("evaluate"):
                 metrics |= examined(stages, valid)
-        metrics |= timer.metrics() | {"memory/peak_gib": peak_memory_gib()}
+        metrics |= timer.metrics() | saving.metrics() | {"memory/peak_gib": peak_memory_gib()}
         with together():  # a disk that is full ends all ranks
             if tracker is not None:
                 tracker.log(step, metrics)
         with timer("save"):  # after the line of this step, which a run that goes on from here does not make again
-            written = {"write_state": recovery.write, "metrics": metrics}
-            saved = save_if_due(config, run, step, steps, parts.engine, parts.save_tokenizer, **written)
-            checkpoint = saved or checkpoint
-    return Summary(folder=run.path if run else None, steps=steps, metrics=metrics, checkpoint=checkpoint)
+            saving.after_step(step, metrics, leaving=step == last < steps)
+    return Summary(run.path if run else None, progress.step, metrics, saving.finish())
 
 
 def validation_batches(batches: BatchMaker) -> BatchMaker:

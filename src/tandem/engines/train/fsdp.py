@@ -1,7 +1,7 @@
 """The training engine on FSDP2: a model, its optimizer, and steps that do not depend on how a batch is cut."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +190,10 @@ class FSDPEngine(TrainEngine):
         self._require("parameters", "optimizer")
         self._weights.load_masters(state["masters"])
         self._optimizer.load_state_dict(state["optimizer"])
+
+    def late_writer(self, state: Mapping[str, Any]) -> Callable[[Path], None] | None:
+        """See `TrainEngine.late_writer`."""
+        return self._weights.writer(state["masters"], self.dtype) if self.world_size == 1 else None
 
     def offload(self, parts: tuple[TrainPart, ...]) -> None:
         """See `TrainEngine.offload`. What is offloaded must be brought back before it is used."""

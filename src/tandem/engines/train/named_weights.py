@@ -1,7 +1,7 @@
 """A trained model's weights under their Hugging Face names: as a stream, and in a folder."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -77,6 +77,20 @@ class NamedWeights:
             with self._agreed():
                 if writes:
                     write_tensor(folder / VALUE_FILE, value)
+
+    def writer(self, masters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Callable[[Path], None] | None:
+        """What writes the files of `save`, of these masters instead of the holder's; from any thread. None where the model
+        has weights that are no masters."""
+        if dict(self._model.named_parameters()).keys() != self._holder.masters.keys():
+            return None
+
+        def write(folder: Path) -> None:
+            weights = ((name, masters[_PREFIX + name].to(dtype)) for name in self._names)
+            write_folder(folder, self._model.model, weights, dtype, writes=True)
+            if self._has_value:
+                write_tensor(folder / VALUE_FILE, masters[_VALUE])
+
+        return write
 
     def load(self, folder: Path) -> None:
         """See `TrainEngine.load`.

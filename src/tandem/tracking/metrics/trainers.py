@@ -35,8 +35,18 @@ TIME: Section = {
     ),
     "time/save_s": Metric(
         "s",
-        "Saving, where the step before saved.",
+        "Saving, where the step before saved: the copy of the state, or the whole save where training waits for it.",
         "Large: save less often, or on a faster disk.",
+    ),
+    "time/save_wait_s": Metric(
+        "s",
+        "Part of `time/save_s`: waiting for the save before, which was still being written.",
+        "Above 0: save less often, or on a faster disk.",
+    ),
+    "time/save_background_s": Metric(
+        "s",
+        "Writing of checkpoints that ended since the last line, while training went on.",
+        "Longer than the time between two saves: save less often, or on a faster disk.",
     ),
     "time/overlap": Metric(
         "share",

@@ -74,7 +74,7 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
     cpu = machine.kind == "cpu"
     ranks = job.actor.ranks if cpu else 1  # on a CPU all ranks share the memory
     steady = [item for model in job.models for item in _states(model, ranks)] + list(_engine(job, machine))
-    steady += list(_processes(job, machine, ranks))
+    steady += [*_processes(job, machine, ranks), *_copied(job, machine)]
     found = []
 
     def add(phase: str, *items: Item) -> None:
@@ -275,12 +275,22 @@ def _publishing(job: Job, machine: Machine) -> Iterator[Item]:
         yield Item("publish", "rounded weights", float(BYTES[generator.delivered] * generator.shape.parameters()))
 
 
+def _copied(job: Job, machine: Machine) -> Iterator[Item]:
+    """What a save beside training writes: masters and moments, and their rounding to the dtype of the checkpoint. The copy
+    stays for the next save."""
+    for model in job.models if job.saves_beside else ():
+        if model.trained:
+            place: Place = "device" if machine.kind == "cpu" else "host"
+            each = 3 * FLOAT32 + (BYTES[model.dtype] if model.dtype != "float32" or place == "host" else 0)
+            yield Item(model.role, "copy that is saved", float(each * _parameters(model)), place)
+
+
 def _saving(job: Job, machine: Machine) -> Iterator[Item]:
     """The largest model in the dtype of the checkpoint, in host memory; on a CPU in float32 the masters themselves."""
     copied = [
         BYTES[model.dtype] * _parameters(model)
         for model in job.models
-        if model.trained and (machine.kind == "gpu" or model.dtype != "float32" or model.sharded)
+        if model.trained and (machine.kind == "gpu" or model.dtype != "float32" or model.sharded) and not job.saves_beside
     ]
     if copied:
         place: Place = "device" if machine.kind == "cpu" else "host"

@@ -104,6 +104,7 @@ def _ranks(count: int) -> str:
     return "1 rank" if count == 1 else f"{count} ranks"
 
 
+SAVED = ("weights to write", "copy that is saved")
 COLUMNS = {
     "weights": ("parameters", "parameters, rounded", "gathered parameters", "shared weights", "kept versions"),
     "optimizer": ("optimizer",),
@@ -111,7 +112,14 @@ COLUMNS = {
     "activations": ("activations",),
     "logits": ("logits",),
     "KV cache": ("KV cache",),
-    "staged": ("staged weights", "rounded weights", "one whole tensor", "weights before", "weights to write"),
+    "staged": (
+        "staged weights",
+        "rounded weights",
+        "one whole tensor",
+        "weights before",
+        "weights to write",
+        "copy that is saved",
+    ),
 }
 """Heading → what is added up under it; the rest is under `other`."""
 

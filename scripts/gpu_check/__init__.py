@@ -1,0 +1,1 @@
+"""What a machine with a GPU must show: see command.py."""

@@ -1,0 +1,68 @@
+"""All that runs on a CUDA device only: the lines of this check, and the list of those in the package.
+
+`CUDA_LINES` is compared with the source by a test, so nobody adds such a line without naming it here.
+"""
+
+import os
+from typing import Any
+
+import torch
+
+CUDA_LINES = {
+    "api/collective.py": "tensors that ranks exchange lie on the GPU under nccl",
+    "cli/chat.py": "--device cuda, and auto",
+    "cli/doctor.py": "tells the CUDA version, and whether there is a GPU",
+    "cli/generate.py": "--device cuda, and auto",
+    "cli/serve.py": "--device cuda, and auto",
+    "cli/verify_weights.py": "scores on a GPU where there is one",
+    "models/attention.py": "bfloat16 attention over packed sequences by torch's varlen kernel",
+    "rollout/collective.py": "what rank 0 sends lies on the GPU under nccl",
+    "state/machine.py": "names the GPUs in run.json",
+    "state/snapshot.py": "the copy of a state goes into locked memory, and is waited for",
+    "trainers/evaluation/run.py": "device=cuda, and auto",
+    "trainers/planning/calibrate.py": "measures the GPU",
+    "trainers/process.py": "device=cuda, one GPU a rank, nccl",
+    "trainers/random_state.py": "the GPU's random generator is saved",
+    "trainers/delivery.py": "the collective channel speaks nccl",
+    "weights/collective.py": "the same, on the sending and the receiving side",
+}
+"""File below src/tandem → what only a GPU makes it do. `config/` only has the names of devices."""
+
+
+def prepare() -> None:
+    """Before the first product: deterministic=true wants cuBLAS to have a workspace of its own."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def default_device() -> str:
+    """A GPU where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def synchronize(device: str) -> None:
+    """Waits for the device; on a CPU nothing is under way."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def peak_gib(device: str) -> float | None:
+    """The most memory that tensors took since the last call; None on a CPU."""
+    if not device.startswith("cuda"):
+        return None
+    found = torch.cuda.max_memory_allocated() / 2**30
+    torch.cuda.reset_peak_memory_stats()
+    return found
+
+
+def free(device: str) -> None:
+    """Gives memory back that nothing uses."""
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()
+
+
+def described(device: str) -> dict[str, Any]:
+    """Name, memory and driver's CUDA version; empty on a CPU."""
+    if not device.startswith("cuda"):
+        return {}
+    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {"gpu": found.name, "gpu_memory_gib": round(found.total_memory / 2**30, 1), "cuda": torch.version.cuda}

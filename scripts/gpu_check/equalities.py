@@ -1,0 +1,164 @@
+"""Equalities that hold on every device: the engine's forward pass and transformers', packed and padded, delivered and
+trained, resumed and uninterrupted.
+
+In float32 a limit is absolute. In bfloat16 the measure is transformers itself: how far its bfloat16 pass is from its float32
+one, and ours may be `BF16` times as far.
+"""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+
+import torch
+from tensordict import TensorDict
+
+from scripts.gpu_check.place import DTYPES, Line, Place
+from tandem.api.batch import pack
+from tandem.api.engines import Outputs, TrainEngine
+from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey
+from tandem.api.weights import WeightVersion, tensor_digest, version_digest
+from tandem.config.generation import GenerationConfig
+from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
+from tandem.engines.inference.build import build_inference_engine
+from tandem.engines.inference.core import EngineCore
+from tandem.weights.publisher import WeightPublisher
+
+FP32 = 5e-4
+"""Largest gap of a log-probability, nats."""
+
+BF16 = 2.0
+FLOOR = 1e-3
+"""What bfloat16 may differ by on average whatever transformers' own error is, nats."""
+
+STEP = 1e-3
+"""Of what a step moves, in float32."""
+
+
+def score(model: torch.nn.Module, ids: Sequence[int], device: str) -> torch.Tensor:
+    """Log-probability of each token but the first, by one plain pass, ``[T - 1]``."""
+    tokens = torch.tensor([ids], device=device)
+    with torch.no_grad():
+        logprobs = model(tokens).logits[0, :-1].float().log_softmax(-1)
+    return logprobs.gather(-1, tokens[0, 1:, None]).squeeze(-1).cpu()
+
+
+def compared(what: str, dtype: str, ours: torch.Tensor, exact: torch.Tensor, theirs: torch.Tensor) -> Line:
+    """``exact``: transformers in float32; ``theirs``: in this dtype."""
+    gap = (ours - exact).abs()
+    if dtype == "fp32":
+        return Line(what, f"largest gap {gap.max():.2e} nats", f"at most {FP32:g}", bool(gap.max() <= FP32))
+    own = (theirs - exact).abs().mean()
+    limit = BF16 * own + FLOOR
+    return Line(what, f"mean gap {gap.mean():.4f} nats", f"at most {limit:.4f}", bool(gap.mean() <= limit))
+
+
+def engine_is_transformers(place: Place) -> Iterator[Line]:
+    """What the embedded engine says of the tokens that it drew, and what transformers says of them."""
+    exact = place.reference("fp32")
+    for dtype in DTYPES:
+        settings = EmbeddedEngineConfig(kv_cache_gib=0.05 if place.quick else 2.0, max_running=64)
+        core = EngineCore(place.model, settings, DTYPES[dtype], place.device, WeightVersion(0))
+        gconfig = GenerationConfig(max_new_tokens=place.of(128, 12), min_new_tokens=place.of(128, 12))
+        lengths = (1, 5, 17, 40, 9, 30) if place.quick else (1, 17, 300, 40, 128, 65, 256, 9)
+        for number, prompt in enumerate(place.prompts(lengths)):
+            core.add(number, LLMRequest(prompt, gconfig, NoiseKey(0, sample=number)))
+        answers: list[LLMResponse] = []
+        while core.has_work:
+            answers += [answer for _, answer in core.step()]
+        rounded = place.reference(dtype)
+        tables = []
+        for answer in answers:
+            ids, start = answer.input_ids + answer.output_ids, len(answer.input_ids) - 1
+            rows = [torch.tensor(answer.logprobs), *(score(m, ids, place.device)[start:] for m in (exact, rounded))]
+            tables.append(torch.stack(rows))
+        ours, right, theirs = torch.cat(tables, 1)
+        yield compared(f"engine = transformers, {dtype}, {len(ours)} tokens", dtype, ours, right, theirs)
+
+
+def batch_of(place: Place, rows: Sequence[Sequence[int]], starts: Sequence[int] | None = None) -> TensorDict:
+    """A packed batch; trained from each row's start on."""
+    made, weights = [], []
+    for number, row in enumerate(rows):
+        mask = torch.arange(len(row)) >= (1 if starts is None else starts[number])
+        made.append({"input_ids": torch.tensor(row), "loss_mask": mask, "temperature": torch.tensor(1.0)})
+        weights.append(mask / mask.sum() / len(rows))
+    batch = pack(made)
+    batch["loss_weights"] = torch.cat(weights)
+    return batch
+
+
+def nll(outputs: Outputs, view: TensorDict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss of fine-tuning."""
+    return -outputs.logprobs * view["loss_mask"], {}
+
+
+def packed_is_padded(place: Place) -> Iterator[Line]:
+    """The training engine's packed pass, and transformers' one of each sequence; and a step in one piece and in several."""
+    lengths = (3, 14, 2, 25, 9, 40, 4) if place.quick else (300, 14, 2, 512, 90, 1000, 4, 257)
+    rows = place.prompts(lengths, seed=1)
+    exact, longest = place.reference("fp32"), max(lengths)
+    for dtype in DTYPES:
+        batch = batch_of(place, rows)
+        found = place.trainer(dtype).forward(batch).logprobs.cpu()
+        mask, rounded = batch["loss_mask"].cpu(), place.reference(dtype)
+        right, theirs = (torch.cat([score(m, row, place.device) for row in rows]) for m in (exact, rounded))
+        yield compared(f"packed = one by one, {dtype}", dtype, found[mask].float(), right, theirs)
+        whole, parts = (place.trainer(dtype, max_tokens=n) for n in (sum(lengths), longest))
+        before = weights_of(whole)
+        reports = [engine.train_batch(batch, nll) for engine in (whole, parts)]
+        moved, apart = distance(before, weights_of(whole)), distance(weights_of(whole), weights_of(parts))
+        norms = [report["grad_norm"] for report in reports]
+        if dtype == "fp32":
+            good = moved > 0 and apart <= STEP * moved
+            yield Line("a step in one piece = in several, fp32", f"{apart / moved:.1e} of it", f"at most {STEP:g}", good)
+        else:
+            gap = abs(norms[0] - norms[1]) / norms[0]
+            yield Line("gradient in one piece = in several, bf16", f"norms differ by {gap:.1e}", "at most 0.02", gap <= 0.02)
+
+
+def weights_of(engine: TrainEngine) -> dict[str, torch.Tensor]:
+    """Copies on the CPU."""
+    return {name: tensor.to("cpu", copy=True) for name, tensor in engine.weights()}
+
+
+def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """Euclidean, over all weights."""
+    return sum(float((a[name].double() - b[name].double()).pow(2).sum()) for name in a) ** 0.5
+
+
+def delivered_is_trained(place: Place) -> Iterator[Line]:
+    """After a step and a publish the engine serves the trainer's weights: by digest, and by what it says of its tokens."""
+    for dtype, placement in (("fp32", "colocate"), ("bf16", "colocate"), ("bf16", "decoupled")):
+        trainer = place.trainer(dtype, lr=1e-3)
+        name = "float32" if dtype == "fp32" else "bfloat16"
+        rollout = RolloutConfig(dtype=name, engine=EmbeddedEngineConfig(kv_cache_gib=0.05 if place.quick else 2.0))
+        engine = build_inference_engine(
+            rollout, folder=place.model, placement=placement, threads=1, device=place.device, deterministic=False
+        )
+        publisher = WeightPublisher(trainer, engine, run="gpu-check", dtype=DTYPES[dtype])
+        try:
+            trainer.train_batch(batch_of(place, place.prompts((20, 30), seed=2)), nll)
+            publisher.publish()
+            digests = {name: tensor_digest(tensor) for name, tensor in trainer.weights(DTYPES[dtype])}
+            same = engine.version.digest == publisher.version.digest == version_digest(digests)
+            said = f"version {engine.version.number}, digest {engine.version.digest[:12]}"
+            yield Line(
+                f"delivered = trained, {dtype}, {placement}", said, "the trainer's", same and engine.version.number == 1
+            )
+            gconfig = GenerationConfig(max_new_tokens=place.of(64, 8), min_new_tokens=place.of(64, 8))
+            asked = [LLMRequest(p, gconfig, NoiseKey(1, sample=i)) for i, p in enumerate(place.prompts((9, 33, 60), 3))]
+
+            async def ask(asked=asked, engine=engine) -> list[LLMResponse]:
+                return await asyncio.wait_for(asyncio.gather(*(engine.agenerate(request) for request in asked)), 300)
+
+            answers = asyncio.run(ask())
+            rows = [answer.input_ids + answer.output_ids for answer in answers]
+            batch = batch_of(place, rows, [len(answer.input_ids) for answer in answers])
+            trained = trainer.forward(batch).logprobs[batch["loss_mask"]].float().cpu()
+            gap = (trained - torch.cat([torch.tensor(answer.logprobs) for answer in answers])).abs()
+            seen, limit = (gap.max(), FP32) if dtype == "fp32" else (gap.mean(), 0.05)
+            word = "largest" if dtype == "fp32" else "mean"
+            what = f"engine = trainer after a publish, {dtype}, {placement}"
+            yield Line(what, f"{word} gap {seen:.2e} nats", f"at most {limit:g}", bool(seen <= limit))
+        finally:
+            publisher.close()
+            engine.close()

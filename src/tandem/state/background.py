@@ -1,0 +1,70 @@
+"""One save at a time, written in a thread of its own.
+
+A thread and not a process: what a save does (writing, hashing, flushing) lets go of the interpreter's lock, the copy of the
+state need not be shared with anybody, and a process that is killed leaves no second one that goes on writing.
+"""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from pathlib import Path
+from time import perf_counter
+
+from tandem.state.checkpoint import CheckpointFailed
+
+WAIT_S = 1800.0
+"""What a save may take, once somebody waits for it."""
+
+
+class BackgroundSave:
+    """Writes a checkpoint while the caller goes on. Not for several threads at once."""
+
+    def __init__(self, wait_s: float = WAIT_S) -> None:
+        self._wait_s = wait_s
+        self._future: Future[Path | None] | None = None
+        self._what = ""
+        self._seconds = 0.0
+
+    @property
+    def busy(self) -> bool:
+        """Whether one is being written."""
+        return self._future is not None and not self._future.done()
+
+    def start(self, what: str, work: Callable[[], Path | None]) -> None:
+        """Calls ``work`` in the background. ``what`` it writes: for messages. The one before must have been taken."""
+        assert self._future is None, "one save at a time"
+        future: Future[Path | None] = Future()
+        self._future, self._what = future, what
+
+        def run() -> None:
+            began = perf_counter()
+            try:
+                path = work()
+            except BaseException as error:  # the worker boundary: whoever waits gets it
+                self._seconds = perf_counter() - began
+                future.set_exception(error)
+            else:
+                self._seconds = perf_counter() - began
+                future.set_result(path)
+
+        # a daemon: a disk that hangs must not keep the process from ending
+        threading.Thread(target=run, name="checkpoint-save", daemon=True).start()
+
+    def take(self) -> tuple[Path | None, float] | None:
+        """What the last `start` came to, once: the checkpoint, and the seconds that it took; None where nothing was started.
+        Waits for it.
+
+        Raises:
+            CheckpointFailed: it failed, or has not ended in time; or whatever else ``work`` raised.
+        """
+        future = self._future
+        if future is None:
+            return None
+        wait([future], self._wait_s)
+        if not future.done():
+            raise CheckpointFailed(
+                f"{self._what} is still being written after {self._wait_s:g} s more: does the disk hang? Earlier "
+                "checkpoints are as they were"
+            )
+        self._future = None
+        return future.result(), self._seconds

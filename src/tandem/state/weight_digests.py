@@ -1,0 +1,37 @@
+"""`weights.jsonl` of a run: a digest of each tensor after each step, so that a step can be compared when it is run again."""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from tandem.api.weights import tensor_digest
+
+FILE = "weights.jsonl"
+DIGITS = 16
+"""Hexadecimal digits that are kept of each SHA-256: enough to tell two tensors apart."""
+
+
+def digests_of(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
+    """Name → digest of the bytes, of a stream of whole tensors. Reads each once; about a second for 2 GB."""
+    return {name: tensor_digest(tensor)[:DIGITS] for name, tensor in weights}
+
+
+def append_digests(folder: Path, step: int, digests: Mapping[str, str]) -> None:
+    """Adds a line. A step that is done again after a resume has a second one, which counts."""
+    with (folder / FILE).open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, "tensors": digests}) + "\n")
+
+
+def read_digests(folder: Path, step: int) -> dict[str, str] | None:
+    """What the last line of a step says; None where there is none, or it is torn."""
+    found = None
+    path = folder / FILE
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
+        try:
+            row = json.loads(line)
+            found = {str(k): str(v) for k, v in row["tensors"].items()} if row["step"] == step else found
+        except (ValueError, KeyError, TypeError, AttributeError):  # a line that a kill has torn
+            continue
+    return found

@@ -1,0 +1,145 @@
+"""When a checkpoint is saved, and whether training waits until it is written."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+from typing import Self
+
+import torch.distributed as dist
+
+from tandem.api.state import State
+from tandem.config.experiment import BaseConfig
+from tandem.state.background import BackgroundSave
+from tandem.state.run_folder import RunFolder
+from tandem.state.snapshot import Snapshots
+from tandem.trainers.recovery import Recovery
+from tandem.trainers.summary import Saves, is_save_due, save_if_due
+
+log = logging.getLogger(__name__)
+
+LateWriter = Callable[[Mapping[str, State]], Callable[[Path], None] | None]
+"""From a copy of all states to what writes the models that they are of; None where these models cannot be written so."""
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """Models as they were when their states were copied."""
+
+    save: Callable[[Path], None]
+
+
+class Saving:
+    """Saves where `checkpoint` asks for it; a context manager, which ends once nothing is being written any more.
+
+    With `checkpoint.asynchronous` training waits for a copy of all states, and goes on while a thread writes that: the same
+    files, the same rename. One save at a time: a second one waits for the first. What fails in the thread is raised by the
+    next `after_step`, or on leaving. Over several ranks, and after the last step, training waits for the whole save.
+    """
+
+    def __init__(
+        self,
+        config: BaseConfig,
+        run: RunFolder | None,
+        steps: int,
+        models: Saves,
+        save_tokenizer: Callable[[Path], object],
+        recovery: Recovery,
+        late_writer: LateWriter,
+    ):
+        """``run``: on rank 0. ``steps``: of the whole run. ``models``: what is saved; ``late_writer``: it from a copy."""
+        self.checkpoint: Path | None = None
+        """The newest one that this process saved, or goes on from; on rank 0."""
+        self._config, self._run, self._steps, self._recovery = config, run, steps, recovery
+        self._models, self._save_tokenizer, self._late_writer = models, save_tokenizer, late_writer
+        self._snapshots, self._background = Snapshots(), BackgroundSave()
+        self._seconds: dict[str, float] = {}
+        wish = config.checkpoint
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        self._beside = wish.asynchronous and wish.resumable and alone
+        if wish.asynchronous and wish.resumable and wish.every_steps and not alone:
+            log.info("training waits for each save: over several ranks the state is gathered while it is written")
+
+    def after_step(self, step: int, metrics: Mapping[str, float], *, leaving: bool = False) -> None:
+        """Saves if a checkpoint is due. ``metrics``: of this step. ``leaving``: see `save_if_due`. Collective.
+
+        Raises:
+            CheckpointFailed: this save, or one that went on since; those before it are as they were.
+        """
+        if not self._background.busy:
+            self._take()
+        if not is_save_due(self._config, step, self._steps, leaving):
+            return
+        began = perf_counter()
+        if self._take():
+            self._count("time/save_wait_s", perf_counter() - began)
+        if step == self._steps or leaving or not self._began_beside(step, metrics):
+            saved = self._save(step, self._models, self._recovery.write, metrics, leaving=leaving)
+            self.checkpoint = saved or self.checkpoint
+
+    def finish(self) -> Path | None:
+        """Waits for what is being written; returns the newest checkpoint, on rank 0. Raises as `after_step`."""
+        self._take()
+        return self.checkpoint
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds since the last call: of waiting for a save that was under way, and of those that ended beside training."""
+        found, self._seconds = self._seconds, {}
+        return found
+
+    def _began_beside(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Copies the state and lets a thread write it; False where that cannot be done."""
+        if not self._beside:
+            return False
+        states = self._recovery.states()
+        if self._late_writer(states) is None:
+            log.info("training waits for each save: these models are not written from a copy of their state")
+            self._beside = False
+            return False
+        copy = self._snapshots.take(states)
+        writer = self._late_writer(copy)
+        assert writer is not None, "it could be written before it was copied"
+        work = partial(self._save, step, _Copied(writer), partial(self._recovery.write, states=copy), dict(metrics))
+        self._background.start(f"the checkpoint of step {step}", work)
+        return True
+
+    def _save(
+        self,
+        step: int,
+        models: Saves,
+        write_state: Callable[[Path], None],
+        metrics: Mapping[str, float],
+        *,
+        leaving: bool = False,
+    ) -> Path | None:
+        options = {"write_state": write_state, "metrics": metrics, "leaving": leaving}
+        return save_if_due(self._config, self._run, step, self._steps, models, self._save_tokenizer, **options)
+
+    def _take(self) -> bool:
+        """Waits for the save that is under way, if there is one."""
+        found = self._background.take()
+        if found is None:
+            return False
+        path, seconds = found
+        self.checkpoint = path or self.checkpoint
+        self._count("time/save_background_s", seconds)
+        return True
+
+    def _count(self, name: str, seconds: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._background.busy:
+            log.warning("waiting for the checkpoint that is being written; Ctrl-C leaves it unfinished")
+        try:
+            self._take()
+        except Exception as failure:  # the worker boundary: what ends the run is the error that came first
+            if error is None:
+                raise
+            log.warning("the save that was under way failed too: %s", failure)
