@@ -133,12 +133,39 @@ def steps(folder: Path, layout: str, head: str, out: Path, **config):
         found["others"] = weights_of(fresh)
     found["back"] = weights_of(fresh)
     if "zero" in layout:
+        found["disturbed"] = disturbed(going, batch)
         found["there"], found["and back"] = there_and_back(going, folder, layout, head, out, **config)
     if "zero1" in layout:
         return found  # refused in bfloat16
     rough = engine_on(folder, layout, head, dtype="bfloat16", **config)
     found["bfloat16"] = rough.train_batch(batch, loss_with_scores, entropy=True)
     return found
+
+
+def disturbed(engine: FSDPEngine, batch: TensorDict) -> tuple[float, float, float]:
+    """After a step that is not finite, one whose loss raises half-way, and one without information: how many were skipped,
+    the last one's gradient norm, and how far the weights moved. DeepSpeed also moved all to host memory and back."""
+    before, passes = weights_of(engine), []
+
+    def endless(outputs, view):
+        return outputs.logprobs * torch.inf, {}
+
+    def raises(outputs, view):
+        passes.append(view)
+        if len(passes) == 2:
+            raise ZeroDivisionError
+        return loss_with_scores(outputs, view)
+
+    def flat(outputs, view):
+        return outputs.logprobs * 0, {}
+
+    skipped = engine.train_batch(batch, endless)["skipped"]
+    with pytest.raises(ZeroDivisionError):
+        engine.train_batch(batch, raises)
+    norm = engine.train_batch(batch, flat)["grad_norm"]
+    engine._holder.leave()
+    engine._holder.come_back()
+    return skipped, norm, distance(before, weights_of(engine))
 
 
 def there_and_back(engine: FSDPEngine, folder: Path, layout: str, head: str, out: Path, **config):

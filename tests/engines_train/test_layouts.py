@@ -113,6 +113,12 @@ def test_deepspeed_and_fsdp_go_on_from_each_others_state(runs):
             assert apart <= 1e-3 * moved, (layout, name, key, apart / moved)
 
 
+def test_a_step_that_deepspeed_does_not_take_leaves_no_trace(runs):
+    for layout, name, _, found in compared(runs):
+        if "zero" in layout:
+            assert found["disturbed"] == (1.0, 0.0, 0.0), (layout, name)  # and what follows is as if it had not been
+
+
 def test_bfloat16_agrees_within_its_precision(runs):
     for layout, name, one, found in compared(runs):
         if "zero1" in layout:
