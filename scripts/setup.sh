@@ -54,5 +54,11 @@ else
     fi
     echo "  Tandem and its development tools"
     must_pip -c constraints.txt -e ".[dev]"
+    # An optional backend, so that its tests run too: made against this torch, without programs of its own.
+    echo "  DeepSpeed"
+    quiet_pip setuptools wheel && DS_BUILD_OPS=0 DS_ACCELERATOR=cpu quiet_pip --no-build-isolation -c constraints.txt -e ".[deepspeed]" || {
+        tail -n 3 "$LOG" >&2
+        echo "  DeepSpeed could not be installed; all but actor.backend=deepspeed works, and its tests are skipped" >&2
+    }
 fi
 echo "  done"

@@ -23,7 +23,12 @@ from tests.config.loading import assert_refused, load
             ["actor.mini_batches must be at most rollout.batch_size (2)", "got 4"],
         ),
         (["rollout.max_concurrent=0"], ["rollout.max_concurrent must be a whole number, at least 1, got 0"]),
-        (["actor.backend=deepspeed:d2"], ["'deepspeed' is not in this version", "fsdp:d1"]),
+        (["actor.backend=deepspeed:d2"], ["must be deepspeed:zero1, zero2 or zero3", "deepspeed:zero2:d2"]),
+        (
+            ["actor.backend=deepspeed:zero3:d2t2"],
+            ["deepspeed:zero2:d2. Tensor and context parallelism (t, c)", "are fsdp's"],
+        ),
+        (["actor.backend=megatron:d2"], ["'megatron' is not in this version", "fsdp:d2"]),
         (["actor.backend=fsdp:d2p2"], ["pipeline parallelism (p)", "not in this version", "fsdp:d2t2"]),
         (["actor.backend=fsdp:d0"], ["each with a number of at least 1 behind it"]),
         (["critic.backend=fsdp:x2", "algorithm=ppo"], ["critic.backend=fsdp:x2 must begin with fsdp:dN"]),

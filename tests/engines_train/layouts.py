@@ -10,24 +10,38 @@ from torch.distributed.tensor import DTensor
 
 from tandem.api.batch import concatenate
 from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
+from tandem.engines.train import spread
 from tandem.engines.train.fsdp import FSDPEngine
+from tandem.engines.train.holders import Sharded
 from tandem.models.logprobs import chunked_logprobs
 from tandem.models.streaming import Unfilled
 from tandem.models.vocabulary import Vocabulary, vocabulary_parallel_logprobs
 from tandem.state.tree import read_tree, write_tree
-from tests.engines_train.steps import random_batch, weighted_nll, weights_of
+from tests.engines_train.steps import distance, random_batch, weighted_nll, weights_of
 
 Case = tuple[str, str]
 """Layout, with a word for options, and model."""
 
 OPTIONS = {
+    "offloaded": {},  # see `_offloaded`
     "gather": {"context_parallel": "gather"},
+    "recomputed": {"gradient_checkpointing": True},
     "lean": {"gradient_sync": "micro_batch", "gradient_checkpointing": True, "selective_checkpointing": True},
 }
 
 CASES: dict[str, list[Case]] = {
     "2": [("d1t2", "qwen3"), ("d1c2", "qwen2"), ("d1c2 gather", "qwen3")],
-    "2 more": [("d1t2", "qwen2"), ("d1c2 gather", "gemma2"), ("d1r2", "qwen3"), ("d2 lean", "gemma2"), ("d1t2", "gemma2")],
+    "2 more": [
+        ("d1t2", "qwen2"),
+        ("d1c2 gather", "gemma2"),
+        ("d1r2", "qwen3"),
+        ("d2 lean", "gemma2"),
+        ("d1t2", "gemma2"),
+        ("d2 offloaded", "qwen2"),
+    ],
+    "2 offloaded": [("d2 offloaded", "qwen2")],
+    "1 zero": [("zero1:d1", "gemma2"), ("zero2:d1", "qwen2"), ("zero3:d1", "qwen3")],
+    "2 zero": [("zero1:d2", "gemma2"), ("zero2:d2", "qwen3"), ("zero3:d2", "qwen2"), ("zero3:d2 recomputed", "gemma2")],
     "4": [("d2t2", "qwen3"), ("d2c2", "gemma2"), ("d2r2 lean", "qwen2"), ("d1t2c2", "qwen2"), ("d1t2r2", "qwen3")],
 }
 MODELS = {
@@ -58,13 +72,20 @@ def loss_with_scores(outputs, view):
     return losses if outputs.scores is None else losses + 0.1 * (outputs.scores - 1).square(), metrics
 
 
+def backend_of(layout: str) -> str:
+    """ "d2" → "fsdp:d2", "zero3:d2" → "deepspeed:zero3:d2"."""
+    return f"{'deepspeed' if layout.startswith('zero') else 'fsdp'}:{layout}"
+
+
 def engine_on(folder: Path, layout: str, head: str = "lm", *, lr=1e-2, eps=1e-8, **config) -> FSDPEngine:
     layout, *words = layout.split()
     for word in words:
         config |= OPTIONS[word]
+    if "offloaded" in words:
+        return _offloaded(engine_on, folder, layout, head, lr=lr, eps=eps, **config)
     options = TrainEngineConfig(
         path=str(folder),
-        backend=f"fsdp:{layout}",
+        backend=backend_of(layout),
         dtype=config.pop("dtype", "float32"),
         optimizer=OptimizerConfig(lr=lr, eps=eps, max_grad_norm=config.pop("max_grad_norm", 0.5), weight_decay=0.0),
         max_tokens_per_micro_batch=config.pop("max_tokens", 20),
@@ -72,6 +93,13 @@ def engine_on(folder: Path, layout: str, head: str = "lm", *, lr=1e-2, eps=1e-8,
         **config,
     )
     return FSDPEngine(options, total_steps=10, head=head)
+
+
+def _offloaded(make, *arguments, **options) -> FSDPEngine:
+    """An engine whose shards are where those of `actor.offload=true` are, which is refused without a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spread, "Sharded", lambda *given: Sharded(*given[:-1], True))
+        return make(*arguments, **options)
 
 
 def gradients(folder: Path, layout: str, head: str, batch: TensorDict, **config) -> dict[str, torch.Tensor]:
@@ -104,8 +132,54 @@ def steps(folder: Path, layout: str, head: str, out: Path, **config):
     with fresh.using(other.items()):
         found["others"] = weights_of(fresh)
     found["back"] = weights_of(fresh)
+    if "zero" in layout:
+        found["disturbed"] = disturbed(going, batch)
+        found["there"], found["and back"] = there_and_back(going, folder, layout, head, out, **config)
+    if "zero1" in layout:
+        return found  # refused in bfloat16
     rough = engine_on(folder, layout, head, dtype="bfloat16", **config)
     found["bfloat16"] = rough.train_batch(batch, loss_with_scores, entropy=True)
+    return found
+
+
+def disturbed(engine: FSDPEngine, batch: TensorDict) -> tuple[float, float, float]:
+    """After a step that is not finite, one whose loss raises half-way, and one without information: how many were skipped,
+    the last one's gradient norm, and how far the weights moved. DeepSpeed also moved all to host memory and back."""
+    before, passes = weights_of(engine), []
+
+    def endless(outputs, view):
+        return outputs.logprobs * torch.inf, {}
+
+    def raises(outputs, view):
+        passes.append(view)
+        if len(passes) == 2:
+            raise ZeroDivisionError
+        return loss_with_scores(outputs, view)
+
+    def flat(outputs, view):
+        return outputs.logprobs * 0, {}
+
+    skipped = engine.train_batch(batch, endless)["skipped"]
+    with pytest.raises(ZeroDivisionError):
+        engine.train_batch(batch, raises)
+    norm = engine.train_batch(batch, flat)["grad_norm"]
+    engine._holder.leave()
+    engine._holder.come_back()
+    return skipped, norm, distance(before, weights_of(engine))
+
+
+def there_and_back(engine: FSDPEngine, folder: Path, layout: str, head: str, out: Path, **config):
+    """How far weights are from those of ``engine``, and how far it moved: after a step of an FSDP engine that goes on from
+    its state, and after a step of another one of ``layout`` that goes on from that one's."""
+    batch, found = batch_of_prompts(), []
+    other = engine_on(folder, layout.split(":")[1].split()[0], head, **config)
+    for number, taker in enumerate((other, engine_on(folder, layout, head, **config))):
+        gone_on(engine if number == 0 else other, taker, out / f"{layout}-{folder.name}-{number}")
+        before = weights_of(taker)
+        for each in (engine, taker) if number == 0 else (engine, other, taker):
+            each.train_batch(batch, loss_with_scores)
+        after = weights_of(engine)
+        found.append((distance(weights_of(taker), after), distance(before, after)))
     return found
 
 
@@ -121,12 +195,13 @@ def gone_on(engine: FSDPEngine, other: FSDPEngine, state: Path) -> FSDPEngine:
 def all_steps(folders: dict[str, Path], cases: list[Case], out: Path, ranks: int):
     """ "layout model" → `steps`, and `vocabulary_parallel`."""
     torch.set_num_threads(1)
-    if ranks == 1:
+    if not dist.is_initialized():
         cases = [("d1", name) for name in {name for _, name in cases}]
     found = {f"{layout} {name}": steps(folders[name], layout, HEADS[name], out) for layout, name in cases}
     found["vocabulary"] = [vocabulary_parallel(ranks, softcap, entropy) for softcap, entropy in HEAD_OPTIONS]
     if ranks == 2:
-        found["held"] = {layout: most_held(folders["deep"], layout) for layout in ("d2", "d1t2")}
+        spread = ("zero3:d2",) if any("zero" in layout for layout, _ in cases) else ("d2", "d1t2")
+        found["held"] = {layout: most_held(folders["deep"], layout) for layout in spread}
     return found
 
 
@@ -137,12 +212,19 @@ def most_held(folder: Path, layout: str) -> int:
     def watched(unfilled, module, pieces):
         fill(unfilled, module, pieces)
         parameters = [p for p in unfilled.model.parameters() if not p.is_meta]
-        held.append(sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters))
+        held.append(sum(part_of(p).numel() for p in parameters))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Unfilled, "fill", watched)
         engine_on(folder, layout)
     return max(held)
+
+
+def part_of(parameter: torch.Tensor) -> torch.Tensor:
+    """What a rank has of it."""
+    if isinstance(parameter, DTensor):
+        return parameter.to_local()
+    return getattr(parameter, "ds_tensor", parameter)  # DeepSpeed's stage 3
 
 
 HEAD_OPTIONS = [(None, False), (None, True), (3.0, True)]

@@ -254,7 +254,7 @@ def test_tied_tensors_come_once_under_their_hugging_face_names(folder):
 
 @pytest.mark.parametrize(
     ("backend", "message"),
-    [("fsdp:d2", "but 1 process"), ("fsdp:d1t2", "but 1 process"), ("deepspeed:d1", "fsdp:d2"), ("fsdp", "fsdp:dN")],
+    [("fsdp:d2", "but 1 process"), ("fsdp:d1t2", "but 1 process"), ("deepspeed:zero2:d2", "zero2:d1"), ("fsdp", "fsdp:dN")],
 )
 def test_a_backend_that_does_not_fit_is_refused(folder, backend, message):
     with pytest.raises(ConfigError, match=message):
@@ -276,3 +276,15 @@ def test_sequences_without_weight_change_no_gradient_and_stay_in_the_metrics(fol
     assert whole["loss"] == pytest.approx(part["loss"], rel=1e-5)
     assert whole["logprob"] == pytest.approx(engine_on(folder).eval_batch(batch, counted)["logprob"], rel=1e-5)
     assert whole["logprob"] != pytest.approx(part["logprob"], rel=1e-5)
+
+
+def test_compiling_without_a_compiler_is_refused_at_once(folder, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(ConfigError, match=r"actor.compile=true needs a C\+\+ compiler"):
+        build_train_engine(TrainEngineConfig(path=str(folder), compile=True), 1, "cpu")
+
+
+def test_offloading_without_a_gpu_is_refused(folder):
+    with pytest.raises(ConfigError, match="without a GPU there is no other memory"):
+        build_train_engine(TrainEngineConfig(path=str(folder), offload=True), 1, "cpu")

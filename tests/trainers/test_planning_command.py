@@ -250,6 +250,13 @@ def test_a_backend_that_is_not_planned_is_refused_by_name():
         job_of(config, round_machine(), Lengths(10, 20, 20), lambda _: SMOLLM2)
 
 
+def test_offloading_is_not_planned_and_refused_by_name():
+    config = load_config(TrainConfig, None, [*RL, "actor.offload=true"]).config
+
+    with pytest.raises(ConfigError, match=r"actor: .*actor.offload=true"):
+        job_of(config, round_machine(), Lengths(10, 20, 20), lambda _: SMOLLM2)
+
+
 @pytest.mark.slow
 def test_this_machine_can_be_measured(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -281,6 +282,11 @@ def test_the_multi_turn_example_trains_and_shows_a_sample_token_by_token(overrid
         (["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"], "fsdp:d2"),
         ([], "fsdp:d1t2"),
         ([], "fsdp:d1c2"),
+        pytest.param(
+            [],
+            "deepspeed:zero3:d2",
+            marks=pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed, an extra, is not installed"),
+        ),
     ],
 )
 def test_two_ranks_train_as_one(overrides, starter, backend):

@@ -1,12 +1,17 @@
 """What `actor.backend` says: how a model is laid over ranks."""
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tandem.config.errors import ConfigError
+from tandem.config.train_engine import TrainEngineConfig
 
 _AXES = {"d": "data", "t": "tensor", "c": "context", "r": "replicas"}
-_EXAMPLES = "fsdp:d2 (sharded over 2 ranks), fsdp:d1t2 (tensor parallel), fsdp:d1c2 (context parallel), fsdp:d2r2 (replicas)"
+_EXAMPLES = (
+    "fsdp:d2 (sharded over 2 ranks), fsdp:d1t2 (tensor parallel), fsdp:d1c2 (context parallel), fsdp:d2r2 (replicas), "
+    "deepspeed:zero2:d2 (DeepSpeed)"
+)
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,9 @@ class Layout:
     replicas: int = 1
     """Copies of all the rest, each with sequences of its own."""
 
+    zero: int | None = None
+    """The stage of ZeRO, 1 to 3, where DeepSpeed spreads the model; None where FSDP2 does."""
+
     @property
     def ranks(self) -> int:
         """All of them."""
@@ -45,14 +53,16 @@ class Layout:
 
 
 def parse_layout(backend: str, key: str = "actor.backend") -> Layout:
-    """``fsdp:d2t2`` → its layout; ``key`` is where it stands.
+    """``fsdp:d2t2`` or ``deepspeed:zero2:d2`` → its layout; ``key`` is where it stands.
 
     Raises:
         ConfigError: it is none, or one that is not there; says what to write.
     """
     name, _, axes = backend.partition(":")
+    if name == "deepspeed":
+        return _zero_layout(backend, axes, key)
     if name != "fsdp":
-        what = "not in this version" if name in ("deepspeed", "megatron") else "not a training backend"
+        what = "not in this version" if name == "megatron" else "not a training backend"
         raise ConfigError(f"{key}={backend}: {name!r} is {what}; use {_EXAMPLES}")
     if re.search(r"p\d", axes):
         raise ConfigError(
@@ -68,3 +78,39 @@ def parse_layout(backend: str, key: str = "actor.backend") -> Layout:
     if letters[:1] != ["d"] or not set(letters) <= set(_AXES):
         raise ConfigError(f"{key}={backend} must begin with fsdp:dN, and t, c or r may follow: {_EXAMPLES}")
     return Layout(**{_AXES[letter]: int(number) for letter, number in found})
+
+
+def _zero_layout(backend: str, rest: str, key: str) -> Layout:
+    """``zero2:d2`` → its layout."""
+    found = re.fullmatch(r"zero([123]):d([1-9]\d*)", rest)
+    if found is not None:
+        return Layout(data=int(found[2]), zero=int(found[1]))
+    ranks = re.search(r"\bd(\d+)", rest)
+    raise ConfigError(
+        f"{key}={backend} must be deepspeed:zero1, zero2 or zero3, and the number of ranks, all of which shard: "
+        f"deepspeed:zero2:d{ranks[1] if ranks else 2}. Tensor and context parallelism (t, c) and replicas (r) are fsdp's"
+    )
+
+
+def layout_problems(layout: Layout, written: str, config: TrainEngineConfig) -> Iterator[str]:
+    """What does not go with a layout; one message each. ``written``: the key and the backend, ``actor.backend=…``."""
+    if layout.tensor > 1 and config.offload:
+        yield (
+            f"actor.offload=true is not there with {written}: ranks that share matrices (t) exchange gradients from "
+            "GPU to GPU; use d alone, or leave it out"
+        )
+    if layout.zero is not None and config.offload:
+        yield (
+            f"actor.offload=true is not there with {written}: use fsdp:d{layout.data}, whose parameters, gradients and "
+            "optimizer state can be in host memory, or leave it out"
+        )
+    if layout.zero == 3 and config.gradient_checkpointing and config.selective_checkpointing:
+        yield (
+            f"actor.selective_checkpointing=true is not there with {written}, which gathers parameters inside of what "
+            "would be computed again: leave it out, actor.gradient_checkpointing alone works"
+        )
+    if layout.zero == 3 and config.compile:
+        yield (
+            f"actor.compile=true is not there with {written}, which gathers parameters inside of what would be compiled: "
+            f"use deepspeed:zero2:d{layout.data} or fsdp:d{layout.data}, or leave it out"
+        )

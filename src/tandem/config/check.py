@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator
 from tandem.config import preference
 from tandem.config.algorithm import AlgorithmConfig, Component
 from tandem.config.arithmetic import arithmetic, max_head_offpolicyness, placement, total_steps
-from tandem.config.backend import parse_layout
+from tandem.config.backend import layout_problems, parse_layout
 from tandem.config.check_algorithm import combinations, corrects_itself
 from tandem.config.check_critic import critic_problems
 from tandem.config.check_groups import groups
@@ -166,6 +166,7 @@ def _backends(config: BaseConfig) -> Iterator[str]:
                 f"{role}.backend={backend} is {layout.ranks} rank(s), but all models are on the same ones, which are "
                 f"{ranks} by actor.backend={config.actor.backend}; give it as many, or leave it out"
             )
+        yield from layout_problems(layout, f"{role}.backend={backend}", config.actor)
 
 
 def _fleet(config: TrainConfig) -> Iterator[str]:

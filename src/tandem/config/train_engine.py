@@ -64,6 +64,12 @@ class TrainEngineConfig:
     selective_checkpointing: bool = False
     """With `gradient_checkpointing`, keep results of matrix products and attention, and recompute the cheap rest only."""
 
+    compile: bool = False
+    """Fuse the small operations of each layer with torch.compile: the first step waits for a compiler, later ones gain."""
+
+    offload: bool = False
+    """Keep parameters, gradients and optimizer state in host memory, and bring each layer to the GPU as it is computed."""
+
     context_parallel: Literal["auto", "all_to_all", "gather"] = "auto"
     """How ranks that share tokens attend: exchange heads for tokens (auto: if heads divide), or gather keys and values."""
 

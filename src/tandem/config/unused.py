@@ -142,6 +142,12 @@ SPREAD = (
         "because no ranks have sequences of their own: set actor.backend, for example to fsdp:d2, or leave it out",
     ),
     Unused(
+        ("actor.gradient_sync",),
+        lambda config, _: all(layout.zero is not None for layout in _layouts(config)),
+        "by DeepSpeed, whose stage 1 sums gradients once a step and whose stages 2 and 3 with each micro-batch: choose the "
+        "stage with actor.backend, or leave it out",
+    ),
+    Unused(
         ("actor.selective_checkpointing",),
         lambda config, _: not (config.actor.gradient_checkpointing or _critic_checkpoints(config)),
         "because nothing is recomputed: set actor.gradient_checkpointing=true, or leave it out",

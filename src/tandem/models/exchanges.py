@@ -71,11 +71,13 @@ class _Gather(torch.autograd.Function):
         return _exchanged(grad, ctx.group).sum(0, dtype=torch.float32).to(grad.dtype), None
 
 
+@torch.compiler.disable
 def sum_parts(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """The sum of what each rank has; a rank's gradient is that of its part."""
     return _Sum.apply(part, group)
 
 
+@torch.compiler.disable
 def share(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """``value``, which all ranks have, given to computations of which each rank does a part: the gradients are summed."""
     return _Share.apply(value, group)

@@ -1,4 +1,4 @@
-"""The training engine on FSDP2: a model, its optimizer, and steps that do not depend on how a batch is cut."""
+"""The training engine: a model spread by FSDP2 or DeepSpeed, and steps that do not depend on how a batch is cut."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -70,8 +70,8 @@ class FSDPEngine(TrainEngine):
         for number, indices in enumerate(planned, 1):
             self._holder.accumulate(last=number == len(planned))
             loss = self._loss(batch, indices, loss_fn, entropy, totals)
-            # FSDP averages gradients over ranks, the step needs their sum
-            (loss * self.ranks.sums).backward()
+            # gradients are averaged over ranks, the step needs their sum
+            self._holder.backward(loss * self.ranks.sums)
         with torch.no_grad():
             for indices in self._micro_batches(batch, ~weighted):
                 self._loss(batch, indices, loss_fn, entropy, totals)
@@ -127,11 +127,11 @@ class FSDPEngine(TrainEngine):
         if self.head == "scalar":
             if entropy:
                 raise ValueError("a model with a scalar head has no distribution over tokens, so it has no entropy")
-            return self.model(view["input_ids"], view["cu_seqlens"], view["loss_mask"])
+            return self._holder.compute(view["input_ids"], view["cu_seqlens"], view["loss_mask"])
         temperature = (
             view["temperature"] if "temperature" in view.keys() else torch.ones(num_sequences(view), device=self.device)
         )
-        return self.model(view["input_ids"], view["cu_seqlens"], temperature, view["loss_mask"], entropy)
+        return self._holder.compute(view["input_ids"], view["cu_seqlens"], temperature, view["loss_mask"], entropy)
 
     def _loss(self, batch: TensorDict, indices: list[int], loss_fn: LossFn, entropy: bool, totals: Totals) -> torch.Tensor:
         """Weighted sum of the losses of one micro-batch; its metrics go into ``totals``."""

@@ -2,19 +2,19 @@
 
 `Replica`: one process has all of it. `Sharded`: FSDP2 gives each process a part. "All" is what tensor parallelism leaves a
 rank of each matrix. Both show the same: ``masters``, the parameters that the optimizer moves, whose ``.grad`` is complete
-after the backward passes and `finish_gradients`.
+after the backward passes and `finish_gradients`. (`zero`: DeepSpeed keeps gradients and masters its own way.)
 """
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tandem.api.state import Parted
@@ -31,6 +31,11 @@ class Holder(ABC):
     pieces: Pieces | None = None
     """How matrices are cut, under tensor parallelism."""
 
+    @property
+    def device(self) -> torch.device:
+        """On which ranks exchange numbers."""
+        return next(iter(self.masters.values())).device
+
     @abstractmethod
     def publish(self) -> None:
         """After the masters have changed: the model computes with their new values."""
@@ -43,8 +48,35 @@ class Holder(ABC):
     def _put(self, name: str, value: torch.Tensor) -> None:
         """Overwrites what `_gather` gives."""
 
+    def compute(self, *arguments: Any) -> Any:
+        """The model's forward pass."""
+        return self.model(*arguments)
+
     def accumulate(self, *, last: bool) -> None:
         """Before each backward pass of a step. ``last``: none follows it."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Adds to the gradients."""
+        loss.backward()
+
+    def adamw(self, groups: list[dict[str, Any]], **settings: Any) -> Any:
+        """What moves the masters in ``groups``; it has ``step``, ``zero_grad``, ``param_groups``, ``state``, as torch's."""
+        return torch.optim.AdamW(groups, fused=True, **settings)
+
+    def moments(self, adamw: Any) -> dict[str, dict[str, Any]]:
+        """Of each master that has any: its moments and number of steps, as a state has them; see `state_of`."""
+        state = adamw.state
+        return {
+            name: {what: self.state_of(name, x) for what, x in state[master].items()}
+            for name, master in self.masters.items()
+            if master in state
+        }
+
+    def take_moments(self, adamw: Any, moments: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """Takes whole moments in the place of those that ``adamw`` has; each rank cuts its part out of them."""
+        adamw.state.clear()
+        for name, found in moments.items():
+            adamw.state[self.masters[name]] = {what: self.laid_out(name, x) for what, x in found.items()}
 
     def full(self, name: str) -> torch.Tensor:
         """The whole master, on the device; collective where it is sharded or cut."""
@@ -66,17 +98,15 @@ class Holder(ABC):
         pieces = self.pieces
         if pieces is None or not tensor.dim():
             return tensor
-        return Parted(lambda: pieces.whole(name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor))
+        return Parted(lambda: pieces.whole(name, _whole(tensor)))
 
     def laid_out(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """A copy of a whole tensor, on the device of the master ``name`` and cut as it is."""
         master = self.masters[name]
         cut = whole if self.pieces is None or not whole.dim() else self.pieces.piece(name, whole)
-        value = cut.to(master.device, copy=True)
         if not isinstance(master, DTensor) or not whole.dim():
-            return value
-        # src_data_rank=None: every rank cuts its own part out of the tensor that it has
-        return distribute_tensor(value, master.device_mesh, master.placements, src_data_rank=None)
+            return cut.to(master.device, copy=True)
+        return _divided(cut, master)
 
     def finish_gradients(self) -> None:
         """After the last backward pass: sums the gradients of which ranks that share matrices have a part each."""
@@ -120,6 +150,30 @@ class Holder(ABC):
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of it, on the device of its mesh, over which alone it can be gathered: its shards may be in host memory."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return _moved(tensor, tensor.device_mesh.device_type).full_tensor()
+
+
+def _divided(value: torch.Tensor, master: DTensor) -> DTensor:
+    """A copy of ``value``, which every rank has, cut as ``master`` is and where it is."""
+    mesh = master.device_mesh
+    # src_data_rank=None: every rank cuts its own part out of the tensor that it has
+    cut = distribute_tensor(value.to(mesh.device_type, copy=True), mesh, master.placements, src_data_rank=None)
+    return _moved(cut, master.to_local().device.type)
+
+
+def _moved(tensor: DTensor, device: str) -> DTensor:
+    """With its shards on another kind of device."""
+    local = tensor.to_local()
+    if local.device.type == device:
+        return tensor
+    sizes = {"shape": tensor.shape, "stride": tensor.stride()}
+    return DTensor.from_local(local.to(device), tensor.device_mesh, tensor.placements, run_check=False, **sizes)
 
 
 class Replica(Holder):
@@ -182,22 +236,26 @@ class Sharded(Holder):
         pieces: Pieces | None = None,
         fill: Callable[[nn.Module], None] = lambda _: None,
         gradient_sync: Literal["step", "micro_batch"] = "step",
+        offload: bool = False,
     ):
         """``mesh``: shards, or replicas by shards. ``fill``: gives a module its weights, just before it is sharded.
-        ``gradient_sync``: how often gradients are summed over ranks.
+        ``gradient_sync``: how often gradients are summed over ranks. ``offload``: shards of masters, gradients and moments
+        are in host memory, where the optimizer steps; a layer is brought to the device while it is computed.
         """
         precision = MixedPrecisionPolicy(
             param_dtype=None if dtype == torch.float32 else dtype,
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,  # temperatures stay float32
         )
+        place = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy()
         for layer in layers:
             fill(layer)
-            fully_shard(layer, mesh=mesh, mp_policy=precision)
+            fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=place)
         fill(model)
         # the embedding is also the head, or as large: keep it gathered between its two uses
-        fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
+        fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=place, reshard_after_forward=False)
         self.model, self.pieces, self._gradient_sync = model, pieces, gradient_sync
+        self._mesh, self._offload = mesh, offload
         self.masters = dict(model.named_parameters())
 
     def accumulate(self, *, last: bool) -> None:
@@ -213,11 +271,23 @@ class Sharded(Holder):
             if isinstance(module, FSDPModule):
                 module.reshard()
 
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self._mesh.device_type)
+
     def _gather(self, name: str) -> torch.Tensor:
-        return self.masters[name].detach().full_tensor()
+        return _whole(self.masters[name].detach())
 
     @torch.no_grad()
     def _put(self, name: str, value: torch.Tensor) -> None:
         master = self.masters[name]
-        # src_data_rank=None: every rank cuts its own part out of the tensor that it has
-        master.copy_(distribute_tensor(value.to(master), master.device_mesh, master.placements, src_data_rank=None))
+        _local(master).copy_(_local(_divided(value.to(master.dtype), master)))
+
+    def state_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | Parted:
+        if self._offload and tensor.dim():
+            return Parted(lambda: _whole(tensor))
+        return super().state_of(name, tensor)
+
+    def move(self, device: torch.device | str) -> None:
+        if not self._offload:  # else it is in host memory in any case
+            super().move(device)

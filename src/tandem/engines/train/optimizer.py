@@ -19,13 +19,11 @@ class Optimizer:
     def __init__(self, holder: Holder, options: OptimizerConfig, total_steps: int, ranks: Ranks):
         """``total_steps``: of the run, for the schedule. ``ranks``: those over which the model is spread."""
         self._holder, self._options, self._total_steps, self._ranks = holder, options, total_steps, ranks
-        masters = holder.masters.values()
-        groups = [
-            {"params": [p for p in masters if p.dim() >= 2], "weight_decay": options.weight_decay},
-            {"params": [p for p in masters if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        betas = (options.beta1, options.beta2)
-        self._adamw = torch.optim.AdamW(groups, lr=options.lr, betas=betas, eps=options.eps, fused=True)
+        matrices, vectors = [], []
+        for name, p in holder.masters.items():
+            (matrices if len(holder.shape(name)) >= 2 else vectors).append(p)
+        groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self._adamw = holder.adamw(groups, lr=options.lr, betas=(options.beta1, options.beta2), eps=options.eps)
         self._step = 0
         self._skips_in_a_row = 0
 
@@ -73,27 +71,21 @@ class Optimizer:
         return report
 
     def state_dict(self) -> dict[str, Any]:
-        """Steps, and the moments of each master that has any; see `Holder.state_of`."""
-        state, moments = self._adamw.state, {}
-        for name, p in self._holder.masters.items():
-            if p in state:
-                moments[name] = {what: self._holder.state_of(name, x) for what, x in state[p].items()}
+        """Steps, and the moments of each master that has any; see `Holder.moments`."""
+        moments = self._holder.moments(self._adamw)
         return {"step": self._step, "skips_in_a_row": self._skips_in_a_row, "moments": moments}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes whole moments; each rank cuts its part out of them. Learning rates are those of the options here.
 
         Raises:
-            ConfigError: moments of a master that is not here.
+            ConfigError: moments of a master that is not here, or that this backend cannot take.
         """
-        masters = self._holder.masters
-        unknown = sorted(set(state["moments"]) - set(masters))
+        unknown = sorted(set(state["moments"]) - set(self._holder.masters))
         if unknown:
             raise ConfigError(f"the saved optimizer state is of another model, which has {unknown[0]!r}")
         self._step, self._skips_in_a_row = int(state["step"]), int(state["skips_in_a_row"])
-        self._adamw.state.clear()
-        for name, moments in state["moments"].items():
-            self._adamw.state[masters[name]] = {what: self._holder.laid_out(name, x) for what, x in moments.items()}
+        self._holder.take_moments(self._adamw, state["moments"])
 
     def _gradient_norm(self) -> float:
         """Global L2 norm, summed in float64 so that it does not depend on how parameters are cut."""
@@ -102,9 +94,8 @@ class Optimizer:
             for name, gradient in self._holder.named_local_gradients()
             if self._counts(name)
         ]
-        device = next(iter(self._holder.masters.values())).device
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64, device=device)
-        return math.sqrt(float(sum_over_ranks(total, self._ranks.group)))
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        return math.sqrt(float(sum_over_ranks(total.to(self._holder.device), self._ranks.group)))
 
     def _counts(self, name: str) -> bool:
         """Whether this rank is the one to count its part of a gradient, which others may have too."""

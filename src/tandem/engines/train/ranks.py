@@ -1,5 +1,6 @@
 """The ranks that train one model, and the groups that they form for what they divide among themselves."""
 
+import atexit
 import itertools
 from dataclasses import dataclass
 
@@ -42,7 +43,9 @@ class Ranks:
 
     @property
     def sums(self) -> int:
-        """Ranks over which FSDP takes the mean of gradients, where the step needs their sum."""
+        """Ranks over which FSDP or DeepSpeed takes the mean of gradients, where the step needs their sum."""
+        if self.layout.zero is not None:
+            return self.layout.data
         return 1 if self.shards is None else self.layout.batches * self.layout.context
 
     @property
@@ -72,20 +75,23 @@ def form_ranks(backend: str, group: dist.ProcessGroup | None, device: torch.devi
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     there = 1 if group is None else dist.get_world_size(group)
+    kind = "fsdp" if layout.zero is None else f"deepspeed:zero{layout.zero}"
     if there != layout.ranks:
         raise ConfigError(
             f"actor.backend is {backend!r}, which is {layout.ranks} rank(s), but {there} process(es) take part; "
-            f"set it to fsdp:d{there}, or start as many processes as it says"
+            f"set it to {kind}:d{there}, or start as many processes as it says"
         )
     if group is None or there == 1:
         return Ranks(layout)
     rank = dist.get_rank(group)
-    if layout.tensor == layout.context == layout.replicas == 1:
+    if layout.zero is None and layout.tensor == layout.context == layout.replicas == 1:
         whole = group is dist.group.WORLD
         shards = init_device_mesh(device.type, (there,)) if whole else DeviceMesh.from_group(group, device.type)
         return Ranks(layout, group, rank, shards)
     if group is not dist.group.WORLD:
         raise ConfigError(f"actor.backend={backend} needs all processes; a part of them can be fsdp:d{there}")
+    if layout.zero is not None:
+        return Ranks(layout, group, rank)
     sizes = (layout.replicas, layout.shards, layout.tensor)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replica", "shard", "tensor"))
     shards = None
@@ -116,3 +122,16 @@ def sum_over_ranks(value: torch.Tensor, group: dist.ProcessGroup | None) -> torc
     if group is not None:
         dist.all_reduce(value, group=group)
     return value
+
+
+def form_group(device: torch.device) -> None:
+    """A process group of this process alone, for libraries that want one, where there is none."""
+    if not dist.is_initialized():
+        kind = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(kind, store=dist.HashStore(), rank=0, world_size=1)
+        atexit.register(_leave_group)
+
+
+def _leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -6,10 +6,15 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tandem.config.backend import layout_problems
+from tandem.config.errors import ConfigError
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.holders import Holder, Replica, Sharded
-from tandem.engines.train.ranks import Ranks
+from tandem.engines.train.ranks import Ranks, form_group
+from tandem.engines.train.zero import ZeroHolder
+from tandem.models.compiled import compile_layers
 from tandem.models.context_parallel import divides_heads, refuse_uneven_heads
 from tandem.models.load import load_causal_lm, load_scalar_model
 from tandem.models.packed import PackedModel
@@ -29,21 +34,39 @@ def open_spread(
     Raises:
         ConfigError: it cannot be opened, or not be divided so.
     """
+    for problem in layout_problems(ranks.layout, f"actor.backend={config.backend}", config):
+        raise ConfigError(problem)
+    if config.offload and device.type == "cpu":
+        raise ConfigError(
+            "actor.offload=true brings layers from host memory to a GPU as they are computed, and without a GPU there is no "
+            "other memory than that: leave it out"
+        )
     unfilled = None if ranks.group is None else _open_unfilled(config, device, head)
     model = _load(config, device, head) if unfilled is None else unfilled.model
     if ranks.context is not None:
         model.context = replace(ranks.context, way=_context_way(config, ranks, model))
     pieces = None if ranks.tensor is None else cut(model, ranks.tensor)
+    if config.compile:
+        compile_layers(model, device)
 
     def fill(module: nn.Module) -> None:
         if unfilled is not None:
             unfilled.fill(module, pieces)
 
-    if ranks.shards is None:
+    layers = model.model.model.layers
+    if ranks.layout.zero is not None:
+        return model, ZeroHolder(model, layers, dtype, ranks.layout, device, fill)
+    shards = _alone(device) if config.offload and ranks.group is None else ranks.shards
+    if shards is None:
         fill(model)
         return model, Replica(model, dtype, pieces)
-    layers = model.model.model.layers
-    return model, Sharded(model, layers, dtype, ranks.shards, pieces, fill, config.gradient_sync)
+    return model, Sharded(model, layers, dtype, shards, pieces, fill, config.gradient_sync, config.offload)
+
+
+def _alone(device: torch.device) -> DeviceMesh:
+    """This process, as FSDP wants it."""
+    form_group(device)
+    return init_device_mesh(device.type, (1,))
 
 
 def _open_unfilled(config: TrainEngineConfig, device: torch.device, head: Head) -> Unfilled | None:

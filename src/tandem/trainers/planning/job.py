@@ -168,6 +168,8 @@ def held(
     found = re.fullmatch(r"fsdp:d([1-9]\d*)", config.backend)
     if found is None:
         raise ConfigError(f"{role}: the plan knows backends of the form fsdp:dN, got {config.backend!r}")
+    if config.offload:
+        raise ConfigError(f"{role}: the plan does not know what a run needs with actor.offload=true; leave it out to plan")
     return Held(
         role=role,
         shape=read(config.path),

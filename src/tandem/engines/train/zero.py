@@ -1,0 +1,276 @@
+"""DeepSpeed's ZeRO behind the contract of the other backends.
+
+Each rank keeps a part of the float32 masters and of AdamW's moments (stage 1), of the gradients (2), of the parameters (3);
+see arXiv:1910.02054. DeepSpeed gathers parameters, reduces gradients and moves the masters. What a step is (loss, norm,
+clipping, schedule, when it is skipped) is decided where it is for every backend: in `FSDPEngine` and `Optimizer`.
+"""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import pad
+
+from tandem.api.failures import ConfigError
+from tandem.api.state import Parted
+from tandem.config.backend import Layout
+from tandem.engines.train.holders import Holder
+from tandem.engines.train.ranks import form_group
+from tandem.engines.train.zero_library import import_deepspeed, local_rank, quiet, settings_of
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class ZeroHolder(Holder):
+    """A model that DeepSpeed spreads. `masters` are its parameters, which name what lies in flat pieces over the ranks."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: nn.ModuleList,
+        dtype: torch.dtype,
+        layout: Layout,
+        device: torch.device,
+        fill: Callable[[nn.Module], None],
+    ):
+        """``fill``: gives a module its weights, float32; under stage 3 one layer after another is filled and divided, so
+        that no rank ever has all of them. Collective.
+
+        Raises:
+            ConfigError: DeepSpeed is not installed, or cannot do this.
+        """
+        self._stage = layout.zero or 0
+        if self._stage == 1 and dtype != torch.float32:
+            raise ConfigError(
+                "stage 1 of DeepSpeed adds up gradients in another way where the model computes in bfloat16, which is not "
+                f"supported: use deepspeed:zero2:d{layout.data}, or actor.dtype=float32"
+            )
+        self.model, self._dtype, self._device, self._ranks = model, dtype, device, layout.data
+        self._deepspeed = import_deepspeed(device)
+        form_group(device)
+        self._rank = dist.get_rank()
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        total = sum(shape.numel() for shape in self._shapes.values())
+        self._settings = settings_of(self._stage, dtype, total)
+        self._exact: dict[str, torch.Tensor] = {}
+        for module in (*layers, model) if self._stage == 3 else (model,):
+            fill(module)
+            self._divide(module)
+        self.masters = dict(model.named_parameters())
+        self._changed = False
+
+    def _divide(self, module: nn.Module) -> None:
+        """Stage 3 leaves this rank its part of each parameter. What rounding would lose is kept for the masters."""
+        if self._dtype != torch.float32:
+            for name, parameter in self.model.named_parameters():
+                if not parameter.is_meta and name not in self._exact:
+                    whole = parameter.detach()
+                    self._exact[name] = self._part(whole).clone() if self._stage == 3 else whole
+                    parameter.data = whole.to(self._dtype)
+        if self._stage == 3:
+            with quiet(self._device):
+                self._deepspeed.zero.Init(module=module, config_dict_or_path=copy.deepcopy(self._settings))
+
+    def adamw(self, groups: list[dict[str, Any]], **settings: Any) -> "_Moved":
+        """DeepSpeed's engine, around torch's AdamW over the flat pieces."""
+        adamw = torch.optim.AdamW([group for group in groups if group["params"]], fused=True, **settings)
+        with quiet(self._device):
+            self._engine, self._zero, *_ = self._deepspeed.initialize(
+                model=self.model, optimizer=adamw, config=copy.deepcopy(self._settings)
+            )
+        for name in list(self._exact):
+            self._set(name, self._exact.pop(name))
+        self.publish()
+        return _Moved(self, adamw)
+
+    def compute(self, *arguments: Any) -> Any:
+        with local_rank(self._device):
+            return self._engine(*arguments)
+
+    def accumulate(self, *, last: bool) -> None:
+        """Stage 1 sums gradients over ranks after the last backward pass, the others after each."""
+        self._engine.set_gradient_accumulation_boundary(last)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        with local_rank(self._device):
+            self._engine.backward(loss)
+
+    def step(self) -> None:
+        """DeepSpeed's: moves the masters by the gradients that there are, and gathers what the model computes with."""
+        with local_rank(self._device):
+            self._engine.step()
+
+    def drop_gradients(self) -> None:
+        """Forgets gradients, whole ones and those of a step that was not finished, as DeepSpeed does where one overflows."""
+        zero = self._zero
+        zero.zero_grad(set_to_none=True)
+        zero._epilogue_ran_this_backward = False  # or the next backward pass would add to what is dropped
+        if self._stage == 3:
+            zero.averaged_gradients, zero.micro_step_id = {}, 0
+        else:
+            zero.averaged_gradients, zero.all_grad_tensors = {}, {}
+            zero.micro_step_id = -1
+
+    def named_local_gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's pieces, under the numbers of their groups: none of them is another rank's too."""
+        for group, pieces in self._zero.averaged_gradients.items():
+            for piece in pieces or ():
+                yield str(group), piece
+
+    def publish(self) -> None:
+        """DeepSpeed does it after a step; here after masters were overwritten."""
+        if not self._changed:
+            return
+        if self._stage < 3:
+            self._zero.update_lp_params()
+        else:
+            self._zero.parameter_offload.partition_all_parameters()  # what is gathered is of the old masters
+            for group in range(len(self._zero.fp16_groups)):
+                self._zero._reassign_or_swap_out_partitioned_parameters(group)
+        self._changed = False
+
+    def shape(self, name: str) -> torch.Size:
+        return self._shapes[name]
+
+    def state_of(self, name: str, tensor: torch.Tensor) -> Parted:
+        """A master, as a state has it."""
+        return Parted(partial(self._gather, name))
+
+    def _gather(self, name: str) -> torch.Tensor:
+        parameter = self.masters[name]
+        if self._stage < 3 and self._dtype == torch.float32:
+            return parameter.detach()  # each rank has all of it, equal to the masters
+        return self._deepspeed.utils.safe_get_full_fp32_param(parameter)
+
+    @torch.no_grad()
+    def _put(self, name: str, value: torch.Tensor) -> None:
+        whole = value.to(self._device, torch.float32)
+        self._set(name, self._part(whole) if self._stage == 3 else whole)
+
+    def _set(self, name: str, value: torch.Tensor, moment: str | None = None) -> None:
+        """Overwrites a master, or one of its moments. ``value``: under stage 3 this rank's part, else the whole."""
+        parameter, utils = self.masters[name], self._deepspeed.utils
+        if moment is None:
+            set_it = utils.safe_set_local_fp32_param if self._stage == 3 else utils.safe_set_full_fp32_param
+            set_it(parameter, value)
+            self._changed = True
+        else:
+            set_it = utils.safe_set_local_optimizer_state if self._stage == 3 else utils.safe_set_full_optimizer_state
+            set_it(parameter, value, moment)
+
+    def _part(self, whole: torch.Tensor) -> torch.Tensor:
+        """What stage 3 gives this rank of a parameter: equal pieces, the last one filled up with zeros."""
+        size = -(-whole.numel() // self._ranks)
+        return pad(whole.flatten(), (0, size * self._ranks - whole.numel()))[size * self._rank : size * (self._rank + 1)]
+
+    def _pieces(self) -> list[torch.Tensor]:
+        """This rank's part of the masters, float32, one flat tensor a group."""
+        return self._zero.fp32_partitioned_groups_flat if self._stage == 3 else self._zero.single_partition_of_fp32_groups
+
+    def moments(self, adamw: "_Moved") -> dict[str, dict[str, Any]]:
+        """See `Holder.moments`. All masters have taken the same number of steps here."""
+        if not adamw.state:
+            return {}
+        self._link_moments()
+        steps = adamw.state[self._pieces()[0]]["step"]
+        return {
+            name: {"step": steps} | {what: Parted(partial(self._gather_moment, name, what)) for what in _MOMENTS}
+            for name in self.masters
+        }
+
+    def _gather_moment(self, name: str, what: str) -> torch.Tensor:
+        return self._deepspeed.utils.safe_get_full_optimizer_state(self.masters[name], what)
+
+    def _link_moments(self) -> None:
+        """Lets DeepSpeed find each master's moments in the flat ones, which it does by itself at its first step only."""
+        if self._stage < 3:
+            self._zero._hp_optimizer_states_linked = False
+            self._zero._lazy_init_hp_params_optimizer_state()
+
+    @torch.no_grad()
+    def take_moments(self, adamw: "_Moved", moments: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
+        """See `Holder.take_moments`.
+
+        Raises:
+            ConfigError: masters that took different numbers of steps; nothing was changed then.
+        """
+        steps = {float(found["step"]) for found in moments.values()}
+        if moments and (len(steps) > 1 or moments.keys() != self.masters.keys()):
+            raise ConfigError(
+                "the saved optimizer moved some parameters more often than others, and DeepSpeed counts the steps of all "
+                "together: resume with actor.backend=fsdp:dN, or begin another run from these weights with actor.path"
+            )
+        adamw.state.clear()
+        if not moments:
+            return
+        for piece in self._pieces():
+            zeros = {what: torch.zeros_like(piece) for what in _MOMENTS}
+            adamw.state[piece] = {"step": torch.tensor(*steps, device=piece.device)} | zeros
+        self._link_moments()
+        for name, found in moments.items():
+            for what in _MOMENTS:
+                whole = found[what].to(self._device, torch.float32)
+                self._set(name, self._part(whole) if self._stage == 3 else whole, what)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        before = [piece.detach().clone() for piece in self._pieces()]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for piece, value in zip(self._pieces(), before, strict=True):
+                    piece.copy_(value)
+            self._changed = True
+            self.publish()
+
+    def move(self, device: torch.device | str) -> None:
+        """Moves parameters and masters to ``cpu``, or back to where they were."""
+        self.leave() if torch.device(device).type == "cpu" else self.come_back()
+
+    def leave(self) -> None:
+        """Moves parameters and masters to host memory."""
+        states = self._deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum
+        kinds = [states.lp_params, states.hp_params]
+        if self._stage == 3:  # where DeepSpeed moves the masters of its own Adam only
+            kinds = [states.lp_params, states.contiguous_grad_buffer]
+            for piece in self._pieces():
+                piece.data = piece.data.to("cpu")
+        self._engine.offload_states(include=kinds, pin_memory=False)
+
+    def come_back(self) -> None:
+        """Brings back what `leave` moved."""
+        self._engine.reload_states()
+        if self._stage == 3:
+            for piece in self._pieces():
+                piece.data = piece.data.to(self._device)
+
+
+class _Moved:
+    """What `Optimizer` asks of torch's AdamW, done by DeepSpeed: it moves its flat pieces with one."""
+
+    def __init__(self, holder: ZeroHolder, adamw: torch.optim.AdamW):
+        self._holder, self._adamw = holder, adamw
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Where learning rates stand."""
+        return self._adamw.param_groups
+
+    @property
+    def state(self) -> dict[torch.Tensor, dict[str, Any]]:
+        """Moments of this rank's flat pieces."""
+        return self._adamw.state
+
+    def step(self) -> None:
+        """Moves the masters."""
+        self._holder.step()
+
+    def zero_grad(self) -> None:
+        """Frees the gradients."""
+        self._holder.drop_gradients()

@@ -1,0 +1,46 @@
+"""Compiled layers take the same step."""
+
+import pytest
+import torch
+
+from tests.engines_train.layouts import batch_of_prompts, engine_on, loss_with_scores
+from tests.engines_train.steps import distance, weights_of
+from tests.ranks import alone_and_on_two
+from tests.tiny import tiny_model_folder
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+LAYOUTS = {1: ("d1",), 2: ("d2", "d1t2")}
+
+
+def steps(folder, ranks):
+    """By layout and whether it is compiled: weights before and after three steps, and how many programs were made."""
+    torch.set_num_threads(1)
+    found = {}
+    for layout in LAYOUTS[ranks]:
+        for compiled in (False, True) if ranks == 1 else (True,):
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            engine = engine_on(folder, layout, lr=1e-2, eps=1e-2, compile=compiled)
+            before = weights_of(engine)
+            for _ in range(3):
+                engine.train_batch(batch_of_prompts(), loss_with_scores, entropy=True)
+            programs = torch._dynamo.utils.counters["stats"].get("unique_graphs", 0)
+            found[f"{layout} {compiled}"] = before, weights_of(engine), programs
+    return found
+
+
+def test_compiled_layers_take_the_step_of_others(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "programs"))
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    folder = tiny_model_folder(tmp_path, "llama")
+    one, several = alone_and_on_two(steps, folder, out=tmp_path)
+    before, after, programs = one["d1 False"]
+    assert programs == 0
+    moved = distance(before, after)
+    assert moved > 0
+    for found in (one, *several):
+        for name, (_, theirs, programs) in found.items():
+            if name.endswith("True"):
+                assert programs > 0
+                assert distance(theirs, after) <= 1e-3 * moved, name
