@@ -100,6 +100,8 @@ def measure(model: Path, root: Path, saves: int, dtype: str) -> dict[str, float]
             made[beside] = Saving(config, run, 10**6, engine, lambda folder: None, recovery, late)
         for number in range(saves + 1):
             for beside, saving in made.items():
+                if not number and not beside:
+                    continue  # it has nothing to warm up
                 progress.step += 1
                 began = time.perf_counter()
                 saving.after_step(progress.step, {})

@@ -24,7 +24,7 @@ class Outcome:
 
 def arguments(root, **options):
     keys = ["train_dataset.path=addition", f"run.root={root}", "experiment_name=sums", "trial_name=first"]
-    return Namespace(arguments=keys, **({"dry_run": False, "json": False, "override": False} | options))
+    return Namespace(arguments=keys, **({"dry_run": False, "json": False, "override": False, "until": None} | options))
 
 
 def train(resolved, *, dry_run=False):
