@@ -1,4 +1,4 @@
-"""How a model and its float32 master weights lie over the processes.
+"""How a model and its float32 master weights lie over the processes; what is frozen has no masters.
 
 `Replica`: one process has all of it. `Sharded`: FSDP2 gives each process a part. "All" is what tensor parallelism leaves a
 rank of each matrix. Both show the same: ``masters``, the parameters that the optimizer moves, whose ``.grad`` is complete
@@ -28,8 +28,14 @@ class Holder(ABC):
     masters: dict[str, nn.Parameter]
     """Name in ``model`` → float32 parameter; tied ones once."""
 
+    frozen: dict[str, nn.Parameter]
+    """The parameters that nobody trains, in the dtype of the computation: most of them beside adapters, else none."""
+
     pieces: Pieces | None = None
     """How matrices are cut, under tensor parallelism."""
+
+    lent: bool = False
+    """Whether other weights are in the model for a moment: see `restored`."""
 
     @abstractmethod
     def publish(self) -> None:
@@ -37,7 +43,7 @@ class Holder(ABC):
 
     @abstractmethod
     def _gather(self, name: str) -> torch.Tensor:
-        """A master, or this rank's piece where it is cut, from all shards."""
+        """A master or frozen parameter, or this rank's piece where it is cut, from all shards."""
 
     @abstractmethod
     def _put(self, name: str, value: torch.Tensor) -> None:
@@ -46,18 +52,22 @@ class Holder(ABC):
     def accumulate(self, *, last: bool) -> None:
         """Before each backward pass of a step. ``last``: none follows it."""
 
+    def held(self, name: str) -> nn.Parameter:
+        """A master or frozen parameter, as this rank has it."""
+        return self.masters[name] if name in self.masters else self.frozen[name]
+
     def full(self, name: str) -> torch.Tensor:
-        """The whole master, on the device; collective where it is sharded or cut."""
+        """The whole of it, on the device; collective where it is sharded or cut."""
         gathered = self._gather(name)
         return gathered if self.pieces is None else self.pieces.whole(name, gathered)
 
     def shape(self, name: str) -> torch.Size:
-        """Of the whole master."""
-        own = self.masters[name].shape
+        """Of the whole."""
+        own = self.held(name).shape
         return own if self.pieces is None else self.pieces.shape(name, own)
 
     def assign(self, name: str, value: torch.Tensor) -> None:
-        """Overwrites a master with the whole tensor ``value``; every rank calls it with the same value."""
+        """Overwrites one with the whole tensor ``value``; every rank calls it with the same value."""
         self._put(name, value if self.pieces is None else self.pieces.piece(name, value))
 
     def state_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | Parted:
@@ -92,14 +102,17 @@ class Holder(ABC):
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """After this block all masters are as before it, to the bit."""
-        before = {name: master.detach().clone() for name, master in self.masters.items()}
+        """After this block all weights are as before it, to the bit; inside, others may be put in their place."""
+        parameters = self.masters | self.frozen
+        before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        self.lent = True
         try:
             yield
         finally:
+            self.lent = False
             with torch.no_grad():
-                for name, master in self.masters.items():
-                    master.copy_(before[name])
+                for name, parameter in parameters.items():
+                    parameter.copy_(before[name])
             self.publish()
 
     def move(self, device: torch.device | str) -> None:
@@ -122,6 +135,12 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def _parted(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """What is trained, and what is not."""
+    named = dict(model.named_parameters())
+    return {n: p for n, p in named.items() if p.requires_grad}, {n: p for n, p in named.items() if not p.requires_grad}
+
+
 class Replica(Holder):
     """All in one process.
 
@@ -131,7 +150,7 @@ class Replica(Holder):
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, pieces: Pieces | None = None):
         self.model, self.pieces = model, pieces
-        self._parameters = dict(model.named_parameters())
+        self._parameters, self.frozen = _parted(model)
         self.masters = self._parameters
         if dtype != torch.float32:
             self.masters = {name: nn.Parameter(p.detach().clone()) for name, p in self._parameters.items()}
@@ -157,11 +176,11 @@ class Replica(Holder):
                 parameter.copy_(self.masters[name])
 
     def _gather(self, name: str) -> torch.Tensor:
-        return self.masters[name].detach()
+        return self.held(name).detach()
 
     @torch.no_grad()
     def _put(self, name: str, value: torch.Tensor) -> None:
-        self.masters[name].copy_(value)
+        self.held(name).copy_(value)
 
     def move(self, device: torch.device | str) -> None:
         super().move(device)
@@ -198,7 +217,7 @@ class Sharded(Holder):
         # the embedding is also the head, or as large: keep it gathered between its two uses
         fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=False)
         self.model, self.pieces, self._gradient_sync = model, pieces, gradient_sync
-        self.masters = dict(model.named_parameters())
+        self.masters, self.frozen = _parted(model)
 
     def accumulate(self, *, last: bool) -> None:
         """Until they are summed over ranks, each rank has all gradients of its own sequences; after it, its shard."""
@@ -214,10 +233,10 @@ class Sharded(Holder):
                 module.reshard()
 
     def _gather(self, name: str) -> torch.Tensor:
-        return self.masters[name].detach().full_tensor()
+        return self.held(name).detach().full_tensor()
 
     @torch.no_grad()
     def _put(self, name: str, value: torch.Tensor) -> None:
-        master = self.masters[name]
+        master = self.held(name)
         # src_data_rank=None: every rank cuts its own part out of the tensor that it has
         master.copy_(distribute_tensor(value.to(master), master.device_mesh, master.placements, src_data_rank=None))

@@ -165,6 +165,8 @@ def held(
     found = re.fullmatch(r"fsdp:d([1-9]\d*)", config.backend)
     if found is None:
         raise ConfigError(f"{role}: the plan knows backends of the form fsdp:dN, got {config.backend!r}")
+    if config.lora.rank is not None:
+        raise ConfigError(f"{role}: there is no plan for LoRA yet ({role}.lora.rank={config.lora.rank}); plan without it")
     return Held(
         role=role,
         shape=read(config.path),
