@@ -186,7 +186,7 @@ def test_the_first_values_follow_the_seed_and_differ_between_matrices(folder):
 SLOW = [pytest.mark.slow, pytest.mark.invariant]
 
 
-@pytest.fixture(scope="module", params=["sharded", pytest.param("others", marks=SLOW)])
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=SLOW) for name in LAYOUTS])
 def layouts(request, folder, tmp_path_factory):
     """(layouts, what one process found, what each of two ranks found, where they saved)."""
     out, chosen = tmp_path_factory.mktemp("layouts"), LAYOUTS[request.param]

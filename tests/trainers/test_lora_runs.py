@@ -15,8 +15,10 @@ from tandem.config.presets import PRESETS
 from tandem.tracking.statistics import PhaseTimer
 from tandem.trainers import distill, preference, reward, rl, sft
 from tandem.trainers.parts import open_rows
+from tandem.trainers.planning.job import held
 from tandem.trainers.process import start_process
 from tandem.trainers.session import open_session
+from tests.trainers.planning import HAND, round_machine
 from tests.trainers.test_resume import SAVED_EACH_STEP, Runs, assert_same, zygote  # noqa: F401
 
 LORA = ["actor.lora.rank=4", "actor.lora.alpha=8"]
@@ -126,7 +128,9 @@ def test_a_run_that_is_killed_goes_on_to_the_bit(zygote, overrides, tmp_path):  
     assert_same(runs.folder("whole"), runs.folder("killed"), 4)
 
 
-@pytest.mark.parametrize("kind", ["sft", pytest.param("reward", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.invariant
+@pytest.mark.parametrize("kind", ["sft", "reward"])
 def test_so_does_one_that_learns_from_rows_with_dropout(zygote, model, tmp_path, kind):  # noqa: F811
     data = TRAINERS[kind][2]
     items = [f"actor.path={model}", "actor.dtype=float32", "actor.optimizer.lr=0.01", f"train_dataset.path={data}", *LORA]
@@ -138,8 +142,15 @@ def test_so_does_one_that_learns_from_rows_with_dropout(zygote, model, tmp_path,
     assert_same(runs.folder("whole"), runs.folder("killed"), 4)
 
 
-def test_another_base_is_refused_on_the_way(overrides, model, tmp_path):
+@pytest.mark.slow
+def test_another_rank_is_refused_when_a_run_goes_on(overrides, model, tmp_path):
     items = [*overrides, *LORA, "checkpoint.every_steps=1", "actor.lora.rank=2"]
     rl.train(loaded(TrainConfig, items))
     with pytest.raises(ConfigError, match=r"actor\.lora\.rank"):
         rl.train(loaded(TrainConfig, [*items, "actor.lora.rank=4", "total_train_steps=5"]), override=True)
+
+
+def test_there_is_no_plan_for_it_and_that_is_said(overrides):
+    config = loaded(TrainConfig, [*overrides, *LORA]).config
+    with pytest.raises(ConfigError, match=r"no plan for LoRA yet \(actor\.lora\.rank=4\)"):
+        held("actor", config.actor, round_machine(), lambda path: HAND)

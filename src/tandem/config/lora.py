@@ -64,6 +64,9 @@ def lora_problems(config: "BaseConfig", *, compares: bool) -> Iterator[str]:
 
 
 def _cut(key: str, name: str, backend: str) -> Iterator[str]:
+    if not backend.startswith("fsdp:"):
+        yield f"{key} goes with {name}=fsdp:dN, got {backend}: other backends have no adapters here"
+        return
     try:
         cut = parse_layout(backend).tensor
     except ConfigError:
