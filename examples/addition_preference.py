@@ -33,7 +33,7 @@ def main(overrides: list[str]) -> None:
     with ExitStack() as stack:
         run, tracker = open_run(config, process, stack, steps=steps)  # None on ranks other than 0
         engine = build_train_engine(config.actor, total_steps=steps, device=process.device)
-        reference = make_reference(config, process.device)  # None where the loss compares with none
+        reference = make_reference(config, process.device, engine)  # None where the loss compares with none
         learner = PreferenceLearner(engine, config.loss, reference=reference)
         loader = Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
         batches = BatchMaker(loader, make_encoder(tokenizer, config), config.batch_size)

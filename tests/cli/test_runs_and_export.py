@@ -130,6 +130,12 @@ def test_what_cannot_be_exported_is_said(root, tmp_path, capsys, which, words):
     assert words in capsys.readouterr().err and not (tmp_path / "model").exists()
 
 
+@pytest.mark.parametrize("word", ["--merge", "--no-merge"])
+def test_a_run_without_an_adapter_has_nothing_to_merge(root, tmp_path, capsys, word):
+    assert main(["export", str(root / "adding/first"), str(tmp_path / "model"), word]) == 2
+    assert "has no adapter" in capsys.readouterr().err and not (tmp_path / "model").exists()
+
+
 def test_an_export_overwrites_nothing_and_takes_no_damaged_checkpoint(root, tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").write_text("mine")

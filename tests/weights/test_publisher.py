@@ -33,6 +33,8 @@ ROLLOUT = RolloutConfig(dtype="float32", engine=EmbeddedEngineConfig(max_running
 class Weights:
     """Stands where the trainer does: its weights are those of a tiny model with a seed, or spoiled ones."""
 
+    adapter = None
+
     def __init__(self, seed=0):
         self.become(seed)
 

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from tandem.api.requests import LLMRequest, LLMResponse
-from tandem.api.weights import WeightUpdate, WeightVersion
+from tandem.api.weights import Adapter, WeightUpdate, WeightVersion
 from tandem.config.errors import ConfigError
 
 TrainPart = Literal["parameters", "gradients", "optimizer"]
@@ -47,8 +47,28 @@ LossFn = Callable[[Outputs, TensorDict], tuple[torch.Tensor, Metrics]]
 """
 
 
+class TrainedAdapter(ABC):
+    """What an engine trains beside a frozen base (`LoRAConfig`)."""
+
+    @property
+    @abstractmethod
+    def terms(self) -> Adapter:
+        """What its tensors make of the base."""
+
+    @abstractmethod
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Its tensors, float32, one after another; `TrainEngine.load_weights` takes them too. Collective."""
+
+    @abstractmethod
+    def set_aside(self) -> AbstractContextManager[None]:
+        """A block in which the engine computes as the base alone does; nothing may be trained inside."""
+
+
 class TrainEngine(ABC):
     """A model that is trained. Takes and returns *global* batches; how they are sharded is its secret."""
+
+    adapter: TrainedAdapter | None = None
+    """Where it trains one; None where it trains all weights."""
 
     @abstractmethod
     def train_batch(self, batch: TensorDict, loss_fn: LossFn, *, entropy: bool = False) -> dict[str, float]:
@@ -149,10 +169,11 @@ class InferenceEngine(ABC):
     @abstractmethod
     def capabilities(self) -> frozenset[str]:
         """Any of ``staged``, ``in_place``, ``keep_kv``, ``sleep_weights``, ``sleep_kv_cache``, ``noise_key``,
-        ``shared_memory`` and ``disk``.
+        ``shared_memory``, ``disk`` and ``adapter``.
 
         ``shared_memory``: the engine lives in another process of this machine and reads weights from shared memory.
         ``disk``: it reads them from a folder (`FolderSource`) that it sees under the same path as the trainer.
+        ``adapter``: it takes updates that are an adapter of the model that it was made with.
         """
 
     @abstractmethod

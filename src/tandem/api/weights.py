@@ -59,6 +59,18 @@ class FolderSource(WeightSource):
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """How low-rank matrices become weights of the model that they belong to: ``W + scaling · B A``.
+
+    Their names are those of W with ``.lora_A.weight [r, in]`` and ``.lora_B.weight [out, r]`` at the end; both are float32.
+    """
+
+    scaling: float
+    dtype: torch.dtype
+    """To which the trainer rounds every W that is in the model's files."""
+
+
+@dataclass(frozen=True)
 class WeightUpdate:
     """One update: version, where its tensors are, and the digest of each."""
 
@@ -66,6 +78,9 @@ class WeightUpdate:
     source: WeightSource
     digests: Mapping[str, str]
     """Hugging Face name → hex digest of the bytes in the dtype that is delivered."""
+
+    adapter: Adapter | None = None
+    """Set where the tensors are an adapter of the model that the engine was made with; None where they are all weights."""
 
 
 def tensor_digest(tensor: torch.Tensor) -> str:

@@ -3,13 +3,18 @@
 RUN is the folder of a run, and its newest whole checkpoint is taken, or that of a step: RUN@120. `RUN@best` is the one
 where the metric of `checkpoint.keep_best` is best. With --dtype the weights are rounded once, from the float32 masters.
 
+Of a run with LoRA the model has the adapter merged into it; --no-merge writes the adapter alone, in peft's format.
+
 examples:
   tandem export runs/addition/first models/adder
   tandem export runs/addition/first@40 models/adder --dtype float32
+  tandem export runs/addition/lora adapters/adder --no-merge
 """
 
 import argparse
 from pathlib import Path
+
+from tandem.config.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -19,14 +24,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN[@STEP]", help="the run's folder, and perhaps which of its checkpoints")
     parser.add_argument("target", metavar="DIR", type=Path, help="folder to make; it must not exist")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they were saved)")
+    parser.add_argument(
+        "--merge",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="of a run with LoRA: the whole model (default), or the adapter alone",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """`tandem export`."""
-    from tandem.state.export import checkpoint_of, export  # noqa: PLC0415 — imports torch
+    from tandem.models.adapter_folder import MergedWeights  # noqa: PLC0415 — imports torch
+    from tandem.state.export import ADAPTER, checkpoint_of, export  # noqa: PLC0415 — imports torch
 
     name, _, step = arguments.run.rpartition("@") if "@" in Path(arguments.run).name else (arguments.run, "", "")
     checkpoint = checkpoint_of(Path(name).expanduser(), step or None)
-    export(checkpoint, arguments.target.expanduser(), arguments.dtype)
-    print(f"{arguments.target} has the model of {checkpoint}.")
+    adapts = (checkpoint / ADAPTER).is_dir()
+    if arguments.merge is not None and not adapts:
+        raise ConfigError(f"{checkpoint} has no adapter, so there is nothing to merge: leave --merge and --no-merge out")
+    alone = arguments.merge is False
+    if alone and arguments.dtype:
+        raise ConfigError("--dtype is of a whole model; an adapter alone stays in float32: leave --dtype or --no-merge out")
+    masters = (lambda folder: MergedWeights(folder / ADAPTER)) if adapts else None
+    target = arguments.target.expanduser()
+    export(checkpoint, target, arguments.dtype, part=ADAPTER if alone else ".", masters=masters)
+    print(f"{arguments.target} has the {'adapter' if alone else 'model'} of {checkpoint}.")
     return 0

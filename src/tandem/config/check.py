@@ -19,6 +19,7 @@ from tandem.config.fleet import fleet_problems
 from tandem.config.keys import leaves
 from tandem.config.knobs import CHOICES, GROUP_RELATIVE
 from tandem.config.limits import LIMITS
+from tandem.config.lora import lora_problems
 from tandem.config.nearest import nearest_names
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
 from tandem.config.presets import PRESETS
@@ -55,6 +56,7 @@ def check(config: BaseConfig, written: Container[str] = ()) -> None:
         ConfigError: each problem with its key, the value, the rule and the remedy.
     """
     problems = [*_limits(config), *_texts(config), *_common(config), *unused(config, written)]
+    problems += lora_problems(config, compares=isinstance(config, (TrainConfig, DistillConfig, PreferenceConfig)))
     if isinstance(config, TrainConfig):
         problems += [*_rollout(config), *_algorithm(config), *_correction(config, written), *_sampling(config)]
         problems += groups(config, written)

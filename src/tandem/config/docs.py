@@ -75,7 +75,7 @@ def _default(value: Any) -> str:
     if isinstance(value, Component):
         return f"`{value.name}`"
     if isinstance(value, (tuple, Mapping)):
-        return "`[]`" if isinstance(value, tuple) else "`{}`"
+        return f"`[{', '.join(map(str, value))}]`" if isinstance(value, tuple) else "`{}`"
     if value is None or isinstance(value, bool):
         return {None: "`null`", True: "`true`", False: "`false`"}[value]
     return f"`{value}`" if value != "" else "empty"

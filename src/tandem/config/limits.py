@@ -67,6 +67,9 @@ LIMITS: dict[str, KnobRule] = {
     "actor.optimizer.eps": POSITIVE,
     "actor.optimizer.max_grad_norm": POSITIVE,
     "actor.optimizer.max_consecutive_skips": _count(),
+    "actor.lora.rank": _count(),
+    "actor.lora.alpha": POSITIVE,
+    "actor.lora.dropout": DECAY,
     "critic.mini_batches": _count(),
     "critic.epochs_per_batch": _count(),
     "critic.max_tokens_per_micro_batch": _count(),
@@ -110,4 +113,5 @@ LIMITS: dict[str, KnobRule] = {
     "algorithm.correction.low": NOT_NEGATIVE,
     "algorithm.correction.high": POSITIVE,
 }
-LIMITS |= {key.replace("actor.", "critic.", 1): rule for key, rule in LIMITS.items() if key.startswith("actor.optimizer.")}
+SHARED = ("actor.optimizer.", "actor.lora.")
+LIMITS |= {key.replace("actor.", "critic.", 1): rule for key, rule in LIMITS.items() if key.startswith(SHARED)}

@@ -4,6 +4,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tandem.config.lora import LoRAConfig
 from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
 
 
@@ -50,6 +51,9 @@ class CriticConfig:
 
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     """Its own optimizer and schedule."""
+
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    """Adapters that are trained instead of its weights, beside its head; the actor's are the actor's alone."""
 
     max_tokens_per_micro_batch: int | None = None
     """Token budget of one forward and backward; null takes the actor's."""

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tandem.config.lora import LoRAConfig
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -54,6 +56,9 @@ class TrainEngineConfig:
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Optimizer and schedule."""
+
+    lora: LoRAConfig = field(default_factory=LoRAConfig)
+    """Adapters that are trained instead of the weights."""
 
     max_tokens_per_micro_batch: int = 4096
     """Token budget of one forward and backward; the result does not depend on it, memory and speed do."""

@@ -30,7 +30,7 @@ from tandem.models.load import no_progress_bars, read_config
 from tandem.models.packed import PackedCausalLM, PackedModel
 from tandem.models.tensor_parallel import Pieces
 
-_PREFIX = "model."
+PREFIX = "model."
 """What `PackedModel` puts before the names in files."""
 
 
@@ -45,20 +45,21 @@ class Unfilled:
     device: torch.device
 
     def fill(self, module: nn.Module, pieces: Pieces | None) -> None:
-        """Gives the parameters of ``module`` that are still empty their values, float32: of each this rank's piece."""
+        """Gives the parameters of ``module`` that are still empty values, in their dtype: of each this rank's piece."""
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         made: dict[int, nn.Parameter] = {}
         for part in module.modules():
             for key, parameter in list(part.named_parameters(recurse=False)):
                 if parameter.is_meta:
                     if id(parameter) not in made:
-                        made[id(parameter)] = nn.Parameter(self._read(names[id(parameter)], parameter.shape, pieces))
+                        value = self._read(names[id(parameter)], parameter, pieces)
+                        made[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
                     setattr(part, key, made[id(parameter)])  # tied ones stay tied
 
-    def _read(self, name: str, shape: torch.Size, pieces: Pieces | None) -> torch.Tensor:
-        source = self.files.get(name.removeprefix(_PREFIX))
+    def _read(self, name: str, empty: torch.Tensor, pieces: Pieces | None) -> torch.Tensor:
+        source = self.files.get(name.removeprefix(PREFIX))
         if source is None:
-            return torch.zeros(shape, device=self.device)
+            return torch.zeros(empty.shape, dtype=empty.dtype, device=self.device)
         if pieces is None or name not in pieces.dims:
             found = source[:]
         else:
@@ -66,7 +67,7 @@ class Unfilled:
             start, end = pieces.bounds(total)
             found = source[start:end] if dim == 0 else source[:, start:end]
         # a copy: what is read lies in the mapped file
-        return found.to(self.device, torch.float32, copy=True)
+        return found.to(self.device, empty.dtype, copy=True)
 
 
 def open_unfilled(

@@ -1,5 +1,6 @@
 """The reference: a frozen policy that the actor is kept close to."""
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -7,14 +8,23 @@ from tensordict import TensorDict
 
 from tandem.api.engines import TrainEngine
 from tandem.api.stage import stage
+from tandem.config.errors import ConfigError
 from tandem.roles.samples import with_fields
 
 
 class Reference:
-    """An engine whose weights nobody trains; with ``refresh_every_steps`` it takes over the actor's now and then."""
+    """An engine whose weights nobody trains; with ``refresh_every_steps`` it takes over the actor's now and then.
 
-    def __init__(self, engine: TrainEngine, *, refresh_every_steps: int | None = None):
-        self.engine, self.refresh_every_steps = engine, refresh_every_steps
+    Of an engine that trains an adapter, ``base`` takes the model without it: the actor's own engine is its reference then.
+    """
+
+    def __init__(self, engine: TrainEngine, *, refresh_every_steps: int | None = None, base: bool = False):
+        """Raises `ConfigError` where ``base`` is wanted of an engine without an adapter, or with a refresh."""
+        if base and engine.adapter is None:
+            raise ConfigError("the reference shall be the base of an engine that has no adapter; set actor.lora.rank")
+        if base and refresh_every_steps:
+            raise ConfigError("the base of an adapter stays as it is; give a reference with a refresh an engine of its own")
+        self.engine, self.refresh_every_steps, self.base = engine, refresh_every_steps, base
         self.refreshed = 0  # version of the actor's weights that it holds
 
     def refresh_if_due(self, actor: TrainEngine, version: int) -> bool:
@@ -42,4 +52,6 @@ class Reference:
     @stage(reads=("input_ids", "loss_mask", "temperature"), adds=("reference_logprobs",), reads_state=("weights",))
     def compute_logprobs(self, batch: TensorDict) -> TensorDict:
         """Adds ``reference_logprobs``, at each trajectory's temperature."""
-        return with_fields(batch, reference_logprobs=self.engine.forward(batch).logprobs)
+        adapter = self.engine.adapter if self.base else None
+        with contextlib.nullcontext() if adapter is None else adapter.set_aside():
+            return with_fields(batch, reference_logprobs=self.engine.forward(batch).logprobs)

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,10 @@ from tandem.state.tree import read_tree
 
 log = logging.getLogger(__name__)
 
-LEFT_OUT = (STATE, "critic")
+ADAPTER = "adapter"
+"""Folder of an adapter in peft's format, beside the model that it is merged into."""
+
+LEFT_OUT = (STATE, "critic", ADAPTER)
 """Folders of a checkpoint that are not the model."""
 
 WEIGHTS = "model.safetensors"
@@ -59,10 +62,18 @@ def checkpoint_of(run: Path, step: str | None = None) -> Path:
     raise ConfigError(f"no checkpoint of {run} is whole: {names}")
 
 
-def export(checkpoint: Path, target: Path, dtype: str | None = None) -> None:
+def export(
+    checkpoint: Path,
+    target: Path,
+    dtype: str | None = None,
+    *,
+    part: str = ".",
+    masters: Callable[[Path], Mapping[str, torch.Tensor]] | None = None,
+) -> None:
     """Writes the model into the new folder ``target``, there whole or not at all.
 
-    ``dtype``: weights are rounded to it once, from float32 where the checkpoint has its state.
+    ``dtype``: weights are rounded to it once, from float32 where the checkpoint has its state. ``part``: a folder of the
+    checkpoint that is written instead. ``masters``: gives the float32 weights under their Hugging Face names.
 
     Raises:
         ConfigError: ``target`` exists.
@@ -74,9 +85,9 @@ def export(checkpoint: Path, target: Path, dtype: str | None = None) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         ignored = shutil.ignore_patterns(*LEFT_OUT, *((WEIGHTS,) if dtype else ()))
-        shutil.copytree(checkpoint, temporary, ignore=ignored)
+        shutil.copytree(checkpoint / part, temporary, ignore=ignored)
         if dtype:
-            _write_weights(checkpoint, temporary, getattr(torch, dtype))
+            _write_weights(checkpoint, temporary, getattr(torch, dtype), (masters or _masters)(checkpoint))
         if target.exists():
             target.rmdir()
         os.rename(temporary, target)
@@ -84,11 +95,10 @@ def export(checkpoint: Path, target: Path, dtype: str | None = None) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write_weights(checkpoint: Path, folder: Path, dtype: torch.dtype) -> None:
+def _write_weights(checkpoint: Path, folder: Path, dtype: torch.dtype, masters: Mapping[str, torch.Tensor]) -> None:
     with safe_open(checkpoint / WEIGHTS, "pt") as file:
-        masters = _masters(checkpoint)
         names = list(file.keys())
-        tensors = {name: (masters[PREFIX + name] if masters else file.get_tensor(name)).to(dtype) for name in names}
+        tensors = {name: (masters[name] if masters else file.get_tensor(name)).to(dtype) for name in names}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
     path = folder / "config.json"
     settings = json.loads(path.read_text(encoding="utf-8"))
@@ -101,7 +111,7 @@ def _masters(checkpoint: Path) -> Mapping[str, torch.Tensor]:
     if not (checkpoint / FILE).is_file():
         return {}
     masters: Mapping[str, torch.Tensor] = read_tree(checkpoint / STATE)["trainer"]["masters"]
-    return masters
+    return {name.removeprefix(PREFIX): tensor for name, tensor in masters.items()}
 
 
 def _whole(path: Path) -> Path:

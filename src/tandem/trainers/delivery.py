@@ -88,9 +88,10 @@ def make_verifier(
     archive: VersionArchive | None,
 ) -> Verifier:
     """Proves what the engines say of themselves, as `rollout.verify` wants it."""
+    adapts = trainer.adapter is not None  # what is merged into weights of the engine is rounded there
     generated, trained = (resolve_dtype(name, process.device) for name in (config.rollout.dtype, config.actor.dtype))
     return Verifier(
-        Scorer(trainer, archive, generated, rounds=generated == torch.bfloat16 and trained == torch.float32),
+        Scorer(trainer, archive, generated, rounds=generated == torch.bfloat16 and (trained == torch.float32 or adapts)),
         config.rollout.verify,
         tokenizer,
         torch.bfloat16 if torch.bfloat16 in (generated, trained) else torch.float32,

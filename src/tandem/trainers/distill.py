@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.config.errors import ConfigError
 from tandem.config.load import Resolved
+from tandem.config.lora import LoRAConfig
 from tandem.config.preference import DistillConfig, training_config
 from tandem.engines.train.build import build_train_engine
 from tandem.models.catalog import resolve
@@ -48,6 +49,7 @@ def make_teacher(config: DistillConfig, device: str) -> Teacher:
         config.actor,
         path=str(config.teacher.path),
         dtype=config.teacher.dtype or config.actor.dtype,
+        lora=LoRAConfig(),
         backend=config.teacher.backend or config.actor.backend,
     )
     return Teacher(build_train_engine(frozen, total_steps=0, device=device))

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tandem.algorithms.registry import ADVANTAGES, FILTERS
-from tandem.api.engines import InferenceEngine
+from tandem.api.engines import InferenceEngine, TrainEngine
 from tandem.api.plugins import in_user_code, is_file_spec, load_object
 from tandem.api.samples import Group
 from tandem.api.workflow import RewardFn, RewardResult, RolloutWorkflow
@@ -20,14 +20,18 @@ from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.generation import GenerationConfig
+from tandem.config.lora import LoRAConfig
+from tandem.config.preference import PreferenceConfig
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.data.curriculum import Curriculum
 from tandem.data.dataset import Dataset, load_dataset
 from tandem.data.loader import Loader
+from tandem.engines.train.build import build_train_engine
 from tandem.rewards.build import build_reward
 from tandem.rewards.majority import AnswerOnly, MajorityVote
 from tandem.roles.actor import choose_parts
 from tandem.roles.components import choose
+from tandem.roles.reference import Reference
 from tandem.rollout.executor import MAX_DRAWS, GroupFilter, Rollout
 from tandem.rollout.groups import FirstSamples, MajorityLabels, WholeGroup, WithGreedyBaseline
 from tandem.rollout.multi_turn import MultiTurnWorkflow
@@ -236,12 +240,20 @@ def needs_greedy_baseline(config: TrainConfig) -> bool:
     return "greedy" in choice.asked
 
 
-def reference_config(config: TrainConfig) -> TrainEngineConfig:
-    """The frozen policy: the actor's model, layout and precision unless `reference` says otherwise."""
+def reference_config(config: TrainConfig | PreferenceConfig) -> TrainEngineConfig:
+    """The frozen policy: the actor's model, layout and precision unless `reference` says otherwise; never an adapter."""
     path, dtype = config.reference.path or config.actor.path, config.reference.dtype or config.actor.dtype
     fields = {f.name: getattr(config.actor, f.name) for f in dataclasses.fields(TrainEngineConfig)}
     backend = config.reference.backend or config.actor.backend
-    return TrainEngineConfig(**fields | {"path": path, "dtype": dtype, "backend": backend})
+    return TrainEngineConfig(**fields | {"path": path, "dtype": dtype, "backend": backend, "lora": LoRAConfig()})
+
+
+def frozen_policy(config: TrainConfig | PreferenceConfig, device: str, actor: TrainEngine | None) -> Reference:
+    """The reference. Of an actor with an adapter it is the base, and no second model, unless `reference` says otherwise."""
+    every = config.reference.refresh_every_steps if isinstance(config, TrainConfig) else None
+    if actor is not None and actor.adapter is not None and config.reference == type(config.reference)():
+        return Reference(actor, base=True)
+    return Reference(build_train_engine(reference_config(config), total_steps=0, device=device), refresh_every_steps=every)
 
 
 def make_filter(config: TrainConfig) -> tuple[GroupFilter | None, int]:

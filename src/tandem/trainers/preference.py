@@ -12,11 +12,10 @@ from tandem.config.load import Resolved
 from tandem.config.preference import PreferenceConfig
 from tandem.data.encoding import ChatEncoder, Encoded, sequence
 from tandem.data.examples import Reader, judged, pairs
-from tandem.engines.train.build import build_train_engine
 from tandem.roles.components import Choice, choose
 from tandem.roles.preference import PreferenceLearner
 from tandem.roles.reference import Reference
-from tandem.trainers.parts import reference_config
+from tandem.trainers.parts import frozen_policy
 from tandem.trainers.process import Process
 from tandem.trainers.sft import chat_encoder
 from tandem.trainers.summary import Summary
@@ -81,15 +80,13 @@ def make_encoder(tokenizer: PreTrainedTokenizerBase, config: PreferenceConfig) -
     return (PairEncoder if is_paired(make_loss(config).function) else JudgedEncoder)(tokenizer, config)
 
 
-def make_reference(config: PreferenceConfig, device: str) -> Reference | None:
-    """The frozen policy, where the loss compares with one; else nothing is loaded."""
-    if not needs_reference(make_loss(config).function):
-        return None
-    return Reference(build_train_engine(reference_config(config), total_steps=0, device=device))
+def make_reference(config: PreferenceConfig, device: str, actor: TrainEngine | None = None) -> Reference | None:
+    """The frozen policy, where the loss compares with one; else nothing is loaded. ``actor``: may be its own reference."""
+    return frozen_policy(config, device, actor) if needs_reference(make_loss(config).function) else None
 
 
 def _stages(engine: TrainEngine, config: PreferenceConfig, process: Process) -> Stages:
-    learner = PreferenceLearner(engine, config.loss, reference=make_reference(config, process.device))
+    learner = PreferenceLearner(engine, config.loss, reference=make_reference(config, process.device, engine))
     return Stages(
         prepare=learner.compute_reference,
         train=lambda batch: learner.train_preference(learner.compute_baseline(batch)),

@@ -54,12 +54,16 @@ class Scorer:
                 yield name, tensor.to(self._dtype)
             return
         if self._names is None:
-            self._names = frozenset(name for name, _ in self.engine.weights())
+            adapter = () if self.engine.adapter is None else self.engine.adapter.weights()
+            self._names = frozenset(name for stream in (self.engine.weights(), adapter) for name, _ in stream)
         names, archive = self._names, self._archive
         source = None if archive is None else archive.get(number)
         stream = () if source is None else source.tensors()
         # the folder that a run began with may hold tied tensors twice, and in another dtype
-        yield from spread((name, tensor.to(self._dtype)) for name, tensor in stream if name in names)
+        yield from spread((name, self._delivered(name, tensor)) for name, tensor in stream if name in names)
+
+    def _delivered(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if ".lora_" in name else tensor.to(self._dtype)
 
     def score_with_one_from(
         self, batch: TensorDict, newest: Mapping[str, torch.Tensor], name: str, tensor: torch.Tensor

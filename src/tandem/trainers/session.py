@@ -30,11 +30,11 @@ from tandem.trainers.meter import EngineMeter
 from tandem.trainers.parts import (
     Rows,
     check_rows,
+    frozen_policy,
     make_loader,
     make_reward,
     make_rollout,
     make_workflow,
-    reference_config,
     training_workflow,
 )
 from tandem.trainers.process import Process
@@ -81,11 +81,11 @@ def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, 
             engine = make_engine(config, process, folder, run)
             if engine is not None:
                 stack.callback(engine.close)
-        reference = make_reference(config, process)
         optimizer_steps = (steps - config.critic.warmup_steps) * config.actor.mini_batches * config.actor.epochs_per_batch
         trainer = build_train_engine(
             config.actor, total_steps=optimizer_steps, device=process.device, head=actor_head(config)
         )
+        reference = frozen_policy(config, process.device, trainer) if config.algorithm.kl.coefficient > 0 else None
         critic = make_critic(config, process, trainer, steps, tokenizer)
         actor = Actor(
             trainer,
@@ -142,14 +142,6 @@ def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -
         weights_folder=weights_folder(config),
         gconfig=config.gconfig,
     )
-
-
-def make_reference(config: TrainConfig, process: Process) -> Reference | None:
-    """The frozen policy, where the algorithm measures KL against it."""
-    if config.algorithm.kl.coefficient == 0:
-        return None
-    engine = build_train_engine(reference_config(config), total_steps=0, device=process.device)
-    return Reference(engine, refresh_every_steps=config.reference.refresh_every_steps)
 
 
 def evaluate_if_due(config: TrainConfig, session: Session, rows: Rows, step: int, steps: int) -> dict[str, float]:

@@ -28,6 +28,9 @@ class Delivery:
 class Channel(ABC):
     """One way of handing tensors over. A delivery is valid until the next `put`."""
 
+    for_adapters = True
+    """Whether the tensors of an adapter may come alone; not where others than our own engines read them."""
+
     streams = False
     """Whether nothing lies ready after `put`: the tensors go out in `send`, while the engines take them."""
 

@@ -85,6 +85,7 @@ class CollectiveChannel(Channel):
     """
 
     streams = True
+    for_adapters = False
 
     def __init__(
         self,

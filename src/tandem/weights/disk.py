@@ -42,6 +42,8 @@ class DiskChannel(Channel):
     before is linked to it and not written again.
     """
 
+    for_adapters = False  # its folders are whole models
+
     def __init__(
         self,
         parent: Path,

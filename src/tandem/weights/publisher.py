@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -55,6 +55,9 @@ class WeightPublisher:
         self._run, self._model, self._dtype = run, model, dtype
         self._channel, self._archive = channel or channel_for(self._engines, disk), archive
         self._streams = from_main(lambda: self._channel.streams)  # then every rank reads the stream twice
+        self._adapter = train_engine.adapter if from_main(self._takes_adapters) else None  # then it alone is delivered
+        if self._adapter is not None:
+            self._dtype = torch.float32  # little to send, and the engine adds it to the weights before it rounds them
         served = self._engines[0].version if self._engines else WeightVersion(0, "", run, model)
         self._version = from_main(lambda: served)  # one answer, so that all ranks read the weights below, or none
         if not self._version.digest:
@@ -87,10 +90,10 @@ class WeightPublisher:
         delivery: Delivery | None = None
         try:
             with together():
-                with whole(self._train_engine.weights()) as stream:
+                with whole(self._weights()) as stream:
                     delivery = self._channel.put(stream, self._dtype)
                 version = WeightVersion(number, version_digest(delivery.digests), self._run, self._model)
-                update = WeightUpdate(version, delivery.source, delivery.digests)
+                update = WeightUpdate(version, delivery.source, delivery.digests, self._adapter and self._adapter.terms)
                 if not self._streams:
                     self._each(lambda engine: engine.prepare_weights(update))
             if self._streams:
@@ -135,7 +138,8 @@ class WeightPublisher:
         if self._version.digest != digests[number]:
             raise ConfigError(
                 f"the weights that were loaded are not version {number} as it was delivered (digest "
-                f"{self._version.digest[:12]}…, then {digests[number][:12]}…); resume with the rollout.dtype of the run"
+                f"{self._version.digest[:12]}…, then {digests[number][:12]}…); resume with the rollout.dtype, and for LoRA "
+                "the rollout.backend, of the run"
             )
         self._history = {n: WeightVersion(n, digest, self._run, self._model) for n, digest in digests.items()}
         if self._archive is not None and state["kept"] is not None:
@@ -146,7 +150,16 @@ class WeightPublisher:
         self._channel.close()
 
     def _initial_digest(self) -> str:
-        return version_digest({n: digest_of(pieces(tensor, self._dtype)) for n, tensor in self._train_engine.weights()})
+        return version_digest({n: digest_of(pieces(tensor, self._dtype)) for n, tensor in self._weights()})
+
+    def _takes_adapters(self) -> bool:
+        """Whether all engines take an adapter, over this channel."""
+        taken = all("adapter" in engine.capabilities for engine in self._engines)
+        return bool(self._engines) and taken and self._channel.for_adapters
+
+    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """What is delivered. Collective."""
+        return (self._adapter or self._train_engine).weights()
 
     def _keep(self, number: int, source: WeightSource | None) -> None:
         """Into the archive, if it wants this version; what did not lie ready is read from the trainer. Collective."""
@@ -156,7 +169,7 @@ class WeightPublisher:
         if not from_main(lambda: archive is not None and archive.wants(number)):
             return
         if source is None:
-            with whole(self._train_engine.weights()) as stream:
+            with whole(self._weights()) as stream:
                 source = (DigestChannel() if archive is None else LocalChannel()).put(stream, self._dtype).source
         with together():
             if archive is not None:
@@ -164,7 +177,7 @@ class WeightPublisher:
 
     def _send(self, update: WeightUpdate) -> None:
         """The tensors go out while the engines prepare. What fails on either side ends the other. Collective."""
-        with together(), whole(self._train_engine.weights()) as stream, ThreadPoolExecutor(1, "weight-update") as pool:
+        with together(), whole(self._weights()) as stream, ThreadPoolExecutor(1, "weight-update") as pool:
             asked = pool.submit(self._each, lambda engine: engine.prepare_weights(update))
             try:
                 self._channel.send(stream, self._dtype, lambda: asked.done() and asked.exception() is not None)

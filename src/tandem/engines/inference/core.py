@@ -53,7 +53,7 @@ class EngineCore:
     ):
         device = torch.device(device)
         self._tokenizer: PreTrainedTokenizerBase | None = None  # loaded once a request has stop strings
-        self._folder, self._device, self._dtype = folder, device, dtype
+        self.folder, self.device, self._dtype = folder, device, dtype
         hf_config = AutoConfig.from_pretrained(folder)
         a = self._architecture = Architecture.from_config(hf_config)
         self._max_model_len = config.max_model_len or a.max_position_embeddings
@@ -113,7 +113,7 @@ class EngineCore:
         check_request(request, self._architecture.vocab_size, self._max_model_len)
         deadline = None if request.deadline_s is None else time.monotonic() + request.deadline_s
         if gconfig.stop and self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self._folder)
+            self._tokenizer = load_tokenizer(self.folder)
         stop = StopText(self._tokenizer, gconfig.stop) if gconfig.stop else None
         limit = min(gconfig.max_new_tokens, self._max_model_len - len(ids))
         sequence = Sequence(request_id, request, limit, deadline, stop)
@@ -201,7 +201,7 @@ class EngineCore:
         self._last_hidden = {}
         for sequence in starting:
             scheduler.start(sequence)
-        slots = torch.tensor([sequence.slot for sequence in starting], device=self._device)
+        slots = torch.tensor([sequence.slot for sequence in starting], device=self.device)
         return self._draw(starting, slots, logits)
 
     def _run_jobs(self, jobs: list[Job], counter: str) -> list[Job]:
@@ -232,7 +232,7 @@ class EngineCore:
     def _make_batch(self) -> None:
         """The sequences that decode now; valid until one joins or leaves."""
         batch = self._batch = self._scheduler.ordered()
-        self._batch_slots = torch.tensor([sequence.slot for sequence in batch], device=self._device)
+        self._batch_slots = torch.tensor([sequence.slot for sequence in batch], device=self.device)
         self._sampling = self._slots.sampling(self._batch_slots)
         self._passes.plan(batch, self._slots.positions[self._batch_slots].tolist())
         self._scheduler.changed = False
@@ -263,7 +263,7 @@ class EngineCore:
         Raises:
             WeightUpdateFailed: a tensor is missing, unknown, has another shape or came twice; the message names it.
         """
-        builder = FusedWeightsBuilder(self._architecture, self._dtype, self._device)
+        builder = FusedWeightsBuilder(self._architecture, self._dtype, self.device)
         for name, tensor in named_tensors:
             builder.add(name, tensor)
         return builder.finish()

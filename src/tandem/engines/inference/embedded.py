@@ -19,7 +19,7 @@ from tandem.engines.inference.driver import Driver
 
 CLOSE_TIMEOUT_S = 30.0
 
-CAPABILITIES = frozenset({"staged", "keep_kv", "sleep_weights", "sleep_kv_cache", "noise_key"})
+CAPABILITIES = frozenset({"staged", "keep_kv", "sleep_weights", "sleep_kv_cache", "noise_key", "adapter"})
 
 
 class EmbeddedEngine(InferenceEngine):

@@ -1,7 +1,7 @@
 """Taking a weight update in: every tensor is checked against its digest while the core copies it."""
 
 import contextlib
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -9,7 +9,9 @@ import torch
 from safetensors import SafetensorError
 
 from tandem.api.failures import WeightUpdateFailed
-from tandem.api.weights import WeightUpdate, tensor_digest, version_digest
+from tandem.api.weights import Adapter, WeightUpdate, tensor_digest, version_digest
+from tandem.engines.inference.folder import read_tensors
+from tandem.models.lora import A, B, merged
 
 if TYPE_CHECKING:
     from tandem.engines.inference.core import EngineCore, StagedWeights
@@ -34,11 +36,31 @@ def stage_update(core: "EngineCore", update: WeightUpdate) -> "StagedWeights":
             ThreadPoolExecutor(HASH_THREADS, "weight-digest") as pool,
             contextlib.closing(verified(update, pool)) as tensors,  # a stream that is not read to its end is left at once
         ):
+            if update.adapter is not None:
+                return core.stage(with_adapter(core, tensors, update.adapter))
             return core.stage(tensors)
     except (ValueError, KeyError, RuntimeError, OSError, MemoryError, SafetensorError) as error:
         if isinstance(error, WeightUpdateFailed):
             raise
         raise WeightUpdateFailed(f"version {update.version.number} cannot be taken: {error}") from error
+
+
+def with_adapter(
+    core: "EngineCore", tensors: Iterable[tuple[str, torch.Tensor]], adapter: Adapter
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights of the folder that the core was made with, the adapter merged into them: to the bit what the trainer's
+    merged weights would be. They are read again each time, mapped into memory, so that no copy of them need be kept.
+
+    Raises:
+        WeightUpdateFailed: a tensor of the adapter belongs to no matrix of the model; names it.
+    """
+    given = {name: tensor.to(core.device, copy=True) for name, tensor in tensors}
+    for name, tensor in read_tensors(core.folder):
+        weight, module = tensor.to(core.device, adapter.dtype), name.removesuffix(".weight")
+        a, b = (given.pop(f"{module}.{which}.weight", None) for which in (A, B))
+        yield name, weight if a is None or b is None else merged(weight, a, b, adapter.scaling)
+    if given:
+        raise WeightUpdateFailed(f"adapter: {min(given)!r} belongs to no matrix of {core.folder}")
 
 
 def verified(update: WeightUpdate, pool: ThreadPoolExecutor) -> Generator[tuple[str, torch.Tensor]]:

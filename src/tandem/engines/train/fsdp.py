@@ -13,8 +13,8 @@ from tandem.api.batch import num_sequences, select
 from tandem.api.engines import LossFn, Outputs, TrainEngine, TrainPart
 from tandem.api.failures import BatchError
 from tandem.config.train_engine import TrainEngineConfig
+from tandem.engines.train.adapters import named_weights
 from tandem.engines.train.micro_batches import filler, has_weight, micro_batches
-from tandem.engines.train.named_weights import NamedWeights
 from tandem.engines.train.optimizer import Optimizer
 from tandem.engines.train.ranks import form_ranks, sum_over_ranks
 from tandem.engines.train.spread import Head, open_spread
@@ -53,7 +53,8 @@ class FSDPEngine(TrainEngine):
         self.head = head
         self.model, self._holder = open_spread(config, self.ranks, self.device, self.dtype, head)
         self._optimizer = Optimizer(self._holder, config.optimizer, total_steps, self.ranks)
-        self._weights = NamedWeights(self._holder, self.model, self.ranks.group)
+        self._weights = named_weights(config, self._holder, self.model, self.ranks.group)
+        self.adapter = self._weights.adapter
         self._offloaded: set[TrainPart] = set()
 
     def train_batch(self, batch: TensorDict, loss_fn: LossFn, *, entropy: bool = False) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""How a model and its float32 master weights lie over the processes.
+"""How a model and its float32 master weights lie over the processes; what is frozen has no masters.
 
 `Replica`: one process has all of it. `Sharded`: FSDP2 gives each process a part. "All" is what tensor parallelism leaves a
 rank of each matrix. Both show the same: ``masters``, the parameters that the optimizer moves, whose ``.grad`` is complete
@@ -28,8 +28,14 @@ class Holder(ABC):
     masters: dict[str, nn.Parameter]
     """Name in ``model`` → float32 parameter; tied ones once."""
 
+    frozen: dict[str, nn.Parameter]
+    """The parameters that nobody trains, in the dtype of the computation: most of them beside adapters, else none."""
+
     pieces: Pieces | None = None
     """How matrices are cut, under tensor parallelism."""
+
+    lent: bool = False
+    """Whether other weights are in the model for a moment: see `restored`."""
 
     @property
     def device(self) -> torch.device:
@@ -42,7 +48,7 @@ class Holder(ABC):
 
     @abstractmethod
     def _gather(self, name: str) -> torch.Tensor:
-        """A master, or this rank's piece where it is cut, from all shards."""
+        """A master or frozen parameter, or this rank's piece where it is cut, from all shards."""
 
     @abstractmethod
     def _put(self, name: str, value: torch.Tensor) -> None:
@@ -78,18 +84,22 @@ class Holder(ABC):
         for name, found in moments.items():
             adamw.state[self.masters[name]] = {what: self.laid_out(name, x) for what, x in found.items()}
 
+    def held(self, name: str) -> nn.Parameter:
+        """A master or frozen parameter, as this rank has it."""
+        return self.masters[name] if name in self.masters else self.frozen[name]
+
     def full(self, name: str) -> torch.Tensor:
-        """The whole master, on the device; collective where it is sharded or cut."""
+        """The whole of it, on the device; collective where it is sharded or cut."""
         gathered = self._gather(name)
         return gathered if self.pieces is None else self.pieces.whole(name, gathered)
 
     def shape(self, name: str) -> torch.Size:
-        """Of the whole master."""
-        own = self.masters[name].shape
+        """Of the whole."""
+        own = self.held(name).shape
         return own if self.pieces is None else self.pieces.shape(name, own)
 
     def assign(self, name: str, value: torch.Tensor) -> None:
-        """Overwrites a master with the whole tensor ``value``; every rank calls it with the same value."""
+        """Overwrites one with the whole tensor ``value``; every rank calls it with the same value."""
         self._put(name, value if self.pieces is None else self.pieces.piece(name, value))
 
     def state_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | Parted:
@@ -122,14 +132,17 @@ class Holder(ABC):
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """After this block all masters are as before it, to the bit."""
-        before = {name: master.detach().clone() for name, master in self.masters.items()}
+        """After this block all weights are as before it, to the bit; inside, others may be put in their place."""
+        parameters = self.masters | self.frozen
+        before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+        self.lent = True
         try:
             yield
         finally:
+            self.lent = False
             with torch.no_grad():
-                for name, master in self.masters.items():
-                    master.copy_(before[name])
+                for name, parameter in parameters.items():
+                    parameter.copy_(before[name])
             self.publish()
 
     def move(self, device: torch.device | str) -> None:
@@ -176,6 +189,12 @@ def _moved(tensor: DTensor, device: str) -> DTensor:
     return DTensor.from_local(local.to(device), tensor.device_mesh, tensor.placements, run_check=False, **sizes)
 
 
+def _parted(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
+    """What is trained, and what is not."""
+    named = dict(model.named_parameters())
+    return {n: p for n, p in named.items() if p.requires_grad}, {n: p for n, p in named.items() if not p.requires_grad}
+
+
 class Replica(Holder):
     """All in one process.
 
@@ -185,7 +204,7 @@ class Replica(Holder):
 
     def __init__(self, model: nn.Module, dtype: torch.dtype, pieces: Pieces | None = None):
         self.model, self.pieces = model, pieces
-        self._parameters = dict(model.named_parameters())
+        self._parameters, self.frozen = _parted(model)
         self.masters = self._parameters
         if dtype != torch.float32:
             self.masters = {name: nn.Parameter(p.detach().clone()) for name, p in self._parameters.items()}
@@ -211,11 +230,11 @@ class Replica(Holder):
                 parameter.copy_(self.masters[name])
 
     def _gather(self, name: str) -> torch.Tensor:
-        return self.masters[name].detach()
+        return self.held(name).detach()
 
     @torch.no_grad()
     def _put(self, name: str, value: torch.Tensor) -> None:
-        self.masters[name].copy_(value)
+        self.held(name).copy_(value)
 
     def move(self, device: torch.device | str) -> None:
         super().move(device)
@@ -256,7 +275,7 @@ class Sharded(Holder):
         fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=place, reshard_after_forward=False)
         self.model, self.pieces, self._gradient_sync = model, pieces, gradient_sync
         self._mesh, self._offload = mesh, offload
-        self.masters = dict(model.named_parameters())
+        self.masters, self.frozen = _parted(model)
 
     def accumulate(self, *, last: bool) -> None:
         """Until they are summed over ranks, each rank has all gradients of its own sequences; after it, its shard."""
@@ -276,12 +295,12 @@ class Sharded(Holder):
         return torch.device(self._mesh.device_type)
 
     def _gather(self, name: str) -> torch.Tensor:
-        return _whole(self.masters[name].detach())
+        return _whole(self.held(name).detach())
 
     @torch.no_grad()
     def _put(self, name: str, value: torch.Tensor) -> None:
-        master = self.masters[name]
-        _local(master).copy_(_local(_divided(value.to(master.dtype), master)))
+        held = self.held(name)
+        _local(held).copy_(_local(_divided(value.to(held.dtype), held)))
 
     def state_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | Parted:
         if self._offload and tensor.dim():

@@ -8,36 +8,47 @@ import torch
 import torch.distributed as dist
 
 from tandem.api.collective import together, whole
+from tandem.api.engines import TrainedAdapter
 from tandem.api.failures import ConfigError
+from tandem.api.state import Parted
+from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.folder import read_tensor, read_weights, write_folder, write_tensor
 from tandem.engines.train.holders import Holder
 from tandem.models.heads import VALUE_FILE
 from tandem.models.packed import PackedModel
 
-_PREFIX = "model."
+PREFIX = "model."
 """What `PackedModel` puts before the Hugging Face names."""
 
-_VALUE = "value.weight"
+VALUE = "value.weight"
 """The second head of `PackedActorCritic`, which transformers' model does not have; it has a file of its own."""
 
 
 class NamedWeights:
     """The masters of a holder. Everything here is collective where they are sharded over ``group``."""
 
-    def __init__(self, holder: Holder, model: PackedModel, group: dist.ProcessGroup | None):
-        self._holder, self._model, self._group = holder, model, group
-        self._names = [name.removeprefix(_PREFIX) for name in holder.masters if name.startswith(_PREFIX)]
-        self._has_value = _VALUE in holder.masters
+    adapter: TrainedAdapter | None = None
+    """See `TrainEngine.adapter`."""
+
+    def __init__(self, config: TrainEngineConfig, holder: Holder, model: PackedModel, group: dist.ProcessGroup | None):
+        self._config, self._holder, self._model, self._group = config, holder, model, group
+        self._names = [name.removeprefix(PREFIX) for name in holder.masters if name.startswith(PREFIX)]
+        self._has_value = VALUE in holder.masters
 
     def stream(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TrainEngine.weights`; without ``dtype`` as they are held, float32."""
         for name in self._names:
-            tensor = self._holder.full(_PREFIX + name)
+            tensor = self._holder.full(PREFIX + name)
             yield name, tensor if dtype is None else tensor.to(dtype)
 
     def take(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `TrainEngine.load_weights`. A tensor that does not fit is not copied; those before it are in place."""
-        missing = {name: tuple(self._holder.shape(_PREFIX + name)) for name in self._names}
+        self._copy(weights, {name: PREFIX + name for name in self._names})
+        self._holder.publish()
+
+    def _copy(self, weights: Iterable[tuple[str, torch.Tensor]], places: Mapping[str, str]) -> None:
+        """Exactly the tensors of ``places``: name → that in the holder."""
+        missing = {name: tuple(self._holder.shape(place)) for name, place in places.items()}
         for name, tensor in weights:
             shape = missing.pop(name, None)
             if shape != tuple(tensor.shape):
@@ -45,10 +56,9 @@ class NamedWeights:
                     f"tensor {name!r} {list(tensor.shape)} cannot be copied into this model, which has "
                     f"{'none of that name' if shape is None else list(shape)}; is it another model?"
                 )
-            self._holder.assign(_PREFIX + name, tensor)
+            self._holder.assign(places[name], tensor)
         if missing:
             raise ConfigError(f"{len(missing)} tensors of this model were not given, first {next(iter(missing))!r}")
-        self._holder.publish()
 
     def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
         """Takes all masters, float32, under the names that they have in the holder.
@@ -73,22 +83,23 @@ class NamedWeights:
         with self._agreed(), whole(self.stream(dtype)) as weights:
             write_folder(folder, self._model.model, weights, dtype, writes=writes)
         if self._has_value:
-            value = self._holder.full(_VALUE)
+            value = self._holder.full(VALUE)
             with self._agreed():
                 if writes:
                     write_tensor(folder / VALUE_FILE, value)
 
     def writer(self, masters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Callable[[Path], None] | None:
         """What writes the files of `save`, of these masters instead of the holder's; from any thread. None where the model
-        has weights that are no masters."""
-        if dict(self._model.named_parameters()).keys() != self._holder.masters.keys():
+        has weights that are no masters, or where the masters would have to be gathered first."""
+        own = dict(self._model.named_parameters()).keys() == self._holder.masters.keys()
+        if not own or any(isinstance(master, Parted) for master in masters.values()):
             return None
 
         def write(folder: Path) -> None:
-            weights = ((name, masters[_PREFIX + name].to(dtype)) for name in self._names)
+            weights = ((name, masters[PREFIX + name].to(dtype)) for name in self._names)
             write_folder(folder, self._model.model, weights, dtype, writes=True)
             if self._has_value:
-                write_tensor(folder / VALUE_FILE, masters[_VALUE])
+                write_tensor(folder / VALUE_FILE, masters[VALUE])
 
         return write
 
@@ -98,10 +109,10 @@ class NamedWeights:
         Raises:
             ConfigError: the folder has other tensors than this model.
         """
-        for name, tensor in read_weights(folder, {name: self._holder.shape(_PREFIX + name) for name in self._names}):
-            self._holder.assign(_PREFIX + name, tensor)
+        for name, tensor in read_weights(folder, {name: self._holder.shape(PREFIX + name) for name in self._names}):
+            self._holder.assign(PREFIX + name, tensor)
         if self._has_value:
-            self._holder.assign(_VALUE, read_tensor(folder / VALUE_FILE))
+            self._holder.assign(VALUE, read_tensor(folder / VALUE_FILE))
         self._holder.publish()
 
     def _agreed(self) -> contextlib.AbstractContextManager[None]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -17,8 +18,9 @@ from tandem.engines.train.zero import ZeroHolder
 from tandem.models.compiled import compile_layers
 from tandem.models.context_parallel import divides_heads, refuse_uneven_heads
 from tandem.models.load import load_causal_lm, load_scalar_model
+from tandem.models.lora import put_adapters
 from tandem.models.packed import PackedModel
-from tandem.models.streaming import Unfilled, open_unfilled
+from tandem.models.streaming import PREFIX, Unfilled, open_unfilled
 from tandem.models.tensor_parallel import cut
 
 log = logging.getLogger(__name__)
@@ -31,6 +33,8 @@ def open_spread(
 ) -> tuple[PackedModel, Holder]:
     """The model of ``config`` on this rank, computing in ``dtype``, and what holds its weights.
 
+    With ``config.lora`` its own weights are frozen in ``dtype``, and adapters lie beside them.
+
     Raises:
         ConfigError: it cannot be opened, or not be divided so.
     """
@@ -42,7 +46,15 @@ def open_spread(
             "other memory than that: leave it out"
         )
     unfilled = None if ranks.group is None else _open_unfilled(config, device, head)
-    model = _load(config, device, head) if unfilled is None else unfilled.model
+    held = torch.float32 if config.lora.rank is None else dtype
+    model = _load(config, device, head, held) if unfilled is None else unfilled.model
+    if config.lora.rank is not None:
+        if ranks.tensor is not None:
+            raise ConfigError(f"lora does not go with backend={config.backend}: t cuts every matrix, but no adapter; use d")
+        drawn = put_adapters(model, config.lora, dtype, _common_seed(ranks, device))
+        if unfilled is not None:
+            files = {**unfilled.files, **{name.removeprefix(PREFIX): values for name, values in drawn.items()}}
+            unfilled = replace(unfilled, files=files)
     if ranks.context is not None:
         model.context = replace(ranks.context, way=_context_way(config, ranks, model))
     pieces = None if ranks.tensor is None else cut(model, ranks.tensor)
@@ -83,18 +95,26 @@ def _open_unfilled(config: TrainEngineConfig, device: torch.device, head: Head) 
     return unfilled
 
 
-def _load(config: TrainEngineConfig, device: torch.device, head: Head) -> PackedModel:
+def _common_seed(ranks: Ranks, device: torch.device) -> int:
+    """Torch's seed on the first rank, on all of them. Collective."""
+    seed = torch.tensor([torch.initial_seed() % 2**62], device=device)
+    if ranks.group is not None:
+        dist.broadcast(seed, dist.get_global_rank(ranks.group, 0), group=ranks.group)
+    return int(seed)
+
+
+def _load(config: TrainEngineConfig, device: torch.device, head: Head, dtype: torch.dtype) -> PackedModel:
     if head == "scalar":
         return load_scalar_model(
             config.path,
-            torch.float32,
+            dtype,
             device,
             config.gradient_checkpointing,
             selective_checkpointing=config.selective_checkpointing,
         )
     return load_causal_lm(
         config.path,
-        torch.float32,
+        dtype,
         device,
         config.gradient_checkpointing,
         selective_checkpointing=config.selective_checkpointing,

@@ -61,7 +61,7 @@ class ZeroHolder(Holder):
         for module in (*layers, model) if self._stage == 3 else (model,):
             fill(module)
             self._divide(module)
-        self.masters = dict(model.named_parameters())
+        self.masters, self.frozen = dict(model.named_parameters()), {}
         self._changed = False
 
     def _divide(self, module: nn.Module) -> None:

@@ -170,6 +170,8 @@ def held(
         raise ConfigError(f"{role}: the plan knows backends of the form fsdp:dN, got {config.backend!r}")
     if config.offload:
         raise ConfigError(f"{role}: the plan does not know what a run needs with actor.offload=true; leave it out to plan")
+    if config.lora.rank is not None:
+        raise ConfigError(f"{role}: there is no plan for LoRA yet ({role}.lora.rank={config.lora.rank}); plan without it")
     return Held(
         role=role,
         shape=read(config.path),

@@ -1,0 +1,122 @@
+"""The weights of a model with adapters: merged for whoever reads whole weights, the adapter alone for whoever takes it."""
+
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tandem.api.collective import whole
+from tandem.api.engines import TrainedAdapter
+from tandem.api.failures import ConfigError
+from tandem.api.weights import Adapter
+from tandem.config.train_engine import TrainEngineConfig
+from tandem.engines.train.folder import read_tensor
+from tandem.engines.train.holders import Holder
+from tandem.engines.train.named_weights import PREFIX, VALUE, NamedWeights
+from tandem.models.adapter_folder import ADAPTER, read_adapter, write_adapter
+from tandem.models.heads import HEAD, VALUE_FILE
+from tandem.models.lora import A, B, adapted, merged, without_adapters
+from tandem.models.packed import PackedModel
+
+
+def named_weights(
+    config: TrainEngineConfig, holder: Holder, model: PackedModel, group: dist.ProcessGroup | None
+) -> NamedWeights:
+    """Those of an engine."""
+    kind = NamedWeights if config.lora.rank is None else AdaptedWeights
+    return kind(config, holder, model, group)
+
+
+class Adapters(TrainedAdapter):
+    """Those of one model; see `TrainedAdapter`."""
+
+    def __init__(self, config: TrainEngineConfig, holder: Holder, model: PackedModel):
+        self._config, self._holder, self._model = config, holder, model
+        self.layers = {name.removeprefix(PREFIX): layer for name, layer in adapted(model).items()}
+        """Hugging Face name of a matrix's module → the module."""
+
+        self.places = {f"{name}.{which}.weight": f"{PREFIX}{name}.{which}" for name in self.layers for which in (A, B)}
+        """Name of a tensor, as it is published and saved → that in the holder."""
+
+    @property
+    def terms(self) -> Adapter:
+        return Adapter(self._config.lora.scaling, next(iter(self.layers.values())).weight.dtype)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, place in self.places.items():
+            yield name, self._holder.full(place)
+
+    def set_aside(self) -> contextlib.AbstractContextManager[None]:
+        return without_adapters(self._model)
+
+
+class AdaptedWeights(NamedWeights):
+    """Masters are the adapters, and heads that are new; all else is frozen, and stays the base's."""
+
+    adapter: Adapters
+
+    def __init__(self, config: TrainEngineConfig, holder: Holder, model: PackedModel, group: dist.ProcessGroup | None):
+        super().__init__(config, holder, model, group)
+        self.adapter = Adapters(config, holder, model)
+        order, inside = (name for name, _ in model.named_parameters()), set(self.adapter.places.values())
+        self._names = [n.removeprefix(PREFIX) for n in order if n.startswith(PREFIX) and n not in inside]
+        heads = {HEAD: PREFIX + HEAD} if PREFIX + HEAD in holder.masters else {}
+        self._saved = self.adapter.places | heads
+
+    def stream(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `NamedWeights.stream`: merged. Without ``dtype``, what has no adapter comes in the base's."""
+        for name in self._names:
+            tensor, module = self._holder.full(PREFIX + name), name.removesuffix(".weight")
+            if module in self.adapter.layers:
+                a, b = (self._holder.full(f"{PREFIX}{module}.{which}") for which in (A, B))
+                tensor = merged(tensor, a, b, self._config.lora.scaling)
+            yield name, tensor if dtype is None else tensor.to(dtype)
+
+    def take(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """See `TrainEngine.load_weights`: an adapter; or, in `TrainEngine.using` alone, whole weights.
+
+        Raises:
+            ConfigError: whole weights that would stay; the base belongs to the folder that it is from.
+        """
+        stream = iter(weights)
+        first = next(stream, None)
+        everything = stream if first is None else itertools.chain([first], stream)
+        if first is not None and first[0] in self.adapter.places:
+            self._copy(everything, self.adapter.places)
+        elif not self._holder.lent:
+            raise ConfigError(
+                "an engine with actor.lora keeps its base and takes the tensors of an adapter; to begin with other weights, "
+                "give their folder as actor.path"
+            )
+        else:
+            self._copy(everything, {name: PREFIX + name for name in self._names})
+            for name in self.adapter.layers:
+                place = f"{PREFIX}{name}.{B}"
+                self._holder.assign(place, torch.zeros(self._holder.shape(place)))
+        self._holder.publish()
+
+    def save(self, folder: Path, dtype: torch.dtype, *, writes: bool) -> None:
+        """See `TrainEngine.save`: the merged model, and the adapter in a folder beside it."""
+        super().save(folder, dtype, writes=writes)
+        named = ((name, self._holder.full(place)) for name, place in self._saved.items())
+        with self._agreed(), whole(named) as stream:
+            tensors = {name: tensor for name, tensor in stream if writes}
+            if writes:
+                modules = sorted({name.rpartition(".")[2] for name in self.adapter.layers})
+                lora, path = self._config.lora, self._config.path
+                write_adapter(folder / ADAPTER, tensors, lora, path, modules, classifier=HEAD in self._saved)
+
+    def load(self, folder: Path) -> None:
+        """See `TrainEngine.load`: the adapter, and the heads, that `save` wrote.
+
+        Raises:
+            ConfigError: there is none, or it is of another model or rank.
+        """
+        tensors, _ = read_adapter(folder / ADAPTER)
+        self._copy(tensors.items(), self._saved)
+        if self._has_value:
+            self._holder.assign(VALUE, read_tensor(folder / VALUE_FILE))
+        self._holder.publish()
