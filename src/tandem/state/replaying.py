@@ -2,7 +2,6 @@
 
 import fcntl
 import json
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -52,11 +51,8 @@ class Outcome:
 def refuse_replay(folder: Path, step: int, given: Mapping[str, Any]) -> None:
     """Raises `ConfigError` where that step of the run cannot be run again; says what to do. ``given``: keys that the replay
     has other values of."""
-    with (folder / ".lock").open() if (folder / ".lock").is_file() else open(os.devnull) as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(f"{folder} is being written by its run; wait until it has ended") from error
+    if _is_held(folder / ".lock"):
+        raise ConfigError(f"{folder} is being written by its run; wait until it has ended")
     if read_digests(folder, step) is None or _row(folder, step) is None:
         known = sorted(_recorded(folder))
         there = f"steps {known[0]} to {known[-1]} are there" if known else "it has no step yet, or an older version made it"
@@ -115,6 +111,18 @@ def compare_replay(folder: Path, replayed: Path, step: int) -> Outcome:
     first = min(_recorded(replayed))
     begun = [path.name for path in checkpoints(replayed / "checkpoints") if step_of(path) == first - 1]
     return Outcome(step, *(begun or ["the beginning"]), len(then), len(old), len(texts), differences)
+
+
+def _is_held(lock: Path) -> bool:
+    """Whether a run has the lock of its folder; nothing is written."""
+    if not lock.is_file():
+        return False
+    with lock.open(encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _told(what: str, different: set[str], total: int) -> Iterator[str]:
