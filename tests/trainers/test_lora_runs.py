@@ -1,6 +1,7 @@
 """Whole runs with adapters: every kind of training, what is published and saved, and that killed ones go on."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from tests.trainers.planning import HAND, round_machine
 from tests.trainers.test_resume import SAVED_EACH_STEP, Runs, assert_same, zygote  # noqa: F401
 
 LORA = ["actor.lora.rank=4", "actor.lora.alpha=8"]
+REWARDS = Path(__file__).parents[1] / "matrix/rewards.py"
 TRAINERS = {
     "sft": (sft, SFTConfig, "addition"),
     "preference": (preference, PreferenceConfig, "addition_pairs"),
@@ -112,6 +114,8 @@ def test_every_preset_takes_steps(preset, overrides):
     if "labels" in PRESETS[preset].values:
         items = [item for item in items if not item.startswith("reward=")]
         items += ["gconfig.max_new_tokens=16", "gconfig.n_samples=6", "algorithm.update_samples=3"]
+    else:
+        items.append(f"reward={REWARDS}:parts")  # two named ones
     found = rows_of(rl.train(loaded(TrainConfig, items)))
     assert max(row["grad_norm"] for row in found) > 0
 

@@ -59,6 +59,7 @@ FORGOTTEN = {
     "rollout.gate.running": "counts what begins anew",
     "rollout.gate.waiting": "counts what begins anew",
     "rollout.gate.taken": "0 between two steps",
+    "trainer._holder.lent": "true within a verification, false between two steps",
     "trainer._holder._parameters": "what the model computes with, made from the masters",
     "critic.engine._holder._parameters": "likewise",
     "reference.engine._holder._parameters": "likewise",
