@@ -244,6 +244,11 @@ def reference_config(config: TrainConfig) -> TrainEngineConfig:
     return TrainEngineConfig(**fields | {"path": path, "dtype": dtype, "backend": backend})
 
 
+def backend_key(config: BaseConfig, role: str) -> str:
+    """Where the layout of a role's model was written: its own key, or the actor's where it follows that."""
+    return f"{role}.backend" if getattr(getattr(config, role), "backend", None) else "actor.backend"
+
+
 def make_filter(config: TrainConfig) -> tuple[GroupFilter | None, int]:
     """Which groups are trained on, as the executor asks it (None: all), and how often a batch may be drawn for it."""
     if config.algorithm.filter.name == "none":

@@ -16,7 +16,7 @@ from tandem.engines.train.build import build_train_engine
 from tandem.roles.components import Choice, choose
 from tandem.roles.preference import PreferenceLearner
 from tandem.roles.reference import Reference
-from tandem.trainers.parts import reference_config
+from tandem.trainers.parts import backend_key, reference_config
 from tandem.trainers.process import Process
 from tandem.trainers.sft import chat_encoder
 from tandem.trainers.summary import Summary
@@ -85,7 +85,8 @@ def make_reference(config: PreferenceConfig, device: str) -> Reference | None:
     """The frozen policy, where the loss compares with one; else nothing is loaded."""
     if not needs_reference(make_loss(config).function):
         return None
-    return Reference(build_train_engine(reference_config(config), total_steps=0, device=device))
+    key = backend_key(config, "reference")
+    return Reference(build_train_engine(reference_config(config), total_steps=0, device=device, key=key))
 
 
 def _stages(engine: TrainEngine, config: PreferenceConfig, process: Process) -> Stages:

@@ -29,6 +29,7 @@ from tandem.trainers.evaluation import evaluate, evaluation_gconfig, evaluation_
 from tandem.trainers.meter import EngineMeter
 from tandem.trainers.parts import (
     Rows,
+    backend_key,
     check_rows,
     make_loader,
     make_reward,
@@ -148,7 +149,8 @@ def make_reference(config: TrainConfig, process: Process) -> Reference | None:
     """The frozen policy, where the algorithm measures KL against it."""
     if config.algorithm.kl.coefficient == 0:
         return None
-    engine = build_train_engine(reference_config(config), total_steps=0, device=process.device)
+    key = backend_key(config, "reference")
+    engine = build_train_engine(reference_config(config), total_steps=0, device=process.device, key=key)
     return Reference(engine, refresh_every_steps=config.reference.refresh_every_steps)
 
 

@@ -33,7 +33,7 @@ def open_spread(
     model = _load(config, device, head) if unfilled is None else unfilled.model
     if ranks.context is not None:
         model.context = replace(ranks.context, way=_context_way(config, ranks, model))
-    pieces = None if ranks.tensor is None else cut(model, ranks.tensor)
+    pieces = None if ranks.tensor is None else cut(model, ranks.tensor, ranks.key)
 
     def fill(module: nn.Module) -> None:
         if unfilled is not None:
@@ -90,5 +90,5 @@ def _context_way(config: TrainEngineConfig, ranks: Ranks, model: PackedModel) ->
     if way == "auto":
         return "all_to_all" if divides_heads(model.architecture, layout.tensor * layout.context) else "gather"
     if way == "all_to_all":
-        refuse_uneven_heads(model.architecture, layout.tensor, layout.context)
+        refuse_uneven_heads(model.architecture, layout.tensor, layout.context, ranks.key)
     return way
