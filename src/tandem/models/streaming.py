@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
+from tandem.api.activity import did
 from tandem.config.errors import ConfigError
 from tandem.models.attention import NAME
 from tandem.models.catalog import resolve
@@ -56,6 +57,7 @@ class Unfilled:
                     setattr(part, key, made[id(parameter)])  # tied ones stay tied
 
     def _read(self, name: str, shape: torch.Size, pieces: Pieces | None) -> torch.Tensor:
+        did()
         source = self.files.get(name.removeprefix(_PREFIX))
         if source is None:
             return torch.zeros(shape, device=self.device)

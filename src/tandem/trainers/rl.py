@@ -10,6 +10,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
+from tandem.api.activity import enter
 from tandem.api.collective import together
 from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import TrainConfig
@@ -21,6 +22,7 @@ from tandem.state.resuming import may_go_on
 from tandem.state.run_folder import RunFolder
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
 from tandem.tracking.tracker import Tracker
+from tandem.trainers.oversight import Oversight
 from tandem.trainers.parts import Rows, check_names, open_rows
 from tandem.trainers.process import Process, start_process
 from tandem.trainers.recovery import Recovery, recovery_of_session
@@ -57,9 +59,10 @@ def run_session(
     with contextlib.ExitStack() as stack:
         examine = may_go_on(resolved.config, override=override)
         run, tracker = open_run(resolved.config, process, stack, steps=steps, examine=examine)
+        oversight = stack.enter_context(Oversight(resolved.config, run))
         session = changed(stack.enter_context(open_session(config, process, rows, steps, run_id(run))), process)
         recovery = recovery_of_session(session, run, tracker, stack, process.device)
-        return loop(config, session, run, tracker, rows, steps, recovery)
+        return loop(config, session, run, tracker, rows, steps, recovery, oversight)
 
 
 def step(session: Session, timer: PhaseTimer) -> dict[str, float]:
@@ -106,6 +109,7 @@ def loop(
     rows: Rows,
     steps: int,
     recovery: Recovery,
+    oversight: Oversight,
 ) -> Summary:
     """All steps that are not done yet, with evaluation, tracking and saving between them."""
     timer, progress, models = PhaseTimer(), recovery.progress, session.models
@@ -119,6 +123,7 @@ def loop(
                 tracker.log(0, found)
     timer.metrics()  # what came before the first step is not part of it
     for number in range(progress.step + 1, steps + 1):
+        enter("between", number)
         with telling_step(number):
             metrics = step(session, timer)
         recovery.commit(number)
@@ -127,14 +132,17 @@ def loop(
         if found:
             metrics |= found
             progress.evaluations |= _accuracy(number, found)
-        metrics |= timer.metrics() | {"memory/peak_gib": peak_memory_gib()}
+        metrics |= timer.metrics() | {"memory/peak_gib": peak_memory_gib()} | oversight.metrics()
         with together():  # a disk that is full ends all ranks
             if tracker is not None:
                 tracker.log(number, metrics, session.rollout.last_groups, session.publisher.history)
         with timer("save"):  # after the line of this step, which a run that goes on from here does not make again
-            written = {"write_state": recovery.write, "metrics": metrics}
+            leaving = oversight.asked() and number < steps
+            written = {"write_state": recovery.write, "metrics": metrics, "leaving": leaving}
             saved = save_if_due(config, run, number, steps, models, models.save_tokenizer, **written)
             checkpoint = saved or checkpoint
+        if leaving:
+            oversight.leave()
     return Summary(run.path if run else None, steps, metrics, checkpoint, progress.evaluations)
 
 

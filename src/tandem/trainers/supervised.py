@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
+from tandem.api.activity import enter
 from tandem.api.batch import pack
 from tandem.api.collective import together
 from tandem.api.engines import TrainEngine
@@ -33,6 +34,7 @@ from tandem.state.resuming import may_go_on
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
 from tandem.tracking.tracker import Tracker
 from tandem.trainers.evaluation import is_due
+from tandem.trainers.oversight import Oversight
 from tandem.trainers.parts import Rows, check_sinks, validation_config
 from tandem.trainers.process import Process, start_process
 from tandem.trainers.recovery import Progress, Recovery, parts_of_rows
@@ -174,6 +176,7 @@ def train_on_rows(resolved: Resolved[Any], recipe: Recipe, *, dry_run: bool = Fa
     with contextlib.ExitStack() as stack:
         examine = may_go_on(config, override=override)
         run, tracker = open_run(config, process, stack, steps=steps, examine=examine)
+        oversight = stack.enter_context(Oversight(config, run))
         engine = build_train_engine(config.actor, total_steps=steps, device=process.device, head=recipe.head)
         loader = Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
         batches = BatchMaker(loader, recipe.encoder(tokenizer, config), config.batch_size)
@@ -181,7 +184,7 @@ def train_on_rows(resolved: Resolved[Any], recipe: Recipe, *, dry_run: bool = Fa
         save = partial(save_classifier_tokenizer, tokenizer) if recipe.head == "scalar" else tokenizer.save_pretrained
         progress = Progress()
         recovery = Recovery(run, parts_of_rows(engine, batches, progress, tracker, process.device), progress)
-        return loop(config, Parts(engine, batches, stages, save), run, tracker, rows, steps, recovery)
+        return loop(config, Parts(engine, batches, stages, save), run, tracker, rows, steps, recovery, oversight)
 
 
 @dataclass(frozen=True)
@@ -195,7 +198,14 @@ class Parts:
 
 
 def loop(
-    config: Any, parts: Parts, run: Any, tracker: Tracker | None, rows: Rows, steps: int, recovery: Recovery
+    config: Any,
+    parts: Parts,
+    run: Any,
+    tracker: Tracker | None,
+    rows: Rows,
+    steps: int,
+    recovery: Recovery,
+    oversight: Oversight,
 ) -> Summary:
     """All steps that are not done yet, with evaluation before the first one and between them, tracking and saving."""
     stages, batches, every = parts.stages, parts.batches, config.evaluate.every_steps
@@ -211,6 +221,7 @@ def loop(
                     tracker.log(0, found)
     timer.metrics()  # what came before the first step is not part of it
     for step in range(progress.step + 1, steps + 1):
+        enter("between", step)
         batch = batches.next_batch()
         with timer("train"), telling_step(step):
             metrics = stages.train(stages.prepare(batch))
@@ -220,14 +231,17 @@ def loop(
         if valid is not None and is_due(every, step, steps):
             with timer("evaluate"):
                 metrics |= examined(stages, valid)
-        metrics |= timer.metrics() | {"memory/peak_gib": peak_memory_gib()}
+        metrics |= timer.metrics() | {"memory/peak_gib": peak_memory_gib()} | oversight.metrics()
         with together():  # a disk that is full ends all ranks
             if tracker is not None:
                 tracker.log(step, metrics)
         with timer("save"):  # after the line of this step, which a run that goes on from here does not make again
-            written = {"write_state": recovery.write, "metrics": metrics}
+            leaving = oversight.asked() and step < steps
+            written = {"write_state": recovery.write, "metrics": metrics, "leaving": leaving}
             saved = save_if_due(config, run, step, steps, parts.engine, parts.save_tokenizer, **written)
             checkpoint = saved or checkpoint
+        if leaving:
+            oversight.leave()
     return Summary(folder=run.path if run else None, steps=steps, metrics=metrics, checkpoint=checkpoint)
 
 
