@@ -118,6 +118,13 @@ def one_rank(rank, out, folder):
     found["unwritable"] = seen(lambda: save_checkpoint(run, 2, engine.save, lambda path: None, None))
     if run is not None:
         run.checkpoints.unlink()
+
+    def mine_is_refused(folder):
+        engine.save(folder)
+        if rank == 1:
+            refuse(OSError)
+
+    found["other"] = seen(lambda: save_checkpoint(run, 2, mine_is_refused, lambda path: None, None))
     for name, engines, channel in (
         ("channel", [ClockworkEngine()], FullChannel()),
         ("engine", [DyingEngine()], None),
@@ -153,6 +160,7 @@ def ranks(tmp_path_factory):
         ("tokenizer", CheckpointFailed, "step 1 could not be saved"),
         ("folder", RankFailed, "NotADirectoryError"),
         ("unwritable", CheckpointFailed, "step 2 could not be saved"),
+        ("other", "OSError", "it is the main rank's fault"),
         ("channel", "WeightUpdateFailed", "No space left on device"),
         ("engine", EngineDied, "it was killed"),
     ],

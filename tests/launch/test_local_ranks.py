@@ -160,6 +160,17 @@ def test_ranks_end_when_whoever_started_them_is_killed(tmp_path):
     assert (tmp_path / "closed-0").exists() and (tmp_path / "closed-1").exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, and only Linux tells of a parent's death")
+def test_a_rank_that_is_stopped_ends_too_when_whoever_started_it_is_killed(tmp_path):
+    process, pids = started(tmp_path, "from tandem.launch.rank import follow_launcher; follow_launcher()")
+    os.kill(pids[1], signal.SIGSTOP)
+    wait_for(lambda: Path(f"/proc/{pids[1]}/stat").read_text().rpartition(")")[2].split()[0] == "T")
+    process.kill()
+    process.wait(QUICK)
+    wait_for(lambda: all(gone(pid) for pid in pids))
+    assert (tmp_path / "closed-1").exists()
+
+
 def test_without_a_launcher_nobody_is_followed():
     code = """
 import threading

@@ -54,6 +54,8 @@ def test_what_changes_nothing_that_is_learnt_may_be_otherwise(cut_off):
     now = config("checkpoint.every_steps=5", "rollout.wait_timeout_s=9")
     with reopened(cut_off, now) as run:
         assert [d.key for d in run.going.changed] == ["checkpoint.every_steps", "rollout.wait_timeout_s"]
+        assert yaml.safe_load((cut_off / "config.yaml").read_text())["checkpoint"]["every_steps"] is None
+        run.begin()
     assert yaml.safe_load((cut_off / "config.yaml").read_text())["checkpoint"]["every_steps"] == 5
 
 

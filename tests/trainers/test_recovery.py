@@ -172,3 +172,21 @@ def test_before_the_first_checkpoint_the_ledger_begins_anew_too(tmp_path, caplog
         assert again.gone_on_from is None and again.file.records == 0 and again.counter.value == 0
         again.step()
     assert "begins anew at step 0, and the metrics up to step 1 are set aside" in caplog.text
+
+
+def test_what_a_killed_save_left_is_gone_as_soon_as_the_run_is_started_again(cut_off, caplog):
+    left = cut_off / "exp/trial/checkpoints/.step_3.partial"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    with caplog.at_level(logging.WARNING, "tandem"), Run(cut_off):
+        assert not left.exists() and "removing .step_3.partial" in caplog.text
+
+
+def test_the_new_configuration_is_written_once_the_run_really_goes_on(cut_off):
+    config = cut_off / "exp/trial/config.yaml"
+    config.write_text("seed: 1\n")
+    with pytest.raises(StateDamaged):
+        Run(cut_off, parts=("counter", "critic"))
+    assert config.read_text() == "seed: 1\n"  # what was refused is not there
+    with Run(cut_off):
+        assert config.read_text() == ""

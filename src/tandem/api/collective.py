@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from tandem.api.activity import OTHER_RANKS, waiting
 from tandem.api.failures import RankFailed, TandemError
 from tandem.api.portable import survives_pickling
 
@@ -35,9 +36,11 @@ def from_main(make: Callable[[], T]) -> T:
         try:
             said[0] = make()
         except Exception as error:  # the worker boundary: the others would wait for a broadcast that never comes
-            dist.broadcast_object_list([None, _portable(error, 0)], src=0)
+            with waiting(OTHER_RANKS):
+                dist.broadcast_object_list([None, _portable(error, 0)], src=0)
             raise
-    dist.broadcast_object_list(said, src=0)
+    with waiting(OTHER_RANKS):
+        dist.broadcast_object_list(said, src=0)
     if said[1] is not None:
         raise said[1]
     result: T = said[0]
@@ -64,7 +67,8 @@ def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         error = caught
     rank = dist.get_rank(group)
     said: list[Exception | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, None if error is None else _portable(error, rank), group=group)
+    with waiting(OTHER_RANKS):
+        dist.all_gather_object(said, None if error is None else _portable(error, rank), group=group)
     first = next((other for other, failure in enumerate(said) if failure is not None), None)
     if first == rank and error is not None:
         raise error

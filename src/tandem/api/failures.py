@@ -5,6 +5,7 @@ TandemError
 │   └── WrongWorkflow                   a workflow that no prompt can be run with: ends the run
 ├── BatchError (ValueError)             a batch that lacks a field or has the wrong shape
 ├── WaitTimeout (TimeoutError)          a wait that passed its deadline; says what it waited for
+├── Stalled (TimeoutError)              nothing was done for too long; ends the run
 ├── UserCodeFailed (RuntimeError)       a function of the user's, an algorithm's part, that failed in the middle of a run
 ├── NonFinite (ArithmeticError)         loss or gradient not finite too often in a row
 ├── WeightUpdateFailed (RuntimeError)   an update that no engine took
@@ -32,6 +33,7 @@ __all__ = [
     "RankFailed",
     "RewardFailure",
     "ServerFailed",
+    "Stalled",
     "TandemError",
     "UserCodeFailed",
     "WaitTimeout",
@@ -52,6 +54,14 @@ class BatchError(TandemError, ValueError):
 class WaitTimeout(TandemError, TimeoutError):
     """A wait passed its deadline; the message says what it waited for."""
 
+    may_pass = True
+
+
+class Stalled(TandemError, TimeoutError):
+    """Nothing was done for too long; says in which phase, and what it waited for."""
+
+    may_pass = True
+
 
 class UserCodeFailed(TandemError, RuntimeError):
     """A loss, an advantage, a filter of the user's own that raised or returned what nobody can use; names file and line."""
@@ -64,6 +74,8 @@ class NonFinite(TandemError, ArithmeticError):
 class WeightUpdateFailed(TandemError, RuntimeError):
     """A weight update that no engine took; all of them still serve the version before."""
 
+    may_pass = True
+
 
 class DeliveryDisproved(TandemError, RuntimeError):
     """Trajectories were not made by the weights, temperature or tokens that they are stamped with; says the likely cause."""
@@ -71,6 +83,8 @@ class DeliveryDisproved(TandemError, RuntimeError):
 
 class RankFailed(TandemError, RuntimeError):
     """Another rank of this run failed, so this one cannot go on; the message has the other's error."""
+
+    may_pass = True
 
 
 class EpisodeFailure(TandemError):
@@ -94,6 +108,8 @@ class RewardFailure(DataFailure):
 
 class InfrastructureFailure(EpisodeFailure):
     """An engine or a machine is at fault: the episode is run again, up to `rollout.max_retries`."""
+
+    may_pass = True
 
 
 class EngineDied(InfrastructureFailure, RuntimeError):

@@ -12,8 +12,10 @@ from types import FrameType
 from typing import NamedTuple, NoReturn
 
 from tandem import __version__
+from tandem.api.failures import RankFailed
 from tandem.config.errors import ConfigError, TandemError
-from tandem.launch.local import EXIT_CONFIG, EXIT_FAILED, EXIT_INTERRUPTED
+from tandem.launch.local import EXIT_CONFIG, EXIT_FAILED, EXIT_FINAL, EXIT_INTERRUPTED
+from tandem.launch.rank import failed_elsewhere, has_launcher, telling_errors
 
 
 class Command(NamedTuple):
@@ -55,7 +57,7 @@ EPILOG = """commands:
   tandem train examples/addition_grpo.yaml --dry-run    say what that would do
   tandem generate smollm2-135m "What is 3 + 4?"         ask the built-in model
 
-exit codes: 0 done, 1 failed, 2 wrong configuration or usage, 130 interrupted"""
+exit codes: 0 done, 1 failed, 2 wrong configuration or usage, 130 interrupted (Ctrl-C, SIGTERM, SIGHUP)"""
 
 
 def top_parser() -> argparse.ArgumentParser:
@@ -74,8 +76,9 @@ def top_parser() -> argparse.ArgumentParser:
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    """A polite kill ends like Ctrl-C: everything is closed on the way out."""
-    raise KeyboardInterrupt
+    """A polite kill ends like Ctrl-C: everything is closed on the way out; where another rank failed, as a failure."""
+    cause = failed_elsewhere()
+    raise KeyboardInterrupt if cause is None else RankFailed(cause)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -100,9 +103,13 @@ def run(
     interrupted: Callable[[argparse.Namespace], str] | None = None,
 ) -> int:
     """Calls the command; an error raised on purpose becomes one message. ``interrupted`` gives Ctrl-C's sentence."""
-    before = signal.signal(signal.SIGTERM, _terminate)
+    # a terminal that closes asks as politely; under nohup nobody listens to it
+    closes = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    polite = [signal.SIGTERM, *closes]
+    before = {number: signal.signal(number, _terminate) for number in polite}
     try:
-        return function(arguments)
+        with telling_errors():
+            return function(arguments)
     except KeyboardInterrupt:
         said = interrupted(arguments) if interrupted else ""
         print(f"\nInterrupted. {said}".rstrip(), file=sys.stderr)
@@ -114,9 +121,12 @@ def run(
         if arguments.debug:
             raise
         print(f"error: {error}", file=sys.stderr)
-        return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
+        if isinstance(error, ConfigError):
+            return EXIT_CONFIG
+        return EXIT_FINAL if has_launcher() and not error.may_pass else EXIT_FAILED
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def run_script(script: Callable[[list[str]], None]) -> NoReturn:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -15,10 +16,12 @@ from tandem.config.backend import parse_layout
 from tandem.config.errors import TandemError
 from tandem.config.experiment import BaseConfig
 from tandem.config.load import Resolved, load_config
+from tandem.launch.ended import Ended
 from tandem.launch.local import is_rank, run_ranks
 from tandem.state.existing import existing_run
 from tandem.state.resuming import may_go_on
-from tandem.state.run_folder import run_path
+from tandem.state.run_folder import RunFolderInUse, run_path
+from tandem.state.supervision import record_failure
 
 SHOWN = ("reward/mean", "loss", "eval/accuracy", "completion_length/mean")
 
@@ -66,7 +69,7 @@ def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Ca
     folder = run_path(config.run.root, config.experiment_name, config.trial_name)
     is_main = os.environ.get("RANK", "0") == "0"  # this is started once a rank; the first one speaks and writes
     ranks = parse_layout(config.actor.backend).ranks
-    starts_ranks = ranks > 1 and not is_rank() and not arguments.dry_run
+    starts_ranks = (ranks > 1 or config.recover.max_restarts > 0) and not is_rank() and not arguments.dry_run
     options: dict[str, Any] = {"override": True} if arguments.override else {}
     options |= {"until": arguments.until} if arguments.until else {}
     if is_main and not arguments.dry_run:
@@ -74,7 +77,14 @@ def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Ca
         if going is not None and not starts_ranks:
             print(going.describe(), file=sys.stderr)
     if starts_ranks:
-        return run_ranks([sys.executable, "-P", "-m", "tandem", *arguments.command_line], ranks)
+        return run_ranks(
+            [sys.executable, "-P", "-m", "tandem", *arguments.command_line],
+            ranks,
+            stalled_after_s=config.recover.stalled_after_s,
+            max_restarts=config.recover.max_restarts,
+            grace_s=config.recover.grace_s,
+            record=functools.partial(write_failure, folder),
+        )
     train = load()
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
         summary = train(resolved, dry_run=arguments.dry_run, **options)
@@ -85,6 +95,20 @@ def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Ca
     elif not arguments.dry_run:
         print(describe(summary))
     return 0
+
+
+def write_failure(folder: Path, ended: Ended, restart: int | None) -> None:
+    """Writes into the run folder how its ranks failed, if it was theirs; what cannot be written is said on the terminal."""
+    if not ended.has_folder:
+        return
+    then = None if restart is None else {"number": restart, "step": ended.step}
+    try:
+        path = record_failure(folder, ended.cause, keep=ended.rank == 0, stacks=ended.stacks, restart=then)
+    except (OSError, RunFolderInUse) as error:
+        print(f"warning: how it ended could not be written to {folder}: {error}", file=sys.stderr)
+        return
+    if path is not None:
+        print(f"{path} has where every thread stood", file=sys.stderr)
 
 
 def describe(summary: Any) -> str:

@@ -10,7 +10,7 @@ from tandem.config.data import DatasetConfig, ValidDatasetConfig
 from tandem.config.generation import GenerationConfig
 from tandem.config.roles import ActorConfig, CriticConfig, ReferenceConfig
 from tandem.config.rollout import RolloutConfig
-from tandem.config.state import CheckpointConfig, RunConfig
+from tandem.config.state import CheckpointConfig, RecoverConfig, RunConfig
 from tandem.config.tracking import TrackingConfig
 
 
@@ -82,6 +82,9 @@ class BaseConfig:
 
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Saving."""
+
+    recover: RecoverConfig = field(default_factory=RecoverConfig)
+    """Interruptions, faults and restarts."""
 
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     """Evaluation during training."""

@@ -9,6 +9,7 @@ FREE = (
     "run",
     "tracking",
     "checkpoint",
+    "recover",
     "reward_timeout_s",
     "rollout.wait_timeout_s",
     "rollout.episode_timeout_s",

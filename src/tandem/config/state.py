@@ -1,6 +1,7 @@
-"""The run folder and checkpoints."""
+"""The run folder, checkpoints, and what watches over a run."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -36,3 +37,21 @@ class CheckpointConfig:
     asynchronous: bool = True
     """Training waits for a copy in host memory only (12 bytes a parameter), and goes on while that is written; over several
     ranks, and at the end of a run, it waits for the whole save."""
+
+    on_error: Literal["stop", "continue"] = "stop"
+    """A checkpoint that the disk refuses ends the run, or training goes on and tries again at the next one; the last
+    checkpoint of a run must always be written."""
+
+
+@dataclass(frozen=True)
+class RecoverConfig:
+    """What becomes of a run that is interrupted, breaks or gets nowhere."""
+
+    grace_s: float = 30.0
+    """An interrupted run (Ctrl-C, SIGTERM, SIGHUP) may finish its step and be saved for so long; 0 ends it at once."""
+
+    max_restarts: int = 0
+    """The command starts all ranks again from the last checkpoint when one dies or gets nowhere, at most so often."""
+
+    stalled_after_s: float | None = 3600.0
+    """A run in which nothing is done for so long ends with the stacks of all its threads; null watches for no progress."""

@@ -96,7 +96,7 @@ ALWAYS = (
         "because no row is computed: size is for `addition` and reasoning_gym:NAME; use valid_dataset.max_rows",
     ),
     Unused(
-        ("checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.keep_best"),
+        ("checkpoint.keep_last", "checkpoint.keep_every", "checkpoint.keep_best", "checkpoint.on_error"),
         lambda config, _: config.checkpoint.every_steps is None,
         "because a run saves one checkpoint, at its end: set checkpoint.every_steps, or leave it out",
     ),

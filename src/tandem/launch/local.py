@@ -1,10 +1,11 @@
-"""Trainer ranks on this machine: started, watched and ended together.
+"""Trainer ranks on this machine: started, watched, ended together, and started again.
 
 Each rank runs the same command in a process (and a session) of its own, with the variables that torchrun sets too. They meet
 in a file, so no port is taken. Rank 0 speaks to the terminal; what the others say is shown when one of them fails.
 """
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -13,23 +14,50 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
-RENDEZVOUS, LAUNCHER = "TANDEM_RENDEZVOUS", "TANDEM_LAUNCHER"
-"""What a rank is told: the file to meet in, and the process that it must not outlive."""
+import psutil
+
+from tandem.launch.ended import Ended, Record
+from tandem.launch.watch import Fault, Told, Watch
+
+RENDEZVOUS, LAUNCHER, TELL, RESTARTS = "TANDEM_RENDEZVOUS", "TANDEM_LAUNCHER", "TANDEM_TELL", "TANDEM_RESTARTS"
+"""What a rank is told: the file to meet in, the process that it must not outlive, the pipe in which it says what it does,
+and how often the ranks were started again."""
+
+FAILED, ERROR, STACKS = "failed", "error-{rank}.json", "stacks-{rank}.txt"
+"""Files beside the one to meet in: why all are ended; the error of a rank; its stacks."""
+
+STACKS_SIGNAL = signal.SIGUSR2
+"""On which a rank writes the stacks of all its threads."""
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FINAL = 3
+"""A rank's word to its launcher: it failed, and would fail again. Outside it is `EXIT_FAILED`."""
 
 WATCH_S = 0.05
 FAIL_S = 5.0
 """After the first failure the others may end by themselves for so long: often all of them fail, each with its message."""
 
 TERM_S = 10.0
+FAULT_TERM_S = 3.0
+"""The same for a group in which one does not answer: the whole has to end within 30 s."""
+
 KILL_S = 5.0
 INTERRUPT_S = 60.0
-"""What an interrupted run may take to close."""
+"""What an interrupted run may take to close, beyond `recover.grace_s`."""
 
+STACKS_S = 2.0
+HELD_S = 0.5
+"""A silent rank that has used less of the processor since is not at work."""
+
+LEFT_S = 10.0
+"""What servers and workers of ranks that are gone may take to notice."""
+
+RESTART_S = 1.0
 SHOWN_LINES = 25
+FOLLOWERS = ("RankFailed",)
+"""Errors of ranks that only heard of another one's."""
 
 
 def is_rank() -> bool:
@@ -37,70 +65,126 @@ def is_rank() -> bool:
     return "WORLD_SIZE" in os.environ
 
 
-def run_ranks(command: Sequence[str], count: int) -> int:
+def run_ranks(
+    command: Sequence[str],
+    count: int,
+    *,
+    stalled_after_s: float | None = None,
+    max_restarts: int = 0,
+    grace_s: float = 0.0,
+    record: Record = lambda ended, restart: None,
+) -> int:
     """Runs ``command`` on ``count`` ranks and returns the exit status: that of the rank that failed.
 
     Ctrl-C and SIGTERM (as `KeyboardInterrupt`) are passed on, a second one ends all ranks at once. When this returns, no
-    rank is left, and nothing that a rank has started in its own session.
+    rank is left, and nothing that a rank has started. A group that failed is started again, ``max_restarts`` times, unless
+    it would fail again (a wrong configuration, a user's function, a full disk). ``stalled_after_s``: see `Watch`.
+    ``grace_s``: what a rank may take for its step when it is interrupted.
     """
+    restarts = 0
+    try:
+        while True:
+            ended = _run_once(command, count, Watch(count, stalled_after_s), restarts, grace_s)
+            again = ended.may_pass and restarts < max_restarts
+            restarts += again
+            if ended.cause and ended.code != EXIT_INTERRUPTED:
+                record(ended, restarts if again else None)
+            if not again:
+                return ended.code
+            print(f"starting again from the last checkpoint, restart {restarts} of {max_restarts}", file=sys.stderr)
+            time.sleep(RESTART_S)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _run_once(command: Sequence[str], count: int, watch: Watch, restarts: int, grace_s: float) -> Ended:
     with tempfile.TemporaryDirectory(prefix="tandem-ranks-") as folder, contextlib.ExitStack() as stack:
-        ranks = Ranks(Path(folder))
-        stack.callback(ranks.kill)
+        ranks = Ranks(Path(folder), watch)
+        stack.callback(ranks.close)
         try:
-            ranks.start(command, count)
+            ranks.start(command, count, restarts)
             return ranks.watch()
         except KeyboardInterrupt:
-            return ranks.interrupt()
+            return ranks.interrupt(grace_s)
 
 
 class Ranks:
     """The processes of one run."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, watch: Watch):
         """``folder``: an empty one of their own."""
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._folder = folder
+        self._folder, self._watch = folder, watch
+        self._pipes: list[int] = []
+        self._words: dict[int, bytes] = {}
 
-    def start(self, command: Sequence[str], count: int) -> None:
+    def start(self, command: Sequence[str], count: int, restarts: int = 0) -> None:
         """Starts all of them."""
         for rank in range(count):
             with contextlib.ExitStack() as stack:
                 said: IO[bytes] | None = None if rank == 0 else stack.enter_context(self._output(rank).open("wb"))
+                read, write = os.pipe()
+                stack.callback(os.close, write)
+                self._pipes.append(read)
+                for end in (read, write):
+                    os.set_blocking(end, False)
+                place = rank_environment(rank, count, self._folder / "rendezvous")
                 self.processes.append(
                     subprocess.Popen(
                         list(command),
-                        env=os.environ | rank_environment(rank, count, self._folder / "rendezvous"),
+                        env=os.environ | place | {TELL: str(write), RESTARTS: str(restarts)},
                         stdin=None if rank == 0 else subprocess.DEVNULL,
                         stdout=said,
                         stderr=said and subprocess.STDOUT,
                         start_new_session=True,  # Ctrl-C reaches them through this process, once
+                        pass_fds=[write],
                     )
                 )
 
-    def watch(self) -> int:
-        """Waits for all; the first that fails ends the others."""
+    def watch(self) -> Ended:
+        """Waits for all; the first that fails, or gets nowhere, ends the others."""
         while not self._failed() and self._alive():
             time.sleep(WATCH_S)
+            self._listen()
+            fault = self._watch.look(time.monotonic(), self._is_held)
+            if fault is not None and not self._failed():
+                return self._end_fault(fault)
         if not self._failed():
-            return 0
+            return Ended(0)
         self._wait(FAIL_S)
         failed = {rank: self.processes[rank].returncode for rank in self._failed()}
-        self._signal(signal.SIGTERM)
-        self._wait(TERM_S)
-        self.kill()
-        # one that was killed is a cause; what rank 0 says may only be that another one is gone
-        cause = min(failed, key=lambda rank: (failed[rank] > 0, rank == 0, rank))
-        same = 0 in failed and set(failed.values()) == {EXIT_CONFIG}  # all of them refused, and rank 0 has said so
-        if not same and not (cause == 0 and failed[0] > 0):
-            self._explain(cause, failed[cause])
-        return max(failed[cause], 0) or EXIT_FAILED
+        errors = {rank: self._error(rank) for rank in {0, *failed}}  # rank 0 may have told its error, and be closing
 
-    def interrupt(self) -> int:
+        def order(rank: int) -> tuple[Any, ...]:
+            """Who was killed comes first; who only heard of another last; then whose error was first, if they told."""
+            error = errors[rank]
+            return (failed[rank] > 0, error.get("kind") in FOLLOWERS, error.get("at", 0.0), rank == 0, rank)
+
+        cause = min(failed, key=order)
+        text = self._explained(cause, failed, errors)
+        self._end_all(text)
+        code = max(failed[cause], 0) or EXIT_FAILED
+        final = code in (EXIT_CONFIG, EXIT_FINAL, EXIT_INTERRUPTED)
+        return self._ended(EXIT_FAILED if code == EXIT_FINAL else code, text, cause, may_pass=not final)
+
+    def interrupt(self, grace_s: float = 0.0) -> Ended:
         """Lets all of them close."""
         with contextlib.suppress(KeyboardInterrupt):
             self._signal(signal.SIGINT)
-            self._wait(INTERRUPT_S)
-        return EXIT_INTERRUPTED
+            self._wait(grace_s + INTERRUPT_S)
+        left = self._alive()
+        if not left and not self._failed():
+            return Ended(0)  # its last step was under way
+        self.kill()
+        if left:
+            self._end_left()
+        return Ended(EXIT_INTERRUPTED)
+
+    def close(self) -> None:
+        """Ends what is left, and forgets the pipes."""
+        self.kill()
+        while self._pipes:
+            os.close(self._pipes.pop())
 
     def kill(self) -> None:
         """Ends what is left of the ranks and of their sessions; idempotent."""
@@ -110,9 +194,47 @@ class Ranks:
             with contextlib.suppress(subprocess.TimeoutExpired):  # a disk that hangs: the kernel ends it when it can
                 process.wait(KILL_S)
 
-    def _explain(self, rank: int, code: int) -> None:
-        """Says which rank failed, and shows what it wrote; rank 0 has shown that itself."""
+    def _end_fault(self, fault: Fault) -> Ended:
+        """Ends a group that gets nowhere; where each thread of each rank stood is kept."""
+        places = self._watch.describe()
+        print(f"error: {fault.text}\n{places}", file=sys.stderr)
+        for number in (STACKS_SIGNAL, signal.SIGCONT):  # one that is stopped writes as soon as it runs again
+            self._signal(number)
+        deadline = time.monotonic() + STACKS_S
+        while time.monotonic() < deadline and not all(self._stacks(rank) for rank in self._alive()):
+            time.sleep(WATCH_S)
+        time.sleep(WATCH_S)  # the last one may be at it
+        stacks = "\n".join(f"--- rank {rank}\n{self._stacks(rank)}" for rank in range(len(self.processes)))
+        self._end_all(fault.text, FAULT_TERM_S)
+        stacks = f"{fault.text}\n\n{places}\n\n{stacks}"
+        return self._ended(EXIT_FAILED, fault.text, fault.rank, may_pass=True, stacks=stacks)
+
+    def _end_all(self, cause: str, patience_s: float | None = None) -> None:
+        """The others hear why, and may close; what they leave is ended too."""
+        with contextlib.suppress(OSError):  # a full disk: they end as by Ctrl-C
+            partial = self._folder / f".{FAILED}"
+            partial.write_text(cause, encoding="utf-8")
+            partial.rename(self._folder / FAILED)
+        for rank in self._alive():
+            if not self._error(rank):  # who has one is closing already
+                self.processes[rank].send_signal(signal.SIGTERM)
+        self._wait(TERM_S if patience_s is None else patience_s)
+        self.kill()
+        self._end_left()
+
+    def _ended(self, code: int, cause: str, rank: int, *, may_pass: bool, stacks: str = "") -> Ended:
+        watch = self._watch
+        return Ended(code, cause, rank, stacks, may_pass, watch.step, watch.has_folder)
+
+    def _explained(self, rank: int, failed: dict[int, int], errors: dict[int, dict[str, Any]]) -> str:
+        """Why the group ended; told here unless rank 0 has."""
+        code = failed[rank]
         how = f"with exit status {code}" if code > 0 else f"by signal {signal.Signals(-code).name}"
+        text = str(errors[rank].get("text") or f"rank {rank} of {len(self.processes)} ended {how}")
+        heard = rank == 0 or (bool(errors[rank]) and errors[0].get("text") == errors[rank].get("text"))
+        refused = 0 in failed and not errors[0] and set(failed.values()) == {EXIT_CONFIG}
+        if (heard and code > 0) or refused:
+            return text
         print(f"error: rank {rank} of {len(self.processes)} ended {how}, and all with it", file=sys.stderr)
         if -code == signal.SIGKILL:
             print(
@@ -122,7 +244,39 @@ class Ranks:
             )
         if rank:
             lines = self._output(rank).read_text(errors="replace").splitlines()[-SHOWN_LINES:]
-            print("\n".join(f"  rank {rank} | {line}" for line in lines), file=sys.stderr)
+            print("".join(f"  rank {rank} | {line}\n" for line in lines), end="", file=sys.stderr)
+        return text
+
+    def _listen(self) -> None:
+        """Takes in what the ranks have said since the last time."""
+        for rank, pipe in enumerate(self._pipes):
+            with contextlib.suppress(BlockingIOError):
+                self._words[rank] = self._words.get(rank, b"") + os.read(pipe, 65536)
+            *lines, self._words[rank] = self._words.get(rank, b"").split(b"\n")
+            if lines:
+                with contextlib.suppress(psutil.Error, ValueError):
+                    self._watch.hear(rank, Told.of(json.loads(lines[-1])), *_work(self.processes[rank].pid))
+
+    def _is_held(self, rank: int, seconds: float) -> bool:
+        """See `Watch.look`. One that writes to a slow disk is neither stopped nor asleep."""
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(self.processes[rank].pid)
+            stopped = process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+            idle = _work(process.pid)[0] - seconds < HELD_S
+            return stopped or (idle and process.status() == psutil.STATUS_SLEEPING)
+        return False
+
+    def _error(self, rank: int) -> dict[str, Any]:
+        """What a rank told of its error; empty where it could not."""
+        with contextlib.suppress(OSError, ValueError):
+            found = json.loads((self._folder / ERROR.format(rank=rank)).read_text(encoding="utf-8"))
+            return found if isinstance(found, dict) else {}
+        return {}
+
+    def _stacks(self, rank: int) -> str:
+        with contextlib.suppress(OSError):
+            return (self._folder / STACKS.format(rank=rank)).read_text(errors="replace")
+        return ""
 
     def _output(self, rank: int) -> Path:
         return self._folder / f"rank-{rank}.txt"
@@ -141,6 +295,29 @@ class Ranks:
         deadline = time.monotonic() + seconds
         while self._alive() and time.monotonic() < deadline:
             time.sleep(WATCH_S)
+
+    def _end_left(self) -> None:
+        """Servers and workers that ranks have started in sessions of their own: they notice by themselves, or are ended."""
+        left = [process for process in psutil.process_iter() if self._is_ours(process)]
+        for process in psutil.wait_procs(left, timeout=LEFT_S)[1]:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+    def _is_ours(self, process: psutil.Process) -> bool:
+        with contextlib.suppress(psutil.Error, OSError):
+            ours = process.environ().get(RENDEZVOUS) == str(self._folder / "rendezvous")
+            return ours and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+
+def _work(pid: int) -> tuple[float, int]:
+    """Seconds of processor, and bytes read and written, of a process so far."""
+    process = psutil.Process(pid)
+    times = process.cpu_times()
+    with contextlib.suppress(psutil.Error, AttributeError):  # macOS counts no bytes
+        io = process.io_counters()
+        return times.user + times.system, io.read_chars + io.write_chars
+    return times.user + times.system, 0
 
 
 def rank_environment(rank: int, count: int, rendezvous: Path) -> dict[str, str]:

@@ -1,15 +1,26 @@
-"""What a rank knows of its launcher."""
+"""What a rank knows of its launcher, and tells it."""
 
+import contextlib
+import ctypes
+import faulthandler
+import json
 import os
 import signal
+import sys
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
-from tandem.launch.local import LAUNCHER, RENDEZVOUS
+from tandem.config.errors import TandemError
+from tandem.launch.local import ERROR, FAILED, LAUNCHER, RENDEZVOUS, RESTARTS, STACKS, STACKS_SIGNAL, TELL
 
 LOOK_S = 0.5
 CLOSE_S = 30.0
 """What a rank may take to close after its launcher is gone."""
+
+_PR_SET_PDEATHSIG = 1
 
 
 def meeting_place() -> str:
@@ -18,19 +29,80 @@ def meeting_place() -> str:
     return f"file://{file}" if file else "env://"
 
 
-def follow_launcher() -> None:
+def has_launcher() -> bool:
+    """Whether a launcher of ours has started this very process."""
+    return os.environ.get(LAUNCHER) == str(os.getppid())
+
+
+def restarts() -> int:
+    """How often the launcher has started the ranks again."""
+    return int(os.environ.get(RESTARTS, "0")) if has_launcher() else 0
+
+
+def follow_launcher(look: Callable[[], Mapping[str, Any]] = dict) -> None:
     """From now on this process ends when its launcher does: first as by Ctrl-C, after `CLOSE_S` in any case.
 
-    Nothing happens where no launcher of ours has started it.
+    It tells the launcher twice a second what ``look`` says of the main thread, and writes the stacks of all threads when the
+    launcher asks. Nothing happens where no launcher of ours has started it.
     """
     launcher = os.environ.get(LAUNCHER)
-    if launcher is not None:
-        threading.Thread(target=_follow, args=(int(launcher),), name="follow-launcher", daemon=True).start()
+    if launcher is None:
+        return
+    if has_launcher():
+        stacks = _file(STACKS).open("w")  # open as long as the process lives
+        faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+        with contextlib.suppress(OSError, AttributeError):  # Linux: a rank that is stopped notices too
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
+    arguments = (int(launcher), look, threading.main_thread().ident)
+    threading.Thread(target=_follow, args=arguments, name="follow-launcher", daemon=True).start()
 
 
-def _follow(launcher: int) -> None:
+def failed_elsewhere() -> str | None:
+    """Why the launcher ends this rank, where the reason is another one."""
+    if not has_launcher():
+        return None
+    with contextlib.suppress(OSError):
+        return (Path(os.environ[RENDEZVOUS]).parent / FAILED).read_text(encoding="utf-8")
+    return None
+
+
+@contextlib.contextmanager
+def telling_errors() -> Iterator[None]:
+    """A block whose error the launcher hears of, so that it names the rank that was first and repeats nothing."""
+    try:
+        yield
+    except BaseException as error:
+        if has_launcher():
+            text = str(error) if isinstance(error, TandemError) else f"{type(error).__name__}: {error}"
+            words = {"kind": type(error).__name__, "text": text, "at": time.monotonic()}
+            with contextlib.suppress(OSError):  # a full disk: the exit status says enough
+                _file(ERROR).write_text(json.dumps(words), encoding="utf-8")
+        raise
+
+
+def _file(name: str) -> Path:
+    """One of this rank's, in the folder where the ranks meet."""
+    return Path(os.environ[RENDEZVOUS]).parent / name.format(rank=os.environ["RANK"])
+
+
+def _follow(launcher: int, look: Callable[[], Mapping[str, Any]], main: int | None) -> None:
+    pipe = int(os.environ.get(TELL, "-1")) if has_launcher() else -1
     while os.getppid() == launcher:
+        if pipe >= 0:
+            message = json.dumps({**look(), "place": place_of(main)}) + "\n"
+            with contextlib.suppress(OSError):  # full, because the launcher is stopped
+                os.write(pipe, message.encode())
         time.sleep(LOOK_S)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(CLOSE_S)
     os.killpg(os.getpgrp(), signal.SIGKILL)  # a session of its own: with all that it has started
+
+
+def place_of(thread: int | None) -> int:
+    """A number for where a thread is in its code; the same as long as it stays in one call."""
+    frame = sys._current_frames().get(thread or 0)
+    found = 0
+    while frame is not None:
+        found = hash((found, id(frame.f_code), frame.f_lasti))
+        frame = frame.f_back
+    return found

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
+from tandem.api.activity import did
 from tandem.config.errors import ConfigError
 from tandem.models.attention import NAME
 from tandem.models.catalog import resolve
@@ -57,6 +58,7 @@ class Unfilled:
                     setattr(part, key, made[id(parameter)])  # tied ones stay tied
 
     def _read(self, name: str, empty: torch.Tensor, pieces: Pieces | None) -> torch.Tensor:
+        did()
         source = self.files.get(name.removeprefix(PREFIX))
         if source is None:
             return torch.zeros(empty.shape, dtype=empty.dtype, device=self.device)

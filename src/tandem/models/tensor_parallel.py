@@ -71,15 +71,15 @@ class Pieces:
         return torch.cat(found)[:total].movedim(0, dim).contiguous()
 
 
-def cut(packed: PackedModel, group: dist.ProcessGroup) -> Pieces:
+def cut(packed: PackedModel, group: dist.ProcessGroup, key: str = "actor.backend") -> Pieces:
     """Leaves this rank its piece of every matrix, and makes the model compute with the others of ``group``.
 
-    Works on a model without memory (device ``meta``) too.
+    Works on a model without memory (device ``meta``) too. ``key``: where the layout was written, for errors.
 
     Raises:
         ConfigError: the heads cannot be divided by the size of the group.
     """
-    cutter = _Cutter(packed, group)
+    cutter = _Cutter(packed, group, key)
     for layer in packed.model.model.layers:
         cutter.layer(layer)
     cutter.vocabulary()
@@ -87,13 +87,13 @@ def cut(packed: PackedModel, group: dist.ProcessGroup) -> Pieces:
 
 
 class _Cutter:
-    def __init__(self, packed: PackedModel, group: dist.ProcessGroup):
+    def __init__(self, packed: PackedModel, group: dist.ProcessGroup, key: str):
         self._packed, self._group = packed, group
         self._names = {id(parameter): name for name, parameter in packed.named_parameters()}
         self._dims: dict[str, tuple[int, int]] = {}
         self._summed: set[str] = set()
         size = dist.get_world_size(group)
-        refuse_uneven_heads(packed.architecture, size, 1)
+        refuse_uneven_heads(packed.architecture, size, 1, key)
         self._bare = Pieces(group, dist.get_rank(group), size, {}, frozenset())
 
     @property

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping, Sequence
 
+from tandem.api.activity import waiting
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import WaitTimeout
 from tandem.config.rollout import RolloutConfig
@@ -44,22 +45,24 @@ class Collector:
         with self._pool.changed:
             self._pool.wanted = count
         try:
-            while True:
-                if self._deterministic:
-                    self._wave(deadline)
-                with self._pool.changed:
-                    episodes = self._try(count, partial)
-                    if episodes is not None:
-                        return episodes
-                    if time.monotonic() >= deadline:
-                        raise WaitTimeout(
-                            f"waited {time.monotonic() - began:.1f} s for {count} groups; {self._pool.describe()}"
-                        )
-                    if self._pool.running:  # else the next wave begins
-                        self._pool.changed.wait(min(1.0, max(0.0, deadline - time.monotonic())))
+            with waiting(f"{count} groups"):
+                return self._wait(count, partial, began, deadline)
         finally:
             with self._pool.changed:
                 self._pool.wanted = 0
+
+    def _wait(self, count: int, partial: bool, began: float, deadline: float) -> list[Episode]:
+        while True:
+            if self._deterministic:
+                self._wave(deadline)
+            with self._pool.changed:
+                episodes = self._try(count, partial)
+                if episodes is not None:
+                    return episodes
+                if time.monotonic() >= deadline:
+                    raise WaitTimeout(f"waited {time.monotonic() - began:.1f} s for {count} groups; {self._pool.describe()}")
+                if self._pool.running:  # else the next wave begins
+                    self._pool.changed.wait(min(1.0, max(0.0, deadline - time.monotonic())))
 
     def _try(self, count: int, partial: bool) -> list[Episode] | None:
         """One look: the episodes of the batch, taken; None to wait on. Raises where waiting is in vain."""

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+from tandem.api.activity import GENERATING, did
 from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey, StopReason
 from tandem.api.workflow import GeneratesTokens
@@ -63,6 +64,7 @@ class EpisodeEngine:
         request, ours = self._complete(request)
         self._settle()
         response = await self._engine.agenerate(request)
+        did(*GENERATING)
         if ours and response.stop_reason == StopReason.CANCELLED and self._remaining_s() <= 0:
             raise DataFailure("deadline", "the episode's time (rollout.episode_timeout_s) was spent while it was generating")
         self._last = (*request.input_ids, *response.output_ids)

@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from tandem.api.activity import GENERATING, did
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import DataFailure, EngineDied, EpisodeFailure, InfrastructureFailure, TandemError
 from tandem.api.samples import Group
@@ -171,6 +172,7 @@ class EpisodePool:
             self._end(episode, group)
 
     def _end(self, episode: Episode, outcome: Group | EpisodeFailure) -> None:
+        did(*GENERATING)
         try:
             with self.changed:
                 if episode.number not in self.running:  # it was aborted meanwhile

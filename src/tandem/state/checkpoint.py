@@ -53,9 +53,9 @@ def save_checkpoint(
     if temporary is not None:
         for write in (write_model, write_state):
             if write is not None:  # a failure of one rank ends the others before their next collective call
-                with together(), _all_or_nothing(run, step, temporary):
+                with _removed_on_failure(run, temporary), together(), _all_or_nothing(run, step, temporary):
                     write(temporary if write is write_model else temporary / STATE)
-        with together(), _all_or_nothing(run, step, temporary):
+        with _removed_on_failure(run, temporary), together(), _all_or_nothing(run, step, temporary):
             if run is not None:
                 save_tokenizer(temporary)
                 if write_state is not None:
@@ -81,12 +81,32 @@ def _begin(run: RunFolder | None, step: int) -> Path | None:
         return None
     with _all_or_nothing(run, step, temporary):
         folder.mkdir(parents=True, exist_ok=True)
-        for leftover in folder.glob(".step_*.partial"):
-            log.warning("removing %s, left by a save that was cut off", leftover.name)
-            shutil.rmtree(leftover)
+        remove_leftovers(folder)
         _check_space(folder)
         temporary.mkdir()
     return temporary
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Removes what a save that was cut off has left among the checkpoints in ``folder``.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    for leftover in folder.glob(".step_*.partial"):
+        log.warning("removing %s, left by a save that was cut off", leftover.name)
+        shutil.rmtree(leftover)
+
+
+@contextlib.contextmanager
+def _removed_on_failure(run: RunFolder | None, temporary: Path) -> Iterator[None]:
+    """Another rank's failure, which `together` raises here, leaves nothing behind either."""
+    try:
+        yield
+    except BaseException:
+        if run is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 @contextlib.contextmanager

@@ -15,6 +15,9 @@ from tandem.config.errors import TandemError
 FILE = "ledger.sqlite"
 FORMAT = 1
 
+NOT_WRITTEN = ("SQLITE_FULL", "SQLITE_READONLY", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_FSYNC", "SQLITE_IOERR_TRUNCATE")
+"""What SQLite says of a disk that takes nothing more."""
+
 Record = tuple[int, int, bool, str]
 """Epoch, index, whether it was trained, and the reason where it was dropped."""
 
@@ -28,6 +31,10 @@ _TABLES = (
 
 class LedgerDamaged(TandemError, ValueError):
     """The file is missing, is no ledger, or is not the one that the checkpoint was saved with."""
+
+
+class LedgerNotWritten(TandemError, OSError):
+    """The disk refuses; the ledger is as it was before."""
 
 
 class LedgerFile:
@@ -58,7 +65,7 @@ class LedgerFile:
 
         Raises:
             LedgerDamaged: one of them has ended before. A prompt of an epoch ends once.
-            OSError: the disk refuses.
+            LedgerNotWritten: the disk refuses.
         """
         if not records:
             return
@@ -74,7 +81,8 @@ class LedgerFile:
                 self._db.execute("COMMIT")
             except BaseException:
                 if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
+                    with contextlib.suppress(sqlite3.Error):  # a full disk: the next one who opens the file rolls back
+                        self._db.execute("ROLLBACK")
                 raise
         except sqlite3.IntegrityError as error:
             raise LedgerDamaged(
@@ -82,7 +90,11 @@ class LedgerFile:
                 f"trained once, or dropped with a reason ({error})"
             ) from error
         except sqlite3.Error as error:
-            raise OSError(f"the ledger {self.path} could not be written: {error}") from error
+            raise LedgerNotWritten(
+                f"what became of the prompts of step {step} could not be written to {self.path}: {error}. Nothing of the "
+                "step counts, and the checkpoints are as they were: free some space there, or make it writable, and repeat "
+                "the command"
+            ) from error
         self.number, self.records, self.digest = number, self.records + len(records), digest
 
     @contextlib.contextmanager
@@ -91,6 +103,8 @@ class LedgerFile:
         try:
             yield
         except sqlite3.Error as error:
+            if getattr(error, "sqlite_errorname", "").startswith(NOT_WRITTEN):
+                raise LedgerNotWritten(f"{self.path} could not be written: {error}; free some space there") from error
             raise LedgerDamaged(
                 f"{self.path} cannot be read: {error}. Restore that file, or begin another run from the weights of a "
                 "checkpoint: trial_name=… actor.path=FOLDER"
@@ -101,6 +115,7 @@ class LedgerFile:
 
         Raises:
             LedgerDamaged: the file cannot be read.
+            LedgerNotWritten: the disk refuses.
         """
         with self._readable():
             return self._rolled_back(step)

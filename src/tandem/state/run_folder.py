@@ -73,6 +73,11 @@ class RunFolder:
         self.info = info
         self.going = going
         """The run that was here before and goes on; None in a new one."""
+
+        self.failed_saves = 0
+        """Checkpoints that the disk refused, where training goes on all the same."""
+
+        self._pending_config: str | None = None
         self._lock: IO[str] | None = lock
         self._began = time.monotonic()
         self._handlers: list[logging.Handler] = []
@@ -91,6 +96,8 @@ class RunFolder:
     ) -> Self:
         """Makes the folder, takes its lock and writes `config.yaml` and `run.json`; logs go to `log.txt` from here on.
 
+        Where a run goes on, `config.yaml` stays what it was until `begin`: what is refused on the way must not be in it.
+
         ``command``: the name of the one that made it. ``examine``: says whether a run that is there goes on; none does
         unless it is given.
 
@@ -102,7 +109,7 @@ class RunFolder:
         path = run_path(root, experiment, trial)
         try:
             path.mkdir(parents=True, exist_ok=True)
-            lock = _take_lock(path)
+            lock = take_lock(path)
         except OSError as error:
             raise ConfigError(f"run.root={root} cannot hold the run folder {path}: {error.strerror or error}") from error
         try:
@@ -110,8 +117,12 @@ class RunFolder:
             info = _info(experiment, trial, seed, command)
             if going is not None:
                 info = _continued(path, info, going)
+            elif "restarts" in run_info(path):  # it failed before its first step, and is started again
+                info["restarts"] = run_info(path)["restarts"]
             run = cls(path, lock, info, going)
-            write_atomically(path / "config.yaml", config_text)
+            run._pending_config = config_text
+            if going is None:
+                run.begin()
             run._write_info()
             run._start_logging()
         except BaseException:
@@ -123,6 +134,12 @@ class RunFolder:
     def id(self) -> str:
         """The run's own name: no other run has it, also one of the same experiment and trial elsewhere."""
         return str(self.info["id"])
+
+    def begin(self) -> None:
+        """The run really starts with its new configuration: models are built and the checkpoint is read. Idempotent."""
+        if self._pending_config is not None:
+            write_atomically(self.path / "config.yaml", self._pending_config)
+            self._pending_config = None
 
     def adopt(self, name: str) -> None:
         """Takes back the run's own name from a checkpoint, where `run.json` was lost."""
@@ -165,11 +182,14 @@ class RunFolder:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
             self.finish("finished")
-        elif isinstance(error, (KeyboardInterrupt, SystemExit)):
-            self.finish("interrupted")
-        else:
-            logging.getLogger("tandem.state").info("the run failed", exc_info=error)  # to log.txt
-            self.finish("failed", error)
+            return
+        interrupted = isinstance(error, (KeyboardInterrupt, SystemExit))
+        try:
+            if not interrupted:
+                logging.getLogger("tandem.state").info("the run failed", exc_info=error)  # to log.txt
+            self.finish("interrupted" if interrupted else "failed", None if interrupted else error)
+        except OSError as refused:  # the disk that ended the run takes no last words either: the error itself matters more
+            print(f"run.json could not be written: {refused}", file=sys.stderr)
 
     def _write_info(self) -> None:
         write_atomically(self.path / "run.json", json.dumps(self.info, indent=2, ensure_ascii=False) + "\n")
@@ -217,12 +237,16 @@ def _continued(folder: Path, info: dict[str, Any], going: Going) -> dict[str, An
         aside = next(p for n in itertools.count(1) if not (p := folder / f"metrics.lost-{n}.jsonl").exists())
         os.rename(folder / "metrics.jsonl", aside)
         line["lost"] = aside.name
-    kept = {name: before[name] for name in ("id", "started") if name in before}
+    kept = {name: before[name] for name in ("id", "started", "restarts") if name in before}
     return info | kept | {"resumed": [*before.get("resumed", []), line]}
 
 
-def _take_lock(folder: Path) -> IO[str]:
-    """The lock dies with its process, so a killed run leaves none behind."""
+def take_lock(folder: Path) -> IO[str]:
+    """The lock of a run folder, held until it is closed; it dies with its process, so a killed run leaves none behind.
+
+    Raises:
+        RunFolderInUse: another process holds it; says which.
+    """
     lock = (folder / ".lock").open("a+", encoding="utf-8")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

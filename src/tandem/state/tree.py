@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from tandem.api.activity import did
 from tandem.api.collective import together, whole
 from tandem.api.state import Parted, Stateful
 from tandem.config.errors import ConfigError, TandemError
@@ -105,6 +106,7 @@ def _joined(plain: Any, where: Mapping[str, Any]) -> Any:
 def _gathered(tensors: Mapping[str, torch.Tensor | Parted], *, all_of_them: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Whole tensors on the CPU, one after another; a rank that writes nothing takes part in gathering only."""
     for name, tensor in tensors.items():
+        did("save")
         if isinstance(tensor, Parted):
             yield name, tensor.gather().cpu()
         elif isinstance(tensor, DTensor):

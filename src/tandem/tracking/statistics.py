@@ -9,6 +9,8 @@ from pathlib import Path
 
 import psutil
 
+from tandem.api.activity import within
+
 GIB = 2**30
 
 
@@ -28,10 +30,14 @@ class PhaseTimer:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Counts the time of the ``with`` block for `phase`, also when it raises; a phase may come several times."""
+        """Counts the time of the ``with`` block for `phase`, also when it raises; a phase may come several times.
+
+        Whoever watches over the run sees the phase too (`tandem.api.activity`).
+        """
         began = time.perf_counter()
         try:
-            yield
+            with within(phase):
+                yield
         finally:
             self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - began
 

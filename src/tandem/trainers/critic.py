@@ -18,6 +18,7 @@ from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer, save_classifier_tokenizer
 from tandem.roles.components import choose
 from tandem.roles.critic import Critic, SharedCritic
+from tandem.trainers.parts import backend_key
 from tandem.trainers.process import Process
 
 FOLDER = "critic"
@@ -63,7 +64,11 @@ def make_critic(
         check_same_tokens(critic.path, tokenizer)
     updates = (critic.mini_batches or config.actor.mini_batches) * (critic.epochs_per_batch or config.actor.epochs_per_batch)
     engine = build_train_engine(
-        critic_engine_config(config.actor, critic), total_steps=steps * updates, device=process.device, head="scalar"
+        critic_engine_config(config.actor, critic),
+        total_steps=steps * updates,
+        device=process.device,
+        head="scalar",
+        key=backend_key(config, "critic"),
     )
     return Critic(engine, critic, config.actor, seed=config.seed)
 

@@ -18,6 +18,7 @@ from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
 from tandem.roles.actor import Actor
 from tandem.roles.teacher import Student, Teacher
+from tandem.trainers.parts import backend_key
 from tandem.trainers.process import Process
 from tandem.trainers.rl import run_session
 from tandem.trainers.session import Session
@@ -52,7 +53,8 @@ def make_teacher(config: DistillConfig, device: str) -> Teacher:
         lora=LoRAConfig(),
         backend=config.teacher.backend or config.actor.backend,
     )
-    return Teacher(build_train_engine(frozen, total_steps=0, device=device))
+    key = backend_key(config, "teacher")
+    return Teacher(build_train_engine(frozen, total_steps=0, device=device, key=key))
 
 
 def check_teacher(config: DistillConfig) -> None:

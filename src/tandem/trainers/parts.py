@@ -253,7 +253,14 @@ def frozen_policy(config: TrainConfig | PreferenceConfig, device: str, actor: Tr
     every = config.reference.refresh_every_steps if isinstance(config, TrainConfig) else None
     if actor is not None and actor.adapter is not None and config.reference == type(config.reference)():
         return Reference(actor, base=True)
-    return Reference(build_train_engine(reference_config(config), total_steps=0, device=device), refresh_every_steps=every)
+    key = backend_key(config, "reference")
+    engine = build_train_engine(reference_config(config), total_steps=0, device=device, key=key)
+    return Reference(engine, refresh_every_steps=every)
+
+
+def backend_key(config: BaseConfig, role: str) -> str:
+    """Where the layout of a role's model was written: its own key, or the actor's where it follows that."""
+    return f"{role}.backend" if getattr(getattr(config, role), "backend", None) else "actor.backend"
 
 
 def make_filter(config: TrainConfig) -> tuple[GroupFilter | None, int]:

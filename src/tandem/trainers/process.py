@@ -15,8 +15,9 @@ from tandem.config.backend import parse_layout
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.engines.inference.build import engine_threads, servers_here
-from tandem.launch.rank import follow_launcher, meeting_place
+from tandem.launch.rank import follow_launcher, has_launcher, meeting_place
 from tandem.models.allocator import keep_freed_memory
+from tandem.trainers.oversight import activity
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ def start_process(config: BaseConfig) -> Process:
     """Sets threads, seeds, the allocator and the process group (when started as one of several ranks).
 
     Raises:
-        ConfigError: `device=cuda` without a GPU, or `actor.backend` names another number of ranks than were started.
+        ConfigError: `device=cuda` without a GPU, `actor.backend` names another number of ranks than were started, or
+            nobody is there to start them again.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device=cuda, but torch sees no GPU here; use device=cpu, or install a CUDA build of torch")
@@ -67,7 +69,12 @@ def start_process(config: BaseConfig) -> Process:
             f"actor.backend={config.actor.backend} wants {wanted} rank(s), but {world_size} was started; `tandem train` "
             f"starts them itself, a script of yours needs: torchrun --nproc-per-node {wanted} my_script.py …"
         )
-    follow_launcher()
+    if config.recover.max_restarts and not has_launcher():
+        raise ConfigError(
+            f"recover.max_restarts={config.recover.max_restarts} is for a command that starts its ranks itself (tandem "
+            "train, sft …); leave it out, and give it to whoever starts them: torchrun --max-restarts"
+        )
+    follow_launcher(lambda: {**activity(), "spins": cuda})
     device = _gpu() if cuda else "cpu"
     if cuda:
         torch.cuda.set_device(device)

@@ -15,6 +15,7 @@ from tandem.api.collective import from_main, together
 from tandem.api.engines import TrainEngine
 from tandem.api.state import State, Stateful
 from tandem.rollout.ledger import Ledger
+from tandem.state.checkpoint import remove_leftovers
 from tandem.state.ledger import FILE, LedgerFile
 from tandem.state.manifest import STATE
 from tandem.state.newest import newest_valid
@@ -139,6 +140,7 @@ class Recovery:
             with together():
                 if self._ledger is not None:
                     self._ledger.forget()
+            self._begin()
             return None
         with together():
             tree = read_tree(path / STATE)
@@ -146,7 +148,14 @@ class Recovery:
             with together():
                 if name in self._parts:
                     load_part(name, self._parts[name], tree, path)
+        self._begin()
         return path
+
+    def _begin(self) -> None:
+        """Nothing of the configuration can be refused any more. Collective."""
+        with together():
+            if self._run is not None:
+                self._run.begin()
 
     def _names(self) -> list[str]:
         """Rank 0's parts, on all ranks: one order for what is collective."""
@@ -156,6 +165,7 @@ class Recovery:
         """On rank 0."""
         run = self._run
         assert run is not None, "rank 0 has the run folder"
+        remove_leftovers(run.checkpoints)
         if run.going is None:
             return None
         found = newest_valid(run.checkpoints, run.going.found.id or None)

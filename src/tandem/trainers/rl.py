@@ -10,6 +10,7 @@ from typing import Any
 
 from tensordict import TensorDict
 
+from tandem.api.activity import enter
 from tandem.api.collective import together
 from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import TrainConfig
@@ -21,6 +22,7 @@ from tandem.state.resuming import may_go_on
 from tandem.state.run_folder import RunFolder
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
 from tandem.tracking.tracker import Tracker
+from tandem.trainers.oversight import Oversight
 from tandem.trainers.parts import Rows, check_names, open_rows
 from tandem.trainers.process import Process, start_process
 from tandem.trainers.recovery import Recovery, recovery_of_session
@@ -62,13 +64,14 @@ def run_session(
     with contextlib.ExitStack() as stack:
         examine = may_go_on(resolved.config, override=override)
         run, tracker = open_run(resolved.config, process, stack, steps=steps, examine=examine)
+        oversight = stack.enter_context(Oversight(resolved.config, run))
         session = changed(stack.enter_context(open_session(config, process, rows, steps, run_id(run))), process)
         models = session.models
         record = weight_record(config, run, models.named_weights)
         recovery = recovery_of_session(session, run, tracker, stack, process.device, record)
         saving = Saving(config, run, steps, models, models.save_tokenizer, recovery, models.late_writer)
         stack.enter_context(saving)
-        return ended(loop(config, session, run, tracker, rows, steps, last, recovery, saving), run, steps)
+        return ended(loop(config, session, run, tracker, rows, steps, last, recovery, saving, oversight), run, steps)
 
 
 def step(session: Session, timer: PhaseTimer) -> dict[str, float]:
@@ -117,6 +120,7 @@ def loop(
     last: int,
     recovery: Recovery,
     saving: Saving,
+    oversight: Oversight,
 ) -> Summary:
     """All steps up to ``last`` that are not done yet, with evaluation, tracking and saving between them; ``steps``: of the
     whole run."""
@@ -131,6 +135,7 @@ def loop(
                 tracker.log(0, found)
     timer.metrics()  # what came before the first step is not part of it
     for number in progress.remaining(last):
+        enter("between", number)
         with telling_step(number):
             metrics = step(session, timer)
         recovery.commit(number)
@@ -139,12 +144,15 @@ def loop(
         if found:
             metrics |= found
             progress.evaluations |= _accuracy(number, found)
-        metrics |= timer.metrics() | saving.metrics() | {"memory/peak_gib": peak_memory_gib()}
+        metrics |= timer.metrics() | saving.metrics() | oversight.metrics() | {"memory/peak_gib": peak_memory_gib()}
         with together():  # a disk that is full ends all ranks
             if tracker is not None:
                 tracker.log(number, metrics, session.rollout.last_groups, session.publisher.history)
         with timer("save"):  # after the line of this step, which a run that goes on from here does not make again
-            saving.after_step(number, metrics, leaving=number == last < steps)
+            asked = oversight.asked() and number < last
+            saving.after_step(number, metrics, leaving=asked or number == last < steps)
+        if asked:
+            oversight.leave()
     return Summary(run.path if run else None, progress.step, metrics, saving.finish(), progress.evaluations)
 
 

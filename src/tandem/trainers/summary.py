@@ -1,6 +1,7 @@
 """What a run came to, and the folder it leaves."""
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +13,13 @@ from tandem.config.arithmetic import arithmetic
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.load import Resolved, describe, plain_data, to_yaml
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
-from tandem.state.checkpoint import save_checkpoint
+from tandem.state.checkpoint import CheckpointFailed, save_checkpoint
 from tandem.state.resuming import Examine, refuse_existing
 from tandem.state.run_folder import RunFolder
 from tandem.tracking.tracker import Tracker
 from tandem.trainers.process import Process
+
+log = logging.getLogger(__name__)
 
 
 class Saves(Protocol):
@@ -133,18 +136,29 @@ def save_if_due(
 
     ``write_state``: writes what resuming needs, where `checkpoint.resumable` asks for it. ``metrics``: of this step.
     ``leaving``: the run is interrupted after this step, and saved if it saves at all and can go on from there.
+
+    Raises:
+        CheckpointFailed: the disk refuses, unless `checkpoint.on_error` lets training go on.
     """
     wish = config.checkpoint
     if not is_save_due(config, step, steps, leaving):
         return None
-    return save_checkpoint(
-        run,
-        step,
-        engine.save,
-        save_tokenizer,
-        wish.keep_last,
-        write_state=write_state if wish.resumable else None,
-        metrics=metrics,
-        keep_every=wish.keep_every,
-        keep_best=wish.keep_best,
-    )
+    try:
+        return save_checkpoint(
+            run,
+            step,
+            engine.save,
+            save_tokenizer,
+            wish.keep_last,
+            write_state=write_state if wish.resumable else None,
+            metrics=metrics,
+            keep_every=wish.keep_every,
+            keep_best=wish.keep_best,
+        )
+    except CheckpointFailed as error:
+        if wish.on_error == "stop" or step == steps or leaving:
+            raise
+        if run is not None:
+            run.failed_saves += 1
+        log.warning("training goes on (checkpoint.on_error=continue), but %s", error)
+        return None

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
+from tandem.api.activity import enter
 from tandem.api.batch import pack
 from tandem.api.collective import together
 from tandem.api.engines import TrainEngine
@@ -33,6 +34,7 @@ from tandem.state.resuming import may_go_on
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
 from tandem.tracking.tracker import Tracker
 from tandem.trainers.evaluation import is_due
+from tandem.trainers.oversight import Oversight
 from tandem.trainers.parts import Rows, check_sinks, validation_config
 from tandem.trainers.process import Process, start_process
 from tandem.trainers.recovery import Progress, Recovery, parts_of_rows
@@ -180,6 +182,7 @@ def train_on_rows(
     with contextlib.ExitStack() as stack:
         examine = may_go_on(config, override=override)
         run, tracker = open_run(config, process, stack, steps=steps, examine=examine)
+        oversight = stack.enter_context(Oversight(config, run))
         engine = build_train_engine(config.actor, total_steps=steps, device=process.device, head=recipe.head)
         loader = Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
         batches = BatchMaker(loader, recipe.encoder(tokenizer, config), config.batch_size)
@@ -193,7 +196,7 @@ def train_on_rows(
         recovery = Recovery(run, parts, progress, record=record)
         saving = Saving(config, run, steps, engine, save, recovery, lambda states: engine.late_writer(states["trainer"]))
         stack.enter_context(saving)
-        summary = loop(config, Parts(batches, stages), run, tracker, rows, steps, last, recovery, saving)
+        summary = loop(config, Parts(batches, stages), run, tracker, rows, steps, last, recovery, saving, oversight)
         return ended(summary, run, steps)
 
 
@@ -215,6 +218,7 @@ def loop(
     last: int,
     recovery: Recovery,
     saving: Saving,
+    oversight: Oversight,
 ) -> Summary:
     """All steps up to ``last`` that are not done yet, with evaluation before the first one and between them, tracking and
     saving; ``steps``: of the whole run."""
@@ -231,6 +235,7 @@ def loop(
                     tracker.log(0, found)
     timer.metrics()  # what came before the first step is not part of it
     for step in progress.remaining(last):
+        enter("between", step)
         batch = batches.next_batch()
         with timer("train"), telling_step(step):
             metrics = stages.train(stages.prepare(batch))
@@ -240,12 +245,15 @@ def loop(
         if valid is not None and is_due(every, step, steps):
             with timer("evaluate"):
                 metrics |= examined(stages, valid)
-        metrics |= timer.metrics() | saving.metrics() | {"memory/peak_gib": peak_memory_gib()}
+        metrics |= timer.metrics() | saving.metrics() | oversight.metrics() | {"memory/peak_gib": peak_memory_gib()}
         with together():  # a disk that is full ends all ranks
             if tracker is not None:
                 tracker.log(step, metrics)
         with timer("save"):  # after the line of this step, which a run that goes on from here does not make again
-            saving.after_step(step, metrics, leaving=step == last < steps)
+            asked = oversight.asked() and step < last
+            saving.after_step(step, metrics, leaving=asked or step == last < steps)
+        if asked:
+            oversight.leave()
     return Summary(run.path if run else None, progress.step, metrics, saving.finish())
 
 

@@ -11,13 +11,18 @@ __all__ = ["Head", "build_train_engine"]
 
 
 def build_train_engine(
-    config: TrainEngineConfig, total_steps: int, device: str | torch.device = "cpu", head: Head = "lm"
+    config: TrainEngineConfig,
+    total_steps: int,
+    device: str | torch.device = "cpu",
+    head: Head = "lm",
+    key: str = "actor.backend",
 ) -> TrainEngine:
     """The engine of ``config.backend``, over all processes of torch.distributed where it is initialised.
 
     ``head``: ``lm`` gives log-probabilities, ``scalar`` one number a token (critics, reward models), ``both`` both.
+    ``key``: where ``config.backend`` was written, for errors.
 
     Raises:
         ConfigError: another backend than is there, or another number of ranks than it says.
     """
-    return FSDPEngine(config, total_steps=total_steps, device=device, head=head)
+    return FSDPEngine(config, total_steps=total_steps, device=device, head=head, key=key)

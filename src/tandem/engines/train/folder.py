@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from tandem.api.activity import did
 from tandem.api.failures import ConfigError
 
 
@@ -21,6 +22,7 @@ def write_folder(
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in weights:
+        did("save")
         if writes:
             tensors[name] = tensor.to("cpu").contiguous()
     if not writes:
@@ -47,7 +49,7 @@ def read_weights(folder: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tup
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        files = json.loads(index.read_text())["weight_map"]
+        files = _read_index(index)
     elif (folder / "model.safetensors").is_file():
         with safe_open(folder / "model.safetensors", "pt") as file:
             files = dict.fromkeys(file.keys(), "model.safetensors")
@@ -65,6 +67,24 @@ def read_weights(folder: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tup
             raise ConfigError(f"tensor {name!r} in {folder} is {list(found)}, this model has {list(shape)}")
     for name in shapes:
         yield name, handles[files[name]].get_tensor(name)
+
+
+def _read_index(index: Path) -> dict[str, str]:
+    """Tensor → its file. An index of somebody else's must not name files outside its folder.
+
+    Raises:
+        ConfigError: it is none, or names something that is not a safetensors file beside it.
+    """
+    try:
+        files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{index} cannot be read as an index: {type(error).__name__}: {error}") from error
+    for name in files.values():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise ConfigError(f"{index} names {name!r}, which is not a safetensors file in that folder")
+        if not (index.parent / name).is_file():
+            raise ConfigError(f"{index} names {name!r}, which is not there")
+    return files
 
 
 def write_tensor(path: Path, tensor: torch.Tensor) -> None:

@@ -37,18 +37,19 @@ class FSDPEngine(TrainEngine):
         device: str | torch.device = "cpu",
         process_group: dist.ProcessGroup | None = None,
         head: Head = "lm",
+        key: str = "actor.backend",
     ):
         """``total_steps``: optimizer steps of the run, for the schedule. ``process_group``: None takes the default group
         where torch.distributed is initialised, else this process alone. ``head``: ``scalar`` gives ``scores`` and neither
         log-probabilities nor entropy; it is saved as a sequence classifier. ``both``: a language model that gives scores
-        too; it is saved as a language model, and the second head in a file of its own.
+        too; it is saved as a language model, and the second head in a file of its own. ``key``: of ``config.backend``.
 
         Raises:
             ConfigError: the model cannot be opened, or the group has another size than ``config.backend`` says.
         """
         self.config, self.total_steps, self.device = config, total_steps, torch.device(device)
         self.dtype = resolve_dtype(config.dtype, self.device)
-        self.ranks = form_ranks(config.backend, process_group, self.device)
+        self.ranks = form_ranks(config.backend, process_group, self.device, key)
         self.world_size = self.ranks.layout.ranks
         self.head = head
         self.model, self._holder = open_spread(config, self.ranks, self.device, self.dtype, head)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from tandem.api.activity import did
 from tandem.api.failures import ConfigError, NonFinite
 from tandem.config.train_engine import OptimizerConfig
 from tandem.engines.train.holders import Holder
@@ -44,6 +45,7 @@ class Optimizer:
         Raises:
             NonFinite: too many steps in a row had a loss or gradient that was not finite.
         """
+        did()
         self._holder.finish_gradients()
         options, norm = self._options, self._gradient_norm()
         rate = learning_rate(self._step, self._total_steps, options)

@@ -36,6 +36,9 @@ class Ranks:
     context: Context | None = None
     """Those that share tokens; None where there is one."""
 
+    key: str = "actor.backend"
+    """Where the layout was written, for errors."""
+
     @property
     def batch(self) -> int:
         """Which of the micro-batches that are computed at a time is this rank's."""
@@ -64,34 +67,34 @@ class Ranks:
         return self.rank < self.layout.ranks // self.layout.replicas
 
 
-def form_ranks(backend: str, group: dist.ProcessGroup | None, device: torch.device) -> Ranks:
+def form_ranks(backend: str, group: dist.ProcessGroup | None, device: torch.device, key: str = "actor.backend") -> Ranks:
     """The ranks of ``backend``. ``group``: None takes the default group where torch.distributed is initialised, else this
-    process alone. Collective.
+    process alone. ``key``: where the backend was written. Collective.
 
     Raises:
         ConfigError: the group has another size than the backend says.
     """
-    layout = parse_layout(backend)
+    layout = parse_layout(backend, key)
     if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     there = 1 if group is None else dist.get_world_size(group)
     kind = "fsdp" if layout.zero is None else f"deepspeed:zero{layout.zero}"
     if there != layout.ranks:
         raise ConfigError(
-            f"actor.backend is {backend!r}, which is {layout.ranks} rank(s), but {there} process(es) take part; "
+            f"{key} is {backend!r}, which is {layout.ranks} rank(s), but {there} process(es) take part; "
             f"set it to {kind}:d{there}, or start as many processes as it says"
         )
     if group is None or there == 1:
-        return Ranks(layout)
+        return Ranks(layout, key=key)
     rank = dist.get_rank(group)
     if layout.zero is None and layout.tensor == layout.context == layout.replicas == 1:
         whole = group is dist.group.WORLD
         shards = init_device_mesh(device.type, (there,)) if whole else DeviceMesh.from_group(group, device.type)
-        return Ranks(layout, group, rank, shards)
+        return Ranks(layout, group, rank, shards, key=key)
     if group is not dist.group.WORLD:
-        raise ConfigError(f"actor.backend={backend} needs all processes; a part of them can be fsdp:d{there}")
+        raise ConfigError(f"{key}={backend} needs all processes; a part of them can be fsdp:d{there}")
     if layout.zero is not None:
-        return Ranks(layout, group, rank)
+        return Ranks(layout, group, rank, key=key)
     sizes = (layout.replicas, layout.shards, layout.tensor)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replica", "shard", "tensor"))
     shards = None
@@ -100,7 +103,7 @@ def form_ranks(backend: str, group: dist.ProcessGroup | None, device: torch.devi
     elif layout.shards > 1:
         shards = mesh["shard"]
     tensor = mesh["tensor"].get_group() if layout.tensor > 1 else None
-    return Ranks(layout, group, rank, shards, tensor, _context(layout, rank))
+    return Ranks(layout, group, rank, shards, tensor, _context(layout, rank), key)
 
 
 def _context(layout: Layout, rank: int) -> Context | None:

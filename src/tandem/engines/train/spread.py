@@ -38,7 +38,7 @@ def open_spread(
     Raises:
         ConfigError: it cannot be opened, or not be divided so.
     """
-    for problem in layout_problems(ranks.layout, f"actor.backend={config.backend}", config):
+    for problem in layout_problems(ranks.layout, f"{ranks.key}={config.backend}", config):
         raise ConfigError(problem)
     if config.offload and device.type == "cpu":
         raise ConfigError(
@@ -50,14 +50,16 @@ def open_spread(
     model = _load(config, device, head, held) if unfilled is None else unfilled.model
     if config.lora.rank is not None:
         if ranks.tensor is not None:
-            raise ConfigError(f"lora does not go with backend={config.backend}: t cuts every matrix, but no adapter; use d")
+            raise ConfigError(
+                f"lora does not go with {ranks.key}={config.backend}: t cuts every matrix, but no adapter; use d"
+            )
         drawn = put_adapters(model, config.lora, dtype, _common_seed(ranks, device))
         if unfilled is not None:
             files = {**unfilled.files, **{name.removeprefix(PREFIX): values for name, values in drawn.items()}}
             unfilled = replace(unfilled, files=files)
     if ranks.context is not None:
         model.context = replace(ranks.context, way=_context_way(config, ranks, model))
-    pieces = None if ranks.tensor is None else cut(model, ranks.tensor)
+    pieces = None if ranks.tensor is None else cut(model, ranks.tensor, ranks.key)
     if config.compile:
         compile_layers(model, device)
 
@@ -133,5 +135,5 @@ def _context_way(config: TrainEngineConfig, ranks: Ranks, model: PackedModel) ->
     if way == "auto":
         return "all_to_all" if divides_heads(model.architecture, layout.tensor * layout.context) else "gather"
     if way == "all_to_all":
-        refuse_uneven_heads(model.architecture, layout.tensor, layout.context)
+        refuse_uneven_heads(model.architecture, layout.tensor, layout.context, ranks.key)
     return way

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
+from tandem.api.activity import did
+
 
 class Totals:
     """The loss, which is a sum, and metrics that are divided by their counts once, at the end."""
@@ -28,6 +30,7 @@ class Totals:
         Raises:
             ValueError: a metric has neither length.
         """
+        did()  # a micro-batch
         for name, value in metrics.items():
             if value.shape == loss_mask.shape:
                 chosen = value[loss_mask]

@@ -124,6 +124,16 @@ EPISODES: Section = {
         "Near the machine's memory: lower `actor.max_tokens_per_micro_batch`, `rollout.engine.kv_cache_gib` or "
         "`rollout.engine.max_running`.",
     ),
+    "recover/restarts": Metric(
+        "restarts",
+        "How often the command has started the ranks again; where `recover.max_restarts` is above 0.",
+        "Grows: `run.json` has the cause of each.",
+    ),
+    "checkpoint/failed": Metric(
+        "checkpoints",
+        "Those that the disk refused since the command began, with `checkpoint.on_error=continue`.",
+        "Above 0: free some space; until then a kill loses everything after the last checkpoint.",
+    ),
 }
 
 EVALUATION: Section = {

@@ -1,0 +1,68 @@
+"""What this process is doing, for whoever watches over it: counted where something was done, never by a clock.
+
+A thread that only shows that it lives is no progress: the count grows where the work is, and a thread that works for the
+main one names the phases in which the main one waits for it.
+"""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+OTHER_RANKS = "the other ranks"
+"""What a rank waits for in a collective call."""
+
+GENERATING = ("generate", "evaluate", "verify")
+"""Phases in which the main thread waits for episodes."""
+
+
+@dataclass
+class Activity:
+    """One process's."""
+
+    count: int = 0
+    """Things done: micro-batches, optimizer steps, answers, tensors read or written, meetings of ranks, phases."""
+
+    phase: str = "start"
+    step: int = 0
+    waits: str = ""
+    """What the main thread waits for; empty while it works."""
+
+
+ACTIVITY = Activity()
+
+
+def did(*during: str) -> None:
+    """Something was done, by the main thread or, ``during`` these phases, by a thread for which that one waits then. What
+    other threads do besides is no progress of the main one, and not counted."""
+    if ACTIVITY.phase in during or threading.current_thread() is threading.main_thread():
+        ACTIVITY.count += 1
+
+
+def enter(phase: str, step: int | None = None) -> None:
+    """The main thread begins a phase, and stays in it until the next one."""
+    ACTIVITY.phase = phase
+    ACTIVITY.step = ACTIVITY.step if step is None else step
+    ACTIVITY.count += 1
+
+
+@contextlib.contextmanager
+def within(phase: str) -> Iterator[None]:
+    """A block of the main thread that is a phase of its own."""
+    before = ACTIVITY.phase
+    enter(phase)
+    try:
+        yield
+    finally:
+        enter(before)
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """A block in which the main thread waits for something that others do."""
+    before, ACTIVITY.waits = ACTIVITY.waits, what
+    try:
+        yield
+    finally:
+        ACTIVITY.waits = before
+        ACTIVITY.count += 1

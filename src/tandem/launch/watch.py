@@ -1,0 +1,183 @@
+"""Whether ranks still get on, judged from what they tell and from what the system counts. No process, no clock: only rules.
+
+Three faults, from the quickest to be seen:
+
+- *silent*: a rank has told nothing for `SILENT_S`, and the system says that it is stopped, or asleep;
+- *wedged*: for `WEDGED_S` every rank waits for the others, or stands still in the middle of training while they wait;
+- *stalled*: for `recover.stalled_after_s` no rank has done anything that counts.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+SILENT_S = 15.0
+WEDGED_S = 18.0
+WINDOW_S = 2.0
+"""Over which the use of the processor is measured."""
+
+IDLE_SHARE = 0.03
+"""Of one core: a rank that uses less, and reads and writes next to nothing, stands still."""
+
+IDLE_BYTES_PER_S = 100_000
+
+OTHER_RANKS = "the other ranks"
+"""As ranks say it."""
+
+WATCHED = ("train",)
+"""Phases in which a rank has nothing to wait for but the processor and the other ranks."""
+
+MAX_STEP_S = 1.0
+"""A look that comes later than this after the one before counts no more: the machine slept, not the ranks."""
+
+
+class Told(NamedTuple):
+    """What a rank says of itself, twice a second."""
+
+    count: int = 0
+    """What it has done."""
+
+    phase: str = "start"
+    step: int = 0
+    waits: str = ""
+    place: int = 0
+    """A number for where the main thread is in its code."""
+
+    spins: bool = False
+    """Whether waiting for others uses the processor too, as it does on a GPU."""
+
+    @classmethod
+    def of(cls, words: Mapping[str, Any]) -> "Told":
+        """From a message."""
+        return cls(**{name: words[name] for name in cls._fields if name in words})
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Why a group is ended."""
+
+    kind: Literal["silent", "wedged", "stalled"]
+    rank: int
+    """Who is at fault, as far as one can tell."""
+
+    text: str
+
+
+@dataclass
+class _Rank:
+    told: Told | None = None
+    heard_at: float = 0.0
+    seconds: float = 0.0
+    counted_at: float = 0.0
+    active_at: float = 0.0
+    window: tuple[float, float, int] = field(default=(0.0, 0.0, 0))
+    """When, and what the system had counted then: seconds of processor, bytes read and written."""
+
+
+class Watch:
+    """Over the ranks of one group. ``now`` is any clock that never goes back."""
+
+    def __init__(self, count: int, stalled_after_s: float | None):
+        """``stalled_after_s``: None judges by silence alone."""
+        self._ranks = [_Rank() for _ in range(count)]
+        self._stalled_after_s = stalled_after_s
+        self._clock = 0.0
+        self._looked_at: float | None = None
+        self.step = 0
+        """The last one that rank 0 was in."""
+
+        self.has_folder = False
+        """Whether rank 0 has opened the run folder."""
+
+    def hear(self, rank: int, told: Told, seconds: float, moved: int) -> None:
+        """What a rank said just now; ``seconds`` of processor and bytes ``moved`` so far, as the system counts them."""
+        one, now = self._ranks[rank], self._clock
+        one.heard_at, one.seconds = now, seconds
+        before = one.told
+        one.told = told
+        if rank == 0 and told.phase != "start":
+            self.step, self.has_folder = max(self.step, told.step), True
+        if before is None or (before.count, before.phase) != (told.count, told.phase):
+            one.counted_at = one.active_at = now
+            one.window = (now, seconds, moved)
+            return
+        if told.spins:
+            one.active_at = now if before.place != told.place else one.active_at
+            return
+        began, used, read = one.window
+        if now - began >= WINDOW_S:
+            busy = seconds - used >= IDLE_SHARE * (now - began) or moved - read >= IDLE_BYTES_PER_S * (now - began)
+            one.active_at = now if busy else one.active_at
+            one.window = (now, seconds, moved)
+
+    def look(self, now: float, is_held: Callable[[int, float], bool] = lambda rank, seconds: True) -> Fault | None:
+        """The first fault that there is. Call it often: time counts only between calls close to each other.
+
+        ``is_held(rank, seconds)``: whether a silent rank is stopped or asleep, and not busy where nobody else may speak;
+        ``seconds`` of processor it had used when it was last heard of.
+        """
+        if self._looked_at is not None:
+            self._clock += min(MAX_STEP_S, now - self._looked_at)
+        self._looked_at = now
+        return self._silent(is_held) or (None if self._stalled_after_s is None else self._wedged() or self._stalled())
+
+    def describe(self) -> str:
+        """Where every rank is, a line for each."""
+        return "\n".join(f"rank {number}: {self._where(one)}" for number, one in enumerate(self._ranks))
+
+    def _silent(self, is_held: Callable[[int, float], bool]) -> Fault | None:
+        for number, one in enumerate(self._ranks):
+            quiet = one.told is not None and self._clock - one.heard_at > SILENT_S
+            if quiet and is_held(number, one.seconds):
+                return Fault(
+                    "silent",
+                    number,
+                    f"rank {number} of {len(self._ranks)} has not answered for {self._clock - one.heard_at:.0f} s: it is "
+                    f"stopped, or the system holds it ({self._where(one)})",
+                )
+        return None
+
+    def _wedged(self) -> Fault | None:
+        ranks: Sequence[tuple[int, _Rank, Told]] = [(i, r, r.told) for i, r in enumerate(self._ranks) if r.told is not None]
+        if len(self._ranks) == 1 or len(ranks) < len(self._ranks):
+            return None
+        if any(self._clock - one.counted_at <= WEDGED_S for _, one, _ in ranks):
+            return None
+        absent = [(number, one, told) for number, one, told in ranks if told.waits != OTHER_RANKS]
+        for _, one, told in absent:
+            if told.waits or told.phase not in WATCHED or self._clock - one.active_at <= WEDGED_S:
+                return None
+        number = absent[-1][0] if absent else 0
+        still = f"rank {number} stands still" if len(absent) == 1 else "none of them gets on"
+        return Fault(
+            "wedged",
+            number,
+            f"the {len(self._ranks)} ranks wait for each other since {WEDGED_S:.0f} s, and {still} "
+            f"({self._where(self._ranks[number])})",
+        )
+
+    def _stalled(self) -> Fault | None:
+        assert self._stalled_after_s is not None
+        since = max(one.counted_at for one in self._ranks)
+        if any(one.told is None for one in self._ranks) or self._clock - since <= self._stalled_after_s:
+            return None
+        number = next((i for i, one in enumerate(self._ranks) if one.told and one.told.waits != OTHER_RANKS), 0)
+        one = self._ranks[number]
+        assert one.told is not None
+        return Fault("stalled", number, stalled_text(one.told, self._clock - since))
+
+    def _where(self, one: _Rank) -> str:
+        if one.told is None:
+            return "has not begun"
+        waits = f", waiting for {one.told.waits}" if one.told.waits else ""
+        return (
+            f"step {one.told.step}, {one.told.phase}{waits}; last heard of {self._clock - one.heard_at:.1f} s ago, last "
+            f"progress {self._clock - one.counted_at:.1f} s ago"
+        )
+
+
+def stalled_text(told: Told, seconds: float) -> str:
+    """Says what nothing came of, and what it waits for."""
+    waits = f"it waits for {told.waits}" if told.waits else "it does not come out of one piece of work"
+    where = f"phase {told.phase!r} of step {told.step}"
+    return f"nothing was done for {seconds:.0f} s (recover.stalled_after_s) in {where}: {waits}"

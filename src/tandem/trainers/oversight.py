@@ -1,0 +1,144 @@
+"""What watches over a run from inside: signals that ask it to end, and a thread that sees when nothing is done any more.
+
+Ranks that our launcher has started are watched by it, from outside (`tandem.launch.watch`); this thread is for a process
+that nobody watches.
+"""
+
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from types import FrameType
+from typing import Any, Self
+
+from tandem.api.activity import ACTIVITY, OTHER_RANKS, enter
+from tandem.api.collective import from_main, is_main
+from tandem.api.failures import RankFailed, Stalled
+from tandem.config.errors import TandemError
+from tandem.config.experiment import BaseConfig
+from tandem.launch.local import EXIT_FAILED
+from tandem.launch.rank import failed_elsewhere, has_launcher, restarts
+from tandem.launch.watch import Told, stalled_text
+from tandem.state.run_folder import RunFolder, run_path
+from tandem.state.supervision import stacks_file
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+CLOSE_S = 10.0
+"""What a run that got nowhere may take to close, before its process ends itself."""
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def activity() -> Mapping[str, Any]:
+    """What this process is doing, as the launcher hears it."""
+    now = ACTIVITY
+    return {"count": now.count, "phase": now.phase, "step": now.step, "waits": now.waits}
+
+
+class Oversight:
+    """Over one run, from the moment its folder is open; a context manager.
+
+    The first of `SIGNALS` lets the step end, for at most ``recover.grace_s``: `asked` is true then, and the loop saves and
+    calls `leave`. The second, or one that arrives when there is no grace, raises KeyboardInterrupt at once.
+    """
+
+    def __init__(self, config: BaseConfig, run: RunFolder | None):
+        self._config, self._run = config.recover, run
+        self._folder = run_path(config.run.root, config.experiment_name, config.trial_name)
+        self._asked: str | None = None
+        self._fault: TandemError | None = None
+        self._before: dict[int, Any] = {}
+        self._ended = threading.Event()
+
+    def asked(self) -> bool:
+        """Whether the run shall end after this step; the same on all ranks. Collective."""
+        return from_main(lambda: self._asked is not None)
+
+    def leave(self) -> None:
+        """Ends the run as interrupted, after it was saved."""
+        raise KeyboardInterrupt
+
+    def metrics(self) -> dict[str, float]:
+        """Of a run that may be started again, or whose saves may fail."""
+        found = {"recover/restarts": float(restarts())} if self._config.max_restarts else {}
+        if self._run is not None and self._run.failed_saves:
+            found["checkpoint/failed"] = float(self._run.failed_saves)
+        return found
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                before = signal.getsignal(number)
+                if before is not signal.SIG_IGN:  # nohup, or a shell's background: nobody listens there
+                    self._before[number] = before
+                    signal.signal(number, self._handle)
+        if self._config.stalled_after_s is not None and not has_launcher():
+            limit = self._config.stalled_after_s
+            threading.Thread(target=self._watch, args=(limit,), name="oversight", daemon=True).start()
+        enter("build")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        for number, before in self._before.items():
+            signal.signal(number, before or signal.SIG_DFL)
+        enter("start", 0)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._fault is not None:
+            raise self._fault
+        cause = failed_elsewhere()
+        if cause is not None:
+            raise RankFailed(cause)
+        if self._asked is not None or self._config.grace_s == 0 or ACTIVITY.phase in ("build", "start"):
+            raise KeyboardInterrupt
+        self._asked = signal.Signals(number).name
+        if is_main():
+            words = (
+                f"\n{self._asked}: the run ends after step {ACTIVITY.step}, within {self._config.grace_s:g} s, and is "
+                "saved; once more ends it at once\n"
+            )
+            os.write(2, words.encode())  # a handler may have come in the middle of a print
+        threading.Thread(target=self._lose_patience, args=(number,), name="grace", daemon=True).start()
+
+    def _lose_patience(self, number: int) -> None:
+        if not self._ended.wait(self._config.grace_s):
+            os.kill(os.getpid(), number)
+
+    def _watch(self, limit: float) -> None:
+        """On a thread of its own; time counts only between looks close to each other, for a machine may sleep."""
+        seen, idle, before = None, 0.0, time.monotonic()
+        while not self._ended.wait(LOOK_S):
+            now, told = time.monotonic(), (ACTIVITY.count, ACTIVITY.phase)
+            idle, before = idle + min(now - before, 2 * LOOK_S), now
+            if told != seen or ACTIVITY.waits == OTHER_RANKS:
+                seen, idle = told, 0.0
+            elif idle > limit:
+                self._stalled(idle)
+                return
+
+    def _stalled(self, idle: float) -> None:
+        text = stalled_text(Told(**activity()), idle)
+        with contextlib.suppress(OSError):  # a dead disk may be the cause
+            path = stacks_file(self._folder)
+            with path.open("w", encoding="utf-8") as file:
+                file.write(f"{text}\n\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+            text = f"{text}; {path} has where every thread stands"
+        self._fault = Stalled(text)
+        os.kill(os.getpid(), signal.SIGTERM)
+        if self._ended.wait(CLOSE_S):
+            return
+        # the main thread is in a call that no signal ends
+        if self._run is not None:
+            with contextlib.suppress(OSError):
+                self._run.finish("failed", self._fault)
+        os.write(2, f"error: {text}\n".encode())
+        os._exit(EXIT_FAILED)

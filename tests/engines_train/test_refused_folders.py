@@ -1,0 +1,66 @@
+"""Indices that name files elsewhere, and layouts that are refused under the key where they were written."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import TrainConfig
+from tandem.config.roles import CriticConfig
+from tandem.engines.train.folder import read_weights
+from tandem.engines.train.ranks import form_ranks
+from tandem.models.architecture import Architecture
+from tandem.models.context_parallel import refuse_uneven_heads
+from tandem.trainers.parts import backend_key
+from tests.tiny import tiny_config
+
+SHAPES = {"w": torch.Size([2])}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    inside = tmp_path / "model"
+    inside.mkdir()
+    for place in (inside, tmp_path):
+        save_file({"w": torch.ones(2)}, place / "part.safetensors")
+    return inside
+
+
+def index(folder, value):
+    text = value if isinstance(value, str) else json.dumps(value)
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+@pytest.mark.parametrize("name", ["../part.safetensors", "{outside}/part.safetensors", "..", "", "config.json", 3, None])
+def test_an_index_names_only_files_of_its_own_folder(folder, name):
+    name = name.format(outside=folder.parent) if isinstance(name, str) else name
+    index(folder, {"weight_map": {"w": name}})
+    with pytest.raises(ConfigError, match="which is not a safetensors file in that folder"):
+        list(read_weights(folder, SHAPES))
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": ["w"]}', "\x00"])
+def test_an_index_that_is_none_is_named(folder, text):
+    index(folder, text)
+    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json cannot be read as an index"):
+        list(read_weights(folder, SHAPES))
+
+
+def test_an_index_of_files_that_are_there_is_read_and_one_of_a_file_that_is_not_is_named(folder):
+    index(folder, {"weight_map": {"w": "part.safetensors"}})
+    assert [name for name, _ in read_weights(folder, SHAPES)] == ["w"]
+    index(folder, {"weight_map": {"w": "gone.safetensors"}})
+    with pytest.raises(ConfigError, match=r"names 'gone\.safetensors', which is not there"):
+        list(read_weights(folder, SHAPES))
+
+
+def test_a_layout_is_refused_under_the_key_where_it_was_written():
+    config = TrainConfig(critic=CriticConfig(backend="fsdp:d2"))
+    assert backend_key(config, "critic") == "critic.backend"
+    assert backend_key(config, "reference") == "actor.backend"  # it follows the actor
+    with pytest.raises(ConfigError, match=r"^critic\.backend is 'fsdp:d2'"):
+        form_ranks("fsdp:d2", None, torch.device("cpu"), "critic.backend")
+    with pytest.raises(ConfigError, match=r"^reference\.backend with t1 and c3"):
+        refuse_uneven_heads(Architecture.from_config(tiny_config()), 1, 3, "reference.backend")

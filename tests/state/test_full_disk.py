@@ -1,0 +1,93 @@
+"""Disks that are full or read-only, at the ledger and at the last words of a run."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tandem.state.ledger import LedgerFile, LedgerNotWritten
+from tandem.state.run_folder import RunFolder, RunFolderInUse
+from tandem.state.supervision import record_failure
+
+LIMITED = """
+import json, resource, signal, sys
+from pathlib import Path
+from tandem.state.ledger import LedgerFile, LedgerNotWritten
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+with LedgerFile(Path(sys.argv[1])) as ledger:
+    ledger.commit(1, [(0, place, True, "") for place in range(10)])
+    resource.setrlimit(resource.RLIMIT_FSIZE, (32768, resource.RLIM_INFINITY))
+    try:
+        ledger.commit(2, [(0, place, False, "a long reason " * 20) for place in range(10, 1000)])
+    except LedgerNotWritten as error:
+        print(json.dumps([str(error), str(error.__cause__), ledger.records]))
+"""
+
+
+def test_a_full_disk_is_named_by_the_ledger_which_stays_as_it_was(tmp_path):
+    path = tmp_path / "ledger.sqlite"
+    done = subprocess.run([sys.executable, "-c", LIMITED, str(path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    said, cause, records = json.loads(done.stdout)
+    assert cause in ("database or disk is full", "disk I/O error")  # the fault did happen
+    assert f"prompts of step 2 could not be written to {path}" in said and "free some space" in said and records == 10
+    with LedgerFile(path) as ledger:
+        assert ledger.records == 10
+        ledger.verify(10, ledger.digest)
+        ledger.commit(2, [(0, 10, True, "")])
+
+
+def test_a_ledger_that_may_not_be_written_is_named_too(tmp_path):
+    with LedgerFile(tmp_path / "ledger.sqlite") as ledger:
+        ledger._db.execute("PRAGMA query_only=ON")
+        with pytest.raises(LedgerNotWritten, match=r"attempt to write a readonly database.*repeat the command"):
+            ledger.commit(1, [(0, 0, True, "")])
+
+
+def test_the_error_of_a_run_is_not_hidden_by_a_disk_that_takes_no_last_words(tmp_path, capsys):
+    def fails():
+        with RunFolder.open(tmp_path, "exp", "trial", config_text="") as run:
+            (run.path / "run.json").unlink()
+            (run.path / "run.json").mkdir()
+            raise KeyError("the cause")
+
+    with pytest.raises(KeyError, match="the cause"):
+        fails()
+    assert "run.json could not be written" in capsys.readouterr().err
+
+
+def opened(tmp_path, error=None):
+    run = RunFolder.open(tmp_path, "exp", "trial", config_text="")
+    run.finish("interrupted" if error is None else "failed", error)
+    return run.path
+
+
+def test_whoever_watches_writes_down_how_a_run_failed_and_that_it_is_started_again(tmp_path):
+    folder = opened(tmp_path)
+    path = record_failure(folder, "rank 1 was killed", stacks="where all stood", restart={"number": 1, "step": 7})
+    info = json.loads((folder / "run.json").read_text())
+    assert info["status"] == "failed" and info["error"] == "rank 1 was killed"
+    assert path.read_text() == "where all stood" and info["stacks"] == path.name == "stacks-1.txt"
+    (line,) = info["restarts"]
+    assert (line["number"], line["step"], line["cause"]) == (1, 7, "rank 1 was killed")
+    assert "rank 1 was killed; restart 1 follows (see stacks-1.txt)" in (folder / "log.txt").read_text()
+    record_failure(folder, "again", stacks="elsewhere", restart={"number": 2, "step": 9})
+    assert len(json.loads((folder / "run.json").read_text())["restarts"]) == 2 and (folder / "stacks-2.txt").exists()
+
+
+def test_what_a_run_said_of_its_own_error_is_kept(tmp_path):
+    folder = opened(tmp_path, "ValueError: mine")
+    record_failure(folder, "rank 0 ended with exit status 1", keep=True)
+    assert json.loads((folder / "run.json").read_text())["error"] == "ValueError: mine"
+    record_failure(folder, "rank 1 was killed")
+    assert json.loads((folder / "run.json").read_text())["error"] == "rank 1 was killed"
+
+
+def test_nothing_is_written_into_a_folder_that_is_finished_or_another_runs(tmp_path):
+    with RunFolder.open(tmp_path, "exp", "trial", config_text="") as run:
+        with pytest.raises(RunFolderInUse):
+            record_failure(run.path, "not mine")
+        run.finish("finished")
+    assert record_failure(run.path, "not mine", stacks="none") is None
+    assert json.loads((run.path / "run.json").read_text())["status"] == "finished"
