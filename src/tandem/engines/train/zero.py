@@ -112,6 +112,8 @@ class ZeroHolder(Holder):
         zero._epilogue_ran_this_backward = False  # or the next backward pass would add to what is dropped
         if self._stage == 3:
             zero.averaged_gradients, zero.micro_step_id = {}, 0
+            # or parameters that a step's loss does not reach would keep the gradient of an older one
+            zero.grad_partitions_flat_buffer.zero_()
         else:
             zero.averaged_gradients, zero.all_grad_tensors = {}, {}
             zero.micro_step_id = -1
