@@ -3,9 +3,12 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from tandem.config.errors import ConfigError
-from tandem.config.train_engine import TrainEngineConfig
+
+if TYPE_CHECKING:
+    from tandem.config.train_engine import TrainEngineConfig
 
 _AXES = {"d": "data", "t": "tensor", "c": "context", "r": "replicas"}
 _EXAMPLES = (
@@ -92,7 +95,7 @@ def _zero_layout(backend: str, rest: str, key: str) -> Layout:
     )
 
 
-def layout_problems(layout: Layout, written: str, config: TrainEngineConfig) -> Iterator[str]:
+def layout_problems(layout: Layout, written: str, config: "TrainEngineConfig") -> Iterator[str]:
     """What does not go with a layout; one message each. ``written``: the key and the backend, ``actor.backend=…``."""
     if layout.tensor > 1 and config.offload:
         yield (
