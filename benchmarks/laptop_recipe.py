@@ -50,7 +50,7 @@ def gather(runs: Path, evaluations: Path) -> dict[str, Any]:
     tests = []
     for first, second in PAIRS:
         found = compare(open_recorded(evaluations / first), open_recorded(evaluations / second))
-        tests += [{"first": first, "second": second} | asdict(one) for one in found.differences if one.measure in MEASURES]
+        tests += [asdict(one) | {"from": first, "to": second} for one in found.differences if one.measure in MEASURES]
     return {"steps": steps, "evaluations": figures, "tests": tests}
 
 
@@ -65,7 +65,7 @@ def table(record: dict[str, Any]) -> str:
     for first, second in PAIRS:
         cells = []
         for measure in ("accuracy", "pass@8"):
-            (test,) = [t for t in record["tests"] if (t["first"], t["second"], t["measure"]) == (first, second, measure)]
+            (test,) = [t for t in record["tests"] if (t["from"], t["to"], t["measure"]) == (first, second, measure)]
             change, low, high = (100 * test[key] for key in ("difference", "low", "high"))
             cells += [f"{change:+.1f} ({low:+.1f} … {high:+.1f})", f"{test['p_value']:.2g}"]
         lines.append(f"| {LABELS[second]}, against {LABELS[first]} | {' | '.join(cells)} |")
