@@ -5,10 +5,10 @@ state need not be shared with anybody, and a process that is killed leaves no se
 """
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
-from time import perf_counter
 
 from tandem.state.checkpoint import CheckpointFailed
 
@@ -37,14 +37,14 @@ class BackgroundSave:
         self._future, self._what = future, what
 
         def run() -> None:
-            began = perf_counter()
+            began = time.perf_counter()
             try:
                 path = work()
             except BaseException as error:  # the worker boundary: whoever waits gets it
-                self._seconds = perf_counter() - began
+                self._seconds = time.perf_counter() - began
                 future.set_exception(error)
             else:
-                self._seconds = perf_counter() - began
+                self._seconds = time.perf_counter() - began
                 future.set_result(path)
 
         # a daemon: a disk that hangs must not keep the process from ending

@@ -1,11 +1,11 @@
 """When a checkpoint is saved, and whether training waits until it is written."""
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 from types import TracebackType
 from typing import Self
 
@@ -73,9 +73,9 @@ class Saving:
             self._take()
         if not is_save_due(self._config, step, self._steps, leaving):
             return
-        began = perf_counter()
+        began = time.perf_counter()
         if self._take():
-            self._count("time/save_wait_s", perf_counter() - began)
+            self._count("time/save_wait_s", time.perf_counter() - began)
         if step == self._steps or leaving or not self._began_beside(step, metrics):
             saved = self._save(step, self._models, self._recovery.write, metrics, leaving=leaving)
             self.checkpoint = saved or self.checkpoint
