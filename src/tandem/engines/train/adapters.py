@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -41,6 +41,11 @@ class Adapters(TrainedAdapter):
         self.places = {f"{name}.{which}.weight": f"{PREFIX}{name}.{which}" for name in self.layers for which in (A, B)}
         """Name of a tensor, as it is published and saved → that in the holder."""
 
+        inside = set(self.places.values())
+        order = (name for name, _ in model.named_parameters())
+        self.names = [n.removeprefix(PREFIX) for n in order if n.startswith(PREFIX) and n not in inside]
+        """Hugging Face names of all weights of the merged model."""
+
     @property
     def terms(self) -> Adapter:
         return Adapter(self._config.lora.scaling, next(iter(self.layers.values())).weight.dtype)
@@ -48,6 +53,23 @@ class Adapters(TrainedAdapter):
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, place in self.places.items():
             yield name, self._holder.full(place)
+
+    def merged(self, tensors: Mapping[str, torch.Tensor] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `TrainedAdapter.merged`; None stands for its own tensors."""
+        for name in self.names:
+            weight, module = self._holder.full(PREFIX + name), name.removesuffix(".weight")
+            if module in self.layers:
+                weight = self._merged(module, weight, tensors)
+            yield name, weight
+
+    def _merged(self, module: str, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """One matrix, float32 (as it is while B is 0)."""
+        names = [f"{module}.{which}.weight" for which in (A, B)]
+        if tensors is None:
+            a, b = (self._holder.full(self.places[name]) for name in names)
+        else:
+            a, b = (tensors[name].to(weight.device) for name in names)
+        return merged(weight, a, b, self._config.lora.scaling)
 
     def set_aside(self) -> contextlib.AbstractContextManager[None]:
         return without_adapters(self._model)
@@ -61,18 +83,13 @@ class AdaptedWeights(NamedWeights):
     def __init__(self, config: TrainEngineConfig, holder: Holder, model: PackedModel, group: dist.ProcessGroup | None):
         super().__init__(config, holder, model, group)
         self.adapter = Adapters(config, holder, model)
-        order, inside = (name for name, _ in model.named_parameters()), set(self.adapter.places.values())
-        self._names = [n.removeprefix(PREFIX) for n in order if n.startswith(PREFIX) and n not in inside]
+        self._names = self.adapter.names
         heads = {HEAD: PREFIX + HEAD} if PREFIX + HEAD in holder.masters else {}
         self._saved = self.adapter.places | heads
 
     def stream(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """See `NamedWeights.stream`: merged. Without ``dtype``, what has no adapter comes in the base's."""
-        for name in self._names:
-            tensor, module = self._holder.full(PREFIX + name), name.removesuffix(".weight")
-            if module in self.adapter.layers:
-                a, b = (self._holder.full(f"{PREFIX}{module}.{which}") for which in (A, B))
-                tensor = merged(tensor, a, b, self._config.lora.scaling)
+        for name, tensor in self.adapter.merged():
             yield name, tensor if dtype is None else tensor.to(dtype)
 
     def take(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
