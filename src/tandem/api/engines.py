@@ -65,6 +65,12 @@ class TrainedAdapter(ABC):
         one after another, each to be used before the next is asked for. Collective."""
 
     @abstractmethod
+    def surviving(self, dtype: torch.dtype) -> float | None:
+        """How much of it is left in merged weights that are rounded to ``dtype``, over a few matrices; see docs/lora.md.
+
+        1 is all of it, 0 nothing; None where it changes nothing yet. Collective."""
+
+    @abstractmethod
     def set_aside(self) -> AbstractContextManager[None]:
         """A block in which the engine computes as the base alone does; nothing may be trained inside."""
 
