@@ -123,6 +123,11 @@ def test_what_is_saved_is_loaded_again_and_merges_to_what_lies_beside_it(folder,
         lora_on(folder, rank=2).load(tmp_path / "saved")
 
 
+def test_deepspeed_is_refused_in_scripts_too(folder):
+    with pytest.raises(ConfigError, match=r"lora does not go with actor.backend=deepspeed:zero2:d1: DeepSpeed has no"):
+        lora_on(folder, backend="deepspeed:zero2:d1")
+
+
 def test_the_reference_of_an_adapter_is_its_base_in_the_same_engine(folder):
     engine = trained(lora_on(folder))
     reference = Reference(engine, base=True)

@@ -148,6 +148,11 @@ SPREAD = (
         "stage with actor.backend, or leave it out",
     ),
     Unused(
+        ("actor.gradient_sync",),
+        lambda config, _: config.actor.offload,
+        "with actor.offload=true, which brings gradients to host memory with each micro-batch: leave it out",
+    ),
+    Unused(
         ("actor.selective_checkpointing",),
         lambda config, _: not (config.actor.gradient_checkpointing or _critic_checkpoints(config)),
         "because nothing is recomputed: set actor.gradient_checkpointing=true, or leave it out",
