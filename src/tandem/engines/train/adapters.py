@@ -11,13 +11,13 @@ import torch.distributed as dist
 from tandem.api.collective import whole
 from tandem.api.engines import TrainedAdapter
 from tandem.api.failures import ConfigError
-from tandem.api.weights import Adapter
+from tandem.api.weights import VALUE_FILE, Adapter
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.folder import read_tensor
 from tandem.engines.train.holders import Holder
 from tandem.engines.train.named_weights import PREFIX, VALUE, NamedWeights
-from tandem.models.adapter_folder import ADAPTER, read_adapter, write_adapter
-from tandem.models.heads import HEAD, VALUE_FILE
+from tandem.models.adapter_folder import ADAPTER, Base, digest_of_base, read_adapter, refuse_other_base, write_adapter
+from tandem.models.heads import HEAD
 from tandem.models.lora import A, B, adapted, merged, without_adapters
 from tandem.models.packed import PackedModel
 
@@ -94,10 +94,11 @@ class AdaptedWeights(NamedWeights):
     """Masters are the adapters, and heads that are new; all else is frozen, and stays the base's."""
 
     adapter: Adapters
+    base: str
 
     def __init__(self, config: TrainEngineConfig, holder: Holder, model: PackedModel, group: dist.ProcessGroup | None):
         super().__init__(config, holder, model, group)
-        self.adapter = Adapters(config, holder, model)
+        self.adapter, self.base = Adapters(config, holder, model), digest_of_base(config.path)
         self._names = self.adapter.names
         heads = {HEAD: PREFIX + HEAD} if PREFIX + HEAD in holder.masters else {}
         self._saved = self.adapter.places | heads
@@ -130,6 +131,11 @@ class AdaptedWeights(NamedWeights):
                 self._holder.assign(place, torch.zeros(self._holder.shape(place)))
         self._holder.publish()
 
+    def load_masters(self, masters: Mapping[str, torch.Tensor], base: str | None = None) -> None:
+        """See `NamedWeights.load_masters`. Raises `ConfigError` where they belong to another base; None is not compared."""
+        refuse_other_base(self._config.path, self.base, base)
+        super().load_masters(masters)
+
     def save(self, folder: Path, dtype: torch.dtype, *, writes: bool) -> None:
         """See `TrainEngine.save`: the merged model, and the adapter in a folder beside it."""
         super().save(folder, dtype, writes=writes)
@@ -138,8 +144,8 @@ class AdaptedWeights(NamedWeights):
             tensors = {name: tensor for name, tensor in stream if writes}
             if writes:
                 modules = sorted({name.rpartition(".")[2] for name in self.adapter.layers})
-                lora, path = self._config.lora, self._config.path
-                write_adapter(folder / ADAPTER, tensors, lora, path, modules, classifier=HEAD in self._saved)
+                base = Base(self._config.path, self.base, self.adapter.terms.dtype)
+                write_adapter(folder / ADAPTER, tensors, self._config.lora, base, modules, classifier=HEAD in self._saved)
 
     def load(self, folder: Path) -> None:
         """See `TrainEngine.load`: the adapter, and the heads, that `save` wrote.
