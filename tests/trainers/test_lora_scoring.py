@@ -63,7 +63,7 @@ def test_one_matrix_that_stayed_behind_is_named_with_adapters_too(tmp_path):
     world = World(tiny_model_folder(tmp_path), "float32")
     world.learn(1)
     world.learn(2)
-    older = dict((name, tensor.clone()) for name, tensor in world.scorer.tensors(1))
+    older = {name: tensor.clone() for name, tensor in world.scorer.tensors(1)}
     newest = {name: tensor.clone() for name, tensor in world.scorer.tensors(None)}
     assert older.keys() == newest.keys()
     stale = "model.layers.0.mlp.up_proj.weight"
