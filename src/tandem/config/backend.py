@@ -114,8 +114,8 @@ def layout_problems(layout: Layout, written: str, config: "TrainEngineConfig") -
         )
     if config.compile and config.gradient_checkpointing and config.selective_checkpointing:
         yield (
-            f"actor.selective_checkpointing=true is not there with actor.compile=true ({written}): which results are kept is "
-            "the compiler's choice then; leave one of them out: actor.gradient_checkpointing alone works"
+            f"actor.selective_checkpointing=true is not there with actor.compile=true ({written}): what is kept is then "
+            "the compiler's choice; leave one of them out: actor.gradient_checkpointing alone works"
         )
     if layout.zero == 3 and config.compile:
         yield (

@@ -64,7 +64,7 @@ class NamedWeights:
             raise ConfigError(f"{len(missing)} tensors of this model were not given, first {next(iter(missing))!r}")
 
     def load_masters(self, masters: Mapping[str, torch.Tensor], base: str | None = None) -> None:
-        """Takes all masters, float32, under the names that they have in the holder. ``base``: beside which they were trained.
+        """Takes all masters, float32, under the names that they have in the holder. ``base``: see the field.
 
         Raises:
             ConfigError: other names or shapes than this model's; nothing was copied then.
