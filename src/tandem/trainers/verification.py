@@ -115,9 +115,9 @@ class Verifier:
         if share < SURVIVING and not self._warned:
             self._warned = True
             log.warning(
-                "only %.0f %% of the adapter is left in the bfloat16 weights that the engine serves: its entries are "
-                "smaller than what rounding takes away, so sampling lags behind training. Set rollout.dtype=float32, or a larger "
-                "actor.optimizer.lr or actor.lora.alpha (docs/lora.md); this is said once, see gap/adapter_surviving",
+                "only %.0f %% of the adapter is left in the bfloat16 weights that are served: its entries are smaller "
+                "than what rounding takes, so sampling lags behind training. Set rollout.dtype=float32, or a larger "
+                "actor.optimizer.lr or actor.lora.alpha (docs/lora.md); said once, gap/adapter_surviving goes on",
                 100 * share,
             )
         return {"gap/adapter_surviving": share}
