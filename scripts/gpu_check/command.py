@@ -22,6 +22,8 @@ CHECKS = {
     "equalities": (
         equalities.engine_is_transformers,
         equalities.packed_is_padded,
+        equalities.options_are_plain,
+        equalities.adapters_are_merged,
         equalities.delivered_is_trained,
         runs.resumed_is_uninterrupted,
     ),

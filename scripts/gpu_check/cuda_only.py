@@ -15,6 +15,7 @@ CUDA_LINES = {
     "cli/generate.py": "--device cuda, and auto",
     "cli/serve.py": "--device cuda, and auto",
     "cli/verify_weights.py": "scores on a GPU where there is one",
+    "engines/train/ranks.py": "one process that keeps its shards in host memory makes a group of its own, over nccl",
     "models/attention.py": "bfloat16 attention over packed sequences by torch's varlen kernel",
     "rollout/collective.py": "what rank 0 sends lies on the GPU under nccl",
     "state/machine.py": "names the GPUs in run.json",

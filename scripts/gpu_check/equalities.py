@@ -17,6 +17,7 @@ from tandem.api.engines import Outputs, TrainEngine
 from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey
 from tandem.api.weights import WeightVersion, tensor_digest, version_digest
 from tandem.config.generation import GenerationConfig
+from tandem.config.lora import LoRAConfig
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.core import EngineCore
@@ -113,6 +114,47 @@ def packed_is_padded(place: Place) -> Iterator[Line]:
         else:
             gap = abs(norms[0] - norms[1]) / norms[0]
             yield Line("gradient in one piece = in several, bf16", f"norms differ by {gap:.1e}", "at most 0.02", gap <= 0.02)
+
+
+def options_are_plain(place: Place) -> Iterator[Line]:
+    """A step with its shards in host memory, and one of compiled layers. Without a GPU the first is refused, and the second
+    waits long for a compiler; the tests have both there."""
+    if not place.device.startswith("cuda"):
+        return
+    rows = place.prompts((30, 14, 25, 9), seed=4)
+    batch, longest = batch_of(place, rows), 40  # several micro-batches
+    for dtype in DTYPES:
+        plain = place.trainer(dtype, max_tokens=longest)
+        before = weights_of(plain)
+        report, after = plain.train_batch(batch, nll), weights_of(plain)
+        for option in ("offload", "compile"):
+            engine = place.trainer(dtype, max_tokens=longest, **{option: True})
+            norm = engine.train_batch(batch, nll)["grad_norm"]
+            gap, apart = abs(norm - report["grad_norm"]) / report["grad_norm"], distance(after, weights_of(engine))
+            moved = distance(before, after)
+            if dtype == "fp32":
+                good, seen, limit = apart <= STEP * moved, f"{apart / moved:.1e} of the step apart", f"at most {STEP:g}"
+            else:
+                good, seen, limit = gap <= 0.02, f"norms differ by {gap:.1e}", "at most 0.02"
+            yield Line(f"a step with {option} = without, {dtype}", seen, limit, moved > 0 and good)
+
+
+def adapters_are_merged(place: Place) -> Iterator[Line]:
+    """With rank 16: before a step the plain model; after one, what the plain engine computes with the merged weights."""
+    batch, mask = (found := batch_of(place, place.prompts((30, 14, 25, 9), seed=4))), found["loss_mask"]
+    for dtype in DTYPES:
+        engine, plain = place.trainer(dtype, lr=1e-3, lora=LoRAConfig(rank=16)), place.trainer(dtype)
+        base = plain.forward(batch).logprobs
+        same = torch.equal(engine.forward(batch).logprobs, base)
+        yield Line(f"before a step an adapter changes nothing, {dtype}", "the same" if same else "others", "the same", same)
+        engine.train_batch(batch, nll)
+        with plain.using(engine.weights()):
+            gap = (plain.forward(batch).logprobs - engine.forward(batch).logprobs)[mask].abs()
+        moved = (engine.forward(batch).logprobs - base)[mask].abs().mean()
+        seen, limit = (gap.max(), FP32) if dtype == "fp32" else (gap.mean(), 0.05)
+        word = "largest" if dtype == "fp32" else "mean"
+        good = bool(seen <= limit) and bool(moved > 0)
+        yield Line(f"adapter = merged after a step, {dtype}", f"{word} gap {seen:.2e} nats", f"at most {limit:g}", good)
 
 
 def weights_of(engine: TrainEngine) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -44,11 +45,15 @@ class Place:
         model = AutoModelForCausalLM.from_pretrained(self.model, dtype=DTYPES[dtype])
         return model.to(self.device).eval()
 
-    def trainer(self, dtype: str, *, lr: float = 1e-4, max_tokens: int = 16384) -> TrainEngine:
-        """A training engine."""
+    def trainer(self, dtype: str, *, lr: float = 1e-4, max_tokens: int = 16384, **options: Any) -> TrainEngine:
+        """A training engine; ``options`` are keys of its configuration."""
         name = "float32" if dtype == "fp32" else "bfloat16"
         config = TrainEngineConfig(
-            path=str(self.model), dtype=name, optimizer=OptimizerConfig(lr=lr), max_tokens_per_micro_batch=max_tokens
+            path=str(self.model),
+            dtype=name,
+            optimizer=OptimizerConfig(lr=lr),
+            max_tokens_per_micro_batch=max_tokens,
+            **options,
         )
         return build_train_engine(config, total_steps=1000, device=self.device)
 

@@ -45,6 +45,11 @@ def load(*items, cls=TrainConfig, data=DATA, file=None):
         (["actor.context_parallel=gather"], "no ranks share tokens: set actor.backend, for example to fsdp:d1c2"),
         (["actor.gradient_sync=micro_batch", "actor.backend=fsdp:d1t2"], "no ranks have sequences of their own"),
         (["actor.gradient_sync=micro_batch", "actor.backend=deepspeed:zero2:d2"], "by DeepSpeed, whose stage 1"),
+        (["actor.gradient_sync=micro_batch", "actor.backend=fsdp:d2", "actor.offload=true"], "with actor.offload=true"),
+        (
+            ["actor.compile=true", "actor.gradient_checkpointing=true", "actor.selective_checkpointing=true"],
+            "actor.selective_checkpointing=true is not there with actor.compile=true",
+        ),
         (["actor.selective_checkpointing=true"], "nothing is recomputed: set actor.gradient_checkpointing=true"),
         (["checkpoint.keep_every=5"], "checkpoint.keep_every=5 is not used .* set checkpoint.every_steps"),
         (["checkpoint.every_steps=2", "checkpoint.keep_last=null", "checkpoint.keep_every=4"], "keeps all checkpoints"),

@@ -98,7 +98,7 @@ def engine_on(folder: Path, layout: str, head: str = "lm", *, lr=1e-2, eps=1e-8,
 def _offloaded(make, *arguments, **options) -> FSDPEngine:
     """An engine whose shards are where those of `actor.offload=true` are, which is refused without a GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spread, "Sharded", lambda *given: Sharded(*given[:-1], True))
+        patch.setattr(spread, "Sharded", lambda *given: Sharded(*given[:-2], "micro_batch", True))
         return make(*arguments, **options)
 
 

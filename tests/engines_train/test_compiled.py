@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tandem.config.lora import LoRAConfig
 from tests.engines_train.layouts import batch_of_prompts, engine_on, loss_with_scores
 from tests.engines_train.steps import distance, weights_of
 from tests.ranks import alone_and_on_two
@@ -10,7 +11,7 @@ from tests.tiny import tiny_model_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
-LAYOUTS = {1: ("d1",), 2: ("d2", "d1t2")}
+LAYOUTS = {1: ("d1", "d1 adapted"), 2: ("d2", "d1t2")}
 
 
 def steps(folder, ranks):
@@ -21,7 +22,10 @@ def steps(folder, ranks):
         for compiled in (False, True) if ranks == 1 else (True,):
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
-            engine = engine_on(folder, layout, lr=1e-2, eps=1e-2, compile=compiled)
+            spread, _, adapted = layout.partition(" ")
+            lora = LoRAConfig(rank=4) if adapted else LoRAConfig()
+            torch.manual_seed(7)
+            engine = engine_on(folder, spread, lr=1e-2, eps=1e-2, compile=compiled, lora=lora)
             before = weights_of(engine)
             for _ in range(3):
                 engine.train_batch(batch_of_prompts(), loss_with_scores, entropy=True)
@@ -35,12 +39,13 @@ def test_compiled_layers_take_the_step_of_others(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     folder = tiny_model_folder(tmp_path, "llama")
     one, several = alone_and_on_two(steps, folder, out=tmp_path)
-    before, after, programs = one["d1 False"]
-    assert programs == 0
-    moved = distance(before, after)
-    assert moved > 0
-    for found in (one, *several):
-        for name, (_, theirs, programs) in found.items():
-            if name.endswith("True"):
-                assert programs > 0
-                assert distance(theirs, after) <= 1e-3 * moved, name
+    for kind in ("", " adapted"):
+        before, after, programs = one[f"d1{kind} False"]
+        assert programs == 0
+        moved = distance(before, after)
+        assert moved > 0
+        for found in (one, *several):
+            for name, (_, theirs, programs) in found.items():
+                if name.endswith("True") and ("adapted" in name) == bool(kind):
+                    assert programs > 0
+                    assert distance(theirs, after) <= 1e-3 * moved, name

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM, PeftModelForSequenceClassification
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tandem.api.failures import ConfigError
@@ -121,6 +121,35 @@ def test_what_is_saved_is_loaded_again_and_merges_to_what_lies_beside_it(folder,
     assert set(merged) == beside.keys() and all(torch.equal(merged[name], beside[name]) for name in beside)
     with pytest.raises(ConfigError, match="cannot be copied into this model"):
         lora_on(folder, rank=2).load(tmp_path / "saved")
+
+
+def test_another_base_is_refused_where_the_run_goes_on_and_where_it_is_merged(tmp_path):
+    base, other = tiny_model_folder(tmp_path / "base"), tiny_model_folder(tmp_path / "other", "qwen2")
+    engine = trained(lora_on(base), steps=1)
+    engine.save(tmp_path / "saved")
+    state = engine.state_dict()
+    lora_on(base).load_state_dict(state)
+    path = base / "model.safetensors"
+    tensors = {name: tensor + 1e-3 for name, tensor in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    for refused in (lambda: lora_on(base).load_state_dict(state), lambda: MergedWeights(tmp_path / "saved/adapter")):
+        with pytest.raises(ConfigError, match="are not those that the adapter was trained beside"):
+            refused()
+    assert engine_on(other).state_dict()["base"] is None
+
+
+def test_an_adapter_is_merged_again_into_the_base_as_training_rounded_it(folder, tmp_path):
+    engine = trained(lora_on(folder, dtype="bfloat16"))
+    engine.save(tmp_path / "saved")
+    merged, beside = MergedWeights(tmp_path / "saved/adapter"), load_file(tmp_path / "saved/model.safetensors")
+    assert all(torch.equal(merged[name].bfloat16(), beside[name]) for name in beside)
+    exact = dict(engine.weights())
+    assert all(torch.equal(merged[name], exact[name].float()) for name in beside)
+
+
+def test_deepspeed_is_refused_in_scripts_too(folder):
+    with pytest.raises(ConfigError, match=r"lora does not go with actor.backend=deepspeed:zero2:d1: DeepSpeed has no"):
+        lora_on(folder, backend="deepspeed:zero2:d1")
 
 
 def test_the_reference_of_an_adapter_is_its_base_in_the_same_engine(folder):

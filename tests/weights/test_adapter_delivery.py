@@ -86,6 +86,37 @@ def test_a_publisher_that_goes_on_delivers_the_adapter_under_its_old_number(fold
     engine.close()
 
 
+@pytest.mark.parametrize("merged_first", [False, True])
+def test_a_run_goes_on_with_merged_weights_after_adapters_and_the_reverse(folder, merged_first, tmp_path):
+    def publisher_of(trainer, engine, merged):
+        channel = DiskChannel(tmp_path / f"weights{merged}", folder) if merged else None
+        return WeightPublisher(trainer, engine, run="a", dtype=torch.float32, channel=channel)
+
+    trainer, engine = lora_on(folder), engine_of(folder)
+    publisher = publisher_of(trainer, engine, merged_first)
+    trained(trainer, steps=1)
+    publisher.publish()
+    wanted, state, before = answers(engine), publisher.state_dict(), publisher.version
+    publisher.close()
+    engine.close()
+    engine = engine_of(folder)
+    publisher = publisher_of(trainer, engine, not merged_first)
+    publisher.load_state_dict(state)
+    assert answers(engine) == wanted
+    assert publisher.version.number == 1 and publisher.version.digest != before.digest
+    assert publisher.history[1] == publisher.version == engine.version
+    publisher.close()
+    engine.close()
+
+
+def test_a_second_head_beside_a_saved_model_does_not_keep_an_engine_from_opening_it(folder, tmp_path):
+    lora_on(folder, head="both").save(tmp_path / "saved")
+    assert (tmp_path / "saved/value_head.safetensors").is_file()
+    engine = engine_of(tmp_path / "saved")
+    assert len(answers(engine, count=1)[0][0]) == 12
+    engine.close()
+
+
 def test_an_adapter_of_another_model_is_refused_by_name_and_the_old_weights_stay(folder):
     engine = engine_of(folder)
     before, terms = answers(engine), lora_on(folder).adapter.terms

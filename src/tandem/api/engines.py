@@ -60,6 +60,17 @@ class TrainedAdapter(ABC):
         """Its tensors, float32, one after another; `TrainEngine.load_weights` takes them too. Collective."""
 
     @abstractmethod
+    def merged(self, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The whole model's weights with these tensors, named as in `weights`, in the place of its own: merged in float32,
+        one after another, each to be used before the next is asked for. Collective."""
+
+    @abstractmethod
+    def surviving(self, dtype: torch.dtype) -> float | None:
+        """How much of it is left in merged weights that are rounded to ``dtype``, over a few matrices; see docs/lora.md.
+
+        1 is all of it, 0 nothing; None where it changes nothing yet. Collective."""
+
+    @abstractmethod
     def set_aside(self) -> AbstractContextManager[None]:
         """A block in which the engine computes as the base alone does; nothing may be trained inside."""
 

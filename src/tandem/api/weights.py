@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+VALUE_FILE = "value_head.safetensors"
+"""Where the second head of an actor that is a critic too lies, beside a language model that others open without it."""
+
 
 @dataclass(frozen=True)
 class WeightVersion:
@@ -44,8 +47,8 @@ class FolderSource(WeightSource):
     """Holds ``*.safetensors``, ``config.json`` and the tokenizer's files, so that any server can open it."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `WeightSource`: one file after another. Raises `OSError` where the folder is gone."""
-        files = sorted(self.folder.glob("*.safetensors"))
+        """See `WeightSource`: one file after another, but for a second head. Raises `OSError` where the folder is gone."""
+        files = sorted(file for file in self.folder.glob("*.safetensors") if file.name != VALUE_FILE)
         if not files:
             raise OSError(f"no *.safetensors in {self.folder}: the update was removed before it was read")
         for file in files:

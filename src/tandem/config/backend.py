@@ -112,6 +112,11 @@ def layout_problems(layout: Layout, written: str, config: "TrainEngineConfig") -
             f"actor.selective_checkpointing=true is not there with {written}, which gathers parameters inside of what "
             "would be computed again: leave it out, actor.gradient_checkpointing alone works"
         )
+    if config.compile and config.gradient_checkpointing and config.selective_checkpointing:
+        yield (
+            f"actor.selective_checkpointing=true is not there with actor.compile=true ({written}): what is kept is then "
+            "the compiler's choice; leave one of them out: actor.gradient_checkpointing alone works"
+        )
     if layout.zero == 3 and config.compile:
         yield (
             f"actor.compile=true is not there with {written}, which gathers parameters inside of what would be compiled: "

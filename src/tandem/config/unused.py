@@ -4,15 +4,12 @@ A key that holds its default (or what the preset set) is never refused, so `conf
 What a file says for another `Unused.choice` than that of the command line is not refused either: see `overruled`.
 """
 
-import contextlib
-from collections.abc import Callable, Container, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from tandem.config.algorithm import Component
 from tandem.config.arithmetic import max_head_offpolicyness
-from tandem.config.backend import Layout, parse_layout
 from tandem.config.data import DatasetConfig, ValidDatasetConfig, is_procedural
-from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import kinds_of
 from tandem.config.keys import leaves
@@ -24,23 +21,9 @@ from tandem.config.preference import (
     training_config,
 )
 from tandem.config.presets import PRESETS
+from tandem.config.unused_rule import Unused, Written
+from tandem.config.unused_spread import SPREAD
 from tandem.config.yaml_file import COMMAND_LINE
-
-Written = Container[str]
-
-
-class Unused(NamedTuple):
-    """Keys (or whole sections) that are not read under a condition."""
-
-    keys: tuple[str, ...]
-    when: Callable[[Any, Written], bool]
-    """Of the configuration, and of the keys that the user set himself."""
-
-    why: str
-    """Goes on after "KEY=VALUE is not used": the reason, and what to do."""
-
-    choice: str = ""
-    """The key by which the user brings the condition about; on the command line it overrules what a file says of `keys`."""
 
 
 def paths(data: DatasetConfig | ValidDatasetConfig) -> tuple[str, ...]:
@@ -62,20 +45,6 @@ def _only(config: TrainConfig, *kinds: str) -> bool:
     """Whether the run generates with servers of these kinds and no others, as far as the configuration says."""
     named = kinds_of(config.rollout.backend, config.rollout.fleet)
     return bool(named) and named <= set(kinds)
-
-
-def _layouts(config: BaseConfig) -> list[Layout]:
-    """Of all models; backends that are none are told elsewhere."""
-    roles = (getattr(config, name, None) for name in ("actor", "critic", "reference", "teacher"))
-    found = []
-    for role in roles:
-        with contextlib.suppress(ConfigError):
-            found.append(parse_layout(getattr(role, "backend", None) or config.actor.backend))
-    return found
-
-
-def _critic_checkpoints(config: BaseConfig) -> bool:
-    return isinstance(config, TrainConfig) and bool(config.critic.gradient_checkpointing)
 
 
 ALWAYS = (
@@ -127,30 +96,6 @@ ALWAYS = (
         ("actor.optimizer.min_lr_ratio",),
         lambda config, _: config.actor.optimizer.schedule == "constant",
         "by the constant schedule: set actor.optimizer.schedule to linear or cosine, or leave it out",
-    ),
-)
-
-SPREAD = (
-    Unused(
-        ("actor.context_parallel",),
-        lambda config, _: all(layout.context == 1 for layout in _layouts(config)),
-        "because no ranks share tokens: set actor.backend, for example to fsdp:d1c2, or leave it out",
-    ),
-    Unused(
-        ("actor.gradient_sync",),
-        lambda config, _: all(layout.shards * layout.replicas == 1 for layout in _layouts(config)),
-        "because no ranks have sequences of their own: set actor.backend, for example to fsdp:d2, or leave it out",
-    ),
-    Unused(
-        ("actor.gradient_sync",),
-        lambda config, _: all(layout.zero is not None for layout in _layouts(config)),
-        "by DeepSpeed, whose stage 1 sums gradients once a step and whose stages 2 and 3 with each micro-batch: choose the "
-        "stage with actor.backend, or leave it out",
-    ),
-    Unused(
-        ("actor.selective_checkpointing",),
-        lambda config, _: not (config.actor.gradient_checkpointing or _critic_checkpoints(config)),
-        "because nothing is recomputed: set actor.gradient_checkpointing=true, or leave it out",
     ),
 )
 

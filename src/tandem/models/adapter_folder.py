@@ -3,15 +3,17 @@
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from tandem.config.errors import ConfigError
 from tandem.config.lora import LoRAConfig
 from tandem.models.catalog import BUILT_IN, resolve
+from tandem.models.identity import WEIGHTS as WEIGHT_FILES
+from tandem.models.identity import fingerprint
 from tandem.models.lora import merged
 from tandem.models.streaming import tensors_of
 
@@ -22,18 +24,49 @@ WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
 
 
+class Base(NamedTuple):
+    """The frozen weights that an adapter was trained beside."""
+
+    path: str
+    """As the user named the model."""
+
+    digest: str
+    """Of its files; see `digest_of_base`."""
+
+    dtype: torch.dtype
+    """To which they were rounded."""
+
+
+def digest_of_base(path: str) -> str:
+    """Of the weight files of the model of that name: another one where they are others."""
+    return fingerprint(resolve(path), WEIGHT_FILES)
+
+
+def refuse_other_base(path: str, found: str, wanted: str | None) -> None:
+    """``found``, ``wanted``: digests; None is not known, and not compared.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    if wanted not in (None, found):
+        raise ConfigError(
+            f"the weights in {path} are not those that the adapter was trained beside (fingerprint {found}, then {wanted}): "
+            "an adapter belongs to its base. Put those files back, or begin a new run"
+        )
+
+
 def write_adapter(
-    folder: Path, tensors: Mapping[str, torch.Tensor], lora: LoRAConfig, base: str, modules: list[str], *, classifier: bool
+    folder: Path, tensors: Mapping[str, torch.Tensor], lora: LoRAConfig, base: Base, modules: list[str], *, classifier: bool
 ) -> None:
     """Writes a new folder. ``tensors``: float32, under the names of `TrainEngine.adapter_weights`; other ones are heads.
 
-    ``base``: the model that it belongs to, as the user named it. ``modules``: the last parts of the names of the matrices.
+    ``modules``: the last parts of the names of the matrices.
     """
     folder.mkdir(parents=True, exist_ok=True)
     settings = {
         "peft_type": "LORA",
         "task_type": "SEQ_CLS" if classifier else "CAUSAL_LM",
-        "base_model_name_or_path": base_of(base),
+        "base_model_name_or_path": base_of(base.path),
         "r": lora.rank,
         "lora_alpha": lora.scaling * (lora.rank or 0),
         "lora_dropout": lora.dropout,
@@ -44,7 +77,9 @@ def write_adapter(
         "inference_mode": True,
     }
     named = {_PREFIX + name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}
-    save_file(named, folder / WEIGHTS, metadata={"format": "pt"})
+    # beside the tensors: peft takes keys in its settings that it does not know for those of a newer peft, and says so
+    about = {"format": "pt", "base": base.digest, "base_dtype": str(base.dtype).removeprefix("torch.")}
+    save_file(named, folder / WEIGHTS, metadata=about)
     (folder / SETTINGS).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
@@ -68,17 +103,23 @@ def read_adapter(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]
 
 
 class MergedWeights(Mapping[str, torch.Tensor]):
-    """Weights of a base with an adapter merged into it, float32, each computed when it is asked for."""
+    """Weights of a base with an adapter merged into it, float32, each computed when it is asked for. The base is rounded to
+    what it was while the adapter was trained."""
 
     def __init__(self, folder: Path):
         """``folder``: of the adapter, which names its base.
 
         Raises:
-            ConfigError: no adapter there, or no base.
+            ConfigError: no adapter there, or no base, or another one.
         """
         self._own, settings = read_adapter(folder)
         self._scaling = float(settings["lora_alpha"]) / int(settings["r"])
-        base = resolve(settings["base_model_name_or_path"])
+        name = settings["base_model_name_or_path"]
+        base = resolve(name)
+        with safe_open(folder / WEIGHTS, "pt") as file:
+            about = file.metadata() or {}
+        refuse_other_base(name, digest_of_base(name), about.get("base"))
+        self._dtype = getattr(torch, about.get("base_dtype", "float32"))
         found = tensors_of(base)
         if found is None:
             raise ConfigError(f"{base}, the base of the adapter in {folder}, has no *.safetensors")
@@ -87,7 +128,7 @@ class MergedWeights(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         if name in self._own:  # a head, which is trained as a whole
             return self._own[name]
-        weight, module = self._base[name][:], name.removesuffix(".weight")
+        weight, module = self._base[name][:].to(self._dtype), name.removesuffix(".weight")
         a, b = (self._own.get(f"{module}.{which}.weight") for which in ("lora_A", "lora_B"))
         return (weight if a is None or b is None else merged(weight, a, b, self._scaling)).float()
 

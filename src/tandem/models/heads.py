@@ -21,9 +21,6 @@ from tandem.models.packed import PackedCausalLM, PackedModel
 HEAD = "score.weight"
 """Name of the head's only tensor, ``[1, H]``: it has no bias."""
 
-VALUE_FILE = "value_head.safetensors"
-"""Where the value head of a `PackedActorCritic` lies, beside a language model that transformers opens without it."""
-
 
 class PackedScalarModel(PackedModel):
     """A transformers sequence classifier with one label, read at every token."""

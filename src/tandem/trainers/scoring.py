@@ -1,5 +1,6 @@
 """Scoring a batch under versions of the weights: the newest one, and those that are kept."""
 
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -20,6 +21,10 @@ def beginning(folder: Path, engine: TrainEngine) -> FolderSource | None:
         with safe_open(file, framework="pt") as opened:
             there.update(opened.keys())
     return FolderSource(folder) if {name for name, _ in engine.weights()} <= there else None
+
+
+def _is_of_adapter(name: str) -> bool:
+    return ".lora_" in name
 
 
 class Scorer:
@@ -44,15 +49,36 @@ class Scorer:
         """``[T]`` under a kept version; None is the newest one, the engine's own."""
         if number is None and not self._rounds:
             return self.engine.forward(batch).logprobs
-        with self.engine.using(self.tensors(number)):
+        # an engine that serves float32 merges without rounding: there the adapter itself is nearer than weights in bfloat16
+        with self.engine.using(self.tensors(number) if self._rounds or number is None else self._kept(number)):
             return self.engine.forward(batch).logprobs
 
     def tensors(self, number: int | None) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of a version, as delivered; each valid until the next is asked for."""
+        """The whole weights of a version, as they were served: of an adapter merged into its base, and rounded then. Each is
+        valid until the next is asked for."""
         if number is None:
             for name, tensor in self.engine.weights():
                 yield name, tensor.to(self._dtype)
             return
+        stream, adapter = self._kept(number), self.engine.adapter
+        first = next(stream, None)
+        if first is not None:
+            stream = itertools.chain([first], stream)
+        if adapter is None or first is None or not _is_of_adapter(first[0]):
+            yield from stream
+            return
+        for name, tensor in adapter.merged(dict(stream)):
+            yield name, tensor.to(self._dtype)
+
+    def surviving(self) -> float | None:
+        """How much of the adapter that was delivered last is in the engine's weights; None where there is none, or where it
+        changes nothing yet, or where the engine serves float32, which rounds next to nothing away."""
+        if self.engine.adapter is None or self._dtype == torch.float32:
+            return None
+        return self.engine.adapter.surviving(self._dtype)
+
+    def _kept(self, number: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of a version, as delivered: perhaps those of an adapter alone."""
         if self._names is None:
             adapter = () if self.engine.adapter is None else self.engine.adapter.weights()
             self._names = frozenset(name for stream in (self.engine.weights(), adapter) for name, _ in stream)
@@ -63,7 +89,7 @@ class Scorer:
         yield from spread((name, self._delivered(name, tensor)) for name, tensor in stream if name in names)
 
     def _delivered(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if ".lora_" in name else tensor.to(self._dtype)
+        return tensor if _is_of_adapter(name) else tensor.to(self._dtype)
 
     def score_with_one_from(
         self, batch: TensorDict, newest: Mapping[str, torch.Tensor], name: str, tensor: torch.Tensor

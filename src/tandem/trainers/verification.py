@@ -40,6 +40,9 @@ MIN_TOKENS = 16
 MISSING, SIGMAS = 0.5, 8.0
 """An update counts as missing where this share of it is, and so clearly, also where the gap is within the tolerance."""
 
+SURVIVING = 0.5
+"""Where rounding leaves less than this share of an adapter, sampling lags behind training, and the user is told."""
+
 
 def is_due(config: VerifyConfig, step: int) -> bool:
     """Whether the batch of this step is verified."""
@@ -91,15 +94,33 @@ class Verifier:
         temperature."""
         self._scorer, self._config, self._tokenizer, self._dtype = scorer, config, tokenizer, dtype
         self._keeps_kv, self._hot_first_token, self._seed = keeps_kv, hot_first_token, seed
+        self._warned = False
         self.tolerance = config.tolerance or TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16])
 
     def verify_if_due(self, batch: TensorDict, step: int) -> dict[str, float]:
-        """``gap/*`` of the batch of this step, made when ``step - 1`` updates were published; empty where none is due.
+        """``gap/*`` of the batch of this step, made when ``step - 1`` updates were published; where none is due only what
+        rounding leaves of an adapter.
 
         Raises:
             DeliveryDisproved: other weights, temperature or tokens than are stamped; names the likely cause.
         """
-        return self.verify(batch, step - 1) if is_due(self._config, step) else {}
+        rounded = self._rounded()
+        return rounded | (self.verify(batch, step - 1) if is_due(self._config, step) else {})
+
+    def _rounded(self) -> dict[str, float]:
+        """What is left of an adapter in the rounded weights that are served; warns once where that is little."""
+        share = self._scorer.surviving()
+        if share is None:
+            return {}
+        if share < SURVIVING and not self._warned:
+            self._warned = True
+            log.warning(
+                "only %.0f %% of the adapter is left in the bfloat16 weights that are served: its entries are smaller "
+                "than what rounding takes, so sampling lags behind training. Set rollout.dtype=float32, or a larger "
+                "actor.optimizer.lr or actor.lora.alpha (docs/lora.md); said once, gap/adapter_surviving goes on",
+                100 * share,
+            )
+        return {"gap/adapter_surviving": share}
 
     def verify(self, batch: TensorDict, version: int) -> dict[str, float]:
         """As `verify_if_due`, always. ``version``: of the weights that train now."""

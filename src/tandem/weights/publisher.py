@@ -118,10 +118,10 @@ class WeightPublisher:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """See `tandem.api.state.Stateful`: the number of the version, the digests of all, and what the archive keeps."""
+        """See `tandem.api.state.Stateful`: the versions' digests, whether of adapters alone, and what the archive keeps."""
         digests = [[number, version.digest] for number, version in self._history.items()]
         kept = None if self._archive is None else self._archive.state_dict()
-        return {"number": self._version.number, "digests": digests, "kept": kept}
+        return {"number": self._version.number, "digests": digests, "adapter": self._adapter is not None, "kept": kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Delivers the trainer's weights, which were loaded before, under the number that they had. Collective.
@@ -132,15 +132,17 @@ class WeightPublisher:
         """
         number, own = int(state["number"]), self._version
         digests = {int(which): str(digest) for which, digest in state["digests"]}
+        # else an adapter was delivered and now merged weights are, or the reverse: the same version, of another digest
+        alike = state.get("adapter", self._adapter is not None) == (self._adapter is not None)
         if (own.number, own.digest) != (number, digests[number]):  # a server that lived on may be ahead
             self._version = replace(own, number=number - 1)
             self.publish()
-        if self._version.digest != digests[number]:
+        if alike and self._version.digest != digests[number]:
             raise ConfigError(
                 f"the weights that were loaded are not version {number} as it was delivered (digest "
-                f"{self._version.digest[:12]}…, then {digests[number][:12]}…); resume with the rollout.dtype, and for LoRA "
-                "the rollout.backend, of the run"
+                f"{self._version.digest[:12]}…, then {digests[number][:12]}…); resume with the rollout.dtype of the run"
             )
+        digests[number] = self._version.digest
         self._history = {n: WeightVersion(n, digest, self._run, self._model) for n, digest in digests.items()}
         if self._archive is not None and state["kept"] is not None:
             self._archive.load_state_dict(state["kept"])

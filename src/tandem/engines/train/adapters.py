@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -11,15 +11,18 @@ import torch.distributed as dist
 from tandem.api.collective import whole
 from tandem.api.engines import TrainedAdapter
 from tandem.api.failures import ConfigError
-from tandem.api.weights import Adapter
+from tandem.api.weights import VALUE_FILE, Adapter
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.folder import read_tensor
 from tandem.engines.train.holders import Holder
 from tandem.engines.train.named_weights import PREFIX, VALUE, NamedWeights
-from tandem.models.adapter_folder import ADAPTER, read_adapter, write_adapter
-from tandem.models.heads import HEAD, VALUE_FILE
+from tandem.models.adapter_folder import ADAPTER, Base, digest_of_base, read_adapter, refuse_other_base, write_adapter
+from tandem.models.heads import HEAD
 from tandem.models.lora import A, B, adapted, merged, without_adapters
 from tandem.models.packed import PackedModel
+
+SAMPLED = 4
+"""Matrices that are looked at to see what rounding leaves of an adapter."""
 
 
 def named_weights(
@@ -41,6 +44,11 @@ class Adapters(TrainedAdapter):
         self.places = {f"{name}.{which}.weight": f"{PREFIX}{name}.{which}" for name in self.layers for which in (A, B)}
         """Name of a tensor, as it is published and saved → that in the holder."""
 
+        inside = set(self.places.values())
+        order = (name for name, _ in model.named_parameters())
+        self.names = [n.removeprefix(PREFIX) for n in order if n.startswith(PREFIX) and n not in inside]
+        """Hugging Face names of all weights of the merged model."""
+
     @property
     def terms(self) -> Adapter:
         return Adapter(self._config.lora.scaling, next(iter(self.layers.values())).weight.dtype)
@@ -48,6 +56,35 @@ class Adapters(TrainedAdapter):
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, place in self.places.items():
             yield name, self._holder.full(place)
+
+    def merged(self, tensors: Mapping[str, torch.Tensor] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `TrainedAdapter.merged`; None stands for its own tensors."""
+        for name in self.names:
+            weight, module = self._holder.full(PREFIX + name), name.removesuffix(".weight")
+            if module in self.layers:
+                weight = self._merged(module, weight, tensors)
+            yield name, weight
+
+    def _merged(self, module: str, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """One matrix, float32 (as it is while B is 0)."""
+        names = [f"{module}.{which}.weight" for which in (A, B)]
+        if tensors is None:
+            a, b = (self._holder.full(self.places[name]) for name in names)
+        else:
+            a, b = (tensors[name].to(weight.device) for name in names)
+        return merged(weight, a, b, self._config.lora.scaling)
+
+    def surviving(self, dtype: torch.dtype) -> float | None:
+        """See `TrainedAdapter.surviving`: the rounded change's projection on the exact one, over all entries together."""
+        modules = list(self.layers)
+        kept = exact = 0.0
+        for module in {modules[i * (len(modules) - 1) // (SAMPLED - 1)]: None for i in range(SAMPLED)}:  # first to last
+            base = self._holder.full(f"{PREFIX}{module}.weight").float()
+            whole = self._merged(module, base)
+            change = whole - base
+            kept += float(((whole.to(dtype).float() - base.to(dtype).float()) * change).sum())
+            exact += float(change.square().sum())
+        return kept / exact if exact else None
 
     def set_aside(self) -> contextlib.AbstractContextManager[None]:
         return without_adapters(self._model)
@@ -57,22 +94,18 @@ class AdaptedWeights(NamedWeights):
     """Masters are the adapters, and heads that are new; all else is frozen, and stays the base's."""
 
     adapter: Adapters
+    base: str
 
     def __init__(self, config: TrainEngineConfig, holder: Holder, model: PackedModel, group: dist.ProcessGroup | None):
         super().__init__(config, holder, model, group)
-        self.adapter = Adapters(config, holder, model)
-        order, inside = (name for name, _ in model.named_parameters()), set(self.adapter.places.values())
-        self._names = [n.removeprefix(PREFIX) for n in order if n.startswith(PREFIX) and n not in inside]
+        self.adapter, self.base = Adapters(config, holder, model), digest_of_base(config.path)
+        self._names = self.adapter.names
         heads = {HEAD: PREFIX + HEAD} if PREFIX + HEAD in holder.masters else {}
         self._saved = self.adapter.places | heads
 
     def stream(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """See `NamedWeights.stream`: merged. Without ``dtype``, what has no adapter comes in the base's."""
-        for name in self._names:
-            tensor, module = self._holder.full(PREFIX + name), name.removesuffix(".weight")
-            if module in self.adapter.layers:
-                a, b = (self._holder.full(f"{PREFIX}{module}.{which}") for which in (A, B))
-                tensor = merged(tensor, a, b, self._config.lora.scaling)
+        for name, tensor in self.adapter.merged():
             yield name, tensor if dtype is None else tensor.to(dtype)
 
     def take(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -98,6 +131,11 @@ class AdaptedWeights(NamedWeights):
                 self._holder.assign(place, torch.zeros(self._holder.shape(place)))
         self._holder.publish()
 
+    def load_masters(self, masters: Mapping[str, torch.Tensor], base: str | None = None) -> None:
+        """See `NamedWeights.load_masters`. Raises `ConfigError` where they belong to another base; None is not compared."""
+        refuse_other_base(self._config.path, self.base, base)
+        super().load_masters(masters)
+
     def save(self, folder: Path, dtype: torch.dtype, *, writes: bool) -> None:
         """See `TrainEngine.save`: the merged model, and the adapter in a folder beside it."""
         super().save(folder, dtype, writes=writes)
@@ -106,8 +144,8 @@ class AdaptedWeights(NamedWeights):
             tensors = {name: tensor for name, tensor in stream if writes}
             if writes:
                 modules = sorted({name.rpartition(".")[2] for name in self.adapter.layers})
-                lora, path = self._config.lora, self._config.path
-                write_adapter(folder / ADAPTER, tensors, lora, path, modules, classifier=HEAD in self._saved)
+                base = Base(self._config.path, self.base, self.adapter.terms.dtype)
+                write_adapter(folder / ADAPTER, tensors, self._config.lora, base, modules, classifier=HEAD in self._saved)
 
     def load(self, folder: Path) -> None:
         """See `TrainEngine.load`: the adapter, and the heads, that `save` wrote.

@@ -185,12 +185,12 @@ class FSDPEngine(TrainEngine):
         """See `TrainEngine.state_dict`."""
         self._require("parameters", "optimizer")
         masters = {name: self._holder.state_of(name, master.detach()) for name, master in self._holder.masters.items()}
-        return {"masters": masters, "optimizer": self._optimizer.state_dict()}
+        return {"masters": masters, "optimizer": self._optimizer.state_dict(), "base": self._weights.base}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `TrainEngine.load_state_dict`."""
         self._require("parameters", "optimizer")
-        self._weights.load_masters(state["masters"])
+        self._weights.load_masters(state["masters"], state.get("base"))
         self._optimizer.load_state_dict(state["optimizer"])
 
     def late_writer(self, state: Mapping[str, Any]) -> Callable[[Path], None] | None:

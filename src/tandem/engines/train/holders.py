@@ -34,6 +34,9 @@ class Holder(ABC):
     pieces: Pieces | None = None
     """How matrices are cut, under tensor parallelism."""
 
+    in_host_memory: bool = False
+    """Whether masters, gradients and moments are there, and stay there when others are moved."""
+
     lent: bool = False
     """Whether other weights are in the model for a moment: see `restored`."""
 
@@ -274,7 +277,7 @@ class Sharded(Holder):
         # the embedding is also the head, or as large: keep it gathered between its two uses
         fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=place, reshard_after_forward=False)
         self.model, self.pieces, self._gradient_sync = model, pieces, gradient_sync
-        self._mesh, self._offload = mesh, offload
+        self._mesh, self.in_host_memory = mesh, offload
         self.masters, self.frozen = _parted(model)
 
     def accumulate(self, *, last: bool) -> None:
@@ -303,10 +306,10 @@ class Sharded(Holder):
         _local(held).copy_(_local(_divided(value.to(held.dtype), held)))
 
     def state_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | Parted:
-        if self._offload and tensor.dim():
+        if self.in_host_memory and tensor.dim():
             return Parted(lambda: _whole(tensor))
         return super().state_of(name, tensor)
 
     def move(self, device: torch.device | str) -> None:
-        if not self._offload:  # else it is in host memory in any case
+        if not self.in_host_memory:
             super().move(device)

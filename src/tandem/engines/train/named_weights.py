@@ -11,10 +11,10 @@ from tandem.api.collective import together, whole
 from tandem.api.engines import TrainedAdapter
 from tandem.api.failures import ConfigError
 from tandem.api.state import Parted
+from tandem.api.weights import VALUE_FILE
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.folder import read_tensor, read_weights, write_folder, write_tensor
 from tandem.engines.train.holders import Holder
-from tandem.models.heads import VALUE_FILE
 from tandem.models.packed import PackedModel
 
 PREFIX = "model."
@@ -29,6 +29,9 @@ class NamedWeights:
 
     adapter: TrainedAdapter | None = None
     """See `TrainEngine.adapter`."""
+
+    base: str | None = None
+    """What tells whether a frozen base is still the one that it was; None where nothing is frozen."""
 
     def __init__(self, config: TrainEngineConfig, holder: Holder, model: PackedModel, group: dist.ProcessGroup | None):
         self._config, self._holder, self._model, self._group = config, holder, model, group
@@ -60,8 +63,8 @@ class NamedWeights:
         if missing:
             raise ConfigError(f"{len(missing)} tensors of this model were not given, first {next(iter(missing))!r}")
 
-    def load_masters(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Takes all masters, float32, under the names that they have in the holder.
+    def load_masters(self, masters: Mapping[str, torch.Tensor], base: str | None = None) -> None:
+        """Takes all masters, float32, under the names that they have in the holder. ``base``: see the field.
 
         Raises:
             ConfigError: other names or shapes than this model's; nothing was copied then.

@@ -33,7 +33,9 @@ class Optimizer:
         self._adamw.zero_grad()
 
     def move(self, device: torch.device) -> None:
-        """Moves the moments."""
+        """Moves the moments, unless they step in host memory."""
+        if self._holder.in_host_memory:
+            return
         for state in self._adamw.state.values():
             state.update({name: x.to(device) for name, x in state.items() if isinstance(x, torch.Tensor) and x.dim()})
 

@@ -40,19 +40,19 @@ def open_spread(
     """
     for problem in layout_problems(ranks.layout, f"{ranks.key}={config.backend}", config):
         raise ConfigError(problem)
+    if config.lora.rank is not None and (ranks.tensor is not None or ranks.layout.zero is not None):
+        why = "DeepSpeed has no adapters here" if ranks.tensor is None else "t cuts every matrix, but no adapter"
+        raise ConfigError(f"lora does not go with {ranks.key}={config.backend}: {why}; use fsdp:d{ranks.layout.data}")
     if config.offload and device.type == "cpu":
         raise ConfigError(
             "actor.offload=true brings layers from host memory to a GPU as they are computed, and without a GPU there is no "
             "other memory than that: leave it out"
         )
-    unfilled = None if ranks.group is None else _open_unfilled(config, device, head)
+    # what is kept in host memory is read layer by layer too: it may not fit on the GPU as a whole
+    unfilled = None if ranks.group is None and not config.offload else _open_unfilled(config, device, head)
     held = torch.float32 if config.lora.rank is None else dtype
     model = _load(config, device, head, held) if unfilled is None else unfilled.model
     if config.lora.rank is not None:
-        if ranks.tensor is not None:
-            raise ConfigError(
-                f"lora does not go with {ranks.key}={config.backend}: t cuts every matrix, but no adapter; use d"
-            )
         drawn = put_adapters(model, config.lora, dtype, _common_seed(ranks, device))
         if unfilled is not None:
             files = {**unfilled.files, **{name.removeprefix(PREFIX): values for name, values in drawn.items()}}
@@ -74,7 +74,9 @@ def open_spread(
     if shards is None:
         fill(model)
         return model, Replica(model, dtype, pieces)
-    return model, Sharded(model, layers, dtype, shards, pieces, fill, config.gradient_sync, config.offload)
+    # gradients go to host memory only once they are reduced: with each micro-batch, else the GPU would hold them all
+    sync = "micro_batch" if config.offload else config.gradient_sync
+    return model, Sharded(model, layers, dtype, shards, pieces, fill, sync, config.offload)
 
 
 def _alone(device: torch.device) -> DeviceMesh:

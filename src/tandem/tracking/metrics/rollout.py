@@ -196,6 +196,13 @@ STALENESS: Section = {
         "tokens): 0 none, 1 all of it. Sees also what is smaller than numeric noise.",
         "Near 0. Noise where updates are tiny; lastingly near 1 or above 0.5 for sure ends the run.",
     ),
+    "gap/adapter_surviving": Metric(
+        "share",
+        "With LoRA and an engine that serves bfloat16: how much of the adapter is left in the merged weights once they are "
+        "rounded (1 all of it, 0 nothing), over four matrices.",
+        "Below 0.5 sampling lags behind training: set `rollout.dtype=float32`, or a larger learning rate or "
+        "`actor.lora.alpha`. It grows with the adapter.",
+    ),
 }
 
 FLEET: Section = {

@@ -22,12 +22,13 @@ from tandem.config.load import Resolved, plain_data
 from tandem.config.rollout import RolloutConfig
 from tandem.engines.inference.build import build_inference_engine
 from tandem.models.catalog import resolve
+from tandem.models.identity import fingerprint
 from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.state.machine import usable_cores
 from tandem.trainers.evaluation.asking import Answer, Ask, Terms, ask_together
 from tandem.trainers.evaluation.folder import RESULTS, EvaluationFolder
-from tandem.trainers.evaluation.identity import file_digests, fingerprint, library_versions
+from tandem.trainers.evaluation.identity import file_digests, library_versions
 from tandem.trainers.evaluation.numbers import mean_interval
 from tandem.trainers.evaluation.questions import Questions, make_judges, open_questions
 from tandem.trainers.evaluation.report import Progress, notes, table

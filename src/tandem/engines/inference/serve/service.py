@@ -173,8 +173,11 @@ class Service:
         }
 
     def capabilities(self) -> frozenset[str]:
-        """Those of the engine, as seen over HTTP: no memory is shared, a folder is read where one is allowed."""
-        return (self.engine.capabilities - {"shared_memory"}) | (frozenset({"disk"}) if self.weights_roots else frozenset())
+        """Those of the engine, as seen over HTTP: no memory is shared, a folder is read where one is allowed, and a folder's
+        update says nothing of an adapter's terms."""
+        return (self.engine.capabilities - {"shared_memory", "adapter"}) | (
+            frozenset({"disk"}) if self.weights_roots else frozenset()
+        )
 
     async def unready(self) -> list[str]:
         """Why the server should get no requests now; empty: it has current weights and generated a token recently."""
