@@ -15,8 +15,10 @@ import os, sys, time, pathlib, signal, subprocess
 from tandem.launch.rank import follow_launcher, telling_errors, failed_elsewhere, restarts
 from tandem.config.errors import TandemError
 here, rank = pathlib.Path({folder!r}), os.environ["RANK"]
-said = {{"count": 1, "phase": "train", "step": 3, "waits": "" if rank == "1" else "the other ranks"}}
+said = {{"count": 1, "phase": "train", "step": 2, "waits": "" if rank == "1" else "the other ranks"}}
 follow_launcher(lambda: said)
+time.sleep(0.7)  # it is heard of in that step
+said |= {{"step": 3}}
 (here / f"{{restarts()}}-{{rank}}").write_text(str(os.getpid()))
 """
 

@@ -19,6 +19,7 @@ from typing import IO, Any
 import psutil
 
 from tandem.launch.ended import Ended, Record
+from tandem.launch.system import waits_for_disk, work_of
 from tandem.launch.watch import Fault, Told, Watch
 
 RENDEZVOUS, LAUNCHER, TELL, RESTARTS = "TANDEM_RENDEZVOUS", "TANDEM_LAUNCHER", "TANDEM_TELL", "TANDEM_RESTARTS"
@@ -255,15 +256,16 @@ class Ranks:
             *lines, self._words[rank] = self._words.get(rank, b"").split(b"\n")
             if lines:
                 with contextlib.suppress(psutil.Error, ValueError):
-                    self._watch.hear(rank, Told.of(json.loads(lines[-1])), *_work(self.processes[rank].pid))
+                    used = work_of(self.processes[rank].pid, whole=self._watch.stands(rank))
+                    self._watch.hear(rank, Told.of(json.loads(lines[-1])), used)
 
     def _is_held(self, rank: int, seconds: float) -> bool:
         """See `Watch.look`. One that writes to a slow disk is neither stopped nor asleep."""
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(self.processes[rank].pid)
             stopped = process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-            idle = _work(process.pid)[0] - seconds < HELD_S
-            return stopped or (idle and process.status() == psutil.STATUS_SLEEPING)
+            idle = work_of(process.pid).seconds - seconds < HELD_S
+            return stopped or (idle and process.status() == psutil.STATUS_SLEEPING and not waits_for_disk(process))
         return False
 
     def _error(self, rank: int) -> dict[str, Any]:
@@ -308,16 +310,6 @@ class Ranks:
             ours = process.environ().get(RENDEZVOUS) == str(self._folder / "rendezvous")
             return ours and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
         return False
-
-
-def _work(pid: int) -> tuple[float, int]:
-    """Seconds of processor, and bytes read and written, of a process so far."""
-    process = psutil.Process(pid)
-    times = process.cpu_times()
-    with contextlib.suppress(psutil.Error, AttributeError):  # macOS counts no bytes
-        io = process.io_counters()
-        return times.user + times.system, io.read_chars + io.write_chars
-    return times.user + times.system, 0
 
 
 def rank_environment(rank: int, count: int, rendezvous: Path) -> dict[str, str]:
