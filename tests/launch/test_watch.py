@@ -19,7 +19,7 @@ class Group:
             self.watch.hear(rank, Told(0, "train", first_step), Used())
 
     def run(self, seconds: float, *ranks: dict | None, busy: tuple[int, ...] = (), held: bool = True, children=(), disk=()):
-        """Each rank says the same for so long; None says nothing. ``busy``: those that use the processor; ``children``: whose
+        """Each rank says the same for so long; None says nothing. ``busy``: who uses the processor; ``children``: whose
         child processes do; ``disk``: that wait for one."""
         for _ in range(round(2 * seconds)):
             self.now += 0.5

@@ -14,6 +14,7 @@ from tandem.state.checkpoint import CheckpointFailed
 from tandem.state.run_folder import RunFolder
 from tandem.state.snapshot import Snapshots
 from tandem.trainers.critic import FOLDER, Models
+from tandem.trainers.oversight import Leaving
 from tandem.trainers.recovery import Progress, Recovery
 from tandem.trainers.saving import Saving
 from tests.engines_train.steps import engine_on, random_batch
@@ -133,18 +134,23 @@ def test_a_save_that_failed_is_raised_at_the_next_step_and_the_one_before_stays(
     assert sorted(path.name for path in run.folder.checkpoints.iterdir()) == ["step_1", "step_3"]
 
 
-def test_whoever_leaves_waits_for_what_is_being_written(model, tmp_path):
+@pytest.mark.parametrize("error", [Leaving, KeyboardInterrupt])
+def test_whoever_leaves_waits_for_what_is_being_written_and_who_cannot_wait_does_not(model, tmp_path, error):
     def interrupted(run):
         with run:
             run.step()
             run.may_write.clear()
             run.after_step()
-            threading.Timer(0.2, run.may_write.set).start()
-            raise KeyboardInterrupt
+            if error is Leaving:
+                threading.Timer(0.2, run.may_write.set).start()
+            raise error
 
     run = Run(tmp_path, model, True, "trial")
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         interrupted(run)
+    assert run.saving._background.busy == (error is KeyboardInterrupt)
+    run.may_write.set()
+    run.saving.finish()  # the thread is of this process, which goes on
     assert [path.name for path in run.folder.checkpoints.iterdir()] == ["step_1"]
 
 

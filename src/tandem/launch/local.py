@@ -19,6 +19,7 @@ from typing import IO, Any
 import psutil
 
 from tandem.launch.ended import Ended, Record
+from tandem.launch.requests import each_request_once
 from tandem.launch.system import waits_for_disk, work_of
 from tandem.launch.watch import Fault, Told, Watch
 
@@ -84,16 +85,17 @@ def run_ranks(
     """
     restarts = 0
     try:
-        while True:
-            ended = _run_once(command, count, Watch(count, stalled_after_s), restarts, grace_s)
-            again = ended.may_pass and restarts < max_restarts
-            restarts += again
-            if ended.cause and ended.code != EXIT_INTERRUPTED:
-                record(ended, restarts if again else None)
-            if not again:
-                return ended.code
-            print(f"starting again from the last checkpoint, restart {restarts} of {max_restarts}", file=sys.stderr)
-            time.sleep(RESTART_S)
+        with each_request_once():
+            while True:
+                ended = _run_once(command, count, Watch(count, stalled_after_s), restarts, grace_s)
+                again = ended.may_pass and restarts < max_restarts
+                restarts += again
+                if ended.cause and ended.code != EXIT_INTERRUPTED:
+                    record(ended, restarts if again else None)
+                if not again:
+                    return ended.code
+                print(f"starting again from the last checkpoint, restart {restarts} of {max_restarts}", file=sys.stderr)
+                time.sleep(RESTART_S)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 
@@ -171,15 +173,17 @@ class Ranks:
     def interrupt(self, grace_s: float = 0.0) -> Ended:
         """Lets all of them close."""
         with contextlib.suppress(KeyboardInterrupt):
-            self._signal(signal.SIGINT)
+            self._signal(signal.SIGTERM)  # a shell's background ignores SIGINT, and so would they
             self._wait(grace_s + INTERRUPT_S)
         left = self._alive()
         if not left and not self._failed():
             return Ended(0)  # its last step was under way
+        code = self.processes[0].returncode if self.processes and not left else None
         self.kill()
         if left:
             self._end_left()
-        return Ended(EXIT_INTERRUPTED)
+        failed = code is not None and code > 0 and code != EXIT_INTERRUPTED  # the save on leaving, for one
+        return Ended(EXIT_FAILED if failed else EXIT_INTERRUPTED)
 
     def close(self) -> None:
         """Ends what is left, and forgets the pipes."""
