@@ -2,10 +2,12 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tandem.api.failures import NotWritten
 from tandem.config.experiment import SFTConfig
 from tandem.config.load import load_config
 from tandem.config.roles import ActorConfig, CriticConfig
@@ -152,6 +154,35 @@ def test_whoever_leaves_waits_for_what_is_being_written_and_who_cannot_wait_does
     run.may_write.set()
     run.saving.finish()  # the thread is of this process, which goes on
     assert [path.name for path in run.folder.checkpoints.iterdir()] == ["step_1"]
+
+
+@pytest.mark.parametrize("wish", ["continue", "stop"])
+def test_what_a_disk_refuses_while_a_checkpoint_is_written_is_tried_again_after_it_where_training_may_go_on(
+    model, tmp_path, wish
+):
+    refusals = [NotWritten("no space")]
+    written = []
+
+    def write():
+        if refusals:
+            raise refusals.pop()
+        written.append((run.folder.checkpoints / "step_1").is_dir())
+
+    with Run(tmp_path, model, True, "trial") as run:
+        run.config = run.saving._config = replace(run.config, checkpoint=replace(run.config.checkpoint, on_error=wish))
+        run.step()
+        run.may_write.clear()
+        run.after_step()
+        threading.Timer(0.2, run.may_write.set).start()
+        if wish == "stop":
+            with pytest.raises(NotWritten):
+                run.saving.persist(write)
+            return
+        run.saving.persist(write)
+        assert written == [True]
+        refusals.append(NotWritten("no space"))
+        with pytest.raises(NotWritten):  # nothing is being written that could give space back
+            run.saving.persist(write)
 
 
 def test_an_engine_that_cannot_be_written_from_a_copy_is_waited_for(model, tmp_path, caplog):

@@ -12,6 +12,7 @@ from typing import Self
 import torch.distributed as dist
 
 from tandem.api.activity import within
+from tandem.api.failures import NotWritten
 from tandem.api.state import State
 from tandem.config.arithmetic import is_save_due
 from tandem.config.experiment import BaseConfig
@@ -83,6 +84,24 @@ class Saving:
         if step == self._steps or leaving or not self._began_beside(step, metrics):
             saved = self._save(step, self._models, self._recovery.write, metrics, leaving=leaving)
             self.checkpoint = saved or self.checkpoint
+
+    def persist(self, write: Callable[[], None]) -> None:
+        """Calls ``write``, which may be called again. Where the disk refuses while a checkpoint is being written, and
+        `checkpoint.on_error` lets training go on, waits for that, whose leftovers are removed if it fails, and calls it
+        again.
+
+        Raises:
+            NotWritten: as ``write``.
+        """
+        try:
+            write()
+        except NotWritten as error:
+            if self._config.checkpoint.on_error == "stop" or not self._background.untaken:
+                raise
+            log.warning("%s. A checkpoint is being written: it is tried again after that", error)
+            with within("save"):
+                self._take()
+            write()
 
     def finish(self) -> Path | None:
         """Waits for what is being written; returns the newest checkpoint, on rank 0. Raises as `after_step`."""
