@@ -110,7 +110,7 @@ class Oversight:
         now = time.monotonic()
         if now - self._asked_at < ONCE_S and not self._impatient:
             return
-        self._asked_at = now
+        self._asked_at, self._impatient = now, False
         if self._asked is not None or self._config.grace_s == 0 or ACTIVITY.phase in ("build", "start"):
             raise KeyboardInterrupt
         self._asked = signal.Signals(number).name
