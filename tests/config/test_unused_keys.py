@@ -7,6 +7,7 @@ import pytest
 
 import tandem
 from tandem.config.algorithm import Component
+from tandem.config.arithmetic import stalled_after_s
 from tandem.config.check import check
 from tandem.config.data import DatasetConfig, SourceConfig
 from tandem.config.errors import ConfigError
@@ -54,6 +55,11 @@ def load(*items, cls=TrainConfig, data=DATA, file=None):
         (["checkpoint.keep_every=5"], "checkpoint.keep_every=5 is not used .* set checkpoint.every_steps"),
         (["checkpoint.every_steps=2", "checkpoint.keep_last=null", "checkpoint.keep_every=4"], "keeps all checkpoints"),
         (["checkpoint.every_steps=2", "checkpoint.keep_best=-eval/loss"], "nothing is evaluated: set evaluate.every_steps"),
+        (["recover.max_restarts=1"], "would begin at step 0 each time, because checkpoint.every_steps=null saves nothing"),
+        (
+            ["recover.max_restarts=1", "checkpoint.every_steps=2", "checkpoint.resumable=false"],
+            "resumable=false saves nothing",
+        ),
         (["tracking.project=mine"], "set tracking.sinks to wandb or trackio"),
         (["tracking.project=mine", "tracking.sinks=tensorboard"], "set tracking.sinks to wandb or trackio"),
         (["tracking.sinks=[wandb, wandb]"], "names wandb more than once"),
@@ -244,3 +250,11 @@ def test_every_key_is_read_somewhere():
         key for key in sorted(keys) if not re.search(rf"\.{key.rpartition('.')[2]}\b|\"{key.rpartition('.')[2]}\"", text)
     ]
     assert not unread
+
+
+def test_nothing_is_taken_for_stalled_before_a_batch_or_an_episode_may_give_up():
+    short = ["recover.stalled_after_s=5", "rollout.wait_timeout_s=20", "rollout.episode_timeout_s=30"]
+    assert stalled_after_s(load(*short)) == 90.0
+    assert stalled_after_s(load(*short, "recover.stalled_after_s=1000")) == 1000.0
+    assert stalled_after_s(load(*short, "recover.stalled_after_s=null")) is None
+    assert stalled_after_s(load("recover.stalled_after_s=5", cls=SFTConfig)) == 5.0

@@ -151,6 +151,29 @@ def test_ctrl_c_reaches_every_rank_once(tmp_path):
     assert (tmp_path / "said").read_text() == ""
 
 
+def test_a_request_that_is_delivered_twice_reaches_ranks_once_also_where_they_ignore_ctrl_c(tmp_path):
+    more = f"""
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+def close_slowly(*_):
+    open({str(tmp_path)!r} + "/asked-" + os.environ["RANK"], "a").write("x")
+    time.sleep(0.5)
+    close()
+signal.signal(signal.SIGTERM, close_slowly)
+"""
+    process, pids = started(tmp_path, more)
+    process.send_signal(signal.SIGHUP)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(QUICK) == 130
+    assert all((tmp_path / f"asked-{rank}").read_text() == "x" and (tmp_path / f"closed-{rank}").exists() for rank in (0, 1))
+    assert all(gone(pid) for pid in pids)
+
+
+def test_a_rank_that_fails_while_it_closes_has_failed(tmp_path):
+    process, _ = started(tmp_path, "signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(QUICK) == 1
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_ranks_end_when_whoever_started_them_is_killed(tmp_path):
     process, pids = started(tmp_path, "from tandem.launch.rank import follow_launcher; follow_launcher()")

@@ -15,8 +15,10 @@ import os, sys, time, pathlib, signal, subprocess
 from tandem.launch.rank import follow_launcher, telling_errors, failed_elsewhere, restarts
 from tandem.config.errors import TandemError
 here, rank = pathlib.Path({folder!r}), os.environ["RANK"]
-said = {{"count": 1, "phase": "train", "step": 3, "waits": "" if rank == "1" else "the other ranks"}}
+said = {{"count": 1, "phase": "train", "step": 2, "waits": "" if rank == "1" else "the other ranks"}}
 follow_launcher(lambda: said)
+time.sleep(0.7)  # it is heard of in that step
+said |= {{"step": 3, "count": 2}}
 (here / f"{{restarts()}}-{{rank}}").write_text(str(os.getpid()))
 """
 
@@ -48,7 +50,7 @@ def gone(pid):
 
 def test_a_rank_that_is_stopped_is_found_and_the_stacks_of_all_are_kept(ranks, tmp_path, capfd):
     began = time.monotonic()
-    assert ranks("if rank == '1': time.sleep(1.2); os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(600)") == 1
+    assert ranks("if rank == '1': time.sleep(0.6); os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(600)") == 1
     assert time.monotonic() - began < 15
     ((ended, restart),) = ranks.records
     assert restart is None and ended.rank == 1 and ended.may_pass and ended.step == 3 and ended.has_folder

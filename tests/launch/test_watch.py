@@ -4,26 +4,31 @@ import pytest
 
 from tandem.api.activity import OTHER_RANKS
 from tandem.launch import watch as rules
-from tandem.launch.watch import SILENT_S, WEDGED_S, Told, Watch
+from tandem.launch.watch import GAPS, SILENT_S, START_S, WEDGED_S, Told, Used, Watch
 
 WAITS = {"waits": OTHER_RANKS}
 
 
 class Group:
-    """Ranks that tell something every half second."""
+    """Ranks that tell something every half second; they are in their second step, unless they are told otherwise."""
 
-    def __init__(self, ranks: int = 2, stalled_after_s: float | None = 600.0):
+    def __init__(self, ranks: int = 2, stalled_after_s: float | None = 600.0, first_step: int = 1):
         self.watch, self.now = Watch(ranks, stalled_after_s), 0.0
-        self.used = [0.0] * ranks
+        self.used, self.below = [0.0] * ranks, [0.0] * ranks
+        for rank in range(ranks) if first_step else ():
+            self.watch.hear(rank, Told(0, "train", first_step), Used())
 
-    def run(self, seconds: float, *ranks: dict | None, busy: tuple[int, ...] = (), held: bool = True):
-        """Each rank says the same for so long; None says nothing. ``busy``: those that use the processor."""
+    def run(self, seconds: float, *ranks: dict | None, busy: tuple[int, ...] = (), held: bool = True, children=(), disk=()):
+        """Each rank says the same for so long; None says nothing. ``busy``: who uses the processor; ``children``: whose
+        child processes do; ``disk``: that wait for one."""
         for _ in range(round(2 * seconds)):
             self.now += 0.5
             for rank, said in enumerate(ranks):
                 self.used[rank] += 0.5 * (rank in busy)
+                self.below[rank] += 0.5 * (rank in children)
                 if said is not None:
-                    self.watch.hear(rank, Told(**{"count": 1, "phase": "train"} | said), self.used[rank], 0)
+                    used = Used(self.used[rank], 0, self.below[rank], rank in disk)
+                    self.watch.hear(rank, Told(**{"count": 1, "phase": "train", "step": 2} | said), used)
             fault = self.watch.look(self.now, lambda rank, seconds: held)
             if fault is not None:
                 return fault
@@ -112,3 +117,33 @@ def test_progress_of_one_rank_is_progress_of_the_group():
 
 def test_one_rank_alone_waits_for_nobody():
     assert Group(1).run(500, {}) is None
+
+
+@pytest.mark.parametrize("spins", [False, True])
+@pytest.mark.parametrize("how", ["children", "disk"])
+def test_a_rank_whose_children_work_or_that_waits_for_a_disk_is_at_work(how, spins):
+    group = Group()
+    assert group.run(300, WAITS, {"spins": spins}, **{how: (1,)}) is None
+    assert group.run(30, WAITS, {"spins": spins}).kind == "wedged"
+
+
+def test_in_the_first_step_ranks_may_compile_and_meet_for_as_long_as_nothing_may_be_done():
+    for step in (0, 1):  # while models are loaded, and in the first step
+        group = Group(first_step=0)
+        assert group.run(599, WAITS | {"step": step}, {"step": step}) is None
+        assert group.run(599, WAITS | {"step": step, "count": 2}, WAITS | {"step": step, "count": 2}) is None
+        assert group.run(5, WAITS | {"step": step, "count": 2}, {"step": step, "count": 2}).kind == "stalled"
+
+
+def test_who_was_as_long_at_one_piece_of_training_before_is_not_standing_still():
+    group = Group(stalled_after_s=1000)
+    assert group.run(60, WAITS, {}, busy=(1,)) is None  # a forward pass that counted nothing for a minute
+    assert group.run(GAPS * 60 - 2, WAITS | {"count": 2}, {"count": 2}) is None
+    assert group.run(10, WAITS | {"count": 2}, {"count": 2}).kind == "wedged"
+
+
+def test_a_rank_that_never_says_a_word_is_found():
+    group = Group(stalled_after_s=20, first_step=0)
+    assert group.run(START_S - 1, {"phase": "start", "step": 0}, None, held=False) is None
+    fault = group.run(5, {"phase": "start", "step": 0}, None, held=False)
+    assert (fault.kind, fault.rank) == ("stalled", 1) and "rank 1 of 2 has said nothing since it was started" in fault.text

@@ -45,6 +45,40 @@ def test_a_ledger_that_may_not_be_written_is_named_too(tmp_path):
             ledger.commit(1, [(0, 0, True, "")])
 
 
+LINES = """
+import json, resource, signal, sys
+from pathlib import Path
+from tandem.api.failures import NotWritten
+from tandem.state.weight_digests import append_digests
+from tandem.config.tracking import TrackingConfig
+from tandem.tracking.tracker import Tracker
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+folder, said = Path(sys.argv[1]), []
+tracker = Tracker(folder, TrackingConfig(plot_every_steps=None), progress=False)
+tracker.log(1, {"loss": 1.0})
+append_digests(folder, 1, {"a": "x"})
+resource.setrlimit(resource.RLIMIT_FSIZE, (512, resource.RLIM_INFINITY))
+log = lambda n: tracker.log(2, {f"m{i}": 0.5 for i in range(n)})
+for write in (log, lambda n: append_digests(folder, 2, {"a": "x" * n})):
+    try:
+        write(1000)
+    except NotWritten as error:
+        said.append([str(error), error.may_pass])
+    write(1)
+print(json.dumps(said))
+"""
+
+
+def test_a_full_disk_is_named_by_metrics_and_digests_and_leaves_no_half_lines(tmp_path):
+    done = subprocess.run([sys.executable, "-c", LINES, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    for (words, may_pass), name in zip(said, ("metrics.jsonl", "weights.jsonl"), strict=True):
+        assert f"{tmp_path / name} could not be written" in words and "free some space" in words and not may_pass
+        rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
+        assert [row["step"] for row in rows] == [1, 2]
+
+
 def test_the_error_of_a_run_is_not_hidden_by_a_disk_that_takes_no_last_words(tmp_path, capsys):
     def fails():
         with RunFolder.open(tmp_path, "exp", "trial", config_text="") as run:

@@ -64,6 +64,7 @@ def test_the_replays_folder_goes_on_from_the_checkpoint_before_and_saves_nothing
 
 
 def test_equal_steps_are_equal_whatever_the_clock_says(run, tmp_path):
+    write(run, 2, **{"recover/restarts": 1.0, "checkpoint/failed": 2.0})  # done again after a restart
     write(tmp_path / "again", 2, time=9.0)
     found = compare_replay(run, tmp_path / "again", 2)
     assert found.differences == () and (found.tensors, found.metrics, found.samples) == (2, 1, 2)

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cli.main import main
+from tandem.launch.requests import ONCE_S
+from tandem.trainers import oversight
 from tests.trainers import killing
 
 
@@ -48,9 +50,15 @@ def asked(number: int) -> Callable[[], None]:
 def asked_twice() -> None:
     """And cannot wait."""
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.2)
+    time.sleep(ONCE_S + 0.2)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(600)
+
+
+def delivered_twice() -> None:
+    """One request, by two ways."""
+    os.kill(os.getpid(), signal.SIGHUP)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def asked_in_vain() -> None:
@@ -66,6 +74,7 @@ def stuck() -> None:
 
 def stuck_for_good() -> None:
     """One that no signal can end: Python's handlers run between its own instructions only."""
+    oversight.CLOSE_S = 5.0
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     time.sleep(600)
 
@@ -75,6 +84,7 @@ FAULTS = {
     "SIGTERM": asked(signal.SIGTERM),
     "SIGHUP": asked(signal.SIGHUP),
     "twice": asked_twice,
+    "delivered twice": delivered_twice,
     "in vain": asked_in_vain,
     "stuck": stuck,
     "stuck for good": stuck_for_good,

@@ -70,6 +70,12 @@ def test_a_second_request_or_the_end_of_the_grace_ends_it_at_once(sft, fault, mo
     assert info(folder)["status"] == "interrupted" and info(folder)["steps"] == 1
 
 
+def test_a_request_that_is_delivered_twice_is_one(sft):
+    status, said, folder = sft("asked", "before the optimizer step", "delivered twice", 2)
+    assert status == 130 and "the run ends after step 2, within 30 s, and is saved" in said
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_2"]
+
+
 @pytest.mark.slow
 def test_in_its_last_step_a_run_that_is_asked_to_end_just_ends(sft):
     status, said, folder = sft("last", "before the optimizer step", "SIGTERM", 4)
@@ -78,7 +84,8 @@ def test_in_its_last_step_a_run_that_is_asked_to_end_just_ends(sft):
 
 @pytest.mark.slow
 def test_a_run_that_saves_nothing_is_not_saved_on_leaving(sft):
-    status, _, folder = sft("asked", "before the optimizer step", "SIGTERM", 2, "checkpoint.at_end=false")
+    status, said, folder = sft("asked", "before the optimizer step", "SIGTERM", 2, "checkpoint.at_end=false")
+    assert "is abandoned" in said and "there is no checkpoint" in said
     assert status == 130 and not (folder / "checkpoints").exists()
 
 

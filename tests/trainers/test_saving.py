@@ -2,10 +2,12 @@
 
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tandem.api.failures import NotWritten
 from tandem.config.experiment import SFTConfig
 from tandem.config.load import load_config
 from tandem.config.roles import ActorConfig, CriticConfig
@@ -14,6 +16,7 @@ from tandem.state.checkpoint import CheckpointFailed
 from tandem.state.run_folder import RunFolder
 from tandem.state.snapshot import Snapshots
 from tandem.trainers.critic import FOLDER, Models
+from tandem.trainers.oversight import Leaving
 from tandem.trainers.recovery import Progress, Recovery
 from tandem.trainers.saving import Saving
 from tests.engines_train.steps import engine_on, random_batch
@@ -133,19 +136,53 @@ def test_a_save_that_failed_is_raised_at_the_next_step_and_the_one_before_stays(
     assert sorted(path.name for path in run.folder.checkpoints.iterdir()) == ["step_1", "step_3"]
 
 
-def test_whoever_leaves_waits_for_what_is_being_written(model, tmp_path):
+@pytest.mark.parametrize("error", [Leaving, KeyboardInterrupt])
+def test_whoever_leaves_waits_for_what_is_being_written_and_who_cannot_wait_does_not(model, tmp_path, error):
     def interrupted(run):
         with run:
             run.step()
             run.may_write.clear()
             run.after_step()
-            threading.Timer(0.2, run.may_write.set).start()
-            raise KeyboardInterrupt
+            if error is Leaving:
+                threading.Timer(0.2, run.may_write.set).start()
+            raise error
 
     run = Run(tmp_path, model, True, "trial")
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(error):
         interrupted(run)
+    assert run.saving._background.busy == (error is KeyboardInterrupt)
+    run.may_write.set()
+    run.saving.finish()  # the thread is of this process, which goes on
     assert [path.name for path in run.folder.checkpoints.iterdir()] == ["step_1"]
+
+
+@pytest.mark.parametrize("wish", ["continue", "stop"])
+def test_what_a_disk_refuses_while_a_checkpoint_is_written_is_tried_again_after_it_where_training_may_go_on(
+    model, tmp_path, wish
+):
+    refusals = [NotWritten("no space")]
+    written = []
+
+    def write():
+        if refusals:
+            raise refusals.pop()
+        written.append((run.folder.checkpoints / "step_1").is_dir())
+
+    with Run(tmp_path, model, True, "trial") as run:
+        run.config = run.saving._config = replace(run.config, checkpoint=replace(run.config.checkpoint, on_error=wish))
+        run.step()
+        run.may_write.clear()
+        run.after_step()
+        threading.Timer(0.2, run.may_write.set).start()
+        if wish == "stop":
+            with pytest.raises(NotWritten):
+                run.saving.persist(write)
+            return
+        run.saving.persist(write)
+        assert written == [True]
+        refusals.append(NotWritten("no space"))
+        with pytest.raises(NotWritten):  # nothing is being written that could give space back
+            run.saving.persist(write)
 
 
 def test_an_engine_that_cannot_be_written_from_a_copy_is_waited_for(model, tmp_path, caplog):

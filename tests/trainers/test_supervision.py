@@ -248,7 +248,7 @@ def test_one_process_that_may_be_started_again_is_watched_and_asked_to_end_as_an
 
 def test_restarts_are_refused_where_nobody_of_ours_starts_the_ranks(start, model):
     environment = os.environ | {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}
-    items = [f"actor.path={model}", "train_dataset.path=addition", "recover.max_restarts=1"]
+    items = [f"actor.path={model}", "train_dataset.path=addition", "recover.max_restarts=1", "checkpoint.every_steps=1"]
     command = [sys.executable, "-m", "tandem", "sft", *items]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2 and "torchrun --max-restarts" in done.stderr

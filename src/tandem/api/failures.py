@@ -7,6 +7,7 @@ TandemError
 ├── WaitTimeout (TimeoutError)          a wait that passed its deadline; says what it waited for
 ├── Stalled (TimeoutError)              nothing was done for too long; ends the run
 ├── UserCodeFailed (RuntimeError)       a function of the user's, an algorithm's part, that failed in the middle of a run
+├── NotWritten (OSError)             a file of the run that the disk refuses; says which, and what to do
 ├── NonFinite (ArithmeticError)         loss or gradient not finite too often in a row
 ├── WeightUpdateFailed (RuntimeError)   an update that no engine took
 ├── DeliveryDisproved (RuntimeError)    trajectories that other weights made than they say
@@ -30,6 +31,7 @@ __all__ = [
     "EpisodeFailure",
     "InfrastructureFailure",
     "NonFinite",
+    "NotWritten",
     "RankFailed",
     "RewardFailure",
     "ServerFailed",
@@ -65,6 +67,10 @@ class Stalled(TandemError, TimeoutError):
 
 class UserCodeFailed(TandemError, RuntimeError):
     """A loss, an advantage, a filter of the user's own that raised or returned what nobody can use; names file and line."""
+
+
+class NotWritten(TandemError, OSError):
+    """A file of the run that the disk refuses; it is as it was before. Names it, and what to do."""
 
 
 class NonFinite(TandemError, ArithmeticError):

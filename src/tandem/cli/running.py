@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.cli.arguments import add_config_arguments, split_arguments
+from tandem.config.arithmetic import stalled_after_s
 from tandem.config.backend import parse_layout
 from tandem.config.errors import TandemError
 from tandem.config.experiment import BaseConfig
@@ -80,7 +81,7 @@ def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Ca
         return run_ranks(
             [sys.executable, "-P", "-m", "tandem", *arguments.command_line],
             ranks,
-            stalled_after_s=config.recover.stalled_after_s,
+            stalled_after_s=stalled_after_s(config),
             max_restarts=config.recover.max_restarts,
             grace_s=config.recover.grace_s,
             record=functools.partial(write_failure, folder),

@@ -24,6 +24,22 @@ def placement(config: TrainConfig) -> str:
     return config.placement or ("decoupled" if config.async_training else "colocate")
 
 
+def is_save_due(config: BaseConfig, step: int, steps: int, leaving: bool = False) -> bool:
+    """Whether `checkpoint` asks for a save after this step, of ``steps``. ``leaving``: the run is interrupted after it, and
+    saved if it saves at all and can go on from there."""
+    wish = config.checkpoint
+    on_leaving = leaving and wish.resumable and (wish.every_steps is not None or wish.at_end)
+    return bool(wish.every_steps and step % wish.every_steps == 0) or (step == steps and wish.at_end) or on_leaving
+
+
+def stalled_after_s(config: BaseConfig) -> float | None:
+    """`recover.stalled_after_s`, or a minute more than an episode or a batch may take, where that is longer."""
+    limit, rollout = config.recover.stalled_after_s, getattr(config, "rollout", None)
+    if limit is None or rollout is None:
+        return limit
+    return max(limit, rollout.episode_timeout_s + 60.0, rollout.wait_timeout_s + 60.0)
+
+
 def total_steps(config: BaseConfig, num_rows: int) -> int:
     """Training steps of the run: `total_train_steps`, or those of `total_train_epochs`; the smaller where both are set."""
     batch_size = config.rollout.batch_size if isinstance(config, TrainConfig) else getattr(config, "batch_size", 1)

@@ -106,6 +106,13 @@ def _common(config: BaseConfig) -> Iterator[str]:
         yield "train_dataset.path is missing: give a folder, a file, a hub name, `addition` or reasoning_gym:NAME"
     if config.evaluate.every_steps is not None and not paths(valid):
         yield from _validation_split(config)
+    again, wish = config.recover.max_restarts, config.checkpoint
+    if again and (wish.every_steps is None or not wish.resumable):
+        how = "checkpoint.every_steps=null" if wish.every_steps is None else "checkpoint.resumable=false"
+        yield (
+            f"recover.max_restarts={again} would begin at step 0 each time, because {how} saves nothing to go on from: set "
+            "checkpoint.every_steps, for example 20, and leave checkpoint.resumable=true; or leave max_restarts out"
+        )
     yield from _backends(config)
     for sink in config.tracking.sinks:
         if sink not in SINKS:

@@ -51,7 +51,9 @@ class RecoverConfig:
     """An interrupted run (Ctrl-C, SIGTERM, SIGHUP) may finish its step and be saved for so long; 0 ends it at once."""
 
     max_restarts: int = 0
-    """The command starts all ranks again from the last checkpoint when one dies or gets nowhere, at most so often."""
+    """The command starts all ranks again from the last checkpoint when one dies or gets nowhere, at most so often; needs
+    `checkpoint.every_steps`."""
 
     stalled_after_s: float | None = 3600.0
-    """A run in which nothing is done for so long ends with the stacks of all its threads; null watches for no progress."""
+    """A run in which nothing is done for so long ends with the stacks of all its threads, but never sooner than a minute
+    after `rollout.wait_timeout_s` and `episode_timeout_s`; null watches for no progress."""

@@ -19,6 +19,8 @@ from typing import IO, Any
 import psutil
 
 from tandem.launch.ended import Ended, Record
+from tandem.launch.requests import each_request_once
+from tandem.launch.system import waits_for_disk, work_of
 from tandem.launch.watch import Fault, Told, Watch
 
 RENDEZVOUS, LAUNCHER, TELL, RESTARTS = "TANDEM_RENDEZVOUS", "TANDEM_LAUNCHER", "TANDEM_TELL", "TANDEM_RESTARTS"
@@ -83,16 +85,17 @@ def run_ranks(
     """
     restarts = 0
     try:
-        while True:
-            ended = _run_once(command, count, Watch(count, stalled_after_s), restarts, grace_s)
-            again = ended.may_pass and restarts < max_restarts
-            restarts += again
-            if ended.cause and ended.code != EXIT_INTERRUPTED:
-                record(ended, restarts if again else None)
-            if not again:
-                return ended.code
-            print(f"starting again from the last checkpoint, restart {restarts} of {max_restarts}", file=sys.stderr)
-            time.sleep(RESTART_S)
+        with each_request_once():
+            while True:
+                ended = _run_once(command, count, Watch(count, stalled_after_s), restarts, grace_s)
+                again = ended.may_pass and restarts < max_restarts
+                restarts += again
+                if ended.cause and ended.code != EXIT_INTERRUPTED:
+                    record(ended, restarts if again else None)
+                if not again:
+                    return ended.code
+                print(f"starting again from the last checkpoint, restart {restarts} of {max_restarts}", file=sys.stderr)
+                time.sleep(RESTART_S)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 
@@ -170,15 +173,17 @@ class Ranks:
     def interrupt(self, grace_s: float = 0.0) -> Ended:
         """Lets all of them close."""
         with contextlib.suppress(KeyboardInterrupt):
-            self._signal(signal.SIGINT)
+            self._signal(signal.SIGTERM)  # a shell's background ignores SIGINT, and so would they
             self._wait(grace_s + INTERRUPT_S)
         left = self._alive()
         if not left and not self._failed():
             return Ended(0)  # its last step was under way
+        code = self.processes[0].returncode if self.processes and not left else None
         self.kill()
         if left:
             self._end_left()
-        return Ended(EXIT_INTERRUPTED)
+        failed = code is not None and code > 0 and code != EXIT_INTERRUPTED  # the save on leaving, for one
+        return Ended(EXIT_FAILED if failed else EXIT_INTERRUPTED)
 
     def close(self) -> None:
         """Ends what is left, and forgets the pipes."""
@@ -255,15 +260,16 @@ class Ranks:
             *lines, self._words[rank] = self._words.get(rank, b"").split(b"\n")
             if lines:
                 with contextlib.suppress(psutil.Error, ValueError):
-                    self._watch.hear(rank, Told.of(json.loads(lines[-1])), *_work(self.processes[rank].pid))
+                    used = work_of(self.processes[rank].pid, whole=self._watch.stands(rank))
+                    self._watch.hear(rank, Told.of(json.loads(lines[-1])), used)
 
     def _is_held(self, rank: int, seconds: float) -> bool:
         """See `Watch.look`. One that writes to a slow disk is neither stopped nor asleep."""
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(self.processes[rank].pid)
             stopped = process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-            idle = _work(process.pid)[0] - seconds < HELD_S
-            return stopped or (idle and process.status() == psutil.STATUS_SLEEPING)
+            idle = work_of(process.pid).seconds - seconds < HELD_S
+            return stopped or (idle and process.status() == psutil.STATUS_SLEEPING and not waits_for_disk(process))
         return False
 
     def _error(self, rank: int) -> dict[str, Any]:
@@ -308,16 +314,6 @@ class Ranks:
             ours = process.environ().get(RENDEZVOUS) == str(self._folder / "rendezvous")
             return ours and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
         return False
-
-
-def _work(pid: int) -> tuple[float, int]:
-    """Seconds of processor, and bytes read and written, of a process so far."""
-    process = psutil.Process(pid)
-    times = process.cpu_times()
-    with contextlib.suppress(psutil.Error, AttributeError):  # macOS counts no bytes
-        io = process.io_counters()
-        return times.user + times.system, io.read_chars + io.write_chars
-    return times.user + times.system, 0
 
 
 def rank_environment(rank: int, count: int, rendezvous: Path) -> dict[str, str]:

@@ -3,7 +3,8 @@
 Three faults, from the quickest to be seen:
 
 - *silent*: a rank has told nothing for `SILENT_S`, and the system says that it is stopped, or asleep;
-- *wedged*: for `WEDGED_S` every rank waits for the others, or stands still in the middle of training while they wait;
+- *wedged*: every rank waits for the others, or stands still in the middle of training while they wait, for `WEDGED_S` and
+  far longer than ever before; not in the first step, in which kernels are compiled and ranks meet for the first time;
 - *stalled*: for `recover.stalled_after_s` no rank has done anything that counts.
 """
 
@@ -13,6 +14,12 @@ from typing import Any, Literal, NamedTuple
 
 SILENT_S = 15.0
 WEDGED_S = 18.0
+GAPS = 3.0
+"""Times the longest that any rank was at one piece of training so far: nobody stands still who was as long at it before."""
+
+START_S = 600.0
+"""What a rank may take to say its first word, at least."""
+
 WINDOW_S = 2.0
 """Over which the use of the processor is measured."""
 
@@ -63,6 +70,29 @@ class Fault:
     text: str
 
 
+class Used(NamedTuple):
+    """What the system says of a rank."""
+
+    seconds: float = 0.0
+    """Of the processor, so far."""
+
+    moved: int = 0
+    """Bytes read and written."""
+
+    below: float | None = None
+    """Seconds of its child processes, which compile, load or score for it; None: not asked."""
+
+    on_disk: bool = False
+    """Whether a thread of it waits for a disk."""
+
+    def busy_since(self, before: "Used", window_s: float, spins: bool) -> bool:
+        """Whether it worked since then."""
+        own = 0.0 if spins else self.seconds - before.seconds
+        below = 0.0 if self.below is None or before.below is None else self.below - before.below
+        moves = self.moved - before.moved >= IDLE_BYTES_PER_S * window_s
+        return self.on_disk or moves or max(own, below) >= IDLE_SHARE * window_s
+
+
 @dataclass
 class _Rank:
     told: Told | None = None
@@ -70,8 +100,14 @@ class _Rank:
     seconds: float = 0.0
     counted_at: float = 0.0
     active_at: float = 0.0
-    window: tuple[float, float, int] = field(default=(0.0, 0.0, 0))
-    """When, and what the system had counted then: seconds of processor, bytes read and written."""
+    longest: float = 0.0
+    """Between two counts in training."""
+
+    first_step: int = 0
+    """The first that it was in; 0: none yet."""
+
+    window: tuple[float, "Used"] = field(default_factory=lambda: (0.0, Used()))
+    """When, and what the system had counted then."""
 
 
 class Watch:
@@ -89,26 +125,31 @@ class Watch:
         self.has_folder = False
         """Whether rank 0 has opened the run folder."""
 
-    def hear(self, rank: int, told: Told, seconds: float, moved: int) -> None:
-        """What a rank said just now; ``seconds`` of processor and bytes ``moved`` so far, as the system counts them."""
+    def stands(self, rank: int) -> bool:
+        """Whether a rank has not counted for a while, so that it matters what its child processes do."""
+        return self._clock - self._ranks[rank].counted_at > WINDOW_S
+
+    def hear(self, rank: int, told: Told, used: Used) -> None:
+        """What a rank said just now, and the system of it."""
         one, now = self._ranks[rank], self._clock
-        one.heard_at, one.seconds = now, seconds
+        one.heard_at, one.seconds = now, used.seconds
+        one.first_step = one.first_step or told.step
         before = one.told
         one.told = told
         if rank == 0 and told.phase != "start":
             self.step, self.has_folder = max(self.step, told.step), True
         if before is None or (before.count, before.phase) != (told.count, told.phase):
+            if before is not None and before.phase in WATCHED:
+                one.longest = max(one.longest, now - one.counted_at)
             one.counted_at = one.active_at = now
-            one.window = (now, seconds, moved)
+            one.window = (now, used)
             return
-        if told.spins:
-            one.active_at = now if before.place != told.place else one.active_at
-            return
-        began, used, read = one.window
+        if told.spins and before.place != told.place:
+            one.active_at = now
+        began, then = one.window
         if now - began >= WINDOW_S:
-            busy = seconds - used >= IDLE_SHARE * (now - began) or moved - read >= IDLE_BYTES_PER_S * (now - began)
-            one.active_at = now if busy else one.active_at
-            one.window = (now, seconds, moved)
+            one.active_at = now if used.busy_since(then, now - began, told.spins) else one.active_at
+            one.window = (now, used)
 
     def look(self, now: float, is_held: Callable[[int, float], bool] = lambda rank, seconds: True) -> Fault | None:
         """The first fault that there is. Call it often: time counts only between calls close to each other.
@@ -141,30 +182,37 @@ class Watch:
         ranks: Sequence[tuple[int, _Rank, Told]] = [(i, r, r.told) for i, r in enumerate(self._ranks) if r.told is not None]
         if len(self._ranks) == 1 or len(ranks) < len(self._ranks):
             return None
-        if any(self._clock - one.counted_at <= WEDGED_S for _, one, _ in ranks):
+        if any(not 0 < one.first_step < told.step for _, one, told in ranks):
+            return None
+        limit = max(WEDGED_S, GAPS * max(one.longest for one in self._ranks))
+        if any(self._clock - one.counted_at <= limit for _, one, _ in ranks):
             return None
         absent = [(number, one, told) for number, one, told in ranks if told.waits != OTHER_RANKS]
         for _, one, told in absent:
-            if told.waits or told.phase not in WATCHED or self._clock - one.active_at <= WEDGED_S:
+            if told.waits or told.phase not in WATCHED or self._clock - one.active_at <= limit:
                 return None
         number = absent[-1][0] if absent else 0
         still = f"rank {number} stands still" if len(absent) == 1 else "none of them gets on"
         return Fault(
             "wedged",
             number,
-            f"the {len(self._ranks)} ranks wait for each other since {WEDGED_S:.0f} s, and {still} "
+            f"the {len(self._ranks)} ranks wait for each other since {limit:.0f} s, and {still} "
             f"({self._where(self._ranks[number])})",
         )
 
     def _stalled(self) -> Fault | None:
         assert self._stalled_after_s is not None
-        since = max(one.counted_at for one in self._ranks)
-        if any(one.told is None for one in self._ranks) or self._clock - since <= self._stalled_after_s:
+        still = self._clock - max(one.counted_at for one in self._ranks)
+        mute = next((number for number, one in enumerate(self._ranks) if one.told is None), None)
+        if still <= (self._stalled_after_s if mute is None else max(START_S, self._stalled_after_s)):
             return None
+        if mute is not None:
+            text = f"rank {mute} of {len(self._ranks)} has said nothing since it was started, and nothing was done for"
+            return Fault("stalled", mute, f"{text} {still:.0f} s (recover.stalled_after_s)")
         number = next((i for i, one in enumerate(self._ranks) if one.told and one.told.waits != OTHER_RANKS), 0)
         one = self._ranks[number]
         assert one.told is not None
-        return Fault("stalled", number, stalled_text(one.told, self._clock - since))
+        return Fault("stalled", number, stalled_text(one.told, still))
 
     def _where(self, one: _Rank) -> str:
         if one.told is None:

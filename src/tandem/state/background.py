@@ -10,17 +10,13 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from pathlib import Path
 
-from tandem.state.checkpoint import CheckpointFailed
-
-WAIT_S = 1800.0
-"""What a save may take, once somebody waits for it."""
+from tandem.api.activity import waiting
 
 
 class BackgroundSave:
     """Writes a checkpoint while the caller goes on. Not for several threads at once."""
 
-    def __init__(self, wait_s: float = WAIT_S) -> None:
-        self._wait_s = wait_s
+    def __init__(self) -> None:
         self._future: Future[Path | None] | None = None
         self._what = ""
         self._seconds = 0.0
@@ -29,6 +25,11 @@ class BackgroundSave:
     def busy(self) -> bool:
         """Whether one is being written."""
         return self._future is not None and not self._future.done()
+
+    @property
+    def untaken(self) -> bool:
+        """Whether one was started and not taken yet."""
+        return self._future is not None
 
     def start(self, what: str, work: Callable[[], Path | None]) -> None:
         """Calls ``work`` in the background. ``what`` it writes: for messages. The one before must have been taken."""
@@ -52,19 +53,16 @@ class BackgroundSave:
 
     def take(self) -> tuple[Path | None, float] | None:
         """What the last `start` came to, once: the checkpoint, and the seconds that it took; None where nothing was started.
-        Waits for it.
+        Waits for it, as long as it takes: a large one on a slow disk is healthy, and whoever watches over the run sees one
+        that writes nothing any more (`recover.stalled_after_s`).
 
         Raises:
-            CheckpointFailed: it failed, or has not ended in time; or whatever else ``work`` raised.
+            CheckpointFailed: it failed; or whatever else ``work`` raised.
         """
         future = self._future
         if future is None:
             return None
-        wait([future], self._wait_s)
-        if not future.done():
-            raise CheckpointFailed(
-                f"{self._what} is still being written after {self._wait_s:g} s more: does the disk hang? Earlier "
-                "checkpoints are as they were"
-            )
+        with waiting(self._what):
+            wait([future])
         self._future = None
         return future.result(), self._seconds

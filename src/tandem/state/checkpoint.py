@@ -10,6 +10,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from tandem.api.activity import did
 from tandem.api.collective import from_main, together
 from tandem.config.errors import TandemError
 from tandem.state.existing import checkpoints, step_of
@@ -172,6 +173,7 @@ def _flush(folder: Path) -> None:
     """All files and folders in `folder` to disk, so that a power cut after the rename cannot leave empty files."""
     for path in [*folder.rglob("*"), folder]:
         _flush_entry(path)
+        did("save")
 
 
 def _flush_entry(path: Path) -> None:

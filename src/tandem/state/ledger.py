@@ -10,6 +10,7 @@ import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from tandem.api.failures import NotWritten
 from tandem.config.errors import TandemError
 
 FILE = "ledger.sqlite"
@@ -33,7 +34,7 @@ class LedgerDamaged(TandemError, ValueError):
     """The file is missing, is no ledger, or is not the one that the checkpoint was saved with."""
 
 
-class LedgerNotWritten(TandemError, OSError):
+class LedgerNotWritten(NotWritten):
     """The disk refuses; the ledger is as it was before."""
 
 

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from tandem.api.activity import did
+
 FORMAT = 1
 STATE = "state"
 """Folder of a checkpoint that only Tandem reads; what lies beside it is a Hugging Face folder."""
@@ -114,6 +116,7 @@ def _hashed(folder: Path, names: list[str]) -> dict[str, tuple[int, str]]:
     def one(name: str) -> tuple[int, str]:
         with (folder / name).open("rb") as file:
             sha = hashlib.file_digest(file, "sha256").hexdigest()
+            did("save", "build")
             return os.fstat(file.fileno()).st_size, sha
 
     with ThreadPoolExecutor(THREADS, "checkpoint-hash") as pool:

@@ -18,8 +18,8 @@ from tandem.state.ledger import FILE as LEDGER
 from tandem.state.weight_digests import FILE as WEIGHTS
 from tandem.state.weight_digests import read_digests
 
-CLOCK = ("time", "tokens_per_s/", "memory/")
-"""Beginnings of the metrics that measure the machine, which no two runs have in common."""
+CLOCK = ("time", "tokens_per_s/", "memory/", "recover/", "checkpoint/")
+"""Beginnings of the metrics that measure the machine, or what befell the run on it: no two runs have them in common."""
 
 SHOWN = 5
 """Differences of each kind that are told."""

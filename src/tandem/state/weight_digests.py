@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from tandem.api.lines import append_line
 from tandem.api.weights import tensor_digest
 
 FILE = "weights.jsonl"
@@ -19,9 +20,8 @@ def digests_of(weights: Iterable[tuple[str, torch.Tensor]]) -> dict[str, str]:
 
 
 def append_digests(folder: Path, step: int, digests: Mapping[str, str]) -> None:
-    """Adds a line. A step that is done again after a resume has a second one, which counts."""
-    with (folder / FILE).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"step": step, "tensors": digests}) + "\n")
+    """Adds a line. A step that is done again after a resume has a second one, which counts. Raises `NotWritten`."""
+    append_line(folder / FILE, json.dumps({"step": step, "tensors": digests}))
 
 
 def read_digests(folder: Path, step: int) -> dict[str, str] | None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self, TextIO
 
+from tandem.api.lines import append_line, not_written
 from tandem.api.samples import Group
 from tandem.api.weights import WeightVersion
 from tandem.config.tracking import TrackingConfig
@@ -64,11 +65,14 @@ class Tracker:
         groups: Iterable[Group] = (),
         history: Mapping[int, WeightVersion] | None = None,
     ) -> None:
-        """Records one step. ``groups`` are those of its batch, ``history`` says which weights each version number was."""
+        """Records one step. ``groups`` are those of its batch, ``history`` says which weights each version number was.
+
+        Raises:
+            NotWritten: the disk refuses the line of metrics; nothing of the step is recorded.
+        """
         values = {name: float(value) for name, value in metrics.items()}
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._metrics.write(json.dumps({"step": step, "time": round(time.time(), 3)} | finite) + "\n")
-        self._metrics.flush()
+        append_line(self.folder / "metrics.jsonl", json.dumps({"step": step, "time": round(time.time(), 3)} | finite))
         for name, value in values.items():
             self.series.setdefault(name, []).append((step, value))
         self.last |= values
@@ -85,8 +89,10 @@ class Tracker:
 
     def state_dict(self) -> dict[str, Any]:
         """See `tandem.api.state.Stateful`: where `metrics.jsonl` stands. What was logged is on the disk from here on."""
-        self._metrics.flush()
-        os.fsync(self._metrics.fileno())
+        try:
+            os.fsync(self._metrics.fileno())
+        except OSError as error:
+            raise not_written(self.folder / "metrics.jsonl", error) from error
         return {"step": self._step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from tandem.api.engines import TrainEngine
 from tandem.api.state import State, Stateful
 from tandem.rollout.ledger import Ledger
 from tandem.state.checkpoint import remove_leftovers
-from tandem.state.ledger import FILE, LedgerFile
+from tandem.state.ledger import FILE, LedgerFile, Record
 from tandem.state.manifest import STATE
 from tandem.state.newest import newest_valid
 from tandem.state.run_folder import RunFolder
@@ -57,10 +57,13 @@ class DurableLedger:
 
     def __init__(self, ledger: Ledger, file: LedgerFile, progress: Progress):
         self._ledger, self._file, self._progress = ledger, file, progress
+        self._refused: list[Record] = []
 
     def commit(self) -> None:
-        """What ended since the last call, at the step that is done."""
-        self._file.commit(self._progress.step, self._ledger.take_ended())
+        """What ended since the last call, at the step that is done; with what the disk refused then."""
+        self._refused = [*self._refused, *self._ledger.take_ended()]
+        self._file.commit(self._progress.step, self._refused)
+        self._refused = []
 
     def forget(self) -> None:
         """A run that begins anew has trained on nothing."""

@@ -6,11 +6,12 @@ Consumes rows of the loader; produces a Hugging Face folder and a run folder. A 
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tensordict import TensorDict
 
-from tandem.api.activity import enter
+from tandem.api.activity import enter, within
 from tandem.api.collective import together
 from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import TrainConfig
@@ -127,7 +128,8 @@ def loop(
     timer, progress = PhaseTimer(), recovery.progress
     checkpoint = saving.checkpoint = recovery.resume()
     metrics: dict[str, float] = {} if tracker is None else dict(tracker.last)
-    found = evaluate_if_due(config, session, rows, 0, steps) if checkpoint is None else {}
+    with within("evaluate"):
+        found = evaluate_if_due(config, session, rows, 0, steps) if checkpoint is None else {}
     if found:
         progress.evaluations |= _accuracy(0, found)
         with together():
@@ -138,7 +140,7 @@ def loop(
         enter("between", number)
         with telling_step(number):
             metrics = step(session, timer)
-        recovery.commit(number)
+        saving.persist(partial(recovery.commit, number))
         with timer("evaluate"):
             found = evaluate_if_due(config, session, rows, number, steps)
         if found:
@@ -147,7 +149,8 @@ def loop(
         metrics |= timer.metrics() | saving.metrics() | oversight.metrics() | {"memory/peak_gib": peak_memory_gib()}
         with together():  # a disk that is full ends all ranks
             if tracker is not None:
-                tracker.log(number, metrics, session.rollout.last_groups, session.publisher.history)
+                groups, history = session.rollout.last_groups, session.publisher.history
+                saving.persist(partial(tracker.log, number, metrics, groups, history))
         with timer("save"):  # after the line of this step, which a run that goes on from here does not make again
             asked = oversight.asked() and number < last
             saving.after_step(number, metrics, leaving=asked or number == last < steps)

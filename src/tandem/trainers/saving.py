@@ -11,13 +11,17 @@ from typing import Self
 
 import torch.distributed as dist
 
+from tandem.api.activity import within
+from tandem.api.failures import NotWritten
 from tandem.api.state import State
+from tandem.config.arithmetic import is_save_due
 from tandem.config.experiment import BaseConfig
 from tandem.state.background import BackgroundSave
 from tandem.state.run_folder import RunFolder
 from tandem.state.snapshot import Snapshots
+from tandem.trainers.oversight import Leaving
 from tandem.trainers.recovery import Recovery
-from tandem.trainers.summary import Saves, is_save_due, save_if_due
+from tandem.trainers.summary import Saves, save_if_due
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +37,8 @@ class _Copied:
 
 
 class Saving:
-    """Saves where `checkpoint` asks for it; a context manager, which ends once nothing is being written any more.
+    """Saves where `checkpoint` asks for it; a context manager, which ends once nothing is being written any more, or at once
+    where a run is interrupted that cannot wait.
 
     With `checkpoint.asynchronous` training waits for a copy of all states, and goes on while a thread writes that: the same
     files, the same rename. One save at a time: a second one waits for the first. What fails in the thread is raised by the
@@ -80,9 +85,28 @@ class Saving:
             saved = self._save(step, self._models, self._recovery.write, metrics, leaving=leaving)
             self.checkpoint = saved or self.checkpoint
 
+    def persist(self, write: Callable[[], None]) -> None:
+        """Calls ``write``, which may be called again. Where the disk refuses while a checkpoint is being written, and
+        `checkpoint.on_error` lets training go on, waits for that, whose leftovers are removed if it fails, and calls it
+        again.
+
+        Raises:
+            NotWritten: as ``write``.
+        """
+        try:
+            write()
+        except NotWritten as error:
+            if self._config.checkpoint.on_error == "stop" or not self._background.untaken:
+                raise
+            log.warning("%s. A checkpoint is being written: it is tried again after that", error)
+            with within("save"):
+                self._take()
+            write()
+
     def finish(self) -> Path | None:
         """Waits for what is being written; returns the newest checkpoint, on rank 0. Raises as `after_step`."""
-        self._take()
+        with within("save"):
+            self._take()
         return self.checkpoint
 
     def metrics(self) -> dict[str, float]:
@@ -136,9 +160,13 @@ class Saving:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._background.busy:
+            if isinstance(error, KeyboardInterrupt) and not isinstance(error, Leaving):  # asked twice, or the grace is over
+                log.warning("the checkpoint that is being written is left unfinished; those before it are as they were")
+                return
             log.warning("waiting for the checkpoint that is being written; Ctrl-C leaves it unfinished")
         try:
-            self._take()
+            with within("save"):
+                self._take()
         except Exception as failure:  # the worker boundary: what ends the run is the error that came first
             if error is None:
                 raise

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from tandem.api.collective import from_main, together
 from tandem.api.failures import UserCodeFailed
-from tandem.config.arithmetic import arithmetic
+from tandem.config.arithmetic import arithmetic, is_save_due
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.load import Resolved, describe, plain_data, to_yaml
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
@@ -111,13 +111,6 @@ def telling_step(number: int) -> Iterator[None]:
 def run_id(run: RunFolder | None) -> str:
     """The run's own name, as rank 0 has it, on all ranks. Collective."""
     return from_main(lambda: run.id if run is not None else "")
-
-
-def is_save_due(config: BaseConfig, step: int, steps: int, leaving: bool = False) -> bool:
-    """Whether `checkpoint` asks for a save after this step, of ``steps``. ``leaving``: see `save_if_due`."""
-    wish = config.checkpoint
-    on_leaving = leaving and wish.resumable and (wish.every_steps is not None or wish.at_end)
-    return bool(wish.every_steps and step % wish.every_steps == 0) or (step == steps and wish.at_end) or on_leaving
 
 
 def save_if_due(

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.activity import enter
+from tandem.api.activity import enter, within
 from tandem.api.batch import pack
 from tandem.api.collective import together
 from tandem.api.engines import TrainEngine
@@ -229,7 +229,8 @@ def loop(
     if is_due(every, 0, steps):
         valid = stages.prepare(validation_batches(batches).all_of(rows.valid))
         if checkpoint is None:
-            found = examined(stages, valid)
+            with within("evaluate"):
+                found = examined(stages, valid)
             with together():
                 if tracker is not None:
                     tracker.log(0, found)
@@ -239,7 +240,7 @@ def loop(
         batch = batches.next_batch()
         with timer("train"), telling_step(step):
             metrics = stages.train(stages.prepare(batch))
-        recovery.commit(step)
+        saving.persist(partial(recovery.commit, step))
         metrics |= {f"rows/dropped/{reason}": float(count) for reason, count in batches.dropped.items()}
         metrics["tokens_per_s/train"] = int(batch["cu_seqlens"][-1]) / max(timer.seconds("train"), 1e-9)
         if valid is not None and is_due(every, step, steps):
@@ -248,7 +249,7 @@ def loop(
         metrics |= timer.metrics() | saving.metrics() | oversight.metrics() | {"memory/peak_gib": peak_memory_gib()}
         with together():  # a disk that is full ends all ranks
             if tracker is not None:
-                tracker.log(step, metrics)
+                saving.persist(partial(tracker.log, step, metrics))
         with timer("save"):  # after the line of this step, which a run that goes on from here does not make again
             asked = oversight.asked() and step < last
             saving.after_step(step, metrics, leaving=asked or step == last < steps)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
+from tandem.api.activity import did
 from tandem.api.batch import num_sequences, select
 from tandem.api.engines import LossFn, Outputs, TrainEngine, TrainPart
 from tandem.api.failures import BatchError
@@ -126,6 +127,7 @@ class FSDPEngine(TrainEngine):
         return totals.gather(self.ranks.group, counts=self.ranks.is_first_with_batch)
 
     def _compute(self, view: TensorDict, entropy: bool) -> Outputs:
+        did()  # a micro-batch, also one that only keeps the others company
         if self.head == "scalar":
             if entropy:
                 raise ValueError("a model with a scalar head has no distribution over tokens, so it has no entropy")

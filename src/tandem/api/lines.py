@@ -1,0 +1,36 @@
+"""Lines that are added to a file of a run: whole ones or none."""
+
+import contextlib
+import os
+from pathlib import Path
+
+from tandem.api.failures import NotWritten
+
+
+def append_line(path: Path, text: str) -> None:
+    """Adds a line to a file of JSON lines, which is made where it is missing.
+
+    Raises:
+        NotWritten: the disk refuses; the file is as it was before.
+    """
+    data = f"{text}\n".encode()
+    try:
+        with path.open("ab", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            try:
+                while data:  # a disk that is nearly full takes a part, and refuses the rest
+                    data = data[file.write(data) or 0 :]
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(file.fileno(), size)
+                raise
+    except OSError as error:
+        raise not_written(path, error) from error
+
+
+def not_written(path: Path, error: OSError) -> NotWritten:
+    """What is said of a file that the disk refuses."""
+    return NotWritten(
+        f"{path} could not be written: {error}. It is as it was before, and so are the checkpoints: free some space there, "
+        "or make it writable, and repeat the command"
+    )
