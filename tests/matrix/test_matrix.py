@@ -32,6 +32,7 @@ def test_the_kept_list_names_cells_of_the_matrix_and_every_preset():
 
 @pytest.mark.slow
 @pytest.mark.invariant
+@pytest.mark.timeout(900)  # some four minutes on a core of its own
 def test_each_cell_runs_or_is_refused_as_the_page_says(tmp_path):
     found = results(tiny_model_folder(tmp_path, "llama"), tmp_path)
     refused = {str(cell) for cell, result in found.items() if result != RAN}
