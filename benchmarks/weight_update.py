@@ -2,6 +2,7 @@
 
 python benchmarks/weight_update.py                    # SmolLM2-135M in bfloat16: 270 MB
 python benchmarks/weight_update.py --running 0        # an idle engine: no keys and values to recompute
+python benchmarks/weight_update.py --lora-rank 16     # an adapter's delivery
 python benchmarks/weight_update.py --channel disk     # through model folders; --channel collective: a gloo group
 
 ``extra`` is how far the trainer's memory rises above what it was before an update, as a share of the weights.
@@ -20,6 +21,7 @@ import torch
 from tandem.api.engines import InferenceEngine
 from tandem.api.requests import LLMRequest, NoiseKey
 from tandem.config.generation import GenerationConfig
+from tandem.config.lora import LoRAConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.inference.build import build_inference_engine
@@ -80,11 +82,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--channel", default="auto", choices=CHANNELS)
+    parser.add_argument("--lora-rank", type=int, help="train adapters of this rank (default: all weights)")
     parser.add_argument("--scratch", type=Path, help="folder for --channel disk (default: a temporary one)")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     keep_freed_memory()
-    trainer = build_train_engine(TrainEngineConfig(path=args.model, dtype=args.dtype), 1, args.device)
+    config = TrainEngineConfig(path=args.model, dtype=args.dtype, lora=LoRAConfig(rank=args.lora_rank))
+    trainer = build_train_engine(config, 1, args.device)
     for placement in ("colocate", "decoupled"):
         engine = build_inference_engine(
             RolloutConfig(dtype=args.dtype),

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 import uuid
 from collections import Counter
 from collections.abc import Iterator
@@ -89,6 +90,7 @@ def main() -> int:
                 status, left = train(backend, options, root, report)
                 check(report, root, status, left, resolve(options.model))
             except Exception as error:  # the worker boundary: one backend's failure is no reason not to try the next
+                traceback.print_exc()
                 report.line(False, f"{type(error).__name__}: {error}")
     print(f"\n{table(reports)}\n")
     failed = sum(report.failed for report in reports)

@@ -30,19 +30,12 @@ def engine_of(folder, placement="colocate", dtype="float32"):
     return build_inference_engine(rollout, folder=folder, placement=placement, threads=1, device="cpu", deterministic=False)
 
 
-def assert_same(found, wanted):
-    """Tokens and versions are equal; log-probabilities but for how many requests an engine had taken in when it began."""
-    for (tokens, logprobs, versions), (other_tokens, other_logprobs, other_versions) in zip(found, wanted, strict=True):
-        assert (tokens, versions) == (other_tokens, other_versions)
-        assert logprobs == pytest.approx(other_logprobs, abs=1e-5)
-
-
 def answers(engine, count=4):
     gconfig = GenerationConfig(max_new_tokens=12, min_new_tokens=12)
     requests = [LLMRequest((5, 9, 44, 7), gconfig, noise_key=NoiseKey(seed=1, sample=i)) for i in range(count)]
 
-    async def all_of_them():
-        return await asyncio.gather(*(engine.agenerate(request) for request in requests))
+    async def all_of_them():  # one by one: how many are computed together changes last digits
+        return [await engine.agenerate(request) for request in requests]
 
     return [(r.output_ids, r.logprobs, r.versions) for r in asyncio.run(asyncio.wait_for(all_of_them(), 60))]
 
@@ -63,13 +56,13 @@ def test_engines_generate_the_same_from_an_adapter_as_from_merged_weights(folder
     merged = WeightPublisher(trainer, other, run="b", dtype=dtype_of, channel=DiskChannel(tmp_path / "weights", folder))
     try:
         first = answers(one)
-        assert_same(first, answers(other))
+        assert first == answers(other)
         for _ in range(2):
             trained(trainer, steps=2)
             sizes = [publisher.publish()["bytes"] for publisher in (alone, merged)]
             assert sizes[0] == sum(tensor.nbytes for tensor in adapter_of(trainer).values())
             found = answers(one)
-            assert_same(found, answers(other))
+            assert found == answers(other)  # to the bit: tokens, log-probabilities and versions
             assert found[0][2][0] == alone.version.number and found[0][1] != first[0][1]
     finally:
         for closed in (alone, merged, one, other):
@@ -90,7 +83,7 @@ def test_a_publisher_that_goes_on_delivers_the_adapter_under_its_old_number(fold
     again.load_weights(tensors.items())
     publisher.load_state_dict(state)
     assert publisher.version.number == 2
-    assert_same(answers(engine), wanted)
+    assert answers(engine) == wanted
     engine.close()
 
 
@@ -110,7 +103,7 @@ def test_a_run_goes_on_with_merged_weights_after_adapters_and_the_reverse(folder
     engine = engine_of(folder)
     publisher = publisher_of(trainer, engine, not merged_first)
     publisher.load_state_dict(state)
-    assert_same(answers(engine), wanted)
+    assert answers(engine) == wanted
     assert publisher.version.number == 1 and publisher.version.digest != before.digest
     assert publisher.history[1] == publisher.version == engine.version
     publisher.close()

@@ -171,3 +171,4 @@ class Saving:
             if error is None:
                 raise
             log.warning("the save that was under way failed too: %s", failure)
+            log.info("cause", exc_info=failure)  # to log.txt
