@@ -30,7 +30,7 @@ def tandem(zygote, tmp_path_factory):
     log = tmp_path_factory.mktemp("log") / "log"
 
     def call(*words):
-        code = zygote.call("tests.cli.test_replay:exit_with", [[str(word) for word in words]], log)
+        code = zygote.call("tests.cli.test_replay_command:exit_with", [[str(word) for word in words]], log)
         return code, log.read_text()
 
     return call
