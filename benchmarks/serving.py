@@ -1,20 +1,27 @@
-"""What HTTP costs, and how long an update stops two served engines. Ratios within one run, the contenders in turn.
+"""What HTTP costs, what a second server brings, and how long an update stops servers. Ratios within one run, in turn.
 
-    python benchmarks/serving.py                          # SmolLM2-135M: throughput served and in process, and the pause
+    python benchmarks/serving.py                          # SmolLM2-135M: the three parts with `tandem serve`
+    python benchmarks/serving.py --vllm ENV/bin/python    # and vLLM's pause on the same machine
     python benchmarks/serving.py --requests 4 --tokens 8 --rounds 1 --updates 1      # only to see that it starts
 
 Throughput: the same requests, once to an engine in a process of its own and once to a server of the same model, in turn.
-Pause: two servers, each with requests under way, take the same weights from a folder; ``pause_s`` is when nothing is
-generated, ``recompute_s`` the keys and values of running requests under the new weights. Prints one JSON object.
+Cores: the same requests to one server on one core, then shared by two servers on a core each, in turn.
+Pause: servers with requests under way take the same weights from a folder; ``pause_s`` is when nothing is generated,
+``recompute_s`` the keys and values of running requests under the new weights (vLLM computes them after its pause, and
+says no time). One vLLM server gets all the requests that two of ours share. Prints one JSON object.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import statistics
+import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,65 +32,70 @@ from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion, tensor
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.process import EmbeddedProcess
+from tandem.engines.inference.remote.foreign.vllm import VllmServer
 from tandem.engines.inference.remote.tandem_server import TandemServer
 from tandem.engines.inference.remote.tandem_start import start_tandem_server
 from tandem.models.catalog import resolve
 from tandem.state.machine import usable_cores
 
 
-def requests_of(count: int, tokens: int, round_number: int) -> list[LLMRequest]:
-    """Requests that make exactly so many tokens each."""
-    gconfig = GenerationConfig(n_samples=1, max_new_tokens=tokens, min_new_tokens=tokens)
+def requests_of(count: int, tokens: int, round_number: int, exactly: bool = True) -> list[LLMRequest]:
+    """Requests that make so many tokens each, or at most so many."""
+    gconfig = GenerationConfig(n_samples=1, max_new_tokens=tokens, min_new_tokens=tokens if exactly else 0)
     return [LLMRequest(tuple(range(100 + i, 164 + i)), gconfig, NoiseKey(round_number, sample=i)) for i in range(count)]
 
 
-def seconds(engine: InferenceEngine, requests: list[LLMRequest]) -> float:
-    """Of all requests together."""
+def seconds(engines: Sequence[InferenceEngine], requests: list[LLMRequest]) -> float:
+    """Of all requests together, each engine with its share."""
 
     async def ask() -> None:
-        await asyncio.gather(*(engine.agenerate(request) for request in requests))
+        await asyncio.gather(*(engines[i % len(engines)].agenerate(request) for i, request in enumerate(requests)))
 
     began = time.perf_counter()
     asyncio.run(ask())
     return time.perf_counter() - began
 
 
-def throughput(engines: dict[str, InferenceEngine], count: int, tokens: int, rounds: int) -> dict[str, float]:
-    """Tokens a second of each, the median of rounds in turn, and the median of their ratios."""
-    speeds: dict[str, list[float]] = {name: [] for name in engines}
-    for engine in engines.values():
-        seconds(engine, requests_of(count, 4, -1))
+def throughput(contenders: dict[str, Sequence[InferenceEngine]], count: int, tokens: int, rounds: int) -> dict[str, float]:
+    """Tokens a second of the first and the second, medians of rounds in turn, and the median of their ratios."""
+    speeds: dict[str, list[float]] = {name: [] for name in contenders}
+    for engines in contenders.values():
+        seconds(engines, requests_of(count, 4, -1))
     for number in range(rounds):
-        for name in sorted(engines, reverse=bool(number % 2)):
-            speeds[name].append(count * tokens / seconds(engines[name], requests_of(count, tokens, number)))
-    ratios = [a / b for a, b in zip(speeds["served"], speeds["in process"], strict=True)]
+        for name in sorted(contenders, reverse=bool(number % 2)):
+            speeds[name].append(count * tokens / seconds(contenders[name], requests_of(count, tokens, number)))
+    one, other = speeds
+    ratios = [a / b for a, b in zip(speeds[one], speeds[other], strict=True)]
     return {f"{name}_tokens_per_s": statistics.median(values) for name, values in speeds.items()} | {
-        "served_to_in_process": statistics.median(ratios)
+        f"{one}_to_{other}": statistics.median(ratios)
     }
 
 
-def generated(server: TandemServer) -> float:
-    """Tokens that it has made."""
-    return server.statistics()["generated_tokens"]
-
-
-async def again(server: TandemServer, request: LLMRequest) -> None:
+async def again(server: InferenceEngine, request: LLMRequest) -> None:
     """Keeps a request under way."""
     while True:
         await server.agenerate(request)
 
 
-async def pauses(servers: list[TandemServer], folder: Path, running: int, updates: int) -> list[dict[str, float]]:
+def made(server: InferenceEngine) -> float:
+    """Tokens that it has made, those of requests under way too."""
+    told = server.statistics()
+    return told.get("server_tokens", told["generated_tokens"])
+
+
+async def pauses(servers: Sequence[InferenceEngine], folder: Path, running: int, updates: int) -> list[dict[str, float]]:
     """Updates of all servers among running requests, one more at first for warmth; the slowest server counts."""
     source = FolderSource(folder)
     digests = {name: tensor_digest(tensor) for name, tensor in source.tensors()}
-    requests = requests_of(running, 1024, 0)
+    requests = requests_of(running, 1024, 0, exactly=False)  # which vLLM does not take; who ends early is asked again
     tasks = [asyncio.ensure_future(again(server, request)) for server in servers for request in requests]
     rows = []
     for number in range(1, updates + 2):
-        before = [generated(server) for server in servers]
-        while running and any(generated(s) < told + 4 * running for s, told in zip(servers, before, strict=True)):
+        before = [made(server) for server in servers]
+        while running and any(made(s) < told + 4 * running for s, told in zip(servers, before, strict=True)):
             await asyncio.sleep(0.05)
+            for failed in (task for task in tasks if task.done()):
+                failed.result()
         update = WeightUpdate(WeightVersion(number, version_digest(digests), "bench"), source, digests)
         began = time.perf_counter()
         await asyncio.gather(*(asyncio.to_thread(server.prepare_weights, update) for server in servers))
@@ -97,39 +109,116 @@ async def pauses(servers: list[TandemServer], folder: Path, running: int, update
     return rows[1:]
 
 
-def main() -> None:
-    """Prints one JSON object."""
+def parse() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--threads", type=int, default=usable_cores(), help="of one engine in the throughput part")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--running", type=int, default=16, help="requests under way at each server during an update")
     parser.add_argument("--updates", type=int, default=5)
-    arguments = parser.parse_args()
-    folder, dtype = resolve(arguments.model), getattr(torch, arguments.dtype)
-    config = EmbeddedEngineConfig(threads=arguments.threads)
-    with ExitStack() as stack, tempfile.TemporaryDirectory() as logs:
+    parser.add_argument("--vllm", metavar="PYTHON", help="python of the environment that has vLLM: its pause, too")
+    return parser.parse_args()
 
-        def serve(name: str, own: EmbeddedEngineConfig) -> TandemServer:
-            log = Path(logs) / f"{name}.log"
-            server = start_tandem_server(folder, own, dtype, "cpu", run="bench", log_file=log, weights_roots=[folder])
-            stack.callback(server.close)
-            return server
 
-        local = EmbeddedProcess.start(folder, config, dtype, "cpu", version=WeightVersion(0), threads=arguments.threads)
-        served = serve("throughput", config)
-        result = throughput({"in process": local, "served": served}, arguments.requests, arguments.tokens, arguments.rounds)
-        local.close()
-        served.close()
-        half = EmbeddedEngineConfig(threads=max(1, arguments.threads // 2))
-        rows = asyncio.run(
-            pauses([serve(name, half) for name in ("one", "two")], folder, arguments.running, arguments.updates)
+@dataclass(frozen=True)
+class Servers:
+    """Starts them, and ends them with the benchmark."""
+
+    arguments: argparse.Namespace
+    stack: ExitStack
+    logs: Path
+
+    @property
+    def folder(self) -> Path:
+        """Of the model."""
+        return resolve(self.arguments.model)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return getattr(torch, self.arguments.dtype)
+
+    def ours(self, name: str, threads: int, cpus: Sequence[int] | None = None) -> TandemServer:
+        """A `tandem serve`."""
+        config = EmbeddedEngineConfig(threads=threads)
+        roots, log = [self.folder], self.logs / f"{name}.log"
+        server = start_tandem_server(
+            self.folder, config, self.dtype, "cpu", run="bench", log_file=log, weights_roots=roots, cpus=cpus
         )
-        result |= {f"two_servers_{key}": statistics.median(row[key] for row in rows) for key in rows[0]}
-    print(json.dumps({"arguments": vars(arguments), **{key: round(value, 4) for key, value in result.items()}}))
+        self.stack.callback(server.close)
+        return server
+
+    def vllm(self, settings: EmbeddedEngineConfig) -> VllmServer:
+        """vLLM on the same cores; compiling takes longer than it saves here."""
+        server = VllmServer.start(
+            self.folder,
+            python=self.arguments.vllm,
+            log_file=self.logs / "vllm.log",
+            dtype=self.dtype,
+            version=WeightVersion(0),
+            settings=settings,
+            options=("--enforce-eager",),
+        )
+        self.stack.callback(server.close)
+        return server
+
+
+def served_throughput(servers: Servers) -> dict[str, float]:
+    """Served against in process."""
+    asked = servers.arguments
+    config, dtype = EmbeddedEngineConfig(threads=asked.threads), servers.dtype
+    local = EmbeddedProcess.start(servers.folder, config, dtype, "cpu", version=WeightVersion(0), threads=asked.threads)
+    servers.stack.callback(local.close)
+    contenders = {"served": [servers.ours("throughput", asked.threads)], "in_process": [local]}
+    return throughput(contenders, asked.requests, asked.tokens, asked.rounds)
+
+
+def two_cores(servers: Servers) -> dict[str, float]:
+    """Two servers on a core each against one of them."""
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    if len(cores) < 2:
+        raise SystemExit("--parts cores needs two cores; this process may use one")
+    pair = [servers.ours(f"core{core}", 1, (core,)) for core in cores]
+    asked = servers.arguments
+    return throughput({"two_servers": pair, "one_server": pair[:1]}, asked.requests, asked.tokens, asked.rounds)
+
+
+def pause(servers: Servers) -> dict[str, float]:
+    """Of two servers of ours, and of vLLM."""
+    asked, result = servers.arguments, {}
+    half = max(1, asked.threads // 2)
+    pair = [servers.ours(name, half) for name in ("one", "two")]
+    rows = asyncio.run(pauses(pair, servers.folder, asked.running, asked.updates))
+    result |= {f"two_servers_{key}": statistics.median(row[key] for row in rows) for key in rows[0]}
+    for server in pair:
+        server.close()
+    if asked.vllm:
+        settings = EmbeddedEngineConfig(threads=asked.threads, max_running=64, kv_cache_gib=2.0, max_model_len=2048)
+        rows = asyncio.run(pauses([servers.vllm(settings)], servers.folder, 2 * asked.running, asked.updates))
+        result |= {f"vllm_{key}": statistics.median(row[key] for row in rows) for key in rows[0] if key != "recompute_s"}
+        result["pause_to_vllm"] = result["two_servers_pause_s"] / result["vllm_pause_s"]
+    return result
+
+
+PARTS = {"throughput": served_throughput, "cores": two_cores, "pause": pause}
+
+
+def main() -> None:
+    """Prints one JSON object."""
+    arguments = parse()
+    result: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as logs:
+        for part in arguments.parts:
+            with ExitStack() as stack:
+                found = PARTS[part](Servers(arguments, stack, Path(logs)))
+            result |= {key: round(value, 4) for key, value in found.items()}
+            print(f"{part}: {result}", file=sys.stderr, flush=True)
+    print(json.dumps({"arguments": vars(arguments), **result}))
 
 
 if __name__ == "__main__":

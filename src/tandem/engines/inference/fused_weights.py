@@ -5,6 +5,7 @@ faster at the sizes of a decode step than the plain layout. On a CPU without bfl
 as the float32 numbers that they are: computing in bfloat16 would be four times slower there, and less exact.
 """
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -21,13 +22,18 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return dtype if dtype != torch.bfloat16 or fast_bfloat16(device) else torch.float32
 
 
+def packs(device: torch.device) -> bool:
+    """Whether a `Linear` there holds its matrix in oneDNN's layout, a copy."""
+    return device.type == "cpu" and torch.backends.mkldnn.is_available()
+
+
 class Linear:
     """One projection ``[out, in]`` with its bias; packed on a CPU."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
         self.bias = bias
         self.weight = weight
-        self.packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self.packed = packs(weight.device)
         if self.packed:
             self.weight = torch.ops.mkldnn._reorder_linear_weight(weight)
 
@@ -146,6 +152,26 @@ class _Plan:
         self.fused[fused] = _Fused((start, *rest), len(parts))
 
 
+class _Scratch:
+    """Memory in which a matrix is put together until it is packed.
+
+    Used again for the next one: allocated anew each time, it would leave a hole between the packed ones that stay.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device):
+        self._numel, self._dtype, self._device = numel, dtype, device
+        self._free: list[torch.Tensor] = []
+
+    def take(self, shape: tuple[int, ...]) -> torch.Tensor:
+        """``shape``, of any values; more than one at a time where the parts of several matrices come mixed."""
+        flat = self._free.pop() if self._free else torch.empty(self._numel, dtype=self._dtype, device=self._device)
+        return flat[: math.prod(shape)].view(shape)
+
+    def give(self, tensor: torch.Tensor) -> None:
+        """Nobody reads it any more."""
+        self._free.append(torch.as_strided(tensor, (self._numel,), (1,), 0))
+
+
 def _names(names: Iterable[str]) -> str:
     listed = sorted(names)
     return ", ".join(listed[:6]) + (f" and {len(listed) - 6} more" if len(listed) > 6 else "")
@@ -162,6 +188,8 @@ class FusedWeightsBuilder:
         self._seen: set[str] = set()
         self._done: dict[str, torch.Tensor | Linear] = {}
         self._num_bytes = 0
+        packed = [math.prod(fused.shape) for name, fused in self._plan.fused.items() if self._is_packed(name)]
+        self._scratch = _Scratch(max(packed, default=0), self._compute, device)
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         """Takes one tensor under its Hugging Face name.
@@ -182,12 +210,26 @@ class FusedWeightsBuilder:
         self._num_bytes += tensor.numel() * tensor.element_size()
         fused = self._plan.fused[target.fused]
         if fused.tensor is None:
-            fused.tensor = torch.empty(fused.shape, dtype=self._compute, device=self._device)
+            fused.tensor = self._room(target.fused, fused.shape)
         # Rounded to the dtype asked for also where it is computed in another.
         fused.tensor[target.start : target.start + target.shape[0]] = tensor.detach().to(self._dtype)
         fused.missing -= 1
         if not fused.missing:
             self._finish(target.fused, fused)
+
+    def _is_packed(self, name: str) -> bool:
+        return packs(self._device) and (name == "head" or name.endswith(".weight"))
+
+    def _room(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if self._is_packed(name):
+            return self._scratch.take(shape)
+        return torch.empty(shape, dtype=self._compute, device=self._device)
+
+    def _linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        linear = Linear(weight, bias)
+        if linear.packed:
+            self._scratch.give(weight)
+        return linear
 
     def _finish(self, name: str, fused: _Fused) -> None:
         tensor, fused.tensor = fused.tensor, None
@@ -196,15 +238,15 @@ class FusedWeightsBuilder:
             # In float32 until the offset is added: 1 + w has more digits than bfloat16.
             self._done[name] = (tensor.float() + self._a.norm_offset).to(self._compute)
         elif name.endswith(".weight") and not self._plan_has_bias(name):
-            self._done[name] = Linear(tensor)
+            self._done[name] = self._linear(tensor)
         else:
             self._done[name] = tensor
             base = name.rsplit(".", 1)[0]
             if name == "head":
-                self._done[name] = Linear(tensor)
+                self._done[name] = self._linear(tensor)
             elif f"{base}.weight" in self._done and f"{base}.bias" in self._done:
                 weight, bias = self._done[f"{base}.weight"], self._done.pop(f"{base}.bias")
-                self._done[f"{base}.weight"] = Linear(weight, bias)  # type: ignore[arg-type]
+                self._done[f"{base}.weight"] = self._linear(weight, bias)  # type: ignore[arg-type]
 
     def _plan_has_bias(self, name: str) -> bool:
         return name.removesuffix("weight") + "bias" in self._plan.fused
