@@ -1,6 +1,7 @@
 """Real inference servers against the embedded engine and the model itself: same answers, real updates, an honest end.
 
     python scripts/check_servers.py --model FOLDER --vllm VLLM_ENV/bin/python --sglang SGLANG_ENV/bin/python
+    python scripts/check_servers.py … --dtype bfloat16     # how far apart answers are then; no bound is right for that
 
 Starts each server that has an interpreter given, on this machine's cores (``--cpus 1`` for one of them), checks it and
 ends it. Prints one line a check; the exit status is the number of checks that failed. docs/servers.md has its output.
@@ -55,8 +56,15 @@ class InMemory(WeightSource):
 class Report:
     """Prints what was seen, and counts what was wrong."""
 
-    def __init__(self) -> None:
-        self.failed = 0
+    def __init__(self, exact: bool = True) -> None:
+        self.failed, self.exact = 0, exact
+
+    def numbers(self, good: bool, what: str) -> None:
+        """A check of numbers, or where they are rounded otherwise on either side only what they are."""
+        if self.exact:
+            self.line(good, what)
+        else:
+            print(f"     {what}", flush=True)
 
     def line(self, good: bool, what: str) -> None:
         """One check."""
@@ -133,28 +141,33 @@ def check_answers(
     theirs = ask(server, greedy)
     took = time.perf_counter() - began
     same = sum(a.output_ids == b.output_ids and a.stop_reason == b.stop_reason for a, b in zip(ours, theirs, strict=True))
-    gap = max(
+    gaps = [
         abs(x - y)
         for a, b in zip(ours, theirs, strict=True)
         if a.output_ids == b.output_ids
         for x, y in zip(a.logprobs, b.logprobs, strict=True)
-    )
+    ]
+    gap = max(gaps, default=float("nan"))
     made = sum(len(a.output_ids) for a in theirs)
-    report.line(same == len(asked), f"greedy, {len(asked)} prompts: {same} equal to the embedded engine's, tokens and ends")
-    report.line(
-        gap <= TOLERANCE, f"their log-probabilities differ by {gap:.1e} at most ({made} tokens, {made / took:.0f} a second)"
+    report.numbers(
+        same == len(asked), f"greedy, {len(asked)} prompts: {same} equal to the embedded engine's, tokens and ends"
+    )
+    report.numbers(
+        gap <= TOLERANCE,
+        f"their log-probabilities differ by {gap:.1e} at most, {statistics.fmean(gaps or [float('nan')]):.1e} on average "
+        f"({made} tokens, {made / took:.0f} a second)",
     )
     for temperature in (1.0, 0.7):
         gconfig = GenerationConfig(max_new_tokens=12, temperature=temperature)
         drawn = ask(server, [LLMRequest(p, gconfig, NoiseKey(1, sample=n)) for n, p in enumerate(asked[:16])])
         gap = max(reference.difference(answer) for answer in drawn)
         count = sum(len(answer.output_ids) for answer in drawn)
-        report.line(
+        report.numbers(
             gap <= TOLERANCE, f"sampled at T = {temperature}: {count} log-probabilities within {gap:.1e} of the model's own"
         )
     hot = GenerationConfig(max_new_tokens=8, temperature=0.7, first_token_temperature=1.5)
     (answer,) = ask(server, [LLMRequest(asked[0], hot)])
-    report.line(
+    report.numbers(
         answer.untrained_tokens == 1 and reference.difference(answer, 1) <= TOLERANCE, "a first token of its own temperature"
     )
 
@@ -288,7 +301,7 @@ def check_kill(server: ForeignServer, report: Report, asked: list) -> None:
 
 def check(make: Callable[..., ForeignServer], python: str, options: argparse.Namespace, report: Report, asked: list) -> None:
     """All checks of one server."""
-    cpus = tuple(options.cpus) if options.cpus else None
+    cpus, dtype = tuple(options.cpus) if options.cpus else None, getattr(torch, options.dtype)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as place:
         log = Path(place) / "server.log"
@@ -296,7 +309,7 @@ def check(make: Callable[..., ForeignServer], python: str, options: argparse.Nam
             options.model,
             python=python,
             log_file=log,
-            dtype=torch.float32,
+            dtype=dtype,
             version=WeightVersion(0),
             settings=SETTINGS,
             cpus=cpus,
@@ -309,15 +322,16 @@ def check(make: Callable[..., ForeignServer], python: str, options: argparse.Nam
                 True,
                 f"{server.name} started in {time.monotonic() - began:.0f} s; capabilities {sorted(server.capabilities)}",
             )
-            core = EngineCore(options.model, SETTINGS, torch.float32, "cpu", WeightVersion(0))
+            core = EngineCore(options.model, SETTINGS, dtype, "cpu", WeightVersion(0))
             embedded = EmbeddedEngine(core, version=WeightVersion(0), threads=torch.get_num_threads())
             reference = Reference(options.model)
             check_answers(server, embedded, reference, report, asked)
-            check_ends(server, embedded, report, asked, options.model)
+            if report.exact:
+                check_ends(server, embedded, report, asked, options.model)
+                check_updates(server, reference, report, asked, options.model)
+                check_memory(server, reference, report, asked, options.model)
+                check_kill(server, report, asked)
             embedded.close()
-            check_updates(server, reference, report, asked, options.model)
-            check_memory(server, reference, report, asked, options.model)
-            check_kill(server, report, asked)
         except BaseException:
             print(server.process.last_words(60) if server.process else "", flush=True)
             raise
@@ -333,13 +347,14 @@ def main() -> int:
     parser.add_argument("--model", type=Path, required=True, help="model folder with one safetensors file")
     parser.add_argument("--vllm", help="python of the environment that has vLLM")
     parser.add_argument("--sglang", help="python of the environment that has SGLang")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--cpus", type=int, nargs="*", help="cores of the servers; default: all")
     parser.add_argument("--option", action="append", default=[], help="one more word of the servers' command, --option=WORD")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--startup-timeout-s", type=float, default=600.0)
     parser.add_argument("--keep-log", help="folder for the servers' logs")
     options = parser.parse_args()
-    report, asked = Report(), prompts(options.model, options.prompts)
+    report, asked = Report(options.dtype == "float32"), prompts(options.model, options.prompts)
     for make, python in ((VllmServer.start, options.vllm), (SGLangServer.start, options.sglang)):
         if python:
             check(make, python, options, report, asked)
