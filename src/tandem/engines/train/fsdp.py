@@ -197,7 +197,7 @@ class FSDPEngine(TrainEngine):
 
     def late_writer(self, state: Mapping[str, Any]) -> Callable[[Path], None] | None:
         """See `TrainEngine.late_writer`."""
-        return self._weights.writer(state["masters"], self.dtype) if self.world_size == 1 else None
+        return self._weights.writer(state["masters"], self.dtype)
 
     def offload(self, parts: tuple[TrainPart, ...]) -> None:
         """See `TrainEngine.offload`. What is offloaded must be brought back before it is used."""

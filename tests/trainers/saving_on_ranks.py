@@ -1,0 +1,161 @@
+"""Runs that save on as many ranks as there are; importable by child processes."""
+
+import os
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tandem.config.experiment import SFTConfig
+from tandem.config.load import load_config
+from tandem.config.lora import LoRAConfig
+from tandem.state.checkpoint import CheckpointFailed
+from tandem.state.manifest import read_manifest
+from tandem.state.run_folder import RunFolder
+from tandem.trainers.recovery import Progress, Recovery
+from tandem.trainers.saving import Saving
+from tests.engines_train.layouts import batch_of_prompts, engine_on
+from tests.trainers.killing import train
+
+LAYOUTS = {
+    1: ("d1 lm adapted", "d1 scalar adapted", "d1 both adapted"),
+    2: ("d2 both", "d1t2 lm", "d2 lm adapted", "d1r2 lm"),
+}
+
+
+def loss(outputs, view):
+    """One that moves every head that there is."""
+    given = [values for values in (outputs.scores, outputs.logprobs) if values is not None and len(values)]
+    return -sum(given) * view["loss_mask"], {}
+
+
+class Run:
+    """A run that saves after each of ten steps; rank 0 writes when it may."""
+
+    def __init__(self, root: Path, model: Path, layout: str, trial: str, **wish):
+        items = ["train_dataset.path=addition", "checkpoint.every_steps=1", "checkpoint.keep_last=null"]
+        config = load_config(SFTConfig, None, items).config
+        spread, head, *adapted = layout.split()
+        torch.manual_seed(0)
+        lora = LoRAConfig(rank=4) if adapted else LoRAConfig()
+        self.engine = engine_on(model, spread, head, dtype="bfloat16", lora=lora)
+        main = not dist.is_initialized() or dist.get_rank() == 0
+        self.folder = RunFolder.open(root, "exp", trial, config_text="") if main else None
+        self.progress, self.may_write = Progress(), threading.Event()
+        self.may_write.set()
+        recovery = Recovery(self.folder, {"progress": self.progress, "trainer": self.engine}, self.progress)
+        late = lambda states: self.engine.late_writer(states["trainer"])  # noqa: E731
+        config = replace(config, checkpoint=replace(config.checkpoint, **wish))
+        self.saving = Saving(config, self.folder, 10, self.engine, self.tokenizer, recovery, late)
+
+    def tokenizer(self, folder: Path) -> None:
+        assert self.may_write.wait(30)
+        (folder / "tokenizer.json").write_text("{}")
+
+    def refuse(self, folder: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    def step(self) -> None:
+        self.progress.step += 1
+        self.engine.train_batch(batch_of_prompts(), loss)
+
+    def after_step(self) -> None:
+        self.saving.after_step(self.progress.step, {"loss": float(self.progress.step)})
+
+    def saved(self) -> list[str]:
+        return [] if self.folder is None else sorted(path.name for path in self.folder.checkpoints.iterdir())
+
+    def files(self, step: int) -> dict[str, bytes]:
+        if self.folder is None:
+            return {}
+        folder = self.folder.checkpoints / f"step_{step}"
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    def end(self) -> None:
+        self.saving.finish()
+        if self.folder is not None:
+            self.folder.close()
+
+
+def both_ways(model: Path, root: Path, ranks: int):
+    """By layout: what was there while the weights moved on, the files of a save that was waited for and of one beside
+    training, which of them differ, whether their hashes agree. And `failing` and `tolerant`."""
+    torch.set_num_threads(1)
+    found = {}
+    for layout in LAYOUTS[ranks]:
+        runs = {}
+        for beside in (False, True):
+            run = runs[beside] = Run(
+                root, model, layout, f"{layout}-{ranks}-{beside}".replace(" ", "-"), asynchronous=beside
+            )
+            run.step()
+            if beside:
+                run.may_write.clear()
+            run.after_step()
+            if beside:
+                run.step()
+                deadline = time.monotonic() + 30
+                while run.folder is not None and not run.saved() and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                meanwhile = run.saved(), run.saving._beside
+                run.may_write.set()
+            run.saving.finish()
+        one, two = (run.files(1) for run in runs.values())
+        differ = [name for name in one if name != "state/manifest.json" and one[name] != two.get(name)]
+        same_hashes = True
+        if runs[True].folder is not None:
+            one_hash, two_hash = (read_manifest(run.folder.checkpoints / "step_1").files for run in runs.values())
+            same_hashes = one_hash == two_hash
+        found[layout] = meanwhile, sorted(one), sorted(two), differ, same_hashes
+        for run in runs.values():
+            run.end()
+    return {"saved": found, "failed": failing(root, model, ranks), "tolerated": tolerant(root, model, ranks)}
+
+
+def failing(root: Path, model: Path, ranks: int):
+    """What each rank hears of a save that failed beside training, and what is there after the next one."""
+    run = Run(root, model, f"d{ranks} lm", f"failing-{ranks}")
+    run.step()
+    run.after_step()
+    run.saving.finish()
+    run.saving._save_tokenizer = run.refuse
+    run.step()
+    run.after_step()
+    with pytest.raises(CheckpointFailed, match=r"step 2 could not be saved: .*No space left") as caught:
+        run.saving.finish()
+    heard = str(caught.value)
+    run.saving._save_tokenizer = run.tokenizer
+    run.after_step()
+    run.end()
+    return heard, run.saved()
+
+
+def tolerant(root: Path, model: Path, ranks: int):
+    """The same where training may go on, and two saves that follow each other at once."""
+    run = Run(root, model, f"d{ranks} lm", f"tolerant-{ranks}", on_error="continue")
+    run.saving._save_tokenizer = run.refuse
+    run.step()
+    run.after_step()
+    run.saving.finish()
+    run.saving._save_tokenizer = run.tokenizer
+    run.may_write.clear()
+    run.step()
+    run.after_step()
+    threading.Timer(0.2, run.may_write.set).start()
+    run.step()
+    run.after_step()  # waits for the one before
+    waited = run.saving.metrics().get("time/save_wait_s", 0.0)
+    run.end()
+    return run.saved(), waited, run.folder.failed_saves if run.folder else 1
+
+
+def trained(items: list[str], root: Path, instant: str | None, nth: int, ranks: int):
+    """Trains on all ranks; rank 0 is gone at the ``nth`` time of the instant."""
+    rank = dist.get_rank()
+    os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(rank), "LOCAL_WORLD_SIZE": str(ranks)}
+    train("sft", [*items, f"actor.backend=fsdp:d{ranks}", f"run.root={root}"], instant if rank == 0 else None, nth)
+    return True
