@@ -1,4 +1,4 @@
-"""Copies of what is spread over ranks: parts that rank 0 puts together, in memory without a name that goes with its owner."""
+"""Copies of what is spread over ranks: parts that rank 0 puts together, in nameless memory that goes with its owner."""
 
 import os
 
@@ -39,9 +39,16 @@ def test_parts_that_do_not_make_the_whole_are_found():
         shared.whole("w")
 
 
-def test_a_state_whose_parts_are_no_blocks_is_told_before_anything_is_copied():
+def test_a_part_may_be_one_of_the_row_of_all_entries():
+    shared = SharedParts()
+    shared.copy({"w": Part(torch.arange(6.0), (0,), (2, 3), flat=True)})
+    assert shared.share() is None
+    assert shared.whole("w").tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+
+
+def test_a_state_that_can_only_be_gathered_is_told_before_anything_is_copied():
     tree = {"a": {"w": Parted(lambda: torch.ones(1))}}
-    assert Snapshots().why_not(tree) == "a/w lies over the ranks in no blocks that could be copied"
+    assert Snapshots().why_not(tree) == "of a/w no rank has a part that could be copied"
 
 
 def test_only_the_memory_that_was_offered_is_read(tmp_path):

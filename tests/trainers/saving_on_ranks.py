@@ -25,6 +25,7 @@ LAYOUTS = {
     1: ("d1 lm adapted", "d1 scalar adapted", "d1 both adapted"),
     2: ("d2 both", "d1t2 lm", "d2 lm adapted", "d1r2 lm"),
 }
+ZERO = ("zero1:d2 lm", "zero2:d2 lm", "zero3:d2 scalar")
 
 
 def loss(outputs, view):
@@ -42,7 +43,8 @@ class Run:
         spread, head, *adapted = layout.split()
         torch.manual_seed(0)
         lora = LoRAConfig(rank=4) if adapted else LoRAConfig()
-        self.engine = engine_on(model, spread, head, dtype="bfloat16", lora=lora)
+        dtype = "float32" if spread.startswith("zero1") else "bfloat16"  # which that refuses
+        self.engine = engine_on(model, spread, head, dtype=dtype, lora=lora)
         main = not dist.is_initialized() or dist.get_rank() == 0
         self.folder = RunFolder.open(root, "exp", trial, config_text="") if main else None
         self.progress, self.may_write = Progress(), threading.Event()
@@ -82,26 +84,28 @@ class Run:
 
 
 def both_ways(model: Path, root: Path, ranks: int):
+    """See `compared`, `failing`, `tolerant`."""
+    found = compared(model, root, LAYOUTS[ranks], ranks)
+    return {"saved": found, "failed": failing(root, model, ranks), "tolerated": tolerant(root, model, ranks)}
+
+
+def compared(model: Path, root: Path, layouts: tuple[str, ...], ranks: int):
     """By layout: what was there while the weights moved on, the files of a save that was waited for and of one beside
-    training, which of them differ, whether their hashes agree. And `failing` and `tolerant`."""
+    training, which of them differ, whether their hashes agree."""
     torch.set_num_threads(1)
     found = {}
-    for layout in LAYOUTS[ranks]:
+    for layout in layouts:
         runs = {}
         for beside in (False, True):
-            run = runs[beside] = Run(
-                root, model, layout, f"{layout}-{ranks}-{beside}".replace(" ", "-"), asynchronous=beside
-            )
+            trial = f"{layout}-{ranks}-{beside}".replace(" ", "-").replace(":", "-")
+            run = runs[beside] = Run(root, model, layout, trial, asynchronous=beside)
             run.step()
             if beside:
                 run.may_write.clear()
             run.after_step()
             if beside:
                 run.step()
-                deadline = time.monotonic() + 30
-                while run.folder is not None and not run.saved() and time.monotonic() < deadline:
-                    time.sleep(0.01)
-                meanwhile = run.saved(), run.saving._beside
+                meanwhile = started(run), run.saving._beside
                 run.may_write.set()
             run.saving.finish()
         one, two = (run.files(1) for run in runs.values())
@@ -113,7 +117,15 @@ def both_ways(model: Path, root: Path, ranks: int):
         found[layout] = meanwhile, sorted(one), sorted(two), differ, same_hashes
         for run in runs.values():
             run.end()
-    return {"saved": found, "failed": failing(root, model, ranks), "tolerated": tolerant(root, model, ranks)}
+    return found
+
+
+def started(run: Run) -> list[str]:
+    """What is there once the thread has begun to write, on rank 0."""
+    deadline = time.monotonic() + 30
+    while run.folder is not None and not run.saved() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return run.saved()
 
 
 def failing(root: Path, model: Path, ranks: int):

@@ -1,5 +1,7 @@
 """Saves beside training where the state is spread over ranks, and where it is an adapter's."""
 
+from importlib.util import find_spec
+
 import pytest
 import torch.multiprocessing as mp
 from safetensors.torch import load_file
@@ -7,7 +9,7 @@ from safetensors.torch import load_file
 from tests.engines_train.steps import distance
 from tests.ranks import alone_and_on_two, on_two
 from tests.tiny import tiny_model_folder
-from tests.trainers.saving_on_ranks import LAYOUTS, both_ways, trained
+from tests.trainers.saving_on_ranks import LAYOUTS, ZERO, both_ways, compared, trained
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +45,18 @@ def test_every_rank_goes_on_where_it_may_and_waits_where_a_save_is_under_way(fou
         saved, waited, failed = each["tolerated"]
         assert waited > 0.1 and failed == 1
         assert saved == ([] if each is ranks[1] else ["step_2", "step_3"])
+
+
+@pytest.mark.slow
+@pytest.mark.invariant
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed, an extra, is not installed")
+def test_deepspeed_is_saved_beside_training_too(tmp_path):
+    folder = tiny_model_folder(tmp_path, "gemma2", num_key_value_heads=4)
+    first, second = on_two(compared, folder, tmp_path / "runs", ZERO, out=tmp_path)
+    for layout, (meanwhile, one, two, differ, same_hashes) in first.items():
+        assert meanwhile == ([".step_1.partial"], True), layout
+        assert one == two and differ == [] and same_hashes, layout
+    assert all(meanwhile == ([], True) for meanwhile, *_ in second.values())
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ whoever writes it gathers it, one after another. Everything else is rank 0's wor
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank has of a tensor: a block of it."""
+    """What one rank has of a tensor: a block of it, or of the row of all its entries."""
 
     values: torch.Tensor
     """Empty where another rank gives the same."""
@@ -28,6 +28,9 @@ class Part:
     shape: tuple[int, ...]
     """Of the whole."""
 
+    flat: bool = False
+    """Whether the block is of the row: ``start`` has one number then."""
+
 
 @dataclass(frozen=True)
 class Parted:
@@ -37,7 +40,7 @@ class Parted:
     """Makes it whole; collective."""
 
     part: Callable[[], Part] | None = None
-    """This rank's, its own memory and not a copy; None where parts are no blocks."""
+    """This rank's, its own memory and not a copy; None where it can only be gathered."""
 
 
 def part_of(tensor: torch.Tensor) -> Part:

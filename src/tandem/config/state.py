@@ -35,8 +35,8 @@ class CheckpointConfig:
     """Save beside the model what resuming needs: 12 bytes a parameter; false saves the model alone."""
 
     asynchronous: bool = True
-    """Training waits for a copy in host memory only (12 bytes a parameter), and goes on while that is written; it waits for
-    the whole save with DeepSpeed, over several machines, and at the end of a run."""
+    """Training waits for a copy in host memory only (12 bytes a parameter), and goes on while that is written; over several
+    machines, and at the end of a run, it waits for the whole save."""
 
     on_error: Literal["stop", "continue"] = "stop"
     """A checkpoint that the disk refuses ends the run, or training goes on and tries again at the next one; the last

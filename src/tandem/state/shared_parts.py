@@ -32,6 +32,7 @@ class Block(NamedTuple):
     dtype: torch.dtype
     start: tuple[int, ...]
     shape: tuple[int, ...]
+    flat: bool
 
     def tensor(self, memory: mmap.mmap) -> torch.Tensor:
         """The part, in that memory."""
@@ -81,7 +82,8 @@ class SharedParts:
         self._blocks, place = {}, MARK_BYTES
         for name, part in parts.items():
             if part.values.numel():
-                self._blocks[name] = Block(place, tuple(part.values.shape), part.values.dtype, part.start, part.shape)
+                size, dtype = tuple(part.values.shape), part.values.dtype
+                self._blocks[name] = Block(place, size, dtype, part.start, part.shape, part.flat)
                 place += -(-part.values.nbytes // ALIGNMENT) * ALIGNMENT
         memory = self._room(place)
         for name, block in self._blocks.items():
@@ -134,7 +136,8 @@ class SharedParts:
         missing = whole.numel()
         for block, memory in found:
             part = block.tensor(memory)
-            whole[tuple(slice(at, at + size) for at, size in zip(block.start, block.size, strict=True))] = part
+            place = tuple(slice(at, at + size) for at, size in zip(block.start, block.size, strict=True))
+            (whole.view(-1) if block.flat else whole)[place] = part
             missing -= part.numel()
         if missing:
             raise RuntimeError(f"the parts of {name} are {missing} entries short of the whole, {list(first.shape)}")

@@ -29,7 +29,7 @@ class Snapshots:
         spread = dict(_spread(tree))
         reason = self._shared.reachable() if spread and not self._shared.num_bytes else None
         odd = next((name for name, leaf in spread.items() if isinstance(leaf, Parted) and leaf.part is None), None)
-        return reason or (None if odd is None else f"{odd} lies over the ranks in no blocks that could be copied")
+        return reason or (None if odd is None else f"of {odd} no rank has a part that could be copied")
 
     def take(self, tree: Mapping[str, Any]) -> State:
         """The tree as it is now, sharing nothing with it that could change. Valid until the next call. Collective where
