@@ -9,7 +9,9 @@ from safetensors.torch import load_file
 from tests.engines_train.steps import distance
 from tests.ranks import alone_and_on_two, on_two
 from tests.tiny import tiny_model_folder
-from tests.trainers.saving_on_ranks import LAYOUTS, ZERO, both_ways, compared, trained
+from tests.trainers.saving_on_ranks import LAYOUTS, MORE, ZERO, both_ways, compared, trained
+
+DEEPSPEED = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed, an extra, is not installed")
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +26,9 @@ def test_beside_training_the_same_files_are_written_while_the_weights_move_on(fo
     alone, (first, second) = found
     for saved, layouts in ((alone["saved"], LAYOUTS[1]), (first["saved"], LAYOUTS[2])):
         assert saved.keys() == set(layouts)
-        for layout, (meanwhile, one, two, differ, same_hashes) in saved.items():
+        for layout, (meanwhile, one, two, differ) in saved.items():
             assert meanwhile == ([".step_1.partial"], True), layout  # beside training, and nothing is complete
-            assert one == two and differ == [] and same_hashes, layout
+            assert one == two and differ == [], layout
             assert {"model.safetensors", "state/manifest.json", "state/tensors-00001.safetensors"} <= set(one)
             assert ("adapter/adapter_model.safetensors" in one) == ("adapted" in layout)
     assert all(meanwhile == ([], True) for meanwhile, *_ in second["saved"].values())
@@ -49,13 +51,13 @@ def test_every_rank_goes_on_where_it_may_and_waits_where_a_save_is_under_way(fou
 
 @pytest.mark.slow
 @pytest.mark.invariant
-@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed, an extra, is not installed")
-def test_deepspeed_is_saved_beside_training_too(tmp_path):
+@pytest.mark.parametrize("layouts", [MORE, pytest.param(ZERO, marks=DEEPSPEED)], ids=["more", "deepspeed"])
+def test_so_it_is_under_other_layouts(layouts, tmp_path):
     folder = tiny_model_folder(tmp_path, "gemma2", num_key_value_heads=4)
-    first, second = on_two(compared, folder, tmp_path / "runs", ZERO, out=tmp_path)
-    for layout, (meanwhile, one, two, differ, same_hashes) in first.items():
+    first, second = on_two(compared, folder, tmp_path / "runs", layouts, out=tmp_path)
+    for layout, (meanwhile, one, two, differ) in first.items():
         assert meanwhile == ([".step_1.partial"], True), layout
-        assert one == two and differ == [] and same_hashes, layout
+        assert one == two and differ == [], layout
     assert all(meanwhile == ([], True) for meanwhile, *_ in second.values())
 
 
