@@ -170,11 +170,8 @@ class Saving:
             self._take()
             return True
 
-        try:
-            self._under_way = not from_main(ended)
-        except Exception:
-            self._under_way = False
-            raise
+        self._under_way = False  # what failed is heard of once
+        self._under_way = not from_main(ended)
         return not self._under_way
 
     def _take(self) -> None:
