@@ -36,7 +36,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tandem.api.batch import pack
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.fsdp import FSDPEngine
+from tandem.engines.train.engine import SpreadEngine
 from tandem.engines.train.micro_batches import micro_batches
 from tandem.models.allocator import keep_freed_memory
 from tandem.models.catalog import resolve
@@ -90,12 +90,12 @@ def loss(outputs: Any, view: TensorDict) -> tuple[torch.Tensor, dict[str, torch.
     return -outputs.logprobs * view["loss_mask"], {}
 
 
-def engine_of(options: dict[str, Any], backend: str, dtype: str, alone: dist.ProcessGroup | None = None) -> FSDPEngine:
+def engine_of(options: dict[str, Any], backend: str, dtype: str, alone: dist.ProcessGroup | None = None) -> SpreadEngine:
     """One that is ready for its first step."""
     config = TrainEngineConfig(
         path=options["model"], backend=backend, dtype=dtype, max_tokens_per_micro_batch=options["micro_batch"]
     )
-    return FSDPEngine(config, total_steps=1000, process_group=alone)
+    return SpreadEngine(config, total_steps=1000, process_group=alone)
 
 
 def timed(work: Callable[[], object] | None) -> float:
@@ -174,7 +174,7 @@ def resident() -> int:
     return int(words[words.index("VmRSS:") + 1]) * 1024
 
 
-def tensors_of(engine: FSDPEngine) -> Iterator[torch.Tensor]:
+def tensors_of(engine: SpreadEngine) -> Iterator[torch.Tensor]:
     """Parameters, masters and moments, as this rank has them."""
     holder, adamw = engine._holder, engine._optimizer._adamw
     yield from holder.masters.values()
@@ -184,7 +184,7 @@ def tensors_of(engine: FSDPEngine) -> Iterator[torch.Tensor]:
         yield from (tensor for tensor in state.values() if isinstance(tensor, torch.Tensor) and tensor.dim())
 
 
-def counted(engine: FSDPEngine) -> int:
+def counted(engine: SpreadEngine) -> int:
     """Bytes of the memory behind them, each once."""
     sizes = {}
     for tensor in tensors_of(engine):

@@ -2,7 +2,7 @@
 
 Each rank keeps a part of the float32 masters and of AdamW's moments (stage 1), of the gradients (2), of the parameters (3);
 see arXiv:1910.02054. DeepSpeed gathers parameters, reduces gradients and moves the masters. What a step is (loss, norm,
-clipping, schedule, when it is skipped) is decided where it is for every backend: in `FSDPEngine` and `Optimizer`.
+clipping, schedule, when it is skipped) is decided where it is for every backend: in `SpreadEngine` and `Optimizer`.
 """
 
 import contextlib

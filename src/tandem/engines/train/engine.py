@@ -23,7 +23,7 @@ from tandem.engines.train.totals import Totals
 from tandem.models.precision import resolve_dtype
 
 
-class FSDPEngine(TrainEngine):
+class SpreadEngine(TrainEngine):
     """Trains one model on one process or on all processes of a group.
 
     Batches are global: every rank passes the same one and gets the same result. Weights are float32, the computation
