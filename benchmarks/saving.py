@@ -3,14 +3,17 @@
     python benchmarks/saving.py                    # a tiny model, and a random one of 135M parameters
     python benchmarks/saving.py --sizes tiny       # some of them
     python benchmarks/saving.py --model FOLDER     # a model of yours
+    python benchmarks/saving.py --ranks 2          # spread over two processes, a thread each
+    python benchmarks/saving.py --lora-rank 16     # an adapter, and the model that it is merged into
 
-Each model gets moments of AdamW and is saved a few times in each way, in turn, on one disk; one save before them is left out
-(its copy takes memory for the first time). Both write the same files: a Hugging Face folder and the state, hashed, flushed,
-renamed. `during` is what the same work (matrix products) takes while a save is being written, against without one. Prints a
-table, and one JSON object as the last line; the copies are as large as ``state``.
+Each model takes a step of a few tokens and is saved a few times in each way, in turn, on one disk; one save before them is
+left out (its copy takes memory for the first time). Both write the same files: a Hugging Face folder and the state, hashed,
+flushed, renamed. `during` is what the same work (matrix products) takes while a save is being written, against without one.
+Prints a table, and one JSON object as the last line; the copies of a rank are as large as ``state``.
 """
 
 import argparse
+import contextlib
 import json
 import statistics
 import tempfile
@@ -19,11 +22,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from tandem.api.batch import pack
+from tandem.api.collective import is_main
 from tandem.api.engines import TrainEngine
 from tandem.config.experiment import SFTConfig
 from tandem.config.load import load_config
+from tandem.config.lora import LoRAConfig
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.build import build_train_engine
 from tandem.models.allocator import keep_freed_memory
@@ -56,14 +64,11 @@ def random_model(name: str, folder: Path) -> Path:
 
 
 def give_moments(engine: TrainEngine) -> None:
-    """What a run has after its first step, without one: zeros for both moments of every master."""
-    state = engine.state_dict()
-    moments = {
-        name: {"step": torch.tensor(1.0), "exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
-        for name, master in state["masters"].items()
-    }
-    masters = {name: master.clone() for name, master in state["masters"].items()}
-    engine.load_state_dict({"masters": masters, "optimizer": state["optimizer"] | {"step": 1, "moments": moments}})
+    """The optimizer's state is there after a first step."""
+    sequence = {"input_ids": torch.arange(8), "loss_mask": torch.arange(8) > 0}
+    batch = pack([sequence] * 2)
+    batch["loss_weights"] = batch["loss_mask"] / batch["loss_mask"].sum()
+    engine.train_batch(batch, lambda outputs, view: (-outputs.logprobs * view["loss_mask"], {}))
 
 
 def work() -> float:
@@ -81,24 +86,20 @@ def worked(saving: Saving) -> Iterator[float]:
         yield work()
 
 
-def measure(model: Path, root: Path, saves: int, dtype: str) -> dict[str, float]:
-    """Seconds that training waits for each kind of save, and GiB of a checkpoint; medians over ``saves``."""
-    engine = build_train_engine(TrainEngineConfig(path=str(model), dtype=dtype), total_steps=1000)
+def measure(model: Path, root: Path, options: argparse.Namespace) -> dict[str, float]:
+    """Seconds that training waits for each kind of save, and GiB of a checkpoint; medians. Collective; on rank 0."""
+    lora = LoRAConfig(rank=options.lora_rank)
+    settings = TrainEngineConfig(path=str(model), dtype=options.dtype, backend=f"fsdp:d{options.ranks}", lora=lora)
+    engine = build_train_engine(settings, total_steps=1000)
     give_moments(engine)
+    found: dict[str, list[float]] = {name: [] for name in ("waited for", "beside", "background", "during")}
     alone = statistics.median(work() for _ in range(20))
-    waits: dict[bool, list[float]] = {False: [], True: []}
-    during: list[float] = []
-    background: list[float] = []
-    with RunFolder.open(root, "benchmark", model.name, config_text="") as run:
+    with contextlib.ExitStack() as stack:
+        run = stack.enter_context(RunFolder.open(root, "benchmark", model.name, config_text="")) if is_main() else None
         progress = Progress()
         recovery = Recovery(run, {"progress": progress, "trainer": engine}, progress)
-        made = {}
-        for beside in (False, True):
-            items = ["train_dataset.path=addition", "checkpoint.every_steps=1", "checkpoint.keep_last=1"]
-            config = load_config(SFTConfig, None, [*items, f"checkpoint.asynchronous={str(beside).lower()}"]).config
-            late = lambda states: engine.late_writer(states["trainer"])  # noqa: E731
-            made[beside] = Saving(config, run, 10**6, engine, lambda folder: None, recovery, late)
-        for number in range(saves + 1):
+        made = {beside: saving_of(engine, run, recovery, beside) for beside in (False, True)}
+        for number in range(options.saves + 1):
             for beside, saving in made.items():
                 if not number and not beside:
                     continue  # it has nothing to warm up
@@ -108,25 +109,54 @@ def measure(model: Path, root: Path, saves: int, dtype: str) -> dict[str, float]
                 waited = time.perf_counter() - began
                 pieces = list(worked(saving))
                 path = saving.finish()
+                seconds = saving.metrics()
                 if number:
-                    waits[beside].append(waited)
-                    during += pieces
-                    background += [saving.metrics().get("time/save_background_s", 0.0)] if beside else []
-                else:
-                    saving.metrics()
-        assert path is not None
+                    found["beside" if beside else "waited for"].append(waited)
+                    found["during"] += pieces
+                    found["background"] += [seconds.get("time/save_background_s", 0.0)] if beside else []
+        if path is None:
+            return {}  # another rank than 0
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         state = made[True]._snapshots.num_bytes
-    synchronous, asynchronous = (statistics.median(waits[beside]) for beside in (False, True))
+    median = {name: statistics.median(values) for name, values in found.items() if values}
     return {
-        "synchronous_s": synchronous,
-        "asynchronous_s": asynchronous,
-        "ratio": asynchronous / synchronous,
-        "background_s": statistics.median(background),
-        "during": statistics.median(during) / alone if during else 1.0,
+        "synchronous_s": median["waited for"],
+        "asynchronous_s": median["beside"],
+        "ratio": median["beside"] / median["waited for"],
+        "background_s": median["background"],
+        "during": median.get("during", alone) / alone,
         "checkpoint_gib": size / 2**30,
         "state_gib": state / 2**30,
     }
+
+
+def saving_of(engine: TrainEngine, run: RunFolder | None, recovery: Recovery, beside: bool) -> Saving:
+    """As a run has it."""
+    items = ["train_dataset.path=addition", "checkpoint.every_steps=1", "checkpoint.keep_last=1"]
+    config = load_config(SFTConfig, None, [*items, f"checkpoint.asynchronous={str(beside).lower()}"]).config
+    late = lambda states: engine.late_writer(states["trainer"])  # noqa: E731
+    return Saving(config, run, 10**6, engine, lambda folder: None, recovery, late)
+
+
+def _rank(rank: int, model: Path, root: Path, options: argparse.Namespace, out: Path) -> None:
+    torch.set_num_threads(1 if options.ranks > 1 else options.threads)
+    keep_freed_memory()
+    if options.ranks > 1:
+        meeting = f"file://{out}.meeting"
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=options.ranks)
+    row = measure(model, root, options)
+    if rank == 0:
+        out.write_text(json.dumps(row))
+    if options.ranks > 1:
+        dist.destroy_process_group()
+
+
+def measured(name: str, model: Path, scratch: Path, options: argparse.Namespace) -> dict[str, float]:
+    """`measure`, in processes of its own."""
+    out = scratch / f"{name}.json"
+    mp.spawn(_rank, (model, scratch / "runs", options, out), nprocs=options.ranks)
+    found: dict[str, float] = json.loads(out.read_text())
+    return found
 
 
 def main() -> None:
@@ -138,9 +168,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--folder", type=Path, help="where to write (default: the system's temporary folder)")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--lora-rank", type=int)
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    keep_freed_memory()
     rows = {}
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
         models = (
@@ -151,14 +181,15 @@ def main() -> None:
         )
         for name, folder in models.items():
             folder = folder or random_model(name, Path(scratch) / name)
-            row = rows[name] = measure(folder, Path(scratch) / "runs", arguments.saves, arguments.dtype)
+            row = rows[name] = measured(name, folder, Path(scratch), arguments)
             print(
                 f"{name:>8}{row['synchronous_s']:>10.3f} s{row['asynchronous_s']:>10.3f} s{row['ratio']:>8.3f}"
                 f"{row['background_s']:>10.3f} s{row['during']:>7.2f}x{row['checkpoint_gib']:>8.2f} GiB"
                 f"{row['state_gib']:>6.2f} GiB",
                 flush=True,
             )
-    print(json.dumps({"dtype": arguments.dtype, "threads": arguments.threads, "models": rows}))
+    shown = {name: getattr(arguments, name) for name in ("dtype", "threads", "ranks", "lora_rank")}
+    print(json.dumps({**shown, "models": rows}))
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ WALK = [
     ("src/tandem/roles/credit.py", "Rewards are shaped and become the advantage of each token."),
     ("src/tandem/roles/objective.py", "The loss of each token: policy loss, behaviour correction, KL, entropy."),
     (
-        "src/tandem/engines/train/fsdp.py",
+        "src/tandem/engines/train/engine.py",
         "Micro-batches by token budget (`micro_batches.py`), forward, weighted sum of losses, backward, and one clipped "
         "step (`optimizer.py`).",
     ),

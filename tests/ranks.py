@@ -36,10 +36,15 @@ def alone_and_on_two(work: Callable[..., Any], *arguments: Any, out: Path) -> tu
     return alone_and_on(2, work, *arguments, out=out)
 
 
+def on(ranks: int, work: Callable[..., Any], *arguments: Any, out: Path) -> list[Any]:
+    """The second half of `alone_and_on`."""
+    mp.spawn(_child, (ranks, work, arguments, out), nprocs=ranks)
+    return _found(out, ranks)
+
+
 def on_two(work: Callable[..., Any], *arguments: Any, out: Path) -> list[Any]:
     """The second half of `alone_and_on_two`."""
-    mp.spawn(_child, (2, work, arguments, out), nprocs=2)
-    return _found(out, 2)
+    return on(2, work, *arguments, out=out)
 
 
 def _found(out: Path, ranks: int) -> list[Any]:

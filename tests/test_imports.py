@@ -32,7 +32,7 @@ WITHOUT_TORCH = ("config", "launch")
 
 
 def room_of(module):
-    """``tandem.engines.train.fsdp`` → ``engines/train``."""
+    """``tandem.engines.train.engine`` → ``engines/train``."""
     parts = module.split(".")[1:]
     return "/".join(parts[: 2 if parts[0] == "engines" else 1])
 

@@ -9,7 +9,7 @@ import torch
 from tandem.api.failures import ConfigError
 from tandem.config.lora import LoRAConfig
 from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
-from tandem.engines.train.fsdp import FSDPEngine
+from tandem.engines.train.engine import SpreadEngine
 from tests.engines_train.layouts import batch_of_prompts, gone_on, loss_with_scores
 from tests.engines_train.steps import random_batch, weighted_nll, weights_of
 
@@ -28,7 +28,7 @@ def lora_on(folder, *, backend="fsdp:d1", head="lm", lr=1e-2, eps=1e-8, dtype="f
         gradient_checkpointing=checkpointing,
     )
     torch.manual_seed(7)
-    return FSDPEngine(config, total_steps=10, head=head)
+    return SpreadEngine(config, total_steps=10, head=head)
 
 
 def adapter_of(engine) -> dict[str, torch.Tensor]:

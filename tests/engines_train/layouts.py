@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from tandem.api.batch import concatenate
 from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
 from tandem.engines.train import spread
-from tandem.engines.train.fsdp import FSDPEngine
+from tandem.engines.train.engine import SpreadEngine
 from tandem.engines.train.holders import Sharded
 from tandem.models.logprobs import chunked_logprobs
 from tandem.models.streaming import Unfilled
@@ -77,7 +77,7 @@ def backend_of(layout: str) -> str:
     return f"{'deepspeed' if layout.startswith('zero') else 'fsdp'}:{layout}"
 
 
-def engine_on(folder: Path, layout: str, head: str = "lm", *, lr=1e-2, eps=1e-8, **config) -> FSDPEngine:
+def engine_on(folder: Path, layout: str, head: str = "lm", *, lr=1e-2, eps=1e-8, **config) -> SpreadEngine:
     layout, *words = layout.split()
     for word in words:
         config |= OPTIONS[word]
@@ -92,10 +92,10 @@ def engine_on(folder: Path, layout: str, head: str = "lm", *, lr=1e-2, eps=1e-8,
         logprob_chunk_tokens=7,
         **config,
     )
-    return FSDPEngine(options, total_steps=10, head=head)
+    return SpreadEngine(options, total_steps=10, head=head)
 
 
-def _offloaded(make, *arguments, **options) -> FSDPEngine:
+def _offloaded(make, *arguments, **options) -> SpreadEngine:
     """An engine whose shards are where those of `actor.offload=true` are, which is refused without a GPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spread, "Sharded", lambda *given: Sharded(*given[:-2], "micro_batch", True))
@@ -142,7 +142,7 @@ def steps(folder: Path, layout: str, head: str, out: Path, **config):
     return found
 
 
-def disturbed(engine: FSDPEngine, batch: TensorDict) -> tuple[float, float, float]:
+def disturbed(engine: SpreadEngine, batch: TensorDict) -> tuple[float, float, float]:
     """After a step that is not finite, one whose loss raises half-way, and one without information: how many were skipped,
     the last one's gradient norm, and how far the weights moved. DeepSpeed also moved all to host memory and back."""
     before, passes = weights_of(engine), []
@@ -168,7 +168,7 @@ def disturbed(engine: FSDPEngine, batch: TensorDict) -> tuple[float, float, floa
     return skipped, norm, distance(before, weights_of(engine))
 
 
-def there_and_back(engine: FSDPEngine, folder: Path, layout: str, head: str, out: Path, **config):
+def there_and_back(engine: SpreadEngine, folder: Path, layout: str, head: str, out: Path, **config):
     """How far weights are from those of ``engine``, and how far it moved: after a step of an FSDP engine that goes on from
     its state, and after a step of another one of ``layout`` that goes on from that one's."""
     batch, found = batch_of_prompts(), []
@@ -183,7 +183,7 @@ def there_and_back(engine: FSDPEngine, folder: Path, layout: str, head: str, out
     return found
 
 
-def gone_on(engine: FSDPEngine, other: FSDPEngine, state: Path) -> FSDPEngine:
+def gone_on(engine: SpreadEngine, other: SpreadEngine, state: Path) -> SpreadEngine:
     """``other``, with the state of ``engine`` out of a folder that every rank reads."""
     write_tree(state, engine.state_dict(), writes=engine.ranks.rank == 0)
     if dist.is_initialized():

@@ -7,7 +7,7 @@ from tensordict import TensorDict
 
 from tandem.api.batch import pack
 from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
-from tandem.engines.train.fsdp import FSDPEngine
+from tandem.engines.train.engine import SpreadEngine
 
 
 def random_batch(lengths, *, seed=0, vocab_size=304) -> TensorDict:
@@ -50,7 +50,7 @@ def engine_on(
     device="cpu",
     head="lm",
     **optimizer,
-) -> FSDPEngine:
+) -> SpreadEngine:
     options = {"lr": 1e-2, "max_grad_norm": None, "weight_decay": 0.1, **optimizer}
     config = TrainEngineConfig(
         path=str(folder),
@@ -61,7 +61,7 @@ def engine_on(
         logprob_chunk_tokens=chunk_tokens,
         gradient_checkpointing=checkpointing,
     )
-    return FSDPEngine(config, total_steps=total_steps, device=device, head=head)
+    return SpreadEngine(config, total_steps=total_steps, device=device, head=head)
 
 
 def weights_of(engine) -> dict[str, torch.Tensor]:

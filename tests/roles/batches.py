@@ -9,7 +9,7 @@ from tandem.api.batch import pack
 from tandem.config.algorithm import AlgorithmConfig, Component
 from tandem.config.roles import ActorConfig
 from tandem.config.train_engine import OptimizerConfig
-from tandem.engines.train.fsdp import FSDPEngine
+from tandem.engines.train.engine import SpreadEngine
 from tandem.roles.actor import Actor
 
 PROMPT = 3
@@ -58,7 +58,7 @@ def tiny_actor(folder, *, mini_batches=1, epochs=1, max_tokens=1000, lr=1e-2, ac
         mini_batches=mini_batches,
         epochs_per_batch=epochs,
     )
-    engine = FSDPEngine(config, total_steps=10)
+    engine = SpreadEngine(config, total_steps=10)
     return Actor(engine, algorithm_config(**algorithm), config, **(actor or {}))
 
 

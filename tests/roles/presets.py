@@ -6,7 +6,7 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.roles import ActorConfig
 from tandem.config.train_engine import OptimizerConfig
-from tandem.engines.train.fsdp import FSDPEngine
+from tandem.engines.train.engine import SpreadEngine
 from tandem.roles.actor import Actor
 from tandem.roles.reference import Reference
 from tests.roles.batches import rollout_batch
@@ -52,7 +52,7 @@ def full_batch(folder, *, drift=0.15, seed=0):
 
 
 def engine_on(folder, *, max_tokens=1000, ranks=1, config=None):
-    return FSDPEngine(config or actor_config(folder, max_tokens=max_tokens, ranks=ranks), total_steps=100)
+    return SpreadEngine(config or actor_config(folder, max_tokens=max_tokens, ranks=ranks), total_steps=100)
 
 
 def actor_config(folder, *, max_tokens=1000, ranks=1, mini_batches=1):

@@ -6,7 +6,7 @@ import torch
 from tandem.algorithms.preference import PREFERENCE_LOSSES
 from tandem.config.algorithm import Component
 from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
-from tandem.engines.train.fsdp import FSDPEngine
+from tandem.engines.train.engine import SpreadEngine
 from tandem.roles.preference import PreferenceLearner
 from tandem.roles.reference import Reference
 from tandem.roles.reward_model import RewardModel
@@ -27,7 +27,7 @@ def engine_on(folder, ranks, head="lm"):
         optimizer=optimizer,
         max_tokens_per_micro_batch=16,
     )
-    return FSDPEngine(config, total_steps=10, head=head)
+    return SpreadEngine(config, total_steps=10, head=head)
 
 
 def steps(folders, ranks):

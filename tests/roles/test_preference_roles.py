@@ -10,7 +10,7 @@ from tandem.api.failures import BatchError
 from tandem.config.algorithm import Component
 from tandem.config.errors import ConfigError
 from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
-from tandem.engines.train.fsdp import FSDPEngine
+from tandem.engines.train.engine import SpreadEngine
 from tandem.models.prefixes import compact
 from tandem.roles.pairs import mismatched, pairs_of
 from tandem.roles.preference import PreferenceLearner
@@ -44,7 +44,7 @@ def pair_batch(lengths=LENGTHS, *, seed=0, **fields):
 def engine_on(folder, *, max_tokens=1000, lr=1e-2, eps=1e-8, head="lm"):
     optimizer = OptimizerConfig(lr=lr, eps=eps, max_grad_norm=None)
     config = TrainEngineConfig(path=str(folder), dtype="float32", optimizer=optimizer, max_tokens_per_micro_batch=max_tokens)
-    return FSDPEngine(config, total_steps=10, head=head)
+    return SpreadEngine(config, total_steps=10, head=head)
 
 
 def learner_on(folders, loss="dpo", *, engine=None, **knobs):

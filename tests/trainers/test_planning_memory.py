@@ -159,14 +159,14 @@ def resident(name):
     return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
 from tandem.api.batch import pack
 from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
-from tandem.engines.train.fsdp import FSDPEngine
+from tandem.engines.train.engine import SpreadEngine
 from tandem.models.allocator import keep_freed_memory
 keep_freed_memory()
 torch.set_num_threads(1)
 exec(sys.argv[2])  # what a process holds before it has a model
 before = resident("VmRSS")
 config = TrainEngineConfig(path=sys.argv[1], dtype="float32", max_tokens_per_micro_batch=512, logprob_chunk_tokens=256)
-engine = FSDPEngine(config, total_steps=9)
+engine = SpreadEngine(config, total_steps=9)
 for step in range(2):
     mask = torch.arange(128) >= 16
     ids = torch.randint(3, 500, (8, 128))

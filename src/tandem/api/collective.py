@@ -1,10 +1,11 @@
 """What all ranks must hear of: rank 0's result, and a failure of any rank, at once and not after the group's timeout.
 
-Without ``torch.distributed``, or with one rank, everything here is a plain call.
+Without ``torch.distributed``, with one rank, or in a thread that works `by_itself`, everything here is a plain call.
 """
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -16,11 +17,23 @@ from tandem.api.failures import RankFailed, TandemError
 from tandem.api.portable import survives_pickling
 
 T = TypeVar("T")
+_THREAD = threading.local()
 
 
 def is_main() -> bool:
     """Whether this is rank 0, which alone generates, logs and writes."""
     return not dist.is_initialized() or dist.get_rank() == 0
+
+
+@contextlib.contextmanager
+def by_itself() -> Iterator[None]:
+    """A block in which this thread takes part in no collective call: what it does beside training is its rank's alone, and
+    would meet the other ranks in the middle of theirs."""
+    _THREAD.by_itself = True
+    try:
+        yield
+    finally:
+        _THREAD.by_itself = False
 
 
 def from_main(make: Callable[[], T]) -> T:
@@ -117,7 +130,9 @@ def spread(stream: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, to
 
 
 def _alone(group: dist.ProcessGroup | None) -> bool:
-    return not dist.is_available() or not dist.is_initialized() or dist.get_world_size(group) == 1
+    if getattr(_THREAD, "by_itself", False) or not dist.is_available() or not dist.is_initialized():
+        return True
+    return dist.get_world_size(group) == 1
 
 
 def _portable(error: Exception, rank: int) -> Exception:

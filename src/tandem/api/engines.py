@@ -147,8 +147,8 @@ class TrainEngine(ABC):
         raise ConfigError(f"a {type(self).__name__} takes no optimizer state, so its run cannot be resumed")
 
     def late_writer(self, state: Mapping[str, Any]) -> Callable[[Path], None] | None:
-        """What writes to a folder, from any thread, the files of `save` when `state_dict` gave ``state``, of which this is a
-        copy; None where that backend, or a model that is spread over ranks, can only be saved as it is now."""
+        """What writes to a folder, from any thread and without the other ranks, the files of `save` when `state_dict` gave
+        ``state``, of which this is a copy; None where that backend, or this model, can only be saved as it is now."""
         return None
 
     @abstractmethod

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch.distributed.tensor import DTensor
 
 State = dict[str, Any]
 """Plain data: dicts with text keys, lists, texts, numbers, booleans, None, and tensors at the leaves.
@@ -15,11 +16,43 @@ whoever writes it gathers it, one after another. Everything else is rank 0's wor
 
 
 @dataclass(frozen=True)
+class Part:
+    """What one rank has of a tensor: a block of it, or of the row of all its entries."""
+
+    values: torch.Tensor
+    """Empty where another rank gives the same."""
+
+    start: tuple[int, ...]
+    """Place of the block's first entry in the whole."""
+
+    shape: tuple[int, ...]
+    """Of the whole."""
+
+    flat: bool = False
+    """Whether the block is of the row: ``start`` has one number then."""
+
+
+@dataclass(frozen=True)
 class Parted:
     """A tensor of which each rank has a part."""
 
     gather: Callable[[], torch.Tensor]
     """Makes it whole; collective."""
+
+    part: Callable[[], Part] | None = None
+    """This rank's, its own memory and not a copy; None where it can only be gathered."""
+
+
+def part_of(tensor: torch.Tensor) -> Part:
+    """What this rank has of a tensor that may be sharded; of copies, the first one is given."""
+    if not isinstance(tensor, DTensor):
+        return Part(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+    local, coordinate = tensor.to_local(), tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "this rank has no part of it"
+    if any(place.is_replicate() and at for place, at in zip(tensor.placements, coordinate, strict=True)):
+        local = local.new_empty(0)
+    start = tuple(tensor.__create_chunk_list__()[0].offsets)
+    return Part(local, start, tuple(tensor.shape))
 
 
 @runtime_checkable

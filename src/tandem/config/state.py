@@ -36,7 +36,7 @@ class CheckpointConfig:
 
     asynchronous: bool = True
     """Training waits for a copy in host memory only (12 bytes a parameter), and goes on while that is written; over several
-    ranks, with adapters (LoRA), and at the end of a run, it waits for the whole save."""
+    machines, and at the end of a run, it waits for the whole save."""
 
     on_error: Literal["stop", "continue"] = "stop"
     """A checkpoint that the disk refuses ends the run, or training goes on and tries again at the next one; the last

@@ -6,7 +6,7 @@ pieces are plain tensors: FSDP shards them further as it would any other.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import linear, pad
 
+from tandem.api.state import Part
 from tandem.models.context_parallel import refuse_uneven_heads
 from tandem.models.exchanges import share, sum_parts
 from tandem.models.packed import PackedModel
@@ -57,6 +58,14 @@ class Pieces:
         dim, total = self.dims[name]
         start, end = self.bounds(total)
         return whole.narrow(dim, start, end - start)
+
+    def part(self, name: str, part: Part) -> Part:
+        """Where a part of this rank's piece stands in the whole; what is not cut is the first rank's to give."""
+        if name not in self.dims:
+            return part if self.index == 0 else replace(part, values=part.values.new_empty(0))
+        dim, total = self.dims[name]
+        start = (*part.start[:dim], part.start[dim] + self.bounds(total)[0], *part.start[dim + 1 :])
+        return replace(part, start=start, shape=(*part.shape[:dim], total, *part.shape[dim + 1 :]))
 
     def whole(self, name: str, piece: torch.Tensor) -> torch.Tensor:
         """All parts put together. Collective where the parameter is cut."""

@@ -9,9 +9,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import torch.distributed as dist
-
 from tandem.api.activity import within
+from tandem.api.collective import by_itself, from_main, is_main
 from tandem.api.failures import NotWritten
 from tandem.api.state import State
 from tandem.config.arithmetic import is_save_due
@@ -42,7 +41,10 @@ class Saving:
 
     With `checkpoint.asynchronous` training waits for a copy of all states, and goes on while a thread writes that: the same
     files, the same rename. One save at a time: a second one waits for the first. What fails in the thread is raised by the
-    next `after_step`, or on leaving. Over several ranks, and after the last step, training waits for the whole save.
+    next `after_step`, or on leaving. After the last step training waits for the whole save.
+
+    Of several ranks each copies what it has, where rank 0 can read it (`tandem.state.shared_parts`); that is all that they
+    do together. Rank 0's thread writes, by itself; the ranks hear what came of it where they meet anyway.
     """
 
     def __init__(
@@ -62,11 +64,8 @@ class Saving:
         self._models, self._save_tokenizer, self._late_writer = models, save_tokenizer, late_writer
         self._snapshots, self._background = Snapshots(), BackgroundSave()
         self._seconds: dict[str, float] = {}
-        wish = config.checkpoint
-        alone = not dist.is_initialized() or dist.get_world_size() == 1
-        self._beside = wish.asynchronous and wish.resumable and alone
-        if wish.asynchronous and wish.resumable and wish.every_steps and not alone:
-            log.info("training waits for each save: over several ranks the state is gathered while it is written")
+        self._beside = config.checkpoint.asynchronous and config.checkpoint.resumable
+        self._under_way = False  # on all ranks, while what the thread came to has not been heard of
 
     def after_step(self, step: int, metrics: Mapping[str, float], *, leaving: bool = False) -> None:
         """Saves if a checkpoint is due. ``metrics``: of this step. ``leaving``: see `save_if_due`. Collective.
@@ -74,12 +73,11 @@ class Saving:
         Raises:
             CheckpointFailed: this save, or one that went on since; those before it are as they were.
         """
-        if not self._background.busy:
-            self._take()
+        self._hear(wait=False)
         if not is_save_due(self._config, step, self._steps, leaving):
             return
         began = time.perf_counter()
-        if self._take():
+        if self._hear(wait=True):
             self._count("time/save_wait_s", time.perf_counter() - began)
         if step == self._steps or leaving or not self._began_beside(step, metrics):
             saved = self._save(step, self._models, self._recovery.write, metrics, leaving=leaving)
@@ -96,7 +94,8 @@ class Saving:
         try:
             write()
         except NotWritten as error:
-            if self._config.checkpoint.on_error == "stop" or not self._background.untaken:
+            untaken = self._background.untaken if is_main() else self._under_way
+            if self._config.checkpoint.on_error == "stop" or not untaken:
                 raise
             log.warning("%s. A checkpoint is being written: it is tried again after that", error)
             with within("save"):
@@ -104,9 +103,9 @@ class Saving:
             write()
 
     def finish(self) -> Path | None:
-        """Waits for what is being written; returns the newest checkpoint, on rank 0. Raises as `after_step`."""
+        """Waits for what is being written; returns the newest checkpoint, on rank 0. Raises as `after_step`. Collective."""
         with within("save"):
-            self._take()
+            self._hear(wait=True)
         return self.checkpoint
 
     def metrics(self) -> dict[str, float]:
@@ -115,20 +114,34 @@ class Saving:
         return found
 
     def _began_beside(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Copies the state and lets a thread write it; False where that cannot be done."""
+        """Copies the state and lets a thread write it; False where that cannot be done. Collective."""
         if not self._beside:
             return False
         states = self._recovery.states()
-        if self._late_writer(states) is None:
-            log.info("training waits for each save: these models are not written from a copy of their state")
+        why_not = self._snapshots.why_not(states)
+        why_not = from_main(lambda: why_not or self._why_not(states))
+        if why_not is not None:
+            log.info("training waits for each save: %s", why_not)
             self._beside = False
             return False
         copy = self._snapshots.take(states)
-        writer = self._late_writer(copy)
-        assert writer is not None, "it could be written before it was copied"
-        work = partial(self._save, step, _Copied(writer), partial(self._recovery.write, states=copy), dict(metrics))
-        self._background.start(f"the checkpoint of step {step}", work)
+        if is_main():
+            writer = self._late_writer(copy)  # here: the model is another one in the middle of a step
+            assert writer is not None, "it could be written before it was copied"
+            work = partial(self._write_beside, step, _Copied(writer), copy, dict(metrics))
+            self._background.start(f"the checkpoint of step {step}", work)
+        self._under_way = True
         return True
+
+    def _why_not(self, states: Mapping[str, State]) -> str | None:
+        if self._late_writer(states) is None:
+            return "these models are not written from a copy of their state"
+        return None
+
+    def _write_beside(self, step: int, models: Saves, copy: State, metrics: Mapping[str, float]) -> Path | None:
+        """In the thread, on rank 0."""
+        with by_itself():
+            return self._save(step, models, partial(self._recovery.write, states=copy), metrics)
 
     def _save(
         self,
@@ -142,15 +155,32 @@ class Saving:
         options = {"write_state": write_state, "metrics": metrics, "leaving": leaving}
         return save_if_due(self._config, self._run, step, self._steps, models, self._save_tokenizer, **options)
 
-    def _take(self) -> bool:
-        """Waits for the save that is under way, if there is one."""
-        found = self._background.take()
-        if found is None:
+    def _hear(self, *, wait: bool) -> bool:
+        """Whether a save was under way and has ended, or is waited for; every rank hears what it came to. Collective.
+
+        Raises:
+            CheckpointFailed: it failed.
+        """
+        if not self._under_way:
             return False
-        path, seconds = found
-        self.checkpoint = path or self.checkpoint
-        self._count("time/save_background_s", seconds)
-        return True
+
+        def ended() -> bool:
+            if self._background.busy and not wait:
+                return False
+            self._take()
+            return True
+
+        self._under_way = False  # what failed is heard of once
+        self._under_way = not from_main(ended)
+        return not self._under_way
+
+    def _take(self) -> None:
+        """Waits for what the thread is writing, on rank 0; elsewhere there is none."""
+        found = self._background.take()
+        if found is not None:
+            path, seconds = found
+            self.checkpoint = path or self.checkpoint
+            self._count("time/save_background_s", seconds)
 
     def _count(self, name: str, seconds: float) -> None:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds

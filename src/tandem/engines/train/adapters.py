@@ -2,7 +2,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -11,15 +11,18 @@ import torch.distributed as dist
 from tandem.api.collective import whole
 from tandem.api.engines import TrainedAdapter
 from tandem.api.failures import ConfigError
+from tandem.api.state import Parted
 from tandem.api.weights import VALUE_FILE, Adapter
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.folder import read_tensor
 from tandem.engines.train.holders import Holder
-from tandem.engines.train.named_weights import PREFIX, VALUE, NamedWeights
+from tandem.engines.train.named_weights import PREFIX, VALUE, NamedWeights, together_of
 from tandem.models.adapter_folder import ADAPTER, Base, digest_of_base, read_adapter, refuse_other_base, write_adapter
+from tandem.models.catalog import resolve
 from tandem.models.heads import HEAD
 from tandem.models.lora import A, B, adapted, merged, without_adapters
 from tandem.models.packed import PackedModel
+from tandem.models.streaming import tensors_of
 
 SAMPLED = 4
 """Matrices that are looked at to see what rounding leaves of an adapter."""
@@ -60,13 +63,12 @@ class Adapters(TrainedAdapter):
     def merged(self, tensors: Mapping[str, torch.Tensor] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TrainedAdapter.merged`; None stands for its own tensors."""
         for name in self.names:
-            weight, module = self._holder.full(PREFIX + name), name.removesuffix(".weight")
-            if module in self.layers:
-                weight = self._merged(module, weight, tensors)
-            yield name, weight
+            yield name, self.merge(name.removesuffix(".weight"), self._holder.full(PREFIX + name), tensors)
 
-    def _merged(self, module: str, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
-        """One matrix, float32 (as it is while B is 0)."""
+    def merge(self, module: str, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """The matrix of one module, float32 (as it is while B is 0, and where it has no adapter)."""
+        if module not in self.layers:
+            return weight
         names = [f"{module}.{which}.weight" for which in (A, B)]
         if tensors is None:
             a, b = (self._holder.full(self.places[name]) for name in names)
@@ -80,7 +82,7 @@ class Adapters(TrainedAdapter):
         kept = exact = 0.0
         for module in {modules[i * (len(modules) - 1) // (SAMPLED - 1)]: None for i in range(SAMPLED)}:  # first to last
             base = self._holder.full(f"{PREFIX}{module}.weight").float()
-            whole = self._merged(module, base)
+            whole = self.merge(module, base)
             change = whole - base
             kept += float(((whole.to(dtype).float() - base.to(dtype).float()) * change).sum())
             exact += float(change.square().sum())
@@ -143,9 +145,37 @@ class AdaptedWeights(NamedWeights):
         with self._agreed(), whole(named) as stream:
             tensors = {name: tensor for name, tensor in stream if writes}
             if writes:
-                modules = sorted({name.rpartition(".")[2] for name in self.adapter.layers})
-                base = Base(self._config.path, self.base, self.adapter.terms.dtype)
-                write_adapter(folder / ADAPTER, tensors, self._config.lora, base, modules, classifier=HEAD in self._saved)
+                self._write_adapter(folder, tensors)
+
+    def _write_adapter(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+        modules = sorted({name.rpartition(".")[2] for name in self.adapter.layers})
+        base = Base(self._config.path, self.base, self.adapter.terms.dtype)
+        write_adapter(folder / ADAPTER, tensors, self._config.lora, base, modules, classifier=HEAD in self._saved)
+
+    def writer(self, masters: Mapping[str, torch.Tensor | Parted], dtype: torch.dtype) -> Callable[[Path], None] | None:
+        """See `NamedWeights.writer`. The base, of which ranks have shards that none of them may gather beside training, is
+        read from its files again; None where these do not have it under the names of the model."""
+        files = tensors_of(resolve(self._config.path)) or {}
+        held = self.adapter.terms.dtype
+        frozen = {name: self._holder.shape(PREFIX + name) for name in self._names if PREFIX + name in self._holder.frozen}
+        if any(name not in files or tuple(files[name].get_shape()) != tuple(shape) for name, shape in frozen.items()):
+            return None
+
+        def merged_weights(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+            for name in self._names:
+                if name not in frozen:  # a head, which is trained as a whole
+                    yield name, together_of(masters[PREFIX + name]).to(dtype)
+                    continue
+                weight, module = files[name][:].to(self._holder.device, held), name.removesuffix(".weight")
+                yield name, self.adapter.merge(module, weight, tensors).to(dtype)
+
+        def write(folder: Path) -> None:
+            refuse_other_base(self._config.path, digest_of_base(self._config.path), self.base)
+            tensors = {name: together_of(masters[place]) for name, place in self._saved.items()}
+            self._write(folder, merged_weights(tensors), masters, dtype)
+            self._write_adapter(folder, tensors)
+
+        return write
 
     def load(self, folder: Path) -> None:
         """See `TrainEngine.load`: the adapter, and the heads, that `save` wrote.

@@ -4,7 +4,7 @@ import torch
 
 from tandem.api.engines import TrainEngine
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.engines.train.fsdp import FSDPEngine
+from tandem.engines.train.engine import SpreadEngine
 from tandem.engines.train.spread import Head
 
 __all__ = ["Head", "build_train_engine"]
@@ -25,4 +25,4 @@ def build_train_engine(
     Raises:
         ConfigError: another backend than is there, or another number of ranks than it says.
     """
-    return FSDPEngine(config, total_steps=total_steps, device=device, head=head, key=key)
+    return SpreadEngine(config, total_steps=total_steps, device=device, head=head, key=key)

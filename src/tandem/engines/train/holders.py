@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tandem.api.state import Parted
+from tandem.api.state import Parted, part_of
 from tandem.models.tensor_parallel import Pieces
 
 
@@ -111,7 +111,7 @@ class Holder(ABC):
         pieces = self.pieces
         if pieces is None or not tensor.dim():
             return tensor
-        return Parted(lambda: pieces.whole(name, _whole(tensor)))
+        return Parted(lambda: pieces.whole(name, _whole(tensor)), lambda: pieces.part(name, part_of(tensor)))
 
     def laid_out(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """A copy of a whole tensor, on the device of the master ``name`` and cut as it is."""
@@ -307,7 +307,7 @@ class Sharded(Holder):
 
     def state_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | Parted:
         if self.in_host_memory and tensor.dim():
-            return Parted(lambda: _whole(tensor))
+            return Parted(lambda: _whole(tensor), lambda: part_of(tensor))
         return super().state_of(name, tensor)
 
     def move(self, device: torch.device | str) -> None:

@@ -91,20 +91,29 @@ class NamedWeights:
                 if writes:
                     write_tensor(folder / VALUE_FILE, value)
 
-    def writer(self, masters: Mapping[str, torch.Tensor], dtype: torch.dtype) -> Callable[[Path], None] | None:
-        """What writes the files of `save`, of these masters instead of the holder's; from any thread. None where the model
-        has weights that are no masters, or where the masters would have to be gathered first."""
-        own = dict(self._model.named_parameters()).keys() == self._holder.masters.keys()
-        if not own or any(isinstance(master, Parted) for master in masters.values()):
+    def writer(self, masters: Mapping[str, torch.Tensor | Parted], dtype: torch.dtype) -> Callable[[Path], None] | None:
+        """What writes the files of `save`, of these masters, copies of the holder's, instead of those; from any thread. None
+        where the model has weights that are no masters."""
+        if dict(self._model.named_parameters()).keys() != self._holder.masters.keys():
             return None
 
         def write(folder: Path) -> None:
-            weights = ((name, masters[PREFIX + name].to(dtype)) for name in self._names)
-            write_folder(folder, self._model.model, weights, dtype, writes=True)
-            if self._has_value:
-                write_tensor(folder / VALUE_FILE, masters[VALUE])
+            weights = ((name, together_of(masters[PREFIX + name]).to(dtype)) for name in self._names)
+            self._write(folder, weights, masters, dtype)
 
         return write
+
+    def _write(
+        self,
+        folder: Path,
+        weights: Iterator[tuple[str, torch.Tensor]],
+        masters: Mapping[str, torch.Tensor | Parted],
+        dtype: torch.dtype,
+    ) -> None:
+        """The model's files, and that of its second head."""
+        write_folder(folder, self._model.model, weights, dtype, writes=True)
+        if self._has_value:
+            write_tensor(folder / VALUE_FILE, together_of(masters[VALUE]))
 
     def load(self, folder: Path) -> None:
         """See `TrainEngine.load`.
@@ -121,3 +130,8 @@ class NamedWeights:
     def _agreed(self) -> contextlib.AbstractContextManager[None]:
         """What fails on one rank of the group fails on all of it."""
         return contextlib.nullcontext() if self._group is None else together(self._group)
+
+
+def together_of(copied: torch.Tensor | Parted) -> torch.Tensor:
+    """A tensor of a copied state, whole."""
+    return copied.gather() if isinstance(copied, Parted) else copied

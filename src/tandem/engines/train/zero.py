@@ -2,7 +2,7 @@
 
 Each rank keeps a part of the float32 masters and of AdamW's moments (stage 1), of the gradients (2), of the parameters (3);
 see arXiv:1910.02054. DeepSpeed gathers parameters, reduces gradients and moves the masters. What a step is (loss, norm,
-clipping, schedule, when it is skipped) is decided where it is for every backend: in `FSDPEngine` and `Optimizer`.
+clipping, schedule, when it is skipped) is decided where it is for every backend: in `SpreadEngine` and `Optimizer`.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from tandem.api.failures import ConfigError
-from tandem.api.state import Parted
+from tandem.api.state import Part, Parted
 from tandem.config.backend import Layout
 from tandem.engines.train.holders import Holder
 from tandem.engines.train.ranks import form_group
@@ -141,7 +141,7 @@ class ZeroHolder(Holder):
 
     def state_of(self, name: str, tensor: torch.Tensor) -> Parted:
         """A master, as a state has it."""
-        return Parted(partial(self._gather, name))
+        return Parted(partial(self._gather, name), partial(self._held_part, name))
 
     def _gather(self, name: str) -> torch.Tensor:
         parameter = self.masters[name]
@@ -180,10 +180,24 @@ class ZeroHolder(Holder):
             return {}
         self._link_moments()
         steps = adamw.state[self._pieces()[0]]["step"]
-        return {
-            name: {"step": steps} | {what: Parted(partial(self._gather_moment, name, what)) for what in _MOMENTS}
-            for name in self.masters
-        }
+        return {name: {"step": steps} | {what: self._moment(name, what) for what in _MOMENTS} for name in self.masters}
+
+    def _moment(self, name: str, what: str) -> Parted:
+        return Parted(partial(self._gather_moment, name, what), partial(self._held_part, name, what))
+
+    def _held_part(self, name: str, moment: str | None = None) -> Part:
+        """This rank's part of a master, or of one of its moments: some of the row of its entries."""
+        parameter, shape, utils = self.masters[name], self._shapes[name], self._deepspeed.utils
+        if self._stage == 3:
+            state, master = utils.safe_get_local_optimizer_state, utils.safe_get_local_fp32_param
+            values = master(parameter) if moment is None else state(parameter, moment)
+            start = -(-shape.numel() // self._ranks) * self._rank
+            values = values.flatten()[: max(0, shape.numel() - start)]  # the last one is filled up
+        else:
+            fragment = parameter._hp_mapping  # none where all of it is another rank's
+            start = 0 if fragment is None else fragment.lp_fragment_address.start
+            values = torch.empty(0) if fragment is None else fragment.get_hp_fragment(moment)
+        return Part(values, (start,), tuple(shape), flat=True)
 
     def _gather_moment(self, name: str, what: str) -> torch.Tensor:
         return self._deepspeed.utils.safe_get_full_optimizer_state(self.masters[name], what)

@@ -1,7 +1,7 @@
 """What a configuration makes a machine hold and do: models, engine, sequences. Everything else is arithmetic on this."""
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from tandem.algorithms.preference import is_paired, needs_baseline, needs_reference
@@ -232,14 +232,14 @@ def _reinforcement(config: TrainConfig, machine: Machine, lengths: Lengths, read
         kept_versions=0 if config.rollout.verify.every_steps is None else max(1, eta),
         verifies=config.rollout.verify.every_steps is not None,
         checkpoints=config.checkpoint.keep_last,
-        saves_beside=_saves_beside(config, models),
+        saves_beside=_saves_beside(config),
         workers=2,
     )
 
 
-def _saves_beside(config: BaseConfig, models: Sequence[Held]) -> bool:
+def _saves_beside(config: BaseConfig) -> bool:
     wish = config.checkpoint
-    return wish.every_steps is not None and wish.asynchronous and wish.resumable and models[0].ranks == 1
+    return wish.every_steps is not None and wish.asynchronous and wish.resumable
 
 
 def _generator(config: TrainConfig, shape: Shape, machine: Machine, samples: int) -> Generator:
@@ -289,5 +289,5 @@ def _supervised(config: BaseConfig, machine: Machine, lengths: Lengths, read: Ca
         together=pairs,
         proximal=baseline,
         checkpoints=config.checkpoint.keep_last,
-        saves_beside=_saves_beside(config, models),
+        saves_beside=_saves_beside(config),
     )

@@ -23,7 +23,7 @@ from tandem.engines.train.totals import Totals
 from tandem.models.precision import resolve_dtype
 
 
-class FSDPEngine(TrainEngine):
+class SpreadEngine(TrainEngine):
     """Trains one model on one process or on all processes of a group.
 
     Batches are global: every rank passes the same one and gets the same result. Weights are float32, the computation
@@ -197,7 +197,7 @@ class FSDPEngine(TrainEngine):
 
     def late_writer(self, state: Mapping[str, Any]) -> Callable[[Path], None] | None:
         """See `TrainEngine.late_writer`."""
-        return self._weights.writer(state["masters"], self.dtype) if self.world_size == 1 else None
+        return self._weights.writer(state["masters"], self.dtype)
 
     def offload(self, parts: tuple[TrainPart, ...]) -> None:
         """See `TrainEngine.offload`. What is offloaded must be brought back before it is used."""

@@ -1,0 +1,161 @@
+"""What the ranks of one machine have of tensors that are spread over them, copied where rank 0 can read it without asking.
+
+Each rank's memory is an anonymous file: it has no name that could be left behind, and is gone with the last process that has
+it open, however that ends. Rank 0 opens those of the others by their process, which it can on one machine only.
+"""
+
+import mmap
+import os
+import secrets
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tandem.api.collective import from_main, is_main
+from tandem.api.state import Part
+
+MARK_BYTES = 64
+"""At the beginning of each memory, some random bytes: a process of that number on another machine has others."""
+
+ALIGNMENT = 64
+
+
+class Block(NamedTuple):
+    """Where a copied part lies."""
+
+    offset: int
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    flat: bool
+
+    def tensor(self, memory: mmap.mmap) -> torch.Tensor:
+        """The part, in that memory."""
+        count = torch.Size(self.size).numel()
+        return torch.frombuffer(memory, dtype=self.dtype, count=count, offset=self.offset).view(self.size)
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a rank tells of its memory."""
+
+    path: str
+    mark: bytes
+    num_bytes: int
+    blocks: Mapping[str, Block]
+
+
+class SharedParts:
+    """Copies of one state's parts. `copy` and then `share`, which is collective; each takes the memory of those before."""
+
+    def __init__(self) -> None:
+        self._fd: int | None = None
+        self._mark = secrets.token_bytes(MARK_BYTES)
+        self._memory: mmap.mmap | None = None
+        self._blocks: dict[str, Block] = {}
+        self._offers: list[Offer] = []
+        self._maps: dict[tuple[str, bytes, int], mmap.mmap] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """This rank's memory."""
+        return 0 if self._memory is None else len(self._memory)
+
+    def reachable(self) -> str | None:
+        """See `share`, tried before anything is copied. Collective."""
+        self.copy({})
+        return self.share()
+
+    def copy(self, parts: Mapping[str, Part]) -> None:
+        """Copies this rank's parts; `whole` gives nothing before `share`.
+
+        Raises:
+            OSError: there is not so much memory.
+        """
+        if not hasattr(os, "memfd_create"):
+            return  # `share` says so
+        self._blocks, place = {}, MARK_BYTES
+        for name, part in parts.items():
+            if part.values.numel():
+                size, dtype = tuple(part.values.shape), part.values.dtype
+                self._blocks[name] = Block(place, size, dtype, part.start, part.shape, part.flat)
+                place += -(-part.values.nbytes // ALIGNMENT) * ALIGNMENT
+        memory = self._room(place)
+        for name, block in self._blocks.items():
+            block.tensor(memory).copy_(parts[name].values.detach())
+
+    def _room(self, num_bytes: int) -> mmap.mmap:
+        """Memory of that size; the one that there is, if it has it."""
+        if self._memory is not None and len(self._memory) == num_bytes:
+            return self._memory
+        if self._fd is None:
+            self._fd = os.memfd_create("tandem-checkpoint")
+            weakref.finalize(self, os.close, self._fd)
+        os.ftruncate(self._fd, num_bytes)
+        os.posix_fallocate(self._fd, 0, num_bytes)  # or a machine without so much would kill whoever writes to it
+        self._memory = mmap.mmap(self._fd, num_bytes)
+        self._memory[:MARK_BYTES] = self._mark
+        return self._memory
+
+    def share(self) -> str | None:
+        """Lets rank 0 read what every rank has copied; None, or why it cannot. Collective."""
+        path = f"/proc/{os.getpid()}/fd/{self._fd}" if self._fd is not None else ""
+        offers = [Offer(path, self._mark, self.num_bytes, self._blocks)]
+        if dist.is_initialized():
+            offers = offers * dist.get_world_size()
+            dist.all_gather_object(offers, offers[0])
+        self._offers = offers if is_main() else []
+        return from_main(self._map)
+
+    def _map(self) -> str | None:
+        """On rank 0."""
+        maps = {}
+        for rank, offer in enumerate(self._offers):
+            key = (offer.path, offer.mark, offer.num_bytes)
+            found = self._memory if offer.mark == self._mark else self._maps.get(key) or _mapped(offer)
+            if found is None:
+                return f"rank 0 cannot read the memory of rank {rank}: is it on another machine, or not on Linux?"
+            maps[key] = found
+        self._maps = maps
+        return None
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A tensor put together, on rank 0; valid until the next `copy`, from any thread."""
+        found = [
+            (offer.blocks[name], memory)
+            for offer, memory in zip(self._offers, self._maps.values(), strict=True)
+            if name in offer.blocks
+        ]
+        first = found[0][0]
+        whole = torch.empty(first.shape, dtype=first.dtype)
+        missing = whole.numel()
+        for block, memory in found:
+            part = block.tensor(memory)
+            place = tuple(slice(at, at + size) for at, size in zip(block.start, block.size, strict=True))
+            (whole.view(-1) if block.flat else whole)[place] = part
+            missing -= part.numel()
+        if missing:
+            raise RuntimeError(f"the parts of {name} are {missing} entries short of the whole, {list(first.shape)}")
+        return whole
+
+
+def _mapped(offer: Offer) -> mmap.mmap | None:
+    """Another rank's memory; None where that cannot be opened, or is another process's."""
+    try:
+        descriptor = os.open(offer.path, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        if os.fstat(descriptor).st_size != offer.num_bytes:
+            return None
+        memory = mmap.mmap(descriptor, offer.num_bytes)
+    except (OSError, ValueError):
+        return None
+    finally:
+        os.close(descriptor)
+    return memory if memory[:MARK_BYTES] == offer.mark else None

@@ -1,0 +1,79 @@
+"""Copies of what is spread over ranks: parts that rank 0 puts together, in nameless memory that goes with its owner."""
+
+import os
+
+import pytest
+import torch
+
+from tandem.api.state import Part, Parted, part_of
+from tandem.state.shared_parts import MARK_BYTES, Offer, SharedParts, _mapped
+from tandem.state.snapshot import Snapshots
+
+
+def spread(values):
+    """A tensor that lies over ranks, of which this one has all."""
+    return Parted(lambda: pytest.fail("a copy is not gathered"), lambda: part_of(values))
+
+
+def test_a_copy_is_put_together_when_it_is_read_and_stays_as_it_was():
+    snapshots, weights = Snapshots(), torch.arange(6.0).reshape(2, 3)
+    tree = {"a": [spread(weights), torch.tensor(7)], "b": {"step": 1}}
+    assert snapshots.why_not(tree) is None
+    copy = snapshots.take(tree)
+    weights.zero_()
+    assert copy["a"][0].gather().tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    assert copy["a"][1].item() == 7 and copy["b"] == {"step": 1}
+
+    size = snapshots.num_bytes
+    again = snapshots.take(tree)
+    assert again["a"][0].gather().sum() == 0 and snapshots.num_bytes == size
+    larger = snapshots.take({"a": spread(torch.ones(1000, dtype=torch.bfloat16))})
+    assert larger["a"].gather().sum() == 1000 and snapshots.num_bytes > size
+
+
+def test_parts_that_do_not_make_the_whole_are_found():
+    shared = SharedParts()
+    shared.copy({"w": Part(torch.ones(2, 3), (2, 0), (4, 3))})
+    assert shared.share() is None
+    with pytest.raises(RuntimeError, match=r"parts of w are 6 entries short of the whole, \[4, 3\]"):
+        shared.whole("w")
+
+
+def test_a_part_may_be_one_of_the_row_of_all_entries():
+    shared = SharedParts()
+    shared.copy({"w": Part(torch.arange(6.0), (0,), (2, 3), flat=True)})
+    assert shared.share() is None
+    assert shared.whole("w").tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+
+
+def test_a_state_that_can_only_be_gathered_is_told_before_anything_is_copied():
+    tree = {"a": {"w": Parted(lambda: torch.ones(1))}}
+    assert Snapshots().why_not(tree) == "of a/w no rank has a part that could be copied"
+
+
+def test_only_the_memory_that_was_offered_is_read(tmp_path):
+    own = SharedParts()
+    own.copy({"w": part_of(torch.ones(4))})
+    path, size = f"/proc/{os.getpid()}/fd/{own._fd}", own.num_bytes
+    found = _mapped(Offer(path, own._mark, size, {}))
+    assert found is not None and found[:MARK_BYTES] == own._mark
+
+    other = tmp_path / "other"
+    other.write_bytes(bytes(size))
+    wrong = [Offer(str(other), own._mark, size, {}), Offer(path, bytes(MARK_BYTES), size, {})]
+    wrong += [
+        Offer(path, own._mark, size + 1, {}),
+        Offer(str(tmp_path / "none"), own._mark, size, {}),
+        Offer("", b"", 0, {}),
+    ]
+    assert [_mapped(offer) for offer in wrong] == [None] * 5
+
+
+def test_the_memory_goes_with_its_owner():
+    shared = SharedParts()
+    shared.copy({"w": part_of(torch.ones(4))})
+    descriptor = shared._fd
+    assert os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:tandem-checkpoint")
+    del shared
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(descriptor)
