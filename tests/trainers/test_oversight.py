@@ -111,7 +111,12 @@ def test_a_save_that_hangs_is_found_by_its_phase(sft):
     more = ("recover.stalled_after_s=2", "checkpoint.every_steps=1")
     status, said, folder = sft("stuck", "between manifest and rename", "stuck", 2, *more)
     assert status == 1 and "in phase 'save' of step" in said
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step_1"]
+    names = {path.name for path in (folder / "checkpoints").iterdir()}
+    assert {name for name in names if not name.startswith(".")} == {"step_1"}
+    assert len(names) == 2  # what was written beside training is left where it was, under a name that nobody reads
+    assert sft("stuck", None, "", 1, "checkpoint.every_steps=1")[0] == 0
+    assert {path.name for path in (folder / "checkpoints").iterdir()} >= {"step_4"}
+    assert not [path for path in (folder / "checkpoints").iterdir() if path.name.startswith(".")]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Self
 
 from tandem.api.activity import within
 from tandem.api.collective import by_itself, from_main, is_main
-from tandem.api.failures import NotWritten
+from tandem.api.failures import NotWritten, Stalled
 from tandem.api.state import State
 from tandem.config.arithmetic import is_save_due
 from tandem.config.experiment import BaseConfig
@@ -190,7 +190,8 @@ class Saving:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._background.busy:
-            if isinstance(error, KeyboardInterrupt) and not isinstance(error, Leaving):  # asked twice, or the grace is over
+            asked_twice = isinstance(error, KeyboardInterrupt) and not isinstance(error, Leaving)  # or the grace is over
+            if asked_twice or isinstance(error, Stalled):  # what the save does would have counted as progress
                 log.warning("the checkpoint that is being written is left unfinished; those before it are as they were")
                 return
             log.warning("waiting for the checkpoint that is being written; Ctrl-C leaves it unfinished")
