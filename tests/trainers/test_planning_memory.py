@@ -8,8 +8,9 @@ import torch
 
 from tandem.engines.inference.kv_cache import KVCache
 from tandem.trainers.planning.calibrate import FRAGMENTATION, PROCESS
+from tandem.trainers.planning.items import GIB
 from tandem.trainers.planning.job import Lengths
-from tandem.trainers.planning.memory import GIB, engine_weights, instants, kv_needed, kv_tokens, row_capacity
+from tandem.trainers.planning.memory import engine_weights, instants, kv_needed, kv_tokens, row_capacity
 from tandem.trainers.planning.plan import make_plan
 from tandem.trainers.planning.shape import read_shape
 from tests.tiny import tiny_model_folder

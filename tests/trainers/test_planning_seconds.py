@@ -7,20 +7,12 @@ import pytest
 
 from tandem.config.errors import ConfigError
 from tandem.trainers.planning.batches import MicroBatch
+from tandem.trainers.planning.cost import Cost
 from tandem.trainers.planning.devices import DEVICES, MATMUL, device
+from tandem.trainers.planning.generating import decode, prefill, publishing
+from tandem.trainers.planning.layers import head, layers_backward, layers_forward
 from tandem.trainers.planning.plan import make_plan
-from tandem.trainers.planning.seconds import (
-    Cost,
-    decode,
-    dense_step,
-    head,
-    layers_backward,
-    layers_forward,
-    optimizer,
-    phases,
-    prefill,
-    publishing,
-)
+from tandem.trainers.planning.seconds import dense_step, optimizer, phases
 from tandem.trainers.planning.shape import Shape
 from tests.trainers.planning import HAND, LLAMA_8B, generator, held, job, round_machine
 
@@ -70,7 +62,7 @@ def test_the_head_computes_its_logits_twice():
 
 
 def test_the_optimizer_passes_over_memory():
-    cost = optimizer(HAND, "lm", "float32", 1, round_machine(stream=1e9), micro_batches=1)
+    cost = optimizer(held(), round_machine(stream=1e9), micro_batches=1)
 
     assert cost.parts == (("memory bandwidth", pytest.approx(HAND.parameters() * 64 / 1e9)),)
 

@@ -30,6 +30,10 @@ LAUNCH_S = 8e-6
 DIGEST = 1.4e9
 """Bytes/s of SHA-256 with the processor's own instructions. Assumed for the host."""
 
+HOST_LINK, HOST_STREAM = 25e9, 40e9
+"""Bytes/s between a GPU and pinned host memory (PCIe 4 × 16 gives 32e9 at most), and of the optimizer's passes over host
+memory, of one GPU's share of it. Assumed."""
+
 CONTEXT_GIB, SLACK = 0.6, 0.2
 """A CUDA context with its libraries, and the caching allocator's holes, see `Machine.slack`. Assumed."""
 
@@ -118,7 +122,8 @@ def device(name: str, count: int = 1) -> Machine:
         operation_s=LAUNCH_S,
         digest=DIGEST,
         link=row.link_gb_s * 1e9 * BANDWIDTH if count > 1 else math.inf,
-        host_link=25e9,
+        host_link=HOST_LINK,
+        host_stream=HOST_STREAM,
         process_gib=CONTEXT_GIB,
         slack=SLACK,
         threads=16,
