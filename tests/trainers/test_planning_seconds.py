@@ -187,6 +187,14 @@ def test_torchtitans_tokens_a_second_on_64_a100(shape, length, sequences, recomp
     assert predicted_rate(shape, length, sequences, recompute) == pytest.approx(published, rel=0.2)
 
 
+def test_torchtitans_tokens_a_second_on_8_h100():
+    """benchmarks/llama3_h100_202412_torchtitan.md: FSDP2, not compiled, on the machines that it states."""
+    machine = device("h100-hbm2e", 8)
+    step = dense_step(LLAMA_8B, length=8192, sequences=2, ranks=8, machine=machine, recompute=0.5)
+
+    assert 2 * 8192 / step.seconds == pytest.approx(5762, rel=0.2)
+
+
 def test_the_page_shows_the_table_of_devices():
     page = (Path(__file__).resolve().parents[2] / "docs/planning.md").read_text()
     for name, row in DEVICES.items():

@@ -24,6 +24,9 @@ from tandem.trainers.planning.states import (
     states,
 )
 
+TOKENIZER_BYTES = 1000
+"""Of each token of the vocabulary: the library held 46 MiB for one of 49,152, measured once."""
+
 SMALLEST_ROW = 32
 """Smallest row of the KV cache, tokens."""
 
@@ -99,6 +102,8 @@ def _engine(job: Job, machine: Machine) -> Iterator[Item]:
     tables = 1.5 * BYTES[generator.dtype] * generator.max_len * generator.shape.head_dim
     slots = 20.0 * generator.max_running * max(16, job.lengths.longest)
     yield Item("engine", "tables", (tables + slots) * generator.engines)
+    if generator.adapter and machine.kind == "cpu":  # pages of files, mapped at each update; the system may take them back
+        yield Item("publish", "files of the base", float(generator.shape.stored * generator.shape.parameters()))
     delivered = delivered_bytes(generator)
     if generator.own_process:  # the segment, or the folder's pages
         yield Item("engine", "shared weights", delivered, "device" if machine.kind == "cpu" else "host")
@@ -160,6 +165,8 @@ def kv_cache(job: Job, generator: Generator) -> float:
 def _processes(job: Job, machine: Machine, room: Room) -> Iterator[Item]:
     generator = job.generator
     yield room.item("process", "interpreter and libraries", machine.process_gib * GIB)
+    if machine.kind == "cpu":
+        yield room.item("process", "tokenizer", float(TOKENIZER_BYTES * job.actor.shape.vocab))
     if generator is not None and generator.foreign is None and generator.own_process:
         yield room.one("engine", "interpreter and libraries", machine.process_gib * GIB * generator.engines)
     if job.workers and machine.kind == "cpu":
@@ -230,7 +237,7 @@ def _backward_ends(model: Held, step: Step, room: Room) -> list[Item]:
 
 
 def _publishing(job: Job, machine: Machine) -> Iterator[Item]:
-    """The engine lays the update out beside what it serves; of an adapter it maps the base's files again, and merges."""
+    """The engine lays the update out beside what it serves."""
     generator = job.generator
     assert generator is not None
     yield Item("engine", "staged weights", engine_weights(generator, machine) * generator.engines)
@@ -238,8 +245,6 @@ def _publishing(job: Job, machine: Machine) -> Iterator[Item]:
         yield Item("publish", "one whole tensor", float(FLOAT32 * job.actor.shape.embedding))
     if generator.adapter:
         yield Item("publish", "adapter", float(FLOAT32 * generator.adapter * generator.engines))
-        if machine.kind == "cpu":  # pages of a file, which the system takes back where it needs them
-            yield Item("publish", "files of the base", float(generator.shape.stored * generator.shape.parameters()))
     elif not generator.own_process and generator.delivered != "float32":
         yield Item("publish", "rounded weights", float(BYTES[generator.delivered] * generator.shape.parameters()))
 
