@@ -51,8 +51,8 @@ def _rl(batch_size: int, samples: int, new_tokens: int, *more: str) -> tuple[str
 
 
 def _rows(batch_size: int, *more: str) -> tuple[str, ...]:
-    # as long as the rows are: the plan's memory is that of the longest row that may come
-    return f"batch_size={batch_size}", "max_length=64", "actor.max_tokens_per_micro_batch=1024", *more
+    # the rows have 47 and 48 tokens, and the plan's memory is that of the longest row that may come
+    return f"batch_size={batch_size}", "max_length=48", "actor.max_tokens_per_micro_batch=1024", *more
 
 
 CELLS = (
