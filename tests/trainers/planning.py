@@ -3,7 +3,9 @@
 import math
 from dataclasses import replace
 
-from tandem.trainers.planning.job import Generator, Held, Job, Lengths
+from tandem.config.backend import Layout, parse_layout
+from tandem.trainers.planning.held import Adapters, Held
+from tandem.trainers.planning.job import Generator, Job, Lengths
 from tandem.trainers.planning.machine import Machine
 from tandem.trainers.planning.shape import Shape
 
@@ -38,10 +40,16 @@ def round_machine(**changes) -> Machine:
     return replace(machine, **changes)
 
 
-def held(role="actor", shape=HAND, **changes) -> Held:
-    """A trained model in float32 on one rank."""
-    usual = {"head": "lm", "dtype": "float32", "ranks": 1, "trained": True, "max_tokens": 1000, "chunk_tokens": 16}
+def held(role="actor", shape=HAND, *, ranks=1, backend=None, **changes) -> Held:
+    """A trained model in float32 on one rank, or spread as ``backend`` says; its layout may be a whole machine's."""
+    layout = Layout(data=ranks) if backend is None else parse_layout(backend)
+    usual = {"head": "lm", "dtype": "float32", "trained": True, "max_tokens": 1000, "chunk_tokens": 16, "layout": layout}
     return Held(role=role, shape=shape, **usual | changes)
+
+
+def adapters(rank=2, shape=HAND, **changes) -> Adapters:
+    """On every matrix of the layers."""
+    return Adapters(rank, **{"modules": tuple(shape.linears)} | changes)
 
 
 def generator(shape=HAND, **changes) -> Generator:

@@ -15,12 +15,12 @@ from tandem.trainers.planning.devices import device
 from tandem.trainers.planning.job import Lengths, job_of
 from tandem.trainers.planning.lengths import ASSUMED_PROMPT, known_lengths
 from tandem.trainers.planning.plan import make_plan
-from tandem.trainers.planning.remedy import larger_devices, nearest, overrides
+from tandem.trainers.planning.remedy import larger_devices, nearest, others, overrides
 from tests.tiny import tiny_config, tiny_model_folder, tiny_tokenizer
 from tests.trainers.planning import LLAMA_8B, SMOLLM2, round_machine
 
 LENGTHS = Lengths(100, 200, 200)
-UNITS = r"GiB|s|ms|min|%|(completion )?tokens?(/s)?|GB/s|M parameters|layers|ranks?|threads?|steps?|rows?"
+UNITS = r"GiB|s|ms|min|%|(completion )?tokens?(/s)?|GB/s|M parameters|layers|ranks?|threads?|steps?|rows?|checkpoints?"
 
 
 @pytest.fixture
@@ -130,7 +130,7 @@ def test_what_does_not_fit_ends_with_1_and_the_nearest_change(model, here, monke
 
 def test_too_many_tokens_at_once_are_cut_and_nothing_else_is_touched():
     keys = [*RL, "actor.max_tokens_per_micro_batch=32768", "rollout.batch_size=32", "actor.dtype=bfloat16"]
-    keys += ["actor.backend=fsdp:d8"]
+    keys += ["actor.backend=fsdp:d8", "actor.gradient_sync=micro_batch"]
     plan, change = planned(TrainConfig, keys, device("h100", 8))
 
     assert not plan.fits and change is not None and change.plan.fits
@@ -242,19 +242,61 @@ def test_a_calibration_is_kept_and_made_anew_where_the_machine_differs(tmp_path)
     assert calibrate.read(tmp_path / "none.json", {}) is None
 
 
-def test_a_backend_that_is_not_planned_is_refused_by_name():
-    config = load_config(TrainConfig, None, RL).config
-    object.__setattr__(config.actor, "backend", "deepspeed:zero3:d2")
-
-    with pytest.raises(ConfigError, match=r"actor: .*deepspeed:zero3:d2"):
-        job_of(config, round_machine(), Lengths(10, 20, 20), lambda _: SMOLLM2)
+def job_with(*keys, machine=None):
+    """The job of a configuration with these keys."""
+    config = load_config(TrainConfig, None, [*RL, *keys]).config
+    return job_of(config, machine or round_machine(), LENGTHS, lambda _: SMOLLM2)
 
 
-def test_offloading_is_not_planned_and_refused_by_name():
-    config = load_config(TrainConfig, None, [*RL, "actor.offload=true"]).config
+def test_what_the_engine_refuses_has_no_plan():
+    with pytest.raises(ConfigError, match=r"actor: actor\.offload=true .* has no GPU"):
+        job_with("actor.offload=true")
+    with pytest.raises(ConfigError, match="9 heads on 3 key-value heads"):
+        job_with("actor.backend=fsdp:d1t2")
+    with pytest.raises(ConfigError, match="stage 1 of DeepSpeed is not there in bfloat16"):
+        job_with("actor.backend=deepspeed:zero1:d2", "actor.dtype=bfloat16")
+    with pytest.raises(ConfigError, match="which no matrix of this model's layers ends with"):
+        job_with("actor.lora.rank=4", "actor.lora.target_modules=[wrong]")
 
-    with pytest.raises(ConfigError, match=r"actor: .*actor.offload=true"):
-        job_of(config, round_machine(), Lengths(10, 20, 20), lambda _: SMOLLM2)
+
+def test_the_reference_of_an_adapter_is_the_actor_itself_unless_it_has_keys_of_its_own():
+    free = job_with("actor.lora.rank=4", "algorithm.kl.coefficient=0.1")
+    own = job_with("actor.lora.rank=4", "algorithm.kl.coefficient=0.1", "reference.dtype=bfloat16")
+
+    assert [model.own for model in free.models] == [True, False] and free.models[1].adapters is None
+    assert [model.own for model in own.models] == [True, True] and own.models[1].dtype == "bfloat16"
+
+
+def test_adapters_go_to_our_own_engines_alone_and_merged_to_others():
+    delivered = 30 * 8 * (4 * 576 + 2 * (576 + 192) + 3 * (576 + 1536))
+    assert job_with("actor.lora.rank=8").generator.adapter == delivered
+    assert job_with("actor.lora.rank=8", "async_training=true").generator.adapter == delivered
+    assert job_with("actor.lora.rank=8", "rollout.weights.channel=disk").generator.adapter == 0
+    assert job_with("actor.lora.rank=8", "rollout.backend=tandem:d1").generator.adapter == 0
+    assert job_with().generator.adapter == 0
+
+
+def test_where_only_adapters_fit_they_are_proposed():
+    plan, change = planned(SFTConfig, ["train_dataset.path=addition", "actor.backend=fsdp:d1"], device("rtx4090"))
+
+    assert not plan.fits and change is not None and change.plan.fits
+    assert "actor.offload" in change.settings or "actor.lora.rank" in change.settings
+
+
+def test_other_ways_that_fit_are_named_beside_the_nearest():
+    keys = ["train_dataset.path=addition", "actor.dtype=bfloat16"]
+
+    def plan_with(settings):
+        config = load_config(SFTConfig, None, [*keys, *overrides(settings)]).config
+        return make_plan(job_of(config, machine, LENGTHS, lambda _: LLAMA_8B), machine)
+
+    machine = device("h100", 8)
+    plan = plan_with({})
+    ways = [set(change.settings) for change in others(plan, None, plan_with)]
+
+    assert not plan.fits
+    assert {"actor.lora.rank"} in ways and {"actor.offload"} in ways and ways.count({"actor.backend"}) == 2
+    assert others(plan_with({"actor.lora.rank": 16}), None, plan_with) == []
 
 
 @pytest.mark.slow

@@ -8,8 +8,9 @@ import torch
 
 from tandem.engines.inference.kv_cache import KVCache
 from tandem.trainers.planning.calibrate import FRAGMENTATION, PROCESS
+from tandem.trainers.planning.items import GIB
 from tandem.trainers.planning.job import Lengths
-from tandem.trainers.planning.memory import GIB, engine_weights, instants, kv_needed, kv_tokens, row_capacity
+from tandem.trainers.planning.memory import engine_weights, instants, kv_needed, kv_tokens, row_capacity
 from tandem.trainers.planning.plan import make_plan
 from tandem.trainers.planning.shape import read_shape
 from tests.tiny import tiny_model_folder
@@ -140,7 +141,7 @@ def test_what_comes_and_goes_leaves_holes_and_what_stays_does_not():
     plain, holed = (instants(job(held()), round_machine(slack=share)) for share in (0.0, 0.5))
 
     for before, after in zip(plain, holed, strict=True):
-        stays = sum(item.num_bytes for item in before.items if item.what in ("parameters", "optimizer"))
+        stays = sum(item.num_bytes for item in before.items if item.what in ("parameters", "optimizer", "tokenizer"))
         assert after.total() - before.total() == pytest.approx((before.total() - stays) / 2)
 
 
@@ -186,6 +187,7 @@ def test_the_peak_of_a_medium_model_is_the_predicted_one(tmp_path):
     run = job(model, kind="sft", groups=8, generated=0, trained=1, lengths=Lengths(16, 112, 112))
     found = instants(run, round_machine(slack=FRAGMENTATION))
     predicted = max(instant.total() for instant in found if instant.phase.endswith(": actor"))
+    predicted -= bytes_of(found, "save", "process", "tokenizer")  # there is none
 
     done = subprocess.run(
         [sys.executable, "-c", MEASURE, str(folder), PROCESS], capture_output=True, text=True, timeout=280, check=True

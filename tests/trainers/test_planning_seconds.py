@@ -7,20 +7,12 @@ import pytest
 
 from tandem.config.errors import ConfigError
 from tandem.trainers.planning.batches import MicroBatch
+from tandem.trainers.planning.cost import Cost
 from tandem.trainers.planning.devices import DEVICES, MATMUL, device
+from tandem.trainers.planning.generating import decode, prefill, publishing
+from tandem.trainers.planning.layers import head, layers_backward, layers_forward
 from tandem.trainers.planning.plan import make_plan
-from tandem.trainers.planning.seconds import (
-    Cost,
-    decode,
-    dense_step,
-    head,
-    layers_backward,
-    layers_forward,
-    optimizer,
-    phases,
-    prefill,
-    publishing,
-)
+from tandem.trainers.planning.seconds import dense_step, optimizer, phases
 from tandem.trainers.planning.shape import Shape
 from tests.trainers.planning import HAND, LLAMA_8B, generator, held, job, round_machine
 
@@ -70,7 +62,7 @@ def test_the_head_computes_its_logits_twice():
 
 
 def test_the_optimizer_passes_over_memory():
-    cost = optimizer(HAND, "lm", "float32", 1, round_machine(stream=1e9), micro_batches=1)
+    cost = optimizer(held(), round_machine(stream=1e9), micro_batches=1)
 
     assert cost.parts == (("memory bandwidth", pytest.approx(HAND.parameters() * 64 / 1e9)),)
 
@@ -193,6 +185,14 @@ def predicted_rate(shape, length, sequences, recompute):
 def test_torchtitans_tokens_a_second_on_64_a100(shape, length, sequences, recompute, published):
     """docs/performance.md of torchtitan: FSDP2, bfloat16, 64 A100 of 80 GB; tokens a second and GPU."""
     assert predicted_rate(shape, length, sequences, recompute) == pytest.approx(published, rel=0.2)
+
+
+def test_torchtitans_tokens_a_second_on_8_h100():
+    """benchmarks/llama3_h100_202412_torchtitan.md: FSDP2, not compiled, on the machines that it states."""
+    machine = device("h100-hbm2e", 8)
+    step = dense_step(LLAMA_8B, length=8192, sequences=2, ranks=8, machine=machine, recompute=0.5)
+
+    assert 2 * 8192 / step.seconds == pytest.approx(5762, rel=0.2)
 
 
 def test_the_page_shows_the_table_of_devices():

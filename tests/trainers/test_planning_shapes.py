@@ -7,10 +7,13 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from tandem.config.errors import ConfigError
+from tandem.config.lora import LoRAConfig
 from tandem.models.architecture import SUPPORTED, Architecture
+from tandem.models.lora import put_adapters
 from tandem.models.packed import PackedCausalLM
 from tandem.trainers.planning import activations
 from tandem.trainers.planning.batches import MicroBatch, cut
+from tandem.trainers.planning.held import adapters_of
 from tandem.trainers.planning.shape import Shape, read_shape
 from tests.tiny import KINDS, tiny_config, tiny_model
 from tests.trainers.planning import HAND, LLAMA_8B, SMOLLM2
@@ -59,6 +62,15 @@ def test_what_is_not_computed_here_has_no_plan(tmp_path):
         read_shape(str(tmp_path))
 
 
+def adapted_model(kind: str, dtype: torch.dtype, modules: tuple[str, ...], **overrides) -> PackedCausalLM:
+    """A frozen model with adapters, which compute in its dtype as those in a training engine do."""
+    model = PackedCausalLM(tiny_model(kind, dtype=dtype, **overrides))
+    put_adapters(model, LoRAConfig(rank=4, target_modules=modules), dtype, seed=0)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
 def kept_really(model: PackedCausalLM, groups: tuple[tuple[int, int], ...]) -> int:
     """Bytes of all storages that autograd keeps of one forward pass, parameters aside."""
     generator = torch.Generator().manual_seed(0)
@@ -97,9 +109,25 @@ def test_activations_are_what_autograd_keeps(kind, groups, dtype):
     assert said == pytest.approx(kept_really(model, groups), rel=0.06)
 
 
+@pytest.mark.parametrize("modules", [("all-linear",), ("q_proj", "v_proj"), ("gate_proj", "o_proj")], ids=str)
+@pytest.mark.parametrize("groups", [((PROMPT, 1),) * 8, ((PROMPT, 4),) * 2], ids=["alone", "shared"])
+@pytest.mark.parametrize(("kind", "dtype"), [("llama", "float32"), ("qwen3", "bfloat16"), ("gemma3", "bfloat16")])
+def test_activations_beside_adapters_are_what_autograd_keeps(kind, dtype, groups, modules):
+    overrides = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "max_position_embeddings": 1024}
+    model = adapted_model(kind, getattr(torch, dtype), modules, num_hidden_layers=6, layer_types=None, **overrides)
+    shape, batch = Shape.of(model.architecture), MicroBatch(groups, COMPLETION)
+    spread = activations.Spread(adapters=adapters_of(LoRAConfig(rank=4, target_modules=modules), shape))
+
+    said = activations.kept(shape, batch, dtype, spread) + activations.head_kept(shape, batch, dtype)
+
+    assert said == pytest.approx(kept_really(model, groups), rel=0.06)
+
+
 def test_checkpointing_keeps_the_inputs_of_all_layers_and_one_whole_layer():
     batch = MicroBatch(((PROMPT, 1),), COMPLETION)
-    whole, sparse = (activations.kept(SMOLLM2, batch, "float32", checkpointing=flag) for flag in (False, True))
+    whole, sparse = (
+        activations.kept(SMOLLM2, batch, "float32", activations.Spread(checkpointing=flag)) for flag in (False, True)
+    )
 
     layer = activations.kept_by_layer(SMOLLM2, batch, "float32")
     assert whole - sparse == 29 * layer - 30 * 4 * 576 * (PROMPT + COMPLETION)

@@ -24,7 +24,7 @@ from tandem.trainers.planning.job import job_of
 from tandem.trainers.planning.lengths import Known, known_lengths
 from tandem.trainers.planning.machine import Machine
 from tandem.trainers.planning.plan import Plan, make_plan
-from tandem.trainers.planning.remedy import Change, larger_devices, least_gib, nearest, overrides
+from tandem.trainers.planning.remedy import Change, larger_devices, least_gib, nearest, others, overrides
 from tandem.trainers.planning.report import Report
 from tandem.trainers.planning.shape import read_shape
 
@@ -70,7 +70,7 @@ def make_report(arguments: argparse.Namespace) -> Report:
 
     def plan_with(settings: dict[str, Any]) -> Plan:
         changed = load_config(kind, file, [*given, *overrides(settings)]).config
-        return make_plan(job_of(changed, machine, known.lengths, read), machine)
+        return make_plan(job_of(changed, machine, known.lengths, read, rows=known.rows), machine)
 
     plan = plan_with({})
     change = nearest(plan, config, plan_with)
@@ -80,6 +80,7 @@ def make_report(arguments: argparse.Namespace) -> Report:
         lengths=known.said,
         arithmetic=_arithmetic(config, known),
         change=change,
+        others=tuple(others(plan, change, plan_with)),
         advice=_advice(plan, change),
     )
 

@@ -31,6 +31,7 @@ from tandem.models.precision import DTYPES, fast_bfloat16
 from tandem.state.machine import machine as described
 from tandem.state.machine import usable_cores
 from tandem.trainers.planning.devices import CONTEXT_GIB, SLACK
+from tandem.trainers.planning.link import between_processes
 from tandem.trainers.planning.machine import Machine
 from tandem.trainers.planning.shape import Dtype
 
@@ -40,9 +41,6 @@ WIDTH = 1024
 
 LONG_ENOUGH_S = 0.12
 """Time of one measurement; its calls are repeated until then."""
-
-GLOO = 1.5e9
-"""Bytes/s between two processes of one machine over gloo, of each. Assumed: measuring it takes two processes."""
 
 FRAGMENTATION = 0.5
 """`Machine.slack` on a CPU, where freed memory is kept in the heap (`tandem.models.allocator`). From two runs on one
@@ -88,7 +86,7 @@ def _identity(where: str, threads: int) -> dict[str, Any]:
         "device": where,
         "threads": threads,
         "torch": torch.__version__,
-        "measures": 1,  # counts up when what is measured changes
+        "measures": 2,  # counts up when what is measured changes
     }
 
 
@@ -154,8 +152,9 @@ def _measured(device: torch.device, threads: int, identity: Mapping[str, Any]) -
         softmax=_softmax(device),
         operation_s=_operation(device),
         digest=_digest(),
-        link=GLOO if not cuda else 20e9 if torch.cuda.device_count() > 1 else math.inf,
+        link=between_processes() if not cuda else 20e9 if torch.cuda.device_count() > 1 else math.inf,
         host_link=_host_link(device) if cuda else math.inf,
+        host_stream=_stream(torch.device("cpu")) if cuda else math.inf,
         process_gib=CONTEXT_GIB if cuda else _resident(PROCESS),
         worker_gib=_resident(WORKER),
         slack=SLACK if cuda else FRAGMENTATION,

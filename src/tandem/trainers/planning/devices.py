@@ -30,6 +30,10 @@ LAUNCH_S = 8e-6
 DIGEST = 1.4e9
 """Bytes/s of SHA-256 with the processor's own instructions. Assumed for the host."""
 
+HOST_LINK, HOST_STREAM = 25e9, 40e9
+"""Bytes/s between a GPU and pinned host memory (PCIe 4 × 16 gives 32e9 at most), and of the optimizer's passes over host
+memory, of one GPU's share of it. Assumed."""
+
 CONTEXT_GIB, SLACK = 0.6, 0.2
 """A CUDA context with its libraries, and the caching allocator's holes, see `Machine.slack`. Assumed."""
 
@@ -43,6 +47,9 @@ LOCKWOOD = "https://glennklockwood.com/garden/processors/"
 """Memory, bandwidth and NVLink of A100 and H100, after NVIDIA's data sheets."""
 
 H100_SHEET = "https://archive-lib.hpctech.co.jp/gpuproduct/nvidia-h100.html"
+H100_HBM2E = "https://github.com/pytorch/torchtitan/blob/main/benchmarks/llama3_h100_202412_torchtitan.md"
+"""The machines of its tables: 96 GB and 2.4 TB/s, held at 500 W; their peak is not known, and taken as the others'."""
+
 H200_MLPERF = (
     "https://github.com/mlcommons/inference_results_v4.1/blob/main/closed/NVIDIA/systems/H200-SXM-141GBx8_TRT_MaxQ.json"
 )
@@ -77,6 +84,7 @@ DEVICES: dict[str, Device] = {
     "a100": Device(80, 312, 19.5, 2039, 300, (LOCKWOOD + "A100", ACCELERATORS), 0.869),
     "a100-40gb": Device(40, 312, 19.5, 1555, 300, (LOCKWOOD + "A100", ACCELERATORS), 0.869),
     "h100": Device(80, 989, 67, 3350, 450, (H100_SHEET, LOCKWOOD + "h100", ACCELERATORS), 0.803),
+    "h100-hbm2e": Device(96, 989, 67, 2400, 450, (H100_HBM2E, H100_SHEET, ACCELERATORS), 0.803),
     "h200": Device(141, 989, 67, 4800, 450, (UPGRADE, H200_MLPERF, ACCELERATORS), 0.803),
     "b200": Device(180, 2250, 80, 7672, 900, (UPGRADE, B200_BANDWIDTH, B200_LINK), 0.776),
     "l40s": Device(48, 362, 91.6, 864, 32, (L40S_SHEET, ACCELERATORS)),
@@ -118,7 +126,8 @@ def device(name: str, count: int = 1) -> Machine:
         operation_s=LAUNCH_S,
         digest=DIGEST,
         link=row.link_gb_s * 1e9 * BANDWIDTH if count > 1 else math.inf,
-        host_link=25e9,
+        host_link=HOST_LINK,
+        host_stream=HOST_STREAM,
         process_gib=CONTEXT_GIB,
         slack=SLACK,
         threads=16,

@@ -1,22 +1,23 @@
 """What a configuration makes a machine hold and do: models, engine, sequences. Everything else is arithmetic on this."""
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tandem.algorithms.preference import is_paired, needs_baseline, needs_reference
 from tandem.config.arithmetic import max_head_offpolicyness, placement
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.fleet import parse_backend
+from tandem.config.lora import LoRAConfig
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
 from tandem.config.roles import critic_engine_config
-from tandem.config.train_engine import TrainEngineConfig
 from tandem.roles.actor import choose_parts
 from tandem.trainers.critic import needs_critic
-from tandem.trainers.parts import needs_greedy_baseline, reference_config
+from tandem.trainers.parts import backend_key, needs_greedy_baseline, reference_config
+from tandem.trainers.planning.disk import Saves, saves_of
+from tandem.trainers.planning.held import Held, held, resolved
 from tandem.trainers.planning.machine import Machine
-from tandem.trainers.planning.shape import Dtype, Head, Shape
+from tandem.trainers.planning.shape import Dtype, Shape
 from tandem.trainers.preference import make_loss
 
 
@@ -30,32 +31,6 @@ class Lengths:
 
     longest: int
     """Of the longest completion, which the memory follows from."""
-
-
-@dataclass(frozen=True)
-class Held:
-    """A model in a training engine."""
-
-    role: str
-    shape: Shape
-    head: Head
-    dtype: Dtype
-    """That it computes in; the weights that it holds are float32."""
-
-    ranks: int
-    trained: bool
-    max_tokens: int
-    chunk_tokens: int
-    checkpointing: bool = False
-    mini_batches: int = 1
-    epochs: int = 1
-    entropy: bool = False
-    """Its update computes the entropy of each token too."""
-
-    @property
-    def sharded(self) -> bool:
-        """Whether each rank holds a part."""
-        return self.ranks > 1
 
 
 @dataclass(frozen=True)
@@ -77,6 +52,9 @@ class Generator:
     max_len: int
     sequences: int
     """Samples under way at once, of all engines."""
+
+    adapter: int = 0
+    """Parameters of the adapter that is delivered alone; 0: whole weights are."""
 
     foreign: str | None = None
     """Servers of another make, which plan their own memory and whose speed is not known here."""
@@ -112,8 +90,8 @@ class Job:
     """Old weights that are kept to verify deliveries."""
 
     verifies: bool = False
-    checkpoints: int | None = 2
-    """Checkpoints that are kept; None: all."""
+    saves: Saves = field(default_factory=Saves)
+    """Checkpoints of the run."""
 
     saves_beside: bool = False
     """Training goes on while a copy of its state is written."""
@@ -137,62 +115,36 @@ class Job:
         return next((model for model in self.models if model.role == "critic"), None)
 
 
-def job_of(config: BaseConfig, machine: Machine, lengths: Lengths, read: Callable[[str], Shape]) -> Job:
-    """The job of a configuration. ``read``: from a model's path to its shape.
+def job_of(
+    config: BaseConfig, machine: Machine, lengths: Lengths, read: Callable[[str], Shape], *, rows: int | None = None
+) -> Job:
+    """The job of a configuration. ``read``: from a model's path to its shape; ``rows``: of the data, where they are known.
 
     Raises:
-        ConfigError: a backend that is not planned here.
+        ConfigError: what the engines themselves would refuse.
     """
     if isinstance(config, DistillConfig):
         job = _reinforcement(training_config(config), machine, lengths, read)
-        teacher = replace(config.actor, path=str(config.teacher.path), dtype=config.teacher.dtype or config.actor.dtype)
-        return replace(job, kind="distill", models=(*job.models, held("teacher", teacher, machine, read, trained=False)))
-    if isinstance(config, TrainConfig):
-        return _reinforcement(config, machine, lengths, read)
-    return _supervised(config, machine, lengths, read)
+        job = replace(job, kind="distill", models=(*job.models, _teacher(config, machine, read)))
+    elif isinstance(config, TrainConfig):
+        job = _reinforcement(config, machine, lengths, read)
+    else:
+        job = _supervised(config, machine, lengths, read)
+    return replace(job, saves=saves_of(config, rows))
 
 
-def held(
-    role: str,
-    config: TrainEngineConfig,
-    machine: Machine,
-    read: Callable[[str], Shape],
-    *,
-    head: Head = "lm",
-    trained: bool = True,
-    mini_batches: int = 1,
-    epochs: int = 1,
-    entropy: bool = False,
-) -> Held:
-    """A model in a training engine of this configuration."""
-    found = re.fullmatch(r"fsdp:d([1-9]\d*)", config.backend)
-    if found is None:
-        raise ConfigError(f"{role}: the plan knows backends of the form fsdp:dN, got {config.backend!r}")
-    if config.offload:
-        raise ConfigError(f"{role}: the plan does not know what a run needs with actor.offload=true; leave it out to plan")
-    if config.lora.rank is not None:
-        raise ConfigError(f"{role}: there is no plan for LoRA yet ({role}.lora.rank={config.lora.rank}); plan without it")
-    return Held(
-        role=role,
-        shape=read(config.path),
-        head=head,
-        dtype=resolved(config.dtype, machine),
-        ranks=int(found[1]),
-        trained=trained,
-        max_tokens=config.max_tokens_per_micro_batch,
-        chunk_tokens=config.logprob_chunk_tokens,
-        checkpointing=config.gradient_checkpointing,
-        mini_batches=mini_batches,
-        epochs=epochs,
-        entropy=entropy,
-    )
+def _teacher(config: DistillConfig, machine: Machine, read: Callable[[str], Shape]) -> Held:
+    path, dtype = str(config.teacher.path), config.teacher.dtype or config.actor.dtype
+    engine = replace(config.actor, path=path, dtype=dtype, lora=LoRAConfig())
+    return held("teacher", engine, machine, read(path), trained=False)
 
 
-def resolved(name: str, machine: Machine) -> Dtype:
-    """`auto` as `tandem.models.precision.resolve_dtype` reads it, on a machine that need not be here."""
-    if name == "auto":
-        return "bfloat16" if machine.fast_bfloat16 else "float32"
-    return "bfloat16" if name == "bfloat16" else "float32"
+def _reference(config: TrainConfig | PreferenceConfig, machine: Machine, actor: Held, read: Callable[[str], Shape]) -> Held:
+    """The frozen policy; beside adapters it is the actor's own model, see `tandem.trainers.parts.frozen_policy`."""
+    if actor.adapters is not None and config.reference == type(config.reference)():
+        return replace(actor, role="reference", head="lm", trained=False, adapters=None, own=False)
+    engine, key = reference_config(config), backend_key(config, "reference")
+    return held("reference", engine, machine, read(engine.path), trained=False, key=key)
 
 
 def _reinforcement(config: TrainConfig, machine: Machine, lengths: Lengths, read: Callable[[str], Shape]) -> Job:
@@ -203,21 +155,22 @@ def _reinforcement(config: TrainConfig, machine: Machine, lengths: Lengths, read
     proximal = updates > 1 or in_reward or kl.target is not None or tokens.needs_proximal
     models = [
         held(
-            "actor", config.actor, machine, read, head="both" if config.critic.shared else "lm",
+            "actor", config.actor, machine, read(config.actor.path), head="both" if config.critic.shared else "lm",
             mini_batches=config.actor.mini_batches, epochs=config.actor.epochs_per_batch,
             entropy=algorithm.entropy_coefficient > 0 or not proximal,
         )
     ]  # fmt: skip
     if needs_critic(config) and not config.critic.shared:
+        engine = critic_engine_config(config.actor, config.critic)
         models.append(
             held(
-                "critic", critic_engine_config(config.actor, config.critic), machine, read, head="scalar",
+                "critic", engine, machine, read(engine.path), head="scalar", key=backend_key(config, "critic"),
                 mini_batches=config.critic.mini_batches or config.actor.mini_batches,
                 epochs=config.critic.epochs_per_batch or config.actor.epochs_per_batch,
             )
         )  # fmt: skip
     if kl.coefficient > 0:
-        models.append(held("reference", reference_config(config), machine, read, trained=False))
+        models.append(_reference(config, machine, models[0], read))
     eta, samples = max_head_offpolicyness(config), config.gconfig.n_samples + needs_greedy_baseline(config)
     return Job(
         kind="train",
@@ -226,12 +179,11 @@ def _reinforcement(config: TrainConfig, machine: Machine, lengths: Lengths, read
         groups=config.rollout.batch_size,
         generated=samples,
         trained=algorithm.update_samples or config.gconfig.n_samples,
-        generator=_generator(config, models[0].shape, machine, samples),
+        generator=_generator(config, models[0], machine, samples),
         asynchronous=config.async_training,
         proximal=proximal,
         kept_versions=0 if config.rollout.verify.every_steps is None else max(1, eta),
         verifies=config.rollout.verify.every_steps is not None,
-        checkpoints=config.checkpoint.keep_last,
         saves_beside=_saves_beside(config),
         workers=2,
     )
@@ -242,8 +194,8 @@ def _saves_beside(config: BaseConfig) -> bool:
     return wish.every_steps is not None and wish.asynchronous and wish.resumable
 
 
-def _generator(config: TrainConfig, shape: Shape, machine: Machine, samples: int) -> Generator:
-    rollout = config.rollout
+def _generator(config: TrainConfig, actor: Held, machine: Machine, samples: int) -> Generator:
+    rollout, shape = config.rollout, actor.shape
     servers = parse_backend(rollout.backend)
     kinds = {kind for kind, _ in servers or ()}
     foreign = sorted(kinds - {"embedded", "tandem"}) or (["attached"] if servers is not None and not kinds else [])
@@ -262,21 +214,28 @@ def _generator(config: TrainConfig, shape: Shape, machine: Machine, samples: int
         prefill_chunk=rollout.engine.prefill_chunk_tokens,
         max_len=rollout.engine.max_model_len or shape.context,
         sequences=min(episodes, rollout.max_concurrent or episodes) * samples,
+        adapter=_delivered_adapter(config, actor, kinds),
         foreign=" and ".join(foreign) if foreign else None,
     )
+
+
+def _delivered_adapter(config: TrainConfig, actor: Held, kinds: set[str]) -> int:
+    """Parameters of the adapter that goes to the engines alone: only our own take one, and not from a folder or a group."""
+    alone = kinds <= {"embedded"} and not config.rollout.fleet.servers and config.rollout.weights.channel == "auto"
+    return actor.adapters.parameters(actor.shape) if actor.adapters is not None and alone else 0
 
 
 def _supervised(config: BaseConfig, machine: Machine, lengths: Lengths, read: Callable[[str], Shape]) -> Job:
     """Supervised fine-tuning, preferences, reward models."""
     scalar = isinstance(config, RewardModelConfig)
-    models = [held("actor", config.actor, machine, read, head="scalar" if scalar else "lm")]
+    models = [held("actor", config.actor, machine, read(config.actor.path), head="scalar" if scalar else "lm")]
     pairs = scalar and config.supervision == "pairs"  # type: ignore[attr-defined]
     baseline = False
     if isinstance(config, PreferenceConfig):
         loss = make_loss(config).function
         pairs, baseline = is_paired(loss), needs_baseline(loss)
         if needs_reference(loss):
-            models.append(held("reference", reference_config(config), machine, read, trained=False))  # type: ignore[arg-type]
+            models.append(_reference(config, machine, models[0], read))
     elif not isinstance(config, SFTConfig | RewardModelConfig):
         raise ConfigError(f"there is no plan for {type(config).__name__}")
     return Job(
@@ -288,6 +247,5 @@ def _supervised(config: BaseConfig, machine: Machine, lengths: Lengths, read: Ca
         trained=2 if pairs else 1,
         together=pairs,
         proximal=baseline,
-        checkpoints=config.checkpoint.keep_last,
         saves_beside=_saves_beside(config),
     )

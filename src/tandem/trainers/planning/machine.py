@@ -55,6 +55,9 @@ class Machine:
     host_link: float = math.inf
     """Bytes/s between device and host memory."""
 
+    host_stream: float = math.inf
+    """Bytes/s of passes over host memory, where the optimizer of an offloaded model works: of one GPU's share of it."""
+
     process_gib: float = 0.0
     """Of one process before it holds a model: interpreter and libraries; on a GPU its context there."""
 

@@ -1,51 +1,34 @@
 """Memory of a run: what exists in each phase, who holds it, and which instant is the worst.
 
-Counted as the code holds it: masters are float32, with a copy in the compute dtype beside them in one process (`Replica`)
-and gathered a layer at a time over several (`Sharded`); AdamW has two float32 moments; frozen models hold float32 masters
-too; the embedded engine has a copy of its own, and a second one while an update is staged. Nothing sleeps between phases.
+Counted as the code holds it: what a model keeps over its ranks is in `states`, what a pass makes in `activations`; the
+embedded engine has a copy of its own, and a second one while an update is staged. Nothing sleeps between phases.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 from tandem.trainers.planning import activations
+from tandem.trainers.planning.activations import Spread
 from tandem.trainers.planning.batches import Step, cut
-from tandem.trainers.planning.job import Generator, Held, Job
+from tandem.trainers.planning.held import Held
+from tandem.trainers.planning.items import GIB, Instant, Item, Room
+from tandem.trainers.planning.job import Generator, Job
 from tandem.trainers.planning.machine import Machine
 from tandem.trainers.planning.shape import BYTES
+from tandem.trainers.planning.states import (
+    FLOAT32,
+    gathered,
+    gradients_at_the_end,
+    gradients_between,
+    gradients_of_the_step,
+    states,
+)
 
-GIB = 2**30
-FLOAT32 = 4
-NORM_BYTES = 12
-"""Of each number of the largest gradient while its norm is taken: its square in float32, and that in float64."""
+TOKENIZER_BYTES = 1000
+"""Of each token of the vocabulary: the library held 46 MiB for one of 49,152, measured once."""
 
 SMALLEST_ROW = 32
 """Smallest row of the KV cache, tokens."""
-
-Place = Literal["device", "host"]
-
-
-@dataclass(frozen=True)
-class Item:
-    """Bytes that somebody holds."""
-
-    role: str
-    what: str
-    num_bytes: float
-    place: Place = "device"
-
-
-@dataclass(frozen=True)
-class Instant:
-    """The items of one phase, at its worst moment, on the device (or machine) that holds most."""
-
-    phase: str
-    items: tuple[Item, ...]
-
-    def total(self, place: Place = "device") -> float:
-        """Bytes."""
-        return sum(item.num_bytes for item in self.items if item.place == place)
 
 
 @dataclass(frozen=True)
@@ -60,9 +43,9 @@ def batches_of(job: Job, length: int) -> Batches:
     """How each model's passes are cut when completions have ``length`` tokens."""
 
     def of(model: Held, groups: int) -> Step:
-        return cut(
-            groups, job.trained, job.lengths.prompt, length, most=model.max_tokens, ranks=model.ranks, together=job.together
-        )
+        # ranks that share tokens take so many times as many together
+        most, layout = model.max_tokens * model.layout.context, model.layout
+        return cut(groups, job.trained, job.lengths.prompt, length, most=most, ranks=layout.batches, together=job.together)
 
     update = {m.role: of(m, -(-job.groups // m.mini_batches)) for m in job.models if m.trained}
     return Batches(update, {m.role: of(m, job.groups) for m in job.models})
@@ -71,56 +54,42 @@ def batches_of(job: Job, length: int) -> Batches:
 def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
     """Every phase of a step once the optimizers have their moments, in order."""
     worst = batches_of(job, job.lengths.longest)
-    cpu = machine.kind == "cpu"
-    ranks = job.actor.ranks if cpu else 1  # on a CPU all ranks share the memory
-    steady = [item for model in job.models for item in _states(model, ranks)] + list(_engine(job, machine))
-    steady += [*_processes(job, machine, ranks), *_copied(job, machine)]
+    room = Room(job.actor.ranks, shared=machine.kind == "cpu")
+    steady = [item for model in job.models for item in states(model, room)] + list(_engine(job, machine))
+    steady += [*_processes(job, machine, room), *_copied(job, room)]
     found = []
 
     def add(phase: str, *items: Item) -> None:
-        everything = [*steady, *items]
-        holes = machine.slack * sum(item.num_bytes for item in items if item.place == "device")
-        if holes:
-            everything.append(Item("process", "allocator", holes))
-        found.append(Instant(phase, tuple(everything)))
+        found.append(Instant(phase, (*steady, *items, *_holes(items, machine, room))))
 
     if job.generator is not None and job.generator.foreign is None:
         add("generate", *_generation(job.generator))
     for model in job.models:
         if not model.trained or model.role == "critic" or job.proximal:
-            add(f"score: {model.role}", *_scoring(model, worst.score[model.role], ranks))
+            add(f"score: {model.role}", *_scoring(model, worst.score[model.role], room))
     if job.verifies:
-        copy = Item("verify", "weights before", FLOAT32 * _parameters(job.actor) / job.actor.ranks * ranks)
-        add("verify", copy, *_scoring(job.actor, worst.score["actor"], ranks))
+        before = FLOAT32 * job.actor.masters + BYTES[job.actor.dtype] * job.actor.base
+        copy = room.item("verify", "weights before", before / job.actor.parts)
+        add("verify", copy, *_scoring(job.actor, worst.score["actor"], room))
     for model in job.models:
         if model.trained:
-            add(f"update: {model.role}", *_update(model, worst.update[model.role], ranks))
-            add(f"optimizer: {model.role}", *_optimizer(model, ranks))
+            add(f"update: {model.role}", *_update(model, worst.update[model.role], room))
+            add(f"optimizer: {model.role}", *gradients_of_the_step(model, room))
     if job.generator is not None and job.generator.foreign is None:
         add("publish", *_publishing(job, machine))
-    add("save", *_saving(job, machine))
+    add("save", *_saving(job, room))
     return tuple(found)
 
 
-def _parameters(model: Held) -> int:
-    return model.shape.parameters(model.head)
-
-
-def _states(model: Held, ranks: int) -> Iterator[Item]:
-    """Weights and moments, of all ranks that share the memory."""
-    count, share = _parameters(model), ranks / model.ranks
-    yield Item(model.role, "parameters", FLOAT32 * count * share)
-    if not model.sharded and model.dtype != "float32":
-        yield Item(model.role, "parameters, rounded", BYTES[model.dtype] * count * share)
-    if model.trained:
-        yield Item(model.role, "optimizer", 2 * FLOAT32 * count * share)
-
-
-def _gathered(model: Held, ranks: int) -> Iterator[Item]:
-    """What FSDP gathers: everything outside the layers, the layer that computes and the next one."""
-    if model.sharded:
-        count = model.shape.root(model.head) + 2 * model.shape.layer
-        yield Item(model.role, "gathered parameters", BYTES[model.dtype] * count * ranks)
+def _holes(items: Iterable[Item], machine: Machine, room: Room) -> Iterator[Item]:
+    """What the allocator takes beside what comes and goes."""
+    coming = [item for item in items if item.place == "device"]
+    each = machine.slack * sum(item.each for item in coming if item.every_rank)
+    first = machine.slack * sum(item.num_bytes for item in coming if not item.every_rank)
+    if each:
+        yield room.item("process", "allocator", each)
+    if first:
+        yield room.one("process", "allocator", first)
 
 
 def _engine(job: Job, machine: Machine) -> Iterator[Item]:
@@ -133,12 +102,21 @@ def _engine(job: Job, machine: Machine) -> Iterator[Item]:
     tables = 1.5 * BYTES[generator.dtype] * generator.max_len * generator.shape.head_dim
     slots = 20.0 * generator.max_running * max(16, job.lengths.longest)
     yield Item("engine", "tables", (tables + slots) * generator.engines)
+    if generator.adapter and machine.kind == "cpu":  # pages of files, mapped at each update; the system may take them back
+        yield Item("publish", "files of the base", float(generator.shape.stored * generator.shape.parameters()))
+    delivered = delivered_bytes(generator)
     if generator.own_process:  # the segment, or the folder's pages
-        delivered = BYTES[generator.delivered] * generator.shape.parameters()
         yield Item("engine", "shared weights", delivered, "device" if machine.kind == "cpu" else "host")
     if job.kept_versions:
-        kept = BYTES[generator.delivered] * generator.shape.parameters() * job.kept_versions
+        kept = delivered * job.kept_versions
         yield Item("verify", "kept versions", kept, "device" if machine.kind == "cpu" else "host")
+
+
+def delivered_bytes(generator: Generator) -> float:
+    """Of one update: the weights, or an adapter alone, which is not rounded."""
+    if generator.adapter:
+        return float(FLOAT32 * generator.adapter)
+    return float(BYTES[generator.delivered] * generator.shape.parameters())
 
 
 def engine_weights(generator: Generator, machine: Machine) -> float:
@@ -184,13 +162,15 @@ def kv_cache(job: Job, generator: Generator) -> float:
     return kv_tokens(job, generator)[1] * BYTES[generator.dtype] * generator.shape.kv_values
 
 
-def _processes(job: Job, machine: Machine, ranks: int) -> Iterator[Item]:
+def _processes(job: Job, machine: Machine, room: Room) -> Iterator[Item]:
     generator = job.generator
-    embedded = generator is not None and generator.foreign is None and generator.own_process
-    count = ranks + (generator.engines if embedded and generator is not None else 0)
-    yield Item("process", "interpreter and libraries", machine.process_gib * GIB * count)
+    yield room.item("process", "interpreter and libraries", machine.process_gib * GIB)
+    if machine.kind == "cpu":
+        yield room.item("process", "tokenizer", float(TOKENIZER_BYTES * job.actor.shape.vocab))
+    if generator is not None and generator.foreign is None and generator.own_process:
+        yield room.one("engine", "interpreter and libraries", machine.process_gib * GIB * generator.engines)
     if job.workers and machine.kind == "cpu":
-        yield Item("process", "reward workers", machine.worker_gib * GIB * job.workers)
+        yield room.one("process", "reward workers", machine.worker_gib * GIB * job.workers)
 
 
 def _generation(generator: Generator) -> Iterator[Item]:
@@ -202,66 +182,58 @@ def _generation(generator: Generator) -> Iterator[Item]:
     yield Item("engine", "activations", float(chunk * generator.engines))
 
 
-def _scoring(model: Held, step: Step, ranks: int) -> Iterator[Item]:
+def _scoring(model: Held, step: Step, room: Room) -> Iterator[Item]:
     """A pass without gradients."""
-    batch = step.largest
-    yield from _gathered(model, ranks)
-    layer = activations.passing(model.shape, batch, model.dtype, backward=False)
-    yield Item(model.role, "activations", layer * ranks)
+    batch, shape, spread = step.largest, model.piece, Spread.of(model)
+    yield from gathered(model, room)
+    layer = activations.passing(shape, batch, model.dtype, backward=False, spread=spread)
+    yield room.item(model.role, "activations", layer)
     if model.head != "scalar":
-        logits = activations.head_forward(model.shape, batch, model.dtype, model.chunk_tokens)
-        yield Item(model.role, "logits", logits * ranks)
+        logits = activations.head_forward(shape, batch, model.dtype, model.chunk_tokens, context=spread.context)
+        yield room.item(model.role, "logits", logits)
 
 
-def _update(model: Held, step: Step, ranks: int) -> Iterator[Item]:
+def _update(model: Held, step: Step, room: Room) -> Iterator[Item]:
     """The worst of two moments: the backward pass begins (everything is kept), or ends (all gradients are there)."""
-    begins, ends = _backward_begins(model, step, ranks), _backward_ends(model, step, ranks)
-    yield from max(begins, ends, key=lambda items: sum(item.num_bytes for item in items))
+    begins, ends = _backward_begins(model, step, room), _backward_ends(model, step, room)
+    yield from max(begins, ends, key=lambda items: sum(item.num_bytes for item in items if item.place == "device"))
 
 
-def _gradients(model: Held, ranks: int) -> Item:
-    return Item(model.role, "gradients", FLOAT32 * _parameters(model) / model.ranks * ranks)
-
-
-def _backward_begins(model: Held, step: Step, ranks: int) -> list[Item]:
-    shape, batch = model.shape, step.largest
-    kept = activations.kept(shape, batch, model.dtype, checkpointing=model.checkpointing)
-    layer = activations.passing(shape, batch, model.dtype, backward=True)
-    items = [*_gathered(model, ranks)]
+def _backward_begins(model: Held, step: Step, room: Room) -> list[Item]:
+    shape, batch, spread = model.piece, step.largest, Spread.of(model)
+    kept = activations.kept(shape, batch, model.dtype, spread)
+    layer = activations.passing(shape, batch, model.dtype, backward=True, spread=spread)
+    items = [*gathered(model, room)]
     if step.count > 1:
-        items.append(_gradients(model, ranks))
+        items += gradients_between(model, room)
     if model.head == "scalar":
-        return [*items, Item(model.role, "activations", (kept + layer) * ranks)]
-    kept += activations.head_kept(shape, batch, model.dtype)
-    logits, gradient = activations.head_backward(shape, batch, model.dtype, model.chunk_tokens)
+        return [*items, room.item(model.role, "activations", kept + layer)]
+    kept += activations.head_kept(shape, batch, model.dtype, context=spread.context)
+    frozen = model.adapters is not None
+    cut_up = {"context": spread.context, "cut": model.layout.tensor > 1, "frozen": frozen}
+    logits, gradient = activations.head_backward(shape, batch, model.dtype, model.chunk_tokens, **cut_up)
     if layer > logits + gradient:  # the head is done when the layers are
-        kept, logits, gradient = kept + layer, 0.0, BYTES[model.dtype] * shape.embedding
-    items += [
-        Item(model.role, "activations", kept * ranks),
-        Item(model.role, "logits", logits * ranks),
-        Item(model.role, "gradient of the head", gradient * ranks),
+        kept, logits = kept + layer, 0.0
+        gradient = 0.0 if frozen else BYTES[model.dtype] * shape.embedding
+    return [
+        *items,
+        room.item(model.role, "activations", kept),
+        room.item(model.role, "logits", logits),
+        room.item(model.role, "gradient of the head", gradient),
     ]
-    return items
 
 
-def _backward_ends(model: Held, step: Step, ranks: int) -> list[Item]:
+def _backward_ends(model: Held, step: Step, room: Room) -> list[Item]:
     """A tied head's gradient waits for the embedding's; over several ranks the sum of both is reduced in float32."""
-    shape, size = model.shape, BYTES[model.dtype]
+    shape, size = model.piece, BYTES[model.dtype]
+    items = [*gathered(model, room), *gradients_at_the_end(model, room, step.count)]
+    if model.adapters is not None:
+        return items
     copies = 2 if shape.tied and model.head != "scalar" else 1
     waiting = copies * size * shape.embedding
-    if model.sharded or model.dtype != "float32":
+    if model.fsdp or model.layout.zero is not None or model.dtype != "float32":
         waiting += FLOAT32 * shape.embedding
-    return [
-        *_gathered(model, ranks),
-        _gradients(model, ranks),
-        Item(model.role, "gradient of the embedding", waiting * ranks),
-    ]
-
-
-def _optimizer(model: Held, ranks: int) -> Iterator[Item]:
-    yield _gradients(model, ranks)
-    largest = max(model.shape.embedding, model.shape.hidden * model.shape.intermediate)
-    yield Item(model.role, "norm of the gradients", NORM_BYTES * largest / model.ranks * ranks)
+    return [*items, room.item(model.role, "gradient of the embedding", waiting)]
 
 
 def _publishing(job: Job, machine: Machine) -> Iterator[Item]:
@@ -269,29 +241,32 @@ def _publishing(job: Job, machine: Machine) -> Iterator[Item]:
     generator = job.generator
     assert generator is not None
     yield Item("engine", "staged weights", engine_weights(generator, machine) * generator.engines)
-    if job.actor.sharded:
+    if job.actor.fsdp or job.actor.layout.tensor > 1:
         yield Item("publish", "one whole tensor", float(FLOAT32 * job.actor.shape.embedding))
-    if not generator.own_process and generator.delivered != "float32":
+    if generator.adapter:
+        yield Item("publish", "adapter", float(FLOAT32 * generator.adapter * generator.engines))
+    elif not generator.own_process and generator.delivered != "float32":
         yield Item("publish", "rounded weights", float(BYTES[generator.delivered] * generator.shape.parameters()))
 
 
-def _copied(job: Job, machine: Machine) -> Iterator[Item]:
+def _copied(job: Job, room: Room) -> Iterator[Item]:
     """What a save beside training writes: masters and moments, and their rounding to the dtype of the checkpoint. The copy
     stays for the next save."""
     for model in job.models if job.saves_beside else ():
         if model.trained:
-            place: Place = "device" if machine.kind == "cpu" else "host"
-            each = 3 * FLOAT32 + (BYTES[model.dtype] if model.dtype != "float32" or place == "host" else 0)
-            yield Item(model.role, "copy that is saved", float(each * _parameters(model)), place)
+            each = 3 * FLOAT32 + (BYTES[model.dtype] if model.dtype != "float32" or not room.shared else 0)
+            yield room.one(model.role, "copy that is saved", float(each * model.masters), "host")
 
 
-def _saving(job: Job, machine: Machine) -> Iterator[Item]:
-    """The largest model in the dtype of the checkpoint, in host memory; on a CPU in float32 the masters themselves."""
-    copied = [
-        BYTES[model.dtype] * _parameters(model)
-        for model in job.models
-        if model.trained and (machine.kind == "gpu" or model.dtype != "float32" or model.sharded) and not job.saves_beside
-    ]
-    if copied:
-        place: Place = "device" if machine.kind == "cpu" else "host"
-        yield Item("save", "weights to write", float(max(copied)), place)
+def _saving(job: Job, room: Room) -> Iterator[Item]:
+    """The largest model in the dtype of the checkpoint, in host memory; on a CPU in float32 the masters themselves, but for
+    what is merged or gathered from several ranks."""
+    copied = []
+    for model in job.models if not job.saves_beside else ():
+        merged = model.shape.layers * model.shape.matrices if model.adapters is not None else 0
+        if model.trained and (not room.shared or model.dtype != "float32" or model.ranks > 1):
+            merged = model.parameters
+        if model.trained:
+            copied.append(BYTES[model.dtype] * merged)
+    if any(copied):
+        yield room.one("save", "weights to write", float(max(copied)), "host")

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 
+from tandem.trainers.planning.cost import Phase
+from tandem.trainers.planning.disk import Checkpoint, checkpoint_of
+from tandem.trainers.planning.items import GIB, Instant
 from tandem.trainers.planning.job import Job
 from tandem.trainers.planning.machine import Machine
-from tandem.trainers.planning.memory import GIB, Instant, instants, kv_needed
-from tandem.trainers.planning.seconds import Phase, phases
-from tandem.trainers.planning.shape import BYTES
+from tandem.trainers.planning.memory import instants, kv_needed
+from tandem.trainers.planning.seconds import phases
 
 RESERVE = 0.03
 """Share of the memory that the plan leaves to others: the system, a display, a second process on the GPU."""
@@ -38,6 +40,16 @@ class Plan:
     def host_gib(self) -> float:
         """Host memory beside a GPU, at its worst; 0 on a CPU, where all is one."""
         return max(instant.total("host") for instant in self.instants) / GIB
+
+    @property
+    def rank_gib(self) -> float:
+        """Of the first rank alone, which holds most, at its worst."""
+        return max(instant.of_first_rank for instant in self.instants) / GIB
+
+    @property
+    def machine_gib(self) -> float:
+        """Of all devices together, at the worst; on a CPU the peak itself."""
+        return max(instant.of_machine for instant in self.instants) / GIB
 
     @property
     def usable_gib(self) -> float:
@@ -111,10 +123,26 @@ class Plan:
         return self.job.groups * self.job.trained * self.job.lengths.completion
 
     @property
+    def checkpoint(self) -> Checkpoint:
+        """The files of one checkpoint."""
+        return checkpoint_of(self.job.models, self.job.saves)
+
+    @property
     def checkpoint_gib(self) -> float:
-        """Disk of one checkpoint: the weights of every trained model, in the dtype that it computes in."""
-        trained = (model for model in self.job.models if model.trained)
-        return sum(BYTES[model.dtype] * model.shape.parameters(model.head) for model in trained) / GIB
+        """Disk of one checkpoint."""
+        return self.checkpoint.total / GIB
+
+    @property
+    def kept_gib(self) -> float | None:
+        """Disk of those that lie there when the run ends; None where it is not known how many."""
+        kept = self.job.saves.kept
+        return None if kept is None else kept * self.checkpoint_gib
+
+    @property
+    def most_gib(self) -> float | None:
+        """Disk at one time: the next one is whole before an older one is removed."""
+        most = self.job.saves.most
+        return None if most is None else most * self.checkpoint_gib
 
 
 def make_plan(job: Job, machine: Machine) -> Plan:

@@ -8,12 +8,18 @@ from typing import Any
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.trainers.planning.devices import DEVICES
-from tandem.trainers.planning.memory import GIB, engine_weights, kv_needed, kv_tokens
+from tandem.trainers.planning.held import Held
+from tandem.trainers.planning.items import GIB
+from tandem.trainers.planning.memory import engine_weights, kv_needed, kv_tokens
 from tandem.trainers.planning.plan import Plan
 from tandem.trainers.planning.shape import BYTES
+from tandem.trainers.planning.states import state_bytes
 
 SMALLEST_CHUNK = 64
 """Rows of logits below which nothing more is saved."""
+
+RANK = 16
+"""Of the adapters that are proposed."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ def steps(plan: Plan, config: BaseConfig) -> Iterator[dict[str, Any]]:
     job, actor = plan.job, plan.job.actor
     generator = job.generator
     if actor.ranks > plan.machine.count and plan.machine.kind == "gpu":
-        yield {"actor.backend": f"fsdp:d{plan.machine.count}"}
+        yield {"actor.backend": _spread(actor, plan.machine.count)}
     if generator is not None and generator.foreign is None:
         least = kv_needed(job, generator) / GIB
         if generator.kv_cache_gib < least:
@@ -97,6 +103,8 @@ def steps(plan: Plan, config: BaseConfig) -> Iterator[dict[str, Any]]:
     while most > longest:
         most = max(longest, most // 2)
         yield {"actor.max_tokens_per_micro_batch": most}
+    if actor.fsdp and actor.parts > 1 and not actor.sync_each:
+        yield {"actor.gradient_sync": "micro_batch"}
     if not actor.checkpointing:
         yield {"actor.gradient_checkpointing": True}
     if plan.machine.fast_bfloat16:
@@ -106,11 +114,48 @@ def steps(plan: Plan, config: BaseConfig) -> Iterator[dict[str, Any]]:
             yield {"rollout.dtype": "bfloat16"}
     if isinstance(config, TrainConfig) and job.critic is not None:
         yield {"critic.shared": True}
+    if actor.layout.zero in (1, 2) and actor.ranks > 1:
+        yield {"actor.backend": f"deepspeed:zero3:d{actor.ranks}"}
     ranks = 2
     while plan.machine.kind == "gpu" and ranks <= plan.machine.count:
         if ranks > actor.ranks:
-            yield {"actor.backend": f"fsdp:d{ranks}"}
+            yield {"actor.backend": _spread(actor, ranks)}
         ranks *= 2
+    yield from _last_resorts(plan)
+
+
+def _spread(actor: Held, ranks: int) -> str:
+    """The actor's backend over another number of ranks, all of which shard."""
+    return f"fsdp:d{ranks}" if actor.layout.zero is None else f"deepspeed:zero3:d{ranks}"
+
+
+def _last_resorts(plan: Plan) -> Iterator[dict[str, Any]]:
+    """What is slow, and what trains something else."""
+    actor = plan.job.actor
+    if plan.machine.kind == "gpu" and not actor.offload and actor.layout.zero is None:
+        yield {"actor.offload": True}
+    if actor.adapters is None and actor.layout.zero is None:
+        yield {"actor.lora.rank": RANK} | ({"critic.lora.rank": RANK} if plan.job.critic is not None else {})
+
+
+def others(plan: Plan, nearest_one: Change | None, replan: Replan) -> list[Change]:
+    """Other ways by which the run would fit, each alone: checkpointing, adapters, more ranks, offloading. Empty where it
+    fits as it is."""
+    if plan.fits:
+        return []
+    actor = plan.job.actor
+    ways: list[dict[str, Any]] = []
+    if not actor.checkpointing:
+        ways.append({"actor.gradient_checkpointing": True})
+    if plan.machine.kind == "gpu" and plan.machine.count > 1:
+        ways += [{"actor.backend": f"{kind}:d{plan.machine.count}"} for kind in ("fsdp", "deepspeed:zero3")]
+    ways += _last_resorts(plan)
+    found = []
+    for way in ways:
+        tried = None if nearest_one is not None and way == nearest_one.settings else _tried(way, replan)
+        if tried is not None and tried.fits:
+            found.append(Change(way, tried))
+    return found
 
 
 def _up(gib: float) -> float:
@@ -138,12 +183,7 @@ def _get(config: Any, key: str) -> Any:
 def least_gib(plan: Plan) -> float:
     """What the weights and moments alone take, which no length and no micro-batch changes."""
     job = plan.job
-    held = sum(
-        model.shape.parameters(model.head)
-        * (12 if model.trained else 4)
-        / (model.ranks if plan.machine.kind == "gpu" else 1)
-        for model in job.models
-    )
+    held = sum(state_bytes(model) * (model.ranks if plan.machine.kind == "cpu" else 1) for model in job.models)
     if job.generator is not None and job.generator.foreign is None:
         held += 2 * engine_weights(job.generator, plan.machine)
     return held / GIB

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.trainers.planning.memory import GIB, Instant
+from tandem.trainers.planning.held import Held
+from tandem.trainers.planning.items import GIB, Instant
 from tandem.trainers.planning.plan import RESERVE, Plan
 from tandem.trainers.planning.remedy import Change
 
@@ -21,6 +22,9 @@ class Report:
     lengths: str
     arithmetic: str
     change: Change | None
+    others: tuple[Change, ...] = ()
+    """Other changes that would do."""
+
     advice: str = ""
     """What to do where no change of the configuration helps."""
 
@@ -48,12 +52,13 @@ class Report:
             "parameters": plan.job.actor.shape.parameters(plan.job.actor.head),
             "fits": plan.fits,
             "problems": list(plan.problems),
-            "change": None
-            if self.change is None
-            else {"settings": self.change.settings, "peak_gib": round(self.change.plan.peak_gib, 4)},
+            "change": None if self.change is None else _change(self.change),
+            "others": [_change(other) for other in self.others],
             "memory": {
                 "available_gib": round(plan.machine.memory_gib, 4),
                 "peak_gib": round(plan.peak_gib, 4),
+                "rank_gib": round(plan.rank_gib, 4),
+                "machine_gib": round(plan.machine_gib, 4),
                 "host_gib": round(plan.host_gib, 4),
                 "worst": plan.worst.phase,
                 "phases": {instant.phase: _items(instant) for instant in plan.instants},
@@ -75,7 +80,15 @@ class Report:
                     for phase in plan.phases
                 },
             },
-            "disk": {"checkpoint_gib": round(plan.checkpoint_gib, 4), "kept_gib": _kept_gib(plan)},
+            "disk": {
+                "checkpoint_gib": round(plan.checkpoint_gib, 4),
+                "models_gib": round(plan.checkpoint.models / GIB, 4),
+                "adapters_gib": round(plan.checkpoint.adapters / GIB, 4),
+                "state_gib": round(plan.checkpoint.state / GIB, 4),
+                "checkpoints": plan.job.saves.kept,
+                "kept_gib": _rounded(plan.kept_gib),
+                "most_gib": _rounded(plan.most_gib),
+            },
             "lengths": {
                 "prompt_tokens": plan.job.lengths.prompt,
                 "completion_tokens": plan.job.lengths.completion,
@@ -85,19 +98,41 @@ class Report:
         }
 
 
+def _change(change: Change) -> dict[str, Any]:
+    plan = change.plan
+    return {"settings": change.settings, "peak_gib": round(plan.peak_gib, 4), "step_s": round(plan.step_s, 4)}
+
+
+def _rounded(gib: float | None) -> float | None:
+    return None if gib is None else round(gib, 4)
+
+
 def _items(instant: Instant) -> dict[str, float]:
-    rows = {f"{i.role}: {i.what}{' (host)' if i.place == 'host' else ''}_gib": i.num_bytes / GIB for i in instant.items}
+    rows: dict[str, float] = {}
+    for item in instant.items:
+        name = f"{item.role}: {item.what}{' (host)' if item.place == 'host' else ''}_gib"
+        rows[name] = rows.get(name, 0.0) + item.num_bytes / GIB
     return {name: round(gib, 4) for name, gib in rows.items()} | {"total_gib": round(instant.total() / GIB, 4)}
 
 
 def _model(report: Report) -> Iterator[str]:
     for model in report.plan.job.models:
         shape = model.shape
-        kind = "trained" if model.trained else "frozen"
+        if not model.own:
+            yield f"{model.role}: the actor's model without its adapters; it takes no memory of its own"
+            continue
         yield (
-            f"{model.role}: {shape.parameters(model.head) / 1e6:,.1f} M parameters ({shape.kind}, {shape.layers} layers of "
-            f"width {shape.hidden}, {shape.vocab} tokens of vocabulary), {kind}, {model.dtype}, {_ranks(model.ranks)}"
+            f"{model.role}: {model.parameters / 1e6:,.1f} M parameters ({shape.kind}, {shape.layers} layers of width "
+            f"{shape.hidden}, {shape.vocab} tokens of vocabulary), {_trained(model)}, {model.dtype}, {_ranks(model.ranks)}"
         )
+
+
+def _trained(model: Held) -> str:
+    if not model.trained:
+        return "frozen"
+    if model.adapters is None:
+        return "trained"
+    return f"frozen beside adapters of rank {model.adapters.rank}, {model.masters / 1e6:,.2f} M parameters, trained"
 
 
 def _ranks(count: int) -> str:
@@ -106,9 +141,24 @@ def _ranks(count: int) -> str:
 
 SAVED = ("weights to write", "copy that is saved")
 COLUMNS = {
-    "weights": ("parameters", "parameters, rounded", "gathered parameters", "shared weights", "kept versions"),
+    "weights": (
+        "parameters",
+        "parameters, rounded",
+        "masters",
+        "gathered parameters",
+        "shared weights",
+        "kept versions",
+        "files of the base",
+    ),
     "optimizer": ("optimizer",),
-    "gradients": ("gradients", "gradient of the head", "gradient of the embedding", "norm of the gradients"),
+    "gradients": (
+        "gradients",
+        "gradient of the head",
+        "gradient of the embedding",
+        "norm of the gradients",
+        "buffer of gradients",
+        "buckets",
+    ),
     "activations": ("activations",),
     "logits": ("logits",),
     "KV cache": ("KV cache",),
@@ -116,6 +166,7 @@ COLUMNS = {
         "staged weights",
         "rounded weights",
         "one whole tensor",
+        "adapter",
         "weights before",
         "weights to write",
         "copy that is saved",
@@ -159,8 +210,13 @@ def _verdict(report: Report) -> Iterator[str]:
                 f"Nearest change that fits: {report.change.arguments()} ({changed.peak_gib:.2f} GiB, a step of "
                 f"{changed.step_s:.3g} s)"
             )
+        if report.others:
+            found = (f"{w.arguments()} ({w.plan.peak_gib:.2f} GiB, {_seconds(w.plan.step_s)})" for w in report.others)
+            yield f"These would fit as well, each alone: {'; '.join(found)}"
         if report.advice:
             yield report.advice
+    if plan.job.actor.ranks > 1:
+        yield f"Of that the first rank holds {plan.rank_gib:.2f} GiB, and all ranks {plan.machine_gib:.2f} GiB."
     if plan.host_gib >= SMALL_GIB:
         yield f"Host memory beside the device: {plan.host_gib:.2f} GiB."
 
@@ -186,15 +242,18 @@ def _seconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s" if seconds < 1000 else f"{seconds / 60:.3g} min"
 
 
-def _kept_gib(plan: Plan) -> float | None:
-    kept = plan.job.checkpoints
-    return None if kept is None else round(plan.checkpoint_gib * kept, 4)
-
-
 def _disk(plan: Plan) -> Iterator[str]:
-    kept = _kept_gib(plan)
-    more = "all are kept" if kept is None else f"the newest {plan.job.checkpoints} are kept: {kept:.2f} GiB"
-    yield f"Disk: {plan.checkpoint_gib:.2f} GiB for each checkpoint (the models' folders); {more}."
+    found, saves = plan.checkpoint, plan.job.saves
+    kinds = {"models": found.models, "adapters": found.adapters, "state to resume from": found.state}
+    shares = ", ".join(f"{name} {num_bytes / GIB:.2f} GiB" for name, num_bytes in kinds.items() if num_bytes)
+    yield f"Disk: {plan.checkpoint_gib:.2f} GiB for each checkpoint ({shares})."
+    if saves.kept is None:
+        yield "All that are made are kept, or many: set total_train_steps, and the plan adds them up."
+    elif saves.kept == 0:
+        yield "This run saves nothing."
+    else:
+        many = "1 checkpoint" if saves.kept == 1 else f"{saves.kept} checkpoints"
+        yield f"The run keeps {many}: {plan.kept_gib:.2f} GiB, and at most {plan.most_gib:.2f} GiB while one is made."
 
 
 def assumptions(report: Report) -> Iterator[str]:
@@ -210,5 +269,19 @@ def assumptions(report: Report) -> Iterator[str]:
         if plan.job.generator.foreign is None and plan.job.actor.ranks > 1:
             others = _ranks(plan.job.actor.ranks - 1)
             yield f"the embedded engine is on the first rank alone; {others} more wait while it generates"
-    if plan.machine.kind == "cpu" and plan.job.actor.ranks > 1:
-        yield f"ranks exchange {plan.machine.link / 1e9:.2g} GB/s over gloo, which was not measured"
+    yield from _spread_assumptions(plan)
+
+
+def _spread_assumptions(plan: Plan) -> Iterator[str]:
+    """What the figures of several ranks, and of options, rest on."""
+    ranks, machine = plan.job.actor.ranks, plan.machine
+    if ranks > 1:
+        how = "over gloo" if machine.kind == "cpu" else "from other devices of the machine"
+        yield f"each rank receives {machine.link / 1e9:.3g} GB/s {how}; a collective takes no time beside that"
+    if any(model.layout.zero is not None for model in plan.job.models):
+        yield "DeepSpeed's buffers are those of its code; it hides no exchange of gradients behind computation"
+    if any(model.offload for model in plan.job.models):
+        link, stream = machine.host_link / 1e9, machine.host_stream / 1e9
+        yield f"offloading: {link:.3g} GB/s to and from host memory, {stream:.3g} GB/s for the optimizer there"
+    if any(model.compiled for model in plan.job.models):
+        yield "actor.compile changes no memory, and is planned at the speed without it, which it gains on"

@@ -1,6 +1,6 @@
 """The sizes of a model that its memory and its time follow from, read from config.json alone."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -45,6 +45,9 @@ class Shape:
     windows: tuple[int | None, ...] = ()
     """Sliding window of each layer; empty: none has one."""
 
+    stored: int = 4
+    """Bytes of a number in the files of the model, as its configuration says; 4 where it does not."""
+
     @property
     def query(self) -> int:
         """Width of the queries of one token."""
@@ -59,6 +62,14 @@ class Shape:
     def embedding(self) -> int:
         """Parameters of the embedding."""
         return self.vocab * self.hidden
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Module of each matrix of a layer → (inputs, outputs)."""
+        hidden, query, key, middle = self.hidden, self.query, self.key, self.intermediate
+        attention = {"q_proj": (hidden, query), "k_proj": (hidden, key), "v_proj": (hidden, key), "o_proj": (query, hidden)}
+        mlp = {"gate_proj": (hidden, middle), "up_proj": (hidden, middle), "down_proj": (middle, hidden)}
+        return {f"self_attn.{n}": size for n, size in attention.items()} | {f"mlp.{n}": size for n, size in mlp.items()}
 
     @property
     def matrices(self) -> int:
@@ -87,6 +98,20 @@ class Shape:
     def root(self, head: Head = "lm") -> int:
         """Parameters outside the layers: what FSDP keeps gathered through a forward and backward pass."""
         return self.parameters(head) - self.layers * self.layer
+
+    def piece(self, ranks: int) -> "Shape":
+        """What tensor parallelism over so many ranks leaves one of them, which has most: a part of the heads, of the inner
+        width and of the vocabulary. Norms, and the width between the matrices, stay whole (`tandem.models.tensor_parallel`).
+        """
+        if ranks == 1:
+            return self
+        return replace(
+            self,
+            heads=self.heads // ranks,
+            kv_heads=self.kv_heads // ranks,
+            intermediate=-(-self.intermediate // ranks),
+            vocab=-(-self.vocab // ranks),
+        )
 
     @property
     def kv_values(self) -> int:
@@ -124,4 +149,5 @@ def read_shape(path: str) -> Shape:
             f"config.json of {path} cannot be read: {error}. Give a folder that holds one (no weights are needed), or a "
             f"built-in model: {', '.join(BUILT_IN)}"
         ) from error
-    return Shape.of(Architecture.from_config(config))
+    stored = 2 if str(getattr(config, "dtype", None)).removeprefix("torch.") in ("bfloat16", "float16") else 4
+    return replace(Shape.of(Architecture.from_config(config)), stored=stored)

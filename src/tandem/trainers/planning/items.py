@@ -1,0 +1,77 @@
+"""The rows of the table of memory: who holds how much in a phase, and where."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+GIB = 2**30
+
+Place = Literal["device", "host"]
+
+
+@dataclass(frozen=True)
+class Item:
+    """Bytes that somebody holds."""
+
+    role: str
+    what: str
+    num_bytes: float
+    """In the memory that is looked at: a CPU's, or the first GPU's, or the host's beside GPUs."""
+
+    place: Place = "device"
+    holders: int = 1
+    """Ranks that hold this together in that memory, each as much."""
+
+    devices: int = 1
+    """GPUs that hold as much each; 1: the first alone."""
+
+    @property
+    def each(self) -> float:
+        """Bytes of one rank."""
+        return self.num_bytes / self.holders
+
+    @property
+    def every_rank(self) -> bool:
+        """Whether it is not the first rank's alone."""
+        return self.holders > 1 or self.devices > 1
+
+
+@dataclass(frozen=True)
+class Instant:
+    """The items of one phase, at its worst moment, on the device (or machine) that holds most."""
+
+    phase: str
+    items: tuple[Item, ...]
+
+    def total(self, place: Place = "device") -> float:
+        """Bytes."""
+        return sum(item.num_bytes for item in self.items if item.place == place)
+
+    @property
+    def of_first_rank(self) -> float:
+        """Bytes of the rank that holds most: the first one has the embedded engine as well."""
+        return sum(item.each for item in self.items if item.place == "device")
+
+    @property
+    def of_machine(self) -> float:
+        """Bytes of all devices together; on a CPU they are one."""
+        return sum(item.num_bytes * item.devices for item in self.items if item.place == "device")
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where the ranks of a run lie: on a CPU in one memory, else on a device each, beside one host memory."""
+
+    ranks: int
+    shared: bool
+
+    def item(self, role: str, what: str, each: float, place: Place = "device") -> Item:
+        """What every rank holds, ``each`` bytes."""
+        if self.shared:
+            return Item(role, what, each * self.ranks, holders=self.ranks)
+        if place == "host":
+            return Item(role, what, each * self.ranks, "host", holders=self.ranks)
+        return Item(role, what, each, devices=self.ranks)
+
+    def one(self, role: str, what: str, num_bytes: float, place: Place = "device") -> Item:
+        """What the first rank alone holds, or all of them together."""
+        return Item(role, what, num_bytes, "device" if self.shared else place)

@@ -1,0 +1,305 @@
+"""Adapters, layouts, DeepSpeed, offloading: what the plan says they hold, by hand and against real engines."""
+
+from importlib.util import find_spec
+
+import pytest
+
+from tandem.cli.main import main
+from tandem.config.experiment import SFTConfig
+from tandem.config.load import load_config
+from tandem.engines.train.engine import SpreadEngine
+from tandem.trainers.planning.activations import Spread
+from tandem.trainers.planning.batches import MicroBatch
+from tandem.trainers.planning.disk import Saves, checkpoint_of
+from tandem.trainers.planning.exchange import of_micro_batch, of_step
+from tandem.trainers.planning.held import held as held_of
+from tandem.trainers.planning.items import Room
+from tandem.trainers.planning.job import job_of
+from tandem.trainers.planning.layers import layers_backward, layers_forward
+from tandem.trainers.planning.lengths import known_lengths
+from tandem.trainers.planning.memory import instants
+from tandem.trainers.planning.plan import make_plan
+from tandem.trainers.planning.seconds import phases
+from tandem.trainers.planning.shape import Shape, read_shape
+from tandem.trainers.planning.states import gradients_between, states
+from tests.ranks import on_two
+from tests.tiny import tiny_model_folder
+from tests.trainers.held_on_ranks import config_of, held_by, held_under
+from tests.trainers.planning import HAND, adapters, generator, held, job, round_machine
+
+P = HAND.parameters()
+A = 2 * 2 * (2 * (10 + 10) + 2 * (10 + 5) + 3 * (10 + 30))
+"""Adapters of rank 2 on the matrices of two layers: 760."""
+
+EVEN = Shape("llama", layers=2, hidden=8, intermediate=12, heads=4, kv_heads=2, head_dim=2, vocab=10, context=64)
+"""Two ranks can halve it. A layer: 8 · (2 · 8 + 2 · 4 + 3 · 12) = 480 and two norms of 8. Embedding and head: 80."""
+
+GPU = round_machine(kind="gpu", count=4)
+BATCH = MicroBatch(((8, 2), (8, 2)), 4)
+
+
+def of(found, phase, what, role="actor"):
+    """The item of one role in a phase."""
+    instant = next(instant for instant in found if instant.phase == phase)
+    return next(item for item in instant.items if (item.role, item.what) == (role, what))
+
+
+def kinds(model):
+    """What stays of a model, by kind, on one rank."""
+    return {item.what: item.num_bytes for item in states(model, Room(1, shared=True))}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_model_folder(tmp_path_factory.mktemp("model"), "llama", num_key_value_heads=4)
+
+
+def planned_of(config, head="lm"):
+    """The model of a training engine's configuration, as the plan sees it."""
+    return held_of("actor", config, round_machine(), read_shape(config.path), head=head)
+
+
+def test_adapters_by_hand():
+    model = held(adapters=adapters())
+
+    assert model.masters == A == 760 and model.base == P
+    assert kinds(model) == {"parameters": 4 * P + 4 * A, "optimizer": 8 * A}
+    rounded = held(adapters=adapters(), dtype="bfloat16")
+    assert kinds(rounded) == {"parameters": 2 * P + 4 * A, "parameters, rounded": 2 * A, "optimizer": 8 * A}
+    critic = held(adapters=adapters(), head="scalar")
+    assert critic.masters == A + 10 and critic.base == HAND.parameters("scalar") - 10
+
+
+def test_beside_adapters_gradients_are_the_adapters_alone():
+    found = instants(job(held(adapters=adapters(), max_tokens=12)), round_machine())
+
+    assert of(found, "optimizer: actor", "gradients").num_bytes == 4 * A
+    assert of(found, "optimizer: actor", "norm of the gradients").num_bytes == 12 * 2 * 30
+    update = next(instant for instant in found if instant.phase == "update: actor")
+    assert sum(item.num_bytes for item in update.items if item.what in ("gradient of the head", "gradients")) == 4 * A
+
+
+def test_a_reference_beside_adapters_is_free_and_takes_its_time():
+    reference = held("reference", trained=False, own=False)
+    run = job(held(adapters=adapters()), reference)
+
+    assert kinds(reference) == {}
+    assert [phase.name for phase in phases(run, round_machine())] == ["reference", "update: actor"]
+
+
+def test_an_adapter_is_published_alone_and_its_base_read_again():
+    whole, alone = (job(held(), generator=generator(adapter=count, own_process=True)) for count in (0, A))
+    machine = round_machine()
+
+    assert of(instants(whole, machine), "publish", "shared weights", "engine").num_bytes == 4 * P
+    found = instants(alone, machine)
+    assert of(found, "publish", "shared weights", "engine").num_bytes == 4 * A
+    assert of(found, "publish", "adapter", "publish").num_bytes == 4 * A
+    assert of(found, "publish", "files of the base", "publish").num_bytes == 4 * P
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_are_those_of_the_real_engine(folder, dtype):
+    config = config_of(folder, "fsdp:d1", rank=4, dtype=dtype)
+    engine, said = SpreadEngine(config, total_steps=9), kinds(planned_of(config))
+    real = held_by(engine)
+
+    trained = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
+    by_hand = 2 * 4 * (4 * (32 + 32) + 3 * (32 + 64))  # two layers, rank 4
+    assert sum(parameter.numel() for parameter in trained) == by_hand == planned_of(config).masters
+    assert real["optimizer"] == said["optimizer"] == 8 * by_hand
+    assert real["weights"] == said["parameters"] + said.get("parameters, rounded", 0)
+
+
+@pytest.mark.parametrize("head", ["scalar", "both"])
+def test_new_heads_are_trained_beside_adapters(folder, head):
+    config = config_of(folder, "fsdp:d1", rank=4)
+    model = SpreadEngine(config, total_steps=9, head=head).model
+
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    assert trained == planned_of(config, head).masters
+    assert sum(p.numel() for p in model.parameters()) - trained == planned_of(config, head).base
+
+
+SPREAD = {
+    "sharded": {"backend": "fsdp:d2"},
+    "sharded, rounded": {"backend": "fsdp:d2", "dtype": "bfloat16"},
+    "sharded, summed each": {"backend": "fsdp:d2", "gradient_sync": "micro_batch"},
+    "cut": {"backend": "fsdp:d1t2"},
+    "cut, rounded": {"backend": "fsdp:d1t2", "dtype": "bfloat16"},
+    "tokens shared": {"backend": "fsdp:d1c2"},
+    "copies": {"backend": "fsdp:d1r2"},
+    "adapters, sharded": {"backend": "fsdp:d2", "rank": 4, "dtype": "bfloat16"},
+}
+
+
+def test_what_two_ranks_hold_together_is_what_the_plan_says(folder, tmp_path):
+    ranks = on_two(held_under, folder, SPREAD, out=tmp_path)
+
+    for name, case in SPREAD.items():
+        model = planned_of(config_of(folder, **case))
+        said = {item.what: item.num_bytes for item in states(model, Room(2, shared=True))}
+        real = {what: sum(rank[name][what] for rank in ranks) for what in ("weights", "optimizer")}
+        assert real["weights"] == said["parameters"] + said.get("parameters, rounded", 0), name
+        assert real["optimizer"] == said["optimizer"], name
+        between = sum(item.num_bytes for item in gradients_between(model, Room(2, shared=True)))
+        assert sum(rank[name]["gradients"] for rank in ranks) == between, name
+
+
+ZERO = {f"stage {stage}": {"backend": f"deepspeed:zero{stage}:d2"} for stage in (1, 2, 3)}
+ZERO["stage 3, rounded"] = {"backend": "deepspeed:zero3:d2", "dtype": "bfloat16"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed, an extra, is not installed")
+def test_what_two_ranks_of_deepspeed_hold_together_is_what_the_plan_says(folder, tmp_path):
+    ranks = on_two(held_under, folder, ZERO, out=tmp_path)
+
+    for name, case in ZERO.items():
+        model = planned_of(config_of(folder, **case))
+        said = {item.what: item.num_bytes for item in states(model, Room(2, shared=True))}
+        real = {
+            what: sum(rank[name].get(what, 0) for rank in ranks) for what in ("weights", "masters", "optimizer", "buffer")
+        }
+        pairs = {"weights": "parameters", "masters": "masters", "optimizer": "optimizer", "buffer": "buffer of gradients"}
+        for what, kind in pairs.items():
+            assert real[what] == pytest.approx(said.get(kind, 0), rel=0.02), (name, what)  # its pieces are filled up
+
+
+def test_shards_tensor_parallelism_context_and_copies_divide_what_they_should():
+    backends = ("fsdp:d1", "fsdp:d2", "fsdp:d1t2", "fsdp:d2t2", "fsdp:d1c2", "fsdp:d2r2")
+    plain, d2, t2, d2t2, c2, d2r2 = (held(shape=EVEN, backend=backend) for backend in backends)
+    whole = 2 * (480 + 16) + 2 * 80 + 8
+    cut = 2 * (240 + 16) + 2 * 40 + 8  # norms stay whole
+
+    assert [kinds(model)["optimizer"] for model in (plain, d2, t2, d2t2, c2, d2r2)] == [
+        8 * whole, 8 * whole / 2, 8 * cut, 8 * cut / 2, 8 * whole / 2, 8 * whole / 2,
+    ]  # fmt: skip
+
+
+def test_activations_are_divided_by_context_and_those_between_matrices_are_not_cut():
+    def kept(backend, what="activations"):
+        found = instants(job(held(shape=EVEN, backend=backend), groups=1), GPU)
+        return of(found, "score: actor" if what == "logits" else "update: actor", what).num_bytes
+
+    assert kept("fsdp:d1c2") < kept("fsdp:d1")
+    assert kept("fsdp:d1") / 2 < kept("fsdp:d1t2") < kept("fsdp:d1")
+    logits = {
+        backend: of(instants(job(held(shape=EVEN, backend=backend), proximal=True), GPU), "score: actor", "logits").num_bytes
+        for backend in ("fsdp:d1", "fsdp:d1t2")
+    }
+    assert logits["fsdp:d1t2"] == logits["fsdp:d1"] / 2 == 4 * 2 * 16 * 5
+
+
+def test_gradients_are_whole_between_micro_batches_unless_each_is_summed():
+    def between(**changes):
+        found = instants(job(held(backend="fsdp:d4", max_tokens=12, **changes), groups=8), GPU)
+        return of(found, "update: actor", "gradients").num_bytes
+
+    assert between() == 4 * P and between(sync_each=True) == 4 * P / 4
+
+
+def test_the_stages_of_deepspeed_divide_one_thing_more_each():
+    """arXiv:1910.02054: moments and masters, gradients, parameters."""
+    one, two, three = (kinds(held(backend=f"deepspeed:zero{stage}:d4", dtype="bfloat16")) for stage in (1, 2, 3))
+
+    assert one == two == {"parameters": 2 * P, "masters": P, "optimizer": 2 * P}
+    assert three == {"parameters": P / 2, "masters": P, "buffer of gradients": P, "optimizer": 2 * P}
+
+
+def test_offloaded_models_are_in_host_memory_but_for_what_computes():
+    found = instants(job(held(backend="fsdp:d2", offload=True, sync_each=True)), GPU)
+    states_of = [of(found, "optimizer: actor", what) for what in ("parameters", "optimizer", "gradients")]
+
+    assert [item.place for item in states_of] == ["host"] * 3
+    assert sum(item.num_bytes for item in states_of) == 16 * P  # of both ranks, which share the host
+    assert of(found, "update: actor", "gathered parameters").place == "device"
+
+
+def test_ranks_are_counted_together_on_a_cpu_and_apart_on_gpus():
+    run = job(held(backend="fsdp:d2"), generator=generator())
+    cpu, gpu = (make_plan(run, machine) for machine in (round_machine(), GPU))
+
+    assert cpu.machine_gib == cpu.peak_gib > cpu.rank_gib
+    assert gpu.rank_gib == gpu.peak_gib < gpu.machine_gib < 2 * gpu.peak_gib  # the engine is on the first alone
+
+
+def test_what_ranks_send_by_hand():
+    root, layers = HAND.root(), P - HAND.root()
+    sharded = of_micro_batch(held(backend="fsdp:d2"), BATCH, GPU, backward=True)
+    assert sharded == (4 * (P + layers) / 2, 0, 0) and root + layers == P
+    assert of_step(held(backend="fsdp:d2")) == (4 * P / 2, 0, 0)
+    assert of_step(held(backend="fsdp:d2r2")) == (4 * P / 2, 2 * 0.5 * 4 * P / 2, 0)
+
+    tokens = BATCH.tokens
+    cut = of_micro_batch(held(shape=EVEN, backend="fsdp:d1t2"), BATCH, GPU, backward=False)
+    assert cut.between == 4 * tokens * 8 * (2 * 2 + 1)  # twice a layer, and the embedding; an all-reduce of two is 1 ×
+    shared = of_micro_batch(held(shape=EVEN, backend="fsdp:d1c2"), BATCH, GPU, backward=False)
+    assert shared.between == 0.5 * 4 * (tokens / 2) * (2 * 8 + 2 * 4) * 2
+
+    offloaded = of_micro_batch(held(backend="fsdp:d1", offload=True, sync_each=True), BATCH, GPU, backward=True)
+    assert offloaded.host == 3 * 4 * P and offloaded.beside == 0
+
+
+def test_the_backward_pass_of_a_frozen_matrix_is_one_product():
+    machine = round_machine()
+    spread = held(adapters=adapters())
+
+    def products(cost):
+        return dict(cost.parts)["matrix products"]
+
+    from_adapters = 2 * 32 * A / 1e9
+    from_base = 2 * 32 * 2 * 1200 / 1e9
+    options = {"spread": spread_of(spread)}
+    assert products(layers_forward(HAND, BATCH, "float32", machine, **options)) == pytest.approx(from_base + from_adapters)
+    backward = products(layers_backward(HAND, BATCH, "float32", machine, **options))
+    assert backward == pytest.approx(from_base + 2 * from_adapters)
+
+
+def spread_of(model):
+    """What of its settings changes a pass."""
+    return Spread.of(model)
+
+
+def test_selective_checkpointing_recomputes_no_product_and_keeps_more():
+    def products(**changes):
+        cost = layers_backward(HAND, BATCH, "float32", round_machine(), spread_of(held(**changes)))
+        return dict(cost.parts)["matrix products"]
+
+    seconds = [products(), products(checkpointing=True), products(checkpointing=True, selective=True)]
+    assert seconds[0] == seconds[2] and seconds[1] == pytest.approx(1.5 * seconds[0])
+
+
+def test_checkpoints_that_a_run_keeps_are_counted():
+    assert Saves(every=10, steps=45).due == [10, 20, 30, 40, 45] and Saves(every=10, steps=45).kept == 2
+    assert Saves(every=10, steps=45, at_end=False, keep_last=None).kept == 4
+    assert Saves(every=10, steps=100, keep_every=50).kept == 3  # 50, 90 and 100
+    assert Saves(every=10, steps=100, keep_best=True).kept == 3 and Saves(every=10, steps=100).most == 3
+    assert Saves(every=None, steps=5).kept == 1 == Saves(every=None, steps=5).most
+    assert Saves(every=10, at_end=False, steps=5).kept == 0
+    assert Saves(every=10).kept == 2 and Saves(every=10, keep_last=None).kept is None
+
+
+def test_a_checkpoint_by_hand():
+    plain = checkpoint_of([held(dtype="bfloat16"), held("reference", trained=False)], Saves())
+    assert (plain.models, plain.adapters, plain.state) == (2 * P, 0, 12 * P)
+    thin = checkpoint_of([held(dtype="bfloat16", adapters=adapters())], Saves())
+    assert (thin.models, thin.adapters, thin.state) == (2 * P, 4 * A, 12 * A)
+    assert checkpoint_of([held(backend="fsdp:d2")], Saves(resumable=False)).total == 4 * P
+
+
+@pytest.mark.parametrize("more", [[], ["actor.lora.rank=8"]], ids=["all weights", "adapters"])
+def test_a_saved_checkpoint_has_the_size_that_the_plan_says(tmp_path, more):
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "vocab_size": 8192}
+    folder = tiny_model_folder(tmp_path, **sizes)
+    keys = [f"actor.path={folder}", "train_dataset.path=addition", "batch_size=4", "max_length=96", "total_train_steps=1"]
+    keys += [f"run.root={tmp_path / 'runs'}", "actor.dtype=float32", *more]
+    config = load_config(SFTConfig, None, keys).config
+    run = job_of(config, round_machine(), known_lengths(config).lengths, read_shape)
+    said = make_plan(run, round_machine()).checkpoint.total
+
+    assert main(["sft", *keys]) == 0
+    saved = next((tmp_path / "runs").glob("*/*/checkpoints/step_1"))
+    real = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
+
+    assert said == pytest.approx(real, rel=0.03)
