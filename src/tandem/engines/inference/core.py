@@ -55,8 +55,7 @@ class EngineCore:
         device = torch.device(device)
         self._tokenizer: PreTrainedTokenizerBase | None = None  # loaded once a request has stop strings
         self.folder, self.device, self._dtype = folder, device, dtype
-        hf_config = read_hf_config(folder)
-        a = self._architecture = Architecture.from_config(hf_config)
+        a = self._architecture = Architecture.from_config(hf_config := read_hf_config(folder))
         self._max_model_len = config.max_model_len or a.max_position_embeddings
         if self._max_model_len > a.max_position_embeddings:
             raise ConfigError(
