@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,11 @@ class Zygote:
             cwd=ROOT,
         )
 
-    def call(self, function: str, arguments: Sequence[Any], log: Path) -> int:
+    def call(self, function: str, arguments: Sequence[Any], log: Path, kill_after: float | None = None) -> int:
         """Exit status of a process that calls ``module:function``, negative where a signal ended it; what it prints goes to
-        ``log``. It has two minutes."""
+        ``log``. It has two minutes; after ``kill_after`` seconds it is killed, from outside and wherever it is."""
         assert self._process.stdin is not None and self._process.stdout is not None
-        print(json.dumps([function, list(arguments), str(log)]), file=self._process.stdin, flush=True)
+        print(json.dumps([function, list(arguments), str(log), kill_after]), file=self._process.stdin, flush=True)
         return int(self._process.stdout.readline())
 
     def __enter__(self) -> "Zygote":
@@ -49,12 +50,24 @@ def serve(modules: Sequence[str]) -> None:
     for module in modules:
         __import__(module)
     for line in sys.stdin:
-        function, arguments, log = json.loads(line)
+        function, arguments, log, kill_after = json.loads(line)
         child = os.fork()
         if not child:
             _child(function, arguments, log)
+        if kill_after is not None:
+            _kill(child, time.monotonic() + kill_after)
         _, status = os.waitpid(child, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _kill(child: int, deadline: float) -> None:
+    """At the deadline, unless it has ended by itself."""
+    while os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            os.kill(child, signal.SIGKILL)
+            return
+        time.sleep(min(left, 0.01))
 
 
 def _child(function: str, arguments: Sequence[Any], log: str) -> None:

@@ -8,7 +8,7 @@ import torch
 import yaml
 
 from tandem.config.errors import ConfigError
-from tandem.state.replaying import compare_replay, prepare_replay, refuse_replay
+from tandem.state.replaying import compare_replay, legs, prepare_replay, refuse_replay, write_leg
 from tandem.state.weight_digests import append_digests, digests_of, read_digests
 
 CONFIG = {
@@ -51,7 +51,9 @@ def test_the_last_line_of_a_step_counts_and_a_torn_one_does_not(run):
 @pytest.mark.parametrize(("step", "begun"), [(1, "the beginning"), (2, "the beginning"), (3, "step_2")])
 def test_the_replays_folder_goes_on_from_the_checkpoint_before_and_saves_nothing(run, tmp_path, step, begun):
     target = tmp_path / "replay/exp/trial"
-    assert prepare_replay(run, target, step, CONFIG) == begun
+    assert prepare_replay(run, target, step) == begun
+    (leg,) = legs(run, step, CONFIG)
+    write_leg(target, leg, is_last=True)
     assert [path.name for path in (target / "checkpoints").iterdir()] == ([begun] if begun == "step_2" else [])
     made = yaml.safe_load((target / "config.yaml").read_text())
     assert (
@@ -104,6 +106,33 @@ def test_values_that_were_changed_since_must_be_given_and_free_ones_need_not(run
     with pytest.raises(ConfigError, match=r"changed after step 2: actor\.optimizer\.lr: 1 → 2\. Give the values of then"):
         refuse_replay(run, 2, {})
     refuse_replay(run, 2, {"actor.optimizer.lr": "actor.optimizer.lr=1"})
+
+
+def test_each_step_is_run_again_under_the_values_that_it_had(run):
+    for step in (4, 5, 6, 7):
+        write(run, step)
+    times = [
+        {"from": 4, "changed": [], "before": {"lr": 1, "checkpoint.keep_last": 3}},
+        {"changed": [], "before": {"lr": 7}},  # killed before it came into force
+        {"from": 4, "changed": [], "before": {"checkpoint.keep_last": 3}},  # nobody need be asked
+        {"from": 6, "changed": [], "before": {"lr": 2, "actor.max": 8}},
+    ]
+    info = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps(info | {"resumed": times}))
+    now = {"lr": 3, "actor": {"max": 9}, "checkpoint": {"keep_last": 4}}
+
+    def run_under(step, *given):
+        refuse_replay(run, step, {})
+        return [(leg.last, leg.config["lr"], leg.config["actor"]["max"]) for leg in legs(run, step, now, given)]
+
+    assert run_under(3) == [(3, 1, 8)]
+    assert run_under(4) == [(4, 1, 8)]
+    assert run_under(5) == [(4, 1, 8), (5, 2, 8)]
+    assert run_under(7) == [(4, 1, 8), (6, 2, 8), (7, 3, 9)]
+    assert run_under(7, "lr", "actor.max") == [(7, 3, 9)]
+    (run / "checkpoints/step_6").mkdir()
+    assert run_under(7) == [(7, 3, 9)]
+    assert now["actor"] == {"max": 9}
 
 
 def test_a_run_that_is_being_written_is_left_alone(run):

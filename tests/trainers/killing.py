@@ -3,7 +3,6 @@
 import importlib
 import os
 import signal
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,14 +65,6 @@ def train(kind: str, items: Sequence[str], instant: str | None, nth: int = 1, ov
         setattr(holder, name, _fatal(getattr(holder, name), when, nth))
     config, trainer = KINDS[kind]
     importlib.import_module(trainer).train(load_config(config, None, list(items)), override=override)
-
-
-def train_for(kind: str, items: Sequence[str], seconds: float) -> None:
-    """Trains; after so many seconds the process is gone, wherever it is."""
-    timer = threading.Timer(seconds, die)
-    timer.daemon = True
-    timer.start()
-    train(kind, items, None)
 
 
 def _fatal(function: Callable[..., Any], when: str, nth: int) -> Callable[..., Any]:

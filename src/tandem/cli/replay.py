@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """`tandem replay`."""
     from tandem.cli.main import main  # noqa: PLC0415 — which imports this module by name
-    from tandem.state.replaying import compare_replay, prepare_replay, refuse_replay  # noqa: PLC0415 — imports torch
+    from tandem.state import replaying  # noqa: PLC0415 — imports torch
 
     folder, step = arguments.run.expanduser().resolve(), arguments.step
     command = run_info(folder).get("command")
@@ -59,16 +59,19 @@ def run(arguments: argparse.Namespace) -> int:
             "Begin another run with deterministic=true"
             + (" and without async_training=true" if getattr(config, "async_training", False) else "")
         )
-    refuse_replay(folder, step, {key.partition("=")[0]: key for key in arguments.keys})
+    given = {key.partition("=")[0]: key for key in arguments.keys}
+    replaying.refuse_replay(folder, step, given)
     with tempfile.TemporaryDirectory(prefix="tandem-replay-") as root:
         replayed = Path(root).resolve() / folder.parent.name / folder.name
-        begun = prepare_replay(folder, replayed, step, plain_data(config))
+        begun = replaying.prepare_replay(folder, replayed, step)
         print(f"Running up to step {step} again, from {begun}.", file=sys.stderr)
-        with contextlib.redirect_stdout(sys.stderr):
-            status = main(["continue", str(replayed), "--until", str(step)])
-        if status:
-            print("error: the step could not be run again; see the message above", file=sys.stderr)
-            return status
-        outcome = compare_replay(folder, replayed, step)
+        for leg in replaying.legs(folder, step, plain_data(config), given):
+            replaying.write_leg(replayed, leg, is_last=leg.last == step)
+            with contextlib.redirect_stdout(sys.stderr):
+                status = main(["continue", str(replayed), "--until", str(leg.last)])
+            if status:
+                print("error: the step could not be run again; see the message above", file=sys.stderr)
+                return status
+        outcome = replaying.compare_replay(folder, replayed, step)
     print(json.dumps(asdict(outcome), ensure_ascii=False) if arguments.json else outcome.describe())
     return DIFFERENT if outcome.differences else 0

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from tandem.api.weights import WeightVersion
 from tandem.config.errors import ConfigError, TandemError
@@ -36,6 +35,7 @@ from tandem.engines.inference.serve.text import Tokenizers
 from tandem.engines.inference.serve.token_files import token_from
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import resolve
+from tandem.models.foreign import read_hf_config
 from tandem.models.precision import resolve_dtype
 from tandem.state.machine import usable_cores
 
@@ -162,7 +162,7 @@ def _service(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> S
         keep_kv_on_update=arguments.keep_kv_on_update,
         threads=threads,
     )
-    architecture = Architecture.from_config(AutoConfig.from_pretrained(folder))
+    architecture = Architecture.from_config(read_hf_config(folder))
     limits = Limits(
         max_tokens=arguments.max_model_len or architecture.max_position_embeddings,
         default_chat_tokens=arguments.default_chat_tokens,

@@ -19,7 +19,16 @@ _MARKS = re.compile(r"\{%-?\s*generation\b")
 Messages = Sequence[Mapping[str, Any]]
 
 
-TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+TEMPLATE_ERRORS = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TemplateError,
+    TypeError,
+    ValueError,
+)
 """What a template raises that cannot take the messages it is given: it is a program of whoever made the model."""
 
 
@@ -157,13 +166,16 @@ class ChatEncoder:
         encoded.mask.extend([False] * len(ids))
 
     def _by_marks(self, messages: Messages) -> Encoded:
-        found = self.tokenizer.apply_chat_template(
-            [dict(message) for message in messages],
-            tokenize=True,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            **self._kwargs,
-        )
+        try:
+            found = self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=True,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+                **self._kwargs,
+            )
+        except TEMPLATE_ERRORS as error:
+            raise DataFailure("template_refuses", str(error)) from error
         mask = [bool(value) for value in found["assistant_masks"]]
         if not any(mask):
             raise DataFailure("no_answer", "the chat template marks nothing of this conversation as the assistant's")

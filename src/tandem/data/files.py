@@ -74,7 +74,7 @@ def _jsonl(file: Path) -> Iterator[RawRow]:
                 raise ConfigError(
                     f"{file}:{i}: not valid JSON ({error.msg}, column {error.colno}); mend or remove the line"
                 ) from error
-            except ValueError as error:  # a number of thousands of digits
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
                 raise ConfigError(f"{file}:{i}: {error}; mend or remove the line") from error
             if "\\u" in line:
                 _refuse_half_characters(columns, f"{file}:{i}")
@@ -90,7 +90,7 @@ def _json(file: Path) -> Iterator[RawRow]:
         ) from error
     except UnicodeDecodeError:
         raise
-    except ValueError as error:  # a number of thousands of digits
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, brackets without end
         raise ConfigError(f"{file}: {error}; mend it") from error
     if not isinstance(rows, list):
         raise ConfigError(f"{file} must hold a list of rows, got {type(rows).__name__}")

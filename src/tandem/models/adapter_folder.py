@@ -97,7 +97,9 @@ def read_adapter(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]
     try:
         settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
         tensors = load_file(folder / WEIGHTS)
-    except (OSError, ValueError, SafetensorError) as error:
+        if not isinstance(settings, dict):
+            raise ValueError(f"{SETTINGS} holds no object")
+    except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise ConfigError(f"{folder} has no adapter that can be read: {error}") from error
     return {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}, settings
 
@@ -113,13 +115,18 @@ class MergedWeights(Mapping[str, torch.Tensor]):
             ConfigError: no adapter there, or no base, or another one.
         """
         self._own, settings = read_adapter(folder)
-        self._scaling = float(settings["lora_alpha"]) / int(settings["r"])
-        name = settings["base_model_name_or_path"]
+        try:
+            self._scaling = float(settings["lora_alpha"]) / int(settings["r"])
+            name = str(settings["base_model_name_or_path"])
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(f"{folder / SETTINGS} cannot be read: {type(error).__name__}: {error}") from error
         base = resolve(name)
         with safe_open(folder / WEIGHTS, "pt") as file:
             about = file.metadata() or {}
         refuse_other_base(name, digest_of_base(name), about.get("base"))
-        self._dtype = getattr(torch, about.get("base_dtype", "float32"))
+        self._dtype = getattr(torch, about.get("base_dtype", "float32"), None)
+        if not isinstance(self._dtype, torch.dtype):
+            raise ConfigError(f"{folder / WEIGHTS} names {about['base_dtype']!r}, which is no precision of weights")
         found = tensors_of(base)
         if found is None:
             raise ConfigError(f"{base}, the base of the adapter in {folder}, has no *.safetensors")

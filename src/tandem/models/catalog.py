@@ -114,11 +114,21 @@ def _checked(folder: Path) -> Path:
             f"model folder {folder} has no config.json; give the folder that save_pretrained wrote, "
             "or a run's checkpoints/step_N"
         )
-    patterns = ("*.safetensors", "pytorch_model*.bin")
-    if not any(next(folder.glob(pattern), None) for pattern in patterns):
+    weights = [path for pattern in ("*.safetensors", "pytorch_model*.bin") for path in sorted(folder.glob(pattern))]
+    if not weights:
         raise ConfigError(
             f"model folder {folder} has no weights (model.safetensors); copy them there, or download the model anew"
         )
+    odd = [path for path in weights if not path.is_file()]
+    if odd:
+        raise ConfigError(f"{odd[0]} is no file (a pipe, a device, a folder or a link to nothing): copy the weights there")
+    if (folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"model folder {folder} holds a model and an adapter of another one (adapter_config.json), so it is not clear "
+            "which is meant: move one of them into a folder of its own"
+        )
+    for index in sorted(folder.glob("*.index.json")):
+        indexed(index)
     return folder
 
 
@@ -141,12 +151,23 @@ def _from_hub(name: str) -> Path:
 def weight_files(folder: Path) -> list[str]:
     """Names, or patterns, of the weights of a model folder: those that its index lists, else `model*.safetensors`."""
     index = folder / _INDEX
-    if not index.is_file():
-        return [_WEIGHTS]
+    return indexed(index) if index.is_file() else [_WEIGHTS]
+
+
+def indexed(index: Path) -> list[str]:
+    """The files that an index of weights names, each in its own folder.
+
+    Raises:
+        ConfigError: it is damaged, or names something elsewhere.
+    """
     try:
-        return sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
+        names = list(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{index} is damaged ({type(error).__name__}: {error}); download the model anew") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or "\0" in name:
+            raise ConfigError(f"{index} names {name!r}, which is not a file in that folder; download the model anew")
+    return sorted(set(names))
 
 
 def _convert(model: PackagedModel, folder: Path) -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForSequenceClassification, GenerationConfig, PretrainedConfig
+from transformers import AutoModelForSequenceClassification, PretrainedConfig
 from transformers.utils import logging
 
 from tandem.api.engines import Outputs
 from tandem.config.errors import ConfigError
 from tandem.models.attention import NAME
+from tandem.models.foreign import UNREADABLE, read_generation_config, told
 from tandem.models.packed import PackedCausalLM, PackedModel
 
 HEAD = "score.weight"
@@ -94,10 +95,15 @@ def read_classifier(folder: Path, config: PretrainedConfig, dtype: torch.dtype) 
     try:
         with no_report():
             model, report = AutoModelForSequenceClassification.from_pretrained(
-                folder, config=config, dtype=dtype, attn_implementation=NAME, output_loading_info=True
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=NAME,
+                output_loading_info=True,
+                trust_remote_code=False,
             )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"the weights in {folder} cannot be read: {error}") from error
+    except UNREADABLE as error:
+        raise ConfigError(f"the weights in {folder} cannot be read: {told(error)}") from error
     refuse_missing(folder, set(report["missing_keys"]) - (set() if brings_head else {HEAD}))
     if not brings_head:
         nn.init.zeros_(model.score.weight)
@@ -132,9 +138,8 @@ def padding_token(folder: Path, config: PretrainedConfig) -> int:
     Raises:
         ConfigError: all of them end texts, or there are none.
     """
-    ends = _as_set(config.eos_token_id)
-    with contextlib.suppress(OSError):  # a classifier's folder has no generation_config.json
-        ends |= _as_set(GenerationConfig.from_pretrained(folder).eos_token_id)
+    generation = read_generation_config(folder)  # a classifier's folder has none
+    ends = _as_set(config.eos_token_id) | (set() if generation is None else _as_set(generation.eos_token_id))
     for token in (config.pad_token_id, config.bos_token_id, *_special_tokens(folder)):
         if token is not None and token not in ends and token < config.vocab_size:
             return token
@@ -150,9 +155,13 @@ def _special_tokens(folder: Path) -> list[int]:
     file = folder / "tokenizer.json"
     if not file.is_file():
         return []
-    added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens", [])
-    special = [token for token in added if token.get("special")]
-    return [token["id"] for token in sorted(special, key=lambda token: ("pad" not in token["content"].lower(), token["id"]))]
+    try:
+        added = json.loads(file.read_text(encoding="utf-8")).get("added_tokens", [])
+        special = [token for token in added if token.get("special")]
+        first = sorted(special, key=lambda token: ("pad" not in token["content"].lower(), token["id"]))
+        return [int(token["id"]) for token in first]
+    except UNREADABLE as error:
+        raise ConfigError(f"{file} cannot be read: {told(error)}") from error
 
 
 def _as_set(tokens: int | list[int] | None) -> set[int]:

@@ -6,13 +6,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging
 
 from tandem.config.errors import ConfigError
 from tandem.models.architecture import Architecture
 from tandem.models.attention import NAME
 from tandem.models.catalog import resolve
+from tandem.models.foreign import UNREADABLE, read_hf_config, told
 from tandem.models.heads import (
     PackedActorCritic,
     PackedScalarModel,
@@ -62,10 +63,15 @@ def load_causal_lm(
     try:
         with no_progress_bars(), no_report():
             model, report = AutoModelForCausalLM.from_pretrained(
-                folder, config=config, dtype=dtype, attn_implementation=NAME, output_loading_info=True
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=NAME,
+                output_loading_info=True,
+                trust_remote_code=False,
             )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"the weights in {folder} cannot be read: {error}") from error
+    except UNREADABLE as error:
+        raise ConfigError(f"the weights in {folder} cannot be read: {told(error)}") from error
     refuse_missing(folder, report["missing_keys"])
     model.to(device)
     kind = PackedActorCritic if value_head else PackedCausalLM
@@ -102,10 +108,7 @@ def load_scalar_model(
 
 def read_config(folder: Path) -> PretrainedConfig:
     """The configuration, if the architecture is computed exactly; without dropout."""
-    try:
-        config = AutoConfig.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"config.json of {folder} cannot be read: {error}") from error
+    config = read_hf_config(folder)
     Architecture.from_config(config)  # refuse before reading gigabytes
     config.attention_dropout = 0.0
     return config

@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tandem.api.activity import did
 from tandem.config.errors import ConfigError
 from tandem.models.attention import NAME
 from tandem.models.catalog import resolve
+from tandem.models.foreign import UNREADABLE, read_generation_config, told
 from tandem.models.heads import (
     HEAD,
     PackedActorCritic,
@@ -92,14 +93,13 @@ def open_unfilled(
         may_miss = set() if brings_head else {HEAD}
         if not brings_head:
             files = {name: tensor for name, tensor in files.items() if name != HEAD}
-        model = _empty(AutoModelForSequenceClassification, config)
+        model = _empty(AutoModelForSequenceClassification, config, folder)
         model.model.embed_tokens.padding_idx = None  # see `read_classifier`
         packed: PackedModel = PackedScalarModel(model)
     else:
         refuse_classifier(folder, config)
-        model = _empty(AutoModelForCausalLM, config)
-        if (folder / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(folder)
+        model = _empty(AutoModelForCausalLM, config, folder)
+        model.generation_config = read_generation_config(folder) or model.generation_config
         packed = (PackedActorCritic if head == "both" else PackedCausalLM)(model, chunk_tokens=chunk_tokens)
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     found = {name: tuple(files[name].get_shape()) for name in shapes if name in files}
@@ -123,22 +123,25 @@ def tensors_of(folder: Path) -> dict[str, Any] | None:
         if (folder / "model.safetensors").is_file():
             return dict(_slices(folder, ["model.safetensors"]))
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
-        raise ConfigError(f"the weights in {folder} cannot be read: {error}") from error
+    except UNREADABLE as error:
+        raise ConfigError(f"the weights in {folder} cannot be read: {told(error)}") from error
 
 
 def _slices(folder: Path, names: list[str]) -> Iterator[tuple[str, Any]]:
     for name in names:
-        if Path(name).name != name:
+        if Path(name).name != name or not (folder / name).is_file():
             raise ConfigError(f"the index of {folder} names {name!r}, which is not a file in that folder")
         file = safe_open(folder / name, "pt")
         for key in file.keys():
             yield key, file.get_slice(key)
 
 
-def _empty(kind: Any, config: Any) -> nn.Module:
-    with no_progress_bars(), no_report(), torch.device("meta"):
-        model = kind.from_config(config, dtype=torch.float32, attn_implementation=NAME)
+def _empty(kind: Any, config: Any, folder: Path) -> nn.Module:
+    try:
+        with no_progress_bars(), no_report(), torch.device("meta"):
+            model = kind.from_config(config, dtype=torch.float32, attn_implementation=NAME, trust_remote_code=False)
+    except UNREADABLE as error:
+        raise ConfigError(f"config.json of {folder} describes no model: {told(error)}") from error
     if getattr(config, "tie_word_embeddings", False) and hasattr(model, "lm_head"):
         model.lm_head.weight = model.get_input_embeddings().weight
     return model.eval()

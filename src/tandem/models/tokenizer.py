@@ -1,20 +1,23 @@
 """Tokenizers, and what to say when they are missing."""
 
+import contextlib
 import copy
 from pathlib import Path
+from types import TracebackType
 
-from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tandem.config.errors import ConfigError
+from tandem.models.foreign import UNREADABLE, read_hf_config, refuse_absurd, told
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model folder.
+    """The tokenizer of a model folder. Code that comes with it is not run, and nobody is asked whether it may.
 
     Raises:
-        ConfigError: the folder has none, or it cannot be read.
+        ConfigError: the folder has none, it cannot be read, or it wants code of its own.
     """
     if not any((folder / name).is_file() for name in _FILES):
         raise ConfigError(
@@ -22,9 +25,19 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             "copy the tokenizer files of the base model into it"
         )
     try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"the tokenizer in {folder} cannot be read: {error}") from error
+        refuse_absurd(folder)
+        with _PlainErrors():
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except UNREADABLE as error:
+        raise ConfigError(f"the tokenizer in {folder} cannot be read: {told(error)}") from error
+
+
+class _PlainErrors(contextlib.AbstractContextManager[None]):
+    """The library in Rust below raises `Exception` itself, and no kind of its own; that becomes a ValueError."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is Exception:
+            raise ValueError(str(error)) from error
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -46,5 +59,5 @@ def save_classifier_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) 
     With another one, such as the usual end of a text, transformers would score the padding of a row.
     """
     own = copy.deepcopy(tokenizer)
-    own.pad_token = own.convert_ids_to_tokens(AutoConfig.from_pretrained(folder).pad_token_id)
+    own.pad_token = own.convert_ids_to_tokens(read_hf_config(folder).pad_token_id)
     own.save_pretrained(folder)

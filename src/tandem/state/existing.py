@@ -49,7 +49,7 @@ def _json(text: str) -> dict[str, Any]:
     """The object in the text; empty where the text is torn or no object."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

@@ -1,9 +1,10 @@
 """A step of a run again: a folder in which it can be run without touching the first one, and what came out otherwise."""
 
+import copy
 import fcntl
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import yaml
 
 from tandem.config.errors import ConfigError
-from tandem.config.resume import Difference
+from tandem.config.resume import Difference, differences
 from tandem.state.existing import checkpoints, run_info, step_of
 from tandem.state.ledger import FILE as LEDGER
 from tandem.state.weight_digests import FILE as WEIGHTS
@@ -20,6 +21,9 @@ from tandem.state.weight_digests import read_digests
 
 CLOCK = ("time", "tokens_per_s/", "memory/", "recover/", "checkpoint/")
 """Beginnings of the metrics that measure the machine, or what befell the run on it: no two runs have them in common."""
+
+_KEPT = ("id", "command", "started")
+"""Of `run.json`, in the folder of a replay."""
 
 SHOWN = 5
 """Differences of each kind that are told."""
@@ -58,6 +62,8 @@ def refuse_replay(folder: Path, step: int, given: Mapping[str, Any]) -> None:
         there = f"steps {known[0]} to {known[-1]} are there" if known else "it has no step yet, or an older version made it"
         raise ConfigError(f"{folder} has no record of step {step} in metrics.jsonl and {WEIGHTS}: {there}")
     for time in run_info(folder).get("resumed", []):
+        if "before" in time:
+            continue  # `legs` knows what each step ran under
         keys = {text.partition(":")[0]: text for text in time.get("changed", [])}
         changed = [text for key, text in keys.items() if key not in given and not Difference(key, None, None).is_free]
         if changed and time.get("steps", 0) >= step:
@@ -67,29 +73,78 @@ def refuse_replay(folder: Path, step: int, given: Mapping[str, Any]) -> None:
             )
 
 
-def prepare_replay(folder: Path, target: Path, step: int, config: Mapping[str, Any]) -> str:
+@dataclass(frozen=True)
+class Leg:
+    """Steps of a replay that ran under one configuration."""
+
+    last: int
+    config: Mapping[str, Any]
+    """As plain data."""
+
+
+def legs(folder: Path, step: int, config: Mapping[str, Any], given: Container[str] = ()) -> list[Leg]:
+    """What the steps from the newest whole checkpoint before ``step`` up to it ran under: `run.json` says from which
+    checkpoint the run went on each time, and what was otherwise before. ``config``: the newest; ``given``: keys that stay as
+    they are there."""
+    first = max([0, *(step_of(path) for path in _before(folder, step))])
+    found, config = [Leg(step, config)], copy.deepcopy(dict(config))
+    for time in reversed(run_info(folder).get("resumed", [])):
+        at = time.get("from")
+        if at is None:
+            continue  # it was ended before it went on
+        if at <= first:
+            break  # all later steps were done since
+        for key, value in time.get("before", {}).items():
+            if key not in given:
+                _set(config, key.split("."), value)
+        older = Leg(min(at, found[0].last), copy.deepcopy(config))
+        found = [older, *(found[1:] if older.last == found[0].last else found)]
+    return [leg for leg, after in zip_longest(found, found[1:]) if after is None or _differ(leg, after)]
+
+
+def _differ(one: Leg, other: Leg) -> bool:
+    return any(not difference.is_free for difference in differences(one.config, other.config, {}))
+
+
+def _set(config: Any, path: list[str], value: Any) -> None:
+    *outer, last = path
+    for name in outer:
+        config = config[name]
+    config[last] = value
+
+
+def _before(folder: Path, step: int) -> list[Path]:
+    """Checkpoints that a replay of the step may go on from."""
+    return [path for path in checkpoints(folder / "checkpoints") if 0 < step_of(path) < step]
+
+
+def write_leg(target: Path, leg: Leg, *, is_last: bool) -> None:
+    """Lets the run in ``target`` go on by a leg. What the run saves and draws is left out, but for the end of a leg that
+    another one follows."""
+    quiet = {
+        "checkpoint": {"at_end": False} if is_last else {"every_steps": leg.last, "keep_last": None},
+        "tracking": {"trajectories_per_step": leg.config["tracking"]["trajectories_per_step"]},
+    }
+    named = {"run": {"root": str(target.parent.parent)}, "experiment_name": target.parent.name, "trial_name": target.name}
+    text = yaml.safe_dump({**leg.config, **quiet, **named}, sort_keys=False)
+    (target / "config.yaml").write_text(text, encoding="utf-8")
+    kept = {name: value for name, value in run_info(target).items() if name in _KEPT}
+    (target / "run.json").write_text(json.dumps(kept | {"status": "interrupted"}), encoding="utf-8")
+
+
+def prepare_replay(folder: Path, target: Path, step: int) -> str:
     """Makes ``target`` a run folder that goes on from the newest whole checkpoint before ``step``; returns its name.
 
-    Nothing is written below ``folder``: its checkpoints are linked. ``config``: of the run, as plain data; what it saves and
-    draws is left out.
+    Nothing is written below ``folder``: its checkpoints are linked. `write_leg` says how it goes on.
     """
     (target / "checkpoints").mkdir(parents=True)
-    before = [path for path in checkpoints(folder / "checkpoints") if 0 < step_of(path) < step]
+    before = _before(folder, step)
     for path in before:
         (target / "checkpoints" / path.name).symlink_to(path.resolve(), target_is_directory=True)
     for name in (LEDGER, f"{LEDGER}-journal", *(("metrics.jsonl",) if before else ())):
         if (folder / name).is_file():
             shutil.copyfile(folder / name, target / name)
-    root, experiment, trial = str(target.parent.parent), target.parent.name, target.name
-    quiet = {
-        "checkpoint": {"at_end": False},
-        "tracking": {"trajectories_per_step": config["tracking"]["trajectories_per_step"]},
-    }
-    named = {"run": {"root": root}, "experiment_name": experiment, "trial_name": trial}
-    (target / "config.yaml").write_text(yaml.safe_dump({**config, **quiet, **named}, sort_keys=False), encoding="utf-8")
-    info = run_info(folder)
-    kept = {name: info[name] for name in ("id", "command", "started") if name in info}
-    (target / "run.json").write_text(json.dumps(kept | {"status": "interrupted"}), encoding="utf-8")
+    shutil.copyfile(folder / "run.json", target / "run.json")
     return before[-1].name if before else "the beginning"
 
 

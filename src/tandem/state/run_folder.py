@@ -135,9 +135,13 @@ class RunFolder:
         """The run's own name: no other run has it, also one of the same experiment and trial elsewhere."""
         return str(self.info["id"])
 
-    def begin(self) -> None:
-        """The run really starts with its new configuration: models are built and the checkpoint is read. Idempotent."""
+    def begin(self, step: int = 0) -> None:
+        """The run really starts with its new configuration, after ``step``: models are built and the checkpoint is read.
+        Idempotent."""
         if self._pending_config is not None:
+            if self.going is not None:  # before the configuration: whoever replays a step asks what it ran under
+                self.info["resumed"][-1]["from"] = step
+                self._write_info()
             write_atomically(self.path / "config.yaml", self._pending_config)
             self._pending_config = None
 
@@ -233,6 +237,7 @@ def _continued(folder: Path, info: dict[str, Any], going: Going) -> dict[str, An
     """
     before, found = run_info(folder), going.found
     line = {"at": now(), "was": found.status, "steps": found.steps, "changed": [str(d) for d in going.changed]}
+    line["before"] = {difference.key: difference.before for difference in going.changed}
     if not found.checkpoints and (folder / "metrics.jsonl").is_file():
         aside = next(p for n in itertools.count(1) if not (p := folder / f"metrics.lost-{n}.jsonl").exists())
         os.rename(folder / "metrics.jsonl", aside)

@@ -16,6 +16,7 @@ from tandem.api.engines import TrainEngine
 from tandem.api.state import State, Stateful
 from tandem.rollout.ledger import Ledger
 from tandem.state.checkpoint import remove_leftovers
+from tandem.state.existing import step_of
 from tandem.state.ledger import FILE, LedgerFile, Record
 from tandem.state.manifest import STATE
 from tandem.state.newest import newest_valid
@@ -151,14 +152,14 @@ class Recovery:
             with together():
                 if name in self._parts:
                     load_part(name, self._parts[name], tree, path)
-        self._begin()
+        self._begin(step_of(path))
         return path
 
-    def _begin(self) -> None:
-        """Nothing of the configuration can be refused any more. Collective."""
+    def _begin(self, step: int = 0) -> None:
+        """Nothing of the configuration can be refused any more. ``step``: after which the run goes on. Collective."""
         with together():
             if self._run is not None:
-                self._run.begin()
+                self._run.begin(step)
 
     def _names(self) -> list[str]:
         """Rank 0's parts, on all ranks: one order for what is collective."""

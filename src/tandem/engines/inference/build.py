@@ -4,8 +4,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from transformers import AutoConfig
-
 from tandem.api.engines import InferenceEngine
 from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion, tensor_digest, version_digest
 from tandem.config.fleet import parse_address, parse_backend
@@ -17,6 +15,7 @@ from tandem.engines.inference.fleet.addresses import DEFAULT_NAME, JOURNAL_NAME
 from tandem.engines.inference.fleet.kinds import Terms, attached, started
 from tandem.engines.inference.fleet.pool import Fleet
 from tandem.engines.inference.process import EmbeddedProcess
+from tandem.models.foreign import read_hf_config
 from tandem.models.heads import refuse_classifier
 from tandem.models.precision import resolve_dtype
 
@@ -43,7 +42,7 @@ def build_inference_engine(
         ConfigError: `rollout.backend` is not known, or the folder holds a reward model.
     """
     servers = parse_backend(rollout.backend)
-    refuse_classifier(folder, AutoConfig.from_pretrained(folder))
+    refuse_classifier(folder, read_hf_config(folder))
     config = replace(rollout.engine, threads=engine_threads(rollout, placement=placement, threads=threads))
     dtype, version = resolve_dtype(rollout.dtype, device), WeightVersion(0)
     if servers is not None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from tandem.api.engines import InferencePart
 from tandem.api.failures import DataFailure
@@ -26,6 +26,7 @@ from tandem.engines.inference.sequences import Job, Sequence, SharedPrompt
 from tandem.engines.inference.slots import Slots
 from tandem.engines.inference.stopping import StopText
 from tandem.models.architecture import Architecture
+from tandem.models.foreign import read_hf_config
 from tandem.models.tokenizer import load_tokenizer
 
 __all__ = ["EngineCore", "StagedWeights"]
@@ -54,8 +55,7 @@ class EngineCore:
         device = torch.device(device)
         self._tokenizer: PreTrainedTokenizerBase | None = None  # loaded once a request has stop strings
         self.folder, self.device, self._dtype = folder, device, dtype
-        hf_config = AutoConfig.from_pretrained(folder)
-        a = self._architecture = Architecture.from_config(hf_config)
+        a = self._architecture = Architecture.from_config(hf_config := read_hf_config(folder))
         self._max_model_len = config.max_model_len or a.max_position_embeddings
         if self._max_model_len > a.max_position_embeddings:
             raise ConfigError(

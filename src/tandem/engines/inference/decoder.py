@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional
 from transformers.activations import ACT2FN
 
+from tandem.config.errors import ConfigError
 from tandem.engines.inference.fused_weights import FusedWeights, LayerWeights
 from tandem.models.architecture import Architecture, Rope
 
@@ -128,6 +129,8 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 def _gate(activation: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """``[T, 2 · I]`` (gate, up) → activation(gate) · up, ``[T, I]``."""
+    if activation not in ACT2FN:
+        raise ConfigError(f"the model's activation is {activation!r} (hidden_act in config.json), and there is none")
     function = ACT2FN[activation]
 
     def gated(both: torch.Tensor) -> torch.Tensor:

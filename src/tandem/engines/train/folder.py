@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from tandem.api.activity import did
@@ -51,8 +51,7 @@ def read_weights(folder: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tup
     if index.is_file():
         files = _read_index(index)
     elif (folder / "model.safetensors").is_file():
-        with safe_open(folder / "model.safetensors", "pt") as file:
-            files = dict.fromkeys(file.keys(), "model.safetensors")
+        files = dict.fromkeys(_opened(folder / "model.safetensors").keys(), "model.safetensors")
     else:
         raise ConfigError(f"folder {folder} has no model.safetensors to load weights from")
     missing = sorted(set(shapes) - set(files))
@@ -60,13 +59,22 @@ def read_weights(folder: Path, shapes: Mapping[str, torch.Size]) -> Iterator[tup
         raise ConfigError(
             f"folder {folder} lacks {len(missing)} tensors of this model, first {missing[0]!r}; is it another model?"
         )
-    handles = {name: safe_open(folder / name, "pt") for name in set(files.values())}
+    handles = {name: _opened(folder / name) for name in set(files.values())}
     for name, shape in shapes.items():
+        if name not in handles[files[name]].keys():
+            raise ConfigError(f"{folder / files[name]} lacks tensor {name!r}, which the index says is there")
         found = torch.Size(handles[files[name]].get_slice(name).get_shape())
         if found != shape:
             raise ConfigError(f"tensor {name!r} in {folder} is {list(found)}, this model has {list(shape)}")
     for name in shapes:
         yield name, handles[files[name]].get_tensor(name)
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, "pt")
+    except SafetensorError as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from error
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -77,7 +85,7 @@ def _read_index(index: Path) -> dict[str, str]:
     """
     try:
         files = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{index} cannot be read as an index: {type(error).__name__}: {error}") from error
     for name in files.values():
         if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):

@@ -4,11 +4,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from transformers import AutoConfig
-
 from tandem.config.errors import ConfigError
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import BUILT_IN, resolve
+from tandem.models.foreign import read_hf_config
 
 Head = Literal["lm", "scalar", "both"]
 Dtype = Literal["float32", "bfloat16"]
@@ -143,11 +142,10 @@ def read_shape(path: str) -> Shape:
         raise ConfigError(f"model folder {path} has no config.json, which the plan is made from")
     place = str(folder) if folder.is_dir() else str(resolve(path)) if path in BUILT_IN else path
     try:
-        config = AutoConfig.from_pretrained(place)
-    except (OSError, ValueError, KeyError) as error:
+        config = read_hf_config(place)
+    except ConfigError as error:
         raise ConfigError(
-            f"config.json of {path} cannot be read: {error}. Give a folder that holds one (no weights are needed), or a "
-            f"built-in model: {', '.join(BUILT_IN)}"
+            f"{error}. Give a folder that holds one (no weights are needed), or a built-in model: {', '.join(BUILT_IN)}"
         ) from error
     stored = 2 if str(getattr(config, "dtype", None)).removeprefix("torch.") in ("bfloat16", "float16") else 4
     return replace(Shape.of(Architecture.from_config(config)), stored=stored)

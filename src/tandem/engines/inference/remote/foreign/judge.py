@@ -4,10 +4,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from tandem.api.requests import StopReason
 from tandem.engines.inference.stopping import StopText
+from tandem.models.foreign import read_hf_config
 
 
 class Judge:
@@ -43,7 +44,7 @@ def eos_ids(folder: Path) -> frozenset[int]:
     """Tokens that end a completion: those of the generation config, else of the model's. As in the embedded engine."""
     file = folder / "generation_config.json"
     ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    ids = ids if ids is not None else getattr(AutoConfig.from_pretrained(folder), "eos_token_id", None)
+    ids = ids if ids is not None else getattr(read_hf_config(folder), "eos_token_id", None)
     return frozenset(() if ids is None else (ids,) if isinstance(ids, int) else ids)
 
 

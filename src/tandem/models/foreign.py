@@ -1,0 +1,95 @@
+"""What somebody else has put into a model folder: nothing of it is run, and what cannot be read is named."""
+
+import json
+import math
+import os
+from pathlib import Path
+from pickle import UnpicklingError
+
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+
+from tandem.config.errors import ConfigError
+
+MAX_CONFIG_BYTES = 2**24
+MAX_SIZES = {
+    "num_hidden_layers": 10_000,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**22,
+    "vocab_size": 2**24,
+}
+"""No model comes near; of as many as a configuration says lists, modules and buffers would be made."""
+
+UNREADABLE = (
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+    TypeError,
+    UnpicklingError,
+    ValueError,
+)
+"""What libraries raise on files that are not what their names say; no refusal, and so no error of ours alone."""
+
+
+def told(error: Exception) -> str:
+    """In words; of an error whose text is only a key or a type also its kind."""
+    if "trust_remote_code" in str(error):
+        return "it brings code of its own (auto_map), which is not run here; give a model that transformers knows without"
+    plain = isinstance(error, (OSError, ValueError, RuntimeError, SafetensorError)) and not isinstance(error, RecursionError)
+    return str(error) if plain else f"{type(error).__name__}: {error}"
+
+
+def read_hf_config(place: str | os.PathLike[str]) -> PretrainedConfig:
+    """The `config.json` of a folder, or of a name on the hub. Code that comes with a model (`auto_map`) is not run, and
+    nobody is asked whether it may.
+
+    Raises:
+        ConfigError: it cannot be read, wants code of its own, or says what no model has.
+    """
+    try:
+        refuse_absurd(Path(place))
+        return AutoConfig.from_pretrained(place, trust_remote_code=False)
+    except UNREADABLE as error:
+        raise ConfigError(f"config.json of {place} cannot be read: {told(error)}") from error
+
+
+def read_generation_config(folder: Path) -> GenerationConfig | None:
+    """`generation_config.json`; None where there is none.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    if not (folder / "generation_config.json").is_file():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except UNREADABLE as error:
+        raise ConfigError(f"generation_config.json of {folder} cannot be read: {told(error)}") from error
+
+
+def refuse_absurd(folder: Path) -> None:
+    """Raises `ValueError` before transformers sees a `config.json` that would cost it memory or time without end."""
+    file = folder / "config.json"
+    if not file.is_file():
+        return
+    if file.stat().st_size > MAX_CONFIG_BYTES:
+        raise ValueError(f"it has {file.stat().st_size} bytes, which no model's has")
+    found = json.loads(file.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds no object, but a {type(found).__name__}")
+    for name, value in found.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} is {value}, which is no number")
+    for name, most in MAX_SIZES.items():
+        value = found.get(name)
+        if isinstance(value, (int, float)) and not 0 < value <= most:
+            raise ValueError(f"{name} must be from 1 to {most}, got {value}")
