@@ -1,21 +1,24 @@
-"""Tries every cell of the matrix of tests/matrix on a tiny model and writes docs/matrix.md, a few minutes on two cores.
+"""Tries every cell of a matrix of tests/matrix on a tiny model and writes its page, a few minutes on two cores.
 
-PYTHONPATH=. python scripts/matrix.py            # writes the page
-PYTHONPATH=. python scripts/matrix.py --keep     # and the list of cells that must run from now on
+PYTHONPATH=. python scripts/matrix.py algorithms            # writes docs/matrix.md
+PYTHONPATH=. python scripts/matrix.py backends              # writes docs/matrix_of_backends.md
+PYTHONPATH=. python scripts/matrix.py backends --keep       # and the list of cells that must run from now on
 """
 
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.matrix.cells import HERE, RAN, Cell, table  # noqa: E402
+from tests.matrix import backend_cells, cells  # noqa: E402
 from tests.matrix.workers import results  # noqa: E402
 from tests.tiny import tiny_model_folder  # noqa: E402
 
-HEAD = """# What goes together
+ALGORITHMS = """# What goes together
 
 <!-- Made by `python scripts/matrix.py`; a slow test runs every line of it again. -->
 
@@ -26,20 +29,54 @@ reason. Cells that must run are kept in `tests/matrix/must_run.txt`. A critic me
 `algorithm.kl.coefficient=0.01`.
 """
 
+BACKENDS = """# Which backend does what
 
-def page(found: dict[Cell, str]) -> str:
-    """The text of docs/matrix.md."""
-    ran = sum(result == RAN for result in found.values())
-    return f"{HEAD}\n{ran} of {len(found)} lines run.\n\n{table(found)}\n"
+<!-- Made by `python scripts/matrix.py backends`; a slow test runs every cell of it again. -->
+
+How the model is spread ([parallelism.md](parallelism.md)) × what it learns × one option more: each two choices that do not
+contradict each other were tried together in a run of two steps of a tiny model, on a CPU. A preset in a field *ran*: finite
+figures, weights that moved (a critic's too), a whole checkpoint, and what the option promises. The preset in a field changes
+from one to the next, so that each meets each backend and each option; no field says that others do not run. Cells that must
+run are kept in `tests/matrix/backends_must_run.txt`; algorithms × ways of training are in [matrix.md](matrix.md).
+
+`lora` is `actor.lora.rank=4`, `checkpointing` `actor.gradient_checkpointing`, `selective` `actor.selective_checkpointing`
+with it, `compile` and `offload` are keys of `actor` too, `asynchronous` is `async_training`, and `saves` a checkpoint to go
+on from after each step, written beside training by one process with `fsdp`. The preset `reward` is `tandem reward`, `dpo`
+`tandem preference`, `sft` `tandem sft`.
+"""
 
 
-def main() -> None:
+class Matrix(NamedTuple):
+    """A module of cells and the page that shows it."""
+
+    module: Any
+    page: str
+    must_run: str
+    head: str
+    table: Callable[[Any], str]
+
+    def text(self, found: dict[Any, str]) -> str:
+        """Of the page."""
+        ran = sum(result == cells.RAN for result in found.values())
+        what = "lines" if self.module is cells else "cells"
+        return f"{self.head}\n{ran} of {len(found)} {what} run.\n\n{self.table(found)}\n"
+
+
+MATRICES = {
+    "algorithms": Matrix(cells, "docs/matrix.md", "must_run.txt", ALGORITHMS, cells.table),
+    "backends": Matrix(backend_cells, "docs/matrix_of_backends.md", "backends_must_run.txt", BACKENDS, backend_cells.table),
+}
+
+
+def main(name: str) -> None:
+    matrix = MATRICES[name]
     with tempfile.TemporaryDirectory() as folder:
-        found = results(tiny_model_folder(Path(folder), "llama"), Path(folder))
-    (ROOT / "docs/matrix.md").write_text(page(found))
+        found = results(matrix.module.__name__, tiny_model_folder(Path(folder), "llama"), Path(folder))
+    (ROOT / matrix.page).write_text(matrix.text(found))
     if "--keep" in sys.argv:
-        (HERE / "must_run.txt").write_text("".join(f"{cell}\n" for cell, result in found.items() if result == RAN))
+        kept = "".join(f"{cell}\n" for cell, result in found.items() if result == cells.RAN)
+        (cells.HERE / matrix.must_run).write_text(kept)
 
 
 if __name__ == "__main__":
-    main()
+    main(next((word for word in sys.argv[1:] if word in MATRICES), "algorithms"))

@@ -1,4 +1,4 @@
-"""The cells of the matrix: which combinations there are, which of them are tried, and what trying one means."""
+"""The matrix of algorithms: which combinations there are, which of them are tried, and what trying one means."""
 
 import itertools
 import math
@@ -14,6 +14,7 @@ from tandem.trainers.parts import open_rows
 from tandem.trainers.process import Process
 from tandem.trainers.rl import step
 from tandem.trainers.session import open_session
+from tests.matrix.pairing import pairwise
 
 HERE = Path(__file__).parent
 RAN = "runs"
@@ -47,18 +48,10 @@ def possible(cell: Cell) -> bool:
     return not (cell.mode == "asynchronous" and cell.placement == "colocate")
 
 
-def pairs(cell: Cell) -> set:
-    return set(itertools.combinations(enumerate(cell), 2))
-
-
 def cover() -> list[Cell]:
-    """Cells in which every pair of values occurs that can, few of them: the one with the most new pairs comes next."""
-    candidates = [cell for cell in itertools.starmap(Cell, itertools.product(*FACTORS.values())) if possible(cell)]
-    missing, chosen = set().union(*map(pairs, candidates)), list(IMPOSSIBLE)
-    while missing:
-        best = max(candidates, key=lambda cell: len(pairs(cell) & missing))
-        missing -= pairs(best)
-        chosen.append(best)
+    """Cells in which every pair of values occurs that can."""
+    candidates = filter(possible, itertools.starmap(Cell, itertools.product(*FACTORS.values())))
+    chosen = [*IMPOSSIBLE, *pairwise(candidates)]
     return sorted(chosen, key=lambda cell: (FACTORS["preset"].index(cell.preset), cell[1:]))
 
 

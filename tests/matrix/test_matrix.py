@@ -1,11 +1,11 @@
 """No combination does nothing silently: each runs two steps and learns, or is refused with its reason."""
 
-import itertools
 import runpy
 
 import pytest
 
 from tests.matrix.cells import FACTORS, HERE, RAN, cover, possible
+from tests.matrix.pairing import choices_of
 from tests.matrix.workers import results
 from tests.tiny import tiny_model_folder
 
@@ -16,10 +16,8 @@ MUST_RUN = [line for line in (HERE / "must_run.txt").read_text().splitlines() if
 def test_every_pair_of_choices_that_can_meet_does():
     cells = cover()
     assert len(cells) == len(set(cells)) <= 80
-    for (i, first), (j, second) in itertools.combinations(enumerate(FACTORS.values()), 2):
-        for a, b in itertools.product(first, second):
-            if {a, b} == {"asynchronous", "colocate"}:
-                continue
+    for (i, a), (j, b) in choices_of(FACTORS):
+        if {a, b} != {"asynchronous", "colocate"}:
             assert any(cell[i] == a and cell[j] == b and possible(cell) for cell in cells), (a, b)
 
 
@@ -34,8 +32,8 @@ def test_the_kept_list_names_cells_of_the_matrix_and_every_preset():
 @pytest.mark.invariant
 @pytest.mark.timeout(900)  # some four minutes on a core of its own
 def test_each_cell_runs_or_is_refused_as_the_page_says(tmp_path):
-    found = results(tiny_model_folder(tmp_path, "llama"), tmp_path)
+    found = results("tests.matrix.cells", tiny_model_folder(tmp_path, "llama"), tmp_path)
     refused = {str(cell) for cell, result in found.items() if result != RAN}
     assert not refused & set(MUST_RUN), {str(cell): found[cell] for cell in found if str(cell) in refused & set(MUST_RUN)}
-    page = runpy.run_path(str(ROOT / "scripts/matrix.py"))["page"](found)
+    page = runpy.run_path(str(ROOT / "scripts/matrix.py"))["MATRICES"]["algorithms"].text(found)
     assert (ROOT / "docs/matrix.md").read_text() == page
