@@ -41,7 +41,7 @@ run are kept in `tests/matrix/backends_must_run.txt`; algorithms × ways of trai
 
 `lora` is `actor.lora.rank=4`, `checkpointing` `actor.gradient_checkpointing`, `selective` `actor.selective_checkpointing`
 with it, `compile` and `offload` are keys of `actor` too, `asynchronous` is `async_training`, and `saves` a checkpoint to go
-on from after each step, written beside training by one process with `fsdp`. The preset `reward` is `tandem reward`, `dpo`
+on from after each step, written beside training. The preset `reward` is `tandem reward`, `dpo`
 `tandem preference`, `sft` `tandem sft`.
 """
 
