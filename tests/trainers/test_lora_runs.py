@@ -16,10 +16,8 @@ from tandem.config.presets import PRESETS
 from tandem.tracking.statistics import PhaseTimer
 from tandem.trainers import distill, preference, reward, rl, sft
 from tandem.trainers.parts import open_rows
-from tandem.trainers.planning.job import held
 from tandem.trainers.process import start_process
 from tandem.trainers.session import open_session
-from tests.trainers.planning import HAND, round_machine
 from tests.trainers.test_resume import SAVED_EACH_STEP, Runs, assert_same, zygote  # noqa: F401
 
 LORA = ["actor.lora.rank=4", "actor.lora.alpha=8"]
@@ -152,9 +150,3 @@ def test_another_rank_is_refused_when_a_run_goes_on(overrides, model, tmp_path):
     rl.train(loaded(TrainConfig, items))
     with pytest.raises(ConfigError, match=r"actor\.lora\.rank"):
         rl.train(loaded(TrainConfig, [*items, "actor.lora.rank=4", "total_train_steps=5"]), override=True)
-
-
-def test_there_is_no_plan_for_it_and_that_is_said(overrides):
-    config = loaded(TrainConfig, [*overrides, *LORA]).config
-    with pytest.raises(ConfigError, match=r"no plan for LoRA yet \(actor\.lora\.rank=4\)"):
-        held("actor", config.actor, round_machine(), lambda path: HAND)

@@ -1,6 +1,7 @@
 """A run that is killed and repeated is the run that nobody killed, to the bit."""
 
 import json
+import re
 import shutil
 import signal
 import sqlite3
@@ -163,7 +164,9 @@ def test_a_run_is_continued_by_its_folder_alone(zygote, model, tmp_path):
     log = tmp_path / "continued.log"
     assert zygote.call("tandem.cli.main:main", [["continue", str(runs.folder("killed"))]], log) == 0
     said = log.read_text()
-    assert f"Going on with {runs.folder('killed')}: 2 steps done; was killed" in said and "Done: 3 steps." in said
+    begun = re.search(rf"Going on with {re.escape(str(runs.folder('killed')))}: ([23]) steps done; was killed", said)
+    assert begun, said  # training goes on beside the save that it was killed in, and may have ended a step more
+    assert "Done: 3 steps." in said
     assert_same(runs.folder("whole"), runs.folder("killed"), 3)
 
 
