@@ -14,6 +14,7 @@ from tandem.trainers.planning.layers import head, layers_backward, layers_forwar
 from tandem.trainers.planning.plan import make_plan
 from tandem.trainers.planning.seconds import dense_step, optimizer, phases
 from tandem.trainers.planning.shape import Shape
+from tandem.trainers.planning.threads import of_one_process
 from tests.trainers.planning import HAND, LLAMA_8B, generator, held, job, round_machine
 
 BATCH = MicroBatch(((8, 2), (8, 2)), 4)
@@ -144,6 +145,18 @@ def test_rates_between_measured_rows_lie_between_the_measured_rates():
 
     assert machine.rate("float32", 1) == 1e9 and machine.rate("float32", 1000) == 1e11
     assert machine.rate("float32", 10) == pytest.approx(1e10)
+
+
+def test_a_process_of_one_thread_has_back_what_threads_lose_to_each_other():
+    machine = round_machine(threads=4, threading=0.5)
+    rates = {share: machine.using(share).matmul["float32"][0][1] for share in (1.0, 0.5, 0.25)}
+    assert rates == pytest.approx({1.0: 1e9, 0.5: 0.5e9 / 0.5**0.5, 0.25: 0.25e9 / 0.5})
+    assert round_machine(threads=1).using(0.5).matmul["float32"][0][1] == pytest.approx(0.5e9)
+
+
+@pytest.mark.slow
+def test_threads_of_one_process_are_no_faster_than_processes_of_one_thread():
+    assert 0.2 < of_one_process(2) <= 1.0 and of_one_process(1) == 1.0
 
 
 def test_a_machine_survives_its_file():

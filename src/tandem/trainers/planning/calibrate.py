@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from tandem.trainers.planning.devices import CONTEXT_GIB, SLACK
 from tandem.trainers.planning.link import between_processes
 from tandem.trainers.planning.machine import Machine
 from tandem.trainers.planning.shape import Dtype
+from tandem.trainers.planning.threads import of_one_process
 
 ROWS = (1, 4, 16, 64, 256, 1024)
 WIDTH = 1024
@@ -58,6 +60,7 @@ optimizer.step()
 """
 """A trainer without a model: the first step of an optimizer imports torch's compiler."""
 
+DEEPSPEED = f"{PROCESS}\nimport deepspeed"
 WORKER = "import tandem.rewards.worker, tandem.rewards.equality"
 RESIDENT = "\nimport psutil; print(psutil.Process().memory_info().rss)"
 
@@ -86,7 +89,7 @@ def _identity(where: str, threads: int) -> dict[str, Any]:
         "device": where,
         "threads": threads,
         "torch": torch.__version__,
-        "measures": 2,  # counts up when what is measured changes
+        "measures": 3,  # counts up when what is measured changes
     }
 
 
@@ -158,7 +161,9 @@ def _measured(device: torch.device, threads: int, identity: Mapping[str, Any]) -
         process_gib=CONTEXT_GIB if cuda else _resident(PROCESS),
         worker_gib=_resident(WORKER),
         slack=SLACK if cuda else FRAGMENTATION,
+        deepspeed_gib=0.0 if cuda or find_spec("deepspeed") is None else max(0.0, _resident(DEEPSPEED) - _resident(PROCESS)),
         threads=threads,
+        threading=1.0 if cuda else of_one_process(threads),
         overlaps=cuda,
         identity=identity,
     )
@@ -286,4 +291,4 @@ def _resident(script: str) -> float:
     """GiB that a fresh interpreter holds after these lines."""
     command = [sys.executable, "-c", script + RESIDENT]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-    return int(done.stdout) / 2**30
+    return int(done.stdout.split()[-1]) / 2**30  # DeepSpeed says things first

@@ -67,7 +67,13 @@ class Machine:
     slack: float = 0.0
     """Holes between what comes and goes in turns, as a share of it: the allocator takes them on top."""
 
+    deepspeed_gib: float = 0.0
+    """What DeepSpeed adds to a process that imports it."""
+
     threads: int = 1
+    threading: float = 1.0
+    """Speed of one process with all ``threads``, as a share of that of as many processes with a thread each, at once."""
+
     overlaps: bool = False
     """Communication between ranks goes on beside the computation."""
 
@@ -96,9 +102,11 @@ class Machine:
         return max(2 * rows * cells / self.rate(dtype, rows, packed=packed), cells * BYTES[dtype] / self.stream)
 
     def using(self, share: float) -> "Machine":
-        """This machine where only a share of its threads computes; a GPU is as fast as before."""
+        """This machine where a share of its threads computes, which wait for each other less; a GPU is as fast as before."""
         if self.kind == "gpu" or share >= 1:
             return self
+        if self.threads > 1:  # all of it is won back where one thread is left
+            share /= self.threading ** min(1.0, -math.log(share) / math.log(self.threads))
 
         def slower(rates: Rates) -> Rates:
             return {dtype: tuple((rows, rate * share) for rows, rate in table) for dtype, table in rates.items()}
