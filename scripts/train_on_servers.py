@@ -194,7 +194,10 @@ def follow(
 
 def kill(kind: str, mark: str, report: Report) -> None:
     """kill -9 to the first process of a server of this kind."""
-    words = {one: one.cmdline() for one in marked(mark)}
+    words = {}
+    for one in marked(mark):
+        with contextlib.suppress(psutil.Error):  # gone since
+            words[one] = one.cmdline()
     found = [one for one, said in words.items() if COMMAND[kind] in said and not any("keeper.py" in word for word in said)]
     for one in found[:1]:
         report.killed = kind
@@ -315,8 +318,8 @@ def check_servers(report: Report, folder: Path, last: dict[str, Any]) -> None:
     fenced, moved = last["fleet/fenced"], last["fleet/moved"]
     told = f"servers {', '.join(sorted(served))} served; {fenced:.0f} fenced, {moved:.0f} requests moved"
     given_up = {row["server"] for row in table if row["to"] == "fenced"}
-    wanted = {name for name in names if report.killed and name.startswith(report.killed)}
-    report.line(served == names and given_up == wanted and bool(fenced) == bool(wanted), told)
+    kinds = [name.partition("-")[0] for name in sorted(given_up)]
+    report.line(served == names and kinds == [report.killed] * bool(report.killed) and fenced >= len(kinds), told)
     for row in table if report.killed else ():
         print(
             f"     {row['server']}: {row['from']} -> {row['to']}, {row['moved']} requests moved; {row['why']}"[:200],

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 import time
 from dataclasses import replace
@@ -16,6 +17,7 @@ from tandem.config.load import load_config
 from tandem.config.lora import LoRAConfig
 from tandem.state.checkpoint import CheckpointFailed
 from tandem.state.run_folder import RunFolder
+from tandem.state.shared_parts import MARK_BYTES
 from tandem.trainers.recovery import Progress, Recovery
 from tandem.trainers.saving import Saving
 from tests.engines_train.layouts import batch_of_prompts, engine_on
@@ -87,7 +89,8 @@ class Run:
 def both_ways(model: Path, root: Path, ranks: int):
     """See `compared`, `failing`, `tolerant`."""
     found = compared(model, root, LAYOUTS[ranks], ranks)
-    return {"saved": found, "failed": failing(root, model, ranks), "tolerated": tolerant(root, model, ranks)}
+    found = {"saved": found, "failed": failing(root, model, ranks), "tolerated": tolerant(root, model, ranks)}
+    return found | {"poor": poor(root, model, ranks) if ranks > 1 else baseless(root, model)}
 
 
 def compared(model: Path, root: Path, layouts: tuple[str, ...], ranks: int):
@@ -177,6 +180,40 @@ def tolerant(root: Path, model: Path, ranks: int):
     waited = run.saving.metrics().get("time/save_wait_s", 0.0)
     run.end()
     return run.saved(), waited, run.folder.failed_saves if run.folder else 1
+
+
+def poor(root: Path, model: Path, ranks: int):
+    """What is there, and whether each save was waited for, where the last rank has no memory for its copy."""
+    run = Run(root, model, f"d{ranks} lm", "poor")
+    run.step()
+
+    def refuse(descriptor: int, start: int, num_bytes: int) -> None:
+        if num_bytes > MARK_BYTES:
+            raise OSError(12, "Cannot allocate memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == ranks - 1:
+            patch.setattr(os, "posix_fallocate", refuse)
+        run.after_step()
+    waited = not run.saving._beside
+    run.end()
+    return run.saved(), waited
+
+
+def baseless(root: Path, model: Path):
+    """The same where the files of an adapter's base are gone."""
+    base = root.parent / "base"
+    shutil.copytree(model, base)
+    run = Run(root, base, "d1 lm adapted", "baseless")
+    run.step()
+    run.after_step()
+    run.saving.finish()
+    base.rename(root.parent / "gone")
+    run.step()
+    run.after_step()
+    waited = not run.saving._beside
+    run.end()
+    return run.saved(), waited
 
 
 def trained(items: list[str], root: Path, instant: str | None, nth: int, ranks: int):

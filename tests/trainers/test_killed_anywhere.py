@@ -1,4 +1,4 @@
-"""A hundred kills at instants that nobody chose, half of those that follow during recovery: the run ends as if nobody had.
+"""A hundred kills at instants that nobody chose, a third of them meant for recovery: the run ends as if nobody had.
 
 A chain is one run that is killed again and again. Its instants are drawn from its seed, evenly over the time of a whole run,
 and the process is killed from outside; each failure tells them. A run that ends before its next kill is compared and

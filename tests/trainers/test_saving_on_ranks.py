@@ -49,6 +49,12 @@ def test_every_rank_goes_on_where_it_may_and_waits_where_a_save_is_under_way(fou
         assert saved == ([] if each is ranks[1] else ["step_2", "step_3"])
 
 
+def test_where_no_copy_can_be_made_or_written_training_waits_for_the_save(found):
+    alone, ranks = found
+    assert alone["poor"] == (["step_1", "step_2"], True)  # the files of an adapter's base are gone
+    assert [each["poor"] for each in ranks] == [(["step_1"], True), ([], True)]  # one rank has too little memory
+
+
 @pytest.mark.slow
 @pytest.mark.invariant
 @pytest.mark.parametrize("layouts", [MORE, pytest.param(ZERO, marks=DEEPSPEED)], ids=["more", "deepspeed"])

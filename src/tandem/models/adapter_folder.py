@@ -37,9 +37,9 @@ class Base(NamedTuple):
     """To which they were rounded."""
 
 
-def digest_of_base(path: str) -> str:
-    """Of the weight files of the model of that name: another one where they are others."""
-    return fingerprint(resolve(path), WEIGHT_FILES)
+def digest_of_base(folder: Path) -> str:
+    """Of the weight files of a model folder: another one where they are others."""
+    return fingerprint(folder, WEIGHT_FILES)
 
 
 def refuse_other_base(path: str, found: str, wanted: str | None) -> None:
@@ -123,7 +123,7 @@ class MergedWeights(Mapping[str, torch.Tensor]):
         base = resolve(name)
         with safe_open(folder / WEIGHTS, "pt") as file:
             about = file.metadata() or {}
-        refuse_other_base(name, digest_of_base(name), about.get("base"))
+        refuse_other_base(name, digest_of_base(base), about.get("base"))
         self._dtype = getattr(torch, about.get("base_dtype", "float32"), None)
         if not isinstance(self._dtype, torch.dtype):
             raise ConfigError(f"{folder / WEIGHTS} names {about['base_dtype']!r}, which is no precision of weights")

@@ -127,7 +127,7 @@ def _checked(folder: Path) -> Path:
             f"model folder {folder} holds a model and an adapter of another one (adapter_config.json), so it is not clear "
             "which is meant: move one of them into a folder of its own"
         )
-    for index in sorted(folder.glob("*.index.json")):
+    for index in sorted([*folder.glob("*.safetensors.index.json"), *folder.glob("*.bin.index.json")]):
         indexed(index)
     return folder
 

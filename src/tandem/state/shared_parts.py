@@ -4,6 +4,7 @@ Each rank's memory is an anonymous file: it has no name that could be left behin
 it open, however that ends. Rank 0 opens those of the others by their process, which it can on one machine only.
 """
 
+import contextlib
 import mmap
 import os
 import secrets
@@ -68,14 +69,16 @@ class SharedParts:
 
     def reachable(self) -> str | None:
         """See `share`, tried before anything is copied. Collective."""
-        self.copy({})
+        with contextlib.suppress(OSError):  # a system that forbids such memory: `share` says that nobody can read it
+            self.copy({})
         return self.share()
 
     def copy(self, parts: Mapping[str, Part]) -> None:
         """Copies this rank's parts; `whole` gives nothing before `share`.
 
         Raises:
-            OSError: there is not so much memory.
+            OSError: the system says that there is not so much memory. One that promises more than it has, as Linux may, ends
+                a process in the middle of a copy; `tandem plan` counts the copy.
         """
         if not hasattr(os, "memfd_create"):
             return  # `share` says so
@@ -97,7 +100,7 @@ class SharedParts:
             self._fd = os.memfd_create("tandem-checkpoint")
             weakref.finalize(self, os.close, self._fd)
         os.ftruncate(self._fd, num_bytes)
-        os.posix_fallocate(self._fd, 0, num_bytes)  # or a machine without so much would kill whoever writes to it
+        os.posix_fallocate(self._fd, 0, num_bytes)  # where it is known that there is not so much, here and not in the copy
         self._memory = mmap.mmap(self._fd, num_bytes)
         self._memory[:MARK_BYTES] = self._mark
         return self._memory
@@ -119,7 +122,8 @@ class SharedParts:
             key = (offer.path, offer.mark, offer.num_bytes)
             found = self._memory if offer.mark == self._mark else self._maps.get(key) or _mapped(offer)
             if found is None:
-                return f"rank 0 cannot read the memory of rank {rank}: is it on another machine, or not on Linux?"
+                where = "on another machine, in another container, or not on Linux"
+                return f"rank 0 cannot read the memory of rank {rank}: is it {where}?"
             maps[key] = found
         self._maps = maps
         return None

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tandem.api.collective import is_main, together
+from tandem.api.failures import NotWritten
 from tandem.api.state import Part, Parted, State, part_of
 from tandem.state.shared_parts import SharedParts
 
@@ -36,6 +37,7 @@ class Snapshots:
         tensors are spread over ranks; rank 0's copy is whole, and the others' is nothing.
 
         Raises:
+            NotWritten: a rank has too little memory for its copy; on every rank.
             TypeError: a tensor's parts are no blocks: see `why_not`.
             RuntimeError: rank 0 cannot read what another rank has copied.
         """
@@ -43,7 +45,10 @@ class Snapshots:
         with together():  # before the next collective call: there may be too little memory on one rank
             spread = dict(_spread(tree))
             if spread:
-                self._shared.copy({name: _own(name, leaf) for name, leaf in spread.items()})
+                try:
+                    self._shared.copy({name: _own(name, leaf) for name, leaf in spread.items()})
+                except OSError as error:
+                    raise NotWritten(f"there is too little memory for a copy of the state: {error}") from error
             copy = {key: self._copied(value, key, used) for key, value in tree.items()} if is_main() else {}
             self._buffers = used  # what is no part of the state any more is let go of
             if torch.cuda.is_initialized():

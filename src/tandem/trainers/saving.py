@@ -11,7 +11,7 @@ from typing import Self
 
 from tandem.api.activity import within
 from tandem.api.collective import by_itself, from_main, is_main
-from tandem.api.failures import NotWritten, Stalled
+from tandem.api.failures import NotWritten, RankFailed, Stalled
 from tandem.api.state import State
 from tandem.config.arithmetic import is_save_due
 from tandem.config.experiment import BaseConfig
@@ -124,7 +124,12 @@ class Saving:
             log.info("training waits for each save: %s", why_not)
             self._beside = False
             return False
-        copy = self._snapshots.take(states)
+        try:
+            copy = self._snapshots.take(states)
+        except NotWritten as error:
+            log.warning("training waits for each save: %s", error)
+            self._beside, self._snapshots = False, Snapshots()  # the memory of earlier copies is given back
+            return False
         if is_main():
             writer = self._late_writer(copy)  # here: the model is another one in the middle of a step
             assert writer is not None, "it could be written before it was copied"
@@ -198,6 +203,10 @@ class Saving:
         try:
             with within("save"):
                 self._take()
+        except RankFailed as failure:  # told by the command, which ends this rank
+            if error is None:
+                raise
+            log.warning("the checkpoint that was being written is left unfinished: %s", failure)
         except Exception as failure:  # the worker boundary: what ends the run is the error that came first
             if error is None:
                 raise

@@ -100,7 +100,8 @@ class AdaptedWeights(NamedWeights):
 
     def __init__(self, config: TrainEngineConfig, holder: Holder, model: PackedModel, group: dist.ProcessGroup | None):
         super().__init__(config, holder, model, group)
-        self.adapter, self.base = Adapters(config, holder, model), digest_of_base(config.path)
+        self._folder = resolve(config.path)  # once: a name on the hub may mean other files tomorrow
+        self.adapter, self.base = Adapters(config, holder, model), digest_of_base(self._folder)
         self._names = self.adapter.names
         heads = {HEAD: PREFIX + HEAD} if PREFIX + HEAD in holder.masters else {}
         self._saved = self.adapter.places | heads
@@ -154,8 +155,14 @@ class AdaptedWeights(NamedWeights):
 
     def writer(self, masters: Mapping[str, torch.Tensor | Parted], dtype: torch.dtype) -> Callable[[Path], None] | None:
         """See `NamedWeights.writer`. The base, of which ranks have shards that none of them may gather beside training, is
-        read from its files again; None where these do not have it under the names of the model."""
-        files = tensors_of(resolve(self._config.path)) or {}
+        read from its files again; None where these are gone or changed, or do not have it under the names of the model."""
+        try:
+            files = tensors_of(self._folder) or {}
+            same = digest_of_base(self._folder) == self.base
+        except (ConfigError, OSError):
+            same = False
+        if not same:
+            return None
         held = self.adapter.terms.dtype
         frozen = {name: self._holder.shape(PREFIX + name) for name in self._names if PREFIX + name in self._holder.frozen}
         if any(name not in files or tuple(files[name].get_shape()) != tuple(shape) for name, shape in frozen.items()):
@@ -170,7 +177,6 @@ class AdaptedWeights(NamedWeights):
                 yield name, self.adapter.merge(module, weight, tensors).to(dtype)
 
         def write(folder: Path) -> None:
-            refuse_other_base(self._config.path, digest_of_base(self._config.path), self.base)
             tensors = {name: together_of(masters[place]) for name, place in self._saved.items()}
             self._write(folder, merged_weights(tensors), masters, dtype)
             self._write_adapter(folder, tensors)
