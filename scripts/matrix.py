@@ -5,6 +5,7 @@ PYTHONPATH=. python scripts/matrix.py backends              # writes docs/matrix
 PYTHONPATH=. python scripts/matrix.py backends --keep       # and the list of cells that must run from now on
 """
 
+import argparse
 import sys
 import tempfile
 from collections.abc import Callable
@@ -68,15 +69,20 @@ MATRICES = {
 }
 
 
-def main(name: str) -> None:
-    matrix = MATRICES[name]
+def main() -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("matrix", choices=MATRICES, nargs="?", default="algorithms")
+    parser.add_argument("--keep", action="store_true", help="write the list of cells that must run, too")
+    options = parser.parse_args()
+    matrix = MATRICES[options.matrix]
     with tempfile.TemporaryDirectory() as folder:
         found = results(matrix.module.__name__, tiny_model_folder(Path(folder), "llama"), Path(folder))
     (ROOT / matrix.page).write_text(matrix.text(found))
-    if "--keep" in sys.argv:
+    if options.keep:
         kept = "".join(f"{cell}\n" for cell, result in found.items() if result == cells.RAN)
         (cells.HERE / matrix.must_run).write_text(kept)
 
 
 if __name__ == "__main__":
-    main(next((word for word in sys.argv[1:] if word in MATRICES), "algorithms"))
+    main()
