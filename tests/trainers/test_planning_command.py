@@ -15,7 +15,7 @@ from tandem.trainers.planning.devices import device
 from tandem.trainers.planning.job import Lengths, job_of
 from tandem.trainers.planning.lengths import ASSUMED_PROMPT, known_lengths
 from tandem.trainers.planning.plan import make_plan
-from tandem.trainers.planning.remedy import larger_devices, nearest, others, overrides
+from tandem.trainers.planning.remedy import RANK, larger_devices, nearest, others, overrides
 from tests.tiny import tiny_config, tiny_model_folder, tiny_tokenizer
 from tests.trainers.planning import LLAMA_8B, SMOLLM2, round_machine
 
@@ -277,10 +277,10 @@ def test_adapters_go_to_our_own_engines_alone_and_merged_to_others():
 
 
 def test_where_only_adapters_fit_they_are_proposed():
-    plan, change = planned(SFTConfig, ["train_dataset.path=addition", "actor.backend=fsdp:d1"], device("rtx4090"))
+    plan, change = planned(SFTConfig, ["train_dataset.path=addition"], round_machine(memory_gib=80.0))
 
     assert not plan.fits and change is not None and change.plan.fits
-    assert "actor.offload" in change.settings or "actor.lora.rank" in change.settings
+    assert change.settings["actor.lora.rank"] == RANK
 
 
 def test_other_ways_that_fit_are_named_beside_the_nearest():

@@ -241,6 +241,32 @@ def test_what_ranks_send_by_hand():
     assert offloaded.host == 3 * 4 * P and offloaded.beside == 0
 
 
+def test_a_frozen_base_in_host_memory_comes_in_the_dtype_of_the_computation():
+    usual = {"backend": "fsdp:d2", "offload": True, "sync_each": True, "dtype": "bfloat16"}
+    trained = of_micro_batch(held(adapters=adapters(), **usual), BATCH, GPU, backward=True)
+    reference = of_micro_batch(held("reference", trained=False, own=False, **usual), BATCH, GPU, backward=False)
+
+    assert trained.host == 2 * (4 * A + 2 * P) / 2 + 4 * A / 2  # twice all of its part, and the gradients back
+    assert reference.host == 2 * P / 2
+
+
+def test_each_rank_that_cuts_matrices_copies_its_part_for_a_save_beside_training():
+    found = instants(job(held(shape=EVEN, backend="fsdp:d1t2"), saves_beside=True), GPU)
+
+    copied = of(found, "save", "copy that is saved")
+    assert copied.num_bytes == (12 + 4) * 2 * (2 * (240 + 16) + 2 * 40 + 8) and copied.place == "host"
+
+
+def test_deepspeed_gathers_one_tensor_in_float32_where_a_rank_has_no_whole_one():
+    def whole(backend, dtype):
+        found = instants(job(held(backend=backend, dtype=dtype), generator=generator()), GPU)
+        publish = next(instant for instant in found if instant.phase == "publish")
+        return [item.num_bytes for item in publish.items if item.what == "one whole tensor"]
+
+    assert whole("deepspeed:zero3:d2", "float32") == whole("deepspeed:zero2:d2", "bfloat16") == [4 * 1000]
+    assert whole("deepspeed:zero1:d2", "float32") == whole("deepspeed:zero2:d2", "float32") == []
+
+
 def test_the_backward_pass_of_a_frozen_matrix_is_one_product():
     machine = round_machine()
     spread = held(adapters=adapters())
@@ -277,6 +303,7 @@ def test_checkpoints_that_a_run_keeps_are_counted():
     assert Saves(every=10, steps=100, keep_best=True).kept == 3 and Saves(every=10, steps=100).most == 3
     assert Saves(every=None, steps=5).kept == 1 == Saves(every=None, steps=5).most
     assert Saves(every=10, at_end=False, steps=5).kept == 0
+    assert Saves(every=None, at_end=False).kept == 0 == Saves(every=None, at_end=False, keep_last=None).most
     assert Saves(every=10).kept == 2 and Saves(every=10, keep_last=None).kept is None
 
 

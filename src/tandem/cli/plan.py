@@ -10,7 +10,6 @@ examples:
 import argparse
 import functools
 import json
-import math
 from typing import Any
 
 from tandem.cli.arguments import add_config_arguments, split_arguments
@@ -24,7 +23,16 @@ from tandem.trainers.planning.job import job_of
 from tandem.trainers.planning.lengths import Known, known_lengths
 from tandem.trainers.planning.machine import Machine
 from tandem.trainers.planning.plan import Plan, make_plan
-from tandem.trainers.planning.remedy import Change, larger_devices, least_gib, nearest, others, overrides
+from tandem.trainers.planning.remedy import (
+    Change,
+    devices_needed,
+    engine_gib,
+    larger_devices,
+    least_gib,
+    nearest,
+    others,
+    overrides,
+)
 from tandem.trainers.planning.report import Report
 from tandem.trainers.planning.shape import read_shape
 
@@ -107,12 +115,15 @@ def _advice(plan: Plan, change: Change | None) -> str:
     """Where no change of the configuration is enough: what the weights and moments alone take, and where they would fit."""
     if plan.fits or change is not None:
         return ""
-    least = least_gib(plan)
+    least, engine, needed = least_gib(plan), engine_gib(plan), devices_needed(plan)
     names = larger_devices(least * 1.1)
     where = f"one {names[0]} (--device {names[0]}) holds them" if names else "no single device of the table holds them"
-    needed = math.ceil(least * 1.3 / plan.machine.memory_gib)
-    spread = f"; or about {needed} of these devices (--count {needed} actor.backend=fsdp:d{needed})" if needed > 1 else ""
+    spread = ""
+    if needed is not None:
+        spread = f"; or about {needed} of these devices (--count {needed} actor.backend=fsdp:d{needed})"
+    elif plan.machine.kind == "gpu" and engine > plan.usable_gib:
+        spread = f"; more of these devices do not help: the engine's weights, {engine:.2f} GiB with an update, lie on one"
     return (
-        f"No change of the configuration is enough: weights and optimizer alone take {least:.2f} GiB; {where}"
-        f"{spread if plan.machine.kind == 'gpu' else ''}. A smaller model is the other way."
+        f"No change of the configuration is enough: weights and optimizer alone take {least:.2f} GiB; {where}{spread}. "
+        "A smaller model is the other way."
     )

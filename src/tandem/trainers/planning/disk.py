@@ -25,7 +25,9 @@ class Saves:
 
     @property
     def due(self) -> list[int] | None:
-        """Steps after which one is saved; None where nobody knows when the run ends."""
+        """Steps after which one is saved; None where nobody knows when the run ends, unless there are none."""
+        if not self.every and not self.at_end:
+            return []
         if self.steps is None:
             return None
         found = list(range(self.every, self.steps + 1, self.every)) if self.every else []

@@ -49,7 +49,8 @@ def _of_parameters(model: Held, *, backward: bool) -> Moved:
         layers = whole - size * model.piece.root(model.head)
         gathered = whole + (layers if backward else 0)
         reduced = FLOAT32 * model.masters * share if backward and model.sync_each else 0.0
-        brought = (2 if backward else 1) * FLOAT32 * (model.masters + model.base) / model.parts if model.offload else 0.0
+        held = FLOAT32 * model.masters + size * model.base if model.own else whole  # the actor's base, which is rounded
+        brought = (2 if backward else 1) * held / model.parts if model.offload else 0.0
         sent = FLOAT32 * model.masters / model.parts if model.offload and backward else 0.0
         return Moved(gathered * share + reduced, host=brought + sent)
     if zero == 3:

@@ -243,7 +243,9 @@ def _publishing(job: Job, machine: Machine) -> Iterator[Item]:
     generator = job.generator
     assert generator is not None
     yield Item("engine", "staged weights", engine_weights(generator, machine) * generator.engines)
-    if job.actor.fsdp or job.actor.layout.tensor > 1:
+    zero = job.actor.layout.zero  # below stage 3 each rank of DeepSpeed has all of it, but in the dtype of the computation
+    parted = zero == 3 or (zero is not None and job.actor.dtype != "float32")
+    if job.actor.fsdp or job.actor.layout.tensor > 1 or parted:
         yield Item("publish", "one whole tensor", float(FLOAT32 * job.actor.shape.embedding))
     if generator.adapter:
         yield Item("publish", "adapter", float(FLOAT32 * generator.adapter * generator.engines))
@@ -253,11 +255,11 @@ def _publishing(job: Job, machine: Machine) -> Iterator[Item]:
 
 def _copied(job: Job, room: Room) -> Iterator[Item]:
     """What a save beside training writes: masters and moments, and their rounding to the dtype of the checkpoint. The copy
-    stays for the next save."""
+    stays for the next save. Each rank copies its part; norms, which ranks that cut matrices all have, count with each."""
     for model in job.models if job.saves_beside else ():
         if model.trained:
             each = 3 * FLOAT32 + (BYTES[model.dtype] if model.dtype != "float32" or not room.shared else 0)
-            yield room.one(model.role, "copy that is saved", float(each * model.masters), "host")
+            yield room.one(model.role, "copy that is saved", float(each * model.masters * model.layout.tensor), "host")
 
 
 def _saving(job: Job, room: Room) -> Iterator[Item]:

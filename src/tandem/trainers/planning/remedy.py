@@ -2,9 +2,10 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from tandem.config.backend import Layout
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.trainers.planning.devices import DEVICES
@@ -20,6 +21,12 @@ SMALLEST_CHUNK = 64
 
 RANK = 16
 """Of the adapters that are proposed."""
+
+BESIDE = 1.3
+"""Times weights and moments: gradients are a third of them."""
+
+MOST_DEVICES = 1024
+"""So many are looked at."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,8 @@ def nearest(plan: Plan, config: BaseConfig, replan: Replan) -> Change | None:
         return None
     settings: dict[str, Any] = {}
     for step in steps(plan, config):
+        if settings.get("critic.shared"):  # it has no adapters of its own
+            step = {key: value for key, value in step.items() if key != "critic.lora.rank"}
         found = _tried(settings | step, replan)
         settings |= step if found is not None else {}
         if found is not None and found.fits:
@@ -85,7 +94,7 @@ def steps(plan: Plan, config: BaseConfig) -> Iterator[dict[str, Any]]:
     job, actor = plan.job, plan.job.actor
     generator = job.generator
     if actor.ranks > plan.machine.count and plan.machine.kind == "gpu":
-        yield {"actor.backend": _spread(actor, plan.machine.count)}
+        yield {"actor.backend": spread_over(actor, plan.machine.count)}
     if generator is not None and generator.foreign is None:
         least = kv_needed(job, generator) / GIB
         if generator.kv_cache_gib < least:
@@ -118,24 +127,28 @@ def steps(plan: Plan, config: BaseConfig) -> Iterator[dict[str, Any]]:
         yield {"actor.backend": f"deepspeed:zero3:d{actor.ranks}"}
     ranks = 2
     while plan.machine.kind == "gpu" and ranks <= plan.machine.count:
-        if ranks > actor.ranks:
-            yield {"actor.backend": _spread(actor, ranks)}
+        if ranks > actor.ranks or (ranks == actor.ranks and actor.layout.tensor > 1):
+            yield {"actor.backend": spread_over(actor, ranks)}
         ranks *= 2
     yield from _last_resorts(plan)
 
 
-def _spread(actor: Held, ranks: int) -> str:
+def spread_over(actor: Held, ranks: int) -> str:
     """The actor's backend over another number of ranks, all of which shard."""
     return f"fsdp:d{ranks}" if actor.layout.zero is None else f"deepspeed:zero3:d{ranks}"
 
 
 def _last_resorts(plan: Plan) -> Iterator[dict[str, Any]]:
-    """What is slow, and what trains something else."""
-    actor = plan.job.actor
-    if plan.machine.kind == "gpu" and not actor.offload and actor.layout.zero is None:
-        yield {"actor.offload": True}
-    if actor.adapters is None and actor.layout.zero is None:
-        yield {"actor.lora.rank": RANK} | ({"critic.lora.rank": RANK} if plan.job.critic is not None else {})
+    """What is slow, and what trains something else. With DeepSpeed or tensor parallelism neither goes: ranks shard then."""
+    actor, machine = plan.job.actor, plan.machine
+    backend: dict[str, Any] = {}
+    if actor.layout.zero is not None or actor.layout.tensor > 1:
+        backend = {"actor.backend": f"fsdp:d{actor.ranks if machine.kind == 'cpu' else machine.count}"}
+        yield backend
+    if machine.kind == "gpu" and not actor.offload:
+        yield backend | {"actor.offload": True}
+    if actor.adapters is None:
+        yield backend | {"actor.lora.rank": RANK} | ({"critic.lora.rank": RANK} if plan.job.critic is not None else {})
 
 
 def others(plan: Plan, nearest_one: Change | None, replan: Replan) -> list[Change]:
@@ -149,7 +162,7 @@ def others(plan: Plan, nearest_one: Change | None, replan: Replan) -> list[Chang
         ways.append({"actor.gradient_checkpointing": True})
     if plan.machine.kind == "gpu" and plan.machine.count > 1:
         ways += [{"actor.backend": f"{kind}:d{plan.machine.count}"} for kind in ("fsdp", "deepspeed:zero3")]
-    ways += _last_resorts(plan)
+    ways += [way for way in _last_resorts(plan) if way not in ways]
     found = []
     for way in ways:
         tried = None if nearest_one is not None and way == nearest_one.settings else _tried(way, replan)
@@ -169,6 +182,8 @@ def _milder(key: str, settings: dict[str, Any], config: BaseConfig, replan: Repl
     if isinstance(value, bool) or not isinstance(value, int | float):
         return settings
     before = _get(config, key)
+    if before is None:  # there was none, like the rank of adapters
+        return settings
     while value * 2 < before and _fits(settings | {key: value * 2}, replan):
         value *= 2
     return settings | {key: value}
@@ -180,13 +195,31 @@ def _get(config: Any, key: str) -> Any:
     return config
 
 
+def engine_gib(plan: Plan) -> float:
+    """Weights of the embedded engines, which nothing shards: those they serve, and those of an update beside them."""
+    generator = plan.job.generator
+    if generator is None or generator.foreign is not None:
+        return 0.0
+    return 2 * engine_weights(generator, plan.machine) * generator.engines / GIB
+
+
+def _states_gib(plan: Plan, ranks: int) -> float:
+    """Weights and moments on each of so many ranks, all of which shard."""
+    layout = Layout(data=ranks)
+    return sum(state_bytes(replace(model, layout=layout, offload=False)) for model in plan.job.models) / GIB
+
+
 def least_gib(plan: Plan) -> float:
-    """What the weights and moments alone take, which no length and no micro-batch changes."""
-    job = plan.job
-    held = sum(state_bytes(model) * (model.ranks if plan.machine.kind == "cpu" else 1) for model in job.models)
-    if job.generator is not None and job.generator.foreign is None:
-        held += 2 * engine_weights(job.generator, plan.machine)
-    return held / GIB
+    """What the weights and moments alone take on one device, which no length and no micro-batch changes."""
+    return _states_gib(plan, 1) + engine_gib(plan)
+
+
+def devices_needed(plan: Plan) -> int | None:
+    """How many of these devices would hold weights and moments, about; None where more of them would not help."""
+    left = plan.usable_gib - plan.machine.process_gib - engine_gib(plan)
+    enough = (ranks for ranks in range(1, MOST_DEVICES + 1) if BESIDE * _states_gib(plan, ranks) <= left)
+    needed = next(enough, 0) if left > 0 else 0
+    return needed if plan.machine.kind == "gpu" and needed > plan.machine.count else None
 
 
 def larger_devices(gib: float) -> list[str]:

@@ -7,7 +7,7 @@ from typing import Any
 from tandem.trainers.planning.held import Held
 from tandem.trainers.planning.items import GIB, Instant
 from tandem.trainers.planning.plan import RESERVE, Plan
-from tandem.trainers.planning.remedy import Change
+from tandem.trainers.planning.remedy import Change, spread_over
 
 SMALL_GIB = 0.005
 """What rounds to nothing is left out of the tables."""
@@ -100,7 +100,8 @@ class Report:
 
 def _change(change: Change) -> dict[str, Any]:
     plan = change.plan
-    return {"settings": change.settings, "peak_gib": round(plan.peak_gib, 4), "step_s": round(plan.step_s, 4)}
+    figures = {"peak_gib": plan.peak_gib, "host_gib": plan.host_gib, "step_s": plan.step_s}
+    return {"settings": change.settings} | {name: round(figure, 4) for name, figure in figures.items()}
 
 
 def _rounded(gib: float | None) -> float | None:
@@ -205,20 +206,36 @@ def _verdict(report: Report) -> Iterator[str]:
     else:
         yield f"It does not fit: {'; '.join(plan.problems)}."
         if report.change is not None:
-            changed = report.change.plan
-            yield (
-                f"Nearest change that fits: {report.change.arguments()} ({changed.peak_gib:.2f} GiB, a step of "
-                f"{changed.step_s:.3g} s)"
-            )
+            yield f"Nearest change that fits: {report.change.arguments()} ({_needs(report.change.plan)})"
         if report.others:
-            found = (f"{w.arguments()} ({w.plan.peak_gib:.2f} GiB, {_seconds(w.plan.step_s)})" for w in report.others)
+            found = (f"{other.arguments()} ({_needs(other.plan)})" for other in report.others)
             yield f"These would fit as well, each alone: {'; '.join(found)}"
         if report.advice:
             yield report.advice
-    if plan.job.actor.ranks > 1:
-        yield f"Of that the first rank holds {plan.rank_gib:.2f} GiB, and all ranks {plan.machine_gib:.2f} GiB."
+    yield from _of_ranks(plan)
     if plan.host_gib >= SMALL_GIB:
-        yield f"Host memory beside the device: {plan.host_gib:.2f} GiB."
+        whose = "" if report.change is None else ", before any change"
+        yield f"Host memory beside the device: {plan.host_gib:.2f} GiB{whose}."
+
+
+def _needs(plan: Plan) -> str:
+    """What a changed configuration takes."""
+    host = f", {plan.host_gib:.2f} GiB of host memory" if plan.host_gib >= SMALL_GIB else ""
+    return f"{plan.peak_gib:.2f} GiB{host}, a step of {_seconds(plan.step_s)}"
+
+
+def _of_ranks(plan: Plan) -> Iterator[str]:
+    """What the ranks hold, and what no rank uses."""
+    actor, machine = plan.job.actor, plan.machine
+    if actor.ranks > 1 and machine.kind == "cpu":
+        yield f"All {actor.ranks} ranks share this memory; the first one holds {plan.rank_gib:.2f} GiB."
+    elif actor.ranks > 1:
+        yield f"Shown is the first rank's device, which holds most; all {actor.ranks} ranks hold {plan.machine_gib:.2f} GiB."
+    used = max(model.ranks for model in plan.job.models)
+    foreign = plan.job.generator is not None and plan.job.generator.foreign is not None
+    if machine.kind == "gpu" and used < machine.count and not foreign:
+        are = "is" if used == 1 else "are"
+        yield f"{used} of {machine.count} devices {are} used: actor.backend={spread_over(actor, machine.count)} uses all."
 
 
 def _time(plan: Plan) -> Iterator[str]:
@@ -264,6 +281,8 @@ def assumptions(report: Report) -> Iterator[str]:
     yield f"{RESERVE:.0%} of the memory is left to others"
     if plan.machine.kind == "gpu" and not plan.machine.identity:
         yield "a device of the table: its peaks times shares that were measured elsewhere, see docs/planning.md"
+    if plan.machine.kind == "gpu":
+        yield "whether it fits is said of the devices' memory; that of the host is told, and compared with nothing"
     if plan.job.generator is not None:
         yield "every sequence has a gradient: groups without spread cost a forward pass only, and make it faster"
         if plan.job.generator.foreign is None and plan.job.actor.ranks > 1:
