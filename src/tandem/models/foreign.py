@@ -1,16 +1,22 @@
 """What somebody else has put into a model folder: nothing of it is run, and what cannot be read is named."""
 
+import contextlib
 import json
 import math
 import os
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from pickle import UnpicklingError
+from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, GenerationConfig, PretrainedConfig
+from transformers.utils import logging
 
 from tandem.config.errors import ConfigError
+from tandem.models.attention import NAME
 
 MAX_CONFIG_BYTES = 2**24
 MAX_SIZES = {
@@ -93,3 +99,47 @@ def refuse_absurd(folder: Path) -> None:
         value = found.get(name)
         if isinstance(value, (int, float)) and not 0 < value <= most:
             raise ValueError(f"{name} must be from 1 to {most}, got {value}")
+
+
+def read_weights(kind: Any, folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> tuple[Any, Collection[str]]:
+    """A model of transformers with packed attention, and the names of the tensors that the folder lacks.
+
+    Raises:
+        ConfigError: its weights cannot be read.
+    """
+    try:
+        with no_progress_bars(), no_report():
+            model, report = kind.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation=NAME,
+                output_loading_info=True,
+                trust_remote_code=False,
+            )
+    except UNREADABLE as error:
+        raise ConfigError(f"the weights in {folder} cannot be read: {told(error)}") from error
+    return model, report["missing_keys"]
+
+
+@contextlib.contextmanager
+def no_progress_bars() -> Iterator[None]:
+    """Keeps transformers' bars for reading and writing weights off the terminal, where a run shows its own progress."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def no_report() -> Iterator[None]:
+    """Silences transformers' report of what is missing in a folder: that is checked here, and refused."""
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)

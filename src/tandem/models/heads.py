@@ -3,20 +3,17 @@
 On disk it is a Hugging Face sequence classifier with one label, whose head is called ``score``.
 """
 
-import contextlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import AutoModelForSequenceClassification, PretrainedConfig
-from transformers.utils import logging
 
 from tandem.api.engines import Outputs
 from tandem.config.errors import ConfigError
-from tandem.models.attention import NAME
-from tandem.models.foreign import UNREADABLE, read_generation_config, told
+from tandem.models.foreign import UNREADABLE, read_generation_config, read_weights, told
 from tandem.models.packed import PackedCausalLM, PackedModel
 
 HEAD = "score.weight"
@@ -92,19 +89,8 @@ def read_classifier(folder: Path, config: PretrainedConfig, dtype: torch.dtype) 
         ConfigError: more than one label, no usable padding token, or weights that are missing or cannot be read.
     """
     brings_head, padding = prepare_classifier(folder, config)
-    try:
-        with no_report():
-            model, report = AutoModelForSequenceClassification.from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype,
-                attn_implementation=NAME,
-                output_loading_info=True,
-                trust_remote_code=False,
-            )
-    except UNREADABLE as error:
-        raise ConfigError(f"the weights in {folder} cannot be read: {told(error)}") from error
-    refuse_missing(folder, set(report["missing_keys"]) - (set() if brings_head else {HEAD}))
+    model, missing = read_weights(AutoModelForSequenceClassification, folder, config, dtype)
+    refuse_missing(folder, set(missing) - (set() if brings_head else {HEAD}))
     if not brings_head:
         nn.init.zeros_(model.score.weight)
     model.config.pad_token_id = padding
@@ -168,14 +154,3 @@ def _as_set(tokens: int | list[int] | None) -> set[int]:
     if tokens is None:
         return set()
     return set(tokens) if isinstance(tokens, list) else {tokens}
-
-
-@contextlib.contextmanager
-def no_report() -> Iterator[None]:
-    """Silences transformers' report of what is missing in a folder: that is checked here, and refused."""
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)

@@ -1,40 +1,22 @@
 """Opens a model for training."""
 
-import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.utils import logging
 
-from tandem.config.errors import ConfigError
 from tandem.models.architecture import Architecture
-from tandem.models.attention import NAME
 from tandem.models.catalog import resolve
-from tandem.models.foreign import UNREADABLE, read_hf_config, told
+from tandem.models.foreign import read_hf_config, read_weights
 from tandem.models.heads import (
     PackedActorCritic,
     PackedScalarModel,
-    no_report,
     read_classifier,
     refuse_classifier,
     refuse_missing,
 )
 from tandem.models.packed import PackedCausalLM
-
-
-@contextlib.contextmanager
-def no_progress_bars() -> Iterator[None]:
-    """Keeps transformers' bars for reading and writing weights off the terminal, where a run shows its own progress."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def load_causal_lm(
@@ -60,19 +42,8 @@ def load_causal_lm(
     folder = resolve(path)
     config = read_config(folder)
     refuse_classifier(folder, config)
-    try:
-        with no_progress_bars(), no_report():
-            model, report = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=config,
-                dtype=dtype,
-                attn_implementation=NAME,
-                output_loading_info=True,
-                trust_remote_code=False,
-            )
-    except UNREADABLE as error:
-        raise ConfigError(f"the weights in {folder} cannot be read: {told(error)}") from error
-    refuse_missing(folder, report["missing_keys"])
+    model, missing = read_weights(AutoModelForCausalLM, folder, config, dtype)
+    refuse_missing(folder, missing)
     model.to(device)
     kind = PackedActorCritic if value_head else PackedCausalLM
     packed = kind(model, chunk_tokens=chunk_tokens)
@@ -98,8 +69,7 @@ def load_scalar_model(
     """
     folder = resolve(path)
     config = read_config(folder)
-    with no_progress_bars():
-        model = read_classifier(folder, config, dtype)
+    model = read_classifier(folder, config, dtype)
     packed = PackedScalarModel(model.to(device))
     if gradient_checkpointing:
         packed.enable_gradient_checkpointing(selective_checkpointing)

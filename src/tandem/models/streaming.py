@@ -19,16 +19,15 @@ from tandem.api.activity import did
 from tandem.config.errors import ConfigError
 from tandem.models.attention import NAME
 from tandem.models.catalog import resolve
-from tandem.models.foreign import UNREADABLE, read_generation_config, told
+from tandem.models.foreign import UNREADABLE, no_progress_bars, no_report, read_generation_config, told
 from tandem.models.heads import (
     HEAD,
     PackedActorCritic,
     PackedScalarModel,
-    no_report,
     prepare_classifier,
     refuse_classifier,
 )
-from tandem.models.load import no_progress_bars, read_config
+from tandem.models.load import read_config
 from tandem.models.packed import PackedCausalLM, PackedModel
 from tandem.models.tensor_parallel import Pieces
 
