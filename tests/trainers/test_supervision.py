@@ -39,7 +39,7 @@ class Command:
         with contextlib.suppress(psutil.NoSuchProcess):
             self.seen |= {child.pid for child in psutil.Process(self.process.pid).children(recursive=True)}
             for child in psutil.Process(self.process.pid).children():
-                with contextlib.suppress(psutil.Error):  # it has just ended
+                with contextlib.suppress(psutil.Error, KeyError):  # it has just ended, or has only just been forked
                     found[int(child.environ()["RANK"])] = child
         return [found[number] for number in sorted(found)]
 
