@@ -204,3 +204,23 @@ print(threading.active_count())
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=QUICK)
     assert done.stdout == "1\n"
+
+
+FAULT_AT_EXIT = """
+import os, sys, threading
+class Fault:
+    def __del__(self, abort=os.abort):
+        abort()
+sys.fault = Fault()  # let go of while the interpreter is taken apart
+threading.Thread(target=lambda: (threading.main_thread().join(), print("closed"))).start()
+"""
+
+
+def test_a_rank_that_went_well_closes_and_is_not_lost_to_a_fault_in_a_dying_interpreter(tmp_path, capfd, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(FAULT_AT_EXIT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    command = [sys.executable, "-P", "-m", "tandem", "algorithms"]
+    alone = subprocess.run(command, capture_output=True, text=True, timeout=QUICK)
+    assert alone.returncode == -signal.SIGABRT and alone.stdout.endswith("closed\n")
+    assert run_ranks(command, 2) == 0
+    assert capfd.readouterr().out == alone.stdout
