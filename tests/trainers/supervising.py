@@ -17,7 +17,7 @@ from tests.trainers import killing
 def command(arguments: Sequence[str], instant: str | None, fault: str, nth: int, out: str) -> None:
     """`tandem` with these arguments; at the ``nth`` time of an instant (see `killing.INSTANTS`) one of `FAULTS` happens.
 
-    The exit status is written to ``out``.
+    The exit status is written to ``out``, and beside it, in ``at``, when that was.
     """
     if instant is not None:
         module, attribute, _ = killing.INSTANTS[instant]
@@ -25,17 +25,18 @@ def command(arguments: Sequence[str], instant: str | None, fault: str, nth: int,
         *outer, name = attribute.split(".")
         for part in outer:
             holder = getattr(holder, part)
-        setattr(holder, name, _faulty(getattr(holder, name), FAULTS[fault], nth))
+        setattr(holder, name, _faulty(getattr(holder, name), FAULTS[fault], nth, Path(out).with_name("at")))
     Path(out).write_text(str(main(list(arguments))))
 
 
-def _faulty(function: Callable[..., Any], fault: Callable[[], None], nth: int) -> Callable[..., Any]:
+def _faulty(function: Callable[..., Any], fault: Callable[[], None], nth: int, at: Path) -> Callable[..., Any]:
     count = 0
 
     def called(*arguments: Any, **named: Any) -> Any:
         nonlocal count
         count += 1
         if count == nth:
+            at.write_text(str(time.monotonic()))
             fault()
         return function(*arguments, **named)
 
