@@ -82,5 +82,5 @@ def test_who_waits_for_a_save_says_so_and_has_no_deadline_of_its_own(tmp_path):
 
     background.start("the checkpoint of step 3", work)
     threading.Timer(0.2, lambda: (seen.append(ACTIVITY.waits), may_end.set())).start()
-    assert background.untaken and background.take()[0] == tmp_path
-    assert seen == ["the checkpoint of step 3"] and not background.untaken
+    assert background.take()[0] == tmp_path
+    assert seen == ["the checkpoint of step 3"] and background.take() is None

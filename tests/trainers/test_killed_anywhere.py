@@ -49,6 +49,9 @@ STALENESS, BATCH = 2, 4
 HIT: dict[tuple[str, int], int] = {}
 """Chain → kills that a run died of which was not finished."""
 
+IN_RECOVERY: dict[tuple[str, int], int] = {}
+"""Chain → how many of them were at a named instant of recovery."""
+
 
 @pytest.fixture(scope="module")
 def zygote():
@@ -98,11 +101,13 @@ class Chain:
 
     def go(self, recovery: list[str], after_kill: Callable[[Path], None] = lambda _: None) -> None:
         """Kills it `KILLS` times, and lets it end."""
-        HIT[self.name] = hits = 0
+        HIT[self.name] = IN_RECOVERY[self.name] = hits = 0
         with self.told():
             while hits < KILLS:
                 instant = self.random.choice(recovery) if hits % 3 == 2 and self.has_checkpoint() else None
-                hits += self.killed(instant)
+                hit = self.killed(instant)
+                hits += hit
+                IN_RECOVERY[self.name] += hit and instant is not None
                 after_kill(self.folder)
                 if self.is_finished():
                     self.compare(self.folder)
@@ -197,3 +202,4 @@ def test_a_hundred_kills_hit_runs_that_were_not_finished():
     if len(HIT) < sum(CHAINS.values()):
         pytest.skip("only where all chains of this file ran before it")
     assert all(hits >= KILLS for hits in HIT.values()) and sum(HIT.values()) >= 100
+    assert sum(IN_RECOVERY.values()) >= len(HIT), IN_RECOVERY

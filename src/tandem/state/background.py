@@ -26,11 +26,6 @@ class BackgroundSave:
         """Whether one is being written."""
         return self._future is not None and not self._future.done()
 
-    @property
-    def untaken(self) -> bool:
-        """Whether one was started and not taken yet."""
-        return self._future is not None
-
     def start(self, what: str, work: Callable[[], Path | None]) -> None:
         """Calls ``work`` in the background. ``what`` it writes: for messages. The one before must have been taken."""
         assert self._future is None, "one save at a time"

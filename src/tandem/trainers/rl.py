@@ -147,10 +147,8 @@ def loop(
             metrics |= found
             progress.evaluations |= _accuracy(number, found)
         metrics |= timer.metrics() | saving.metrics() | oversight.metrics() | {"memory/peak_gib": peak_memory_gib()}
-        with together():  # a disk that is full ends all ranks
-            if tracker is not None:
-                groups, history = session.rollout.last_groups, session.publisher.history
-                saving.persist(partial(tracker.log, number, metrics, groups, history))
+        groups, history = session.rollout.last_groups, session.publisher.history
+        saving.persist(partial(tracker.log, number, metrics, groups, history) if tracker is not None else None)
         with timer("save"):  # after the line of this step, which a run that goes on from here does not make again
             asked = oversight.asked() and number < last
             saving.after_step(number, metrics, leaving=asked or number == last < steps)

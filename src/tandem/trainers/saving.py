@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Self
 
 from tandem.api.activity import within
-from tandem.api.collective import by_itself, from_main, is_main
+from tandem.api.collective import by_itself, from_main, together
 from tandem.api.failures import NotWritten, RankFailed, Stalled
 from tandem.api.state import State
 from tandem.config.arithmetic import is_save_due
@@ -83,24 +83,28 @@ class Saving:
             saved = self._save(step, self._models, self._recovery.write, metrics, leaving=leaving)
             self.checkpoint = saved or self.checkpoint
 
-    def persist(self, write: Callable[[], None]) -> None:
-        """Calls ``write``, which may be called again. Where the disk refuses while a checkpoint is being written, and
-        `checkpoint.on_error` lets training go on, waits for that, whose leftovers are removed if it fails, and calls it
-        again.
+    def persist(self, write: Callable[[], None] | None) -> None:
+        """Calls ``write``, which may be called again; None: this rank has nothing to write. Where the disk refuses while a
+        checkpoint is being written, and `checkpoint.on_error` lets training go on, waits for that, whose leftovers are
+        removed if it fails, and calls it again. Collective: a disk that is full is so for all ranks.
 
         Raises:
-            NotWritten: as ``write``.
+            NotWritten: as ``write``, of any rank.
         """
         try:
-            write()
+            self._together(write)
         except NotWritten as error:
-            untaken = self._background.untaken if is_main() else self._under_way
-            if self._config.checkpoint.on_error == "stop" or not untaken:
+            if self._config.checkpoint.on_error == "stop" or not self._under_way:
                 raise
             log.warning("%s. A checkpoint is being written: it is tried again after that", error)
             with within("save"):
-                self._take()
-            write()
+                self._hear(wait=True)
+            self._together(write)
+
+    def _together(self, write: Callable[[], None] | None) -> None:
+        with together():
+            if write is not None:
+                write()
 
     def finish(self) -> Path | None:
         """Waits for what is being written; returns the newest checkpoint, on rank 0. Raises as `after_step`. Collective."""
@@ -130,13 +134,17 @@ class Saving:
             log.warning("training waits for each save: %s", error)
             self._beside, self._snapshots = False, Snapshots()  # the memory of earlier copies is given back
             return False
-        if is_main():
+
+        def begin() -> bool:
             writer = self._late_writer(copy)  # here: the model is another one in the middle of a step
-            assert writer is not None, "it could be written before it was copied"
+            if writer is None:  # what it would read has gone while the state was copied
+                return False
             work = partial(self._write_beside, step, _Copied(writer), copy, dict(metrics))
             self._background.start(f"the checkpoint of step {step}", work)
-        self._under_way = True
-        return True
+            return True
+
+        self._under_way = from_main(begin)
+        return self._under_way
 
     def _why_not(self, states: Mapping[str, State]) -> str | None:
         if self._late_writer(states) is None:

@@ -247,9 +247,7 @@ def loop(
             with timer("evaluate"):
                 metrics |= examined(stages, valid)
         metrics |= timer.metrics() | saving.metrics() | oversight.metrics() | {"memory/peak_gib": peak_memory_gib()}
-        with together():  # a disk that is full ends all ranks
-            if tracker is not None:
-                saving.persist(partial(tracker.log, step, metrics))
+        saving.persist(partial(tracker.log, step, metrics) if tracker is not None else None)
         with timer("save"):  # after the line of this step, which a run that goes on from here does not make again
             asked = oversight.asked() and step < last
             saving.after_step(step, metrics, leaving=asked or step == last < steps)
