@@ -19,6 +19,7 @@ from typing import IO, Any
 import psutil
 
 from tandem.launch.ended import Ended, Record
+from tandem.launch.kept import KeptServers
 from tandem.launch.requests import each_request_once
 from tandem.launch.system import waits_for_disk, work_of
 from tandem.launch.watch import Fault, Told, Watch
@@ -81,13 +82,14 @@ def run_ranks(
     Ctrl-C and SIGTERM (as `KeyboardInterrupt`) are passed on, a second one ends all ranks at once. When this returns, no
     rank is left, and nothing that a rank has started. A group that failed is started again, ``max_restarts`` times, unless
     it would fail again (a wrong configuration, a user's function, a full disk). ``stalled_after_s``: see `Watch`.
-    ``grace_s``: what a rank may take for its step when it is interrupted.
+    ``grace_s``: what a rank may take for its step when it is interrupted. Servers that the ranks keep outlive a group, and
+    end before this returns.
     """
     restarts = 0
     try:
-        with each_request_once():
+        with each_request_once(), KeptServers() if max_restarts else contextlib.nullcontext() as kept:
             while True:
-                ended = _run_once(command, count, Watch(count, stalled_after_s), restarts, grace_s)
+                ended = _run_once(command, count, Watch(count, stalled_after_s), kept, restarts, grace_s)
                 again = ended.may_pass and restarts < max_restarts
                 restarts += again
                 if ended.cause and ended.code != EXIT_INTERRUPTED:
@@ -100,9 +102,11 @@ def run_ranks(
         return EXIT_INTERRUPTED
 
 
-def _run_once(command: Sequence[str], count: int, watch: Watch, restarts: int, grace_s: float) -> Ended:
+def _run_once(
+    command: Sequence[str], count: int, watch: Watch, kept: KeptServers | None, restarts: int, grace_s: float
+) -> Ended:
     with tempfile.TemporaryDirectory(prefix="tandem-ranks-") as folder, contextlib.ExitStack() as stack:
-        ranks = Ranks(Path(folder), watch)
+        ranks = Ranks(Path(folder), watch, kept)
         stack.callback(ranks.close)
         try:
             ranks.start(command, count, restarts)
@@ -114,10 +118,10 @@ def _run_once(command: Sequence[str], count: int, watch: Watch, restarts: int, g
 class Ranks:
     """The processes of one run."""
 
-    def __init__(self, folder: Path, watch: Watch):
-        """``folder``: an empty one of their own."""
+    def __init__(self, folder: Path, watch: Watch, kept: KeptServers | None = None):
+        """``folder``: an empty one of their own. ``kept``: for servers that need not end with them."""
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._folder, self._watch = folder, watch
+        self._folder, self._watch, self._kept = folder, watch, kept
         self._pipes: list[int] = []
         self._words: dict[int, bytes] = {}
 
@@ -132,6 +136,9 @@ class Ranks:
                 for end in (read, write):
                     os.set_blocking(end, False)
                 place = rank_environment(rank, count, self._folder / "rendezvous")
+                kept = None if rank else self._kept
+                if kept is not None:
+                    place |= kept.environment()
                 self.processes.append(
                     subprocess.Popen(
                         list(command),
@@ -140,7 +147,7 @@ class Ranks:
                         stdout=said,
                         stderr=said and subprocess.STDOUT,
                         start_new_session=True,  # Ctrl-C reaches them through this process, once
-                        pass_fds=[write],
+                        pass_fds=[write, *(kept.pipe if kept is not None else ())],
                     )
                 )
 
@@ -303,9 +310,11 @@ class Ranks:
             time.sleep(WATCH_S)
 
     def _end_left(self) -> None:
-        """Servers and workers that ranks have started in sessions of their own: they notice by themselves, or are ended."""
+        """Servers and workers that ranks have started in sessions of their own: they notice by themselves, or are ended, but
+        for servers that are kept."""
         left = [process for process in psutil.process_iter() if self._is_ours(process)]
-        for process in psutil.wait_procs(left, timeout=LEFT_S)[1]:
+        kept = [] if self._kept is None else self._kept.processes()
+        for process in psutil.wait_procs([process for process in left if process not in kept], timeout=LEFT_S)[1]:
             with contextlib.suppress(psutil.Error):
                 process.kill()
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.errors import TandemError
+from tandem.launch.kept import KEPT
 from tandem.launch.local import ERROR, FAILED, LAUNCHER, RENDEZVOUS, RESTARTS, STACKS, STACKS_SIGNAL, TELL
 
 LOOK_S = 0.5
@@ -39,6 +40,18 @@ def restarts() -> int:
     return int(os.environ.get(RESTARTS, "0")) if has_launcher() else 0
 
 
+def kept_servers() -> tuple[Path, int] | None:
+    """Folder and pipe for servers that may outlive this rank, see `launch/kept.py`; None where nobody would take them
+    over."""
+    ends = _kept()
+    return None if ends is None else (Path(ends[2]), int(ends[0]))
+
+
+def _kept() -> list[str] | None:
+    words = os.environ.get(KEPT, "") if has_launcher() else ""
+    return words.split(":", 2) if words else None
+
+
 def follow_launcher(look: Callable[[], Mapping[str, Any]] = dict) -> None:
     """From now on this process ends when its launcher does: first as by Ctrl-C, after `CLOSE_S` in any case.
 
@@ -51,10 +64,21 @@ def follow_launcher(look: Callable[[], Mapping[str, Any]] = dict) -> None:
     if has_launcher():
         stacks = _file(STACKS).open("w")  # open as long as the process lives
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
+        _hold_kept_servers()
         with contextlib.suppress(OSError, AttributeError):  # Linux: a rank that is stopped notices too
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
     arguments = (int(launcher), look, threading.main_thread().ident)
     threading.Thread(target=_follow, args=arguments, name="follow-launcher", daemon=True).start()
+
+
+def _hold_kept_servers() -> None:
+    """Servers that are kept live as long as this process: what it starts and forks must not hold them too."""
+    ends = _kept()
+    if ends is not None:
+        for end in ends[:2]:
+            os.set_inheritable(int(end), False)
+        held = [int(ends[1])]
+        os.register_at_fork(after_in_child=lambda: os.close(held.pop()) if held else None)  # once: its children have none
 
 
 def failed_elsewhere() -> str | None:

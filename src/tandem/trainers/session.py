@@ -15,7 +15,9 @@ from tandem.config.experiment import TrainConfig
 from tandem.data.curriculum import Curriculum
 from tandem.data.loader import Loader
 from tandem.engines.inference.build import build_inference_engine
+from tandem.engines.inference.remote.kept import Keeping
 from tandem.engines.train.build import build_train_engine
+from tandem.launch.rank import kept_servers
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.roles.actor import Actor
@@ -130,6 +132,7 @@ def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -
     """The inference engine, on rank 0."""
     if not process.is_main:
         return None
+    kept = kept_servers()
     return build_inference_engine(
         config.rollout,
         folder=folder,
@@ -141,6 +144,7 @@ def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -
         run=run,
         weights_folder=weights_folder(config),
         gconfig=config.gconfig,
+        keeping=None if kept is None else Keeping(*kept),
     )
 
 

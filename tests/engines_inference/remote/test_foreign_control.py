@@ -305,3 +305,30 @@ def test_a_guest_gives_weights_of_no_owner_the_number_that_it_expects(kind, fold
         guest = kind[0].attach(server.url, folder=folder, dtype=torch.float32, version=WeightVersion(5), take=False)
         assert set(ask(guest).versions) == {5} and server.label == "default"
         guest.close()
+
+
+def test_a_server_that_is_taken_over_ends_what_it_had_and_goes_on_whatever_it_was_at(kind, folder, tmp_path):
+    with kind[1](folder, token_s=0.01) as server:
+        gone = attach(kind, server, folder)
+        update = update_from_folder(folder, tmp_path / "v7", number=7)
+        gone.prepare_weights(update)
+        gone.commit_weights(update.version)
+
+        def nobody_waits_for_this():
+            with pytest.raises(EngineDied):
+                ask(gone, max_new_tokens=50)
+
+        thread = threading.Thread(target=nobody_waits_for_this)
+        thread.start()
+        until(lambda: server.running)
+        gone.pause()
+        gone.let_go()
+        thread.join(10)
+        assert server.running and server.paused, "the server does not notice that its client is gone"
+        process = ServerProcess.start([sys.executable, "-c", "import time; time.sleep(60)"], log_file=tmp_path / "log")
+        engine = kind[0].attach_kept({"url": server.url}, process, lambda url: attach(kind, server, folder))
+        until(lambda: not server.running)
+        assert not server.paused and server.aborted
+        assert set(ask(engine).versions) == {0}, "a name of this client's own, until weights are delivered"
+        engine.close()
+        assert not process.alive

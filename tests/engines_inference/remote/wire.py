@@ -28,7 +28,7 @@ class StandIn:
     def __init__(self, folder, *, token_s=0.0, slots=1000, ignores_temperature=False, dtype="float32", spoils=()):
         self.folder, self.token_s, self.ignores_temperature, self.dtype = Path(folder), token_s, ignores_temperature, dtype
         self.spoils = set(spoils)
-        self.label, self.paused, self.requests, self.aborted = "default", False, [], set()
+        self.label, self.paused, self.requests, self.aborted, self.running = "default", False, [], set(), set()
         self.flushed = 0
         self.changes, self.hung = 0, False
         self.made, self._slots = 0, asyncio.Semaphore(slots)
@@ -116,8 +116,12 @@ class StandIn:
 
     async def generate(self, number, ids, limit, stop, temperature):
         """Tokens with log-probabilities, spans of labels, and how it ended."""
-        async with self._slots:
-            return await self._generate(number, ids, limit, stop, temperature)
+        self.running.add(number)
+        try:
+            async with self._slots:
+                return await self._generate(number, ids, limit, stop, temperature)
+        finally:
+            self.running.discard(number)
 
     async def _generate(self, number, ids, limit, stop, temperature):
         self.requests.append({"ids": list(ids), "limit": limit, "temperature": temperature})
@@ -160,6 +164,7 @@ class VllmStandIn(StandIn):
         return {
             "/inference/v1/generate": ("POST", self.inference),
             "/inference/v1/abort_requests": ("POST", self.abort),
+            "/abort_requests": ("POST", self.abort_all),
             "/pause": ("POST", self.pause),
             "/resume": ("POST", self.resume),
             "/is_paused": ("GET", self.is_paused),
@@ -197,6 +202,11 @@ class VllmStandIn(StandIn):
     async def abort(self, request):
         self.aborted |= set((await request.json())["request_ids"])
         return web.Response()
+
+    async def abort_all(self, request):
+        assert await request.json() == {}
+        self.aborted |= self.running
+        return answer({"status": "aborted", "aborted": len(self.running)})
 
     async def pause(self, request):
         assert request.query["mode"] == "keep"
@@ -302,7 +312,8 @@ class SGLangStandIn(StandIn):
         return answer({"output_ids": tokens, "meta_info": facts})
 
     async def abort(self, request):
-        self.aborted.add((await request.json())["rid"])
+        body = await request.json()
+        self.aborted |= self.running if body.get("abort_all") else {body["rid"]}
         return web.Response()
 
     async def pause(self, request):

@@ -15,6 +15,7 @@ from tandem.engines.inference.fleet.addresses import DEFAULT_NAME, JOURNAL_NAME
 from tandem.engines.inference.fleet.kinds import Terms, attached, started
 from tandem.engines.inference.fleet.pool import Fleet
 from tandem.engines.inference.process import EmbeddedProcess
+from tandem.engines.inference.remote.kept import Keeping
 from tandem.models.foreign import read_hf_config
 from tandem.models.heads import refuse_classifier
 from tandem.models.precision import resolve_dtype
@@ -32,11 +33,13 @@ def build_inference_engine(
     run: str = "",
     weights_folder: Path | None = None,
     gconfig: GenerationConfig | None = None,
+    keeping: Keeping | None = None,
 ) -> InferenceEngine:
     """The engine, its model loaded from ``folder``; ``threads`` are the run's, see `engine_threads`.
 
     A fleet writes its fault table and its servers' logs into ``run_folder``, and watches the addresses there; its servers
     belong to ``run``, and may read weights below ``weights_folder``; those that cannot sample by ``gconfig`` are refused.
+    ``keeping``: where servers that it starts are taken from if they run already, and left when this process ends.
 
     Raises:
         ConfigError: `rollout.backend` is not known, or the folder holds a reward model.
@@ -47,7 +50,8 @@ def build_inference_engine(
     dtype, version = resolve_dtype(rollout.dtype, device), WeightVersion(0)
     if servers is not None:
         named = replace(version, run=run or "tandem")
-        terms = Terms(rollout, config, folder, dtype, device, deterministic, named, run_folder, weights_folder, gconfig)
+        more = (run_folder, weights_folder, gconfig, keeping)
+        terms = Terms(rollout, config, folder, dtype, device, deterministic, named, *more)
         return build_fleet(terms, servers)
     if placement == "decoupled":
         return EmbeddedProcess.start(

@@ -9,7 +9,7 @@ from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.fleet.health import State
-from tandem.engines.inference.fleet.members import Member, Server
+from tandem.engines.inference.fleet.members import Member, Server, taken_over
 from tandem.engines.inference.fleet.roster import Roster
 from tandem.engines.inference.fleet.updates import Updates
 
@@ -80,9 +80,10 @@ class Joiner:
             self.take(member, engine)
 
     def take(self, member: Member, engine: InferenceEngine) -> None:
-        """A member answers by this engine."""
-        health = member.health.answers(time.monotonic())
-        holds = member.server.holds
+        """A member answers by this engine. Of one that is taken over nobody knows what it holds."""
+        found = taken_over(engine)
+        health = member.health.answers(time.monotonic(), "it was taken over as it runs" if found else "it answers")
+        holds = None if found else member.server.holds
         with self._roster.lock:
             member.engine, member.steps, member.seen, member.switching = engine, 0.0, {}, False
             self._roster.change(member, health if holds is None else health.delivered(holds).emptied(holds))

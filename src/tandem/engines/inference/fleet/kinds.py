@@ -20,6 +20,7 @@ from tandem.engines.inference.process import EmbeddedProcess
 from tandem.engines.inference.remote.foreign.server import ForeignServer
 from tandem.engines.inference.remote.foreign.sglang import SGLangServer
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
+from tandem.engines.inference.remote.kept import Keeping, Place
 from tandem.engines.inference.remote.tandem_server import TandemServer
 from tandem.engines.inference.remote.tandem_start import start_tandem_server
 
@@ -52,6 +53,13 @@ class Terms:
 
     gconfig: GenerationConfig | None = None
     """What the run will sample by: a server that cannot is refused."""
+
+    keeping: Keeping | None = None
+    """Where servers that the run starts are kept beyond its process; None: they end with it."""
+
+    def place(self, name: str) -> Place | None:
+        """Where the server of this name is kept."""
+        return None if self.keeping is None else self.keeping.place(name)
 
 
 class Kind(NamedTuple):
@@ -91,6 +99,7 @@ def _start_tandem(terms: Terms, name: str) -> InferenceEngine:
         startup_timeout_s=terms.rollout.fleet.startup_timeout_s,
         request_timeout_s=terms.rollout.fleet.request_timeout_s,
         progress=partial(logger.info, "%s"),
+        place=terms.place(name),
     )
 
 
@@ -118,6 +127,7 @@ def _start_foreign(server: type[ForeignServer], kind: str, terms: Terms, name: s
         startup_timeout_s=terms.rollout.fleet.startup_timeout_s,
         request_timeout_s=terms.rollout.fleet.request_timeout_s,
         progress=partial(logger.info, "%s"),
+        place=terms.place(name),
     )
 
 

@@ -37,6 +37,16 @@ class Server:
     """Number of the version that it holds when it was just made, its cache empty; None: nobody knows."""
 
 
+def kept(engine: InferenceEngine) -> bool:
+    """Whether its server outlives this process, so that others can take it over."""
+    return bool(getattr(getattr(engine, "process", None), "kept", False))
+
+
+def taken_over(engine: InferenceEngine) -> bool:
+    """Whether its server was started by a process that is gone."""
+    return bool(getattr(getattr(engine, "process", None), "taken_over", False))
+
+
 class ServerFenced(InfrastructureFailure):
     """The server of a request was given up; the request moves."""
 

@@ -316,7 +316,8 @@ class Fleet(InferenceEngine):
         self._watcher.check()
 
     def close(self) -> None:
-        """See `InferenceEngine`. Servers that this run started end; attached ones are let go."""
+        """See `InferenceEngine`. Servers that this run started end, or are left to whoever keeps them; attached ones are let
+        go."""
         if self._ended:
             return
         self._ended = True
@@ -328,6 +329,6 @@ class Fleet(InferenceEngine):
         with roster.lock:
             members = list(roster.members.values())
         for member in members:
-            roster.retire(member, "the fleet was closed")
+            roster.retire(member, "the fleet was closed", spare_kept=True)
         roster.wake()
         roster.threads.join(CLOSE_TIMEOUT_S)

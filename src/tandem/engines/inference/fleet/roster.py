@@ -18,7 +18,7 @@ from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.config.fleet import FleetConfig
 from tandem.engines.inference.fleet.health import SERVING, Health, Rules, State
 from tandem.engines.inference.fleet.journal import Journal
-from tandem.engines.inference.fleet.members import Attempt, Member, Server, Threads
+from tandem.engines.inference.fleet.members import Attempt, Member, Server, Threads, kept
 from tandem.engines.inference.fleet.router import Router, work_of
 
 logger = logging.getLogger("tandem.fleet")
@@ -122,15 +122,19 @@ class Roster:
             self._write(member, member.health.state, f"leaving: {why}", 0)
             self.changed.notify_all()
 
-    def retire(self, member: Member, why: str) -> None:
-        """A member goes for good; what it has left is moved, and its engine is closed in a thread."""
+    def retire(self, member: Member, why: str, *, spare_kept: bool = False) -> None:
+        """A member goes for good; what it has left is moved, and its engine is closed in a thread.
+
+        ``spare_kept``: a server that outlives this process goes on, for the next one.
+        """
         with self.changed:
             if self.members.get(member.name) is not member:
                 return
             self.change(member, member.health.retires(time.monotonic(), why))
             del self.members[member.name]
-            if member.engine is not None:
-                self.threads.start(member.engine.close)
+            engine = member.engine
+            if engine is not None:
+                self.threads.start(getattr(engine, "let_go", engine.close) if spare_kept and kept(engine) else engine.close)
 
     def _route(self, member: Member) -> None:
         if member.health.state == State.HEALTHY and member.leaves_at is None:

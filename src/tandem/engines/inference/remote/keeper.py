@@ -1,7 +1,10 @@
-"""Keeps one server: ``python keeper.py FD GRACE_S CPUS COMMAND…``, run by `launch.py` in a process of its own.
+"""Keeps one server: ``python keeper.py FD GRACE_S CPUS KEPT COMMAND…``, run by `launch.py` in a process of its own.
 
 It starts the command and ends it, with everything that descends from it, as soon as the pipe FD closes: that is when its
 owner closes it, and also when the owner was killed. It adopts orphans, so a grandchild in another session is found too.
+
+KEPT is empty, or ``FD2:FILE``. Then the owner may write `KEEP` to its pipe: from then on the server outlives it, until the
+pipe FD2 closes or the keeper gets a SIGTERM. FILE, which tells others of the server, is removed as soon as it is to end.
 Only the standard library is imported: a keeper costs little memory and starts at once.
 """
 
@@ -16,6 +19,8 @@ import time
 from pathlib import Path
 
 WATCH_S = 0.1
+KEEP = b"k"
+"""The owner's word that its server is to outlive it."""
 
 ORPHANS_S = 0.5
 """What a server that ended by itself left behind is asked to end for so long."""
@@ -70,20 +75,43 @@ def _prepare(cpus: set[int]) -> None:
         os.sched_setaffinity(0, cpus)
 
 
+def watch(main: "subprocess.Popen[bytes]", pipe: int, owner: int, end_of_all: int | None, told: list[int]) -> None:
+    """Returns when the command has ended or is to end."""
+    kept = False
+    while main.poll() is None and not told:
+        if select.select([pipe], [], [], WATCH_S)[0]:  # closed, unless the owner said a word
+            if kept or end_of_all is None or os.read(pipe, 1) != KEEP:
+                return
+            pipe, kept = end_of_all, True
+        elif not kept and os.getppid() != owner:  # what it forked may hold the pipe open
+            return
+
+
+def forget(file: Path, end_of_all: int) -> None:
+    """Removes the word of a server, and the folder where nobody is left to do it."""
+    with contextlib.suppress(OSError):
+        file.unlink(missing_ok=True)
+        if select.select([end_of_all], [], [], 0)[0]:
+            file.parent.rmdir()  # refused while another one has its file there
+
+
 def main() -> int:
     """Entry point; the exit status is the command's, as a shell would give it."""
     pipe, grace_s, cpus = int(sys.argv[1]), float(sys.argv[2]), {int(cpu) for cpu in sys.argv[3].split(",") if cpu}
+    end_of_all, _, file = sys.argv[4].partition(":")
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: told.append(number))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     owner = os.getppid()
     process = subprocess.Popen(
-        sys.argv[4:], stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), preexec_fn=lambda: _prepare(cpus)
+        sys.argv[5:], stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), preexec_fn=lambda: _prepare(cpus)
     )
     os.write(1, f"{process.pid}\n".encode())
     os.close(1)
-    # Nothing is ever written to the pipe: readable means closed. What the owner forked may hold it open too.
-    while process.poll() is None and os.getppid() == owner and not select.select([pipe], [], [], WATCH_S)[0]:
-        pass
+    watch(process, pipe, owner, int(end_of_all) if end_of_all else None, told)
+    if file:
+        forget(Path(file), int(end_of_all))
     # A server that ended by itself has no use for patience, and its owner waits to hear of it.
     end(process, grace_s if process.poll() is None else min(grace_s, ORPHANS_S))
     status = process.returncode

@@ -1,10 +1,12 @@
 """Servers that Tandem starts itself: a child process in another environment, with a log file, ended with the run.
 
 Between the run and the server stands a keeper (`keeper.py`), which ends the server and its descendants when this process
-closes it, and also when this process is killed: nobody is left who would hold memory or a port.
+closes it, and also when this process is killed: nobody is left who would hold memory or a port. A server that is kept
+(`kept.py`) outlives this process, for the ranks that are started in its place.
 """
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -15,11 +17,11 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tandem.api.failures import EngineDied, InfrastructureFailure, WaitTimeout
 from tandem.config.errors import ConfigError
-from tandem.engines.inference.remote.keeper import KILL_S
+from tandem.engines.inference.remote.keeper import KEEP, KILL_S
 
 T = TypeVar("T")
 
@@ -63,15 +65,44 @@ class _Cores:
 CORES = _Cores()
 
 
-class ServerProcess:
-    """A running server with all its descendants; made by `start`."""
+class Keeper(Protocol):
+    """The process above a server, as `subprocess.Popen` has it."""
 
-    def __init__(self, keeper: "subprocess.Popen[bytes]", pid: int, pipe: int, log_file: Path, grace_s: float):
+    pid: int
+
+    def poll(self) -> int | None:
+        """The server's exit status, as a shell would give it; below 0: nobody knows. None while it runs."""
+
+    def terminate(self) -> None:
+        """Asks it to end its server."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Until it has ended. Raises `subprocess.TimeoutExpired`."""
+
+
+class ServerProcess:
+    """A running server with all its descendants; made by `start`, or taken over by `kept.take_over`."""
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        pid: int,
+        pipe: int | None,
+        log_file: Path,
+        grace_s: float = GRACE_S,
+        file: Path | None = None,
+    ):
+        """``pipe``: with its end the server ends; None: it is kept already. ``file``: see `keep`."""
         self._keeper, self.pid, self.log_file = keeper, pid, log_file
         """``pid`` is the server's own process, below the keeper."""
 
+        self.kept = self.taken_over = pipe is None
+        """Whether it outlives this process; whether another one has started it."""
+
+        self._pipe, self._file, self._patience_s = pipe, file, grace_s + 2 * KILL_S
         self._lock = threading.Lock()
-        self._finalize = weakref.finalize(self, _end, keeper, pipe, grace_s + 2 * KILL_S)
+        # one that is kept must not end with this object
+        self._finalize = None if pipe is None else weakref.finalize(self, _end, keeper, pipe, self._patience_s)
 
     @classmethod
     def start(
@@ -82,11 +113,13 @@ class ServerProcess:
         environment: Mapping[str, str] | None = None,
         cpus: Sequence[int] | None = None,
         grace_s: float = GRACE_S,
+        keep: tuple[int, Path] | None = None,
     ) -> "ServerProcess":
         """Starts the command; what it prints goes to ``log_file``.
 
         ``environment`` is added to this one's, without the variables that are about our own interpreter; ``cpus`` are the
-        cores that it may run on (None: those of this process).
+        cores that it may run on (None: those of this process). ``keep``: the pipe with whose end it ends once it is kept,
+        and the file that tells others of it then.
 
         Raises:
             ConfigError: there is no such program.
@@ -96,15 +129,16 @@ class ServerProcess:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         inherited = {name: value for name, value in os.environ.items() if name not in _OURS}
         read, write = os.pipe()
+        kept, fds = ("", [read]) if keep is None else (f"{keep[0]}:{keep[1]}", [read, keep[0]])
         with log_file.open("ab") as log:
             log.write(f"$ {' '.join(command)}\n".encode())
             log.flush()
             keeper = subprocess.Popen(
-                [sys.executable, "-I", str(_KEEPER), str(read), str(grace_s), _listed(cpus), *command],
+                [sys.executable, "-I", str(_KEEPER), str(read), str(grace_s), _listed(cpus), kept, *command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                pass_fds=[read],
+                pass_fds=fds,
                 start_new_session=True,  # the terminal's Ctrl-C does not reach it
                 env={**inherited, "PYTHONUNBUFFERED": "1", **(environment or {})},
             )
@@ -115,7 +149,7 @@ class ServerProcess:
         if not first.strip():
             os.close(write)
             raise EngineDied(f"the keeper of {command[0]} ended at once; see {log_file}")
-        return cls(keeper, int(first), write, log_file, grace_s)
+        return cls(keeper, int(first), write, log_file, grace_s, None if keep is None else keep[1])
 
     @property
     def alive(self) -> bool:
@@ -130,7 +164,7 @@ class ServerProcess:
         if status > 128:
             with contextlib.suppress(ValueError):
                 return f"its process {self.pid} was killed by {signal.Signals(status - 128).name}"
-        return f"its process {self.pid} ended with exit status {status}"
+        return f"its process {self.pid} ended" + (f" with exit status {status}" if status >= 0 else "")
 
     def last_words(self, lines: int = 20) -> str:
         """The end of its log."""
@@ -139,9 +173,27 @@ class ServerProcess:
             return "\n".join(log.read().decode(errors="replace").splitlines()[-lines:])
         return ""
 
+    def keep(self, facts: Mapping[str, Any]) -> None:
+        """From now on the server outlives this process; ``facts`` are what another one needs to take it over."""
+        assert self._pipe is not None and self._file is not None and self._finalize is not None
+        self._finalize.detach()
+        os.write(self._pipe, KEEP)
+        os.close(self._pipe)
+        self.kept, self._pipe, self._finalize = True, None, None
+        self._file.parent.mkdir(mode=0o700, exist_ok=True)
+        partial = self._file.with_suffix(".partial")
+        with open(os.open(partial, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            facts = {"keeper": self._keeper.pid, "pid": self.pid, "log_file": str(self.log_file), **facts}
+            json.dump(facts, file)
+        partial.rename(self._file)
+
     def close(self) -> None:
-        """Ends the server and its descendants, kindly at first. Idempotent."""
-        self._finalize()
+        """Ends the server and its descendants, kindly at first, also one that is kept. Idempotent."""
+        if self._finalize is not None:
+            self._finalize()
+        elif self._poll() is None:
+            self._keeper.terminate()
+            _wait(self._keeper, self._patience_s)
 
     def _poll(self) -> int | None:
         with self._lock:  # Popen.poll from two threads may lose the status
@@ -152,8 +204,12 @@ def _listed(cpus: Sequence[int] | None) -> str:
     return ",".join(str(cpu) for cpu in cpus or ())
 
 
-def _end(keeper: "subprocess.Popen[bytes]", pipe: int, timeout_s: float) -> None:
+def _end(keeper: Keeper, pipe: int, timeout_s: float) -> None:
     os.close(pipe)
+    _wait(keeper, timeout_s)
+
+
+def _wait(keeper: Keeper, timeout_s: float) -> None:
     try:
         keeper.wait(timeout_s)
     except subprocess.TimeoutExpired:

@@ -14,6 +14,7 @@ from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion
 from tandem.config.errors import ConfigError
 from tandem.engines.inference.remote.http import HttpClient
+from tandem.engines.inference.remote.launch import ServerProcess
 
 PROTOCOL = 2
 INSTANCE_HEADER = "Tandem-Instance"
@@ -60,6 +61,9 @@ class TandemServer(InferenceEngine):
     ):
         self._client, self._run, self._request_timeout_s = client, run, request_timeout_s
         self._give_back, self._on_close, self._closed = give_back, on_close, False
+        self.process: ServerProcess | None = None
+        """None where it was attached: then it is not ours to end."""
+
         self._version = _version(identity)
         self._capabilities = frozenset(identity["capabilities"])
         self._identity = identity
@@ -220,6 +224,10 @@ class TandemServer(InferenceEngine):
         except InfrastructureFailure:
             return False
         return True
+
+    def under_way(self) -> int:
+        """Requests that it has not ended, by its own word. Raises `ServerFailed` where it does not answer."""
+        return int(self._client.call("/health", deadline_s=ASK_TIMEOUT_S)["under_way"])
 
     def close(self) -> None:
         """See `InferenceEngine`; the server goes on. Given back, it has the weights that it began with."""

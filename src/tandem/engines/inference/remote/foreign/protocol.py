@@ -112,6 +112,10 @@ class ServerProtocol(ABC):
         """Ends a request; its answer comes at once, with what it has."""
 
     @abstractmethod
+    def abort_all(self) -> None:
+        """Ends all requests, whoever's they are."""
+
+    @abstractmethod
     def cannot(self, gconfig: GenerationConfig) -> str | None:
         """What of a sampling configuration this server cannot do, with the remedy; None where it can do all."""
 

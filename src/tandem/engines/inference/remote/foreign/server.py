@@ -5,8 +5,8 @@ attached, by looking at its routes and by asking for a token, and refused by nam
 """
 
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -25,6 +25,7 @@ from tandem.engines.inference.remote.foreign.in_place import InPlaceUpdates
 from tandem.engines.inference.remote.foreign.labels import Labels
 from tandem.engines.inference.remote.foreign.protocol import Draw, Facts, ServerProtocol
 from tandem.engines.inference.remote.http import HttpClient
+from tandem.engines.inference.remote.kept import Place, fingerprint, keep, take_over
 from tandem.engines.inference.remote.launch import CORES, ServerProcess, free_port, wait_ready
 
 _PROBE_IDS = tuple(range(1, 9))
@@ -135,11 +136,13 @@ class ForeignServer(InferenceEngine):
         startup_timeout_s: float = 600.0,
         request_timeout_s: float = 600.0,
         progress: Callable[[str], None] = lambda words: None,
+        place: Place | None = None,
     ) -> Self:
         """Starts a server and waits until it has generated a token; it ends with this object, or with this process.
 
         ``cpus``: the cores that it may use; None lets it compute on ``settings.threads`` of them, the next server on others.
-        ``options``: more words of its command, such as ``("--enforce-eager",)``.
+        ``options``: more words of its command, such as ``("--enforce-eager",)``. ``place``: where it is taken from if it
+        runs already, see `kept.py`, and left for others.
 
         Raises:
             ConfigError: as `attach`, or there is no such interpreter.
@@ -149,18 +152,42 @@ class ForeignServer(InferenceEngine):
         cores = tuple(cpus) if cpus is not None else CORES.take(settings.threads)
         terms = StartTerms(python, folder.resolve(), str(dtype).removeprefix("torch."), device, settings, cores)
         command, environment = cls.command(terms, port)
-        process = ServerProcess.start([*command, *options], log_file=log_file, environment=environment, cpus=cpus)
+        words, others = cls.command(replace(terms, cpus=()), 0)  # without what differs from one start to the next
+        same, url = fingerprint([*words, *options], others), f"http://127.0.0.1:{port}"
+
+        def attach(url: str) -> Self:
+            return cls.attach(url, folder=folder, dtype=dtype, version=version, request_timeout_s=request_timeout_s)
+
+        if place is not None:
+            found = take_over(place, same, lambda facts, process: cls.attach_kept(facts, process, attach))
+            if found is not None:
+                return found
+        told = None if place is None else (place.pipe, place.file)
+        process = ServerProcess.start([*command, *options], log_file=log_file, environment=environment, cpus=cpus, keep=told)
 
         def ask() -> Self:
-            url = f"http://127.0.0.1:{port}"
-            return cls.attach(url, folder=folder, dtype=dtype, version=version, request_timeout_s=request_timeout_s)
+            return attach(url)
 
         try:
             what = f"the {cls.protocol.maker} server"
             server = wait_ready(process, ask, what=what, timeout_s=startup_timeout_s, progress=progress)
+            if place is not None:
+                keep(place, process, same, {"url": url})
         except BaseException:
             process.close()
             raise
+        server.process = process
+        return server
+
+    @classmethod
+    def attach_kept(cls, facts: Mapping[str, Any], process: ServerProcess, attach: Callable[[str], Self]) -> Self:
+        """Attaches to one that was kept. What it has of the process that is gone is ended first."""
+        http = HttpClient(facts["url"])
+        try:
+            cls.protocol(http).abort_all()
+        finally:
+            http.close()
+        server = attach(facts["url"])
         server.process = process
         return server
 

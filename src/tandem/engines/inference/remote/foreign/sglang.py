@@ -18,6 +18,7 @@ from tandem.engines.inference.remote.foreign.protocol import (
 from tandem.engines.inference.remote.foreign.server import ForeignServer, StartTerms
 from tandem.engines.inference.remote.foreign.sglang_group import UpdateGroup
 from tandem.engines.inference.remote.foreign.vllm_worker.tandem_vllm_worker import mapped
+from tandem.engines.inference.remote.kept import CALM_S
 
 _DTYPES = {"half": "float16", "float": "float32"}
 
@@ -87,6 +88,10 @@ class SGLangProtocol(ServerProtocol):
     async def abort(self, number: str) -> None:
         """See `ServerProtocol`."""
         await self.http.post("/abort_request", {"rid": number}, deadline_s=CONTROL_TIMEOUT_S, admin=True)
+
+    def abort_all(self) -> None:
+        """See `ServerProtocol`."""
+        self.call("/abort_request", {"abort_all": True}, timeout_s=CALM_S)
 
     def cannot(self, gconfig: GenerationConfig) -> str | None:
         """See `ServerProtocol`: top-p and top-k come after the log-probabilities, as everywhere in Tandem."""

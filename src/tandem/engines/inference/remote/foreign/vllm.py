@@ -18,6 +18,7 @@ from tandem.engines.inference.remote.foreign.protocol import (
     labels_of,
 )
 from tandem.engines.inference.remote.foreign.server import ForeignServer, StartTerms
+from tandem.engines.inference.remote.kept import CALM_S
 
 _EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 """SHA-256 of nothing: on a CPU the server keeps its matrices in a layout of its own, and an empty tensor in their place."""
@@ -97,6 +98,10 @@ class VllmProtocol(ServerProtocol):
         """See `ServerProtocol`; the server puts a word before the name that it was given."""
         body = {"request_ids": [f"generate-tokens-{number}"]}
         await self.http.post("/inference/v1/abort_requests", body, deadline_s=CONTROL_TIMEOUT_S)
+
+    def abort_all(self) -> None:
+        """See `ServerProtocol`; a route of the development mode."""
+        self.call("/abort_requests", {}, timeout_s=CALM_S)
 
     def cannot(self, gconfig: GenerationConfig) -> str | None:
         """See `ServerProtocol`."""

@@ -1,0 +1,141 @@
+"""Servers that outlive the process that started them, found again and taken over by the one that is started in its place.
+
+A server that is ready leaves a file, readable by this user alone: what it was started with, its keeper, its address and
+tokens. It is taken over where it was started with the same words, is alive, has let go of the requests of the process that
+is gone, and generates. Nobody knows what weights it holds, so the fleet delivers them before it serves. Any other is ended
+and a new one started, which takes as long as any start; the log has the reason.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from tandem.api.failures import EpisodeFailure, InfrastructureFailure
+from tandem.config.errors import ConfigError
+from tandem.engines.inference.remote.launch import ServerProcess
+
+logger = logging.getLogger("tandem.fleet")
+
+S = TypeVar("S")
+
+LOOK_S = 0.05
+
+CALM_S = 15.0
+"""A server that is taken over has this long to let go of requests that nobody waits for, and again to generate a token."""
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Where the servers of a run are kept."""
+
+    folder: Path
+    """Of this run alone; made with the first server."""
+
+    pipe: int
+    """With its end they end."""
+
+    def place(self, name: str) -> "Place":
+        """That of the server of this name."""
+        return Place(name, self.folder / f"{name}.json", self.pipe)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one server is kept."""
+
+    name: str
+    file: Path
+    pipe: int
+
+
+class Stranger:
+    """The keeper of a server that another process has started; see `launch.Keeper`."""
+
+    def __init__(self, pid: int, file: Path):
+        self.pid, self._file = pid, file
+
+    def poll(self) -> int | None:
+        """It has its file's path among its words, so a number that was given away since is not taken for it."""
+        with contextlib.suppress(psutil.Error):
+            if any(str(self._file) in word for word in psutil.Process(self.pid).cmdline()):
+                return None
+        return -1
+
+    def terminate(self) -> None:
+        """Asks it to end its server."""
+        if self.poll() is None:
+            with contextlib.suppress(psutil.Error):
+                psutil.Process(self.pid).terminate()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Until it has ended. Raises `subprocess.TimeoutExpired`."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while self.poll() is None:
+            if until is not None and time.monotonic() > until:
+                raise subprocess.TimeoutExpired(f"keeper {self.pid}", timeout or 0.0)
+            time.sleep(LOOK_S)
+        return -1
+
+
+def fingerprint(words: Sequence[str], environment: Mapping[str, str]) -> str:
+    """Of what a server is started with, without what differs each time: ports, cores, temporary files."""
+    return hashlib.sha256(json.dumps([list(words), sorted(environment.items())]).encode()).hexdigest()
+
+
+def keep(place: Place, process: ServerProcess, settings: str, facts: Mapping[str, Any]) -> None:
+    """Leaves a server that is ready for whoever comes after this process; ``facts`` are what it needs to attach."""
+    process.keep({"settings": settings, **facts})
+    logger.info("%s (process %d) is kept: it outlives this process where that is started again", place.name, process.pid)
+
+
+def take_over(place: Place, settings: str, attach: Callable[[Mapping[str, Any], ServerProcess], S]) -> S | None:
+    """What ``attach`` makes of the server that was kept there, from its facts; None where a new one has to be started.
+
+    ``settings``: the `fingerprint` of what it must have been started with. Then none is left of one that was there.
+    """
+    try:
+        facts = json.loads(place.file.read_text(encoding="utf-8"))
+        keeper = Stranger(int(facts["keeper"]), place.file)
+        process = ServerProcess(keeper, int(facts["pid"]), None, Path(facts["log_file"]))
+    except FileNotFoundError:
+        if place.file.parent.exists():  # else it is the first of all
+            logger.info("%s is started anew: no server of that name runs any more", place.name)
+        return None
+    if not process.alive:
+        reason = "it is gone"
+    elif facts.get("settings") != settings:
+        reason = "it was started with other settings"
+    else:
+        try:
+            server = attach(facts, process)
+        except (EpisodeFailure, ConfigError, OSError, KeyError) as error:
+            reason = str(error).partition("\n")[0] or type(error).__name__
+        else:
+            logger.info("%s (process %d) is taken over, and gets weights before it serves", place.name, process.pid)
+            return server
+    logger.warning("%s (process %d) is not taken over but started anew: %s", place.name, process.pid, reason)
+    process.close()
+    place.file.unlink(missing_ok=True)
+    return None
+
+
+def until_calm(under_way: Callable[[], int]) -> None:
+    """Waits until a server has let go of requests whose connections are gone.
+
+    Raises:
+        InfrastructureFailure: it has not within `CALM_S`, or what ``under_way`` raises.
+    """
+    until = time.monotonic() + CALM_S
+    while count := under_way():
+        if time.monotonic() > until:
+            raise InfrastructureFailure("busy", f"{count} requests of the process that is gone are still under way")
+        time.sleep(LOOK_S)
