@@ -45,6 +45,15 @@ def test_fused_tensors_are_put_together_in_the_servers_order_whatever_order_they
     }
 
 
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight", "norm.weight"])
+def test_only_what_has_a_row_for_each_token_is_filled_up_with_zeros_as_the_server_does(name):
+    matrix, filled = torch.randn(304, 8), torch.zeros(320, 8)
+    filled[:304] = matrix
+
+    assert collected([name], {name: matrix})[name] == tensor_digest(matrix if name == "norm.weight" else filled)
+    assert collected([name], {name: filled})[name] == tensor_digest(filled)
+
+
 def test_what_the_server_does_not_name_is_not_expected():
     assert collected(
         ["norm.weight"], {"norm.weight": torch.ones(2), "a.q_proj.weight": torch.ones(2), "x": torch.ones(1)}

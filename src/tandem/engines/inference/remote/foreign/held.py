@@ -10,6 +10,9 @@ from tandem.api.failures import ServerFailed
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Name in the server → names of the parts in Hugging Face's files, one behind the other along the first dimension."""
 
+VOCABULARY, MULTIPLE = ("embed_tokens.weight", "lm_head.weight"), 64
+"""Matrices with a row for each token, and the number of rows that the server fills up to a multiple of, with zeros."""
+
 _FUSED_OF = {part: fused for fused, parts in FUSED.items() for part in parts}
 
 
@@ -29,6 +32,9 @@ class HeldDigests:
         """``digest`` is that of the tensor, known already; parts of a fused one are kept until the last has come."""
         if name in self._names:
             held = self._as_held(tensor)
+            missing = -held.shape[0] % MULTIPLE if name.endswith(VOCABULARY) else 0
+            if missing:
+                held = torch.cat([held, held.new_zeros(missing, *held.shape[1:])])
             self._digests[name] = digest if held is tensor else hashlib.sha256(_bytes(held)).hexdigest()
             return
         before, _, end = name.rpartition(".")
