@@ -77,6 +77,22 @@ def test_a_group_is_started_again_so_often_and_no_more(ranks, tmp_path, capfd):
     assert all(gone(pid) for attempt in range(3) for pid in pids(tmp_path, attempt))
 
 
+def test_a_rank_that_dies_soon_after_its_folder_was_open_has_said_so():
+    code = """
+import os, signal, time
+from tandem.launch.rank import follow_launcher
+said = {"count": 1, "phase": "start", "step": 0, "waits": ""}
+follow_launcher(lambda: said)
+time.sleep(0.1)  # a look every half second would come at once, and too late
+said |= {"phase": "build"}
+time.sleep(0.2)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    records = []
+    assert run_ranks([sys.executable, "-c", code], 1, record=lambda ended, _: records.append(ended)) == 1
+    assert [(ended.cause, ended.has_folder) for ended in records] == [("rank 0 of 1 ended by signal SIGKILL", True)]
+
+
 def test_a_group_that_comes_through_the_second_time_has_not_failed(ranks, capfd):
     assert ranks("if rank == '1' and restarts() == 0: os.kill(os.getpid(), signal.SIGKILL)", max_restarts=5) == 0
     assert [restart for _, restart in ranks.records] == [1]

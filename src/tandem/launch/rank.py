@@ -18,6 +18,9 @@ from tandem.launch.kept import KEPT
 from tandem.launch.local import ERROR, FAILED, LAUNCHER, RENDEZVOUS, RESTARTS, STACKS, STACKS_SIGNAL, TELL
 
 LOOK_S = 0.5
+STARTING_LOOK_S = 0.05
+"""Before the run folder is open: a rank that dies soon after must have said that it was."""
+
 CLOSE_S = 30.0
 """What a rank may take to close after its launcher is gone."""
 
@@ -55,8 +58,8 @@ def _kept() -> list[str] | None:
 def follow_launcher(look: Callable[[], Mapping[str, Any]] = dict) -> None:
     """From now on this process ends when its launcher does: first as by Ctrl-C, after `CLOSE_S` in any case.
 
-    It tells the launcher twice a second what ``look`` says of the main thread, and writes the stacks of all threads when the
-    launcher asks. Nothing happens where no launcher of ours has started it.
+    It tells the launcher, at least twice a second, what ``look`` says of the main thread, and writes the stacks of all
+    threads when the launcher asks. Nothing happens where no launcher of ours has started it.
     """
     launcher = os.environ.get(LAUNCHER)
     if launcher is None:
@@ -112,11 +115,12 @@ def _file(name: str) -> Path:
 def _follow(launcher: int, look: Callable[[], Mapping[str, Any]], main: int | None) -> None:
     pipe = int(os.environ.get(TELL, "-1")) if has_launcher() else -1
     while os.getppid() == launcher:
+        said = look()
         if pipe >= 0:
-            message = json.dumps({**look(), "place": place_of(main)}) + "\n"
+            message = json.dumps({**said, "place": place_of(main)}) + "\n"
             with contextlib.suppress(OSError):  # full, because the launcher is stopped
                 os.write(pipe, message.encode())
-        time.sleep(LOOK_S)
+        time.sleep(STARTING_LOOK_S if said.get("phase") == "start" else LOOK_S)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(CLOSE_S)
     os.killpg(os.getpgrp(), signal.SIGKILL)  # a session of its own: with all that it has started
