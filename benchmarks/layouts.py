@@ -9,7 +9,7 @@
   processes at once, half of the tokens each, none of them sending anything; below 1, the cores share memory or batches of
   half the size are slower.
 - `memory`: parameters and optimizer of a rank, counted from its tensors after a step, and what the process has grown by.
-- `deepspeed`: a step under each of its stages against FSDP2's, in the dtype that both take.
+- `deepspeed`: a step under each of its stages against FSDP2's in the same dtype.
 
 Contenders take turns in the same processes, after a round that is not counted; medians. Prints tables in Markdown, and one
 JSON object as the last line.
@@ -52,6 +52,8 @@ LENGTHS = (48, 512)
 
 PARTS = ("speed", "memory", "deepspeed")
 GOALS = {4096: 0.6, 16384: 0.85}
+STAGES = {"float32": (1, 2, 3), "bfloat16": (2, 3)}
+"""Of DeepSpeed, that train in this dtype."""
 
 
 def random_model(size: str, folder: Path) -> Path:
@@ -147,22 +149,25 @@ def speed(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def deepspeed(options: dict[str, Any]) -> dict[str, Any]:
-    """By stage: seconds, and how many times FSDP2's in the same dtype."""
-    batch, found = make_batch(options["tokens"][0], options["vocabulary"]), {}
-    for dtype, stages in (("float32", (1,)), ("bfloat16", (2, 3))):
-        backends = [f"fsdp:d{RANKS}", *(f"deepspeed:zero{stage}:d{RANKS}" for stage in stages)]
-        engines = {backend: engine_of(options, backend, dtype) for backend in backends}
+    """By stage: seconds, and how many times FSDP2's, which takes turns with it. Each is told as soon as it is known."""
+    batch, found, dtype = make_batch(options["tokens"][0], options["vocabulary"]), {}, options["dtype"]
+    fsdp = engine_of(options, f"fsdp:d{RANKS}", dtype)
+    for stage in STAGES[dtype]:
+        backend = f"deepspeed:zero{stage}:d{RANKS}"
+        engine = engine_of(options, backend, dtype)
         contenders = {
-            backend: (lambda engine=engine: engine.train_batch(batch, loss)) for backend, engine in engines.items()
+            "fsdp": lambda: fsdp.train_batch(batch, loss),
+            backend: lambda engine=engine: engine.train_batch(batch, loss),
         }
         seconds = in_turn(contenders, options["rounds"])
-        for backend in backends[1:]:
-            found[backend] = {
-                "dtype": dtype,
-                "step_s": seconds[backend],
-                "fsdp_s": seconds[backends[0]],
-                "ratio": seconds[backend] / seconds[backends[0]],
-            }
+        found[backend] = {
+            "dtype": dtype,
+            "step_s": seconds[backend],
+            "fsdp_s": seconds["fsdp"],
+            "ratio": seconds[backend] / seconds["fsdp"],
+        }
+        if dist.get_rank() == 0:
+            print(json.dumps({backend: found[backend]}), flush=True)
     return found
 
 

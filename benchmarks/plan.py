@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def predicted(cell: Cell, folder: Path) -> dict[str, float]:
 
 
 def measured(cell: Cell, folder: Path) -> dict[str, float]:
-    """Medians of the steps after the first, and the sum of the largest resident sizes of the run's processes.
+    """Medians of the steps after the first, and the `Peak` of the run's processes.
 
     Raises:
         RuntimeError: it failed, or took longer than `RUN_TIMEOUT_S`.
@@ -68,12 +68,11 @@ def measured(cell: Cell, folder: Path) -> dict[str, float]:
     shutil.rmtree(folder / "runs", ignore_errors=True)
     command = [*started, cell.command, *arguments(cell, folder)]
     process = subprocess.Popen(command, stdout=sys.stderr, env=environment, start_new_session=True)
-    peaks: dict[int, int] = {}
+    peak = Peak()
     try:
         deadline = time.monotonic() + RUN_TIMEOUT_S
         while process.poll() is None:
-            for one in tree(process.pid, launcher=cell.ranks > 1):
-                peaks[one] = max(peaks.get(one, 0), high_water(one))
+            peak.look(tree(process.pid, launcher=cell.ranks > 1))
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{cell.name} had not ended after {RUN_TIMEOUT_S:g} s")
             time.sleep(POLL_S)
@@ -88,7 +87,21 @@ def measured(cell: Cell, folder: Path) -> dict[str, float]:
     names = {"step_s": "time/step_s", "generate_s": "time/generate_s", "train_s": "time/train_s"}
     names["publish_s"] = "time/update_weights_s"
     found = {name: statistics.median(row.get(key, 0.0) for row in rows) for name, key in names.items()}
-    return found | {"peak_gib": sum(peaks.values()) / 2**30}
+    return found | {"peak_gib": peak.num_bytes / 2**30}
+
+
+class Peak:
+    """The most memory of any instant: the largest resident sizes so far of the processes that were there, added up."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._before: set[int] = set()
+
+    def look(self, pids: Iterable[int]) -> None:
+        """One that was not there before may have only just been forked, with its parent's pages: it does not count yet."""
+        there = set(pids)
+        self.num_bytes = max(self.num_bytes, sum(high_water(one) for one in there & self._before))
+        self._before = there
 
 
 def tree(pid: int, *, launcher: bool) -> Iterator[int]:

@@ -66,8 +66,10 @@ def gradients_between(engine: SpreadEngine) -> int:
 def _held_by_deepspeed(holder) -> dict[str, int]:
     zero = holder._zero
     flat = zero.fp16_partitioned_groups_flat if holder._stage == 3 else zero.bit16_groups_flat
+    shared = {tensor.untyped_storage().data_ptr() for tensor in flat}
+    masters = [piece for piece in holder._pieces() if piece.untyped_storage().data_ptr() not in shared]
     moments = [x for state in zero.optimizer.state.values() for x in state.values() if x.dim()]
-    found = {"weights": local(flat), "masters": local(holder._pieces()), "optimizer": local(moments)}
+    found = {"weights": local(flat), "masters": local(masters), "optimizer": local(moments)}
     return found | ({"buffer": local([zero.grad_partitions_flat_buffer])} if holder._stage == 3 else {})
 
 

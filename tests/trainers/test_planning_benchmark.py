@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -72,3 +74,24 @@ def test_the_page_has_the_place_of_the_table(bench, tmp_path):
     page.write_text("nothing")
     with pytest.raises(ValueError, match="has no line"):
         bench.write_docs("| new |", page)
+
+
+def test_processes_that_were_not_there_together_do_not_add_up(bench):
+    peak, here = bench.Peak(), os.getpid()
+    for _ in range(3):
+        with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+            peak.look([here, other.pid])
+            peak.look([here, other.pid])
+            both = bench.high_water(here) + bench.high_water(other.pid)
+            other.communicate(b"\n")
+
+    assert 0 < bench.high_water(here) < peak.num_bytes <= both + (1 << 20)
+
+
+def test_a_process_that_has_only_just_been_forked_holds_nothing_of_its_own(bench):
+    peak = bench.Peak()
+
+    peak.look([os.getpid()])
+    assert peak.num_bytes == 0
+    peak.look([os.getpid()])
+    assert peak.num_bytes > 0

@@ -309,3 +309,4 @@ def test_this_machine_can_be_measured(tmp_path, monkeypatch, capfd):
     assert first == again and "Measuring" in capfd.readouterr().err
     assert 1e8 < first.rate("float32", 1024) < 1e14 and first.rate("float32", 1) < first.rate("float32", 1024)
     assert 0.05 < first.process_gib < 4 and 0 < first.operation_s < 1e-3
+    assert 0 < first.engine_operation_s < 1e-2

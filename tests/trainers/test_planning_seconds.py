@@ -90,6 +90,16 @@ def test_a_step_of_decoding_reads_all_weights_however_few_sequences_there_are():
     assert part(draw, "matrix products") == pytest.approx(4 * (2 * 1200 + 1000) * 4 / 1e9)
 
 
+def test_an_operation_of_the_engine_takes_what_was_measured_in_it():
+    run = job(generator=generator())
+    as_elsewhere, measured = (
+        decode(run, run.generator, round_machine(operation_s=1e-6, engine_operation_s=seconds))[0] for seconds in (0.0, 5e-6)
+    )
+
+    assert part(measured, "operations") == pytest.approx(5 * part(as_elsewhere, "operations")) > 0
+    assert part(measured, "matrix products") == part(as_elsewhere, "matrix products")
+
+
 def test_fewer_places_than_samples_take_more_steps():
     wide, narrow = (
         decode(run, run.generator, round_machine(operation_s=1e-3))[0]

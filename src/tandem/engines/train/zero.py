@@ -22,6 +22,7 @@ from tandem.config.backend import Layout
 from tandem.engines.train.holders import Holder
 from tandem.engines.train.ranks import form_group
 from tandem.engines.train.zero_library import import_deepspeed, local_rank, quiet, settings_of
+from tandem.engines.train.zero_shared import lay, share
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -83,6 +84,8 @@ class ZeroHolder(Holder):
             self._engine, self._zero, *_ = self._deepspeed.initialize(
                 model=self.model, optimizer=adamw, config=copy.deepcopy(self._settings)
             )
+        rounded = self._dtype != torch.float32
+        self._shared = not rounded and share(self._zero, self._stage, self._rank, self._pieces())
         for name in list(self._exact):
             self._set(name, self._exact.pop(name))
         self.publish()
@@ -258,13 +261,20 @@ class ZeroHolder(Holder):
             for piece in self._pieces():
                 piece.data = piece.data.to("cpu")
         self._engine.offload_states(include=kinds, pin_memory=False)
+        self._lay_together()
 
     def come_back(self) -> None:
         """Brings back what `leave` moved."""
         self._engine.reload_states()
-        if self._stage == 3:
+        if self._stage == 3 and not self._shared:
             for piece in self._pieces():
                 piece.data = piece.data.to(self._device)
+        self._lay_together()
+
+    def _lay_together(self) -> None:
+        """After parameters were moved: masters that share their memory are there too."""
+        if self._shared:
+            lay(self._zero, self._stage, self._rank, self._pieces())
 
 
 class _Moved:

@@ -32,6 +32,8 @@ from tandem.models.precision import DTYPES, fast_bfloat16
 from tandem.state.machine import machine as described
 from tandem.state.machine import usable_cores
 from tandem.trainers.planning.devices import CONTEXT_GIB, SLACK
+from tandem.trainers.planning.engine_step import LAYERS, decode_step
+from tandem.trainers.planning.layers import decode_operations
 from tandem.trainers.planning.link import between_processes
 from tandem.trainers.planning.machine import Machine
 from tandem.trainers.planning.shape import Dtype
@@ -52,13 +54,18 @@ BUSY = 0.3
 """Load of each core above which a calibration is said to be doubtful."""
 
 PROCESS = """
-import torch, tandem.trainers.rl, tandem.tracking.plots, transformers.models.llama.modeling_llama
-weight = torch.nn.Parameter(torch.ones(64, 64))
-optimizer = torch.optim.AdamW([weight], fused=True)
-(weight @ weight).sum().backward()
-optimizer.step()
+import tempfile
+import torch, tandem.trainers.rl, tandem.trainers.sft, tandem.trainers.preference, tandem.tracking.plots
+from transformers import LlamaConfig, LlamaForCausalLM
+config = LlamaConfig(vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2)
+with tempfile.TemporaryDirectory() as folder:
+    LlamaForCausalLM(config).save_pretrained(folder)
+    model = LlamaForCausalLM.from_pretrained(folder)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.zeros(1, 256, dtype=torch.long)).logits.log_softmax(-1).sum().backward()
+    optimizer.step()
 """
-"""A trainer without a model: the first step of an optimizer imports torch's compiler."""
+"""A trainer with next to no model, after its first step, for which torch's compiler and the model's code are loaded."""
 
 DEEPSPEED = f"{PROCESS}\nimport deepspeed"
 WORKER = "import tandem.rewards.worker, tandem.rewards.equality"
@@ -89,7 +96,7 @@ def _identity(where: str, threads: int) -> dict[str, Any]:
         "device": where,
         "threads": threads,
         "torch": torch.__version__,
-        "measures": 3,  # counts up when what is measured changes
+        "measures": 4,  # counts up when what is measured changes
     }
 
 
@@ -154,6 +161,7 @@ def _measured(device: torch.device, threads: int, identity: Mapping[str, Any]) -
         stream=_stream(device),
         softmax=_softmax(device),
         operation_s=_operation(device),
+        engine_operation_s=decode_step(device) / decode_operations(LAYERS, shared=True),
         digest=_digest(),
         link=between_processes() if not cuda else 20e9 if torch.cuda.device_count() > 1 else math.inf,
         host_link=_host_link(device) if cuda else math.inf,

@@ -2,7 +2,7 @@
 
 from tandem.trainers.planning.cost import ATTENTION, HASHES, MEMORY, OPERATIONS, PRODUCTS, RANKS, Cost, total
 from tandem.trainers.planning.job import Generator, Job
-from tandem.trainers.planning.layers import LAYER_OPERATIONS
+from tandem.trainers.planning.layers import LAYER_OPERATIONS, decode_operations
 from tandem.trainers.planning.machine import Machine
 from tandem.trainers.planning.memory import delivered_bytes, engine_weights, kv_tokens
 from tandem.trainers.planning.shape import BYTES
@@ -45,13 +45,13 @@ def decode(job: Job, generator: Generator, machine: Machine) -> tuple[Cost, floa
     logits = float(rows) * shape.vocab
     moved = logits / machine.softmax + logits * 12 / machine.stream
     moved += shape.layers * rows * size * (20 * shape.hidden + 6 * shape.intermediate) / machine.elementwise
-    operations = shape.layers * LAYER_OPERATIONS["decode_shared" if shared else "decode"] + 60
+    operations = decode_operations(shape.layers, shared=shared)
     one = Cost(
         (
             (PRODUCTS, products),
             (ATTENTION, attention),
             (MEMORY, moved),
-            (OPERATIONS, operations * machine.operation_s),
+            (OPERATIONS, operations * (machine.engine_operation_s or machine.operation_s)),
         )
     )
     return one * steps, tokens

@@ -12,11 +12,19 @@ from tandem.trainers.planning.shape import BYTES, Dtype, Shape
 LAYER_OPERATIONS = {"forward": 45, "backward": 70, "prefill": 30, "decode": 32, "decode_shared": 46}
 """Operations that eager torch starts for one layer; counted in transformers' layers and in the embedded engine."""
 
+STEP_OPERATIONS = 60
+"""Of one decode step beside its layers: sampling, and what it is prepared with."""
+
 ADAPTER_OPERATIONS = 4
 """Of one adapter going forward: two products, the scaling, the sum."""
 
 BACKWARD_ATTENTION = 2.5
 """Products of attention's backward pass for each of the forward pass: five against two."""
+
+
+def decode_operations(layers: int, *, shared: bool) -> int:
+    """Of one decode step. ``shared``: prompts have several samples."""
+    return layers * LAYER_OPERATIONS["decode_shared" if shared else "decode"] + STEP_OPERATIONS
 
 
 def layers_forward(shape: Shape, batch: MicroBatch, dtype: Dtype, machine: Machine, spread: Spread = WHOLE) -> Cost:

@@ -52,6 +52,9 @@ class Machine:
     link: float
     """Bytes/s between ranks, of one rank."""
 
+    engine_operation_s: float = 0.0
+    """The same in a decode step of the embedded engine; 0: as ``operation_s``."""
+
     host_link: float = math.inf
     """Bytes/s between device and host memory."""
 

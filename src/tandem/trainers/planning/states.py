@@ -2,7 +2,7 @@
 
 FSDP: what is trained in float32, one part a rank, gathered a layer at a time (`tandem.engines.train.holders`). One process:
 the same whole, and a rounded copy to compute with. DeepSpeed: its own flat pieces (`tandem.engines.train.zero`), beside
-which stages 1 and 2 keep the whole model in the dtype of the computation.
+which stages 1 and 2 keep the whole model in the dtype of the computation; in float32 the masters are in its memory.
 """
 
 from collections.abc import Iterator
@@ -40,7 +40,8 @@ def _zero_states(model: Held, room: Room) -> Iterator[Item]:
     that gradients are summed into, which a frozen model has too."""
     whole, stage = model.masters, model.layout.zero
     yield room.item(model.role, "parameters", BYTES[model.dtype] * whole / (model.parts if stage == 3 else 1))
-    yield room.item(model.role, "masters", FLOAT32 * whole / model.parts)
+    if model.dtype != "float32":  # else they share the memory of the parameters
+        yield room.item(model.role, "masters", FLOAT32 * whole / model.parts)
     if stage == 3:
         yield room.item(model.role, "buffer of gradients", FLOAT32 * whole / model.parts)
     if model.trained:
