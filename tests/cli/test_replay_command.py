@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -62,6 +63,7 @@ def rl(tandem, root):
     """Beside it a run `rl` of 3 steps, saved after each."""
     rl = ["trial_name=rl", "total_train_steps=3", "rollout.batch_size=2", "gconfig.n_samples=2", "gconfig.max_new_tokens=6"]
     rl += ["rollout.engine.kv_cache_gib=0.05", "rollout.dtype=float32", f"reward={REWARDS}:even", "checkpoint.every_steps=1"]
+    rl += ["checkpoint.keep_last=null"]
     code, said = tandem("train", *common(root.parent, root.parent / "tiny-llama-0"), *rl)
     assert code == 0, said
     return root
@@ -125,7 +127,7 @@ def test_without_a_checkpoint_before_it_everything_is_run_again(tandem, root):
 def test_reinforcement_learning_is_repeated_with_its_samples(tandem, rl):
     comes_out_the_same(tandem, rl / "rl", 3, "step_2", samples=2)
     comes_out_the_same(tandem, rl / "rl", 1, "the beginning", samples=2)
-    is_shown_to_differ(tandem, rl / "rl", 2, "actor.optimizer.lr=0.02")
+    is_shown_to_differ(tandem, rl / "rl", 1, "actor.optimizer.lr=0.02")  # the second has no spread to learn from
 
 
 @pytest.mark.parametrize(
@@ -135,6 +137,9 @@ def test_reinforcement_learning_is_repeated_with_its_samples(tandem, rl):
         (["sft", "--step", "0"], "no record of step 0"),
         (["nothing", "--step", "1"], "is not the folder of a run"),
         (["sft", "--step", "2", "trial_name=x"], "trial_name=x is nothing that a replay can change"),
+        (["sft", "--step", "2", "checkpoint.every_steps=1"], "checkpoint.every_steps=1 is nothing that a replay can change"),
+        (["sft", "--step", "4", "total_train_steps=3"], "did not reach step 4: with the values that it was given"),
+        (["sft", "--step", "4", "actor.path=nowhere"], "model 'nowhere' is neither a folder"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused_with_the_reason(tandem, root, words, reason):
@@ -164,7 +169,7 @@ def test_each_step_of_a_run_whose_values_were_changed_comes_out_the_same(tandem,
     is_shown_to_differ(tandem, folder, 5, "actor.optimizer.lr=0.03")
     info = json.loads((folder / "run.json").read_text())
     (time,) = info["resumed"]
-    assert time["from"] == 4 and time["before"]["actor.optimizer.lr"] == 0.01
+    assert time["from"] == 4 and {"path": ["actor", "optimizer", "lr"], "value": 0.01} in time["before"]
     del time["from"], time["before"]  # of an older version: nobody knows where it began
     (folder / "run.json").write_text(json.dumps(info))
     code, said = tandem("replay", folder, "--step", 4)
@@ -191,3 +196,43 @@ def test_a_run_stops_after_a_step_and_goes_on_from_there(tandem, root, tmp_path)
     assert code == 0 and "Done: 4 steps." in said, said
     assert (folder / "weights.jsonl").read_text() == (root / "sft" / "weights.jsonl").read_text()
     assert tandem("sft", *words, "--until", 0)[0] == 2
+
+
+def test_a_damaged_checkpoint_is_skipped_by_name_and_the_step_comes_out_the_same(tandem, rl, tmp_path):
+    folder = tmp_path / "my runs" / "first (copy)"  # moved, to where no run could be begun
+    shutil.copytree(rl / "rl", folder)
+    path = folder / "checkpoints/step_2/model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    before = contents(folder)
+    code, said = tandem("replay", folder, "--step", 3)
+    assert code == 0, said
+    assert "step_2 is damaged: model.safetensors is not what was written" in said
+    assert "Running steps 2 to 3 again, from step_1." in said and "Step 3, run again from step_1: the same" in said
+    assert contents(folder) == before
+    shutil.rmtree(folder / "checkpoints/step_1/state")
+    code, said = tandem("replay", folder, "--step", 3)
+    assert code == 0 and "step_1 has a model and no state" in said, said
+    assert "Running steps 1 to 3 again, from the beginning." in said
+
+
+def test_a_run_that_says_no_command_is_refused_with_the_remedy(tandem, root, tmp_path):
+    folder = tmp_path / "exp" / "lost"
+    shutil.copytree(root / "sft", folder)
+    (folder / "run.json").unlink()
+    code, said = tandem("replay", folder, "--step", 2)
+    assert code == 2 and "does not say which command began it" in said and "Restore run.json" in said
+
+
+def test_a_replay_on_other_ranks_says_nothing_but_its_outcome_and_leaves_nothing(root, tmp_path):
+    folder = tmp_path / "exp" / "supervised"
+    shutil.copytree(root / "sft", folder)
+    text = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(text.replace("max_restarts: 0", "max_restarts: 1"))
+    command = [sys.executable, "-m", "tandem", "replay", str(folder), "--step", "4", "--json", "actor.backend=fsdp:d2"]
+    environment = os.environ | {"TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150, env=environment)
+    assert done.returncode == 1 or done.returncode == 0, done.stderr  # sums of two ranks may be rounded otherwise
+    assert json.loads(done.stdout)["begun_from"] == "step_2"
+    assert [path.name for path in tmp_path.iterdir()] == ["exp"]

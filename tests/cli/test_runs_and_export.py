@@ -2,6 +2,8 @@
 
 import json
 import os
+import resource
+import shutil
 import socket
 
 import pytest
@@ -13,6 +15,7 @@ from tandem.cli.main import main
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config, to_yaml
 from tandem.state.checkpoint import save_checkpoint
+from tandem.state.existing import last_metrics
 from tandem.state.run_folder import RunFolder
 from tandem.state.tree import write_tree
 from tests.engines_train.steps import engine_on
@@ -70,6 +73,67 @@ def test_runs_are_listed_with_how_they_ended_and_what_they_have(root, capsys):
     assert first["bytes"] == sum(path.stat().st_size for path in (root / "adding/first").rglob("*") if path.is_file())
 
 
+def test_the_folder_of_an_experiment_or_of_a_run_is_listed_too(root, capsys):
+    for folder, names in ((root / "adding", ["adding/first", "adding/second"]), (root / "adding/first", ["adding/first"])):
+        assert main(["runs", str(folder), "--json"]) == 0
+        assert [json.loads(line)["run"] for line in capsys.readouterr().out.splitlines()] == names
+
+
+def test_a_number_that_another_process_has_by_now_is_no_run_that_lives(root, tmp_path, capsys):
+    shutil.copytree(root / "other/third", tmp_path / "other/third")
+    (tmp_path / "other/third/.lock").write_text(f"process {os.getpid()} on {socket.gethostname()} since then\n")
+    main(["runs", str(tmp_path), "--json"])
+    assert json.loads(capsys.readouterr().out)["status"] == "killed"
+    (tmp_path / "other/third/.lock").write_text("process 1 on another-machine since then\n")
+    main(["runs", str(tmp_path), "--json"])
+    assert json.loads(capsys.readouterr().out)["status"] == "running"  # as far as anybody here can tell
+
+
+ODD = {
+    "torn": {"run.json": '{"st', "metrics.jsonl": '{"step": 3, "loss": 0.5}\n{"step": 4, "lo'},
+    "words": {"run.json": '{"status": "failed"}', "metrics.jsonl": '{"step": "abc", "loss": "low"}\n'},
+    "nothing": {"run.json": '{"status": null, "ended": 3}', "metrics.jsonl": '{"step": null, "loss": NaN}\n'},
+    "lists": {"run.json": "[]", "metrics.jsonl": "[]\n\n3\n"},
+    "bytes": {"run.json": "\udcff", "metrics.jsonl": "\udcff\n"},
+    "empty": {"config.yaml": ""},
+}
+
+
+def test_damaged_and_foreign_folders_are_listed_with_what_can_be_read_of_them(tmp_path, capsys):
+    for name, files in ODD.items():
+        (tmp_path / "exp" / name).mkdir(parents=True)
+        for file, text in files.items():
+            (tmp_path / "exp" / name / file).write_text(text, errors="surrogateescape")
+    (tmp_path / "exp/folders/run.json").mkdir(parents=True)
+    (tmp_path / "exp/folders/checkpoints").write_text("")
+    (tmp_path / "exp/loop").symlink_to(tmp_path / "exp/loop")
+    (tmp_path / "exp/circle").mkdir()
+    (tmp_path / "exp/circle/circle").symlink_to(tmp_path / "exp/circle")
+    assert main(["runs", str(tmp_path), "--json"]) == 0
+    said = capsys.readouterr()
+    found = {one["run"].removeprefix("exp/"): one for one in map(json.loads, said.out.splitlines())}
+    assert found.keys() == {*ODD, "folders"} and said.err == ""
+    assert (found["torn"]["status"], found["torn"]["steps"], found["torn"]["metrics"]) == ("unknown", 3, {"loss": 0.5})
+    assert (found["words"]["status"], found["words"]["steps"], found["words"]["metrics"]) == ("failed", 0, {})
+    assert all(found[name]["metrics"] == {} and found[name]["steps"] == 0 for name in ("nothing", "lists", "bytes", "empty"))
+    assert main(["runs", str(tmp_path)]) == 0
+
+
+def test_of_long_metrics_only_the_end_is_read(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    whole = [json.dumps({"step": step, "text": "x" * (step % 7) * 20_000}) for step in range(40)]
+    for torn in ("", '{"step": 40', "\n\n"):
+        path.write_text("\n".join(whole) + "\n" + torn)
+        assert last_metrics(tmp_path)["step"] == 39 and len(last_metrics(tmp_path)["text"]) == 39 % 7 * 20_000
+    path.write_text("")
+    assert last_metrics(tmp_path) == {}
+    with path.open("r+b") as file:  # 200 GB that nobody has: a file with a hole
+        file.truncate(200 * 10**9)
+        file.seek(0, os.SEEK_END)
+        file.write(b'\n{"step": 7}\n')
+    assert last_metrics(tmp_path) == {"step": 7}
+
+
 def test_a_run_whose_process_lives_is_running(root, capsys):
     run = RunFolder.open(root, "other", "fourth", config_text="seed: 1\n")
     main(["runs", str(root), "--json"])
@@ -83,7 +147,7 @@ def test_without_runs_one_is_told(tmp_path, capsys):
     assert main(["runs", str(tmp_path / "x")]) == 2 and "run.root" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("which", "step"), [("", 3), ("@2", 2), ("@best", 2), ("@1", 1)])
+@pytest.mark.parametrize(("which", "step"), [("", 3), ("@2", 2), ("@best", 2), ("@step_1", 1)])
 def test_an_export_is_the_model_and_nothing_else(root, tmp_path, capsys, which, step):
     target = tmp_path / "model"
     assert main(["export", f"{root / 'adding/first'}{which}", str(target)]) == 0
@@ -130,6 +194,71 @@ def test_what_cannot_be_exported_is_said(root, tmp_path, capsys, which, words):
     assert words in capsys.readouterr().err and not (tmp_path / "model").exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: [b", "cannot be read, so nobody knows what is best"),
+        ("checkpoint: 3", "without checkpoint.keep_best"),
+        ("checkpoint: {keep_best: eval/other}", "no checkpoint states the metric eval/other"),
+    ],
+)
+def test_the_best_of_a_run_that_does_not_know_it_is_refused(root, tmp_path, capsys, text, words):
+    folder = tmp_path / "exp/odd"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text(text)
+    (folder / "checkpoints").symlink_to(root / "adding/first/checkpoints")
+    assert main(["export", f"{folder}@best", str(tmp_path / "model")]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_nothing_is_exported_into_the_folder_of_a_run(root, tmp_path, capsys, monkeypatch):
+    before = sorted((root / "adding").rglob("*"))
+    for place in ("second/model", "first/checkpoints/step_9", "first/checkpoints/step_3/model"):
+        assert main(["export", str(root / "adding/first"), str(root / "adding" / place)]) == 2
+        assert "the folder of a run, where only the run writes" in capsys.readouterr().err
+    monkeypatch.chdir(root / "adding/first")
+    assert main(["export", ".", "model"]) == 2
+    assert sorted((root / "adding").rglob("*")) == before
+
+
+@pytest.mark.parametrize(("place", "reason"), [("file/below", "Not a directory"), ("/proc/below", "No such file")])
+def test_a_folder_that_cannot_be_made_is_said(root, tmp_path, capsys, place, reason):
+    (tmp_path / "file").write_text("mine")
+    assert main(["export", str(root / "adding/first"), str(tmp_path / place)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and "could not be made" in said and reason in said
+
+
+@pytest.mark.parametrize("more", [[], ["--dtype", "float32"]])
+def test_on_a_full_disk_nothing_of_an_export_is_left_behind(root, tmp_path, capsys, more):
+    saved = root / "adding/first/checkpoints/step_3"
+    now, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((saved / "model.safetensors").stat().st_size // 2, most))
+    try:
+        code = main(["export", str(root / "adding/first"), str(tmp_path / "model"), *more])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (now, most))
+    said = capsys.readouterr().err
+    assert code == 1 and "File too large" in said and "Nothing of it was left behind" in said  # the fault did happen
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_without_state_that_is_torn_is_not_exported(root, tmp_path, capsys):
+    folder = tmp_path / "runs/a/b"
+    for step in (2, 3):
+        shutil.copytree(
+            root / f"adding/first/checkpoints/step_{step}",
+            folder / f"checkpoints/step_{step}",
+            ignore=shutil.ignore_patterns("state"),
+        )
+    torn = folder / "checkpoints/step_3/model.safetensors"
+    os.truncate(torn, torn.stat().st_size - 1)
+    assert main(["export", f"{folder}@3", str(tmp_path / "model")]) == 2
+    assert "is damaged: model.safetensors cannot be read" in capsys.readouterr().err
+    assert main(["export", str(folder), str(tmp_path / "model")]) == 0
+    assert "step_2" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("word", ["--merge", "--no-merge"])
 def test_a_run_without_an_adapter_has_nothing_to_merge(root, tmp_path, capsys, word):
     assert main(["export", str(root / "adding/first"), str(tmp_path / "model"), word]) == 2
@@ -151,6 +280,14 @@ def test_an_export_overwrites_nothing_and_takes_no_damaged_checkpoint(root, tmp_
     assert "step_3 is torn: model.safetensors" in capsys.readouterr().err
     assert main(["export", str(tmp_path / "runs/a/b"), str(tmp_path / "model")]) == 0
     assert "step_2" in capsys.readouterr().out
+
+
+def test_a_run_that_is_running_is_not_said_to_have_been_killed(root, capsys):
+    text = to_yaml(load_config(TrainConfig, None, ["train_dataset.path=addition"]).config)
+    with RunFolder.open(root, "other", "fifth", config_text=text, command="train"):
+        assert main(["continue", str(root / "other/fifth"), "rollout.wait_timeout_s=9"]) == 2
+    said = capsys.readouterr().err
+    assert "is being written by another run: process" in said and "killed" not in said
 
 
 @pytest.mark.parametrize(

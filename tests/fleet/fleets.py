@@ -6,6 +6,8 @@ import threading
 import time
 from dataclasses import replace
 
+import pytest
+
 from tandem.api.failures import InfrastructureFailure
 from tandem.api.requests import LLMRequest, NoiseKey
 from tandem.api.weights import WeightVersion
@@ -27,6 +29,10 @@ CONFIG = FleetConfig(
     empty_timeout_s=60,
     drain_timeout_s=30,
 )
+
+
+LONG = 100
+"""Tokens of a request during which something may happen."""
 
 
 def engine(folder, placement="colocate"):
@@ -196,3 +202,16 @@ class Unwell:
 def patient(**changes):
     """The configuration with other values."""
     return replace(CONFIG, **changes)
+
+
+def slowly(test):
+    """A test that waits for seconds; CI runs it."""
+    return pytest.mark.slow(pytest.mark.invariant(test))
+
+
+def reference(folder, requests):
+    one = engine(folder)
+    try:
+        return generate(one, requests)
+    finally:
+        one.close()

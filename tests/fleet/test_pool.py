@@ -6,11 +6,9 @@ from collections import Counter
 
 import pytest
 
-from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, WeightUpdateFailed
-from tandem.api.requests import StopReason
-from tandem.config.fleet import parse_address
-from tandem.engines.inference.fleet.addresses import add_address, remove_address
+from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure
 from tests.fleet.fleets import (
+    LONG,
     Asking,
     Unwell,
     ask,
@@ -21,63 +19,14 @@ from tests.fleet.fleets import (
     passed,
     patient,
     publish,
+    reference,
     rows,
     running,
     same,
     server,
+    slowly,
     until,
-    update,
 )
-from tests.tiny import tiny_model_folder
-
-LONG = 100
-
-
-def slowly(test):
-    """A test that waits for seconds; CI runs it."""
-    return pytest.mark.slow(pytest.mark.invariant(test))
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Three sets of weights for one architecture: versions 0, 1 and 2."""
-    tmp = tmp_path_factory.mktemp("models")
-    return [tiny_model_folder(tmp, seed=seed) for seed in range(3)]
-
-
-@pytest.fixture
-def made(folders, tmp_path):
-    """``made(2, config)``: a fleet of so many servers, its journal, and the engines as they were made, by name."""
-    fleets = []
-
-    def make(count, config=None, **rest):
-        engines, journal = {}, tmp_path / "fleet.jsonl"
-
-        def maker(name):
-            def start():
-                engines[name] = Unwell(engine(folders[0]))
-                return engines[name]
-
-            return start
-
-        servers = [server(f"s{i}", maker(f"s{i}"), **rest) for i in range(count)]
-        fleet = fleet_of(servers, *([config] if config else []), journal=journal)
-        fleets.append(fleet)
-        until(lambda: len(healthy(fleet)) == count)
-        return fleet, journal, engines
-
-    yield make
-    for fleet in fleets:
-        fleet.close()
-        assert not fleet.roster.members
-
-
-def reference(folder, requests):
-    one = engine(folder)
-    try:
-        return generate(one, requests)
-    finally:
-        one.close()
 
 
 def test_a_fleet_makes_the_tokens_of_one_engine_and_uses_all_its_servers(made, folders):
@@ -185,191 +134,6 @@ def test_the_late_answer_of_a_server_that_was_given_up_is_recognised_and_thrown_
         assert same(after, reference(folders[1], [ask(i) for i in range(10)]))
     finally:
         fleet.close()
-
-
-class TestUpdates:
-    def test_all_servers_switch_and_new_tokens_say_so(self, made, folders):
-        fleet, _, _ = made(2)
-        report = publish(fleet, folders[1], 1)
-        assert set(report) == {"pause_s", "recompute_s"} and fleet.version.number == 1
-        requests = [ask(i) for i in range(8)]
-        assert same(generate(fleet, requests), reference(folders[1], requests))
-
-    def test_requests_that_span_an_update_keep_their_tokens(self, made, folders):
-        fleet, _, _ = made(2)
-        with Asking(fleet, [ask(i, tokens=LONG) for i in range(8)]) as asking:
-            until(lambda: running(fleet, "s0") and running(fleet, "s1"))
-            publish(fleet, folders[1], 1)
-            publish(fleet, folders[2], 2)
-        versions = [list(response.versions) for response in asking.answers()]
-        assert all(found == sorted(found) and len(found) == LONG for found in versions)
-        assert any(len(set(found)) > 1 for found in versions)
-
-    def test_with_finish_before_update_no_request_spans_one(self, made, folders):
-        fleet, _, _ = made(2, patient(finish_before_update=True))
-        with Asking(fleet, [ask(i, tokens=LONG) for i in range(8)]) as asking:
-            until(lambda: running(fleet, "s0") and running(fleet, "s1"))
-            with Asking(fleet, [ask(i, tokens=20) for i in range(4)]) as later:
-                publish(fleet, folders[1], 1)
-        assert {frozenset(response.versions) for response in asking.answers()} == {frozenset({0})}
-        assert all(len(set(response.versions)) == 1 for response in later.answers())
-        assert fleet.statistics()["fleet/interrupted"] == 0
-
-    @slowly
-    def test_an_update_does_not_wait_longer_than_drain_timeout_s_for_running_requests(self, made, folders):
-        fleet, _, engines = made(2, patient(finish_before_update=True, drain_timeout_s=0.2))
-        for one in engines.values():
-            one.holds = True
-        with Asking(fleet, [ask(i) for i in range(4)]) as asking:
-            until(lambda: running(fleet, "s0") and running(fleet, "s1"))
-            publish(fleet, folders[1], 1)
-            for one in engines.values():
-                one.holds = False
-        assert len(asking.answers()) == 4
-        assert fleet.statistics()["fleet/interrupted"] == 4
-
-    @pytest.mark.parametrize("phase", ["prepare", "commit"])
-    def test_a_server_that_fails_an_update_is_fenced_and_comes_back_with_it(self, made, folders, phase):
-        fleet, journal, engines = made(2)
-        first = engines["s0"]
-        first.refuses = {phase: WeightUpdateFailed("a tensor was mixed up")}
-        publish(fleet, folders[1], 1)
-        assert fleet.version.number == 1
-        until(lambda: healthy(fleet) == {"s0", "s1"} and engines["s0"] is not first)
-        assert any("a tensor was mixed up" in row["why"] for row in rows(journal) if row["to"] == "fenced")
-        answers = generate(fleet, [ask(i, affinity=str(i)) for i in range(8)])
-        assert {version for response in answers for version in response.versions} == {1}
-
-    @pytest.mark.parametrize("phase", ["prepare", "commit"])
-    def test_an_update_that_all_refuse_leaves_all_on_the_old_version_and_the_next_one_works(self, made, folders, phase):
-        fleet, _, engines = made(2)
-        for one in engines.values():
-            one.refuses = {phase: WeightUpdateFailed("wrong digest")}
-        with pytest.raises(WeightUpdateFailed, match="wrong digest"):
-            publish(fleet, folders[1], 1)
-        fleet.discard_weights()
-        assert fleet.version.number == 0 and healthy(fleet) == {"s0", "s1"}
-        for one in engines.values():
-            one.refuses = {}
-        publish(fleet, folders[2], 1)
-        requests = [ask(i) for i in range(4)]
-        assert same(generate(fleet, requests), reference(folders[2], requests))
-
-    def test_a_second_update_may_come_before_the_first_was_committed(self, made, folders):
-        fleet, _, _ = made(2)
-        fleet.prepare_weights(update(folders[1], 1))
-        publish(fleet, folders[2], 1)
-        requests = [ask(i) for i in range(4)]
-        assert same(generate(fleet, requests), reference(folders[2], requests))
-        with pytest.raises(WeightUpdateFailed, match="nothing is prepared"):
-            fleet.commit_weights(update(folders[1], 2).version)
-
-    def test_an_update_of_an_empty_fleet_is_kept_for_those_that_come(self, made, folders):
-        fleet, _, engines = made(1)
-        engines["s0"].inner.close()
-        until(lambda: not healthy(fleet))
-        publish(fleet, folders[1], 1)
-        answers = generate(fleet, [ask(i) for i in range(4)])
-        assert same(answers, reference(folders[1], [ask(i) for i in range(4)]))
-
-
-class TestComingAndGoing:
-    def test_a_server_that_joins_is_brought_to_the_current_weights_before_it_serves(self, made, folders):
-        fleet, journal, _ = made(1)
-        publish(fleet, folders[1], 1)
-        late = Unwell(engine(folders[0]))
-        with Asking(fleet, [ask(i, tokens=LONG, affinity=str(i)) for i in range(8)]):
-            fleet.add(server("late", lambda: late, owned=False, holds=None))
-            until(lambda: healthy(fleet) == {"s0", "late"})
-            answers = generate(fleet, [ask(i, affinity=f"new {i}") for i in range(20)])
-        assert passed(journal, "late") == ["starting", "stale", "healthy"]
-        assert late.asked > 5  # probes and requests
-        assert {version for response in answers for version in response.versions} == {1}
-
-    def test_a_server_that_leaves_ends_what_it_has(self, made, folders):
-        fleet, journal, engines = made(2)
-        requests = [ask(i, tokens=LONG) for i in range(12)]
-        with Asking(fleet, requests) as asking:
-            until(lambda: running(fleet, "s0") >= 4)
-            fleet.remove("s0")
-            assert healthy(fleet) == {"s1"}
-        assert same(asking.answers(), reference(folders[0], requests), but=1)
-        until(lambda: "s0" not in fleet.roster.members)
-        assert passed(journal, "s0")[-1] == "retired"
-        assert sum(row["moved"] for row in rows(journal)) == 0
-        with pytest.raises(EngineDied):
-            engines["s0"].inner.statistics()  # it was closed
-
-    @slowly
-    def test_a_server_that_leaves_and_does_not_finish_loses_its_requests_to_others(self, made):
-        fleet, journal, engines = made(2, patient(drain_timeout_s=0.3, stall_timeout_s=30))
-        engines["s0"].holds = True
-        with Asking(fleet, [ask(i) for i in range(8)]) as asking:
-            until(lambda: running(fleet, "s0") == 4)
-            fleet.remove("s0")
-            assert len(asking.answers()) == 8
-        engines["s0"].holds = False
-        assert [row["moved"] for row in rows(journal) if row["to"] == "retired"] == [4]
-
-    @slowly
-    def test_servers_of_a_watched_file_join_and_leave_while_requests_run(self, folders, tmp_path):
-        watched, engines = tmp_path / "servers", {}
-
-        def attach(kind, url):
-            engines[url] = Unwell(engine(folders[0]))
-            return server(f"{kind}={url}", lambda: engines[url], owned=False, holds=None)
-
-        one, two = parse_address("tandem=http://a:1"), parse_address("vllm=http://b:1")
-        add_address(watched, one)
-        fleet = fleet_of([], watched=watched, attach=attach, first=lambda: update(folders[0], 0))
-        try:
-            until(lambda: healthy(fleet) == {str(one)})
-            publish(fleet, folders[1], 1)
-            with Asking(fleet, [ask(i, tokens=LONG, affinity=str(i)) for i in range(8)]) as asking:
-                add_address(watched, two)
-                until(lambda: healthy(fleet) == {str(one), str(two)})
-                after = generate(fleet, [ask(i, affinity=f"new {i}") for i in range(8)])
-                remove_address(watched, one.url)
-                until(lambda: healthy(fleet) == {str(two)})
-                assert len(asking.answers()) == 8
-            until(lambda: set(fleet.roster.members) == {str(two)})
-            assert same(after, reference(folders[1], [ask(i) for i in range(8)]))
-            watched.write_text("nonsense\n" + watched.read_text())
-            time.sleep(1.2)
-            assert healthy(fleet) == {str(two)}
-        finally:
-            fleet.close()
-
-    def test_a_server_of_which_nobody_knows_the_weights_is_given_those_of_the_run(self, folders, tmp_path):
-        journal = tmp_path / "fleet.jsonl"
-        other = server("other", lambda: engine(folders[2]), owned=False, holds=None)
-        fleet = fleet_of([other], journal=journal, first=lambda: update(folders[0], 0))
-        try:
-            requests = [ask(i) for i in range(4)]
-            assert same(generate(fleet, requests), reference(folders[0], requests))
-        finally:
-            fleet.close()
-
-    def test_an_empty_fleet_is_a_wait_and_then_an_error_that_says_who_is_where(self, made):
-        fleet, _, engines = made(1, patient(max_restarts=0, empty_timeout_s=0.5))
-        engines["s0"].inner.close()
-        began = time.monotonic()
-        with pytest.raises(EngineDied, match=r"no server was healthy for 0\.5 s .*empty_timeout_s"):
-            generate(fleet, [ask()])
-        assert 0.4 < time.monotonic() - began < 5
-
-    def test_requests_wait_while_there_is_no_server_and_are_answered_when_there_is(self, made):
-        fleet, _, engines = made(1)
-        engines["s0"].inner.close()
-        until(lambda: not healthy(fleet))
-        assert len(generate(fleet, [ask(i) for i in range(20)])) == 20
-
-    def test_a_deadline_passes_also_while_there_is_no_server(self, made):
-        fleet, _, engines = made(1, patient(max_restarts=0))
-        engines["s0"].inner.close()
-        until(lambda: not healthy(fleet))
-        (response,) = generate(fleet, [ask(deadline_s=0.2)])
-        assert (response.stop_reason, response.output_ids) == (StopReason.CANCELLED, ())
 
 
 @slowly

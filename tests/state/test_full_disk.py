@@ -1,11 +1,13 @@
 """Disks that are full or read-only, at the ledger and at the last words of a run."""
 
 import json
+import resource
 import subprocess
 import sys
 
 import pytest
 
+from tandem.config.errors import ConfigError
 from tandem.state.ledger import LedgerFile, LedgerNotWritten
 from tandem.state.run_folder import RunFolder, RunFolderInUse
 from tandem.state.supervision import record_failure
@@ -77,6 +79,25 @@ def test_a_full_disk_is_named_by_metrics_and_digests_and_leaves_no_half_lines(tm
         assert f"{tmp_path / name} could not be written" in words and "free some space" in words and not may_pass
         rows = [json.loads(line) for line in (tmp_path / name).read_text().splitlines()]
         assert [row["step"] for row in rows] == [1, 2]
+
+
+def test_a_run_that_cannot_begin_for_a_full_disk_says_so_and_begins_once_there_is_room(tmp_path):
+    now, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, most))
+    try:
+        with pytest.raises(ConfigError, match=r"the run folder .* cannot be written: .*File too large.*free some space"):
+            RunFolder.open(tmp_path, "exp", "trial", config_text="a: 1\n" * 1000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (now, most))
+    assert [path.name for path in (tmp_path / "exp/trial").iterdir()] == [".lock"]
+    RunFolder.open(tmp_path, "exp", "trial", config_text="a: 1\n" * 1000).close()
+
+
+def test_a_run_whose_log_cannot_be_written_says_so_and_lets_go_of_the_folder(tmp_path):
+    (tmp_path / "exp/trial/log.txt").mkdir(parents=True)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"cannot be written: .*Is a directory.*log\.txt"):
+            RunFolder.open(tmp_path, "exp", "trial", config_text="", examine=lambda folder: None)
 
 
 def test_the_error_of_a_run_is_not_hidden_by_a_disk_that_takes_no_last_words(tmp_path, capsys):

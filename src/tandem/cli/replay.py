@@ -1,5 +1,6 @@
-"""Run one step of a deterministic run again, from the newest whole checkpoint before it, and say whether it comes out the
-same: the weights (a digest of each tensor), the metrics, the samples. The run's folder is not touched.
+"""Run one step of a deterministic run again, from the newest whole checkpoint before it (or from the beginning), and say
+whether it comes out the same: the weights (a digest of each tensor), the metrics, the samples. The run's folder is not
+touched.
 
 `key=value` runs it with another value, to see what that changes. A checkpoint far before the step makes it long: all steps
 in between are run again.
@@ -13,9 +14,12 @@ exit codes: 0 the same, 1 different (or failed), 2 it cannot be run again; says 
 
 import argparse
 import contextlib
+import importlib
 import json
+import os
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,7 +28,9 @@ from tandem.config.errors import ConfigError
 from tandem.config.load import load_config, plain_data
 from tandem.state.existing import existing_run, run_info
 
-FOLDER_KEYS = ("run.root", "experiment_name", "trial_name", "deterministic")
+NOT_ITS_OWN = ("run", "experiment_name", "trial_name", "deterministic", "checkpoint", "recover", "tracking")
+"""Keys that a replay sets by itself, and all that lie below them."""
+
 DIFFERENT = 1
 
 
@@ -36,21 +42,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the outcome as one JSON object")
 
 
+def interrupted(arguments: argparse.Namespace) -> str:
+    """After Ctrl-C."""
+    return f"{arguments.run} is as it was."
+
+
 def run(arguments: argparse.Namespace) -> int:
     """`tandem replay`."""
-    from tandem.cli.main import main  # noqa: PLC0415 — which imports this module by name
     from tandem.state import replaying  # noqa: PLC0415 — imports torch
 
     folder, step = arguments.run.expanduser().resolve(), arguments.step
-    command = run_info(folder).get("command")
-    if existing_run(folder) is None or not (folder / "config.yaml").is_file() or command not in KINDS:
-        raise ConfigError(
-            f"{arguments.run} is not the folder of a run that a command of Tandem made; `tandem runs` lists those there are"
-        )
-    wrong = [key for key in arguments.keys if "=" not in key or key.partition("=")[0] in FOLDER_KEYS]
+    command = command_of(arguments.run)
+    wrong = [key for key in arguments.keys if "=" not in key or _path(key)[0] in NOT_ITS_OWN]
     if wrong:
         raise ConfigError(
-            f"{wrong[0]} is nothing that a replay can change: give key=value, other than {', '.join(FOLDER_KEYS)}"
+            f"{wrong[0]} is nothing that a replay can change: give key=value, other than of {', '.join(NOT_ITS_OWN)}"
         )
     config = load_config(KINDS[command], folder / "config.yaml", arguments.keys).config
     if not config.deterministic:
@@ -59,19 +65,67 @@ def run(arguments: argparse.Namespace) -> int:
             "Begin another run with deterministic=true"
             + (" and without async_training=true" if getattr(config, "async_training", False) else "")
         )
-    given = {key.partition("=")[0]: key for key in arguments.keys}
+    given = [_path(key) for key in arguments.keys]
     replaying.refuse_replay(folder, step, given)
+    start = replaying.start_of(folder, step)
+    for text in start.skipped:
+        print(f"{text}; it is skipped", file=sys.stderr)
+    steps = f"step {step}" if start.step == step - 1 else f"steps {start.step + 1} to {step}"
+    print(f"Running {steps} again, from {start.name}.", file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="tandem-replay-") as root:
-        replayed = Path(root).resolve() / folder.parent.name / folder.name
-        begun = replaying.prepare_replay(folder, replayed, step)
-        print(f"Running up to step {step} again, from {begun}.", file=sys.stderr)
-        for leg in replaying.legs(folder, step, plain_data(config), given):
-            replaying.write_leg(replayed, leg, is_last=leg.last == step)
-            with contextlib.redirect_stdout(sys.stderr):
-                status = main(["continue", str(replayed), "--until", str(leg.last)])
+        replayed = Path(root).resolve() / "replay" / f"step-{step}"  # whatever the run's folder is called by now
+        replaying.prepare_replay(folder, replayed, start)
+        for leg in replaying.legs(folder, start, step, plain_data(config), given):
+            status = train(command, replaying.write_leg(replayed, leg, is_last=leg.last == step), leg.last)
             if status:
                 print("error: the step could not be run again; see the message above", file=sys.stderr)
                 return status
-        outcome = replaying.compare_replay(folder, replayed, step)
+        outcome = replaying.compare_replay(folder, replayed, start, step)
     print(json.dumps(asdict(outcome), ensure_ascii=False) if arguments.json else outcome.describe())
     return DIFFERENT if outcome.differences else 0
+
+
+def command_of(run: Path) -> str:
+    """The command that began the run. Raises `ConfigError` where the folder holds no run, or does not say."""
+    folder = run.expanduser()
+    if existing_run(folder) is None or not (folder / "config.yaml").is_file():
+        raise ConfigError(
+            f"{run} is not the folder of a run that a command of Tandem made; `tandem runs` lists those there are"
+        )
+    command = run_info(folder).get("command")
+    if command not in KINDS:
+        raise ConfigError(
+            f"{run} does not say which command began it: its run.json is lost or damaged, or a script made it. "
+            f'Restore run.json, with {", ".join(KINDS)} as its "command"'
+        )
+    return str(command)
+
+
+def train(command: str, config: Path, last: int) -> int:
+    """Calls a command that trains up to that step, as if nobody had asked for its outcome; returns its exit code."""
+    words = [command, str(config), "--until", str(last), "--json"]
+    module = importlib.import_module(f"tandem.cli.{command}")
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    arguments = parser.parse_args(words[1:])
+    arguments.command_line = words  # of the ranks that it starts
+    with _nothing_told():
+        return int(module.run(arguments))
+
+
+@contextlib.contextmanager
+def _nothing_told() -> Iterator[None]:
+    """A block whose standard output is thrown away, also that of processes that it starts."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+            os.dup2(nowhere.fileno(), 1)
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _path(key: str) -> Sequence[str]:
+    return key.partition("=")[0].strip().split(".")

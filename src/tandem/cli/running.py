@@ -19,7 +19,7 @@ from tandem.config.experiment import BaseConfig
 from tandem.config.load import Resolved, load_config
 from tandem.launch.ended import Ended
 from tandem.launch.local import is_rank, run_ranks
-from tandem.state.existing import existing_run
+from tandem.state.existing import existing_run, is_held
 from tandem.state.resuming import may_go_on
 from tandem.state.run_folder import RunFolderInUse, run_path
 from tandem.state.supervision import record_failure
@@ -75,7 +75,7 @@ def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Ca
     options |= {"until": arguments.until} if arguments.until else {}
     if is_main and not arguments.dry_run:
         going = may_go_on(config, override=arguments.override)(folder)
-        if going is not None and not starts_ranks:
+        if going is not None and not starts_ranks and not is_held(folder):  # or it is refused in a moment
             print(going.describe(), file=sys.stderr)
     if starts_ranks:
         return run_ranks(

@@ -1,4 +1,5 @@
-"""List the runs below a folder: how they ended, what they last measured, their checkpoints and their size.
+"""List the runs below a folder: how they ended, what they last measured, their checkpoints and their size. The folder is a
+run.root, or one experiment's in it, or a run itself.
 
 examples:
   tandem runs
@@ -7,6 +8,9 @@ examples:
 
 import argparse
 import json
+import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +33,26 @@ def run(arguments: argparse.Namespace) -> int:
     root = arguments.root.expanduser()
     if not root.is_dir():
         raise ConfigError(f"there is no folder {root}; give the run.root of the runs")
-    found = [entry(run) for folder in sorted(root.glob("*/*/")) if (run := existing_run(folder)) is not None]
+    found = list(entries(root.absolute()))
     if arguments.json:
         for one in found:
             print(json.dumps(one, ensure_ascii=False))
     else:
         print(table(found) if found else f"No run in {root}.")
     return 0
+
+
+def entries(root: Path) -> Iterator[dict[str, Any]]:
+    """Of all runs below a root; of an experiment's, where the folder is one, or of the run that it is itself. What cannot be
+    read is said."""
+    nearer = [path for path in (root, *root.glob("*/")) if os.path.isfile(path / "run.json")]
+    for folder in sorted([*nearer, *root.glob("*/*/")]):
+        try:
+            run = existing_run(folder)
+            if run is not None:
+                yield entry(run)
+        except OSError as error:
+            print(f"warning: {folder} cannot be read: {error.strerror or error}", file=sys.stderr)
 
 
 def entry(run: ExistingRun) -> dict[str, Any]:
@@ -47,11 +64,15 @@ def entry(run: ExistingRun) -> dict[str, Any]:
         "run": f"{run.folder.parent.name}/{run.folder.name}",
         "status": status,
         "steps": run.steps,
-        "metrics": {name: run.metrics[name] for name in SHOWN if isinstance(run.metrics.get(name), (int, float))},
+        "metrics": {name: run.metrics[name] for name in SHOWN if _is_finite(run.metrics.get(name))},
         "checkpoints": list(run.checkpoints),
         "bytes": sum(map(_size, run.folder.rglob("*"))),
         "when": run.when,
     }
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and value - value == 0
 
 
 def _size(path: Path) -> int:

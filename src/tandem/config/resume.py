@@ -59,14 +59,21 @@ FIXED = ("rollout.dtype",)
 class Difference(NamedTuple):
     """One key that a run began with another value of."""
 
-    key: str
+    path: tuple[str, ...]
     before: Any
     now: Any
+    added: bool = False
+    """Whether there was no such key before, in a mapping whose keys are the user's own."""
+
+    @property
+    def key(self) -> str:
+        """As it is written."""
+        return ".".join(self.path)
 
     @property
     def is_free(self) -> bool:
         """Whether nobody need be asked."""
-        return _below(self.key, FREE)
+        return is_free(self.key)
 
     @property
     def may_change(self) -> bool:
@@ -78,16 +85,21 @@ class Difference(NamedTuple):
 
 
 def differences(
-    before: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any], prefix: str = ""
+    before: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any], outer: tuple[str, ...] = ()
 ) -> Iterator[Difference]:
     """Between two whole configurations as plain data. ``defaults``: what a key has that the older one does not know yet."""
     for name in {**now, **before}:
         old, value = (side.get(name, defaults.get(name)) for side in (before, now))
         if isinstance(old, Mapping) and isinstance(value, Mapping) and old and value:
             inner = defaults.get(name)
-            yield from differences(old, value, inner if isinstance(inner, Mapping) else {}, f"{prefix}{name}.")
+            yield from differences(old, value, inner if isinstance(inner, Mapping) else {}, (*outer, name))
         elif old != value:
-            yield Difference(prefix + name, old, value)
+            yield Difference((*outer, name), old, value, added=name not in before and name not in defaults)
+
+
+def is_free(key: str) -> bool:
+    """Whether a key changes nothing that is learnt."""
+    return _below(key, FREE)
 
 
 def _below(key: str, prefixes: tuple[str, ...]) -> bool:

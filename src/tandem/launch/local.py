@@ -29,7 +29,7 @@ RENDEZVOUS, LAUNCHER, TELL, RESTARTS = "TANDEM_RENDEZVOUS", "TANDEM_LAUNCHER", "
 and how often the ranks were started again."""
 
 FAILED, ERROR, STACKS = "failed", "error-{rank}.json", "stacks-{rank}.txt"
-"""Files beside the one to meet in: why all are ended; the error of a rank; its stacks."""
+"""Files beside the one to meet in: why all are ended, and when at the latest; the error of a rank; its stacks."""
 
 STACKS_SIGNAL = signal.SIGUSR2
 """On which a rank writes the stacks of all its threads."""
@@ -223,14 +223,16 @@ class Ranks:
 
     def _end_all(self, cause: str, patience_s: float | None = None) -> None:
         """The others hear why, and may close; what they leave is ended too."""
+        patience_s = TERM_S if patience_s is None else patience_s
         with contextlib.suppress(OSError):  # a full disk: they end as by Ctrl-C
             partial = self._folder / f".{FAILED}"
-            partial.write_text(cause, encoding="utf-8")
+            words = {"cause": cause, "until": time.monotonic() + patience_s}
+            partial.write_text(json.dumps(words), encoding="utf-8")
             partial.rename(self._folder / FAILED)
         for rank in self._alive():
             if not self._error(rank):  # who has one is closing already
                 self.processes[rank].send_signal(signal.SIGTERM)
-        self._wait(TERM_S if patience_s is None else patience_s)
+        self._wait(patience_s)
         self.kill()
         self._end_left()
 

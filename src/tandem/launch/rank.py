@@ -24,6 +24,9 @@ STARTING_LOOK_S = 0.05
 CLOSE_S = 30.0
 """What a rank may take to close after its launcher is gone."""
 
+LAST_S = 3.0
+"""Of the time that the launcher gives a rank which it ends: what closing takes."""
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -86,10 +89,23 @@ def _hold_kept_servers() -> None:
 
 def failed_elsewhere() -> str | None:
     """Why the launcher ends this rank, where the reason is another one."""
+    said = _ended()
+    return None if said is None else str(said["cause"])
+
+
+def time_to_save_s() -> float | None:
+    """Seconds that a rank which the launcher ends may still spend on what it is writing, before it closes; None where the
+    launcher does not end it."""
+    said = _ended()
+    return None if said is None else max(0.0, float(said["until"]) - time.monotonic() - LAST_S)
+
+
+def _ended() -> dict[str, Any] | None:
     if not has_launcher():
         return None
     with contextlib.suppress(OSError):
-        return (Path(os.environ[RENDEZVOUS]).parent / FAILED).read_text(encoding="utf-8")
+        found: dict[str, Any] = json.loads((Path(os.environ[RENDEZVOUS]).parent / FAILED).read_text(encoding="utf-8"))
+        return found
     return None
 
 

@@ -46,10 +46,18 @@ class BackgroundSave:
         # a daemon: a disk that hangs must not keep the process from ending
         threading.Thread(target=run, name="checkpoint-save", daemon=True).start()
 
+    def wait(self, seconds: float | None) -> bool:
+        """Waits for at most so long (None: as long as it takes); whether nothing is being written any more. A large one on a
+        slow disk is healthy, and whoever watches over the run sees one that writes nothing any more
+        (`recover.stalled_after_s`)."""
+        if self._future is not None:
+            with waiting(self._what):
+                wait([self._future], seconds)
+        return not self.busy
+
     def take(self) -> tuple[Path | None, float] | None:
         """What the last `start` came to, once: the checkpoint, and the seconds that it took; None where nothing was started.
-        Waits for it, as long as it takes: a large one on a slow disk is healthy, and whoever watches over the run sees one
-        that writes nothing any more (`recover.stalled_after_s`).
+        Waits for it, as long as it takes.
 
         Raises:
             CheckpointFailed: it failed; or whatever else ``work`` raised.
@@ -57,7 +65,6 @@ class BackgroundSave:
         future = self._future
         if future is None:
             return None
-        with waiting(self._what):
-            wait([future])
+        self.wait(None)
         self._future = None
         return future.result(), self._seconds

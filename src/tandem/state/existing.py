@@ -1,15 +1,17 @@
 """What a run folder holds already, read from its files; tolerant of a run that was killed while writing."""
 
+import fcntl
 import json
+import os
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 OWN_FILES = ("run.json", "config.yaml", "metrics.jsonl", "checkpoints", "trajectories", "ledger.sqlite")
 SHOWN = ("reward/mean", "loss", "eval/accuracy")
+BLOCK_BYTES = 2**16
 
 
 @dataclass(frozen=True)
@@ -60,11 +62,28 @@ def run_info(folder: Path) -> dict[str, Any]:
     return _json(record.read_text(encoding="utf-8", errors="replace")) if record.is_file() else {}
 
 
+def times_resumed(folder: Path) -> list[dict[str, Any]]:
+    """A line of `run.json` for each time that the run went on, oldest first."""
+    lines = run_info(folder).get("resumed")
+    return [line for line in lines if isinstance(line, dict)] if isinstance(lines, list) else []
+
+
 def last_metrics(folder: Path) -> dict[str, Any]:
     """The last whole line of metrics.jsonl; empty where there is none."""
     path = folder / "metrics.jsonl"
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []
-    return next((line for line in map(_json, reversed(lines)) if line), {})
+    return next((line for line in map(_json, _from_the_end(path)) if line), {}) if path.is_file() else {}
+
+
+def _from_the_end(path: Path) -> Iterator[str]:
+    """The last line first; no more of the file is read than is asked for."""
+    with path.open("rb") as file:
+        at, rest = file.seek(0, os.SEEK_END), b""
+        while at > 0:
+            size = min(BLOCK_BYTES, at)
+            at = file.seek(at - size)
+            rest, *lines = (file.read(size) + rest).split(b"\n")
+            yield from (line.decode(errors="replace") for line in reversed(lines))
+        yield rest.decode(errors="replace")
 
 
 def step_of(path: Path) -> int:
@@ -79,24 +98,36 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
+def is_held(folder: Path) -> bool:
+    """Whether a process has the lock of a run folder, as far as this machine can tell; nothing is written."""
+    lock = folder / ".lock"
+    if not lock.is_file():
+        return False
+    with lock.open(encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 def is_alive(folder: Path) -> bool:
-    """Whether the process that took the folder's lock lives, as far as this machine can tell."""
+    """Whether the run of this folder may be running: its lock is held, or was taken on another machine."""
     lock = folder / ".lock"
     words = lock.read_text(encoding="utf-8", errors="replace").split() if lock.is_file() else []
-    if len(words) < 4 or not words[1].isdecimal():
-        return False
-    return words[3] != socket.gethostname() or psutil.pid_exists(int(words[1]))
+    elsewhere = len(words) >= 4 and words[1].isdecimal() and words[3] != socket.gethostname()
+    return elsewhere or is_held(folder)
 
 
 def existing_run(folder: Path) -> ExistingRun | None:
     """The run in this folder, or None where there is none."""
-    if not any((folder / name).exists() for name in OWN_FILES):
+    if not any(os.path.exists(folder / name) for name in OWN_FILES):  # False also where nobody may look
         return None
     info = run_info(folder)
     metrics = last_metrics(folder)
     return ExistingRun(
         folder,
-        steps=int(metrics.get("step", 0)),
+        steps=metrics["step"] if isinstance(metrics.get("step"), int) else 0,
         metrics=metrics,
         status=str(info.get("status", "unknown")),
         when=str(info.get("ended") or info.get("started") or ""),

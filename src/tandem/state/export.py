@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import yaml
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, TandemError
 from tandem.state.checkpoint import best_of
 from tandem.state.existing import checkpoints, existing_run, step_of
 from tandem.state.manifest import FILE, STATE, Invalid, verify
@@ -30,6 +30,10 @@ LEFT_OUT = (STATE, "critic", ADAPTER)
 WEIGHTS = "model.safetensors"
 PREFIX = "model."
 """What the training engine puts before the names of transformers."""
+
+
+class NotExported(TandemError, OSError):
+    """The disk refuses; nothing was left behind."""
 
 
 def checkpoint_of(run: Path, step: str | None = None) -> Path:
@@ -50,7 +54,7 @@ def checkpoint_of(run: Path, step: str | None = None) -> Path:
             raise ConfigError(f"{run}: no checkpoint states the metric {_keep_best(run)}; there are {names}")
         return _whole(best)
     if step is not None:
-        path = run / "checkpoints" / f"step_{step}"
+        path = run / "checkpoints" / f"step_{step.removeprefix('step_')}"
         if path not in found:
             raise ConfigError(f"{run} has no checkpoint of step {step!r}; there are {names}")
         return _whole(path)
@@ -76,11 +80,14 @@ def export(
     checkpoint that is written instead. ``masters``: gives the float32 weights under their Hugging Face names.
 
     Raises:
-        ConfigError: ``target`` exists.
-        OSError: the disk refuses.
+        ConfigError: ``target`` exists, or lies in the folder of a run, which would take it for its own.
+        NotExported: the disk refuses.
     """
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists; give a folder that does not")
+    of_run = next((path for path in target.absolute().parents if os.path.isfile(path / "run.json")), None)
+    if of_run is not None:
+        raise ConfigError(f"{target} lies in {of_run}, the folder of a run, where only the run writes; give another one")
     temporary = target.with_name(f".{target.name}.partial")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -91,6 +98,13 @@ def export(
         if target.exists():
             target.rmdir()
         os.rename(temporary, target)
+    except (OSError, SafetensorError) as error:
+        # of a tree that was copied in part: source, target and reason of each file
+        reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error
+        raise NotExported(
+            f"{target} could not be made: {reason}. Nothing of it was left behind, and {checkpoint} is as it was: free "
+            "some space, or give a folder that may be made"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -115,20 +129,28 @@ def _masters(checkpoint: Path) -> Mapping[str, torch.Tensor]:
 
 
 def _whole(path: Path) -> Path:
-    if (path / FILE).is_file():
-        try:
+    try:
+        if (path / FILE).is_file():
             verify(path, step_of(path), None)
-        except Invalid as reason:
-            raise ConfigError(f"{path} {reason}") from reason
-    elif not (path / WEIGHTS).is_file():
-        raise ConfigError(f"{path} has no {WEIGHTS}")
-    return path
+            return path
+        with safe_open(path / WEIGHTS, "pt"):  # which compares its size with what its head says
+            return path
+    except Invalid as reason:
+        raise ConfigError(f"{path} {reason}") from reason
+    except FileNotFoundError:
+        raise ConfigError(f"{path} has no {WEIGHTS}") from None
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path} is damaged: {WEIGHTS} cannot be read: {error}") from error
 
 
 def _keep_best(run: Path) -> str:
     path = run / "config.yaml"
-    config: Any = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    metric = (config.get("checkpoint") or {}).get("keep_best") if isinstance(config, dict) else None
+    try:
+        config: Any = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read, so nobody knows what is best: {error}; give a step") from error
+    wish = config.get("checkpoint") if isinstance(config, dict) else None
+    metric = wish.get("keep_best") if isinstance(wish, dict) else None
     if not metric:
         raise ConfigError(f"{run} was begun without checkpoint.keep_best, so nobody knows what its best is; give a step")
     return str(metric)

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,16 +47,22 @@ def newest_valid(folder: Path, run: str | None) -> Found | None:
     Raises:
         NothingToResume: there are some, and none is whole. Names each with what is wrong with it.
     """
-    skipped: list[tuple[Path, str]] = []
-    for path in reversed(checkpoints(folder)):
-        try:
-            return Found(path, verify(path, step_of(path), run), tuple(skipped))
-        except Invalid as reason:
-            skipped.append((path, str(reason)))
-    if not skipped:
-        return None
+    found, skipped = newest_of(checkpoints(folder), run)
+    if found is not None or not skipped:
+        return found
     told = "; ".join(f"{path.name} {why}" for path, why in skipped)
     raise NothingToResume(
         f"no checkpoint in {folder} can be resumed: {told}. Nothing of it was changed. Begin another run with "
         "trial_name=…, from the weights of a checkpoint with actor.path=FOLDER, or move this folder away."
     )
+
+
+def newest_of(paths: Sequence[Path], run: str | None) -> tuple[Found | None, tuple[tuple[Path, str], ...]]:
+    """The last of these checkpoints that is whole, and those after it that are not, each with the reason."""
+    skipped: list[tuple[Path, str]] = []
+    for path in reversed(paths):
+        try:
+            return Found(path, verify(path, step_of(path), run), tuple(skipped)), tuple(skipped)
+        except Invalid as reason:
+            skipped.append((path, str(reason)))
+    return None, tuple(skipped)

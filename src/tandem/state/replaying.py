@@ -1,10 +1,9 @@
 """A step of a run again: a folder in which it can be run without touching the first one, and what came out otherwise."""
 
 import copy
-import fcntl
 import json
 import shutil
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -13,9 +12,10 @@ from typing import Any
 import yaml
 
 from tandem.config.errors import ConfigError
-from tandem.config.resume import Difference, differences
-from tandem.state.existing import checkpoints, run_info, step_of
+from tandem.config.resume import differences, is_free
+from tandem.state.existing import checkpoints, is_held, run_info, step_of, times_resumed
 from tandem.state.ledger import FILE as LEDGER
+from tandem.state.newest import newest_of
 from tandem.state.weight_digests import FILE as WEIGHTS
 from tandem.state.weight_digests import read_digests
 
@@ -30,12 +30,43 @@ SHOWN = 5
 
 
 @dataclass(frozen=True)
+class Start:
+    """What a replay begins from."""
+
+    checkpoint: Path | None
+    """None: the first step."""
+
+    skipped: tuple[str, ...] = ()
+    """Newer checkpoints before the step that are not whole, with the reason."""
+
+    @property
+    def step(self) -> int:
+        """The last one that is not run again."""
+        return 0 if self.checkpoint is None else step_of(self.checkpoint)
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        return "the beginning" if self.checkpoint is None else self.checkpoint.name
+
+
+def start_of(folder: Path, step: int) -> Start:
+    """The newest whole checkpoint before the step, whose every byte is read; or the beginning."""
+    before = [path for path in checkpoints(folder / "checkpoints") if 0 < step_of(path) < step]
+    found, skipped = newest_of(before, str(run_info(folder).get("id") or "") or None)
+    return Start(found and found.path, tuple(f"{path.name} {reason}" for path, reason in skipped))
+
+
+@dataclass(frozen=True)
 class Outcome:
     """What a step that was run again came to."""
 
     step: int
     begun_from: str
     """The checkpoint, or `the beginning`."""
+
+    skipped: tuple[str, ...]
+    """See `Start`."""
 
     tensors: int
     metrics: int
@@ -52,20 +83,20 @@ class Outcome:
         return f"{told}DIFFERENT ({counted} compared)." + "".join(f"\n  {line}" for line in self.differences)
 
 
-def refuse_replay(folder: Path, step: int, given: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` where that step of the run cannot be run again; says what to do. ``given``: keys that the replay
-    has other values of."""
-    if _is_held(folder / ".lock"):
+def refuse_replay(folder: Path, step: int, given: Sequence[Sequence[str]]) -> None:
+    """Raises `ConfigError` where that step of the run cannot be run again; says what to do. ``given``: paths of the keys
+    that the replay has other values of."""
+    if is_held(folder):
         raise ConfigError(f"{folder} is being written by its run; wait until it has ended")
-    if read_digests(folder, step) is None or _row(folder, step) is None:
-        known = sorted(_recorded(folder))
+    known = sorted(_recorded(folder))
+    if step not in known:
         there = f"steps {known[0]} to {known[-1]} are there" if known else "it has no step yet, or an older version made it"
         raise ConfigError(f"{folder} has no record of step {step} in metrics.jsonl and {WEIGHTS}: {there}")
-    for time in run_info(folder).get("resumed", []):
+    for time in times_resumed(folder):
         if "before" in time:
             continue  # `legs` knows what each step ran under
         keys = {text.partition(":")[0]: text for text in time.get("changed", [])}
-        changed = [text for key, text in keys.items() if key not in given and not Difference(key, None, None).is_free]
+        changed = [text for key, text in keys.items() if not _overlaps(key.split("."), given) and not is_free(key)]
         if changed and time.get("steps", 0) >= step:
             raise ConfigError(
                 f"the configuration of {folder} was changed after step {step}: {'; '.join(changed)}. Give the values of "
@@ -82,21 +113,19 @@ class Leg:
     """As plain data."""
 
 
-def legs(folder: Path, step: int, config: Mapping[str, Any], given: Container[str] = ()) -> list[Leg]:
-    """What the steps from the newest whole checkpoint before ``step`` up to it ran under: `run.json` says from which
-    checkpoint the run went on each time, and what was otherwise before. ``config``: the newest; ``given``: keys that stay as
-    they are there."""
-    first = max([0, *(step_of(path) for path in _before(folder, step))])
+def legs(folder: Path, start: Start, step: int, config: Mapping[str, Any], given: Sequence[Sequence[str]] = ()) -> list[Leg]:
+    """What the steps after ``start`` up to ``step`` ran under: `run.json` says from which checkpoint the run went on each
+    time, and what was otherwise before. ``config``: the newest; ``given``: paths of the keys that stay as they are there."""
     found, config = [Leg(step, config)], copy.deepcopy(dict(config))
-    for time in reversed(run_info(folder).get("resumed", [])):
+    for time in reversed(times_resumed(folder)):
         at = time.get("from")
         if at is None:
             continue  # it was ended before it went on
-        if at <= first:
+        if at <= start.step:
             break  # all later steps were done since
-        for key, value in time.get("before", {}).items():
-            if key not in given:
-                _set(config, key.split("."), value)
+        for key in _before(time):
+            if not _overlaps(key["path"], given):
+                _set_back(config, key)
         older = Leg(min(at, found[0].last), copy.deepcopy(config))
         found = [older, *(found[1:] if older.last == found[0].last else found)]
     return [leg for leg, after in zip_longest(found, found[1:]) if after is None or _differ(leg, after)]
@@ -106,53 +135,69 @@ def _differ(one: Leg, other: Leg) -> bool:
     return any(not difference.is_free for difference in differences(one.config, other.config, {}))
 
 
-def _set(config: Any, path: list[str], value: Any) -> None:
-    *outer, last = path
+def _before(time: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What was otherwise before the run went on."""
+    before = time.get("before", [])
+    if isinstance(before, dict):  # as it was written at first
+        return [{"path": key.split("."), "value": value} for key, value in before.items()]
+    return list(before)
+
+
+def _overlaps(path: Sequence[str], given: Sequence[Sequence[str]]) -> bool:
+    """Whether one of the keys is this one, below it, or above it."""
+    return any(list(path[: len(key)]) == list(key[: len(path)]) for key in given)
+
+
+def _set_back(config: Any, key: Mapping[str, Any]) -> None:
+    """Makes a key what `run.json` says that it was before."""
+    *outer, last = key["path"]
     for name in outer:
         config = config[name]
-    config[last] = value
+    if "value" in key:
+        config[last] = copy.deepcopy(key["value"])
+    else:
+        del config[last]
 
 
-def _before(folder: Path, step: int) -> list[Path]:
-    """Checkpoints that a replay of the step may go on from."""
-    return [path for path in checkpoints(folder / "checkpoints") if 0 < step_of(path) < step]
+def prepare_replay(folder: Path, target: Path, start: Start) -> None:
+    """Makes ``target`` a run folder that goes on from there; nothing of it is made where that is the beginning.
+
+    Nothing is written below ``folder``: its checkpoint is linked. `write_leg` says how it goes on.
+    """
+    if start.checkpoint is None:
+        return
+    (target / "checkpoints").mkdir(parents=True)
+    (target / "checkpoints" / start.name).symlink_to(start.checkpoint.resolve(), target_is_directory=True)
+    for name in (LEDGER, f"{LEDGER}-journal", "metrics.jsonl", "run.json"):
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, target / name)
 
 
-def write_leg(target: Path, leg: Leg, *, is_last: bool) -> None:
-    """Lets the run in ``target`` go on by a leg. What the run saves and draws is left out, but for the end of a leg that
-    another one follows."""
+def write_leg(target: Path, leg: Leg, *, is_last: bool) -> Path:
+    """Lets the run in ``target`` go on by a leg, or begin with it; returns the configuration for its command. What the run
+    saves and draws is left out, but for the end of a leg that another one follows."""
     quiet = {
         "checkpoint": {"at_end": False} if is_last else {"every_steps": leg.last, "keep_last": None},
+        "recover": leg.config.get("recover", {}) | {"max_restarts": 0},
         "tracking": {"trajectories_per_step": leg.config["tracking"]["trajectories_per_step"]},
     }
     named = {"run": {"root": str(target.parent.parent)}, "experiment_name": target.parent.name, "trial_name": target.name}
     text = yaml.safe_dump({**leg.config, **quiet, **named}, sort_keys=False)
-    (target / "config.yaml").write_text(text, encoding="utf-8")
-    kept = {name: value for name, value in run_info(target).items() if name in _KEPT}
-    (target / "run.json").write_text(json.dumps(kept | {"status": "interrupted"}), encoding="utf-8")
+    if target.is_dir():  # it goes on: with the same configuration, so that nothing is asked
+        (target / "config.yaml").write_text(text, encoding="utf-8")
+        kept = {name: value for name, value in run_info(target).items() if name in _KEPT}
+        (target / "run.json").write_text(json.dumps(kept | {"status": "interrupted"}), encoding="utf-8")
+    path = target.parent / f"{target.name}.yaml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
 
 
-def prepare_replay(folder: Path, target: Path, step: int) -> str:
-    """Makes ``target`` a run folder that goes on from the newest whole checkpoint before ``step``; returns its name.
-
-    Nothing is written below ``folder``: its checkpoints are linked. `write_leg` says how it goes on.
-    """
-    (target / "checkpoints").mkdir(parents=True)
-    before = _before(folder, step)
-    for path in before:
-        (target / "checkpoints" / path.name).symlink_to(path.resolve(), target_is_directory=True)
-    for name in (LEDGER, f"{LEDGER}-journal", *(("metrics.jsonl",) if before else ())):
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, target / name)
-    shutil.copyfile(folder / "run.json", target / "run.json")
-    return before[-1].name if before else "the beginning"
-
-
-def compare_replay(folder: Path, replayed: Path, step: int) -> Outcome:
+def compare_replay(folder: Path, replayed: Path, start: Start, step: int) -> Outcome:
     """Weights, metrics and samples of a step in two run folders. Raises `ConfigError` where the second did not reach it."""
     then, now = read_digests(folder, step), read_digests(replayed, step)
     if then is None or now is None:
-        raise ConfigError(f"the replay did not reach step {step}")
+        raise ConfigError(f"the replay did not reach step {step}: with the values that it was given it ends before")
     old, new = _measured(folder, step), _measured(replayed, step)
     texts, again = _samples(folder, step), _samples(replayed, step)
     tensors = {name for name in {**then, **now} if then.get(name) != now.get(name)}
@@ -163,21 +208,7 @@ def compare_replay(folder: Path, replayed: Path, step: int) -> Outcome:
         *_told("metrics", metrics, len(old)),
         *_told("samples", samples, len(texts)),
     )
-    first = min(_recorded(replayed))
-    begun = [path.name for path in checkpoints(replayed / "checkpoints") if step_of(path) == first - 1]
-    return Outcome(step, *(begun or ["the beginning"]), len(then), len(old), len(texts), differences)
-
-
-def _is_held(lock: Path) -> bool:
-    """Whether a run has the lock of its folder; nothing is written."""
-    if not lock.is_file():
-        return False
-    with lock.open(encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
+    return Outcome(step, start.name, start.skipped, len(then), len(old), len(texts), differences)
 
 
 def _told(what: str, different: set[str], total: int) -> Iterator[str]:
@@ -187,18 +218,22 @@ def _told(what: str, different: set[str], total: int) -> Iterator[str]:
 
 
 def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
-        try:
-            row = json.loads(line)
-        except ValueError:  # a line that a kill has torn
-            continue
-        if isinstance(row, dict):
-            yield row
+    if not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            try:
+                row = json.loads(line)
+            except ValueError:  # a line that a kill has torn
+                continue
+            if isinstance(row, dict):
+                yield row
 
 
 def _recorded(folder: Path) -> set[int]:
-    """The steps of which `weights.jsonl` speaks."""
-    return {row["step"] for row in _rows(folder / WEIGHTS) if isinstance(row.get("step"), int)}
+    """The steps of which both files speak: one that a run went back behind is in the first alone."""
+    digests = {row["step"] for row in _rows(folder / WEIGHTS) if "tensors" in row and isinstance(row.get("step"), int)}
+    return digests & {row["step"] for row in _rows(folder / "metrics.jsonl") if isinstance(row.get("step"), int)}
 
 
 def _row(folder: Path, step: int) -> dict[str, Any] | None:

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import IO, Any, Literal, Self
 
 from tandem.config.errors import ConfigError
-from tandem.state.existing import last_metrics, run_info
+from tandem.state.existing import last_metrics, run_info, times_resumed
 from tandem.state.machine import git_commit, machine, versions
 from tandem.state.names import check_name
 from tandem.state.resuming import Examine, Going, RunFolderTaken, refuse_existing
@@ -125,8 +125,11 @@ class RunFolder:
                 run.begin()
             run._write_info()
             run._start_logging()
-        except BaseException:
+        except BaseException as error:
             lock.close()
+            if isinstance(error, OSError):
+                words = "free some space there, make it writable, or give another run.root"
+                raise ConfigError(f"the run folder {path} cannot be written: {error}; {words}") from error
             raise
         return run
 
@@ -237,13 +240,13 @@ def _continued(folder: Path, info: dict[str, Any], going: Going) -> dict[str, An
     """
     before, found = run_info(folder), going.found
     line = {"at": now(), "was": found.status, "steps": found.steps, "changed": [str(d) for d in going.changed]}
-    line["before"] = {difference.key: difference.before for difference in going.changed}
+    line["before"] = [{"path": d.path} | ({} if d.added else {"value": d.before}) for d in going.changed]
     if not found.checkpoints and (folder / "metrics.jsonl").is_file():
         aside = next(p for n in itertools.count(1) if not (p := folder / f"metrics.lost-{n}.jsonl").exists())
         os.rename(folder / "metrics.jsonl", aside)
         line["lost"] = aside.name
     kept = {name: before[name] for name in ("id", "started", "restarts") if name in before}
-    return info | kept | {"resumed": [*before.get("resumed", []), line]}
+    return info | kept | {"resumed": [*times_resumed(folder), line]}
 
 
 def take_lock(folder: Path) -> IO[str]:

@@ -15,6 +15,7 @@ from tandem.api.failures import NotWritten, RankFailed, Stalled
 from tandem.api.state import State
 from tandem.config.arithmetic import is_save_due
 from tandem.config.experiment import BaseConfig
+from tandem.launch.rank import time_to_save_s
 from tandem.state.background import BackgroundSave
 from tandem.state.run_folder import RunFolder
 from tandem.state.snapshot import Snapshots
@@ -210,13 +211,32 @@ class Saving:
             log.warning("waiting for the checkpoint that is being written; Ctrl-C leaves it unfinished")
         try:
             with within("save"):
-                self._take()
-        except RankFailed as failure:  # told by the command, which ends this rank
+                self._end()
+        except RankFailed:  # told by the command, which ends this rank
             if error is None:
                 raise
-            log.warning("the checkpoint that was being written is left unfinished: %s", failure)
         except Exception as failure:  # the worker boundary: what ends the run is the error that came first
             if error is None:
                 raise
             log.warning("the save that was under way failed too: %s", failure)
             log.info("cause", exc_info=failure)  # to log.txt
+
+    def _end(self) -> None:
+        """Waits for what is being written. Where the launcher ends this rank, now or while it waits, for as long as it lets
+        it: what the other ranks have copied is here, and whole, whatever became of them.
+
+        Raises:
+            RankFailed: the launcher ends this rank.
+            CheckpointFailed: the save failed.
+        """
+        told: RankFailed | None = None
+        try:
+            ended = self._background.wait(time_to_save_s())
+        except RankFailed as failure:  # raised where the launcher's signal finds it
+            told, ended = failure, self._background.wait(time_to_save_s())
+        if ended:
+            self._take()
+        else:
+            log.warning("the checkpoint that was being written is left unfinished: the time to end is over")
+        if told is not None:
+            raise told
