@@ -96,7 +96,8 @@ def test_an_operation_of_the_engine_takes_what_was_measured_in_it():
         decode(run, run.generator, round_machine(operation_s=1e-6, engine_operation_s=seconds))[0] for seconds in (0.0, 5e-6)
     )
 
-    assert part(measured, "operations") == pytest.approx(5 * part(as_elsewhere, "operations")) > 0
+    assert part(as_elsewhere, "operations") > 0
+    assert part(measured, "operations") == pytest.approx(5 * part(as_elsewhere, "operations"))
     assert part(measured, "matrix products") == part(as_elsewhere, "matrix products")
 
 
@@ -162,6 +163,18 @@ def test_a_process_of_one_thread_has_back_what_threads_lose_to_each_other():
     rates = {share: machine.using(share).matmul["float32"][0][1] for share in (1.0, 0.5, 0.25)}
     assert rates == pytest.approx({1.0: 1e9, 0.5: 0.5e9 / 0.5**0.5, 0.25: 0.25e9 / 0.5})
     assert round_machine(threads=1).using(0.5).matmul["float32"][0][1] == pytest.approx(0.5e9)
+
+
+def test_what_was_fitted_with_all_threads_counts_less_with_fewer_and_not_at_all_with_one():
+    machine = round_machine(threads=4, factors={"update": 4.0})
+    assert [machine.using(share).factors["update"] for share in (1.0, 0.5, 0.25)] == pytest.approx([4.0, 2.0, 1.0])
+
+    def update_s(ranks, factors):
+        plan = make_plan(job(held(ranks=ranks), groups=4), round_machine(threads=2, factors=factors))
+        return plan.train_s
+
+    assert update_s(1, {"update": 3.0}) == pytest.approx(3 * update_s(1, {}))
+    assert update_s(2, {"update": 3.0}) == pytest.approx(update_s(2, {}))
 
 
 @pytest.mark.slow

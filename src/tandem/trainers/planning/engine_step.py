@@ -26,7 +26,8 @@ def decode_step(device: torch.device) -> float:
     config = LlamaConfig(vocab_size=512, num_hidden_layers=LAYERS, head_dim=32, tie_word_embeddings=True, **small)
     with tempfile.TemporaryDirectory() as folder:
         LlamaForCausalLM(config).save_pretrained(folder)
-        core = EngineCore(Path(folder), EmbeddedEngineConfig(), torch.float32, device, WeightVersion(0))
+        settings = EmbeddedEngineConfig(kv_cache_gib=0.1)
+        core = EngineCore(Path(folder), settings, torch.float32, device, WeightVersion(0))
     gconfig = GenerationConfig(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
     for number in range(PROMPTS * SAMPLES):
         group, sample = divmod(number, SAMPLES)

@@ -87,7 +87,8 @@ class Machine:
     """What a calibration was made on; it is made anew where this differs."""
 
     factors: Mapping[str, float] = field(default_factory=dict)
-    """Measured over predicted time of whole phases, fitted by benchmarks/plan.py; missing: 1."""
+    """Measured over predicted time of whole phases with all threads, fitted by benchmarks/plan.py; missing: 1. With one
+    thread a phase takes what its operations take, in these runs: what is fitted is what threads lose to each other."""
 
     def rate(self, dtype: Dtype, rows: int, *, packed: bool = False) -> float:
         """FLOP/s of a product with so many rows; between the measured ones in the logarithm of both."""
@@ -108,8 +109,11 @@ class Machine:
         """This machine where a share of its threads computes, which wait for each other less; a GPU is as fast as before."""
         if self.kind == "gpu" or share >= 1:
             return self
-        if self.threads > 1:  # all of it is won back where one thread is left
-            share /= self.threading ** min(1.0, -math.log(share) / math.log(self.threads))
+        factors = self.factors
+        if self.threads > 1:  # all that threads lose to each other is won back where one is left
+            lost = max(0.0, 1.0 + math.log(share) / math.log(self.threads))
+            share /= self.threading ** (1.0 - lost)
+            factors = {name: factor**lost for name, factor in factors.items()}
 
         def slower(rates: Rates) -> Rates:
             return {dtype: tuple((rows, rate * share) for rows, rate in table) for dtype, table in rates.items()}
@@ -123,6 +127,7 @@ class Machine:
             elementwise=self.elementwise * share,
             stream=self.stream * share,
             softmax=self.softmax * share,
+            factors=factors,
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -95,11 +95,12 @@ def phases(job: Job, machine: Machine) -> tuple[Phase, ...]:
     at_once = machine.kind == "cpu" and job.asynchronous
     training = machine.using((0.5 if at_once else 1.0) / (job.actor.ranks if machine.kind == "cpu" else 1))
     generating = machine.using(0.5 if at_once else 1.0)
-    found = [*_generating(job, generating), *_training(job, expected, training)]
+    found = [_fitted(phase, generating) for phase in _generating(job, generating)]
+    found += [_fitted(phase, training) for phase in _training(job, expected, training)]
     generator = job.generator
     if generator is not None and generator.foreign is None:
-        found.append(Phase("publish", publishing(job, generator, machine)))
-    return tuple(_fitted(phase, machine) for phase in found)
+        found.append(_fitted(Phase("publish", publishing(job, generator, machine)), machine))
+    return tuple(found)
 
 
 def _generating(job: Job, machine: Machine) -> list[Phase]:
