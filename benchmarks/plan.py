@@ -37,6 +37,9 @@ from tandem.trainers.planning.calibrate import FRAGMENTATION, kept_file, this_ma
 from tandem.trainers.planning.machine import Machine
 
 MEMORY_WITHIN, TIME_WITHIN = 0.10, 0.15
+MEASURES = 2
+"""Counts up when what is measured changes: a line with another number is measured anew."""
+
 POLL_S = 0.1
 RUN_TIMEOUT_S = 600.0
 PAGE = Path(__file__).resolve().parents[1] / "docs/planning.md"
@@ -133,7 +136,8 @@ def read_results(file: Path | None) -> dict[str, dict[str, Any]]:
         except ValueError:
             continue
         cell = cells.get(row["name"])
-        if cell is not None and row["keys"] == [cell.command, cell.model, *cell.keys]:
+        known = row.get("measures") == MEASURES
+        if cell is not None and known and row["keys"] == [cell.command, cell.model, *cell.keys]:
             found[cell.name] = row
     return found
 
@@ -282,7 +286,14 @@ def measure_cell(cell: Cell, folder: Path) -> dict[str, Any]:
     real = measured(cell, folder)
     keys = [cell.command, cell.model, *cell.keys]
     date = time.strftime("%Y-%m-%d", time.gmtime())
-    return {"name": cell.name, "keys": keys, "date": date, "took_s": time.perf_counter() - began, "measured": real}
+    return {
+        "name": cell.name,
+        "measures": MEASURES,
+        "keys": keys,
+        "date": date,
+        "took_s": time.perf_counter() - began,
+        "measured": real,
+    }
 
 
 if __name__ == "__main__":

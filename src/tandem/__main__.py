@@ -1,8 +1,12 @@
 """`python -m tandem` is `tandem`, and how each rank is started."""
 
 import atexit
+import contextlib
+import gc
+import io
 import os
 import sys
+import traceback
 
 from tandem.cli.main import main
 from tandem.launch.rank import has_launcher
@@ -14,17 +18,30 @@ def _end_once_closed(status: list[int]) -> None:
     SIGABRT, after a run that went well."""
 
     def end() -> None:
-        if status:  # else an error is on its way out
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status[0])
+        for file in gc.get_objects():  # those of a user's code too, which nobody closes now
+            if isinstance(file, io.TextIOWrapper | io.BufferedWriter):
+                with contextlib.suppress(Exception):
+                    file.flush()
+        os._exit(status[0])
 
     atexit.register(end)  # first, for what is registered last is called first
 
 
+def _rank() -> int:
+    """Exit status of the command, also where an error comes out of it."""
+    try:
+        return main()
+    except SystemExit as left:  # of the parser of arguments
+        return left.code if isinstance(left.code, int) else int(left.code is not None)
+    except BaseException:  # the worker boundary: what `main` lets through is a fault of ours, or `--debug`
+        traceback.print_exc()
+        return 1
+
+
 if __name__ == "__main__":
-    status: list[int] = []
     if has_launcher():
-        _end_once_closed(status)
-    status.append(main())
-    sys.exit(status[0])
+        ended = [1]
+        _end_once_closed(ended)
+        ended[0] = _rank()
+        sys.exit(ended[0])
+    sys.exit(main())

@@ -218,7 +218,12 @@ def test_nothing_is_exported_into_the_folder_of_a_run(root, tmp_path, capsys, mo
         assert "the folder of a run, where only the run writes" in capsys.readouterr().err
     monkeypatch.chdir(root / "adding/first")
     assert main(["export", ".", "model"]) == 2
+    (tmp_path / "link").symlink_to(root / "adding/first/checkpoints")
+    assert main(["export", ".", str(tmp_path / "link/step_9")]) == 2
     assert sorted((root / "adding").rglob("*")) == before
+    (root / "run.json").write_text("{}")  # of somebody else
+    out = root / "models"
+    assert main(["export", ".", f"../../{out.name}"]) == 0 and (out / "config.json").is_file()
 
 
 @pytest.mark.parametrize(("place", "reason"), [("file/below", "Not a directory"), ("/proc/below", "No such file")])

@@ -152,6 +152,44 @@ if not again: die()
     assert f"tiny-0 (process {said('server-0')}) is not taken over but started anew: " in capfd.readouterr().err
 
 
+def test_one_that_hangs_does_not_hold_the_ranks_up(said, tmp_path, capfd):
+    lines = """
+from tandem.engines.inference.remote import kept
+kept.TAKE_OVER_S = 0.5
+
+
+def take_over(place, settings, attach, original=take_over):
+    return original(place, settings, lambda facts, process: time.sleep(600))
+
+
+server()
+if not again: die()
+"""
+    began = time.monotonic()
+    assert ranks(tmp_path, lines) == 0
+    assert time.monotonic() - began < 60 and said("server-0") != said("server-1")
+    assert "it has not let itself be taken over within 0.5 s" in capfd.readouterr().err
+
+
+def test_one_whose_word_cannot_be_written_is_not_kept(said, tmp_path, capfd):
+    lines = "def before_it_is_kept():\n    Keeping(*kept_servers()).place('tiny-0').file.with_suffix('.partial').mkdir()\n"
+    lines += "if again: before_it_is_kept = lambda: None\nserver()\nif not again: die()"
+    assert ranks(tmp_path, lines) == 0
+    assert said("server-0") != said("server-1") and "tiny-0 is not kept" in capfd.readouterr().err
+
+
+def test_what_others_may_look_into_holds_no_tokens(said, tmp_path, capfd):
+    lines = "folder = kept_servers()[0]\nfolder.mkdir()\nfolder.chmod(0o755)\nserver()"
+    assert ranks(tmp_path, lines) == 1
+    assert "must be a folder of this user's alone" in capfd.readouterr().err and not list(tmp_path.glob("starting-*"))
+
+
+def test_servers_of_a_run_are_not_for_ranks_below_its_ranks(said, tmp_path):
+    inner = "from tandem.launch.rank import follow_launcher, kept_servers; follow_launcher(); assert kept_servers() is None"
+    lines = f"from tandem.launch.local import run_ranks\nsys.exit(run_ranks([sys.executable, '-c', {inner!r}], 1))"
+    assert ranks(tmp_path, lines) == 0
+
+
 def test_whoever_took_it_over_can_end_it(said, tmp_path):
     lines = "process = server()\nif not again: die()\nprocess.close()\nprocess.close()\n"
     lines += "assert not process.alive and process.how_it_ended() == f'its process {process.pid} ended'\n"

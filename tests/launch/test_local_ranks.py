@@ -212,6 +212,8 @@ class Fault:
     def __del__(self, abort=os.abort):
         abort()
 sys.fault = Fault()  # let go of while the interpreter is taken apart
+sys.mine = open(os.environ["MINE"] + os.environ.get("RANK", ""), "w")
+sys.mine.write("a line")
 threading.Thread(target=lambda: (threading.main_thread().join(), print("closed"))).start()
 """
 
@@ -219,8 +221,11 @@ threading.Thread(target=lambda: (threading.main_thread().join(), print("closed")
 def test_a_rank_that_went_well_closes_and_is_not_lost_to_a_fault_in_a_dying_interpreter(tmp_path, capfd, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(FAULT_AT_EXIT)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("MINE", str(tmp_path / "mine"))
     command = [sys.executable, "-P", "-m", "tandem", "algorithms"]
     alone = subprocess.run(command, capture_output=True, text=True, timeout=QUICK)
     assert alone.returncode == -signal.SIGABRT and alone.stdout.endswith("closed\n")
     assert run_ranks(command, 2) == 0
     assert capfd.readouterr().out == alone.stdout
+    assert {(tmp_path / f"mine{rank}").read_text() for rank in range(2)} == {"a line"}
+    assert run_ranks([*command[:-1], "no-such-command"], 2) == 2

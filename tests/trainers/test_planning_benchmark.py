@@ -25,6 +25,7 @@ def bench(monkeypatch):
 def row(cell, **changes):
     return {
         "name": cell.name,
+        "measures": sys.modules["plan"].MEASURES,
         "keys": [cell.command, cell.model, *cell.keys],
         "date": "2026-01-01",
         "measured": REAL,
@@ -35,6 +36,7 @@ def test_what_was_measured_is_not_measured_again_unless_its_keys_are_others(benc
     file, (first, second, *_) = tmp_path / "out.jsonl", bench.CELLS
     bench.append(file, row(first))
     bench.append(file, row(second, keys=["train"]))
+    bench.append(file, row(second, measures=None))
     with file.open("a") as out:
         out.write(json.dumps(row(second))[:40])  # cut off in the middle
 

@@ -66,7 +66,7 @@ def entry(run: ExistingRun) -> dict[str, Any]:
         "steps": run.steps,
         "metrics": {name: run.metrics[name] for name in SHOWN if _is_finite(run.metrics.get(name))},
         "checkpoints": list(run.checkpoints),
-        "bytes": sum(map(_size, run.folder.rglob("*"))),
+        "bytes": sum(_size(Path(place, name)) for place, _, names in os.walk(run.folder) for name in names),
         "when": run.when,
     }
 

@@ -19,7 +19,7 @@ from typing import IO, Any
 import psutil
 
 from tandem.launch.ended import Ended, Record
-from tandem.launch.kept import KeptServers
+from tandem.launch.kept import KEPT, KeptServers
 from tandem.launch.requests import each_request_once
 from tandem.launch.system import waits_for_disk, work_of
 from tandem.launch.watch import Fault, Told, Watch
@@ -102,6 +102,11 @@ def run_ranks(
         return EXIT_INTERRUPTED
 
 
+def _outer() -> dict[str, str]:
+    """This process' environment; where it is a rank itself, the servers that are kept for it are not for ranks below it."""
+    return {name: value for name, value in os.environ.items() if name != KEPT}
+
+
 def _run_once(
     command: Sequence[str], count: int, watch: Watch, kept: KeptServers | None, restarts: int, grace_s: float
 ) -> Ended:
@@ -142,7 +147,7 @@ class Ranks:
                 self.processes.append(
                     subprocess.Popen(
                         list(command),
-                        env=os.environ | place | {TELL: str(write), RESTARTS: str(restarts)},
+                        env=_outer() | place | {TELL: str(write), RESTARTS: str(restarts)},
                         stdin=None if rank == 0 else subprocess.DEVNULL,
                         stdout=said,
                         stderr=said and subprocess.STDOUT,

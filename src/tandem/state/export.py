@@ -85,7 +85,8 @@ def export(
     """
     if os.path.lexists(target) and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists; give a folder that does not")
-    of_run = next((path for path in target.absolute().parents if os.path.isfile(path / "run.json")), None)
+    target = target.resolve()
+    of_run = next((path for path in target.parents if _is_run(path)), None)
     if of_run is not None:
         raise ConfigError(f"{target} lies in {of_run}, the folder of a run, where only the run writes; give another one")
     temporary = target.with_name(f".{target.name}.partial")
@@ -101,12 +102,17 @@ def export(
     except (OSError, SafetensorError) as error:
         # of a tree that was copied in part: source, target and reason of each file
         reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error
-        raise NotExported(
-            f"{target} could not be made: {reason}. Nothing of it was left behind, and {checkpoint} is as it was: free "
-            "some space, or give a folder that may be made"
-        ) from error
+        if not checkpoint.is_dir():
+            remedy = f"{checkpoint} was removed meanwhile: name another step"
+        else:
+            remedy = f"{checkpoint} is as it was: free some space, or give a folder that may be made"
+        raise NotExported(f"{target} could not be made: {reason}. Nothing of it was left behind, and {remedy}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _is_run(folder: Path) -> bool:
+    return os.path.isfile(folder / "run.json") and os.path.isfile(folder / "config.yaml")
 
 
 def _write_weights(checkpoint: Path, folder: Path, dtype: torch.dtype, masters: Mapping[str, torch.Tensor]) -> None:

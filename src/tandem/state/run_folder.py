@@ -23,6 +23,11 @@ from tandem.state.resuming import Examine, Going, RunFolderTaken, refuse_existin
 __all__ = ["RunFolder", "RunFolderInUse", "RunFolderTaken", "refuse_existing", "run_path", "write_atomically"]
 
 Status = Literal["finished", "interrupted", "failed"]
+LOOKED_AT_S = 0.3
+"""How long the lock may be held by somebody who only looks."""
+
+NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EISDIR, errno.ENOTDIR}
+
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
@@ -117,8 +122,8 @@ class RunFolder:
             info = _info(experiment, trial, seed, command)
             if going is not None:
                 info = _continued(path, info, going)
-            elif "restarts" in run_info(path):  # it failed before its first step, and is started again
-                info["restarts"] = run_info(path)["restarts"]
+            elif "restarts" in (before := run_info(path)):  # it failed before its first step, and is started again
+                info |= {key: before[key] for key in ("id", "restarts") if key in before}  # its servers know the name
             run = cls(path, lock, info, going)
             run._pending_config = config_text
             if going is None:
@@ -127,7 +132,7 @@ class RunFolder:
             run._start_logging()
         except BaseException as error:
             lock.close()
-            if isinstance(error, OSError):
+            if isinstance(error, OSError) and error.errno in NO_ROOM:
                 words = "free some space there, make it writable, or give another run.root"
                 raise ConfigError(f"the run folder {path} cannot be written: {error}; {words}") from error
             raise
@@ -249,6 +254,18 @@ def _continued(folder: Path, info: dict[str, Any], going: Going) -> dict[str, An
     return info | kept | {"resumed": [*times_resumed(folder), line]}
 
 
+def _flock(lock: IO[str]) -> None:
+    """Takes it, in a moment where somebody who only looks has it (`existing.is_held`). Raises `OSError`."""
+    until = time.monotonic() + LOOKED_AT_S
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.02)
+
+
 def take_lock(folder: Path) -> IO[str]:
     """The lock of a run folder, held until it is closed; it dies with its process, so a killed run leaves none behind.
 
@@ -257,7 +274,7 @@ def take_lock(folder: Path) -> IO[str]:
     """
     lock = (folder / ".lock").open("a+", encoding="utf-8")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _flock(lock)
     except OSError as error:
         lock.seek(0)
         holder = lock.read().strip() or "a process that has just started"

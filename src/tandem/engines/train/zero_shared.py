@@ -16,7 +16,10 @@ LOG = logging.getLogger("tandem.train")
 def share(zero: Any, stage: int, rank: int, masters: Sequence[torch.Tensor]) -> bool:
     """Whether masters are in the memory of the parameters from now on; where the two do not lie alike, all stays as it was,
     and that is logged. ``zero``: DeepSpeed's optimizer. ``masters``: this rank's part, one flat tensor a group."""
-    difference = _difference(zero, stage, masters, _working(zero, stage, rank))
+    try:
+        difference = _difference(zero, stage, masters, _working(zero, stage, rank))
+    except (AttributeError, RuntimeError) as error:  # another version, which has them somewhere else
+        difference = f"they are not where they were ({error})"
     if difference is not None:
         LOG.warning(
             "DeepSpeed keeps float32 masters beside the float32 parameters, 4 bytes more for each number of a rank's part: "

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tandem.api.requests import LLMRequest, NoiseKey
@@ -25,7 +26,10 @@ def decode_step(device: torch.device) -> float:
     small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = LlamaConfig(vocab_size=512, num_hidden_layers=LAYERS, head_dim=32, tie_word_embeddings=True, **small)
     with tempfile.TemporaryDirectory() as folder:
-        LlamaForCausalLM(config).save_pretrained(folder)
+        weights = LlamaForCausalLM(config).state_dict()
+        del weights["lm_head.weight"]  # tied
+        save_file(weights, Path(folder, "model.safetensors"), {"format": "pt"})
+        config.save_pretrained(folder)
         settings = EmbeddedEngineConfig(kv_cache_gib=0.1)
         core = EngineCore(Path(folder), settings, torch.float32, device, WeightVersion(0))
     gconfig = GenerationConfig(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)

@@ -11,9 +11,12 @@ import hashlib
 import json
 import logging
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -31,6 +34,10 @@ LOOK_S = 0.05
 
 CALM_S = 15.0
 """A server that is taken over has this long to let go of requests that nobody waits for, and again to generate a token."""
+
+
+TAKE_OVER_S = 60.0
+"""All in all. A server whose engine hangs may be why the ranks were ended; it must not hold them up again."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,11 @@ def fingerprint(words: Sequence[str], environment: Mapping[str, str]) -> str:
 
 def keep(place: Place, process: ServerProcess, settings: str, facts: Mapping[str, Any]) -> None:
     """Leaves a server that is ready for whoever comes after this process; ``facts`` are what it needs to attach."""
-    process.keep({"settings": settings, **facts})
+    try:
+        process.keep({"settings": settings, **facts})
+    except OSError as error:
+        logger.warning("%s is not kept, and will be started anew where this process is: %s", place.name, error)
+        return
     logger.info("%s (process %d) is kept: it outlives this process where that is started again", place.name, process.pid)
 
 
@@ -110,13 +121,16 @@ def take_over(place: Place, settings: str, attach: Callable[[Mapping[str, Any], 
         if place.file.parent.exists():  # else it is the first of all
             logger.info("%s is started anew: no server of that name runs any more", place.name)
         return None
+    except (OSError, ValueError, KeyError) as error:
+        logger.warning("%s is started anew: what was written of it cannot be read: %s", place.name, error)
+        return None
     if not process.alive:
         reason = "it is gone"
     elif facts.get("settings") != settings:
         reason = "it was started with other settings"
     else:
         try:
-            server = attach(facts, process)
+            server = _in_time(partial(attach, facts, process))
         except (EpisodeFailure, ConfigError, OSError, KeyError) as error:
             reason = str(error).partition("\n")[0] or type(error).__name__
         else:
@@ -126,6 +140,23 @@ def take_over(place: Place, settings: str, attach: Callable[[Mapping[str, Any], 
     process.close()
     place.file.unlink(missing_ok=True)
     return None
+
+
+def _in_time(attach: Callable[[], S]) -> S:
+    """What it returns; it is left to itself where it takes too long, and its server is ended then."""
+    future: Future[S] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(attach())
+        except BaseException as error:  # the worker boundary: whoever waits gets it
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="take-over", daemon=True).start()
+    try:
+        return future.result(TAKE_OVER_S)
+    except TimeoutError:
+        raise InfrastructureFailure("busy", f"it has not let itself be taken over within {TAKE_OVER_S:g} s") from None
 
 
 def until_calm(under_way: Callable[[], int]) -> None:

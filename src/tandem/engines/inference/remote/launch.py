@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -130,6 +131,8 @@ class ServerProcess:
         inherited = {name: value for name, value in os.environ.items() if name not in _OURS}
         read, write = os.pipe()
         kept, fds = ("", [read]) if keep is None else (f"{keep[0]}:{keep[1]}", [read, keep[0]])
+        if keep is not None:
+            private_folder(keep[1].parent)  # before others can read its name in the words of a process
         with log_file.open("ab") as log:
             log.write(f"$ {' '.join(command)}\n".encode())
             log.flush()
@@ -174,18 +177,23 @@ class ServerProcess:
         return ""
 
     def keep(self, facts: Mapping[str, Any]) -> None:
-        """From now on the server outlives this process; ``facts`` are what another one needs to take it over."""
+        """From now on the server outlives this process; ``facts`` are what another one needs to take it over.
+
+        Raises:
+            OSError: they cannot be written; the server still ends with this process.
+        """
         assert self._pipe is not None and self._file is not None and self._finalize is not None
+        facts = {"keeper": self._keeper.pid, "pid": self.pid, "log_file": str(self.log_file), **facts}
+        partial = self._file.with_suffix(".partial")
+        partial.unlink(missing_ok=True)
+        flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY
+        with open(os.open(partial, flags, 0o600), "w", encoding="utf-8") as file:
+            json.dump(facts, file)
+        partial.rename(self._file)
         self._finalize.detach()
         os.write(self._pipe, KEEP)
         os.close(self._pipe)
         self.kept, self._pipe, self._finalize = True, None, None
-        self._file.parent.mkdir(mode=0o700, exist_ok=True)
-        partial = self._file.with_suffix(".partial")
-        with open(os.open(partial, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
-            facts = {"keeper": self._keeper.pid, "pid": self.pid, "log_file": str(self.log_file), **facts}
-            json.dump(facts, file)
-        partial.rename(self._file)
 
     def close(self) -> None:
         """Ends the server and its descendants, kindly at first, also one that is kept. Idempotent."""
@@ -198,6 +206,18 @@ class ServerProcess:
     def _poll(self) -> int | None:
         with self._lock:  # Popen.poll from two threads may lose the status
             return self._keeper.poll()
+
+
+def private_folder(folder: Path) -> None:
+    """Makes a folder that this user alone can look into, or finds it.
+
+    Raises:
+        ConfigError: what is there is somebody else's, or open to others.
+    """
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise ConfigError(f"{folder} must be a folder of this user's alone, for it will hold tokens; remove it")
 
 
 def _listed(cpus: Sequence[int] | None) -> str:
