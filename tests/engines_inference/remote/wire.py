@@ -85,7 +85,8 @@ class StandIn:
     # ------------------------------------------------------------------ the model
 
     def load(self, folder):
-        """Weights are what their bytes add up to, and their digests in the server's layout: q, k, v are one tensor."""
+        """Weights are what their bytes add up to, and their digests in the server's layout: q, k, v are one tensor, and what
+        has a row for each token is filled up with zeros."""
         found = {}
         for file in sorted(Path(folder).glob("*.safetensors")):
             with safe_open(file, framework="pt") as opened:
@@ -95,6 +96,8 @@ class StandIn:
     def take(self, found):
         """Named tensors; the model holds them in its own precision."""
         found = {name: tensor.to(getattr(torch, self.dtype)) for name, tensor in found.items()}
+        for name in [name for name in found if name.endswith(("embed_tokens.weight", "lm_head.weight"))]:
+            found[name] = torch.nn.functional.pad(found[name], (0, 0, 0, -len(found[name]) % 64))
         raw = {name: bytes(tensor.reshape(-1).view(torch.uint8).numpy().data) for name, tensor in found.items()}
         self.seed = int(hashlib.sha256(raw["model.embed_tokens.weight"]).hexdigest()[:6], 16)
         self.held = {name: hashlib.sha256(data).hexdigest() for name, data in raw.items() if "_proj" not in name}
