@@ -171,8 +171,10 @@ def test_for_a_moment_it_computes_with_other_weights_or_another_adapter(folder):
     own = engine.forward(BATCH).logprobs
     other = engine_on(folder)
     other.train_batch(BATCH, weighted_nll)
-    with engine.using(weights_of(other).items()):
-        assert torch.equal(engine.forward(BATCH).logprobs, other.forward(BATCH).logprobs)
+    with engine.using(weights_of(other).items()):  # which lie elsewhere in memory: a product may round otherwise there
+        found = engine.forward(BATCH).logprobs
+    torch.testing.assert_close(found, other.forward(BATCH).logprobs, rtol=0, atol=1e-5)
+    assert (found - own).abs().max() > 1e-2
     assert torch.equal(engine.forward(BATCH).logprobs, own)
     second = lora_on(folder)
     second.load_weights(some_adapter(second).items())
