@@ -2,6 +2,7 @@
 
     python scripts/train_on_servers.py --model FOLDER --vllm VLLM_ENV/bin/python --sglang SGLANG_ENV/bin/python
     python scripts/train_on_servers.py … --backends vllm:d1+sglang:d1 --kill vllm     # kill -9 to one of them on the way
+    python scripts/train_on_servers.py … --backends vllm:d1 --restart               # kill -9 to rank 0; its server goes on
 
 Backends: embedded, and with an interpreter for it vllm:d1, sglang:d1, and the mixed fleet vllm:d1+tandem:d1; or those of
 ``--backends``. ``--data`` is a folder with GSM8K's train.jsonl (the few rows that are kept for the tests suffice); further
@@ -27,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from killed_rank import SETTINGS as RESTART_SETTINGS
+from killed_rank import KilledRank
 
 from tandem.api.weights import FolderSource, tensor_digest, version_digest
 from tandem.config.experiment import TrainConfig
@@ -35,6 +38,9 @@ from tandem.models.catalog import resolve
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "gsm8k_grpo.py"
+CONFIG = SCRIPT.with_suffix(".yaml")
+"""The same run by `tandem train`, which starts ranks again."""
+
 STEPS = 3
 ETA = 1
 """With 2 a quick engine could answer all three steps' prompts before the first update, and none would show new weights."""
@@ -58,6 +64,9 @@ COMMAND = {"vllm": "vllm.entrypoints.openai.api_server", "sglang": "sglang.launc
 """Kind → a word of the command line of its servers, by which --kill finds one."""
 
 TELL_S, LOOK_S = 15.0, 0.5
+RESTART_LOOK_S = 0.05
+"""A tiny model may make all its steps within the other one."""
+
 ENDING_S = 90.0
 """How long a run may take to end its servers once it is told to end."""
 
@@ -74,6 +83,9 @@ class Report:
     failed: int = 0
     killed: str | None = None
     """The kind of server that was killed on the way."""
+
+    rank: KilledRank | None = None
+    """With --restart."""
 
     cells: dict[str, str] = field(default_factory=dict)
     """Of its row in the table."""
@@ -113,22 +125,29 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vllm", metavar="PYTHON", help="python of the environment that has vLLM")
     parser.add_argument("--sglang", metavar="PYTHON", help="python of the environment that has SGLang")
     parser.add_argument("--backends", nargs="+", metavar="BACKEND", help="these instead, as rollout.backend takes them")
-    parser.add_argument("--kill", choices=COMMAND, help="kill -9 to a server of this kind after the first step")
+    faults = parser.add_mutually_exclusive_group()
+    faults.add_argument("--kill", choices=COMMAND, help="kill -9 to a server of this kind after the first step")
+    faults.add_argument(
+        "--restart", action="store_true", help="kill -9 to rank 0 after the first step; its servers are kept"
+    )
     parser.add_argument("--deadline-s", type=float, default=3600.0, help="longest time of one run (default: 3600)")
     parser.add_argument("--startup-timeout-s", type=float, default=1200.0, help="longest start of a server (default: 1200)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run folders and logs there")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of each run")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.restart and any("embedded" in backend for backend in options.backends or ()):
+        parser.error("--restart is for servers that outlive a rank; an embedded engine is a part of it")
+    return options
 
 
 def backends(options: argparse.Namespace) -> list[str]:
     """What to try, in order."""
     if options.backends:
         return list(options.backends)
-    found = ["embedded"]
+    found = [] if options.restart else ["embedded"]
     found += ["vllm:d1"] if options.vllm else []
     found += ["sglang:d1"] if options.sglang else []
-    return found + (["vllm:d1+tandem:d1"] if options.vllm else [])
+    return found + (["vllm:d1+tandem:d1"] if options.vllm and not options.restart else [])
 
 
 def settings(backend: str, options: argparse.Namespace, root: Path) -> list[str]:
@@ -140,7 +159,7 @@ def settings(backend: str, options: argparse.Namespace, root: Path) -> list[str]
     for kind, python in (("vllm", options.vllm), ("sglang", options.sglang)):
         if f"{kind}:" in backend and python:
             items.append(f"rollout.fleet.{kind}_python={python}")
-    return [*items, *options.set]
+    return [*items, *(RESTART_SETTINGS if options.restart else ()), *options.set]
 
 
 # ------------------------------------------------------------------ one run
@@ -151,9 +170,10 @@ def train(backend: str, options: argparse.Namespace, root: Path, report: Report)
     root.mkdir(parents=True)
     mark, began = uuid.uuid4().hex, time.monotonic()
     print(f"     {backend}: begins, at most {options.deadline_s:g} s; its output is {root / 'output.txt'}", flush=True)
+    command = ["-m", "tandem", "train", str(CONFIG)] if options.restart else [str(SCRIPT)]
     with (root / "output.txt").open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), *settings(backend, options, root)],
+            [sys.executable, *command, *settings(backend, options, root)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -183,12 +203,16 @@ def follow(
             return None
         if options.kill and not report.killed and rows_of(root):
             kill(options.kill, mark, report)
+        if options.restart and report.rank is None:
+            report.rank = KilledRank.kill(process, root, rows_of(root))
+        elif report.rank is not None:
+            report.rank.look(rows_of(root))
         if now - told >= TELL_S:
             told = now
             far = f"{now - began:.0f} s: {len(rows_of(root))} of {STEPS} steps"
             said = [last_line(file) for file in (*root.glob("*/*/log.txt"), root / "output.txt")]
             print(f"     {report.backend}, {far}; {next(filter(None, said), 'it has said nothing yet')[-110:]}", flush=True)
-        time.sleep(LOOK_S)
+        time.sleep(RESTART_LOOK_S if options.restart else LOOK_S)
     return process.returncode
 
 
@@ -259,6 +283,10 @@ def check(report: Report, root: Path, status: int | None, left: list[str], optio
     check_weights(report, folder, resolve(options.model))
     check_ledger(report, folder, rows)
     check_servers(report, folder, rows[-1])
+    if report.rank is not None:
+        report.rank.report(folder, report.line)
+    elif options.restart:
+        report.line(False, "the run had ended before rank 0 could be killed")
     if options.kill:
         report.line(report.killed is not None, f"a {options.kill} server was killed on the way")
     report.cells |= {"seconds": f"{report.seconds:.0f}", "steps": str(len(rows)), "staleness": f"{ages:.0f}"}

@@ -1,6 +1,7 @@
 """One script on every engine: `examples/gsm8k_grpo.py`, by `scripts/train_on_servers.py`, which checks what came of it."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,11 +14,11 @@ ROOT = Path(__file__).parents[2]
 REWARDS = ROOT / "tests" / "trainers" / "small_rewards.py"
 
 
-def outcome(model, backends, *items, deadline_s=240):
-    """Exit status and output of the script."""
+def outcome(model, backends, *items, deadline_s=240, more=()):
+    """Exit status and output of the script; ``more``: further words of its command."""
     command = [sys.executable, str(ROOT / "scripts" / "train_on_servers.py"), "--model", str(model), "--backends", *backends]
     done = subprocess.run(
-        [*command, "--deadline-s", str(deadline_s), "--set", *items],
+        [*command, *more, "--deadline-s", str(deadline_s), "--set", *items],
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -41,6 +42,35 @@ def model(tmp_path_factory):
 def test_the_example_trains_on_two_served_engines(model):
     status, said = outcome(model, ["tandem:d2"], *TINY)
     assert status == 0 and "0 checks failed" in said
+
+
+@pytest.mark.slow
+@pytest.mark.invariant
+def test_one_of_two_servers_is_killed_and_the_other_one_makes_the_rest(model):
+    status, said = outcome(model, ["tandem:d2"], *TINY, more=["--kill", "tandem"])
+    assert status == 0 and "0 checks failed" in said
+    assert "tandem:d2: kill -9 to" in said and "ok   tandem:d2: a tandem server was killed on the way" in said
+    assert "-> fenced" in said
+
+
+@pytest.mark.slow
+@pytest.mark.invariant
+def test_rank_0_is_killed_and_the_one_in_its_place_takes_its_server_over(model):
+    status, said = outcome(model, ["tandem:d1"], *TINY, more=["--restart"])
+    assert status == 0 and "0 checks failed" in said
+    assert re.search(r"ok   tandem:d1: kill -9 to rank 0, process \d+, after step [12]: 1 restart\n", said)
+    assert re.search(
+        r"ok   tandem:d1: tandem-0: started in [\d.]+ s; taken over [\d.]+ s after the kill, with weights after [\d.]+ s; "
+        r"the same process \d+: yes\n",
+        said,
+    )
+    assert re.search(r"ok   tandem:d1: the next step, [23], was done [\d.]+ s after the kill\n", said)
+
+
+@pytest.mark.slow
+def test_restarts_are_not_tried_with_an_engine_that_dies_with_its_rank(model):
+    status, said = outcome(model, ["tandem:d1", "embedded"], *TINY, more=["--restart"])
+    assert status == 2 and not said
 
 
 @pytest.mark.slow
