@@ -4,7 +4,8 @@ import contextlib
 import json
 import re
 import subprocess
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -13,7 +14,6 @@ from typing import Any, Self
 import psutil
 
 SETTINGS = ("recover.max_restarts=1", "checkpoint.every_steps=1")
-_LOGGED = r"^(?P<time>\S+ \S+) INFO tandem\.fleet: (?P<name>\S+) \(process (?P<pid>\d+)\) is "
 
 
 @dataclass
@@ -30,9 +30,6 @@ class KilledRank:
     servers: dict[str, psutil.Process]
     """Name in the fleet → its process."""
 
-    started_s: dict[str, float]
-    """Name → from the birth of its process until it made a token."""
-
     next_step: tuple[int, float] | None = None
     """The first step that the rank in its place made, and when it was done."""
 
@@ -41,20 +38,17 @@ class KilledRank:
 
     @classmethod
     def kill(cls, command: "subprocess.Popen[bytes]", root: Path, rows: list[dict[str, Any]]) -> Self | None:
-        """Kills it once a step is done and its checkpoint is whole; None before."""
+        """Kills it once a step is done and a checkpoint is whole; None before."""
         folder = next(iter(file.parent for file in root.glob("*/*/config.yaml")), None)
-        if folder is None or not rows or not list(folder.glob("checkpoints/*/state/manifest.json")):
+        if folder is None or not rows or not list(folder.glob("checkpoints/step_*/state/manifest.json")):
             return None
         rank = _rank_0(command.pid)
-        kept = {name: (pid, time) for name, pid, time in _said(folder, "kept")}
+        kept = {one[1]: int(one[2]) for _, one in _said(folder, r"(\S+) \(process (\d+)\) is kept")}
         if rank is None or not kept:
             return None
-        servers, started_s = {}, {}
-        for name, (pid, time) in kept.items():
-            servers[name] = psutil.Process(pid)
-            started_s[name] = time - servers[name].create_time()
+        servers = {name: psutil.Process(pid) for name, pid in kept.items()}
         rank.kill()
-        return cls(rank.pid, datetime.now().timestamp(), rows[-1]["step"], servers, started_s)
+        return cls(rank.pid, time.time(), rows[-1]["step"], servers)
 
     def look(self, rows: list[dict[str, Any]]) -> None:
         """Notes the first step after it, and which servers were still there."""
@@ -67,18 +61,18 @@ class KilledRank:
         """One line a check; ``folder`` is that of the run."""
         restarts = json.loads((folder / "run.json").read_text(encoding="utf-8")).get("restarts", [])
         line(len(restarts) == 1, f"kill -9 to rank 0, process {self.pid}, after step {self.step}: {len(restarts)} restart")
-        taken = {(name, pid): time for name, pid, time in _said(folder, "taken over")}
-        table = [json.loads(text) for text in (folder / "fleet.jsonl").read_text(encoding="utf-8").splitlines()]
         for name, server in self.servers.items():
-            time, same = taken.get((name, server.pid)), name in self.same
-            serves = _first(table, name, self.at)
-            line(
-                same and time is not None and serves is not None,
-                f"{name}: started in {self.started_s[name]:.1f} s; taken over {_after(time, self.at)} after the kill, with "
-                f"weights after {_after(serves, self.at)}; the same process {server.pid}: {'yes' if same else 'NO'}",
+            taken = _said(folder, rf"{name} \(process {server.pid}\) is taken over")
+            asked = [at for at, _ in _said(folder, f"server {name}: new → starting")]
+            serves = [at for at, _ in _said(folder, f"server {name}: stale → healthy")]
+            good = name in self.same and len(taken) == 1 and len(asked) == len(serves) == 2
+            told = ", then ".join(f"{end - begin:.1f} s" for begin, end in zip(asked, serves, strict=False))
+            told += (
+                f", {serves[-1] - self.at:.1f} s after the kill" if good else ", which are not one start and one take-over"
             )
-        number, time = self.next_step or (0, None)
-        line(time is not None, f"the next step, {number}, was done {_after(time, self.at)} after the kill")
+            line(good, f"{name} served after {told}; the same process {server.pid}: {'yes' if name in self.same else 'NO'}")
+        number, at = self.next_step or (0, self.at)
+        line(self.next_step is not None, f"the next step, {number}, was done {at - self.at:.1f} s after the kill")
 
 
 def _alive(process: psutil.Process) -> bool:
@@ -96,19 +90,12 @@ def _rank_0(command: int) -> psutil.Process | None:
     return None
 
 
-def _said(folder: Path, what: str) -> list[tuple[str, int, float]]:
-    """Name, process and time of each line of the log that says that a server is ``what``."""
-    log = (folder / "log.txt").read_text(encoding="utf-8", errors="replace")
-    return [
-        (one["name"], int(one["pid"]), datetime.strptime(one["time"], "%Y-%m-%d %H:%M:%S,%f").timestamp())
-        for one in re.finditer(f"{_LOGGED}{what}", log, re.MULTILINE)
-    ]
-
-
-def _first(table: list[Mapping[str, Any]], name: str, since: float) -> float | None:
-    times = (row["time"] for row in table if row["server"] == name and row["to"] == "healthy" and row["time"] > since)
-    return next(times, None)
-
-
-def _after(time: float | None, since: float) -> str:
-    return "never" if time is None else f"{time - since:.1f} s"
+def _said(folder: Path, words: str) -> list[tuple[float, re.Match[str]]]:
+    """Time and match of each line of the fleet's in the log that begins with these words."""
+    pattern = re.compile(words)
+    found = []
+    for line in (folder / "log.txt").read_text(encoding="utf-8", errors="replace").splitlines():
+        at, told, said = line.partition(" INFO tandem.fleet: ")
+        if told and (match := pattern.match(said)):
+            found.append((datetime.strptime(at, "%Y-%m-%d %H:%M:%S,%f").timestamp(), match))
+    return found

@@ -45,7 +45,6 @@ def test_the_example_trains_on_two_served_engines(model):
 
 
 @pytest.mark.slow
-@pytest.mark.invariant
 def test_one_of_two_servers_is_killed_and_the_other_one_makes_the_rest(model):
     status, said = outcome(model, ["tandem:d2"], *TINY, more=["--kill", "tandem"])
     assert status == 0 and "0 checks failed" in said
@@ -59,11 +58,10 @@ def test_rank_0_is_killed_and_the_one_in_its_place_takes_its_server_over(model):
     status, said = outcome(model, ["tandem:d1"], *TINY, more=["--restart"])
     assert status == 0 and "0 checks failed" in said
     assert re.search(r"ok   tandem:d1: kill -9 to rank 0, process \d+, after step [12]: 1 restart\n", said)
-    assert re.search(
-        r"ok   tandem:d1: tandem-0: started in [\d.]+ s; taken over [\d.]+ s after the kill, with weights after [\d.]+ s; "
-        r"the same process \d+: yes\n",
-        said,
-    )
+    after = r"tandem-0 served after ([\d.]+) s, then ([\d.]+) s, [\d.]+ s after the kill"
+    served = rf"ok   tandem:d1: {after}; the same process \d+: yes\n"
+    started_s, taken_over_s = map(float, re.search(served, said).groups())
+    assert taken_over_s < started_s
     assert re.search(r"ok   tandem:d1: the next step, [23], was done [\d.]+ s after the kill\n", said)
 
 
