@@ -46,26 +46,6 @@ def free_port() -> int:
         return int(one.getsockname()[1])
 
 
-class _Cores:
-    """Hands out this process' cores in turn, so that servers started one after another do not share them at first."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._next = 0
-
-    def take(self, count: int | None) -> tuple[int, ...]:
-        """``count`` cores; None: all."""
-        allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-        if count is None or count >= len(allowed):
-            return tuple(allowed)
-        with self._lock:
-            first, self._next = self._next, self._next + count
-        return tuple(sorted(allowed[(first + i) % len(allowed)] for i in range(count)))
-
-
-CORES = _Cores()
-
-
 class Keeper(Protocol):
     """The process above a server, as `subprocess.Popen` has it."""
 
