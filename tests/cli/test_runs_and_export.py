@@ -1,10 +1,12 @@
 """What runs there are, and their models as folders of their own."""
 
+import fcntl
 import json
 import os
 import resource
 import shutil
 import socket
+import time
 
 import pytest
 import torch
@@ -84,9 +86,24 @@ def test_a_number_that_another_process_has_by_now_is_no_run_that_lives(root, tmp
     (tmp_path / "other/third/.lock").write_text(f"process {os.getpid()} on {socket.gethostname()} since then\n")
     main(["runs", str(tmp_path), "--json"])
     assert json.loads(capsys.readouterr().out)["status"] == "killed"
-    (tmp_path / "other/third/.lock").write_text("process 1 on another-machine since then\n")
+
+
+def test_of_a_run_on_another_machine_it_is_said_which_and_how_long_it_has_been_silent(root, tmp_path, capsys):
+    folder = tmp_path / "other/third"
+    shutil.copytree(root / "other/third", folder)
+    (folder / ".lock").write_text("process 1 on another-machine since then\n")
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    for file in folder.iterdir():
+        os.utime(file, (0, time.time() - (600 if file.name == "metrics.jsonl" else 90_000)))
     main(["runs", str(tmp_path), "--json"])
-    assert json.loads(capsys.readouterr().out)["status"] == "running"  # as far as anybody here can tell
+    found = json.loads(capsys.readouterr().out)
+    assert (found["status"], found["host"]) == ("elsewhere", "another-machine") and 600 <= found["silent_s"] < 660
+    main(["runs", str(tmp_path)])
+    assert "other/third  on another-machine, silent 10 min  1 " in capsys.readouterr().out
+    with (folder / ".lock").open() as lock:  # a disk that tells of locks between machines
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        main(["runs", str(tmp_path), "--json"])
+    assert json.loads(capsys.readouterr().out)["status"] == "running"
 
 
 ODD = {
@@ -117,6 +134,29 @@ def test_damaged_and_foreign_folders_are_listed_with_what_can_be_read_of_them(tm
     assert (found["words"]["status"], found["words"]["steps"], found["words"]["metrics"]) == ("failed", 0, {})
     assert all(found[name]["metrics"] == {} and found[name]["steps"] == 0 for name in ("nothing", "lists", "bytes", "empty"))
     assert main(["runs", str(tmp_path)]) == 0
+
+
+def test_runs_without_a_record_are_listed_from_every_folder_above_them(tmp_path, capsys):
+    for name in ("exp/whole/run.json", "exp/lost/metrics.jsonl", "exp/old/checkpoints/step_4/model.safetensors"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("{}")
+    for name in ("exp/checkpoints", "other/trajectories"):  # runs may be called so
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "config.yaml").write_text("seed: 1\n")
+
+    def listed(folder):
+        assert main(["runs", str(tmp_path / folder), "--json"]) == 0
+        return {
+            one["run"]: (one["status"], one["checkpoints"]) for one in map(json.loads, capsys.readouterr().out.splitlines())
+        }
+
+    runs = {
+        f"exp/{name}": ("unknown", ["step_4"] if name == "old" else []) for name in ("checkpoints", "lost", "old", "whole")
+    }
+    other = {"other/trajectories": ("unknown", [])}
+    assert listed("") == runs | other
+    assert listed("exp") == runs and listed("other") == other
+    assert listed("exp/old") == {"exp/old": runs["exp/old"]} and listed("exp/lost") == {"exp/lost": runs["exp/lost"]}
 
 
 def test_of_long_metrics_only_the_end_is_read(tmp_path):

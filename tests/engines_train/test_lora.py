@@ -26,11 +26,8 @@ PER_LAYER |= {"gate_proj": (64, 32), "up_proj": (64, 32), "down_proj": (32, 64)}
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """With two, which another test may have left, the sum of a matrix product and its adapter's rounds otherwise."""
-    before = torch.get_num_threads()
+    """With two the sum of a matrix product and its adapter's rounds otherwise."""
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

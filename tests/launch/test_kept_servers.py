@@ -95,6 +95,42 @@ def test_a_server_is_taken_over_by_the_rank_that_is_started_again_and_ends_with_
     assert said("server-0") == said("server-1") == said("server-2") and not (tmp_path / "starting-1").exists()
 
 
+@pytest.mark.parametrize("what", ["its file", "the folder"])
+def test_one_whose_record_a_cleaner_removes_is_taken_over_all_the_same(said, tmp_path, what):
+    lines = f"""
+import shutil
+process, (folder, _) = server(), kept_servers()
+(file,) = folder.iterdir()
+if not again:
+    before = file.read_bytes()
+    file.unlink() if {what!r} == "its file" else shutil.rmtree(folder)
+    assert not file.exists()
+    deadline = time.monotonic() + 10
+    while not file.exists() and time.monotonic() < deadline: time.sleep(0.02)
+    assert file.read_bytes() == before and [path.name for path in folder.iterdir()] == [file.name]
+    assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
+    die()
+assert process.taken_over
+"""
+    assert ranks(tmp_path, lines) == 0
+    assert said("server-0") == said("server-1") and not (tmp_path / "starting-1").exists()
+
+
+def test_a_record_is_not_written_again_where_others_may_look(said, tmp_path):
+    lines = """
+server()
+folder = kept_servers()[0]
+folder.chmod(0o755)
+(file,) = folder.iterdir()
+file.unlink()
+time.sleep(0.5)
+assert list(folder.iterdir()) == []
+folder.chmod(0o700)
+while not file.exists(): time.sleep(0.02)
+"""
+    assert ranks(tmp_path, lines) == 0
+
+
 def test_it_ends_with_a_run_that_is_not_started_again_any_more(said, tmp_path):
     assert ranks(tmp_path, "server()\ndie()") == 1
     assert said("server-0") == said("server-1")

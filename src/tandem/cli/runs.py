@@ -16,7 +16,7 @@ from typing import Any
 
 from tandem.config.errors import ConfigError
 from tandem.config.state import RunConfig
-from tandem.state.existing import SHOWN, ExistingRun, existing_run, is_alive
+from tandem.state.existing import OWN_FILES, SHOWN, ExistingRun, begun_elsewhere, existing_run, is_held, silent_s
 
 GIB = 2**30
 
@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 def entries(root: Path) -> Iterator[dict[str, Any]]:
     """Of all runs below a root; of an experiment's, where the folder is one, or of the run that it is itself. What cannot be
     read is said."""
-    nearer = [path for path in (root, *root.glob("*/")) if os.path.isfile(path / "run.json")]
+    nearer = [path for path in (root, *root.glob("*/")) if _is_no_experiment(path)]
     for folder in sorted([*nearer, *root.glob("*/*/")]):
         try:
             run = existing_run(folder)
@@ -55,14 +55,23 @@ def entries(root: Path) -> Iterator[dict[str, Any]]:
             print(f"warning: {folder} cannot be read: {error.strerror or error}", file=sys.stderr)
 
 
+def _is_no_experiment(folder: Path) -> bool:
+    """Whether what is there is a run's, such as `checkpoints`, and not itself a run that is called so."""
+    there = (folder / name for name in OWN_FILES)
+    return any(os.path.exists(path) and not any(os.path.exists(path / name) for name in OWN_FILES) for path in there)
+
+
 def entry(run: ExistingRun) -> dict[str, Any]:
     """What is told of a run; sizes in bytes."""
-    status = run.status
-    if status == "running" and not is_alive(run.folder):
-        status = "killed"
+    status: dict[str, Any] = {"status": run.status}
+    if run.status == "running" and not is_held(run.folder):
+        host = begun_elsewhere(run.folder)
+        status["status"] = "killed" if host is None else "elsewhere"
+        if host is not None:  # whose processes cannot be asked from here
+            status |= {"host": host, "silent_s": round(silent_s(run.folder), 1)}
     return {
         "run": f"{run.folder.parent.name}/{run.folder.name}",
-        "status": status,
+        **status,
         "steps": run.steps,
         "metrics": {name: run.metrics[name] for name in SHOWN if _is_finite(run.metrics.get(name))},
         "checkpoints": list(run.checkpoints),
@@ -83,6 +92,12 @@ def _size(path: Path) -> int:
         return 0
 
 
+def _ago(seconds: float) -> str:
+    """Such as `5 min`; a run that does not write for hours may still be in a long step."""
+    units = (("d", 86400.0), ("h", 3600.0), ("min", 60.0))
+    return next((f"{seconds / size:.0f} {unit}" for unit, size in units if seconds >= 2 * size), f"{seconds:.0f} s")
+
+
 def table(found: list[dict[str, Any]]) -> str:
     """One line a run, below a head."""
     lines = [("RUN", "STATUS", "STEPS", "CHECKPOINTS", "SIZE", "WHEN", "LAST METRICS")]
@@ -90,7 +105,8 @@ def table(found: list[dict[str, Any]]) -> str:
         metrics = "  ".join(f"{name} {value:.4g}" for name, value in one["metrics"].items())
         newest = f"{len(one['checkpoints'])}, to {one['checkpoints'][-1]}" if one["checkpoints"] else "none"
         size = f"{one['bytes'] / GIB:.2f} GiB"
-        lines.append((one["run"], one["status"], str(one["steps"]), newest, size, one["when"], metrics))
+        status = one["status"] if "host" not in one else f"on {one['host']}, silent {_ago(one['silent_s'])}"
+        lines.append((one["run"], status, str(one["steps"]), newest, size, one["when"], metrics))
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     padded = (zip(line, widths, strict=True) for line in lines)
     return "\n".join("  ".join(text.ljust(width) for text, width in line).rstrip() for line in padded)

@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ import psutil
 
 from tandem.launch.ended import Ended, Record
 from tandem.launch.kept import KEPT, KeptServers
+from tandem.launch.meeting import meeting_folder
 from tandem.launch.requests import each_request_once
 from tandem.launch.system import waits_for_disk, work_of
 from tandem.launch.watch import Fault, Told, Watch
@@ -110,8 +110,8 @@ def _outer() -> dict[str, str]:
 def _run_once(
     command: Sequence[str], count: int, watch: Watch, kept: KeptServers | None, restarts: int, grace_s: float
 ) -> Ended:
-    with tempfile.TemporaryDirectory(prefix="tandem-ranks-") as folder, contextlib.ExitStack() as stack:
-        ranks = Ranks(Path(folder), watch, kept)
+    with meeting_folder() as folder, contextlib.ExitStack() as stack:
+        ranks = Ranks(folder, watch, kept)
         stack.callback(ranks.close)
         try:
             ranks.start(command, count, restarts)
@@ -124,7 +124,7 @@ class Ranks:
     """The processes of one run."""
 
     def __init__(self, folder: Path, watch: Watch, kept: KeptServers | None = None):
-        """``folder``: an empty one of their own. ``kept``: for servers that need not end with them."""
+        """``folder``: one of their own. ``kept``: for servers that need not end with them."""
         self.processes: list[subprocess.Popen[bytes]] = []
         self._folder, self._watch, self._kept = folder, watch, kept
         self._pipes: list[int] = []

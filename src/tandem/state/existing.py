@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +12,9 @@ from typing import Any
 
 OWN_FILES = ("run.json", "config.yaml", "metrics.jsonl", "checkpoints", "trajectories", "ledger.sqlite")
 SHOWN = ("reward/mean", "loss", "eval/accuracy")
+SIGNS = (".lock", "run.json", "log.txt", "metrics.jsonl", "ledger.sqlite")
+"""What a run writes to, each of them again and again or at its beginning."""
+
 BLOCK_BYTES = 2**16
 
 
@@ -111,12 +115,17 @@ def is_held(folder: Path) -> bool:
     return False
 
 
-def is_alive(folder: Path) -> bool:
-    """Whether the run of this folder may be running: its lock is held, or was taken on another machine."""
+def begun_elsewhere(folder: Path) -> str | None:
+    """The machine whose process took the lock of a run folder last, by its host name; None where it was this one."""
     lock = folder / ".lock"
     words = lock.read_text(encoding="utf-8", errors="replace").split() if lock.is_file() else []
-    elsewhere = len(words) >= 4 and words[1].isdecimal() and words[3] != socket.gethostname()
-    return elsewhere or is_held(folder)
+    return words[3] if len(words) >= 4 and words[1].isdecimal() and words[3] != socket.gethostname() else None
+
+
+def silent_s(folder: Path) -> float:
+    """Seconds since its run wrote something, by the clock of the disk that holds it."""
+    files = [folder / name for name in SIGNS if os.path.isfile(folder / name)]
+    return max(0.0, time.time() - max((file.stat().st_mtime for file in files), default=0.0))
 
 
 def existing_run(folder: Path) -> ExistingRun | None:

@@ -22,6 +22,9 @@ from tandem.state.weight_digests import read_digests
 CLOCK = ("time", "tokens_per_s/", "memory/", "recover/", "checkpoint/")
 """Beginnings of the metrics that measure the machine, or what befell the run on it: no two runs have them in common."""
 
+COLUMNS = "columns"
+"""The mapping below a data set in which a key may be missing."""
+
 _KEPT = ("id", "command", "started")
 """Of `run.json`, in the folder of a replay."""
 
@@ -153,10 +156,11 @@ def _set_back(config: Any, key: Mapping[str, Any]) -> None:
     *outer, last = key["path"]
     for name in outer:
         config = config[name]
-    if "value" in key:
-        config[last] = copy.deepcopy(key["value"])
+    # in the first form of these lines a column that was not named has the value None, which no name is
+    if "value" not in key or (outer[-1:] == [COLUMNS] and key["value"] is None):
+        config.pop(last, None)
     else:
-        del config[last]
+        config[last] = copy.deepcopy(key["value"])
 
 
 def prepare_replay(folder: Path, target: Path, start: Start) -> None:

@@ -3,8 +3,9 @@
 It starts the command and ends it, with everything that descends from it, as soon as the pipe FD closes: that is when its
 owner closes it, and also when the owner was killed. It adopts orphans, so a grandchild in another session is found too.
 
-KEPT is empty, or ``FD2:FILE``. Then the owner may write `KEEP` to its pipe: from then on the server outlives it, until the
-pipe FD2 closes or the keeper gets a SIGTERM. FILE, which tells others of the server, is removed as soon as it is to end.
+KEPT is empty, or ``FD2:FILE``. Then the owner may write its word (`KEEP`) to its pipe: from then on the server outlives it,
+until the pipe FD2 closes or the keeper gets a SIGTERM. FILE, which tells others of the server, is written again if a cleaner
+of temporary files removes it, so that nobody starts a second one beside it, and removed as soon as the server is to end.
 Only the standard library is imported: a keeper costs little memory and starts at once.
 """
 
@@ -13,14 +14,15 @@ import ctypes
 import os
 import select
 import signal
+import stat
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 WATCH_S = 0.1
-KEEP = b"k"
-"""The owner's word that its server is to outlive it."""
+KEEP, END = b"k", b"\n"
+"""The owner's word that its server is to outlive it: what FILE holds, one line, between these."""
 
 ORPHANS_S = 0.5
 """What a server that ended by itself left behind is asked to end for so long."""
@@ -75,16 +77,44 @@ def _prepare(cpus: set[int]) -> None:
         os.sched_setaffinity(0, cpus)
 
 
-def watch(main: "subprocess.Popen[bytes]", pipe: int, owner: int, end_of_all: int | None, told: list[int]) -> None:
-    """Returns when the command has ended or is to end."""
-    kept = False
+def watch(main: "subprocess.Popen[bytes]", pipe: int, owner: int, kept: "tuple[int, Path] | None", told: list[int]) -> None:
+    """Returns when the command has ended or is to end. ``kept``: FD2 and FILE."""
+    words: bytes | None = None
     while main.poll() is None and not told:
         if select.select([pipe], [], [], WATCH_S)[0]:  # closed, unless the owner said a word
-            if kept or end_of_all is None or os.read(pipe, 1) != KEEP:
+            if words is not None or kept is None or (words := hear(pipe)) is None:
                 return
-            pipe, kept = end_of_all, True
-        elif not kept and os.getppid() != owner:  # what it forked may hold the pipe open
+            pipe = kept[0]
+        elif words is None and os.getppid() != owner:  # what it forked may hold the pipe open
             return
+        elif kept is not None and words is not None and not os.path.exists(kept[1]):
+            remember(kept[1], words)
+
+
+def hear(pipe: int) -> bytes | None:
+    """The owner's word, without `KEEP`; None where it closes the pipe before the end of it."""
+    words = b""
+    while not words.endswith(END):
+        chunk = os.read(pipe, 65536)
+        if not chunk:
+            return None
+        words += chunk
+    return words[len(KEEP) : -len(END)] if words.startswith(KEEP) else None
+
+
+def remember(file: Path, words: bytes) -> None:
+    """Writes the word of a server again, for this user alone; where that cannot be done now, it is tried again soon."""
+    partial = file.with_suffix(".again")
+    with contextlib.suppress(OSError):
+        with contextlib.suppress(FileExistsError):
+            file.parent.mkdir(mode=0o700)
+        found = file.parent.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            return  # somebody else has made it since
+        partial.unlink(missing_ok=True)
+        with open(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o600), "wb") as new:
+            new.write(words)
+        partial.rename(file)
 
 
 def forget(file: Path, end_of_all: int) -> None:
@@ -109,7 +139,7 @@ def main() -> int:
     )
     os.write(1, f"{process.pid}\n".encode())
     os.close(1)
-    watch(process, pipe, owner, int(end_of_all) if end_of_all else None, told)
+    watch(process, pipe, owner, (int(end_of_all), Path(file)) if file else None, told)
     if file:
         forget(Path(file), int(end_of_all))
     # A server that ended by itself has no use for patience, and its owner waits to hear of it.

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 from tandem.api.failures import EngineDied, InfrastructureFailure, WaitTimeout
 from tandem.config.errors import ConfigError
-from tandem.engines.inference.remote.keeper import KEEP, KILL_S
+from tandem.engines.inference.remote.keeper import END, KEEP, KILL_S
 
 T = TypeVar("T")
 
@@ -44,26 +44,6 @@ def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
-
-
-class _Cores:
-    """Hands out this process' cores in turn, so that servers started one after another do not share them at first."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._next = 0
-
-    def take(self, count: int | None) -> tuple[int, ...]:
-        """``count`` cores; None: all."""
-        allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-        if count is None or count >= len(allowed):
-            return tuple(allowed)
-        with self._lock:
-            first, self._next = self._next, self._next + count
-        return tuple(sorted(allowed[(first + i) % len(allowed)] for i in range(count)))
-
-
-CORES = _Cores()
 
 
 class Keeper(Protocol):
@@ -183,15 +163,15 @@ class ServerProcess:
             OSError: they cannot be written; the server still ends with this process.
         """
         assert self._pipe is not None and self._file is not None and self._finalize is not None
-        facts = {"keeper": self._keeper.pid, "pid": self.pid, "log_file": str(self.log_file), **facts}
+        words = json.dumps({"keeper": self._keeper.pid, "pid": self.pid, "log_file": str(self.log_file), **facts})
         partial = self._file.with_suffix(".partial")
         partial.unlink(missing_ok=True)
         flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY
         with open(os.open(partial, flags, 0o600), "w", encoding="utf-8") as file:
-            json.dump(facts, file)
+            file.write(words)
         partial.rename(self._file)
         self._finalize.detach()
-        os.write(self._pipe, KEEP)
+        os.write(self._pipe, KEEP + words.encode() + END)
         os.close(self._pipe)
         self.kept, self._pipe, self._finalize = True, None, None
 

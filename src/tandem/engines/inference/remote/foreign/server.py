@@ -19,6 +19,7 @@ from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.engines.inference.remote.cores import CORES, CORES_WORD
 from tandem.engines.inference.remote.foreign.completions import Completions
 from tandem.engines.inference.remote.foreign.counters import Counters
 from tandem.engines.inference.remote.foreign.in_place import InPlaceUpdates
@@ -26,7 +27,7 @@ from tandem.engines.inference.remote.foreign.labels import Labels
 from tandem.engines.inference.remote.foreign.protocol import Draw, Facts, ServerProtocol
 from tandem.engines.inference.remote.http import HttpClient
 from tandem.engines.inference.remote.kept import Place, fingerprint, keep, take_over
-from tandem.engines.inference.remote.launch import CORES, ServerProcess, free_port, wait_ready
+from tandem.engines.inference.remote.launch import ServerProcess, free_port, wait_ready
 
 _PROBE_IDS = tuple(range(1, 9))
 
@@ -149,10 +150,8 @@ class ForeignServer(InferenceEngine):
             EngineDied, WaitTimeout: it did not start; with the end of its log.
         """
         settings, port = settings or EmbeddedEngineConfig(), free_port()
-        cores = tuple(cpus) if cpus is not None else CORES.take(settings.threads)
-        terms = StartTerms(python, folder.resolve(), str(dtype).removeprefix("torch."), device, settings, cores)
-        command, environment = cls.command(terms, port)
-        words, others = cls.command(replace(terms, cpus=()), 0)  # without what differs from one start to the next
+        terms = StartTerms(python, folder.resolve(), str(dtype).removeprefix("torch."), device, settings, cpus=())
+        words, others = cls.command(terms, 0)  # without what differs from one start to the next
         same, url = fingerprint([*words, *options], others), f"http://127.0.0.1:{port}"
 
         def attach(url: str) -> Self:
@@ -162,6 +161,8 @@ class ForeignServer(InferenceEngine):
             found = take_over(place, same, lambda facts, process: cls.attach_kept(facts, process, attach))
             if found is not None:
                 return found
+        cores = tuple(cpus) if cpus is not None else CORES.take(settings.threads, place and place.file)
+        command, environment = cls.command(replace(terms, cpus=cores), port)
         told = None if place is None else (place.pipe, place.file)
         process = ServerProcess.start([*command, *options], log_file=log_file, environment=environment, cpus=cpus, keep=told)
 
@@ -172,7 +173,7 @@ class ForeignServer(InferenceEngine):
             what = f"the {cls.protocol.maker} server"
             server = wait_ready(process, ask, what=what, timeout_s=startup_timeout_s, progress=progress)
             if place is not None:
-                keep(place, process, same, {"url": url})
+                keep(place, process, same, {"url": url, CORES_WORD: cores})
         except BaseException:
             process.close()
             raise
