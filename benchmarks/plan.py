@@ -7,8 +7,8 @@
     python benchmarks/plan.py --list
 
 Each cell that is measured is a line of the file, so the same command goes on after an interruption. Once the five that are
-fitted are there, what they show (time by phase, holes in memory) becomes part of this machine's calibration; the other five
-have no part in it. Reach: peak memory within 10 %, time of a step within 15 % of the median of five steps, in those five.
+fitted are there, what they show (time by phase, what the heap keeps) becomes part of this machine's calibration; the other
+five have no part in it. Reach: peak memory within 10 %, time of a step within 15 % of the median of five steps, in those five.
 Random models of two sizes with the built-in model's tokenizer, and the built-in model itself; completions of exactly
 `gconfig.max_new_tokens`; a reward that differs within groups (`plan_cells.py`). About 20 minutes on two cores: run it on a
 machine that does nothing else.
@@ -33,7 +33,7 @@ import psutil
 from plan_cells import CELLS, REWARD, Cell, arguments
 
 from tandem.cli import plan as plan_command
-from tandem.trainers.planning.calibrate import FRAGMENTATION, kept_file, this_machine, write
+from tandem.trainers.planning.calibrate import HEAP_GIB, kept_file, this_machine, write
 from tandem.trainers.planning.machine import Machine
 
 MEMORY_WITHIN, TIME_WITHIN = 0.10, 0.15
@@ -54,8 +54,8 @@ def predicted(cell: Cell, folder: Path) -> dict[str, float]:
     plan = {key: said["time"][key] for key in ("step_s", "generate_s", "train_s", "publish_s")}
     worst = said["memory"]["phases"][said["memory"]["worst"]]
     processes = sum(gib for name, gib in worst.items() if name.endswith("interpreter and libraries_gib"))
-    holes = worst.get("process: allocator_gib", 0.0)
-    return plan | {"peak_gib": said["memory"]["peak_gib"], "holes_gib": holes, "processes_gib": processes}
+    heaps = sum(gib for name, gib in worst.items() if name.endswith(": heap_gib"))
+    return plan | {"peak_gib": said["memory"]["peak_gib"], "heaps_gib": heaps, "processes_gib": processes}
 
 
 def measured(cell: Cell, folder: Path) -> dict[str, float]:
@@ -154,11 +154,11 @@ def append(file: Path | None, row: dict[str, Any]) -> None:
 
 def unfitted(machine: Machine) -> Machine:
     """The machine as it was before any of these runs."""
-    return replace(machine, factors={}, slack=FRAGMENTATION)
+    return replace(machine, factors={}, heap_gib=HEAP_GIB)
 
 
 def fit(cells: list[Cell], results: dict[str, dict[str, Any]], folder: Path) -> None:
-    """Keeps the median of measured over predicted time, by phase, and of the holes in memory, in this machine's
+    """Keeps the median of measured over predicted time, by phase, and of the heap's memory, in this machine's
     calibration; begins from what it was without them, so that it may be done again."""
     families = {"generate_s": ("prefill", "decode"), "train_s": ("score", "update"), "publish_s": ("publish",)}
     machine = unfitted(this_machine())
@@ -169,13 +169,11 @@ def fit(cells: list[Cell], results: dict[str, dict[str, Any]], folder: Path) -> 
         ratios = [real[key] / plan[key] for plan, real in rows if plan[key] > 1e-3 and real[key] > 0]
         if ratios:
             factors |= dict.fromkeys(names, statistics.median(ratios))
-    holes = [
-        (real["peak_gib"] - plan["peak_gib"] + plan["holes_gib"]) / (plan["holes_gib"] / machine.slack)
+    heaps = [  # of one heap each
+        machine.heap_gib * (real["peak_gib"] - plan["peak_gib"] + plan["heaps_gib"]) / plan["heaps_gib"]
         for plan, real in rows
-        if plan["holes_gib"] > 0
     ]
-    slack = max(0.01, statistics.median(holes)) if holes else machine.slack
-    write(kept_file(machine), replace(machine, factors=factors, slack=slack))
+    write(kept_file(machine), replace(machine, factors=factors, heap_gib=max(0.01, statistics.median(heaps))))
 
 
 def off(plan: dict[str, float], real: dict[str, float]) -> dict[str, float]:
@@ -228,8 +226,8 @@ def said(plans: dict[str, dict[str, float]], results: dict[str, dict[str, Any]])
         (
             f"`python benchmarks/plan.py --out plan.jsonl --write-docs`, {' and '.join(dates)}, {machine.name}, "
             f"{machine.memory_gib:.1f} GiB.",
-            f"Of the {len(unseen)} that the calibration has not seen {len(good)} are within reach. Fitted: {fitted}; holes "
-            f"{machine.slack:.2f}.",
+            f"Of the {len(unseen)} that the calibration has not seen {len(good)} are within reach. Fitted: {fitted}; heap "
+            f"{machine.heap_gib:.2f} GiB.",
             "",
             table(plans, results),
         )

@@ -61,13 +61,14 @@ CELLS = (
     Cell("GRPO with a reference, small", "train", "small", _rl(8, 4, 64, "algorithm.kl.coefficient=0.05"), True),
     Cell("GRPO with adapters, medium", "train", "medium", _rl(8, 4, 32, "actor.lora.rank=16"), True),
     Cell("SFT, medium", "sft", "medium", _rows(32), True),
-    Cell("PPO with a critic, medium, long answers", "train", "medium", _rl(4, 4, 96, "algorithm=ppo"), False),
-    Cell("asynchronous GRPO, medium", "train", "medium", _rl(8, 4, 40, "async_training=true"), False),
-    Cell("DPO with adapters, checkpointing, medium", "preference", "medium",
-         _rows(32, "actor.lora.rank=8", "actor.gradient_checkpointing=true"), False),
-    Cell("DPO on two ranks, small", "preference", "small", _rows(48, "actor.backend=fsdp:d2"), False, ranks=2),
-    Cell("SFT on two ranks, DeepSpeed, medium", "sft", "medium",
-         _rows(64, "actor.backend=deepspeed:zero3:d2"), False, ranks=2),
+    Cell("PPO with a critic, small", "train", "small", _rl(8, 4, 48, "algorithm=ppo"), False),
+    Cell("asynchronous GRPO with a reference, small", "train", "small",
+         _rl(8, 6, 40, "async_training=true", "algorithm.kl.coefficient=0.05"), False),
+    Cell("SFT with adapters, small", "sft", "small", _rows(48, "actor.lora.rank=16"), False),
+    Cell("SFT on two ranks, checkpointing, medium", "sft", "medium",
+         _rows(64, "actor.backend=fsdp:d2", "actor.gradient_checkpointing=true"), False, ranks=2),
+    Cell("DPO on two ranks, DeepSpeed, small", "preference", "small",
+         _rows(48, "actor.backend=deepspeed:zero3:d2"), False, ranks=2),
 )  # fmt: skip
 
 

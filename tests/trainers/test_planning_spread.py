@@ -204,7 +204,7 @@ def test_the_stages_of_deepspeed_divide_one_thing_more_each():
     one, two, three = (kinds(held(backend=f"deepspeed:zero{stage}:d4", dtype="bfloat16")) for stage in (1, 2, 3))
 
     assert one == two == {"parameters": 2 * P, "masters": P, "optimizer": 2 * P}
-    assert three == {"parameters": P / 2, "masters": P, "buffer of gradients": P, "optimizer": 2 * P}
+    assert three == {"parameters": P / 2, "masters": P, "buffer of gradients": P, "bucket": 2 * P, "optimizer": 2 * P}
 
 
 def test_offloaded_models_are_in_host_memory_but_for_what_computes():

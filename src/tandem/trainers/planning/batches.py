@@ -89,6 +89,14 @@ class Step:
         return max(self.micro_batches, key=lambda batch: batch.tokens)
 
 
+@dataclass(frozen=True)
+class Batches:
+    """The largest micro-batches of each model, at full length."""
+
+    update: dict[str, Step]
+    score: dict[str, Step]
+
+
 def cut(
     groups: int, completions: int, prompt: int, length: int, *, most: int, ranks: int = 1, together: bool = False
 ) -> Step:

@@ -46,8 +46,8 @@ WIDTH = 1024
 LONG_ENOUGH_S = 0.12
 """Time of one measurement; its calls are repeated until then."""
 
-FRAGMENTATION = 0.5
-"""`Machine.slack` on a CPU, where freed memory is kept in the heap (`tandem.models.allocator`). From two runs on one
+HEAP_GIB = 0.16
+"""`Machine.heap_gib` on a CPU, where freed memory is kept in the heap (`tandem.models.allocator`). From five runs on one
 machine; benchmarks/plan.py fits it."""
 
 BUSY = 0.3
@@ -168,7 +168,8 @@ def _measured(device: torch.device, threads: int, identity: Mapping[str, Any]) -
         host_stream=_stream(torch.device("cpu")) if cuda else math.inf,
         process_gib=CONTEXT_GIB if cuda else _resident(PROCESS),
         worker_gib=_resident(WORKER),
-        slack=SLACK if cuda else FRAGMENTATION,
+        slack=SLACK if cuda else 0.0,
+        heap_gib=0.0 if cuda else HEAP_GIB,
         deepspeed_gib=0.0 if cuda or find_spec("deepspeed") is None else max(0.0, _resident(DEEPSPEED) - _resident(PROCESS)),
         threads=threads,
         threading=1.0 if cuda else of_one_process(threads),

@@ -68,7 +68,10 @@ class Machine:
     """Host memory of one reward worker."""
 
     slack: float = 0.0
-    """Holes between what comes and goes in turns, as a share of it: the allocator takes them on top."""
+    """Holes between what comes and goes in turns, as a share of it: a GPU's allocator takes them on top."""
+
+    heap_gib: float = 0.0
+    """What the heap of a CPU's process keeps for nobody: of training, and of an embedded engine. See `holes`."""
 
     deepspeed_gib: float = 0.0
     """What DeepSpeed adds to a process that imports it."""

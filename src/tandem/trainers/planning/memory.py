@@ -4,13 +4,13 @@ Counted as the code holds it: what a model keeps over its ranks is in `states`, 
 embedded engine has a copy of its own, and a second one while an update is staged. Nothing sleeps between phases.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from tandem.trainers.planning import activations
 from tandem.trainers.planning.activations import Spread
-from tandem.trainers.planning.batches import Step, cut
+from tandem.trainers.planning.batches import Batches, Step, cut
 from tandem.trainers.planning.held import Held
+from tandem.trainers.planning.holes import of_heap, of_what_comes
 from tandem.trainers.planning.items import GIB, Instant, Item, Room
 from tandem.trainers.planning.job import Generator, Job
 from tandem.trainers.planning.machine import Machine
@@ -21,6 +21,7 @@ from tandem.trainers.planning.states import (
     gradients_at_the_end,
     gradients_between,
     gradients_of_the_step,
+    gradients_sent,
     states,
 )
 
@@ -29,14 +30,6 @@ TOKENIZER_BYTES = 1000
 
 SMALLEST_ROW = 32
 """Smallest row of the KV cache, tokens."""
-
-
-@dataclass(frozen=True)
-class Batches:
-    """The largest micro-batches of each model, at full length."""
-
-    update: dict[str, Step]
-    score: dict[str, Step]
 
 
 def batches_of(job: Job, length: int) -> Batches:
@@ -56,11 +49,11 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
     worst = batches_of(job, job.lengths.longest)
     room = Room(job.actor.ranks, shared=machine.kind == "cpu")
     steady = [item for model in job.models for item in states(model, room)] + list(_engine(job, machine))
-    steady += [*_processes(job, machine, room), *_copied(job, room)]
+    steady += [*_processes(job, machine, room), *_copied(job, room), *of_heap(job, machine, room, worst)]
     found = []
 
     def add(phase: str, *items: Item) -> None:
-        found.append(Instant(phase, (*steady, *items, *_holes(items, machine, room))))
+        found.append(Instant(phase, (*steady, *items, *of_what_comes(items, machine, room))))
 
     if job.generator is not None and job.generator.foreign is None:
         add("generate", *_generation(job.generator))
@@ -79,17 +72,6 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
         add("publish", *_publishing(job, machine))
     add("save", *_saving(job, room))
     return tuple(found)
-
-
-def _holes(items: Iterable[Item], machine: Machine, room: Room) -> Iterator[Item]:
-    """What the allocator takes beside what comes and goes."""
-    coming = [item for item in items if item.place == "device"]
-    each = machine.slack * sum(item.each for item in coming if item.every_rank)
-    first = machine.slack * sum(item.num_bytes for item in coming if not item.every_rank)
-    if each:
-        yield room.item("process", "allocator", each)
-    if first:
-        yield room.one("process", "allocator", first)
 
 
 def _engine(job: Job, machine: Machine) -> Iterator[Item]:
@@ -196,9 +178,15 @@ def _scoring(model: Held, step: Step, room: Room) -> Iterator[Item]:
 
 
 def _update(model: Held, step: Step, room: Room) -> Iterator[Item]:
-    """The worst of two moments: the backward pass begins (everything is kept), or ends (all gradients are there)."""
-    begins, ends = _backward_begins(model, step, room), _backward_ends(model, step, room)
-    yield from max(begins, ends, key=lambda items: sum(item.num_bytes for item in items if item.place == "device"))
+    """The worst of these moments: the backward pass begins (everything is kept), or ends (all gradients are there), or a
+    bucket is sent, which in the heap of a CPU's process finds no room among what the layers have left."""
+    moments = [_backward_begins(model, step, room), _backward_ends(model, step, room)]
+    sent = list(gradients_sent(model, room))
+    if not room.shared:
+        moments.append(sent)
+    yield from max(moments, key=lambda items: sum(item.num_bytes for item in items if item.place == "device"))
+    if room.shared:
+        yield from sent
 
 
 def _backward_begins(model: Held, step: Step, room: Room) -> list[Item]:
@@ -233,7 +221,7 @@ def _backward_ends(model: Held, step: Step, room: Room) -> list[Item]:
         return items
     copies = 2 if shape.tied and model.head != "scalar" else 1
     waiting = copies * size * shape.embedding
-    if model.fsdp or model.layout.zero is not None or model.dtype != "float32":
+    if model.fsdp or model.layout.zero in (1, 2) or model.dtype != "float32":
         waiting += FLOAT32 * shape.embedding
     return [*items, room.item(model.role, "gradient of the embedding", waiting)]
 

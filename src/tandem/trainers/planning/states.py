@@ -36,16 +36,23 @@ def states(model: Held, room: Room) -> Iterator[Item]:
 
 
 def _zero_states(model: Held, room: Room) -> Iterator[Item]:
-    """Stages 1 and 2: the whole model, whose flat form the parameters are views of; stage 3: a part of it, and the buffer
-    that gradients are summed into, which a frozen model has too."""
+    """Stages 1 and 2: the whole model, whose flat form the parameters are views of; stage 3: a part of it, the buffer that
+    gradients are summed into, which a frozen model has too, and from the first step on the bucket that they are sent in."""
     whole, stage = model.masters, model.layout.zero
     yield room.item(model.role, "parameters", BYTES[model.dtype] * whole / (model.parts if stage == 3 else 1))
     if model.dtype != "float32":  # else they share the memory of the parameters
         yield room.item(model.role, "masters", FLOAT32 * whole / model.parts)
     if stage == 3:
         yield room.item(model.role, "buffer of gradients", FLOAT32 * whole / model.parts)
+    if stage == 3 and model.trained:
+        yield room.item(model.role, "bucket", float(BYTES[model.dtype] * bucket(model)))
     if model.trained:
         yield room.item(model.role, "optimizer", 2 * FLOAT32 * whole / model.parts)
+
+
+def bucket(model: Held) -> int:
+    """Numbers that DeepSpeed sends at a time."""
+    return min(model.masters, BUCKET)
 
 
 def state_bytes(model: Held) -> float:
@@ -86,15 +93,26 @@ def gradients_at_the_end(model: Held, room: Room, micro_batches: float) -> Itera
 
 
 def _zero_gradients(model: Held, room: Room) -> Iterator[Item]:
-    """Gradients move into a bucket, which is sent in float32, and a part of what comes back is kept."""
-    bucket, size = min(model.masters, BUCKET), BYTES[model.dtype]
+    """Gradients move into a bucket, which is sent in float32, and a part of what comes back is kept. Stage 3 has its bucket
+    and its part at all times."""
+    if model.layout.zero == 3:
+        return
+    sent, size = bucket(model), BYTES[model.dtype]
     if model.layout.zero == 1:  # whole ones, of which the bucket takes the place unless it is smaller
         yield _gradients(model, room, FLOAT32 * model.masters * (1 + 1 / model.parts))
-        bucket = bucket if model.masters > BUCKET else 0
-    elif model.layout.zero == 2:
+        sent = sent if model.masters > BUCKET else 0
+    else:
         yield _gradients(model, room, FLOAT32 * model.masters / model.parts)
     rounded = size + FLOAT32 if model.dtype != "float32" else size
-    yield room.item(model.role, "buckets", float(rounded * bucket))
+    yield room.item(model.role, "buckets", float(rounded * sent))
+
+
+def gradients_sent(model: Held, room: Room) -> Iterator[Item]:
+    """Stage 3 sends its bucket when the backward pass is over, or the bucket full: in float32, laid out anew by rank, of
+    which gloo makes a copy."""
+    if model.layout.zero == 3:
+        copies = 1 + room.shared + (model.dtype != "float32")
+        yield room.item(model.role, "bucket, laid out", float(copies * FLOAT32 * bucket(model)))
 
 
 def gradients_of_the_step(model: Held, room: Room) -> Iterator[Item]:
