@@ -7,11 +7,11 @@
     python benchmarks/plan.py --list
 
 Each cell that is measured is a line of the file, so the same command goes on after an interruption. Once the five that are
-fitted are there, what they show (time by phase, what the heap keeps) becomes part of this machine's calibration; the other
-five have no part in it. Reach: peak memory within 10 %, time of a step within 15 % of the median of five steps, in those five.
-Random models of two sizes with the built-in model's tokenizer, and the built-in model itself; completions of exactly
-`gconfig.max_new_tokens`; a reward that differs within groups (`plan_cells.py`). About 20 minutes on two cores: run it on a
-machine that does nothing else.
+fitted are there, what they show (time by phase, what the heap keeps) becomes part of this machine's calibration; the
+other five have no part in it. Reach: peak memory within 10 %, time of a step within 15 % of the median of five steps, in
+those five. Random models of two sizes with the built-in model's tokenizer, and the built-in model itself; completions of
+exactly `gconfig.max_new_tokens`; a reward that differs within groups (`plan_cells.py`). About 20 minutes on two cores: run
+it on a machine that does nothing else.
 """
 
 import argparse
