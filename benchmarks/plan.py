@@ -33,7 +33,7 @@ import psutil
 from plan_cells import CELLS, REWARD, Cell, arguments
 
 from tandem.cli import plan as plan_command
-from tandem.trainers.planning.calibrate import HEAP_GIB, kept_file, this_machine, write
+from tandem.trainers.planning.calibrate import ENGINE_HEAP_GIB, HEAP_GIB, kept_file, this_machine, write
 from tandem.trainers.planning.machine import Machine
 
 MEMORY_WITHIN, TIME_WITHIN = 0.10, 0.15
@@ -54,8 +54,8 @@ def predicted(cell: Cell, folder: Path) -> dict[str, float]:
     plan = {key: said["time"][key] for key in ("step_s", "generate_s", "train_s", "publish_s")}
     worst = said["memory"]["phases"][said["memory"]["worst"]]
     processes = sum(gib for name, gib in worst.items() if name.endswith("interpreter and libraries_gib"))
-    heaps = sum(gib for name, gib in worst.items() if name.endswith(": heap_gib"))
-    return plan | {"peak_gib": said["memory"]["peak_gib"], "heaps_gib": heaps, "processes_gib": processes}
+    heaps = {f"{key}heap_gib": worst.get(f"{role}: heap_gib", 0.0) for role, key in (("process", ""), ("engine", "engine_"))}
+    return plan | {"peak_gib": said["memory"]["peak_gib"], **heaps, "processes_gib": processes}
 
 
 def measured(cell: Cell, folder: Path) -> dict[str, float]:
@@ -154,12 +154,12 @@ def append(file: Path | None, row: dict[str, Any]) -> None:
 
 def unfitted(machine: Machine) -> Machine:
     """The machine as it was before any of these runs."""
-    return replace(machine, factors={}, heap_gib=HEAP_GIB)
+    return replace(machine, factors={}, heap_gib=HEAP_GIB, engine_heap_gib=ENGINE_HEAP_GIB)
 
 
 def fit(cells: list[Cell], results: dict[str, dict[str, Any]], folder: Path) -> None:
-    """Keeps the median of measured over predicted time, by phase, and of the heap's memory, in this machine's
-    calibration; begins from what it was without them, so that it may be done again."""
+    """Keeps the median of measured over predicted time, by phase, and of what heaps keep, in this machine's calibration;
+    begins from what it was without them, so that it may be done again."""
     families = {"generate_s": ("prefill", "decode"), "train_s": ("score", "update"), "publish_s": ("publish",)}
     machine = unfitted(this_machine())
     write(kept_file(machine), machine)
@@ -169,11 +169,19 @@ def fit(cells: list[Cell], results: dict[str, dict[str, Any]], folder: Path) -> 
         ratios = [real[key] / plan[key] for plan, real in rows if plan[key] > 1e-3 and real[key] > 0]
         if ratios:
             factors |= dict.fromkeys(names, statistics.median(ratios))
-    heaps = [  # of one heap each
-        machine.heap_gib * (real["peak_gib"] - plan["peak_gib"] + plan["heaps_gib"]) / plan["heaps_gib"]
-        for plan, real in rows
-    ]
-    write(kept_file(machine), replace(machine, factors=factors, heap_gib=max(0.01, statistics.median(heaps))))
+    heap = _fitted_heap("heap_gib", machine, [row for row in rows if not row[0]["engine_heap_gib"]])
+    machine = replace(machine, factors=factors, heap_gib=heap)
+    write(kept_file(machine), machine)
+    rows = [(predicted(cell, folder), results[cell.name]["measured"]) for cell in cells]
+    engine = _fitted_heap("engine_heap_gib", machine, [row for row in rows if row[0]["engine_heap_gib"]])
+    write(kept_file(machine), replace(machine, engine_heap_gib=engine))
+
+
+def _fitted_heap(key: str, machine: Machine, rows: list[tuple[dict[str, float], dict[str, float]]]) -> float:
+    """GiB of one heap: the median of what these runs took beside the rest of their plan."""
+    before = getattr(machine, key)
+    found = [before * (1 + (real["peak_gib"] - plan["peak_gib"]) / plan[key]) for plan, real in rows if plan[key] > 0]
+    return max(0.01, statistics.median(found)) if found else before
 
 
 def off(plan: dict[str, float], real: dict[str, float]) -> dict[str, float]:
@@ -226,8 +234,8 @@ def said(plans: dict[str, dict[str, float]], results: dict[str, dict[str, Any]])
         (
             f"`python benchmarks/plan.py --out plan.jsonl --write-docs`, {' and '.join(dates)}, {machine.name}, "
             f"{machine.memory_gib:.1f} GiB.",
-            f"Of the {len(unseen)} that the calibration has not seen {len(good)} are within reach. Fitted: {fitted}; heap "
-            f"{machine.heap_gib:.2f} GiB.",
+            f"Of the {len(unseen)} that the calibration has not seen {len(good)} are within reach. Fitted: {fitted}; heaps "
+            f"{machine.heap_gib:.2f} GiB of training, {machine.engine_heap_gib:.2f} GiB of an engine.",
             "",
             table(plans, results),
         )

@@ -65,10 +65,11 @@ CELLS = (
     Cell("asynchronous GRPO with a reference, small", "train", "small",
          _rl(8, 6, 40, "async_training=true", "algorithm.kl.coefficient=0.05"), False),
     Cell("SFT with adapters, small", "sft", "small", _rows(48, "actor.lora.rank=16"), False),
-    Cell("SFT on two ranks, checkpointing, medium", "sft", "medium",
-         _rows(64, "actor.backend=fsdp:d2", "actor.gradient_checkpointing=true"), False, ranks=2),
-    Cell("DPO on two ranks, DeepSpeed, small", "preference", "small",
-         _rows(48, "actor.backend=deepspeed:zero3:d2"), False, ranks=2),
+    Cell("SFT on two ranks, checkpointing, summed each, small", "sft", "small",
+         _rows(96, "actor.backend=fsdp:d2", "actor.gradient_checkpointing=true", "actor.gradient_sync=micro_batch"),
+         False, ranks=2),
+    Cell("SFT on two ranks, DeepSpeed, checkpointing, medium", "sft", "medium",
+         _rows(48, "actor.backend=deepspeed:zero3:d2", "actor.gradient_checkpointing=true"), False, ranks=2),
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from tandem.trainers.planning.disk import Saves, checkpoint_of
 from tandem.trainers.planning.exchange import of_micro_batch, of_step
 from tandem.trainers.planning.held import held as held_of
 from tandem.trainers.planning.items import Room
-from tandem.trainers.planning.job import job_of
+from tandem.trainers.planning.job import Lengths, job_of
 from tandem.trainers.planning.layers import layers_backward, layers_forward
 from tandem.trainers.planning.lengths import known_lengths
 from tandem.trainers.planning.memory import instants
@@ -330,3 +330,17 @@ def test_a_saved_checkpoint_has_the_size_that_the_plan_says(tmp_path, more):
     real = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
 
     assert said == pytest.approx(real, rel=0.03)
+
+
+def test_gloo_makes_a_copy_of_what_it_sums_and_of_what_it_gathers():
+    def update(backend, machine, what):
+        run = job(held(backend=backend), lengths=Lengths(2, 1, 1), groups=2, generated=1, trained=1)
+        item = of(instants(run, machine), "update: actor", what)
+        return item.num_bytes / item.holders / 4
+
+    cpu, gpu = round_machine(), round_machine(kind="gpu", count=2)
+    embedding = HAND.embedding
+    summed = "gradient of the embedding"  # one of the head would be the second
+    assert update("fsdp:d2", cpu, summed) - update("fsdp:d2", gpu, summed) == embedding
+    gathered = "gathered parameters"
+    assert update("deepspeed:zero3:d2", cpu, gathered) - update("deepspeed:zero3:d2", gpu, gathered) == embedding

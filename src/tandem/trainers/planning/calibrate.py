@@ -46,9 +46,9 @@ WIDTH = 1024
 LONG_ENOUGH_S = 0.12
 """Time of one measurement; its calls are repeated until then."""
 
-HEAP_GIB = 0.16
-"""`Machine.heap_gib` on a CPU, where freed memory is kept in the heap (`tandem.models.allocator`). From five runs on one
-machine; benchmarks/plan.py fits it."""
+HEAP_GIB, ENGINE_HEAP_GIB = 0.18, 0.28
+"""Of `Machine`, on a CPU, where freed memory is kept in the heap (`tandem.models.allocator`). From five runs on one
+machine; benchmarks/plan.py fits them."""
 
 BUSY = 0.3
 """Load of each core above which a calibration is said to be doubtful."""
@@ -170,6 +170,7 @@ def _measured(device: torch.device, threads: int, identity: Mapping[str, Any]) -
         worker_gib=_resident(WORKER),
         slack=SLACK if cuda else 0.0,
         heap_gib=0.0 if cuda else HEAP_GIB,
+        engine_heap_gib=0.0 if cuda else ENGINE_HEAP_GIB,
         deepspeed_gib=0.0 if cuda or find_spec("deepspeed") is None else max(0.0, _resident(DEEPSPEED) - _resident(PROCESS)),
         threads=threads,
         threading=1.0 if cuda else of_one_process(threads),

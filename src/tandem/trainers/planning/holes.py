@@ -22,14 +22,13 @@ MAPPED = GIB
 
 
 def of_heap(job: Job, machine: Machine, room: Room, batches: Batches) -> Iterator[Item]:
-    """What the heaps of a CPU's processes keep: `Machine.heap_gib` for training and for each embedded engine, and the
-    largest block of training once more."""
+    """What the heaps of a CPU's processes keep: one amount for training, one for each embedded engine, and the largest
+    block of training once more."""
     if machine.kind != "cpu":
         return
-    if machine.heap_gib:
-        yield room.item("process", "heap", machine.heap_gib * GIB)
-        if job.generator is not None and job.generator.foreign is None:
-            yield room.one("engine", "heap", machine.heap_gib * GIB * job.generator.engines)
+    yield room.item("process", "heap", machine.heap_gib * GIB)
+    if job.generator is not None and job.generator.foreign is None:
+        yield room.one("engine", "heap", machine.engine_heap_gib * GIB * job.generator.engines)
     largest = max(largest_block(model, batches) for model in job.models)
     yield room.item("process", "hole of the largest block", min(largest, float(MAPPED)))
 

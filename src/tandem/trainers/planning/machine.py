@@ -71,7 +71,10 @@ class Machine:
     """Holes between what comes and goes in turns, as a share of it: a GPU's allocator takes them on top."""
 
     heap_gib: float = 0.0
-    """What the heap of a CPU's process keeps for nobody: of training, and of an embedded engine. See `holes`."""
+    """What the heap of a CPU's process keeps for nobody where it trains. See `holes`."""
+
+    engine_heap_gib: float = 0.0
+    """The same of an embedded engine, in that process or its own."""
 
     deepspeed_gib: float = 0.0
     """What DeepSpeed adds to a process that imports it."""

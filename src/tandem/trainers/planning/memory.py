@@ -214,7 +214,8 @@ def _backward_begins(model: Held, step: Step, room: Room) -> list[Item]:
 
 
 def _backward_ends(model: Held, step: Step, room: Room) -> list[Item]:
-    """A tied head's gradient waits for the embedding's; over several ranks the sum of both is reduced in float32."""
+    """A tied head's gradient waits for the embedding's; over several ranks the sum of both is reduced in float32, of which
+    gloo makes a copy."""
     shape, size = model.piece, BYTES[model.dtype]
     items = [*gathered(model, room), *gradients_at_the_end(model, room, step.count)]
     if model.adapters is not None:
@@ -222,6 +223,8 @@ def _backward_ends(model: Held, step: Step, room: Room) -> list[Item]:
     copies = 2 if shape.tied and model.head != "scalar" else 1
     waiting = copies * size * shape.embedding
     if model.fsdp or model.layout.zero in (1, 2) or model.dtype != "float32":
+        waiting += FLOAT32 * shape.embedding
+    if model.fsdp and model.layout.shards > 1 and room.shared:
         waiting += FLOAT32 * shape.embedding
     return [*items, room.item(model.role, "gradient of the embedding", waiting)]
 

@@ -62,7 +62,7 @@ def state_bytes(model: Held) -> float:
 
 def gathered(model: Held, room: Room) -> Iterator[Item]:
     """What is whole while it computes: with FSDP everything outside the layers, the layer that computes and the next one;
-    with stage 3 what DeepSpeed fetches ahead, too."""
+    with stage 3 what DeepSpeed fetches ahead, too, and of the largest of it the copy that gloo makes."""
     whole = model.masters + model.base
     root, layer = model.piece.root(model.head), model.piece.layer
     if model.adapters is not None:
@@ -70,7 +70,8 @@ def gathered(model: Held, room: Room) -> Iterator[Item]:
     if model.fsdp:
         yield room.item(model.role, "gathered parameters", BYTES[model.dtype] * (root + 2 * layer))
     elif model.layout.zero == 3:
-        yield room.item(model.role, "gathered parameters", BYTES[model.dtype] * min(whole, root + layer + BUCKET))
+        numbers = min(whole, root + layer + BUCKET) + (model.piece.embedding if room.shared else 0)
+        yield room.item(model.role, "gathered parameters", BYTES[model.dtype] * numbers)
 
 
 def gradients_between(model: Held, room: Room) -> Iterator[Item]:
