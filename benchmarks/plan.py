@@ -154,7 +154,8 @@ def append(file: Path | None, row: dict[str, Any]) -> None:
 
 def unfitted(machine: Machine) -> Machine:
     """The machine as it was before any of these runs."""
-    return replace(machine, factors={}, heap_gib=HEAP_GIB, engine_heap_gib=ENGINE_HEAP_GIB)
+    heaps = {"heap_gib": HEAP_GIB, "engine_heap_gib": ENGINE_HEAP_GIB} if machine.kind == "cpu" else {}
+    return replace(machine, factors={}, **heaps)
 
 
 def fit(cells: list[Cell], results: dict[str, dict[str, Any]], folder: Path) -> None:

@@ -135,6 +135,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run folders and logs there")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of each run")
     options = parser.parse_args()
+    if not backends(options):
+        parser.error("--restart needs a server: give --vllm, --sglang, or --backends tandem:d1")
     if options.restart and any("embedded" in backend for backend in options.backends or ()):
         parser.error("--restart is for servers that outlive a rank; an embedded engine is a part of it")
     return options

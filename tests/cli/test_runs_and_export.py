@@ -140,7 +140,8 @@ def test_runs_without_a_record_are_listed_from_every_folder_above_them(tmp_path,
     for name in ("exp/whole/run.json", "exp/lost/metrics.jsonl", "exp/old/checkpoints/step_4/model.safetensors"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text("{}")
-    for name in ("exp/checkpoints", "other/trajectories"):  # runs may be called so
+    (tmp_path / "exp/config.yaml").write_text("a user's own")
+    for name in ("exp/checkpoints", "other/trajectories", "checkpoints/run"):  # runs and experiments may be called so
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.yaml").write_text("seed: 1\n")
 
@@ -153,8 +154,9 @@ def test_runs_without_a_record_are_listed_from_every_folder_above_them(tmp_path,
     runs = {
         f"exp/{name}": ("unknown", ["step_4"] if name == "old" else []) for name in ("checkpoints", "lost", "old", "whole")
     }
-    other = {"other/trajectories": ("unknown", [])}
-    assert listed("") == runs | other
+    other, like_it = {"other/trajectories": ("unknown", [])}, {"checkpoints/run": ("unknown", [])}
+    assert listed("") == runs | other | like_it
+    assert listed("checkpoints") == like_it
     assert listed("exp") == runs and listed("other") == other
     assert listed("exp/old") == {"exp/old": runs["exp/old"]} and listed("exp/lost") == {"exp/lost": runs["exp/lost"]}
 

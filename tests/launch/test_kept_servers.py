@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tandem.engines.inference.remote.kept import Place, take_over
 from tandem.launch import local
 from tandem.launch.local import run_ranks
 
@@ -50,6 +51,7 @@ follow_launcher()
 
 LAUNCHER = """
 import sys
+from tandem.engines.inference.remote.kept import Place, take_over
 from tandem.launch import local
 local.RESTART_S = float(sys.argv[1])
 sys.exit(local.run_ranks([sys.executable, "-c", sys.argv[2]], 1, max_restarts=1))
@@ -290,3 +292,23 @@ def test_without_restarts_a_rank_keeps_nothing(tmp_path):
     lines = "assert kept_servers() is None"
     assert run_ranks([sys.executable, "-c", script(tmp_path, lines)], 1) == 0
     assert "TANDEM_KEPT" not in os.environ and Path(tempfile.gettempdir()).is_dir()
+
+
+@pytest.mark.parametrize("words", ["[]", '{"keeper": null, "pid": 1, "log_file": "x"}', "{", '{"pid": 1}'])
+def test_a_record_that_is_none_is_named_and_a_server_started_anew(tmp_path, caplog, words):
+    folder = tmp_path / "kept"
+    folder.mkdir(mode=0o700)
+    (folder / "tiny-0.json").write_text(words)
+
+    assert take_over(Place("tiny-0", folder / "tiny-0.json", 0), "same", lambda facts, process: process) is None
+    assert "tiny-0 is started anew: what was written of it cannot be read" in caplog.text
+
+
+def test_a_record_in_a_folder_that_others_can_write_to_is_not_believed(tmp_path, caplog):
+    folder = tmp_path / "kept"
+    folder.mkdir()
+    folder.chmod(0o777)
+    (folder / "tiny-0.json").write_text(json.dumps({"keeper": os.getpid(), "pid": os.getpid(), "log_file": "x"}))
+
+    assert take_over(Place("tiny-0", folder / "tiny-0.json", 0), "same", lambda facts, process: process) is None
+    assert "not a folder of this user alone" in caplog.text

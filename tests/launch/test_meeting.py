@@ -7,6 +7,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tandem.launch.local import run_ranks
@@ -46,6 +47,13 @@ def launch(temporary):
         process.wait(30)
 
 
+def _runs(process):
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def until(condition):
     deadline = time.monotonic() + 20
     while not condition():
@@ -55,9 +63,14 @@ def until(condition):
 
 def test_what_a_killed_launcher_left_is_removed_by_the_next_and_nothing_of_one_that_lives(launch, temporary, tmp_path):
     (killed, left), (_, lives) = launch(), launch()
+    until(lambda: psutil.Process(killed.pid).children())
+    (rank,) = psutil.Process(killed.pid).children()
     killed.kill()
     killed.wait()
-    assert (left / LOCK).exists()
+    remove_left()
+    assert rank.is_running() and (left / LOCK).exists()  # its rank may still need it
+    rank.kill()
+    until(lambda: not _runs(rank))
     for folder in (temporary / f"{PREFIX}without", tmp_path / "mine"):
         folder.mkdir()
     (tmp_path / "mine" / LOCK).touch()
@@ -82,7 +95,8 @@ def test_a_lock_that_is_none_holds_nobody_up(temporary):
 
 
 def test_the_folder_is_there_for_the_block_only_and_for_its_owner_alone(temporary):
-    with meeting_folder() as folder:
+    with meeting_folder() as meeting:
         remove_left()
-        assert [path.name for path in folder.iterdir()] == [LOCK] and folder.stat().st_mode & 0o777 == 0o700
+        assert [path.name for path in meeting.folder.iterdir()] == [LOCK]
+        assert meeting.folder.stat().st_mode & 0o777 == 0o700
     assert list(temporary.iterdir()) == []

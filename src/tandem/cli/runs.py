@@ -56,9 +56,14 @@ def entries(root: Path) -> Iterator[dict[str, Any]]:
 
 
 def _is_no_experiment(folder: Path) -> bool:
-    """Whether what is there is a run's, such as `checkpoints`, and not itself a run that is called so."""
-    there = (folder / name for name in OWN_FILES)
-    return any(os.path.exists(path) and not any(os.path.exists(path / name) for name in OWN_FILES) for path in there)
+    """Whether the folder is a run's: it says so, or has a run's files and no run below it, which may be called like them."""
+    if os.path.isfile(folder / "run.json"):
+        return True
+    return _has_a_runs_files(folder) and not any(map(_has_a_runs_files, (*folder.glob("*/"), *folder.glob("*/*/"))))
+
+
+def _has_a_runs_files(folder: Path) -> bool:
+    return any(os.path.exists(folder / name) for name in OWN_FILES)
 
 
 def entry(run: ExistingRun) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import psutil
 
 from tandem.launch.ended import Ended, Record
 from tandem.launch.kept import KEPT, KeptServers
-from tandem.launch.meeting import meeting_folder
+from tandem.launch.meeting import Meeting, meeting_folder
 from tandem.launch.requests import each_request_once
 from tandem.launch.system import waits_for_disk, work_of
 from tandem.launch.watch import Fault, Told, Watch
@@ -110,8 +110,8 @@ def _outer() -> dict[str, str]:
 def _run_once(
     command: Sequence[str], count: int, watch: Watch, kept: KeptServers | None, restarts: int, grace_s: float
 ) -> Ended:
-    with meeting_folder() as folder, contextlib.ExitStack() as stack:
-        ranks = Ranks(folder, watch, kept)
+    with meeting_folder() as meeting, contextlib.ExitStack() as stack:
+        ranks = Ranks(meeting, watch, kept)
         stack.callback(ranks.close)
         try:
             ranks.start(command, count, restarts)
@@ -123,10 +123,10 @@ def _run_once(
 class Ranks:
     """The processes of one run."""
 
-    def __init__(self, folder: Path, watch: Watch, kept: KeptServers | None = None):
-        """``folder``: one of their own. ``kept``: for servers that need not end with them."""
+    def __init__(self, meeting: Meeting, watch: Watch, kept: KeptServers | None = None):
+        """``kept``: for servers that need not end with them."""
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._folder, self._watch, self._kept = folder, watch, kept
+        self._meeting, self._watch, self._kept = meeting, watch, kept
         self._pipes: list[int] = []
         self._words: dict[int, bytes] = {}
 
@@ -140,7 +140,7 @@ class Ranks:
                 self._pipes.append(read)
                 for end in (read, write):
                     os.set_blocking(end, False)
-                place = rank_environment(rank, count, self._folder / "rendezvous")
+                place = rank_environment(rank, count, self._meeting.folder / "rendezvous")
                 kept = None if rank else self._kept
                 if kept is not None:
                     place |= kept.environment()
@@ -152,7 +152,7 @@ class Ranks:
                         stdout=said,
                         stderr=said and subprocess.STDOUT,
                         start_new_session=True,  # Ctrl-C reaches them through this process, once
-                        pass_fds=[write, *(kept.pipe if kept is not None else ())],
+                        pass_fds=[write, self._meeting.lock, *(kept.pipe if kept is not None else ())],
                     )
                 )
 
@@ -230,10 +230,10 @@ class Ranks:
         """The others hear why, and may close; what they leave is ended too."""
         patience_s = TERM_S if patience_s is None else patience_s
         with contextlib.suppress(OSError):  # a full disk: they end as by Ctrl-C
-            partial = self._folder / f".{FAILED}"
+            partial = self._meeting.folder / f".{FAILED}"
             words = {"cause": cause, "until": time.monotonic() + patience_s}
             partial.write_text(json.dumps(words), encoding="utf-8")
-            partial.rename(self._folder / FAILED)
+            partial.rename(self._meeting.folder / FAILED)
         for rank in self._alive():
             if not self._error(rank):  # who has one is closing already
                 self.processes[rank].send_signal(signal.SIGTERM)
@@ -289,17 +289,17 @@ class Ranks:
     def _error(self, rank: int) -> dict[str, Any]:
         """What a rank told of its error; empty where it could not."""
         with contextlib.suppress(OSError, ValueError):
-            found = json.loads((self._folder / ERROR.format(rank=rank)).read_text(encoding="utf-8"))
+            found = json.loads((self._meeting.folder / ERROR.format(rank=rank)).read_text(encoding="utf-8"))
             return found if isinstance(found, dict) else {}
         return {}
 
     def _stacks(self, rank: int) -> str:
         with contextlib.suppress(OSError):
-            return (self._folder / STACKS.format(rank=rank)).read_text(errors="replace")
+            return (self._meeting.folder / STACKS.format(rank=rank)).read_text(errors="replace")
         return ""
 
     def _output(self, rank: int) -> Path:
-        return self._folder / f"rank-{rank}.txt"
+        return self._meeting.folder / f"rank-{rank}.txt"
 
     def _alive(self) -> list[int]:
         return [rank for rank, process in enumerate(self.processes) if process.poll() is None]
@@ -327,7 +327,7 @@ class Ranks:
 
     def _is_ours(self, process: psutil.Process) -> bool:
         with contextlib.suppress(psutil.Error, OSError):
-            ours = process.environ().get(RENDEZVOUS) == str(self._folder / "rendezvous")
+            ours = process.environ().get(RENDEZVOUS) == str(self._meeting.folder / "rendezvous")
             return ours and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
         return False
 

@@ -1,5 +1,6 @@
 """What a run folder holds already, read from its files; tolerant of a run that was killed while writing."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -12,7 +13,7 @@ from typing import Any
 
 OWN_FILES = ("run.json", "config.yaml", "metrics.jsonl", "checkpoints", "trajectories", "ledger.sqlite")
 SHOWN = ("reward/mean", "loss", "eval/accuracy")
-SIGNS = (".lock", "run.json", "log.txt", "metrics.jsonl", "ledger.sqlite")
+SIGNS = (".lock", "run.json", "log.txt", "metrics.jsonl", "ledger.sqlite", "trajectories", "checkpoints", "checkpoints/*")
 """What a run writes to, each of them again and again or at its beginning."""
 
 BLOCK_BYTES = 2**16
@@ -119,13 +120,18 @@ def begun_elsewhere(folder: Path) -> str | None:
     """The machine whose process took the lock of a run folder last, by its host name; None where it was this one."""
     lock = folder / ".lock"
     words = lock.read_text(encoding="utf-8", errors="replace").split() if lock.is_file() else []
-    return words[3] if len(words) >= 4 and words[1].isdecimal() and words[3] != socket.gethostname() else None
+    if len(words) < 4 or not words[1].isdecimal() or words[3] == socket.gethostname():
+        return None
+    return "".join(letter if letter.isprintable() else "?" for letter in words[3])  # it is shown on a terminal
 
 
 def silent_s(folder: Path) -> float:
-    """Seconds since its run wrote something, by the clock of the disk that holds it."""
-    files = [folder / name for name in SIGNS if os.path.isfile(folder / name)]
-    return max(0.0, time.time() - max((file.stat().st_mtime for file in files), default=0.0))
+    """Seconds since its run wrote something: this machine's clock against that of whoever dates the files."""
+    newest = 0.0
+    for file in (file for name in SIGNS for file in folder.glob(name)):
+        with contextlib.suppress(OSError):  # gone since
+            newest = max(newest, file.stat().st_mtime)
+    return max(0.0, time.time() - newest)
 
 
 def existing_run(folder: Path) -> ExistingRun | None:

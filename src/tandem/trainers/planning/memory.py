@@ -16,6 +16,7 @@ from tandem.trainers.planning.job import Generator, Job
 from tandem.trainers.planning.machine import Machine
 from tandem.trainers.planning.shape import BYTES
 from tandem.trainers.planning.states import (
+    BUCKET,
     FLOAT32,
     gathered,
     gradients_at_the_end,
@@ -49,11 +50,11 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
     worst = batches_of(job, job.lengths.longest)
     room = Room(job.actor.ranks, shared=machine.kind == "cpu")
     steady = [item for model in job.models for item in states(model, room)] + list(_engine(job, machine))
-    steady += [*_processes(job, machine, room), *_copied(job, room), *of_heap(job, machine, room, worst)]
-    found = []
+    steady += [*_processes(job, machine, room), *_copied(job, room)]
+    coming: dict[str, tuple[Item, ...]] = {}
 
     def add(phase: str, *items: Item) -> None:
-        found.append(Instant(phase, (*steady, *items, *of_what_comes(items, machine, room))))
+        coming[phase] = items
 
     if job.generator is not None and job.generator.foreign is None:
         add("generate", *_generation(job.generator))
@@ -71,7 +72,8 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
     if job.generator is not None and job.generator.foreign is None:
         add("publish", *_publishing(job, machine))
     add("save", *_saving(job, room))
-    return tuple(found)
+    steady += of_heap(job, machine, room, worst, coming.values())
+    return tuple(Instant(phase, (*steady, *items, *of_what_comes(items, machine, room))) for phase, items in coming.items())
 
 
 def _engine(job: Job, machine: Machine) -> Iterator[Item]:
@@ -178,14 +180,15 @@ def _scoring(model: Held, step: Step, room: Room) -> Iterator[Item]:
 
 
 def _update(model: Held, step: Step, room: Room) -> Iterator[Item]:
-    """The worst of these moments: the backward pass begins (everything is kept), or ends (all gradients are there), or a
-    bucket is sent, which in the heap of a CPU's process finds no room among what the layers have left."""
+    """The worst of these moments: the backward pass begins (everything is kept), or ends (all gradients are there), or the
+    last bucket is sent. One that is full is sent on the way; and in the heap of a CPU's process none finds room among what
+    the layers have left."""
     moments = [_backward_begins(model, step, room), _backward_ends(model, step, room)]
-    sent = list(gradients_sent(model, room))
-    if not room.shared:
+    sent, on_the_way = list(gradients_sent(model, room)), room.shared or model.masters > BUCKET
+    if not on_the_way:
         moments.append(sent)
     yield from max(moments, key=lambda items: sum(item.num_bytes for item in items if item.place == "device"))
-    if room.shared:
+    if on_the_way:
         yield from sent
 
 

@@ -102,14 +102,19 @@ def hear(pipe: int) -> bytes | None:
     return words[len(KEEP) : -len(END)] if words.startswith(KEEP) else None
 
 
+def is_private(folder: Path) -> bool:
+    """Whether it is a folder of this user's into which nobody else can look or write. Raises `OSError` where nothing is."""
+    found = folder.lstat()
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
 def remember(file: Path, words: bytes) -> None:
     """Writes the word of a server again, for this user alone; where that cannot be done now, it is tried again soon."""
     partial = file.with_suffix(".again")
     with contextlib.suppress(OSError):
         with contextlib.suppress(FileExistsError):
             file.parent.mkdir(mode=0o700)
-        found = file.parent.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        if not is_private(file.parent):
             return  # somebody else has made it since
         partial.unlink(missing_ok=True)
         with open(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY, 0o600), "wb") as new:

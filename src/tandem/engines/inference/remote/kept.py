@@ -24,6 +24,7 @@ import psutil
 
 from tandem.api.failures import EpisodeFailure, InfrastructureFailure
 from tandem.config.errors import ConfigError
+from tandem.engines.inference.remote.keeper import is_private
 from tandem.engines.inference.remote.launch import ServerProcess
 
 logger = logging.getLogger("tandem.fleet")
@@ -114,6 +115,8 @@ def take_over(place: Place, settings: str, attach: Callable[[Mapping[str, Any], 
     ``settings``: the `fingerprint` of what it must have been started with. Then none is left of one that was there.
     """
     try:
+        if not is_private(place.file.parent):
+            raise ValueError(f"{place.file.parent} is not a folder of this user alone")
         facts = json.loads(place.file.read_text(encoding="utf-8"))
         keeper = Stranger(int(facts["keeper"]), place.file)
         process = ServerProcess(keeper, int(facts["pid"]), None, Path(facts["log_file"]))
@@ -121,7 +124,7 @@ def take_over(place: Place, settings: str, attach: Callable[[Mapping[str, Any], 
         if place.file.parent.exists():  # else it is the first of all
             logger.info("%s is started anew: no server of that name runs any more", place.name)
         return None
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         logger.warning("%s is started anew: what was written of it cannot be read: %s", place.name, error)
         return None
     if not process.alive:
