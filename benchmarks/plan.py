@@ -41,6 +41,9 @@ MEASURES = 2
 """Counts up when what is measured changes: a line with another number is measured anew."""
 
 POLL_S = 0.1
+FAMILIES = {"generate_s": ("prefill", "decode"), "train_s": ("score", "update"), "publish_s": ("publish",)}
+"""What is measured → the phases of the plan that it is fitted with; those of runs that generate nothing are fitted alone."""
+
 RUN_TIMEOUT_S = 600.0
 PAGE = Path(__file__).resolve().parents[1] / "docs/planning.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
@@ -161,15 +164,16 @@ def unfitted(machine: Machine) -> Machine:
 def fit(cells: list[Cell], results: dict[str, dict[str, Any]], folder: Path) -> None:
     """Keeps the median of measured over predicted time, by phase, and of what heaps keep, in this machine's calibration;
     begins from what it was without them, so that it may be done again."""
-    families = {"generate_s": ("prefill", "decode"), "train_s": ("score", "update"), "publish_s": ("publish",)}
     machine = unfitted(this_machine())
     write(kept_file(machine), machine)
     rows = [(predicted(cell, folder), results[cell.name]["measured"]) for cell in cells]
     factors: dict[str, float] = {}
-    for key, names in families.items():
-        ratios = [real[key] / plan[key] for plan, real in rows if plan[key] > 1e-3 and real[key] > 0]
-        if ratios:
-            factors |= dict.fromkeys(names, statistics.median(ratios))
+    for key, names in FAMILIES.items():
+        for of_rows in (False, True):
+            there = [row for row in rows if of_rows == (row[0]["generate_s"] == 0)]
+            ratios = [real[key] / plan[key] for plan, real in there if plan[key] > 1e-3 and real[key] > 0]
+            if ratios:
+                factors |= {f"{name} of rows" if of_rows else name: statistics.median(ratios) for name in names}
     heap = _fitted_heap("heap_gib", machine, [row for row in rows if not row[0]["engine_heap_gib"]])
     machine = replace(machine, factors=factors, heap_gib=heap)
     write(kept_file(machine), machine)

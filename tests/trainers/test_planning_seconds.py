@@ -142,6 +142,17 @@ def test_fitted_factors_multiply_their_phase_alone():
     assert fitted.train_s == pytest.approx(2 * plain.train_s) and fitted.generate_s == plain.generate_s
 
 
+def test_what_is_fitted_of_rows_is_for_runs_that_generate_nothing():
+    rows, generated = job(held(), held("reference", trained=False)), job(generator=generator())
+
+    def train_s(run, **factors):
+        return make_plan(run, round_machine(factors=factors)).train_s
+
+    of_rows = {"update of rows": 3.0, "score of rows": 3.0}
+    assert train_s(rows, **of_rows) == pytest.approx(3 * train_s(rows)) and train_s(rows, update=2.0) == train_s(rows)
+    assert train_s(generated, **of_rows) == train_s(generated)
+
+
 def test_ranks_on_gpus_share_the_work_and_hide_the_exchange_behind_it():
     machine = round_machine(kind="gpu", count=2, overlaps=True, link=1e12)
     one, two = (make_plan(job(held(ranks=n), groups=4), machine) for n in (1, 2))
@@ -173,8 +184,8 @@ def test_what_was_fitted_with_all_threads_counts_less_with_fewer_and_not_at_all_
         plan = make_plan(job(held(ranks=ranks), groups=4), round_machine(threads=2, factors=factors))
         return plan.train_s
 
-    assert update_s(1, {"update": 3.0}) == pytest.approx(3 * update_s(1, {}))
-    assert update_s(2, {"update": 3.0}) == pytest.approx(update_s(2, {}))
+    assert update_s(1, {"update of rows": 3.0}) == pytest.approx(3 * update_s(1, {}))
+    assert update_s(2, {"update of rows": 3.0}) == pytest.approx(update_s(2, {}))
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ def phases(job: Job, machine: Machine) -> tuple[Phase, ...]:
     training = machine.using((0.5 if at_once else 1.0) / (job.actor.ranks if machine.kind == "cpu" else 1))
     generating = machine.using(0.5 if at_once else 1.0)
     found = [_fitted(phase, generating) for phase in _generating(job, generating)]
-    found += [_fitted(phase, training) for phase in _training(job, expected, training)]
+    found += [_fitted(phase, training, whole=job.generator is None) for phase in _training(job, expected, training)]
     generator = job.generator
     if generator is not None and generator.foreign is None:
         found.append(_fitted(Phase("publish", publishing(job, generator, machine)), machine))
@@ -134,9 +134,11 @@ def _training(job: Job, batches: Batches, machine: Machine) -> list[Phase]:
     return found
 
 
-def _fitted(phase: Phase, machine: Machine) -> Phase:
+def _fitted(phase: Phase, machine: Machine, *, whole: bool = False) -> Phase:
+    """``whole``: its rows are data's, each by itself; generated ones share their prompts, and a process with an engine."""
     family = "update" if phase.name.startswith("update") else phase.name
     family = "score" if family in ("proximal", "values", "reference", "teacher") else family
+    family = f"{family} of rows" if whole else family
     return Phase(phase.name, phase.cost * machine.factors.get(family, 1.0), phase.tokens)
 
 
