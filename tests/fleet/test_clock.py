@@ -29,6 +29,7 @@ FOR_PEOPLE = {
     "engines/inference/fleet/journal.py:write": "the time of a row of fleet.jsonl",
     "engines/inference/serve/answers.py:__init__": "`created` of OpenAI's protocol",
     "engines/inference/serve/service.py:Service": "`created` of OpenAI's protocol",
+    "state/existing.py:silent_s": "for how long a run on another machine has written nothing, for `tandem runs`",
     "state/run_folder.py:now": "when a run began and ended",
     "trainers/planning/calibrate.py:measure": "the day of a calibration",
     "tracking/tracker.py:log": "the time of a row of metrics.jsonl",
