@@ -24,8 +24,8 @@ STARTING_LOOK_S = 0.05
 CLOSE_S = 30.0
 """What a rank may take to close after its launcher is gone."""
 
-LAST_S = 3.0
-"""Of the time that the launcher gives a rank which it ends: what closing takes."""
+LAST_S = 5.0
+"""Of the time that the launcher gives a rank which it ends: what closing takes, more than 3 s on a machine that is busy."""
 
 _PR_SET_PDEATHSIG = 1
 
