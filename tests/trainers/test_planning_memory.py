@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tandem.engines.inference.kv_cache import KVCache
-from tandem.trainers.planning.calibrate import HEAP_GIB, PROCESS
+from tandem.trainers.planning.calibrate import PROCESS
 from tandem.trainers.planning.items import GIB
 from tandem.trainers.planning.job import Lengths
 from tandem.trainers.planning.memory import engine_weights, instants, kv_needed, kv_tokens, row_capacity
@@ -210,6 +210,9 @@ def test_the_worst_instant_is_the_largest_total():
     assert plan.peak_gib == pytest.approx(plan.worst.total() / GIB) and plan.fits
 
 
+ALONE_GIB = 0.05
+"""What the heap keeps of an engine alone; a run, with data, tokenizer and tracker, loses more (`HEAP_GIB`)."""
+
 MEASURE = """
 import sys, torch
 from pathlib import Path
@@ -243,7 +246,7 @@ def test_the_peak_of_a_medium_model_is_the_predicted_one(tmp_path):
     folder = tiny_model_folder(tmp_path, "llama", vocab_size=24576, tie_word_embeddings=True, **sizes)
     model = held(shape=read_shape(str(folder)), max_tokens=512, chunk_tokens=256)
     run = job(model, kind="sft", groups=8, generated=0, trained=1, lengths=Lengths(16, 112, 112))
-    found = instants(run, round_machine(heap_gib=HEAP_GIB))
+    found = instants(run, round_machine(heap_gib=ALONE_GIB))
     predicted = max(instant.total() for instant in found if instant.phase.endswith(": actor"))
     predicted -= bytes_of(found, "save", "process", "tokenizer")  # there is none
 
@@ -251,4 +254,4 @@ def test_the_peak_of_a_medium_model_is_the_predicted_one(tmp_path):
         [sys.executable, "-c", MEASURE, str(folder), PROCESS], capture_output=True, text=True, timeout=280, check=True
     )
 
-    assert int(done.stdout) == pytest.approx(predicted, rel=0.10)
+    assert int(done.stdout.split()[-1]) == pytest.approx(predicted, rel=0.10)  # DeepSpeed, where it is, says things first
