@@ -24,7 +24,7 @@ from tandem.engines.train.build import build_train_engine
 from tandem.models.tokenizer import load_tokenizer
 from tandem.trainers.rl import train
 from tandem.trainers.scoring import Scorer, beginning
-from tandem.trainers.verification import Verifier, choose, is_due, is_wanted
+from tandem.trainers.verification import Schedule, Verifier, choose
 from tandem.weights.archive import VersionArchive
 from tandem.weights.publisher import WeightPublisher
 
@@ -37,10 +37,11 @@ STEP = 0.02
 class World:
     """A trainer, real engines, and the delivery and proof between them; `learn` moves the weights and publishes."""
 
-    def __init__(self, model, servers=1, keep_kv=False, most=3):
-        self.trainer = build_train_engine(TrainEngineConfig(path=str(model), dtype="float32"), total_steps=0, device="cpu")
+    def __init__(self, model, servers=1, keep_kv=False, most=3, dtype="float32"):
+        self.dtype = getattr(torch, dtype)
+        self.trainer = build_train_engine(TrainEngineConfig(path=str(model), dtype=dtype), total_steps=0, device="cpu")
         config = EmbeddedEngineConfig(max_running=16, kv_cache_gib=0.02, threads=1, keep_kv_on_update=keep_kv)
-        rollout = RolloutConfig(dtype="float32", engine=config)
+        rollout = RolloutConfig(dtype=dtype, engine=config)
         self.engines = [
             build_inference_engine(rollout, folder=model, placement="colocate", threads=1, device="cpu", deterministic=False)
             for _ in range(servers)
@@ -48,7 +49,7 @@ class World:
         self.tokenizer = load_tokenizer(model)
         self.archive = VersionArchive(lambda number: True, most)
         self.archive.keep(0, beginning(model, self.trainer))
-        self.publisher = WeightPublisher(self.trainer, self.engines, run="t", dtype=torch.float32, archive=self.archive)
+        self.publisher = WeightPublisher(self.trainer, self.engines, run="t", dtype=self.dtype, archive=self.archive)
         self.answers = []
 
     @property
@@ -56,8 +57,8 @@ class World:
         return [engine._driver._core for engine in self.engines]
 
     def verifier(self, **options):
-        scorer = Scorer(self.trainer, self.archive, torch.float32, rounds=False)
-        return Verifier(scorer, VerifyConfig(trajectories=64), self.tokenizer, torch.float32, **options)
+        scorer = Scorer(self.trainer, self.archive, self.dtype, rounds=False)
+        return Verifier(scorer, VerifyConfig(trajectories=64), self.tokenizer, self.dtype, **options)
 
     def move(self, step=STEP):
         generator = torch.Generator().manual_seed(self.publisher.version.number)
@@ -150,11 +151,13 @@ def disproved(world, rows, *words, **options):
 
 
 def test_a_synchronous_run_passes_and_its_gap_is_numeric_alone(world):
-    for _ in range(3):
+    for update in range(3):
         found = world.verify(world.generate())
         assert found["gap/verified"] == 1 and found["gap/unknown"] == 0
         assert found["gap/numeric"] < 1e-4 and found["gap/stale"] == found["gap/tokenisation"] == 0
-        assert abs(found["gap/missing_update"]) < 0.05
+        assert ("gap/update_sigmas" in found) == (update > 0)  # nothing was delivered before the first
+        if update:
+            assert found["gap/update_sigmas"] > 5 and abs(found["gap/missing_update"]) < 0.05
         world.learn()
 
 
@@ -202,16 +205,39 @@ def test_tokens_of_versions_that_are_not_kept_are_counted_and_not_judged(model):
     world.close()
 
 
-def test_an_update_too_small_to_see_token_by_token_is_no_false_alarm_and_is_seen_when_it_is_missing(world):
+def test_an_update_too_small_to_see_token_by_token_is_no_false_alarm_and_ends_a_run_when_two_verifications_miss_it(world):
     world.learn()
     world.learn(step=1e-5)
-    assert world.verify(world.generate(tokens=48))["gap/numeric"] < 1e-4
+    assert world.verify(world.generate(tokens=48))["gap/update_sigmas"] > 5
     rows = world.generate(tokens=48)
     world.learn(step=1e-5)
     for lie in rows:
         lie["versions"] = torch.where(lie["versions"] == 2, 3, lie["versions"])
-    message = disproved(world, rows, "one version too new")
-    assert float(message.split("differ by ")[1].split()[0]) < 1e-3  # within the tolerance: the direction tells
+    schedule = Schedule(VerifyConfig(every_steps=20), eta=0)
+    verifier = world.verifier(schedule=schedule)
+    assert not schedule.is_due(4) and not schedule.wants(3)
+
+    once = verifier.verify(pack(rows), 3)
+    assert once["gap/update_sigmas"] < -5 and once["gap/missing_update"] > 0.9
+    assert schedule.is_due(4) and schedule.wants(3)  # the next steps are verified, and what that takes is kept
+
+    with pytest.raises(DeliveryDisproved, match=r"all of the last update .* is missing .*one version too new") as caught:
+        verifier.verify(pack(rows), 3)
+    assert float(str(caught.value).split("differ by ")[1].split()[0]) < 1e-3  # within the tolerance: the direction tells
+
+
+def test_a_suspicion_ends_when_the_next_result_shows_the_update(world):
+    world.learn()
+    rows = world.generate()
+    world.learn(step=1e-5)
+    honest = world.generate()
+    for lie in rows:
+        lie["versions"] = torch.where(lie["versions"] == 1, 2, lie["versions"])
+    schedule = Schedule(VerifyConfig(every_steps=20), eta=0)
+    verifier = world.verifier(schedule=schedule)
+    for _ in range(2):
+        assert verifier.verify(pack(rows), 2)["gap/update_sigmas"] < -5 and schedule.is_due(4)
+        assert verifier.verify(pack(honest), 2)["gap/update_sigmas"] > 5 and not schedule.is_due(4)
 
 
 # ---------------------------------------------------------------------------------------------- lies
@@ -381,12 +407,13 @@ def test_what_is_chosen_is_of_as_many_prompts_as_possible_and_not_always_the_sam
 
 
 def test_steps_1_and_3_and_then_every_so_many_are_due_and_what_they_need_is_kept():
-    config = VerifyConfig(every_steps=20)
-    assert [step for step in range(1, 50) if is_due(config, step)] == [1, 3, 20, 40]
-    assert [n for n in range(50) if is_wanted(config, 0)(n)] == [1, 18, 38]  # step 20 trains version 19
-    assert [n for n in range(50) if is_wanted(config, 2)(n)] == [0, 1, 17, 18, 37, 38]
-    assert not any(is_due(VerifyConfig(every_steps=None), step) for step in range(50))
-    assert not any(is_wanted(VerifyConfig(every_steps=None), 4)(n) for n in range(50))
+    def schedule(every_steps, eta):
+        return Schedule(VerifyConfig(every_steps=every_steps), eta)
+
+    assert [step for step in range(1, 50) if schedule(20, 0).is_due(step)] == [1, 3, 20, 40]
+    assert [n for n in range(50) if schedule(20, 0).wants(n)] == [1, 18, 38]  # step 20 trains version 19
+    assert [n for n in range(50) if schedule(20, 2).wants(n)] == [0, 1, 17, 18, 37, 38]
+    assert not any(schedule(None, 4).is_due(step) or schedule(None, 4).wants(step) for step in range(50))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

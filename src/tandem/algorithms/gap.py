@@ -1,5 +1,7 @@
 """The gap between the engine that samples and the trainer that scores: the one definition of it."""
 
+from dataclasses import dataclass
+
 import torch
 
 
@@ -8,17 +10,66 @@ def gap(scored: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> torc
     return (scored - rollout).abs().masked_fill(~mask, 0.0)
 
 
-def missing_share(rollout: torch.Tensor, scored: torch.Tensor, older: torch.Tensor) -> tuple[float, float]:
-    """How much of the step from ``older`` to ``scored`` the sampler lacks: 0 none of it, 1 all of it; and its z-score.
+@dataclass(frozen=True)
+class Evidence:
+    """Tokens that show whether the sampler had the last update. All tensors are ``[K]``, log-probabilities in nats.
 
-    Least squares of (rollout − scored) on (older − scored), ``[K]`` log-probabilities of the same tokens under the sampler,
-    the version that it names and the one before. Sees a missing update also where it is smaller than numeric noise,
-    which does not point in its direction. Assumes that noise is independent between tokens.
+    Let r, s and o be what the sampler said, the score under the version that it names, and the score under the version
+    before. Least squares of r − s on o − s gives the share of the update that the sampler lacks: 0 none of it, 1 all of it.
+    Rounding in s stands on both sides of that regression and pulls the share towards ½ from either side, never across it:
+    the share is ½ + (|r − s|² − |r − o|²) / 2|s − o|², and where s and o are equally noisy the noise cancels from the
+    numerator. So the test is on which side of ½ the share lies, which no amount of noise in the scores can decide wrongly,
+    and the share itself means something only where s and o are exact.
     """
-    residual, step = (rollout - scored).double(), (older - scored).double()
-    square = float(step.square().sum())
-    if square == 0:
-        return 0.0, 0.0
-    share = float((residual * step).sum()) / square
-    noise = float((residual - share * step).square().mean())
-    return share, share * (square / max(noise, 1e-20)) ** 0.5
+
+    residual: torch.Tensor
+    """r − s."""
+
+    step: torch.Tensor
+    """o − s."""
+
+    sequence: torch.Tensor
+    """The sequence of each token, int64. Noise is independent between sequences, not quite within one."""
+
+    @classmethod
+    def of(cls, rollout: torch.Tensor, scored: torch.Tensor, older: torch.Tensor, sequence: torch.Tensor) -> "Evidence":
+        """Evidence of tokens ``[K]``, scored under the version that the sampler names and under the one before."""
+        return cls((rollout - scored).double(), (older - scored).double(), sequence)
+
+    @classmethod
+    def pooled(cls, several: "list[Evidence]") -> "Evidence":
+        """The tokens of several verifications as one; their sequences stay apart."""
+        sequences, offset = [], 0
+        for one in several:
+            sequences.append(one.sequence + offset)
+            offset += int(one.sequence.max()) + 1 if len(one) else 0
+        residuals, steps = [one.residual for one in several], [one.step for one in several]
+        return cls(torch.cat(residuals), torch.cat(steps), torch.cat(sequences))
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    @property
+    def missing_share(self) -> float:
+        """The share of the update that the sampler lacks; ½, which says nothing, if the update changes no token."""
+        square = float(self.step.square().sum())
+        return float((self.residual * self.step).sum()) / square if square else 0.5
+
+    @property
+    def sigmas(self) -> float:
+        """How many standard errors the share lies below ½: positive if the update arrived, negative if it is missing.
+
+        The standard error is the larger of two: one for independent tokens, and one for independent sequences (a sandwich
+        estimate in both cases, so improbable tokens, which are noisier, do not count as more certain than they are).
+        """
+        square = float(self.step.square().sum())
+        if not square:
+            return 0.0
+        share = self.missing_share
+        scores = self.step * (self.residual - share * self.step)
+        by_sequence = scores.new_zeros(int(self.sequence.max()) + 1).index_add(0, self.sequence, scores)
+        count = len(self.sequence.unique())
+        variance = float(scores.square().sum())
+        if count > 1:
+            variance = max(variance, float(by_sequence.square().sum()) * count / (count - 1))
+        return (0.5 - share) * square / max(variance, 1e-20) ** 0.5

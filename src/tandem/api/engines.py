@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -125,6 +125,14 @@ class TrainEngine(ABC):
         Costs a copy of this rank's part of the weights while it lasts; nothing may be trained inside. Raises as
         `load_weights`.
         """
+
+    def in_float32(self) -> AbstractContextManager[bool]:
+        """A block in which `forward` computes in float32, with the weights rounded as the engine computes with them.
+
+        Its log-probabilities have no rounding noise then. Yields False if this engine cannot, and computes as ever. Costs
+        float32 copies of the rounded weights while it lasts; nothing may be trained inside. Collective.
+        """
+        return nullcontext(False)
 
     def state_dict(self) -> dict[str, Any]:
         """See `tandem.api.state.Stateful`: float32 weights, optimizer, and what its schedule counts. Whole tensors, or

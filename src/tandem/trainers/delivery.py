@@ -11,7 +11,7 @@ from tandem.config.experiment import TrainConfig
 from tandem.models.precision import resolve_dtype
 from tandem.trainers.process import Process
 from tandem.trainers.scoring import Scorer, beginning
-from tandem.trainers.verification import Verifier, is_wanted
+from tandem.trainers.verification import Schedule, Verifier
 from tandem.weights.archive import VersionArchive
 from tandem.weights.channel import Channel
 from tandem.weights.collective import CollectiveChannel
@@ -46,13 +46,20 @@ def make_channel(config: TrainConfig, process: Process, model: Path) -> Channel 
     return CollectiveChannel(1, backend="nccl" if process.device.startswith("cuda") else "gloo")
 
 
-def make_archive(config: TrainConfig, process: Process, trainer: TrainEngine, model: Path) -> VersionArchive | None:
+def make_schedule(config: TrainConfig) -> Schedule:
+    """When deliveries are verified; the archive and the verifier of a run share one."""
+    return Schedule(config.rollout.verify, max_head_offpolicyness(config))
+
+
+def make_archive(
+    config: TrainConfig, process: Process, trainer: TrainEngine, model: Path, schedule: Schedule
+) -> VersionArchive | None:
     """Keeps the versions that will be scored again, on rank 0; version 0 is the model's own folder. Collective."""
     verify, eta = config.rollout.verify, max_head_offpolicyness(config)
     first = beginning(model, trainer) if verify.every_steps is not None else None
     if not process.is_main:
         return None
-    archive = VersionArchive(is_wanted(verify, eta), max(1, eta))
+    archive = VersionArchive(schedule.wants, max(1, eta))
     if first is not None:
         archive.keep(0, first)
     return archive
@@ -86,6 +93,7 @@ def make_verifier(
     trainer: TrainEngine,
     tokenizer: PreTrainedTokenizerBase,
     archive: VersionArchive | None,
+    schedule: Schedule,
 ) -> Verifier:
     """Proves what the engines say of themselves, as `rollout.verify` wants it."""
     adapts = trainer.adapter is not None  # what is merged into weights of the engine is rounded there
@@ -95,6 +103,7 @@ def make_verifier(
         config.rollout.verify,
         tokenizer,
         torch.bfloat16 if torch.bfloat16 in (generated, trained) else torch.float32,
+        schedule=schedule,
         keeps_kv=config.rollout.engine.keep_kv_on_update,
         hot_first_token=config.gconfig.first_token_temperature is not None,
         seed=config.seed,

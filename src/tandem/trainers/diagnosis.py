@@ -34,6 +34,17 @@ ELSEWHERE = 3.0
 
 
 @dataclass(frozen=True)
+class Missing:
+    """An update that is missing although the gap is within the tolerance: only the gap's direction shows it."""
+
+    sigmas: float
+    """Standard errors by which the evidence says so."""
+
+    share: float | None
+    """The part of the update that is missing; None if rounding hides how large it is."""
+
+
+@dataclass(frozen=True)
 class Case:
     """Sequences that are off. Tensors are ``[T]`` of the batch."""
 
@@ -49,8 +60,7 @@ class Case:
     """Of the weights that train now."""
 
     tolerance: float
-    missing: float = 0.0
-    """Share of the last update that is missing, where the gap is within the tolerance and only its direction shows it."""
+    missing: Missing | None = None
 
     @property
     def rollout(self) -> torch.Tensor:
@@ -77,8 +87,8 @@ class Case:
 
 def diagnose(case: Case, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> str:
     """The likely cause, and what to do. Collective."""
-    if case.missing:
-        return _too_small_to_see(case)
+    if case.missing is not None:
+        return _too_small_to_see(case.missing)
     wrong, right = _by_group(case)
     where = ""
     if wrong and right:
@@ -93,12 +103,13 @@ def diagnose(case: Case, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> 
     return where + _rest(case)
 
 
-def _too_small_to_see(case: Case) -> str:
-    much = "all" if case.missing > WHOLE else "a part"
+def _too_small_to_see(missing: Missing) -> str:
+    much = "all or most" if missing.share is None else "all" if missing.share > WHOLE else "a part"
+    share = "" if missing.share is None else f"{missing.share:.0%} by regression, "
     return (
-        f"{much} of the last update before their version is missing ({case.missing:.0%} by regression), which is too small "
-        "to see token by token: they are stamped one version too new, or the server did not apply it. Restart the server, "
-        "and look in its log for the update"
+        f"{much} of the last update before their version is missing ({share}{missing.sigmas:.0f} standard errors), which is "
+        "too small to see token by token: they are stamped one version too new, or the server did not apply it. Restart the "
+        "server, and look in its log for the update"
     )
 
 

@@ -1,5 +1,6 @@
 """Scoring a batch under versions of the weights: the newest one, and those that are kept."""
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -52,6 +53,12 @@ class Scorer:
         # an engine that serves float32 merges without rounding: there the adapter itself is nearer than weights in bfloat16
         with self.engine.using(self.tensors(number) if self._rounds or number is None else self._kept(number)):
             return self.engine.forward(batch).logprobs
+
+    def score_in_float32(self, batch: TensorDict, number: int | None) -> torch.Tensor | None:
+        """`score` without the rounding noise of a forward pass in bfloat16; None if the engine cannot."""
+        served = None if number is None and not self._rounds else self.tensors(number)
+        with contextlib.nullcontext() if served is None else self.engine.using(served), self.engine.in_float32() as exact:
+            return self.engine.forward(batch).logprobs if exact else None
 
     def tensors(self, number: int | None) -> Iterator[tuple[str, torch.Tensor]]:
         """The whole weights of a version, as they were served: of an adapter merged into its base, and rounded then. Each is

@@ -26,7 +26,7 @@ from tandem.roles.reference import Reference
 from tandem.rollout.executor import Rollout
 from tandem.state.run_folder import run_path
 from tandem.trainers.critic import Models, actor_head, make_critic
-from tandem.trainers.delivery import make_archive, make_publisher, make_verifier, weights_folder
+from tandem.trainers.delivery import make_archive, make_publisher, make_schedule, make_verifier, weights_folder
 from tandem.trainers.evaluation import evaluate, evaluation_gconfig, evaluation_places, is_due
 from tandem.trainers.meter import EngineMeter
 from tandem.trainers.parts import (
@@ -99,7 +99,8 @@ def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, 
             max_new_tokens=config.gconfig.max_new_tokens,
             seed=config.seed,
         )
-        archive = make_archive(config, process, trainer, folder)
+        schedule = make_schedule(config)
+        archive = make_archive(config, process, trainer, folder, schedule)
         publisher = make_publisher(config, process, trainer, engine, folder, run=run, archive=archive)
         stack.callback(publisher.close)
         with together():
@@ -123,7 +124,7 @@ def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, 
             workflow=training_workflow(config, tokenizer, reward),
             examiner=make_workflow(config, tokenizer, reward, evaluation_gconfig(config)),
             publisher=publisher,
-            verifier=make_verifier(config, process, trainer, tokenizer, archive),
+            verifier=make_verifier(config, process, trainer, tokenizer, archive, schedule),
             meter=EngineMeter(engine),
         )
 

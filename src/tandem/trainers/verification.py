@@ -5,20 +5,19 @@ another temperature or over another text, shows in the difference of log-probabi
 """
 
 import logging
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, deque
 from dataclasses import dataclass
 
 import torch
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
-from tandem.algorithms.gap import gap, missing_share
+from tandem.algorithms.gap import Evidence, gap
 from tandem.api.batch import per_token, select, sequence_index, sum_by_sequence
 from tandem.api.failures import DeliveryDisproved
 from tandem.config.delivery import VerifyConfig
 from tandem.roles.samples import trained_tokens
-from tandem.trainers.diagnosis import Case, diagnose
+from tandem.trainers.diagnosis import Case, Missing, diagnose
 from tandem.trainers.scoring import Scorer
 from tandem.trainers.tokenisation import explained_by_tokenisation
 
@@ -37,21 +36,38 @@ GROUP_FACTOR = 2.0
 MIN_TOKENS = 16
 """Fewer tokens of a group are not judged by themselves: single improbable ones decide."""
 
-MISSING, SIGMAS = 0.5, 8.0
-"""An update counts as missing where this share of it is, and so clearly, also where the gap is within the tolerance."""
+SIGMAS = 5.0
+"""An update counts as arrived, or as missing, if the evidence says so by this many standard errors."""
+
+CONFIRMATIONS = 2
+"""Verifications that must call an update missing before the run ends, if the gap is within the tolerance."""
+
+POOL = 8
+"""Verifications without a result whose evidence is added up: in bfloat16 one is often too few to see a small update."""
 
 SURVIVING = 0.5
 """Where rounding leaves less than this share of an adapter, sampling lags behind training, and the user is told."""
 
 
-def is_due(config: VerifyConfig, step: int) -> bool:
-    """Whether the batch of this step is verified."""
-    return config.every_steps is not None and (step in FIRST_STEPS or step % config.every_steps == 0)
+class Schedule:
+    """The steps whose batch is verified, and the versions that must be kept for that.
 
+    While an update is suspected to be missing, every step is verified and every version is kept.
+    """
 
-def is_wanted(config: VerifyConfig, eta: int) -> Callable[[int], bool]:
-    """Which versions have to be kept: those that a verified batch may hold tokens of, and the one before its newest."""
-    return lambda number: any(is_due(config, number + 1 + age) for age in range(1, max(1, eta) + 1))
+    def __init__(self, config: VerifyConfig, eta: int):
+        """``eta``: `max_head_offpolicyness`, the age that a verified token may have."""
+        self._every_steps, self._ages = config.every_steps, range(1, max(1, eta) + 1)
+        self.suspicious = False
+
+    def is_due(self, step: int) -> bool:
+        """Whether the batch of this step is verified."""
+        every = self._every_steps
+        return every is not None and (self.suspicious or step in FIRST_STEPS or step % every == 0)
+
+    def wants(self, number: int) -> bool:
+        """Whether a verified batch may hold tokens of this version, or of the one after it, once it is not the newest."""
+        return any(self.is_due(number + 1 + age) for age in self._ages)
 
 
 @dataclass(frozen=True)
@@ -68,8 +84,14 @@ class Verified:
     newest: torch.Tensor
     """Under the weights that train now."""
 
+    compared: torch.Tensor
+    """As ``stamped``, computed in float32 if ``exact``."""
+
     older: torch.Tensor
-    """Under the version before the stamped one; NaN where that is not kept."""
+    """Under the version before the stamped one, computed as ``compared``; NaN where that is not kept."""
+
+    exact: bool
+    """True if ``compared`` and ``older`` have no rounding noise."""
 
     unknown_share: float
     """Trained tokens of this part that were not verified: their version is not kept, or they are left out on purpose."""
@@ -85,16 +107,21 @@ class Verifier:
         tokenizer: PreTrainedTokenizerBase,
         dtype: torch.dtype,
         *,
+        schedule: Schedule | None = None,
+        confirmations: int = CONFIRMATIONS,
         keeps_kv: bool = False,
         hot_first_token: bool = False,
         seed: int = 0,
     ):
-        """``dtype``: the coarser one of generation and training. ``keeps_kv``: tokens after an update stand on keys and
-        values of before, so they are not verified. ``hot_first_token``: nor is the first token of a reply, drawn at another
-        temperature."""
+        """``dtype``: the coarser one of generation and training. ``schedule``: shared with the archive of versions.
+        ``confirmations``: verifications that must agree that an update is missing. ``keeps_kv``: tokens after an update
+        stand on keys and values of before, so they are not verified. ``hot_first_token``: nor is the first token of a reply,
+        drawn at another temperature."""
         self._scorer, self._config, self._tokenizer, self._dtype = scorer, config, tokenizer, dtype
         self._keeps_kv, self._hot_first_token, self._seed = keeps_kv, hot_first_token, seed
         self._warned = False
+        self._schedule, self._confirmations, self._missed = schedule or Schedule(config, eta=1), confirmations, 0
+        self._pool: deque[Evidence] = deque(maxlen=POOL)
         self.tolerance = config.tolerance or TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16])
 
     def verify_if_due(self, batch: TensorDict, step: int) -> dict[str, float]:
@@ -105,7 +132,7 @@ class Verifier:
             DeliveryDisproved: other weights, temperature or tokens than are stamped; names the likely cause.
         """
         rounded = self._rounded()
-        return rounded | (self.verify(batch, step - 1) if is_due(self._config, step) else {})
+        return rounded | (self.verify(batch, step - 1) if self._schedule.is_due(step) else {})
 
     def _rounded(self) -> dict[str, float]:
         """What is left of an adapter in the rounded weights that are served; warns once where that is little."""
@@ -137,34 +164,84 @@ class Verifier:
         explained = explained_by_tokenisation(
             found.batch, off, found.known, self.tolerance, self._tokenizer, lambda b: self._scorer.score(b, None)
         )
-        lag, sigmas = self._missing(found)
         metrics = {
             "gap/numeric": float((off - explained).sum()) / count,
             "gap/stale": float(gap(found.newest, found.stamped, found.known).sum()) / count,
             "gap/tokenisation": float(explained.sum()) / count,
-            "gap/missing_update": lag,
         }
-        is_off = self._is_off(found, off)
-        if is_off or (lag > MISSING and sigmas > SIGMAS and count >= MIN_TOKENS):
-            raise DeliveryDisproved(self._describe(found, off, version, missing=0.0 if is_off else lag))
-        return share | metrics
+        if self._is_off(found, off):
+            raise DeliveryDisproved(self._describe(found, off, version))
+        return share | metrics | self._weigh(found, off, version)
+
+    def _weigh(self, found: Verified, off: torch.Tensor, version: int) -> dict[str, float]:
+        """Adds the evidence that the last update arrived to that of before, and acts on what it says together.
+
+        Raises:
+            DeliveryDisproved: as many verifications as must agree call the update missing.
+        """
+        both = found.known & ~found.older.isnan()
+        if int(both.sum()) < MIN_TOKENS:
+            return {}
+        rollout, sequences = found.batch["rollout_logprobs"], sequence_index(found.batch)
+        self._pool.append(Evidence.of(rollout[both], found.compared[both], found.older[both], sequences[both]))
+        together = Evidence.pooled(list(self._pool))
+        metrics = {"gap/update_sigmas": together.sigmas}
+        if abs(together.sigmas) < SIGMAS:
+            return metrics | {"gap/undecided": 1.0}
+        self._pool.clear()
+        metrics["gap/undecided"] = 0.0
+        if found.exact:
+            metrics["gap/missing_update"] = together.missing_share
+        self._missed = self._missed + 1 if together.sigmas < 0 else 0
+        self._schedule.suspicious = self._missed > 0
+        if self._missed >= self._confirmations:
+            missing = Missing(-together.sigmas, together.missing_share if found.exact else None)
+            raise DeliveryDisproved(self._describe(found, off, version, missing))
+        if self._missed:
+            log.warning(
+                "the engine seems to lack the last update before version %d, or a part of it (%.1f standard errors); every "
+                "step is verified from now on, and the run ends if the next result says the same (docs/weights.md)",
+                version,
+                -together.sigmas,
+            )
+        return metrics
 
     def score(self, part: TensorDict, version: int) -> Verified:
         """Scores a part of a batch under every version that its tokens, or those of the version before, need."""
-        mask, stamps, kept = self._mask(part), part["versions"], set(self._scorer.kept())
-        scores: dict[int, torch.Tensor] = {version: self._scorer.score(part, None)}
-        needed = {int(n) - age for n in stamps[mask].unique() for age in (0, 1)}
-        for number in sorted(needed & kept - {version}):
-            scores[number] = self._scorer.score(part, number)
-        nothing = torch.full_like(scores[version], torch.nan)
-        stamped, older = nothing.clone(), nothing.clone()
-        for number, scored in scores.items():
-            stamped = torch.where(stamps == number, scored, stamped)
-            older = torch.where(stamps == number + 1, scored, older)
+        mask, stamps, kept = self._mask(part), part["versions"], {*self._scorer.kept(), version}
+        named = {int(number) for number in stamps[mask].unique()}
+        before = {number - 1 for number in named} & kept
+        scores = {number: self._score(part, number, version) for number in sorted(named & kept | {version})}
+        stamped = _by_stamp(stamps, scores, age=0)
+        exact = self._scores_in_float32(part, sorted(named & kept | before), version) if before else None
+        compared = exact or scores | {
+            number: self._score(part, number, version) for number in sorted(before - scores.keys())
+        }
         known = mask & ~stamped.isnan()
         trained = int(trained_tokens(part).sum())
-        unknown = 1 - int(known.sum()) / trained if trained else 1.0
-        return Verified(part, known, stamped.nan_to_num(0.0), scores[version], older, unknown)
+        return Verified(
+            part,
+            known,
+            stamped.nan_to_num(0.0),
+            newest=scores[version],
+            compared=_by_stamp(stamps, compared, age=0).nan_to_num(0.0),
+            older=_by_stamp(stamps, compared, age=1),
+            exact=exact is not None or self._dtype == torch.float32,
+            unknown_share=1 - int(known.sum()) / trained if trained else 1.0,
+        )
+
+    def _score(self, part: TensorDict, number: int, newest: int) -> torch.Tensor:
+        return self._scorer.score(part, None if number == newest else number)
+
+    def _scores_in_float32(self, part: TensorDict, numbers: list[int], newest: int) -> dict[int, torch.Tensor] | None:
+        """Scores without rounding noise; None if `_score` gives the same, or the engine cannot compute them."""
+        scores: dict[int, torch.Tensor] = {}
+        for number in numbers if self._dtype != torch.float32 else ():
+            scored = self._scorer.score_in_float32(part, None if number == newest else number)
+            if scored is None:
+                return None
+            scores[number] = scored
+        return scores or None
 
     def _mask(self, part: TensorDict) -> torch.Tensor:
         """The trained tokens that one version made from beginning to end, at the trajectory's temperature. ``[T]`` bool."""
@@ -180,13 +257,6 @@ class Verifier:
             mask = mask & (part["versions"] == per_token(part, first))
         return mask
 
-    def _missing(self, found: Verified) -> tuple[float, float]:
-        """`missing_share` of the tokens whose version before is kept."""
-        both = found.known & ~found.older.isnan()
-        if not bool(both.any()):
-            return 0.0, 0.0
-        return missing_share(found.batch["rollout_logprobs"][both], found.stamped[both], found.older[both])
-
     def _is_off(self, found: Verified, off: torch.Tensor) -> bool:
         counts = sum_by_sequence(found.batch, found.known.float())
         sums = sum_by_sequence(found.batch, off)
@@ -199,7 +269,7 @@ class Verifier:
                 return True
         return False
 
-    def _describe(self, found: Verified, off: torch.Tensor, version: int, missing: float) -> str:
+    def _describe(self, found: Verified, off: torch.Tensor, version: int, missing: Missing | None = None) -> str:
         case = Case(found.batch, found.known, found.stamped, found.older, version, self.tolerance, missing)
         cause = diagnose(case, self._scorer, self._tokenizer)
         dtype = str(self._dtype).removeprefix("torch.")
@@ -210,6 +280,14 @@ class Verifier:
             f"versions, their log-probabilities differ by {float(off.sum()) / count:.4g} nats on average over {count} "
             f"tokens (tolerance {self.tolerance:g} in {dtype}). Likely cause: {cause}"
         )
+
+
+def _by_stamp(stamps: torch.Tensor, scores: dict[int, torch.Tensor], *, age: int) -> torch.Tensor:
+    """The score of each token ``[T]`` under the version ``age`` before the one that it is stamped with; NaN without it."""
+    found = torch.full(stamps.shape, torch.nan)
+    for number, scored in scores.items():
+        found = torch.where(stamps == number + age, scored, found)
+    return found
 
 
 def choose(batch: TensorDict, count: int, seed: int) -> torch.Tensor:

@@ -126,6 +126,7 @@ def verify_engine(
         VerifyConfig(every_steps=1, trajectories=questions, tolerance=tolerance),
         tokenizer,
         DTYPES[dtype],
+        confirmations=1,
     )
     found = verifier.verify(pack(rows), model.number)
     return found | {"version": float(engine.version.number), "tokens": float(sum(len(r.output_ids) for r in responses))}

@@ -183,6 +183,16 @@ class SpreadEngine(TrainEngine):
             self.load_weights(weights)
             yield
 
+    @contextlib.contextmanager
+    def in_float32(self) -> Iterator[bool]:
+        """Implements `TrainEngine.in_float32`: one process can, ranks that share the weights cannot if they round them."""
+        self._require("parameters")
+        if self.dtype == torch.float32:
+            yield True
+            return
+        with self._holder.in_float32() as exact:
+            yield exact
+
     def state_dict(self) -> dict[str, Any]:
         """See `TrainEngine.state_dict`."""
         self._require("parameters", "optimizer")

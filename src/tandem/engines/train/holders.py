@@ -148,6 +148,14 @@ class Holder(ABC):
                     parameter.copy_(before[name])
             self.publish()
 
+    @contextlib.contextmanager
+    def in_float32(self) -> Iterator[bool]:
+        """A block in which the model computes in float32 with the rounded weights that it has; yields False if it cannot.
+
+        Nothing may be trained or published inside.
+        """
+        yield False
+
     def move(self, device: torch.device | str) -> None:
         """Moves model and masters."""
         self.model.to(device)
@@ -238,6 +246,19 @@ class Replica(Holder):
     @torch.no_grad()
     def _put(self, name: str, value: torch.Tensor) -> None:
         self.held(name).copy_(value)
+
+    @contextlib.contextmanager
+    def in_float32(self) -> Iterator[bool]:
+        """All parameters become float32 copies of themselves, which is exact; the rounded ones come back afterwards."""
+        parameters = list(self.model.parameters())
+        rounded = [parameter.data for parameter in parameters]
+        try:
+            for parameter in parameters:
+                parameter.data = parameter.data.to(torch.float32)
+            yield True
+        finally:
+            for parameter, before in zip(parameters, rounded, strict=True):
+                parameter.data = before
 
     def move(self, device: torch.device | str) -> None:
         super().move(device)

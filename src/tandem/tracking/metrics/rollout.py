@@ -190,11 +190,23 @@ STALENESS: Section = {
         "Of the verified tokens, the part of the difference that goes away when the prompt is tokenised otherwise.",
         "Always 0 where servers take token ids. Above: a server reads text and cuts it into other tokens.",
     ),
+    "gap/update_sigmas": Metric(
+        "standard errors",
+        "How clearly the verified tokens show that the last update before their version arrived: above 5 it did, below −5 "
+        "it is missing, between the update is too small to be told from rounding. Verifications without a result add up.",
+        "Above 5, or near 0 if updates are tiny (`gap/undecided`). Below −5 in two results in a row ends the run.",
+    ),
+    "gap/undecided": Metric(
+        "share",
+        "1 if this verification could not tell whether the last update arrived, else 0.",
+        "Often 1 in bfloat16 with a small learning rate: digests still prove what was delivered. For more evidence raise "
+        "`rollout.verify.trajectories`.",
+    ),
     "gap/missing_update": Metric(
         "share",
-        "How much of the last update before a token's version the engine seems to lack (regression over the verified "
-        "tokens): 0 none, 1 all of it. Sees also what is smaller than numeric noise.",
-        "Near 0. Noise where updates are tiny; lastingly near 1 or above 0.5 for sure ends the run.",
+        "The part of the last update that the engine lacks (regression over the verified tokens): 0 none, 1 all of it. Only "
+        "if `gap/undecided` is 0, and the trainer can score in float32 (one process, or training in float32).",
+        "Near 0. Above 0.5 in two results in a row ends the run.",
     ),
     "gap/adapter_surviving": Metric(
         "share",

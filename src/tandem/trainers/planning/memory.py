@@ -64,7 +64,11 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
     if job.verifies:
         before = FLOAT32 * job.actor.masters + BYTES[job.actor.dtype] * job.actor.base
         copy = room.item("verify", "weights before", before / job.actor.parts)
-        add("verify", copy, *_scoring(job.actor, worst.score["actor"], room))
+        exact = (
+            FLOAT32 * (job.actor.masters + job.actor.base) if job.actor.dtype != "float32" and job.actor.parts == 1 else 0
+        )
+        in_float32 = room.item("verify", "weights in float32", exact)
+        add("verify", copy, in_float32, *_scoring(job.actor, worst.score["actor"], room))
     for model in job.models:
         if model.trained:
             add(f"update: {model.role}", *_update(model, worst.update[model.role], room))
