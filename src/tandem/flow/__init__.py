@@ -1,0 +1,1 @@
+"""What a run consists of: its models, and the stages of a step."""

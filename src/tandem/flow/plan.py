@@ -1,0 +1,254 @@
+"""From a configuration to the models of a run and the stages of a step.
+
+This is the only place that decides which models exist and which passes run, in which order. The session makes what the
+plan names, the loop runs its passes, `tandem plan` counts them, `--dry-run` and `tandem graph` show them. Making a plan
+opens no model and touches no tensor.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from tandem.algorithms.preference import PREFERENCE_LOSSES, is_paired, needs_baseline, needs_reference
+from tandem.algorithms.registry import ADVANTAGES
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
+from tandem.config.lora import LoRAConfig
+from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
+from tandem.config.roles import CriticConfig, critic_engine_config
+from tandem.config.train_engine import TrainEngineConfig
+from tandem.roles.actor import needs_proximal
+from tandem.roles.components import choose
+
+Head = Literal["lm", "scalar", "both"]
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A model of a run, in the form in which it is there."""
+
+    name: str
+    """`actor`, `critic`, `reference`, `teacher`; or `engine`, the inference engine, which generates."""
+
+    engine: TrainEngineConfig | None = None
+    """The configuration of its train engine; None for the inference engine."""
+
+    head: Head = "lm"
+    trained: bool = False
+    key: str = "actor.backend"
+    """The configuration key where its layout was written."""
+
+    mini_batches: int = 1
+    epochs: int = 1
+    base_of: str | None = None
+    """The resident with adapters whose model, without them, this one is; None if it is a model of its own."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step's call of a role.
+
+    Example: ``Stage("values", "critic", "compute_values", kind="pass", time="train", awake=("critic",))``
+    """
+
+    name: str
+    role: str
+    """The object whose method is called: a resident's role, or `rollout`, `verifier`, `publisher`, `evaluator`, `saver`."""
+
+    call: str
+    """The method, which declares the fields that it reads and adds (`tandem.api.stage`) if it takes a batch."""
+
+    kind: Literal["collect", "check", "pass", "update", "deliver", "keep"]
+    """`pass`: takes a batch and returns it with more fields. `update`: takes one, trains, and returns metrics."""
+
+    time: str
+    """The metric that it counts towards, as ``time/<time>_s``."""
+
+    awake: tuple[str, ...] = ()
+    """The residents that it needs on the devices."""
+
+    when: str = ""
+    """The steps at which it runs, in words; empty if at each."""
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The models of a run, and the stages of a step in order."""
+
+    residents: tuple[Resident, ...]
+    stages: tuple[Stage, ...]
+    greedy_baseline: bool = False
+    """Each prompt gets a greedy sample beside the others, which is compared with and not trained on."""
+
+    paired: bool = False
+    """The two sequences of a row are trained on together."""
+
+    def resident(self, name: str) -> Resident | None:
+        """The resident of this name; None if the run has none."""
+        return next((resident for resident in self.residents if resident.name == name), None)
+
+    def stage(self, name: str) -> Stage | None:
+        """The stage of this name; None if the run has none."""
+        return next((stage for stage in self.stages if stage.name == name), None)
+
+    @property
+    def passes(self) -> tuple[Stage, ...]:
+        """The stages that add fields to a batch before it is trained on."""
+        return tuple(stage for stage in self.stages if stage.kind == "pass")
+
+
+def plan(config: BaseConfig) -> RunPlan:
+    """The plan of a configuration.
+
+    Raises:
+        ConfigError: a part of the algorithm is not known, or a role is configured that nothing asks for.
+    """
+    if isinstance(config, DistillConfig):
+        return _distillation(config)
+    if isinstance(config, TrainConfig):
+        return _reinforcement(config)
+    if isinstance(config, PreferenceConfig):
+        return _preference(config)
+    if isinstance(config, SFTConfig | RewardModelConfig):
+        return _supervised(config)
+    raise ConfigError(f"there is no plan for {type(config).__name__}")
+
+
+def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunPlan:
+    actor, critic, kl = config.actor, config.critic, config.algorithm.kl
+    asked = choose(ADVANTAGES, config.algorithm.advantage, "algorithm.advantage", {"max_tokens": 1}).asked
+    values = _has_critic(config, asked)
+    residents = [_actor(config, head="both" if critic.shared else "lm")]
+    if values and not critic.shared:
+        residents.append(_critic(config))
+    if kl.coefficient > 0:
+        residents.append(_reference(config))
+    if teacher is not None:
+        residents.append(teacher)
+    names = {resident.name for resident in residents}
+    in_model = "critic" if "critic" in names else "actor"
+    updates = actor.mini_batches * actor.epochs_per_batch
+    proximal = teacher is not None or needs_proximal(config.algorithm, updates, config.gconfig.max_new_tokens)
+    refresh = config.reference.refresh_every_steps if "reference" in names else None
+    stages = [
+        Stage("generate", "rollout", "prepare_batch", "collect", "generate", ("engine",)),
+        *_verification(config),
+        *([_pass("reference", "reference", "compute_logprobs", "reference")] if "reference" in names else []),
+        *([_pass("values", "critic", "compute_values", in_model)] if values else []),
+        *([_pass("proximal", "actor", "compute_proximal", "actor")] if proximal else []),
+        *([_pass("teacher", "teacher", "compute_logprobs", "teacher")] if teacher is not None else []),
+        Stage("advantages", "actor", "compute_advantages", "pass", "train"),
+        Stage("update", "actor", "ppo_update", "update", "train", ("actor",)),
+        *([Stage("update values", "critic", "update", "update", "train", (in_model,))] if values else []),
+        *([_refresh(refresh)] if refresh else []),
+        Stage("publish", "publisher", "publish", "deliver", "update_weights", ("actor", "engine")),
+        *_keeping(config, ("engine",)),
+    ]
+    return RunPlan((*residents, Resident("engine")), tuple(stages), greedy_baseline="greedy" in asked)
+
+
+def _distillation(config: DistillConfig) -> RunPlan:
+    key, own = layout_key(config, "teacher"), config.teacher
+    engine = _frozen(config.actor, path=own.path, dtype=own.dtype, backend=own.backend)
+    return _reinforcement(training_config(config), Resident("teacher", engine, key=key))
+
+
+def _preference(config: PreferenceConfig) -> RunPlan:
+    loss = choose(PREFERENCE_LOSSES, config.loss, "loss").function
+    residents = [_actor(config), *([_reference(config)] if needs_reference(loss) else [])]
+    stages = (
+        Stage("rows", "batches", "next_batch", "collect", "train"),
+        *([_pass("reference", "learner", "compute_reference", "reference")] if needs_reference(loss) else []),
+        *([_pass("baseline", "learner", "compute_baseline", "actor")] if needs_baseline(loss) else []),
+        Stage("update", "learner", "train_preference", "update", "train", ("actor",)),
+        *_keeping(config, ("actor",)),
+    )
+    return RunPlan(tuple(residents), stages, paired=is_paired(loss))
+
+
+def _supervised(config: SFTConfig | RewardModelConfig) -> RunPlan:
+    scalar = isinstance(config, RewardModelConfig)
+    paired = isinstance(config, RewardModelConfig) and config.supervision == "pairs"
+    stages = (
+        Stage("rows", "batches", "next_batch", "collect", "train"),
+        Stage("update", "learner", "train_reward" if scalar else "train_lm", "update", "train", ("actor",)),
+        *_keeping(config, ("actor",)),
+    )
+    return RunPlan((_actor(config, head="scalar" if scalar else "lm"),), stages, paired=paired)
+
+
+def _pass(name: str, role: str, call: str, resident: str) -> Stage:
+    return Stage(name, role, call, "pass", "train", (resident,))
+
+
+def _refresh(every_steps: int) -> Stage:
+    when = f"every {every_steps} steps"
+    return Stage("refresh", "reference", "refresh_if_due", "deliver", "train", ("actor", "reference"), when)
+
+
+def _verification(config: TrainConfig) -> Iterator[Stage]:
+    every = config.rollout.verify.every_steps
+    if every is not None:
+        when = f"steps 1 and 3, then every {every}"
+        yield Stage("verify", "verifier", "verify_if_due", "check", "verify", ("actor",), when)
+
+
+def _keeping(config: BaseConfig, awake: tuple[str, ...]) -> Iterator[Stage]:
+    """What follows a step now and then."""
+    every, wish = config.evaluate.every_steps, config.checkpoint
+    if every is not None:
+        yield Stage("evaluate", "evaluator", "evaluate_if_due", "keep", "evaluate", awake, f"every {every} steps")
+    if wish.every_steps is not None or wish.at_end:
+        when = "at the end" if wish.every_steps is None else f"every {wish.every_steps} steps"
+        yield Stage("save", "saver", "after_step", "keep", "save", ("actor",), when)
+
+
+def _actor(config: BaseConfig, head: Head = "lm") -> Resident:
+    steps = config.actor.mini_batches, config.actor.epochs_per_batch
+    return Resident("actor", config.actor, head, True, mini_batches=steps[0], epochs=steps[1])
+
+
+def _has_critic(config: TrainConfig, asked: tuple[str, ...]) -> bool:
+    """True if the advantage, registered or of a file, asks for values."""
+    if "values" not in asked and config.critic != CriticConfig():
+        raise ConfigError(
+            f"critic.* is not used, because algorithm.advantage={config.algorithm.advantage.name} asks for no values; use "
+            "algorithm=ppo, or leave the critic's keys out"
+        )
+    return "values" in asked
+
+
+def _critic(config: TrainConfig) -> Resident:
+    actor, own = config.actor, config.critic
+    return Resident(
+        "critic",
+        critic_engine_config(actor, own),
+        "scalar",
+        True,
+        layout_key(config, "critic"),
+        mini_batches=own.mini_batches or actor.mini_batches,
+        epochs=own.epochs_per_batch or actor.epochs_per_batch,
+    )
+
+
+def _reference(config: TrainConfig | PreferenceConfig) -> Resident:
+    """The frozen policy: the base of an actor with adapters if `reference` says nothing else, otherwise a model."""
+    own = config.reference
+    engine = _frozen(config.actor, path=own.path, dtype=own.dtype, backend=own.backend)
+    base_of = "actor" if config.actor.lora.rank is not None and own == type(own)() else None
+    return Resident("reference", engine, key=layout_key(config, "reference"), base_of=base_of)
+
+
+def _frozen(
+    actor: TrainEngineConfig, *, path: str | None, dtype: str | None, backend: str | None
+) -> TrainEngineConfig:
+    """A model that nobody trains: what it leaves open is the actor's, but for adapters, which it never has."""
+    fields = {field.name: getattr(actor, field.name) for field in dataclasses.fields(TrainEngineConfig)}
+    own = {"path": path, "dtype": dtype, "backend": backend}
+    return TrainEngineConfig(**fields | {name: value for name, value in own.items() if value} | {"lora": LoRAConfig()})
+
+
+def layout_key(config: BaseConfig, role: str) -> str:
+    """The key that a role's layout was written at: its own, or the actor's if it follows that."""
+    return f"{role}.backend" if getattr(getattr(config, role), "backend", None) else "actor.backend"
