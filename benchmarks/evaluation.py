@@ -21,6 +21,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tandem.api.workflow import RewardFn
 from tandem.config.evaluation import EvaluationConfig, load_evaluation
 from tandem.config.experiment import TrainConfig
@@ -45,6 +47,7 @@ class Ours:
 
     def __init__(self, config: EvaluationConfig):
         self.config, self.machine, self.model = config, settle_machine(config), resolve(config.model)
+        torch.set_num_threads(self.machine.threads)
         self.tokenizer = load_tokenizer(self.model)
         found = open_questions(config)[0]
         self.spare = found.rows[-SPARE:]

@@ -33,6 +33,7 @@ from tandem.trainers.parts import (
 )
 from tandem.trainers.process import start_process
 from tandem.trainers.session import make_engine
+from tandem.trainers.start import check_start
 from tandem.trainers.summary import open_run, save_if_due
 
 HERE = Path(__file__).parent
@@ -41,10 +42,11 @@ HERE = Path(__file__).parent
 def main(overrides: list[str]) -> None:
     config = load_config(TrainConfig, HERE / "addition_grpo.yaml", overrides).config
     check_names(config)
+    rows = open_rows(config)  # `train`, and `valid`: pairs that are never trained on
+    check_start(config, rows)  # what cannot work is refused here, before there is a run folder
     process = start_process(config)  # threads, device, seeds
     if process.world_size > 1 or config.algorithm.kl.coefficient > 0:
         raise ConfigError("one process and no reference model here; run: tandem train examples/addition_grpo.yaml")
-    rows = open_rows(config)  # `train`, and `valid`: pairs that are never trained on
     steps = total_steps(config, len(rows.train))
     folder = resolve(config.actor.path)
     tokenizer = load_tokenizer(folder)

@@ -19,6 +19,7 @@ from tandem.tracking.statistics import PhaseTimer
 from tandem.trainers.parts import check_names, open_rows
 from tandem.trainers.process import start_process
 from tandem.trainers.session import evaluate_if_due, open_session
+from tandem.trainers.start import check_start
 from tandem.trainers.summary import open_run, run_id, save_if_due
 
 HERE = Path(__file__).parent
@@ -27,8 +28,9 @@ HERE = Path(__file__).parent
 def main(overrides: list[str]) -> None:
     config = load_config(TrainConfig, HERE / "gsm8k_grpo.yaml", overrides).config
     check_names(config)
-    process = start_process(config)
     rows = open_rows(config)
+    check_start(config, rows)  # what cannot work is refused here, before there is a run folder
+    process = start_process(config)
     steps = total_steps(config, len(rows.train))
 
     with ExitStack() as stack:

@@ -20,6 +20,7 @@ from tandem.tracking.statistics import PhaseTimer
 from tandem.trainers.parts import check_names, open_rows
 from tandem.trainers.process import start_process
 from tandem.trainers.session import evaluate_if_due, open_session
+from tandem.trainers.start import check_start
 from tandem.trainers.summary import open_run, run_id, save_if_due
 
 HERE = Path(__file__).parent
@@ -58,8 +59,9 @@ def main(overrides: list[str]) -> None:
     own = f"workflow={__file__}:RetryUntilCorrect"  # another `workflow=` on the command line comes later, and wins
     config = load_config(TrainConfig, HERE / "multi_turn.yaml", [own, *overrides]).config
     check_names(config)
-    process = start_process(config)
     rows = open_rows(config)
+    check_start(config, rows)  # what cannot work is refused here, before there is a run folder
+    process = start_process(config)
     steps = total_steps(config, len(rows.train))
 
     with ExitStack() as stack:

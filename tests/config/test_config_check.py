@@ -118,6 +118,24 @@ def test_steps_are_given_or_follow_from_epochs(overrides, steps):
     assert total_steps(load(*overrides), num_rows=100) == steps
 
 
+@pytest.mark.parametrize(
+    ("epochs", "words"),
+    [
+        (1, "total_train_epochs=1 (13 steps) ends the run, before total_train_steps=50"),
+        (9, "total_train_steps=50 ends the run, before total_train_epochs=9 (113 steps)"),
+        (4, "total_train_steps=50 and total_train_epochs=4 (50 steps) are the same"),
+    ],
+)
+def test_the_arithmetic_says_which_of_two_limits_ends_the_run(epochs, words):
+    text = arithmetic(load("total_train_steps=50", f"total_train_epochs={epochs}"), num_rows=100)
+    assert words in text
+
+
+def test_the_arithmetic_says_that_servers_are_no_placement():
+    text = arithmetic(load("rollout.backend=vllm:d1"), num_rows=100)
+    assert "synchronous, on servers (rollout.backend=vllm:d1)" in text and "colocate" not in text
+
+
 def test_the_arithmetic_is_told_in_words():
     text = arithmetic(load("total_train_steps=14", "actor.mini_batches=2", "gconfig.max_new_tokens=24"), num_rows=2000)
     assert "8 prompts × 8 samples = 64 sequences of at most 24 new tokens" in text

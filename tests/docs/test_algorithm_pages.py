@@ -12,6 +12,7 @@ import yaml
 
 from tandem.cli.arguments import split_arguments
 from tandem.config.coerce import without_none
+from tandem.config.coming_from import PAGE
 from tandem.config.experiment import TrainConfig
 from tandem.config.formulas import CORRECTIONS, FORMULAS, KL_FORMS
 from tandem.config.keys import all_keys, field_types
@@ -131,6 +132,12 @@ def test_the_command_of_a_page_runs(preset, model, tmp_path, monkeypatch):
     ]
     summary = train(load_config(TrainConfig, file, [*overrides, *small]))
     assert summary.steps == 1 and summary.metrics["grad_norm"] > 0
+
+
+def test_the_page_for_those_who_come_from_elsewhere_is_what_errors_are_made_from():
+    assert (DOCS / "coming_from.md").read_text() == PAGE.read_text(), (
+        "run: python -m tandem.config.coming_from > docs/coming_from.md"
+    )
 
 
 def test_our_column_for_those_who_come_from_elsewhere_has_our_keys_and_our_defaults():

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tandem.cli.main import EXIT_CONFIG, main
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.keys import all_keys, leaves
+from tests.tiny import tiny_model_folder
 
 ODD = [
     "",
@@ -55,9 +56,19 @@ ODD = [
 TRAIN = ["train_dataset.path=addition", "reward=exact_number"]
 
 
+SMALL = []
+"""A model whose configuration and tokenizer are read quickly, and a folder for runs; `small_model` fills it."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_model(tmp_path_factory):
+    tmp = tmp_path_factory.mktemp("odd")
+    SMALL[:] = [f"actor.path={tiny_model_folder(tmp)}", f"run.root={tmp / 'runs'}"]
+
+
 def dry_run(command, *items):
     """The exit code; an exception that escapes fails the test that calls this."""
-    return main([command, *items, "--dry-run"])
+    return main([command, *SMALL, *items, "--dry-run"])
 
 
 def fits(items, run_capsys):

@@ -73,8 +73,8 @@ def test_a_dry_run_of_fine_tuning_says_what_a_step_is_and_makes_nothing(model, t
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_dry_run_needs_neither_the_ranks_nor_the_model_that_the_run_will_have(tmp_path):
-    items = ["actor.path=nobody/nothing", "actor.backend=fsdp:d4", "train_dataset.path=addition"]
+def test_a_dry_run_starts_none_of_the_ranks_that_the_run_will_have(model, tmp_path):
+    items = [f"actor.path={model}", "actor.backend=fsdp:d4", "device=cpu", "train_dataset.path=addition"]
     done = subprocess.run(
         [sys.executable, "-m", "tandem", "sft", *items, f"run.root={tmp_path / 'runs'}", "total_train_steps=5", "--dry-run"],
         capture_output=True,

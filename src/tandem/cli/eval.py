@@ -122,10 +122,12 @@ def interrupted(arguments: argparse.Namespace) -> str:
 def run(arguments: argparse.Namespace) -> int:
     """`tandem eval`."""
     resolved = resolve(arguments)
+    from tandem.trainers.evaluation.run import evaluate_model, try_evaluation  # noqa: PLC0415 — imports torch
+
     if arguments.dry_run:
+        try_evaluation(resolved.config)
         print(describe(resolved))
         return 0
-    from tandem.trainers.evaluation.run import evaluate_model  # noqa: PLC0415 — imports torch
 
     with contextlib.redirect_stdout(sys.stderr) if arguments.json else contextlib.nullcontext():
         finished = evaluate_model(resolved)

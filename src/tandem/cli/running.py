@@ -73,7 +73,7 @@ def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Ca
     starts_ranks = (ranks > 1 or config.recover.max_restarts > 0) and not is_rank() and not arguments.dry_run
     options: dict[str, Any] = {"override": True} if arguments.override else {}
     options |= {"until": arguments.until} if arguments.until else {}
-    if is_main and not arguments.dry_run:
+    if is_main:
         going = may_go_on(config, override=arguments.override)(folder)
         if going is not None and not starts_ranks and not is_held(folder):  # or it is refused in a moment
             print(going.describe(), file=sys.stderr)

@@ -42,24 +42,43 @@ def stalled_after_s(config: BaseConfig) -> float | None:
 
 def total_steps(config: BaseConfig, num_rows: int) -> int:
     """Training steps of the run: `total_train_steps`, or those of `total_train_epochs`; the smaller where both are set."""
-    batch_size = config.rollout.batch_size if isinstance(config, TrainConfig) else getattr(config, "batch_size", 1)
-    epochs = config.total_train_epochs
-    if epochs is None and config.total_train_steps is not None:
+    if config.total_train_epochs is None and config.total_train_steps is not None:
         return config.total_train_steps
-    by_epochs = math.ceil((epochs or 1) * num_rows / batch_size)
+    by_epochs = _steps_of_epochs(config, num_rows)
     return by_epochs if config.total_train_steps is None else min(by_epochs, config.total_train_steps)
+
+
+def first_limit(config: BaseConfig, num_rows: int) -> str:
+    """Which of `total_train_steps` and `total_train_epochs` ends the run, in words; empty where only one is set."""
+    steps, epochs = config.total_train_steps, config.total_train_epochs
+    if steps is None or epochs is None:
+        return ""
+    by_epochs = _steps_of_epochs(config, num_rows)
+    first, other = f"total_train_steps={steps}", f"total_train_epochs={epochs} ({_many(by_epochs, 'step')})"
+    if by_epochs < steps:
+        first, other = other, first
+    return f"{first} ends the run, before {other}" if by_epochs != steps else f"{first} and {other} are the same"
+
+
+def _steps_of_epochs(config: BaseConfig, num_rows: int) -> int:
+    return math.ceil((config.total_train_epochs or 1) * num_rows / _batch_size(config))
+
+
+def _batch_size(config: BaseConfig) -> int:
+    return config.rollout.batch_size if isinstance(config, TrainConfig) else getattr(config, "batch_size", 1)
 
 
 def arithmetic(config: BaseConfig, num_rows: int) -> str:
     """Prompts × samples, mini-batches, micro-batches, optimizer steps, steps, epochs. ``num_rows``: rows in one epoch."""
     steps = total_steps(config, num_rows)
     lines = _step(config) if isinstance(config, TrainConfig) else _supervised(config)
-    batch_size = config.rollout.batch_size if isinstance(config, TrainConfig) else getattr(config, "batch_size", 1)
+    batch_size, limit = _batch_size(config), first_limit(config, num_rows)
     per_epoch = num_rows / batch_size
     lines += [
         f"Epoch: {num_rows} rows ÷ {batch_size} = {per_epoch:g} steps." if per_epoch == int(per_epoch)
         else f"Epoch: {num_rows} rows ÷ {batch_size} = {per_epoch:.2f} steps; a step may span two epochs.",
-        f"Run: {_many(steps, 'step')}, {steps * batch_size} rows, {steps * batch_size / max(1, num_rows):.2f} epochs.",
+        f"Run: {_many(steps, 'step')}, {steps * batch_size} rows, {steps * batch_size / max(1, num_rows):.2f} epochs"
+        + (f"; {limit}." if limit else "."),
     ]  # fmt: skip
     return "\n".join(lines)
 
@@ -89,8 +108,14 @@ def _step(config: TrainConfig) -> list[str]:
         f"{actor.epochs_per_batch} pass{'' if actor.epochs_per_batch == 1 else 'es'} = {_many(updates, 'optimizer step')}.",
         f"Micro-batches: at most {budget} tokens each; a mini-batch has at most {completion_tokens} completion tokens, "
         f"so about {_micro_batches(completion_tokens, budget)} when all answers are that long, plus what the prompts take.",
-        f"Generation: {how}, {placement(config)}.",
+        f"Generation: {how}, {_where(config)}.",
     ]
+
+
+def _where(config: TrainConfig) -> str:
+    """Where samples come from: the placement of the one embedded engine, or servers, which are processes of their own."""
+    backend = config.rollout.backend
+    return placement(config) if backend == "embedded" else f"on servers (rollout.backend={backend})"
 
 
 def _supervised(config: BaseConfig) -> list[str]:

@@ -16,6 +16,7 @@ from tandem.config.delivery import delivery_problems
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import fleet_problems
+from tandem.config.generation import truncations
 from tandem.config.keys import leaves
 from tandem.config.knobs import CHOICES, GROUP_RELATIVE
 from tandem.config.limits import LIMITS
@@ -205,6 +206,12 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
             f"rollout.max_head_offpolicyness={eta} contradicts async_training=false, which means 0; "
             "set async_training=true, or leave rollout.max_head_offpolicyness out"
         )
+    if config.async_training and eta == 0:
+        yield (
+            "rollout.max_head_offpolicyness=0 contradicts async_training=true: with 0 versions between them, generation and "
+            "training take turns. Set async_training=false (and placement=decoupled, if the engine shall have a process of "
+            "its own), or a bound of at least 1, or leave rollout.max_head_offpolicyness out"
+        )
     if config.async_training and config.deterministic:
         yield "deterministic=true contradicts async_training=true: arrival order would decide; set one of them to false"
     if config.async_training and config.placement == "colocate":
@@ -323,9 +330,7 @@ def _correction(config: TrainConfig, written: Container[str]) -> Iterator[str]:
 
 def _sampling(config: TrainConfig) -> Iterator[str]:
     sampling = config.gconfig
-    truncated = [f"gconfig.top_p={sampling.top_p:g}"] if sampling.top_p < 1 else []
-    truncated += [f"gconfig.top_k={sampling.top_k}"] if sampling.top_k > 0 else []
-    truncated += [f"gconfig.min_new_tokens={sampling.min_new_tokens}"] if sampling.min_new_tokens > 0 else []
+    truncated = truncations(sampling)
     if truncated and not config.algorithm.allow_truncated_sampling:
         yield (
             f"{' and '.join(truncated)} draws from a truncated distribution, not the one trained on; "

@@ -60,10 +60,10 @@ class BaseConfig:
     """Where tensors live; auto takes a GPU when there is one."""
 
     total_train_steps: int | None = None
-    """Batches to train on; null trains for `total_train_epochs`."""
+    """Number of training steps; null trains for `total_train_epochs`. If both are set, the run ends at the smaller one."""
 
     total_train_epochs: int | None = None
-    """Passes over the data set; null with `total_train_steps` unset means 1."""
+    """Number of passes over the training data; null, without `total_train_steps`, means 1."""
 
     train_dataset: DatasetConfig = field(default_factory=DatasetConfig)
     """Training rows."""
@@ -101,7 +101,9 @@ class TrainConfig(BaseConfig):
     """Generate while training, within the staleness bound."""
 
     placement: Literal["colocate", "decoupled"] | None = None
-    """Generation and training share the devices in turns, or have their own; null follows `async_training`."""
+    """`colocate`: generation and training take turns on the same devices; `decoupled`: the engine is a process of its own.
+    null: `decoupled` if `async_training` is true, else `colocate`. For the embedded engine; servers are always processes of
+    their own."""
 
     workflow: str = "rlvr"
     """Registered workflow, or `my_file.py:ClassOrFunction`; see docs/writing_a_workflow.md."""

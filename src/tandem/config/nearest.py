@@ -4,21 +4,15 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 OTHER_WORDS = {
-    "learning_rate": "lr",
     "model": "actor.path",
     "model_path": "actor.path",
     "max_tokens": "max_new_tokens",
-    "max_completion_length": "max_new_tokens",
-    "num_generations": "n_samples",
-    "group_size": "n_samples",
     "max_staleness": "max_head_offpolicyness",
     "epochs": "total_train_epochs",
     "steps": "total_train_steps",
     "dataset": "train_dataset.path",
-    "kl_coef": "algorithm.kl.coefficient",
-    "beta": "algorithm.kl.coefficient",
 }
-"""What other systems call it → our key, or its last part."""
+"""A usual word for it → our key, or its last part. Names of other systems are in `coming_from.md`."""
 
 
 def nearest_names(name: str, names: Iterable[str]) -> str:

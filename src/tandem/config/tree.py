@@ -6,6 +6,7 @@ from typing import Any, get_args, get_origin
 
 from tandem.config.algorithm import Component, Knob
 from tandem.config.coerce import coerce, expected
+from tandem.config.coming_from import hint
 from tandem.config.errors import ConfigError
 from tandem.config.keys import all_keys, field_types, section
 from tandem.config.nearest import nearest_keys
@@ -89,6 +90,9 @@ def _assign(kind: Any, tree: Tree, path: tuple[str, ...], value: Any, place: _Pl
 def _unknown(place: _Place, rest: tuple[str, ...], value: Any) -> ConfigError:
     wanted = ".".join((*place.prefix, *rest))
     keys = list(all_keys(place.draft.cls))
+    foreign = hint(wanted, keys)
+    if foreign:
+        return ConfigError(f"unknown key {wanted}={plain(value)} ({place.source}): {foreign}")
     close = nearest_keys(wanted, keys) or nearest_keys(place.key, keys)
     text = f"unknown key {wanted}={plain(value)} ({place.source})"
     if close:

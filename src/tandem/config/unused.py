@@ -12,6 +12,7 @@ from tandem.config.arithmetic import max_head_offpolicyness
 from tandem.config.data import DatasetConfig, ValidDatasetConfig, is_procedural
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import kinds_of
+from tandem.config.generation import truncations
 from tandem.config.keys import leaves
 from tandem.config.preference import (
     REFERENCE_FREE,
@@ -202,6 +203,12 @@ REINFORCEMENT = (
         ("curriculum.target", "curriculum.width", "curriculum.floor", "curriculum.memory"),
         lambda config, _: config.curriculum.round_rows is None,
         "because curriculum.round_rows is null: set it, for example to 500, or leave this key out",
+    ),
+    Unused(
+        ("algorithm.allow_truncated_sampling",),
+        lambda config, _: not truncations(config.gconfig),
+        "because nothing is truncated: set gconfig.top_p, gconfig.top_k or gconfig.min_new_tokens, or leave it out",
+        choice="gconfig.top_p",
     ),
     Unused(
         ("gconfig.train_first_token",),

@@ -56,6 +56,19 @@ def resolve(path: str | os.PathLike[str]) -> Path:
     Raises:
         ConfigError: nothing there, a folder without config or weights, or a download that failed; says what to do.
     """
+    return _find(path, weights=True)
+
+
+def describing(path: str | os.PathLike[str]) -> Path:
+    """The same folder with the configuration and the tokenizer; of a hub name no weights are downloaded for it.
+
+    Raises:
+        ConfigError: as `resolve`.
+    """
+    return _find(path, weights=False)
+
+
+def _find(path: str | os.PathLike[str], *, weights: bool) -> Path:
     name = os.fspath(path)
     if name in BUILT_IN and not Path(name).is_dir():
         return built_in(name)
@@ -69,7 +82,7 @@ def resolve(path: str | os.PathLike[str]) -> Path:
     if exists:
         raise ConfigError(f"model path {name!r} is a file; give the folder that holds config.json and the weights")
     if _HUB_NAME.fullmatch(name):
-        return _from_hub(name)
+        return _from_hub(name, weights)
     close = difflib.get_close_matches(name, BUILT_IN, 1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     raise ConfigError(
@@ -132,13 +145,15 @@ def _checked(folder: Path) -> Path:
     return folder
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, weights: bool) -> Path:
     from huggingface_hub import snapshot_download  # noqa: PLC0415 - only for hub names
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
 
     try:
         # of the weights only those that transformers loads: many repositories hold them a second time, consolidated
         folder = Path(snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=["*/*"]))
+        if not weights:
+            return folder
         snapshot_download(name, allow_patterns=weight_files(folder), ignore_patterns=["*/*"])
         return _checked(folder)
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:

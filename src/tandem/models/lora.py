@@ -8,7 +8,7 @@ that is filled layer by layer on every rank has no common state of.) What is sav
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -64,6 +64,27 @@ class Drawn:
         return torch.empty(self.shape).uniform_(-bound, bound, generator=generator)[part]
 
 
+def targets(lora: LoRAConfig, module: str) -> list[str]:
+    """Which of ``lora.target_modules`` name this matrix of a layer, such as ``self_attn.q_proj``."""
+    return [name for name in lora.target_modules if name == ALL_LINEAR or f".{module}".endswith(f".{name}")]
+
+
+def refuse_unknown_targets(lora: LoRAConfig, modules: Iterable[str]) -> None:
+    """Passes if each of ``lora.target_modules`` names one of ``modules``, the matrices of a layer.
+
+    Raises:
+        ConfigError: one does not; says which matrices there are.
+    """
+    there = sorted(modules)
+    named = {name for module in there for name in targets(lora, module)}
+    for name in lora.target_modules:
+        if name not in named:
+            raise ConfigError(
+                f"lora.target_modules has {name!r}, which no matrix of this model's layers ends with; there are "
+                f"{', '.join(there)}, and {ALL_LINEAR}"
+            )
+
+
 def put_adapters(packed: PackedModel, lora: LoRAConfig, dtype: torch.dtype, seed: int) -> dict[str, Drawn]:
     """Freezes a model, whose weights then have ``dtype``, and puts adapters beside its matrices; returns the first values of
     every A by its name in ``packed``. Where the model has memory, they are in place.
@@ -77,23 +98,16 @@ def put_adapters(packed: PackedModel, lora: LoRAConfig, dtype: torch.dtype, seed
         trained = name in HEADS
         parameter.requires_grad_(trained)
         parameter.data = parameter.data.to(torch.float32 if trained else dtype)
-    found, seen = set(), set()
+    seen = set()
     for layer in packed.model.model.layers:
         for path, module in list(layer.named_modules()):
             if not isinstance(module, nn.Linear):
                 continue
             seen.add(path)
-            wanted = [name for name in lora.target_modules if name == ALL_LINEAR or f".{path}".endswith(f".{name}")]
-            if wanted:
-                found.update(wanted)
+            if targets(lora, path):
                 parent, _, name = path.rpartition(".")
                 setattr(layer.get_submodule(parent), name, LoRALinear(module, lora))
-    unknown = [name for name in lora.target_modules if name not in found]
-    if unknown:
-        raise ConfigError(
-            f"lora.target_modules has {unknown[0]!r}, which no matrix of this model's layers ends with; there are "
-            f"{', '.join(sorted(seen))}, and {ALL_LINEAR}"
-        )
+    refuse_unknown_targets(lora, seen)
     drawn = {n: Drawn(n, p.shape, seed) for n, p in packed.named_parameters() if n.endswith(f".{A}")}
     with torch.no_grad():
         for name, values in drawn.items():

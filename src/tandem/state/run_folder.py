@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import IO, Any, Literal, Self
 
 from tandem.config.errors import ConfigError
-from tandem.state.existing import last_metrics, run_info, times_resumed
+from tandem.state.existing import is_held, last_metrics, run_info, times_resumed
 from tandem.state.machine import git_commit, machine, versions
 from tandem.state.names import check_name
 from tandem.state.resuming import Examine, Going, RunFolderTaken, refuse_existing
@@ -112,11 +112,12 @@ class RunFolder:
             ConfigError: a name that is not a folder's, a root that cannot be written, or what ``examine`` refuses.
         """
         path = run_path(root, experiment, trial)
+        refuse_unwritable(root, path)
         try:
             path.mkdir(parents=True, exist_ok=True)
             lock = take_lock(path)
         except OSError as error:
-            raise ConfigError(f"run.root={root} cannot hold the run folder {path}: {error.strerror or error}") from error
+            raise _unwritable(root, path, error) from error
         try:
             going = examine(path)
             info = _info(experiment, trial, seed, command)
@@ -137,6 +138,19 @@ class RunFolder:
                 raise ConfigError(f"the run folder {path} cannot be written: {error}; {words}") from error
             raise
         return run
+
+    @staticmethod
+    def check(root: str | Path, experiment: str, trial: str, examine: Examine) -> None:
+        """Passes if `open` would take the folder; writes nothing.
+
+        Raises:
+            ConfigError: as `open`.
+        """
+        path = run_path(root, experiment, trial)
+        refuse_unwritable(root, path)
+        if is_held(path):
+            raise _in_use(path, (path / ".lock").read_text(encoding="utf-8"))
+        examine(path)
 
     @property
     def id(self) -> str:
@@ -266,6 +280,38 @@ def _flock(lock: IO[str]) -> None:
             time.sleep(0.02)
 
 
+def refuse_unwritable(root: str | Path, path: Path) -> None:
+    """Passes if the folder is there and can be written to, or can be made.
+
+    Raises:
+        ConfigError: it cannot; says why.
+    """
+    try:
+        require_writable(path)
+    except OSError as error:
+        raise _unwritable(root, path, error) from error
+
+
+def require_writable(folder: Path) -> None:
+    """Passes if a folder is there and can be written to, or can be made; raises `OSError` as making it would."""
+    there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+
+def _unwritable(root: str | Path, path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"run.root={root} cannot hold the run folder {path}: {error.strerror or error}")
+
+
+def _in_use(folder: Path, holder: str) -> RunFolderInUse:
+    who = holder.strip() or "a process that has just started"
+    return RunFolderInUse(
+        f"{folder} is being written by another run: {who}. Wait for it, stop it, or choose another trial_name."
+    )
+
+
 def take_lock(folder: Path) -> IO[str]:
     """The lock of a run folder, held until it is closed; it dies with its process, so a killed run leaves none behind.
 
@@ -277,13 +323,11 @@ def take_lock(folder: Path) -> IO[str]:
         _flock(lock)
     except OSError as error:
         lock.seek(0)
-        holder = lock.read().strip() or "a process that has just started"
+        holder = lock.read()
         lock.close()
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             raise
-        raise RunFolderInUse(
-            f"{folder} is being written by another run: {holder}. Wait for it, stop it, or choose another trial_name."
-        ) from None
+        raise _in_use(folder, holder) from None
     lock.truncate(0)
     lock.write(f"process {os.getpid()} on {socket.gethostname()} since {now()}\n")
     lock.flush()

@@ -14,7 +14,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.roles import CriticConfig, critic_engine_config
 from tandem.engines.train.build import Head, build_train_engine
-from tandem.models.catalog import resolve
+from tandem.models.catalog import describing
 from tandem.models.tokenizer import load_tokenizer, save_classifier_tokenizer
 from tandem.roles.components import choose
 from tandem.roles.critic import Critic, SharedCritic
@@ -79,7 +79,7 @@ def check_same_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
     Raises:
         ConfigError: names a token that differs.
     """
-    theirs = load_tokenizer(resolve(path)).get_vocab()
+    theirs = load_tokenizer(describing(path)).get_vocab()
     for token, number in tokenizer.get_vocab().items():
         if theirs.get(token) != number:
             raise ConfigError(

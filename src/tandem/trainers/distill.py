@@ -4,7 +4,6 @@ The loop is that of `tandem train`; only the advantages come from the teacher in
 """
 
 from dataclasses import replace
-from pathlib import Path
 from typing import cast
 
 from transformers import PreTrainedTokenizerBase
@@ -14,7 +13,7 @@ from tandem.config.load import Resolved
 from tandem.config.lora import LoRAConfig
 from tandem.config.preference import DistillConfig, training_config
 from tandem.engines.train.build import build_train_engine
-from tandem.models.catalog import resolve
+from tandem.models.catalog import describing
 from tandem.models.tokenizer import load_tokenizer
 from tandem.roles.actor import Actor
 from tandem.roles.teacher import Student, Teacher
@@ -22,6 +21,7 @@ from tandem.trainers.parts import backend_key
 from tandem.trainers.process import Process
 from tandem.trainers.rl import run_session
 from tandem.trainers.session import Session
+from tandem.trainers.start import Model
 from tandem.trainers.summary import Summary
 
 
@@ -41,10 +41,10 @@ def train(
         return replace(session, actor=cast(Actor, student))  # it has the stages that the loop calls
 
     options = {"dry_run": dry_run, "override": override, "until": until}
-    return run_session(resolved, training_config(config), **options, changed=taught)
+    return run_session(resolved, training_config(config), **options, changed=taught, others=[teacher_model(config)])
 
 
-def make_teacher(config: DistillConfig, device: str) -> Teacher:
+def teacher_model(config: DistillConfig) -> Model:
     """The frozen teacher, held as the actor is, unless `teacher` says otherwise."""
     frozen = replace(
         config.actor,
@@ -53,8 +53,13 @@ def make_teacher(config: DistillConfig, device: str) -> Teacher:
         lora=LoRAConfig(),
         backend=config.teacher.backend or config.actor.backend,
     )
-    key = backend_key(config, "teacher")
-    return Teacher(build_train_engine(frozen, total_steps=0, device=device, key=key))
+    return Model(frozen, key=backend_key(config, "teacher"))
+
+
+def make_teacher(config: DistillConfig, device: str) -> Teacher:
+    """The teacher with its model."""
+    frozen, head, key = teacher_model(config)
+    return Teacher(build_train_engine(frozen, total_steps=0, device=device, head=head, key=key))
 
 
 def check_teacher(config: DistillConfig) -> None:
@@ -64,7 +69,7 @@ def check_teacher(config: DistillConfig) -> None:
         ConfigError: another tokenizer; names both models and what differs.
     """
     names = (config.actor.path, str(config.teacher.path))
-    student, teacher = (load_tokenizer(Path(resolve(name))) for name in names)
+    student, teacher = (load_tokenizer(describing(name)) for name in names)
     difference = vocabulary_difference(student, teacher)
     if difference:
         raise ConfigError(

@@ -15,9 +15,10 @@ from tandem.data.examples import Reader, judged, pairs
 from tandem.roles.components import Choice, choose
 from tandem.roles.preference import PreferenceLearner
 from tandem.roles.reference import Reference
-from tandem.trainers.parts import frozen_policy
+from tandem.trainers.parts import backend_key, frozen_policy, reference_config
 from tandem.trainers.process import Process
 from tandem.trainers.sft import chat_encoder
+from tandem.trainers.start import Model
 from tandem.trainers.summary import Summary
 from tandem.trainers.supervised import Encoder, Recipe, Sequences, Stages, train_on_rows
 
@@ -98,5 +99,8 @@ def train(
     resolved: Resolved[PreferenceConfig], *, dry_run: bool = False, override: bool = False, until: int | None = None
 ) -> Summary:
     """Runs preference learning; ``dry_run`` says what it would do."""
-    recipe = Recipe(reader=reader_of(resolved.config), encoder=make_encoder, stages=_stages)
+    config = resolved.config
+    frozen = [Model(reference_config(config), key=backend_key(config, "reference"))]
+    compares = needs_reference(make_loss(config).function)
+    recipe = Recipe(reader_of(config), make_encoder, _stages, frozen=frozen if compares else ())
     return train_on_rows(resolved, recipe, dry_run=dry_run, override=override, until=until)

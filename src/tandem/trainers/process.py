@@ -52,16 +52,44 @@ def training_threads(config: BaseConfig, threads: int) -> int:
     return max(1, threads - generating)
 
 
+def uses_gpu(device: str) -> bool:
+    """Whether `device`, which is `auto`, `cpu` or `cuda`, stands for a GPU here.
+
+    Raises:
+        ConfigError: `cuda` where there is none.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda, but torch sees no GPU here; use device=cpu, or install a CUDA build of torch")
+    return device != "cpu" and torch.cuda.is_available()
+
+
+def choose_device(config: BaseConfig) -> str:
+    """`cpu`, or this rank's GPU.
+
+    Raises:
+        ConfigError: `device=cuda` without a GPU, or more ranks on this machine than it has GPUs.
+    """
+    if not uses_gpu(config.device):
+        return "cpu"
+    ranks, there = parse_layout(config.actor.backend).ranks, torch.cuda.device_count()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if here > there:
+        raise ConfigError(
+            f"actor.backend={config.actor.backend} has {here} ranks on this machine, each with a GPU of its own, and torch "
+            f"sees {there}; use fewer ranks, or device=cpu"
+        )
+    return f"cuda:{int(os.environ.get('LOCAL_RANK', 0))}"
+
+
 def start_process(config: BaseConfig) -> Process:
     """Sets threads, seeds, the allocator and the process group (when started as one of several ranks).
 
     Raises:
-        ConfigError: `device=cuda` without a GPU, `actor.backend` names another number of ranks than were started, or
-            nobody is there to start them again.
+        ConfigError: see `choose_device`; or `actor.backend` names another number of ranks than were started, or nobody is
+            there to start them again.
     """
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device=cuda, but torch sees no GPU here; use device=cpu, or install a CUDA build of torch")
-    cuda = torch.cuda.is_available() if config.device == "auto" else config.device == "cuda"
+    device = choose_device(config)
+    cuda = device != "cpu"
     world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     wanted = parse_layout(config.actor.backend).ranks
     if wanted != world_size:
@@ -75,7 +103,6 @@ def start_process(config: BaseConfig) -> Process:
             "train, sft …); leave it out, and give it to whoever starts them: torchrun --max-restarts"
         )
     follow_launcher(lambda: {**activity(), "spins": cuda})
-    device = _gpu() if cuda else "cpu"
     if cuda:
         torch.cuda.set_device(device)
     if world_size > 1 and not torch.distributed.is_initialized():
@@ -99,14 +126,3 @@ def start_process(config: BaseConfig) -> Process:
     torch.manual_seed(config.seed)
     torch.use_deterministic_algorithms(config.deterministic)
     return Process(device, threads, rank, world_size, shared_threads=max(threads, min(cores, threads * ranks_here)))
-
-
-def _gpu() -> str:
-    """This rank's GPU."""
-    number = int(os.environ.get("LOCAL_RANK", 0))
-    if number >= torch.cuda.device_count():
-        raise ConfigError(
-            f"rank {number} of this machine has no GPU of its own: torch sees {torch.cuda.device_count()}; use fewer ranks "
-            "in actor.backend, or device=cpu"
-        )
-    return f"cuda:{number}"

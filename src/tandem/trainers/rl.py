@@ -5,7 +5,7 @@ Consumes rows of the loader; produces a Hugging Face folder and a run folder. A 
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,8 @@ from tandem.trainers.process import Process, start_process
 from tandem.trainers.recovery import Recovery, recovery_of_session
 from tandem.trainers.saving import Saving
 from tandem.trainers.session import Session, evaluate_if_due, open_session
-from tandem.trainers.summary import Summary, announce, ended, open_run, run_id, telling_step
+from tandem.trainers.start import Model, check_start, fetch_weights
+from tandem.trainers.summary import Summary, announce, check_run_folder, ended, open_run, run_id, tell_limit, telling_step
 from tandem.trainers.weight_record import weight_record
 
 
@@ -53,13 +54,20 @@ def run_session(
     override: bool = False,
     until: int | None = None,
     changed: Callable[[Session, Process], Session] = lambda session, _: session,
+    others: Sequence[Model] = (),
 ) -> Summary:
-    """Opens the run of ``resolved`` and trains as ``config`` says; ``changed`` makes the session that the loop gets."""
+    """Opens the run of ``resolved`` and trains as ``config`` says; ``changed`` makes the session that the loop gets.
+    ``others``: the models that it opens for that."""
     check_names(config)
     rows = open_rows(config)
+    models = check_start(config, rows, others)
     if dry_run:
+        check_run_folder(resolved.config, may_go_on(resolved.config, override=override))
         return announce(resolved, config, len(rows.train))
     process = start_process(config)
+    if process.is_main:
+        tell_limit(config, len(rows.train))
+    fetch_weights(models)
     steps = total_steps(config, len(rows.train))
     last = min(steps, until or steps)
     with contextlib.ExitStack() as stack:

@@ -31,7 +31,6 @@ from tandem.trainers.evaluation import evaluate, evaluation_gconfig, evaluation_
 from tandem.trainers.meter import EngineMeter
 from tandem.trainers.parts import (
     Rows,
-    check_rows,
     frozen_policy,
     make_loader,
     make_reward,
@@ -106,8 +105,6 @@ def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, 
         with together():
             reward = make_reward(config)
             stack.callback(reward.close)
-            check_rows(reward, rows.train.rows)
-            check_rows(reward, rows.valid)
             loader = make_loader(config, rows)
             rollout = make_rollout(config, engine, loader)
             stack.callback(rollout.close)

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from tandem.api.collective import from_main, together
 from tandem.api.failures import UserCodeFailed
-from tandem.config.arithmetic import arithmetic, is_save_due
+from tandem.config.arithmetic import arithmetic, first_limit, is_save_due
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.load import Resolved, describe, plain_data, to_yaml
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
@@ -61,6 +61,13 @@ COMMANDS: dict[type[BaseConfig], str] = {
 """Whose configuration it is; `run.json` says so, for `tandem continue`."""
 
 
+def tell_limit(config: BaseConfig, num_rows: int) -> None:
+    """Says which limit ends the run where both are set; the dry run says so in its arithmetic."""
+    limit = first_limit(config, num_rows)
+    if limit:
+        log.warning("%s", limit)
+
+
 def open_run(
     config: BaseConfig,
     process: Process,
@@ -90,6 +97,15 @@ def open_run(
                 Tracker(run.path, config.tracking, total_steps=steps, run_name=name, config_dict=plain_data(config))
             )
     return run, tracker
+
+
+def check_run_folder(config: BaseConfig, examine: Examine) -> None:
+    """Passes if `open_run` would take the run folder; writes nothing.
+
+    Raises:
+        ConfigError: as `open_run`.
+    """
+    RunFolder.check(config.run.root, config.experiment_name, config.trial_name, examine)
 
 
 def ended(summary: Summary, run: RunFolder | None, steps: int) -> Summary:

@@ -6,7 +6,7 @@ Consumes rows; produces a Hugging Face folder and a run folder. A step is: rows 
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ from tandem.data.examples import Reader
 from tandem.data.loader import Loader
 from tandem.engines.train.build import build_train_engine
 from tandem.engines.train.spread import Head
-from tandem.models.catalog import resolve
+from tandem.models.catalog import describing
 from tandem.models.tokenizer import check_chat_template, load_tokenizer, save_classifier_tokenizer
 from tandem.state.resuming import may_go_on
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
@@ -36,10 +36,11 @@ from tandem.tracking.tracker import Tracker
 from tandem.trainers.evaluation import is_due
 from tandem.trainers.oversight import Oversight
 from tandem.trainers.parts import Rows, check_sinks, validation_config
-from tandem.trainers.process import Process, start_process
+from tandem.trainers.process import Process, choose_device, start_process
 from tandem.trainers.recovery import Progress, Recovery, parts_of_rows
 from tandem.trainers.saving import Saving
-from tandem.trainers.summary import Summary, announce, ended, open_run, telling_step
+from tandem.trainers.start import Model, check_models, fetch_weights
+from tandem.trainers.summary import Summary, announce, check_run_folder, ended, open_run, tell_limit, telling_step
 from tandem.trainers.weight_record import weight_record
 
 log = logging.getLogger(__name__)
@@ -85,12 +86,16 @@ class Recipe:
     """From the engine, the configuration and this process."""
 
     head: Head = "lm"
+    frozen: Sequence[Model] = ()
+    """Models beside the one that is trained."""
 
 
 class BatchMaker:
     """Draws rows until a batch is full; rows that cannot be trained on are counted by reason, never silently lost."""
 
-    def __init__(self, loader: Loader, encoder: Encoder, batch_size: int):
+    def __init__(self, loader: Loader, encoder: Encoder, batch_size: int, *, quiet: bool = False):
+        """``quiet``: rows are dropped without a word, for a batch that is only tried."""
+        self.quiet = quiet
         self.loader, self.encoder, self.batch_size = loader, encoder, batch_size
         self.dropped: Counter[str] = Counter()
 
@@ -134,6 +139,7 @@ class BatchMaker:
             return [self.encoder.encode(row)]
         except DataFailure as failure:
             level = logging.INFO if self.dropped[failure.reason] else logging.WARNING
+            level = logging.DEBUG if self.quiet else level
             self.dropped[failure.reason] += 1
             log.log(level, "row dropped: %s: %s (counted as rows/dropped/%s)", row.get("where"), failure, failure.reason)
             return []
@@ -174,11 +180,15 @@ def train_on_rows(
     rows = open_examples(config, recipe.reader)
     steps = total_steps(config, len(rows.train))
     last = min(steps, until or steps)
+    models = [Model(config.actor, recipe.head), *recipe.frozen]
+    tokenizer = check_examples(config, recipe, rows, steps, models)
     if dry_run:
+        check_run_folder(config, may_go_on(config, override=override))
         return announce(resolved, config, len(rows.train))
     process = start_process(config)
-    tokenizer = load_tokenizer(resolve(config.actor.path))
-    check_chat_template(tokenizer)
+    if process.is_main:
+        tell_limit(config, len(rows.train))
+    fetch_weights(models)
     with contextlib.ExitStack() as stack:
         examine = may_go_on(config, override=override)
         run, tracker = open_run(config, process, stack, steps=steps, examine=examine)
@@ -198,6 +208,24 @@ def train_on_rows(
         stack.enter_context(saving)
         summary = loop(config, Parts(batches, stages), run, tracker, rows, steps, last, recovery, saving, oversight)
         return ended(summary, run, steps)
+
+
+def check_examples(config: Any, recipe: Recipe, rows: Rows, steps: int, models: Sequence[Model]) -> PreTrainedTokenizerBase:
+    """Passes if a run can start on this machine; returns the tokenizer. Of a model on the hub no weights are downloaded.
+
+    Raises:
+        ConfigError: anything about the device, the models, or rows of which too few can be used.
+    """
+    device = choose_device(config)
+    tokenizer = load_tokenizer(describing(config.actor.path))
+    check_chat_template(tokenizer)
+    check_models(models, device)
+    loader = Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
+    batches = BatchMaker(loader, recipe.encoder(tokenizer, config), config.batch_size, quiet=True)
+    batches.next_batch()
+    if is_due(config.evaluate.every_steps, 0, steps):
+        validation_batches(batches).all_of(rows.valid)
+    return tokenizer
 
 
 @dataclass(frozen=True)
@@ -258,7 +286,7 @@ def loop(
 
 def validation_batches(batches: BatchMaker) -> BatchMaker:
     """A maker with counts of its own: what validation drops is not counted as training rows."""
-    return BatchMaker(batches.loader, batches.encoder, batches.batch_size)
+    return BatchMaker(batches.loader, batches.encoder, batches.batch_size, quiet=batches.quiet)
 
 
 def examined(stages: Stages, valid: TensorDict) -> dict[str, float]:

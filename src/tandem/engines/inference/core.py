@@ -14,11 +14,10 @@ from tandem.api.engines import InferencePart
 from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import WeightVersion
-from tandem.config.errors import ConfigError
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.folder import eos_ids, read_tensors
 from tandem.engines.inference.fused_weights import FusedWeights, FusedWeightsBuilder, StagedWeights, compute_dtype
-from tandem.engines.inference.kv_cache import KVCache
+from tandem.engines.inference.kv_cache import make_cache
 from tandem.engines.inference.passes import Passes
 from tandem.engines.inference.requests import check_request
 from tandem.engines.inference.scheduler import Scheduler
@@ -57,18 +56,8 @@ class EngineCore:
         self.folder, self.device, self._dtype = folder, device, dtype
         a = self._architecture = Architecture.from_config(hf_config := read_hf_config(folder))
         self._max_model_len = config.max_model_len or a.max_position_embeddings
-        if self._max_model_len > a.max_position_embeddings:
-            raise ConfigError(
-                f"rollout.engine.max_model_len must be at most this model's context ({a.max_position_embeddings} tokens), "
-                f"got {self._max_model_len}; leave it out to use all of it"
-            )
         compute = compute_dtype(dtype, device)
-        self._cache = KVCache(a.num_layers, a.num_kv_heads, a.head_dim, compute, device, config.kv_cache_gib)
-        if self._cache.budget_tokens < 32:
-            raise ConfigError(
-                f"rollout.engine.kv_cache_gib={config.kv_cache_gib} holds {self._cache.budget_tokens} tokens of this model, "
-                f"at {self._cache.bytes_per_token} bytes each; make it larger"
-            )
+        self._cache = make_cache(a, config, compute, device)
         self._slots = Slots(config.max_running, a.vocab_size, eos_ids(folder, hf_config), device)
         self._scheduler = Scheduler(self._cache, self._slots, config.prefill_chunk_tokens)
         self._passes = Passes(a, dtype, compute, device, self._max_model_len)

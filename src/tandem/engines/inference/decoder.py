@@ -33,7 +33,7 @@ class Decoder:
             self._tables.append(None if rope is None else ropes[id(rope)])
         # transformers rounds the scale to the weights' dtype
         self._embedding_scale = float(torch.tensor(architecture.embedding_scale).to(dtype))
-        self._gated = _gate(architecture.activation)
+        self._gated = gate(architecture.activation)
 
     def hidden(
         self,
@@ -127,7 +127,7 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return out
 
 
-def _gate(activation: str) -> Callable[[torch.Tensor], torch.Tensor]:
+def gate(activation: str) -> Callable[[torch.Tensor], torch.Tensor]:
     """``[T, 2 · I]`` (gate, up) → activation(gate) · up, ``[T, I]``."""
     if activation not in ACT2FN:
         raise ConfigError(f"the model's activation is {activation!r} (hidden_act in config.json), and there is none")

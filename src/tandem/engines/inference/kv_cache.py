@@ -11,6 +11,10 @@ from typing import Literal
 
 import torch
 
+from tandem.config.errors import ConfigError
+from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.models.architecture import Architecture
+
 _FIRST_ROWS = 8
 
 Pool = Literal["whole", "prompt", "suffix"]
@@ -130,3 +134,24 @@ class KVCache:
                 del self.slabs[key]
             elif len(slab.rows) < slab.size:
                 slab.resize(len(slab.rows))
+
+
+def make_cache(a: Architecture, config: EmbeddedEngineConfig, dtype: torch.dtype, device: torch.device) -> KVCache:
+    """The cache of an embedded engine that computes in ``dtype``, still empty.
+
+    Raises:
+        ConfigError: more tokens than the model's context are asked for, or the cache holds next to nothing.
+    """
+    longest = a.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ConfigError(
+            f"rollout.engine.max_model_len must be at most this model's context ({longest} tokens), "
+            f"got {config.max_model_len}; leave it out to use all of it"
+        )
+    cache = KVCache(a.num_layers, a.num_kv_heads, a.head_dim, dtype, device, config.kv_cache_gib)
+    if cache.budget_tokens < 32:
+        raise ConfigError(
+            f"rollout.engine.kv_cache_gib={config.kv_cache_gib} holds {cache.budget_tokens} tokens of this model, "
+            f"at {cache.bytes_per_token} bytes each; make it larger"
+        )
+    return cache

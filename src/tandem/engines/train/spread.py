@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tandem.config.backend import layout_problems
-from tandem.config.errors import ConfigError
 from tandem.config.train_engine import TrainEngineConfig
+from tandem.engines.train.check import check_train_engine
 from tandem.engines.train.holders import Holder, Replica, Sharded
 from tandem.engines.train.ranks import Ranks, form_group
 from tandem.engines.train.zero import ZeroHolder
+from tandem.models.catalog import resolve
 from tandem.models.compiled import compile_layers
-from tandem.models.context_parallel import divides_heads, refuse_uneven_heads
+from tandem.models.context_parallel import divides_heads
 from tandem.models.load import load_causal_lm, load_scalar_model
 from tandem.models.lora import put_adapters
 from tandem.models.packed import PackedModel
@@ -38,16 +38,7 @@ def open_spread(
     Raises:
         ConfigError: it cannot be opened, or not be divided so.
     """
-    for problem in layout_problems(ranks.layout, f"{ranks.key}={config.backend}", config):
-        raise ConfigError(problem)
-    if config.lora.rank is not None and (ranks.tensor is not None or ranks.layout.zero is not None):
-        why = "DeepSpeed has no adapters here" if ranks.tensor is None else "t cuts every matrix, but no adapter"
-        raise ConfigError(f"lora does not go with {ranks.key}={config.backend}: {why}; use fsdp:d{ranks.layout.data}")
-    if config.offload and device.type == "cpu":
-        raise ConfigError(
-            "actor.offload=true brings layers from host memory to a GPU as they are computed, and without a GPU there is no "
-            "other memory than that: leave it out"
-        )
+    check_train_engine(config, resolve(config.path), ranks.layout, device, dtype, head, ranks.key)
     # what is kept in host memory is read layer by layer too: it may not fit on the GPU as a whole
     unfilled = None if ranks.group is None and not config.offload else _open_unfilled(config, device, head)
     held = torch.float32 if config.lora.rank is None else dtype
@@ -128,14 +119,8 @@ def _load(config: TrainEngineConfig, device: torch.device, head: Head, dtype: to
 
 
 def _context_way(config: TrainEngineConfig, ranks: Ranks, model: PackedModel) -> Literal["all_to_all", "gather"]:
-    """How ranks that share tokens attend.
-
-    Raises:
-        ConfigError: they shall exchange heads, and there are too few.
-    """
+    """How ranks that share tokens attend."""
     way, layout = config.context_parallel, ranks.layout
     if way == "auto":
         return "all_to_all" if divides_heads(model.architecture, layout.tensor * layout.context) else "gather"
-    if way == "all_to_all":
-        refuse_uneven_heads(model.architecture, layout.tensor, layout.context, ranks.key)
     return way

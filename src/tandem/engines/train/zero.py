@@ -43,14 +43,9 @@ class ZeroHolder(Holder):
         that no rank ever has all of them. Collective.
 
         Raises:
-            ConfigError: DeepSpeed is not installed, or cannot do this.
+            ConfigError: DeepSpeed is not installed.
         """
         self._stage = layout.zero or 0
-        if self._stage == 1 and dtype != torch.float32:
-            raise ConfigError(
-                "stage 1 of DeepSpeed adds up gradients in another way where the model computes in bfloat16, which is not "
-                f"supported: use deepspeed:zero2:d{layout.data}, or actor.dtype=float32"
-            )
         self.model, self._dtype, self._device, self._ranks = model, dtype, device, layout.data
         self._deepspeed = import_deepspeed(device)
         form_group(device)

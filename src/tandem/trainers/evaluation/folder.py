@@ -17,7 +17,8 @@ from typing import IO, Any, Self
 
 from tandem.config.errors import ConfigError
 from tandem.config.evaluation import NOT_PART_OF_THE_RESULT, differences
-from tandem.state.run_folder import write_atomically
+from tandem.state.existing import is_held
+from tandem.state.run_folder import require_writable, write_atomically
 from tandem.trainers.evaluation.asking import Answer, Ask
 
 SHOWN = 6
@@ -40,18 +41,35 @@ class EvaluationFolder:
             ConfigError: another process writes to it, it holds something else, or an evaluation with other settings;
                 names each key and both values.
         """
+        _refuse_unwritable(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
             lock = (path / ".lock").open("a+", encoding="utf-8")
         except OSError as error:
-            raise ConfigError(f"{path} cannot hold an evaluation: {error.strerror or error}; choose another out") from error
+            raise _unwritable(path, error) from error
         try:
             _take(lock, path)
-            _agree(path, settings)
+            if not _agree(path, settings):
+                write_atomically(path / SETTINGS, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
         except BaseException:
             lock.close()
             raise
         return cls(path, lock)
+
+    @staticmethod
+    def check(path: Path, settings: Mapping[str, Any] | None) -> None:
+        """Passes if `open` would make the folder, or take up the one that is there; writes nothing. ``settings``: None
+        where there is no folder yet.
+
+        Raises:
+            ConfigError: as `open`.
+        """
+        _refuse_unwritable(path)
+        if settings is None:
+            return
+        if is_held(path):
+            raise _in_use(path)
+        _agree(path, settings)
 
     def recorded(self, waves: Sequence[Sequence[Ask]]) -> list[Answer]:
         """The answers of all whole waves that are there; what follows them is cut off.
@@ -112,17 +130,33 @@ def _take(lock: IO[str], path: Path) -> None:
     except OSError as error:
         if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
             raise
-        raise ConfigError(f"{path} is being written by another evaluation; wait for it, or choose another label") from None
+        raise _in_use(path) from None
 
 
-def _agree(path: Path, settings: Mapping[str, Any]) -> None:
+def _in_use(path: Path) -> ConfigError:
+    return ConfigError(f"{path} is being written by another evaluation; wait for it, or choose another label")
+
+
+def _refuse_unwritable(path: Path) -> None:
+    """Raises `ConfigError` where the folder can neither be written to nor made."""
+    try:
+        require_writable(path)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{path} cannot hold an evaluation: {error.strerror or error}; choose another out")
+
+
+def _agree(path: Path, settings: Mapping[str, Any]) -> bool:
+    """Whether an evaluation with these settings is there; raises `ConfigError` where something else is."""
     file, wanted = path / SETTINGS, json.loads(json.dumps(settings))
     if not file.exists():
         others = sorted(entry.name for entry in path.iterdir() if entry.name != ".lock")
         if others:
             raise ConfigError(f"{path} holds something else ({', '.join(others[:3])}); choose another label or out")
-        write_atomically(file, json.dumps(wanted, indent=2, ensure_ascii=False) + "\n")
-        return
+        return False
     found = read_settings(path)
     differing = [
         f"{key.removeprefix('config.')} was {_shown(then)} and is {_shown(now)} now"
@@ -135,6 +169,7 @@ def _agree(path: Path, settings: Mapping[str, Any]) -> None:
             f"{path} holds an evaluation with other settings: {'; '.join(differing[:SHOWN])}{more}. "
             "Go on with the same settings, or give this one a label=… of its own"
         )
+    return True
 
 
 def _shown(value: Any) -> str:

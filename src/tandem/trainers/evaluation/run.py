@@ -15,13 +15,13 @@ import torch
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.workflow import RolloutWorkflow
-from tandem.config.errors import ConfigError
 from tandem.config.evaluation import EvaluationConfig
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import Resolved, plain_data
 from tandem.config.rollout import RolloutConfig
 from tandem.engines.inference.build import build_inference_engine
-from tandem.models.catalog import resolve
+from tandem.engines.inference.check import check_inference_engine
+from tandem.models.catalog import describing, resolve
 from tandem.models.identity import fingerprint
 from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
@@ -34,7 +34,8 @@ from tandem.trainers.evaluation.questions import Questions, make_judges, open_qu
 from tandem.trainers.evaluation.report import Progress, notes, table
 from tandem.trainers.evaluation.scores import DataScores, Estimate, plain, score_data
 from tandem.trainers.own_workflow import taken_arguments
-from tandem.trainers.parts import find_workflow, make_workflow
+from tandem.trainers.parts import RewardBySource, find_workflow, make_workflow
+from tandem.trainers.process import uses_gpu
 
 log = logging.getLogger(__name__)
 
@@ -68,14 +69,23 @@ def evaluation_path(config: EvaluationConfig) -> Path:
     return Path(config.out).expanduser() / str(config.label)
 
 
-def evaluate_model(resolved: Resolved[Any]) -> Finished:
-    """Runs it, or what is left of it.
+@dataclass(frozen=True)
+class Checked:
+    """An evaluation that can start."""
+
+    machine: Machine
+    questions: Sequence[Questions]
+    judges: RewardBySource
+    workflow: RolloutWorkflow
+
+
+def check_evaluation(config: EvaluationConfig) -> Checked:
+    """Passes if an evaluation can start on this machine; of a model on the hub no weights are downloaded for it. The judges
+    are the caller's to close.
 
     Raises:
-        ConfigError: anything about configuration, data, model or folder, before the model is loaded.
-        EngineDied: the engine is gone; what is recorded stays.
+        ConfigError: anything about device, data, model, reward or workflow.
     """
-    config: EvaluationConfig = resolved.config
     asked = TrainConfig(
         workflow=config.workflow,
         system_prompt=config.system_prompt,
@@ -85,21 +95,56 @@ def evaluate_model(resolved: Resolved[Any]) -> Finished:
     taken_arguments(find_workflow(config.workflow), asked)
     machine = settle_machine(config)
     questions = open_questions(config)
-    model = resolve(config.model)
-    tokenizer = load_tokenizer(model)
+    folder = describing(config.model)
+    tokenizer = load_tokenizer(folder)
     check_chat_template(tokenizer)
+    check_inference_engine(rollout_of(config, machine), folder, machine.device)
+    judges = make_judges(questions, config.reward_timeout_s)
+    try:
+        return Checked(machine, questions, judges, make_workflow(asked, tokenizer, judges, config.gconfig))
+    except BaseException:
+        judges.close()
+        raise
+
+
+def try_evaluation(config: EvaluationConfig) -> None:
+    """Passes if `evaluate_model` would begin, or go on in its folder; writes nothing.
+
+    Raises:
+        ConfigError: as `evaluate_model`.
+    """
+    checked = check_evaluation(config)
+    checked.judges.close()
+    path = evaluation_path(config)
+    if path.exists():
+        model = resolve(config.model)  # what its folder was made with can only be compared with all of the model
+        EvaluationFolder.check(path, settings(config, checked.questions, model, checked.machine))
+    else:
+        EvaluationFolder.check(path, None)
+
+
+def evaluate_model(resolved: Resolved[Any]) -> Finished:
+    """Runs it, or what is left of it.
+
+    Raises:
+        ConfigError: anything about configuration, data, model or folder, before the model is loaded.
+        EngineDied: the engine is gone; what is recorded stays.
+    """
+    config: EvaluationConfig = resolved.config
+    checked = check_evaluation(config)
+    machine, questions, workflow = checked.machine, checked.questions, checked.workflow
     waves = plan(questions, config)
     total = sum(map(len, waves))
     with contextlib.ExitStack() as stack:
-        judges = make_judges(questions, config.reward_timeout_s)
-        stack.callback(judges.close)
+        stack.callback(checked.judges.close)
+        model = resolve(config.model)
+        torch.set_num_threads(machine.threads)
         folder = stack.enter_context(
             EvaluationFolder.open(evaluation_path(config), settings(config, questions, model, machine))
         )
         answers = folder.recorded(waves)
         progress = Progress(total, len(answers))
         if len(answers) < total:
-            workflow = make_workflow(asked, tokenizer, judges, config.gconfig)
             warn_of_comparisons(workflow)
             engine = make_engine(config, machine, model)
             stack.callback(engine.close)
@@ -135,23 +180,24 @@ async def _go_on(
 
 
 def settle_machine(config: EvaluationConfig) -> Machine:
-    """Device, threads and precision, as resolved here; sets torch's threads.
+    """Device, threads and precision, as resolved here.
 
     Raises:
         ConfigError: `device=cuda` without a GPU.
     """
-    if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device=cuda, but torch sees no GPU here; use device=cpu, or install a CUDA build of torch")
-    device = "cuda" if config.device != "cpu" and torch.cuda.is_available() else "cpu"
-    threads = config.threads or usable_cores()
-    torch.set_num_threads(threads)
-    return Machine(device, threads, str(resolve_dtype(config.dtype, device)).removeprefix("torch."))
+    device = "cuda" if uses_gpu(config.device) else "cpu"
+    return Machine(device, config.threads or usable_cores(), str(resolve_dtype(config.dtype, device)).removeprefix("torch."))
+
+
+def rollout_of(config: EvaluationConfig, machine: Machine) -> RolloutConfig:
+    """The engine's configuration, as a run would have it."""
+    return RolloutConfig(dtype=machine.dtype, engine=config.engine)  # type: ignore[arg-type]
 
 
 def make_engine(config: EvaluationConfig, machine: Machine, model: Path) -> InferenceEngine:
     """The same engine as in training."""
     return build_inference_engine(
-        RolloutConfig(dtype=machine.dtype, engine=config.engine),  # type: ignore[arg-type]
+        rollout_of(config, machine),
         folder=model,
         placement="colocate",
         threads=machine.threads,

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 
 from tandem.config.backend import Layout, layout_problems, parse_layout
 from tandem.config.errors import ConfigError
-from tandem.config.lora import ALL_LINEAR, LoRAConfig
+from tandem.config.lora import LoRAConfig
 from tandem.config.train_engine import TrainEngineConfig
+from tandem.models.lora import refuse_unknown_targets, targets
 from tandem.trainers.planning.machine import Machine
 from tandem.trainers.planning.shape import Dtype, Head, Shape
 
@@ -203,18 +204,8 @@ def adapters_of(lora: LoRAConfig, shape: Shape) -> Adapters | None:
     """
     if lora.rank is None:
         return None
-    named = {
-        name: [module for module in shape.linears if name == ALL_LINEAR or f".{module}".endswith(f".{name}")]
-        for name in lora.target_modules
-    }
-    for name, modules in named.items():
-        if not modules:
-            raise ConfigError(
-                f"lora.target_modules has {name!r}, which no matrix of this model's layers ends with; there are "
-                f"{', '.join(sorted(shape.linears))}, and {ALL_LINEAR}"
-            )
-    wanted = {module for modules in named.values() for module in modules}
-    return Adapters(lora.rank, tuple(module for module in shape.linears if module in wanted), lora.dropout > 0)
+    refuse_unknown_targets(lora, shape.linears)
+    return Adapters(lora.rank, tuple(module for module in shape.linears if targets(lora, module)), lora.dropout > 0)
 
 
 def resolved(name: str, machine: Machine) -> Dtype:

@@ -118,7 +118,7 @@ def _attach_tandem(terms: Terms, url: str) -> InferenceEngine:
 def _start_foreign(server: type[ForeignServer], kind: str, terms: Terms, name: str) -> InferenceEngine:
     return server.start(
         terms.folder,
-        python=python_of(terms, kind),
+        python=python_of(terms.rollout, kind),
         log_file=log_file(terms, name),
         dtype=terms.dtype,
         version=terms.version,
@@ -198,7 +198,7 @@ def log_file(terms: Terms, name: str) -> Path:
     return (terms.run_folder or Path.cwd()) / "servers-logs" / f"{name}.log"
 
 
-def python_of(terms: Terms, kind: str) -> str:
+def python_of(rollout: RolloutConfig, kind: str) -> str:
     """The interpreter of the environment that has this kind of server."""
-    fleet = terms.rollout.fleet
+    fleet = rollout.fleet
     return {"vllm": fleet.vllm_python, "sglang": fleet.sglang_python}[kind] or sys.executable

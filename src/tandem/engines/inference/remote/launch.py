@@ -35,7 +35,7 @@ POLL_S = 0.25
 PROGRESS_S = 5.0
 """How often the words of progress come while a server starts."""
 
-_OURS = ("PYTHONPATH", "PYTHONHOME", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+OURS = ("PYTHONPATH", "PYTHONHOME", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables of this environment that a server in another one must not get."""
 
 
@@ -108,7 +108,7 @@ class ServerProcess:
         if not Path(command[0]).is_file():
             raise ConfigError(f"a server's interpreter must be a file, got {command[0]}; give the python of its environment")
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        inherited = {name: value for name, value in os.environ.items() if name not in _OURS}
+        inherited = {name: value for name, value in os.environ.items() if name not in OURS}
         read, write = os.pipe()
         kept, fds = ("", [read]) if keep is None else (f"{keep[0]}:{keep[1]}", [read, keep[0]])
         if keep is not None:

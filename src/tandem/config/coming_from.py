@@ -1,0 +1,87 @@
+"""Names of other systems for what a key of ours sets: the tables of coming_from.md, read when somebody writes such a name.
+
+The page is data of the package; docs/coming_from.md is a copy, made by python -m tandem.config.coming_from.
+"""
+
+import functools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+PAGE = Path(__file__).with_suffix(".md")
+
+_CELLS = re.compile(r"(?<!\\) ?\| ?")
+_THEIRS = re.compile(r"`-{0,2}([a-z][\w.]*)`")
+_OURS = re.compile(r"`([a-z_.0-9]+)`(?: \([^)]*\))?")
+
+
+class ForeignName(NamedTuple):
+    """A name of another system.
+
+    Example: ``ForeignName("verl", "rollout.n", ("gconfig.n_samples",), "")``
+    """
+
+    system: str
+    name: str
+    ours: tuple[str, ...]
+    """Our keys for it; empty if there are none."""
+
+    differs: str
+    """How the meaning differs."""
+
+
+@functools.cache
+def foreign_names() -> tuple[ForeignName, ...]:
+    """All names of the page, in its order."""
+    found, system = [], ""
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            system = line.removeprefix("## ")
+        cells = _CELLS.split(line.strip().removeprefix("|").removesuffix("|").strip(" "))
+        if system and line.startswith("|") and len(cells) == 3 and "Tandem" not in cells[1]:
+            found += _of_row(system, *cells)
+    return tuple(found)
+
+
+def _of_row(system: str, theirs: str, ours: str, differs: str) -> list[ForeignName]:
+    """The names of one row: the n-th of theirs is the n-th of ours if there are as many, else all of ours."""
+    names, keys = _THEIRS.findall(theirs), tuple(_OURS.findall(ours))
+    told = differs.replace("`", "").replace("**", "").strip()
+    alike = len(names) == len(keys)
+    return [ForeignName(system, name, keys[i : i + 1] if alike else keys, told) for i, name in enumerate(names)]
+
+
+def hint(key: str, keys: Sequence[str]) -> str:
+    """Says whose name ``key`` is, and which of ``keys`` it stands for; empty if it is nobody's.
+
+    A name that one of ``keys`` ends with too is nobody's in particular.
+    """
+    own, there_are = {k.rpartition(".")[2] for k in keys}, set(keys)
+    known = {k for f in foreign_names() for k in f.ours if {k, k.rpartition(".")[0]} & there_are}  # a knob: its choice is
+    fit = [f for f in foreign_names() if not f.ours or known & set(f.ours)]
+    closeness = {f: _closeness(f.name, key, own) for f in fit}
+    closest = max(closeness.values(), default=0)
+    if closest == 0:
+        return ""
+    there = [f for f in fit if closeness[f] == closest]
+    first = there[0]
+    owners = " and ".join(dict.fromkeys(f"{f.system}'s" for f in there if f.ours == first.ours))
+    ours = " ".join(f"{k}=…" for k in dict.fromkeys(first.ours) if k in known)
+    said = f"{first.name} is {owners}; here: {ours}" if ours else f"{first.name} is {owners}, and no key here"
+    return said + (f" ({first.differs})" if first.differs else "")
+
+
+def _closeness(name: str, key: str, own: set[str]) -> int:
+    """How surely ``key`` is this name: the same, the same with more before it, or a part of it; 0: it is not."""
+    if name == key and ("." in name or name not in own):
+        return 1000
+    if name.rpartition(".")[2] in own:
+        return 0
+    if key.endswith(f".{name}"):
+        return 10 + len(name)
+    return 1 if name.endswith(f".{key}") else 0
+
+
+if __name__ == "__main__":
+    print(PAGE.read_text(encoding="utf-8"), end="")

@@ -1,0 +1,62 @@
+"""What no training engine here can do with a model: refused from its configuration, before weights are read."""
+
+from pathlib import Path
+
+import torch
+
+from tandem.config.backend import Layout, layout_problems
+from tandem.config.errors import ConfigError
+from tandem.config.train_engine import TrainEngineConfig
+from tandem.engines.train.zero_library import import_deepspeed
+from tandem.models.architecture import Architecture
+from tandem.models.compiled import refuse_without_compiler
+from tandem.models.context_parallel import refuse_uneven_heads
+from tandem.models.foreign import read_hf_config
+from tandem.models.heads import prepare_classifier, refuse_classifier
+
+
+def check_train_engine(
+    config: TrainEngineConfig, folder: Path, layout: Layout, device: torch.device, dtype: torch.dtype, head: str, key: str
+) -> Architecture:
+    """Passes if an engine of ``config`` can train the model in ``folder``, which may lack weights, laid out as ``layout``.
+
+    ``head``: as `build_train_engine` takes it. ``key``: where ``config.backend`` was written.
+
+    Raises:
+        ConfigError: the model is of another kind than is needed or is not computed exactly here, or cannot be laid over
+            the ranks so; a library or a compiler is missing.
+    """
+    found = read_hf_config(folder)
+    architecture = Architecture.from_config(found)
+    if head == "scalar":
+        prepare_classifier(folder, found)
+    else:
+        refuse_classifier(folder, found)
+    _check_layout(config, layout, device, dtype, f"{key}={config.backend}")
+    refuse_uneven_heads(architecture, layout.tensor, 1, key)
+    if config.context_parallel == "all_to_all":
+        refuse_uneven_heads(architecture, layout.tensor, layout.context, key)
+    return architecture
+
+
+def _check_layout(config: TrainEngineConfig, layout: Layout, device: torch.device, dtype: torch.dtype, written: str) -> None:
+    """The part that the model does not matter to."""
+    for problem in layout_problems(layout, written, config):
+        raise ConfigError(problem)
+    if config.lora.rank is not None and (layout.tensor > 1 or layout.zero is not None):
+        why = "DeepSpeed has no adapters here" if layout.zero is not None else "t cuts every matrix, but no adapter"
+        raise ConfigError(f"lora does not go with {written}: {why}; use fsdp:d{layout.data}")
+    if config.offload and device.type == "cpu":
+        raise ConfigError(
+            "actor.offload=true brings layers from host memory to a GPU as they are computed, and without a GPU there is no "
+            "other memory than that: leave it out"
+        )
+    if layout.zero == 1 and dtype != torch.float32:
+        raise ConfigError(
+            "stage 1 of DeepSpeed adds up gradients in another way where the model computes in bfloat16, which is not "
+            f"supported: use deepspeed:zero2:d{layout.data}, or actor.dtype=float32"
+        )
+    if layout.zero is not None:
+        import_deepspeed(device)
+    if config.compile:
+        refuse_without_compiler(device)
