@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tandem.api.failures import DataFailure, NonFinite
+from tandem.api.failures import DataFailure, NonFinite, WrongWorkflow
 from tandem.api.requests import LLMRequest, NoiseKey, StopReason
 from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.noise import stream_of, uniform
@@ -167,6 +167,14 @@ def test_bad_requests_are_refused_and_hurt_nobody(tmp_path):
     ):
         with pytest.raises(DataFailure, match="bad_request"):
             core.add(0, request)
+    assert not core.has_work
+
+
+@pytest.mark.parametrize("field", [{"media": {"pixel_values": torch.zeros(1, 4)}}, {"model": "judge"}])
+def test_what_no_engine_can_do_yet_is_the_workflow_s_mistake(tmp_path, field):
+    core = make_core(tiny_model_folder(tmp_path))
+    with pytest.raises(WrongWorkflow, match=f"LLMRequest.{next(iter(field))} is set, and no inference engine"):
+        core.add(0, LLMRequest((5, 6, 7), GenerationConfig(), **field))
     assert not core.has_work
 
 

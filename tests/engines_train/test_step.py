@@ -50,6 +50,14 @@ def test_a_step_does_not_depend_on_micro_batching(folder, batch, whole, max_toke
     assert_same_step(whole, engine, engine.train_batch(batch, weighted_nll, entropy=True))
 
 
+def test_images_are_refused_by_name(folder, batch):
+    patches = {"pixel_values": torch.zeros(len(LENGTHS), 4), "pixel_values_lengths": torch.ones(len(LENGTHS)).long()}
+    engine = engine_on(folder)
+    for compute in (lambda b: engine.train_batch(b, weighted_nll), engine.forward):
+        with pytest.raises(BatchError, match="the batch has pixel_values, and no model"):
+            compute(batch.clone().update(patches))
+
+
 def test_a_step_does_not_depend_on_packing_order(folder, batch, whole):
     engine = engine_on(folder, max_tokens=15)
     shuffled = select(batch, [4, 2, 6, 0, 5, 1, 3])

@@ -1,11 +1,14 @@
 """The executor on the real engine, with a tiny model."""
 
+import contextlib
 import itertools
 
 import pytest
 import torch
 
-from tandem.api.requests import StopReason
+from tandem.api.failures import WrongWorkflow
+from tandem.api.requests import LLMRequest, StopReason
+from tandem.api.workflow import RolloutWorkflow
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine
@@ -64,6 +67,22 @@ def two_batches(engine, folder, deterministic):
             batches.append(rollout.prepare_batch(rows, workflow))
             rollout.end_step()
         return batches, rollout.metrics(), rollout.last_groups
+
+
+class Shows(RolloutWorkflow):
+    """Sends a picture to an engine that takes none."""
+
+    async def arun_episode(self, engine, data):
+        return await engine.agenerate(LLMRequest((1, 2), SAMPLING, media={"pixel_values": torch.zeros(1, 4)}))
+
+
+@pytest.mark.parametrize("placement", ["colocate", "decoupled"])
+def test_a_picture_that_no_engine_takes_ends_the_run_with_the_remedy_and_the_engine_lives(folder, placement):
+    engine = build_inference_engine(CONFIG, folder=folder, placement=placement, threads=1, device="cpu", deterministic=False)
+    with contextlib.closing(engine), Rollout(engine, CONFIG) as rollout:
+        with pytest.raises(WrongWorkflow, match=r"LLMRequest.media is set.* send tokens alone"):
+            rollout.rollout_batch([next(questions())], Repeated(Shows(), 2))
+        assert engine.statistics()["generated_tokens"] == 0
 
 
 def test_two_deterministic_runs_are_equal_to_the_bit(make_engine, folder):

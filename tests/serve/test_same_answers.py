@@ -2,11 +2,12 @@
 
 import asyncio
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
-from tandem.api.failures import DataFailure, ServerFailed
+from tandem.api.failures import DataFailure, ServerFailed, WrongWorkflow
 from tandem.api.requests import NoiseKey, StopReason
 from tandem.config.errors import ConfigError
 from tandem.engines.inference.remote.tandem_server import TandemServer
@@ -54,6 +55,13 @@ def test_many_at_once_get_their_own_answers(remote, local):
     for there, here in zip(asyncio.run(ask(remote)), asyncio.run(ask(local)), strict=True):
         assert there.output_ids == here.output_ids
         assert there.logprobs == pytest.approx(here.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("field", [{"media": {"pixel_values": torch.zeros(1, 4)}}, {"model": "judge"}])
+def test_what_no_engine_can_do_yet_is_refused_here_and_there(remote, local, field):
+    for engine in (remote, local):
+        with pytest.raises(WrongWorkflow, match=f"LLMRequest.{next(iter(field))} is set"):
+            one_by_one(engine, [replace(request_of(PROMPTS[0]), **field)])
 
 
 def test_without_a_noise_key_two_requests_differ(remote):

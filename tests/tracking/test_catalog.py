@@ -51,7 +51,7 @@ def test_each_promised_metric_is_explained(name):
 def test_what_is_drawn_or_printed_is_explained():
     shown = {metric for _, metrics in PANELS for metric in metrics} | {name for name, _ in PARTS}
 
-    assert [name for name in sorted(shown - {"episodes/dropped"}) if explain(name) is None] == []
+    assert [name for name in sorted(shown - {"episodes/dropped", "samples/failed"}) if explain(name) is None] == []
 
 
 def test_names_with_a_free_part_are_found():

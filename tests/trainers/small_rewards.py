@@ -36,6 +36,13 @@ def slow_now_and_then(completion_ids: tuple[int, ...]) -> float:
     return even(completion_ids)
 
 
+def hangs_on_most(completion_ids: tuple[int, ...]) -> float:
+    """A judge that most answers hang."""
+    if sum(completion_ids) % 8:
+        time.sleep(3600)
+    return even(completion_ids)
+
+
 def ends_its_process() -> float:
     os._exit(3)
 

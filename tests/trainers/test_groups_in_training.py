@@ -1,6 +1,8 @@
 """Groups, replay, curriculum, FIRE and the reference through the whole loop, on a tiny model."""
 
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,12 +10,16 @@ import torch
 from safetensors.torch import load_file
 
 from tandem.api.samples import Group, Sample
+from tandem.api.workflow import RolloutWorkflow
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.rewards.extraction import final_answer
-from tandem.trainers.parts import make_filter, make_loader, observed, open_rows
+from tandem.rollout.pool import NoBatch
+from tandem.rollout.workflows import Repeated
+from tandem.trainers.parts import make_loader, make_observer, make_rollout, open_rows
 from tandem.trainers.rl import train
+from tests.rollout.clockwork import ClockworkEngine, OneAnswer
 
 REWARDS = Path(__file__).parent / "small_rewards.py"
 TTRL = [
@@ -209,17 +215,58 @@ def group(index, *rewards, accuracies=None, counted=None):
     return Group(tuple(samples), data={"index": index, "epoch": 0})
 
 
+def test_the_curriculum_learns_the_success_of_samples_that_count(overrides):
+    config = config_of(overrides, "curriculum.round_rows=5").config
+    loader = make_loader(config, open_rows(config))
+    observe = make_observer(loader)
+    observe(group(3, 0.0, 0.0, accuracies=[1.0, 1.0]))
+    observe(group(4, 1.0, 0.0, 1.0, counted=[True, True, False]))
+    observe(group(5, 1.0, counted=[False]))
+    assert loader.rates == {3: 1.0, 4: 0.5}
+    assert make_observer(make_loader(config_of(overrides).config, open_rows(config))) is None
+
+
 def test_the_curriculum_learns_of_groups_that_the_filter_turns_down(overrides):
     config = config_of(overrides, "curriculum.round_rows=5", "algorithm.filter=dynamic_sampling").config
     loader = make_loader(config, open_rows(config))
-    judge = observed(make_filter(config)[0], loader)
-    assert judge(group(3, 0.0, 0.0, accuracies=[1.0, 1.0])) == (False, "all_correct")
-    assert judge(group(4, 1.0, 0.0, 1.0, counted=[True, True, False]))[0]
-    assert judge(group(5, 1.0, counted=[False])) == (False, "no_sample_counts")
-    assert loader.rates == {3: 1.0, 4: 0.5}
-    assert observed(None, loader)(group(6, 1.0)) == (True, "")
-    assert loader.rates[6] == 1.0
-    assert observed(None, make_loader(config_of(overrides).config, open_rows(config))) is None
+    with make_rollout(config, ClockworkEngine(), loader) as rollout, pytest.raises(NoBatch, match="no_spread"):
+        rollout.prepare_batch(loader, Repeated(OneAnswer(), 2))
+    assert set(loader.rates.values()) == {1.0}
+
+
+def test_a_row_that_is_made_again_after_a_resume_is_measured_once(overrides):
+    """Eight of twelve rows wait, finished, when the run is saved: they begin anew, and what came of them is forgotten."""
+    config = config_of(overrides, "curriculum.round_rows=12", "curriculum.memory=0.5", "async_training=true").config
+    config = replace(config, rollout=replace(config.rollout, max_head_offpolicyness=2))
+    rows = open_rows(config)
+    loader = make_loader(config, rows)
+    with make_rollout(config, ClockworkEngine(), loader) as rollout:
+        rollout.prepare_batch(loader, OneAnswer())  # every reward is 1
+        rollout.end_step()
+        while rollout.gate.waiting < 8:
+            time.sleep(0.01)
+        with rollout.standing_still():
+            saved = json.loads(json.dumps([loader.state_dict(), rollout.state_dict()["pool"]]))
+    again = make_loader(config, rows)
+    resumed = make_rollout(config, ClockworkEngine(), again)
+    again.load_state_dict(saved[0])
+    resumed.load_state_dict({"pool": saved[1], "replay": resumed.replay.state_dict()})
+    assert list(again.rates.values()) == [1.0] * 4
+    with resumed:
+        for _ in range(2):
+            resumed.prepare_batch(again, NoneRight(OneAnswer()))  # every reward is 0 now
+            resumed.end_step()
+        assert sorted(again.rates.values()) == [0.0] * 8 + [1.0] * 4
+
+
+class NoneRight(RolloutWorkflow):
+    """The same answers, and none is right."""
+
+    def __init__(self, workflow):
+        self.workflow = workflow
+
+    async def arun_episode(self, engine, data):
+        return replace(await self.workflow.arun_episode(engine, data), reward=0.0)
 
 
 def test_dynamic_sampling_fills_the_batch_beside_replay_and_counts_what_it_turned_down(overrides):

@@ -44,7 +44,7 @@ REMEMBERED = {
 """Saved, each by the `state_dict` of its part."""
 
 OF_THE_LEDGER = "rollout._pool.ledger."
-"""Saved in `ledger.sqlite`, with the step."""
+"""Saved in `ledger.sqlite`, with the step; counts of failed samples in the pool's state."""
 
 FORGOTTEN = {
     "actor._warned": "a warning is given once a process",

@@ -102,6 +102,8 @@ class EpisodeFailure(TandemError):
     def __init__(self, reason: str, message: str = ""):
         super().__init__(f"{reason}: {message}" if message else reason)
         self.reason = reason
+        self.failed_samples: tuple[str, ...] = ()
+        """Reasons of single samples that had failed before; their group, which would have listed them, was never made."""
 
 
 class DataFailure(EpisodeFailure):

@@ -59,10 +59,10 @@ class LLMRequest:
     """Seconds from submission after which the request ends as ``cancelled`` with what it has; None waits."""
 
     model: str | None = None
-    """Which model, where an engine serves several."""
+    """Another model than the engine's own; refused, for no engine serves several yet."""
 
     media: Mapping[str, Any] = field(default_factory=dict)
-    """Images and audio, preprocessed."""
+    """Images and audio, preprocessed; refused, for no engine takes them yet."""
 
 
 @dataclass(frozen=True)

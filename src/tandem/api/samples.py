@@ -31,7 +31,7 @@ class Trajectory:
     """float32, rewards earned after single tokens; None where there is only the sample's."""
 
     media: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Ragged fields, each ``[R, …]`` with R rows of this trajectory."""
+    """Ragged fields, each ``[R, …]`` with R rows of this trajectory; refused, for no model takes them yet."""
 
     def __post_init__(self) -> None:
         sizes = {

@@ -233,7 +233,7 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
             f"actor.mini_batches must be at most rollout.batch_size ({rollout.batch_size}), groups are never divided; "
             f"got {config.actor.mini_batches}"
         )
-    if rollout.min_group_size > config.gconfig.n_samples:
+    if (rollout.min_group_size or 1) > config.gconfig.n_samples:
         yield (
             f"rollout.min_group_size must be at most gconfig.n_samples ({config.gconfig.n_samples}), "
             f"got {rollout.min_group_size}; every group would be dropped"

@@ -87,10 +87,11 @@ class RolloutConfig:
     """How often an episode is run again after an infrastructure failure."""
 
     max_data_failures: int = 1000
-    """The run stops when this many episodes in a row were dropped because of their data or reward."""
+    """The run stops when this many episodes in a row were dropped, or lost most of their samples, because of their data or
+    reward; also when so many in a row were dropped because of the infrastructure."""
 
-    min_group_size: int = 1
-    """A group with fewer samples than this, because some failed, is dropped."""
+    min_group_size: int | None = None
+    """A group with fewer samples than this, because some failed, is dropped; null is half of them, rounded up."""
 
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     """Replay of earlier batches."""

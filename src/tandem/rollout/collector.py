@@ -113,6 +113,8 @@ class Collector:
         }
         for episode in chosen:
             del self._pool.waiting[episode.number]
+            assert episode.group is not None, "it waits, so it has finished"
+            self._pool.settle(episode.group)
             self._pool.gate.consume()
             self._pool.ledger.move(episode.prompt, "taken")
         self.taken += chosen

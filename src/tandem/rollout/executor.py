@@ -21,7 +21,7 @@ from tandem.rollout.collate import collate
 from tandem.rollout.collective import is_collector, share
 from tandem.rollout.collector import Collector
 from tandem.rollout.gate import StalenessGate
-from tandem.rollout.pool import EpisodePool, GroupFilter, Row
+from tandem.rollout.pool import EpisodePool, GroupFilter, GroupObserver, Row
 from tandem.rollout.replay import Replay
 from tandem.rollout.statistics import batch_metrics
 
@@ -45,7 +45,8 @@ class Rollout:
     With `replay.groups`, groups of earlier batches join each batch; gate and ledger count their first use alone.
 
     All methods are for one thread; under ``torch.distributed`` the batch methods are collective, and
-    ranks other than 0 bring ``engine=None``. ``max_draws`` bounds what ``group_filter`` may turn down for one batch.
+    ranks other than 0 bring ``engine=None``. ``max_draws`` bounds what ``group_filter`` may turn down for one batch;
+    ``observer`` is told of each group when it enters a batch or is dropped.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Rollout:
         deterministic: bool = False,
         group_filter: GroupFilter | None = None,
         max_draws: int = MAX_DRAWS,
+        observer: GroupObserver | None = None,
         max_head_offpolicyness: int | None = None,
     ):
         eta = config.max_head_offpolicyness if max_head_offpolicyness is None else max_head_offpolicyness
@@ -74,6 +76,7 @@ class Rollout:
             deterministic=deterministic,
             group_filter=group_filter,
             max_draws=max_draws,
+            observer=observer,
         )
         self.ledger = self._pool.ledger
         self._collector = None if engine is None else Collector(engine, config, self._pool, self._eta, deterministic)
@@ -164,12 +167,13 @@ class Rollout:
                 self._pool.pump()
 
     def metrics(self) -> dict[str, float]:
-        """Of the last batch, and counts of episodes since the start; empty on ranks other than 0."""
+        """Of the last batch, and counts of episodes and failed samples since the start; empty on ranks other than 0."""
         if not is_collector():
             return {}
         with self._pool.changed:
             counts = {"episodes/trained": float(self.ledger.total("trained"))}
             counts |= {f"episodes/dropped/{reason}": float(n) for reason, n in self.ledger.dropped.items()}
+            counts |= {f"samples/failed/{reason}": float(n) for reason, n in self.ledger.failed_samples.items()}
             return self._metrics | counts
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:

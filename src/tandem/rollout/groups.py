@@ -13,6 +13,7 @@ from tandem.api.failures import DataFailure, InfrastructureFailure, WrongWorkflo
 from tandem.api.samples import Group, Sample, Vote
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
 from tandem.config.errors import ConfigError
+from tandem.rollout.failed_samples import counted, least_samples
 from tandem.rollout.workflows import described, name_of, one_sample
 
 QUESTION = ("messages", "source", "epoch", "index")
@@ -109,11 +110,14 @@ class FirstSamples(RolloutWorkflow):
 
 
 class WholeGroup(RolloutWorkflow):
-    """A workflow that makes its group itself (``makes_group``), held to ``min_group_size`` as `Repeated` is."""
+    """A workflow that makes its group itself (``makes_group``), held to ``min_group_size`` as `Repeated` is.
+
+    None: half of the group's samples and failures together, rounded up.
+    """
 
     makes_group = True
 
-    def __init__(self, workflow: RolloutWorkflow, min_group_size: int = 1):
+    def __init__(self, workflow: RolloutWorkflow, min_group_size: int | None = None):
         self.workflow, self.min_group_size = workflow, min_group_size
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group:
@@ -126,11 +130,13 @@ class WholeGroup(RolloutWorkflow):
                 f"{described(self.workflow)} says `makes_group = True`, and returned a {type(result).__name__}; return a "
                 "Group, or leave makes_group out to be run once for each sample"
             )
-        if len(result.samples) < self.min_group_size:
-            raise DataFailure(
-                "group_too_small", f"{len(result.samples)} samples, rollout.min_group_size={self.min_group_size}"
-            )
-        return replace(result, samples=tuple(await self.workflow.finish_group(result.samples, data)))
+        least = least_samples(self.min_group_size, len(result.samples) + len(result.failures))
+        with counted(result.failures):
+            if len(result.samples) < least:
+                raise DataFailure(
+                    "group_too_small", f"{len(result.samples)} samples, and a group needs {least} (rollout.min_group_size)"
+                )
+            return replace(result, samples=tuple(await self.workflow.finish_group(result.samples, data)))
 
 
 class WithGreedyBaseline(RolloutWorkflow):
@@ -156,15 +162,17 @@ class WithGreedyBaseline(RolloutWorkflow):
         )
         if isinstance(group, BaseException):
             raise group
+        if not isinstance(group, Group):
+            raise WrongWorkflow(f"a greedy baseline needs the workflow of a group, this one returned {type(group).__name__}")
         if isinstance(baseline, (InfrastructureFailure, WrongWorkflow)) or (
             isinstance(baseline, BaseException) and not isinstance(baseline, Exception)
         ):
             raise baseline
         if isinstance(baseline, Exception):
             failure = as_failure(baseline)
-            raise DataFailure("greedy_sample_failed", str(failure)) from failure
-        if not isinstance(group, Group):
-            raise WrongWorkflow(f"a greedy baseline needs the workflow of a group, this one returned {type(group).__name__}")
+            lost = DataFailure("greedy_sample_failed", str(failure))
+            lost.failed_samples = (*group.failures, failure.reason)
+            raise lost from failure
         baseline = replace(baseline, greedy=True, in_loss=False, in_statistics=False)
         return replace(group, samples=(*group.samples, baseline))
 

@@ -48,6 +48,9 @@ class Ledger:
         self._totals: Counter[str] = Counter()
         self._by_epoch: dict[int, Counter[str]] = {}
         self._dropped: Counter[str] = Counter()
+        self.failed_samples: Counter[str] = Counter()
+        """Reason → samples that failed in groups that were trained or dropped."""
+
         self._moves = 0  # since everything was last counted anew
         self._ended: list[Prompt] = []
 

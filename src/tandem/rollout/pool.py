@@ -23,6 +23,9 @@ Row = Mapping[str, Any]
 GroupFilter = Callable[[Group], tuple[bool, str]]
 """``group -> (keep, reason)``; a group that is not kept is dropped as ``filter/<reason>``."""
 
+GroupObserver = Callable[[Group], None]
+"""Called with each group once, when it enters a batch or is dropped: from then on it is never made again."""
+
 logger = logging.getLogger("tandem.rollout")
 
 NO_EPOCH = -2
@@ -50,9 +53,10 @@ class EpisodePool:
         deterministic: bool,
         group_filter: GroupFilter | None,
         max_draws: int,
+        observer: GroupObserver | None,
     ):
         self._engine, self._config, self._seed, self._deterministic = engine, config, seed, deterministic
-        self._filter, self._max_draws = group_filter, max_draws
+        self._filter, self._max_draws, self._observer = group_filter, max_draws, observer
         self.gate, self.ledger, self.loop = gate, Ledger(), BackgroundLoop()
         self.changed = threading.Condition()
         self.submitted: deque[tuple[Row, RolloutWorkflow]] = deque()
@@ -134,6 +138,7 @@ class EpisodePool:
             "count": self._count,
             "in_a_row": dict(self._in_a_row),
             "filtered": dict(self.filtered),
+            "failed_samples": dict(self.ledger.failed_samples),
             "again": [[p.epoch, p.index] for p in unfinished if p.epoch != NO_EPOCH],
             "sizes": [[epoch, size] for epoch, size in self.ledger.sizes.items()],
         }
@@ -142,6 +147,7 @@ class EpisodePool:
         """Before the first episode, with ``changed`` held. What ended is the ledger's to know."""
         self._count, self.filtered = int(state["count"]), Counter(state["filtered"])
         self._in_a_row = {kind: int(state["in_a_row"][kind]) for kind in self._in_a_row}
+        self.ledger.failed_samples = Counter(state.get("failed_samples", {}))
         self.again = deque(Prompt(int(epoch), int(index)) for epoch, index in state["again"])
         for epoch, size in state["sizes"]:
             self.ledger.begin_epoch(int(epoch), int(size))
@@ -191,7 +197,13 @@ class EpisodePool:
             self._break(error)
 
     def _finished(self, episode: Episode, group: Group) -> None:
-        self._in_a_row = dict.fromkeys(self._in_a_row, 0)
+        self._in_a_row["infrastructure"] = 0
+        failed, n = len(group.failures), len(group.failures) + len(group.samples)
+        if 2 * failed > n:  # it may be trained on (rollout.min_group_size), and yet the judge or the data is at fault
+            self._remember(episode, f"{failed} of {n} samples failed: {dict(Counter(group.failures))}")
+            self._spend("data")
+        else:
+            self._in_a_row["data"] = 0
         keep, reason = (True, "") if self._filter is None else self._filter(group)
         if keep:
             del self.running[episode.number]
@@ -201,6 +213,7 @@ class EpisodePool:
             self.ledger.move(episode.prompt, "waiting")
         else:
             self.filtered[reason] += 1
+            self.settle(group)
             self.leave(episode, "dropped", f"filter/{reason}")
             drawn, most = self.filtered.total() + len(self.waiting), self._max_draws * self._config.batch_size
             if self.broken is None and self.wanted > len(self.waiting) and drawn >= most:
@@ -211,7 +224,7 @@ class EpisodePool:
                 )
 
     def _failed(self, episode: Episode, failure: EpisodeFailure) -> None:
-        self._failures.append(f"prompt {episode.prompt.index} of epoch {episode.prompt.epoch}: {failure}")
+        self._remember(episode, str(failure))
         if isinstance(failure, EngineDied):
             self.broken = self.broken or failure
             self.leave(episode, "pending")
@@ -219,13 +232,26 @@ class EpisodePool:
         if failure.reason not in self.ledger.dropped:
             logger.warning("an episode was dropped (%s)", self._failures[-1], exc_info=failure)
         self.leave(episode, "dropped", failure.reason)
-        kind = "infrastructure" if isinstance(failure, InfrastructureFailure) else "data"
+        self.ledger.failed_samples.update(failure.failed_samples)
+        self._spend("infrastructure" if isinstance(failure, InfrastructureFailure) else "data")
+
+    def _remember(self, episode: Episode, failure: str) -> None:
+        self._failures.append(f"prompt {episode.prompt.index} of epoch {episode.prompt.epoch}: {failure}")
+
+    def _spend(self, kind: str) -> None:
+        """One more in a row of the budget of ``data`` or of ``infrastructure`` failures."""
         self._in_a_row[kind] += 1
         if self._in_a_row[kind] >= self._config.max_data_failures:
             self.broken = self.broken or NoBatch(
-                f"{self._in_a_row[kind]} episodes in a row were dropped by {kind} failures (rollout.max_data_failures); the "
-                f"last: {'; '.join(self._failures)}"
+                f"{self._in_a_row[kind]} episodes in a row were dropped, or lost most of their samples, by {kind} failures "
+                f"(rollout.max_data_failures); the last: {'; '.join(self._failures)}"
             )
+
+    def settle(self, group: Group) -> None:
+        """The group enters a batch or is dropped; from now on it counts."""
+        self.ledger.failed_samples.update(group.failures)
+        if self._observer is not None:
+            self._observer(group)
 
     def leave(self, episode: Episode, state: str, reason: str = "") -> None:
         """Out of `running` without a group."""
@@ -246,6 +272,8 @@ class EpisodePool:
     def discard(self, episode: Episode, reason: str) -> None:
         """A finished group is dropped before it is consumed."""
         del self.waiting[episode.number]
+        assert episode.group is not None, "it waits, so it has finished"
+        self.settle(episode.group)
         self.gate.discard()
         self.ledger.move(episode.prompt, "dropped", reason)
 

@@ -20,7 +20,7 @@ def check_sample(sample: Any) -> None:
     Raises:
         DataFailure: `empty_group` for a sample without a trajectory; `reward_not_finite`, `metric_not_finite` or
             `logprob_not_finite` (of a trained token).
-        WrongWorkflow: not a `Sample`; a number that is none; per-token rewards or masks of another shape or type.
+        WrongWorkflow: not a `Sample`; a number that is none; per-token rewards or masks of another shape or type; media.
     """
     if not isinstance(sample, Sample):
         raise WrongWorkflow(f"a workflow must return samples, each a Sample; it returned a {type(sample).__name__}")
@@ -54,6 +54,11 @@ def _finite(name: str, value: Any, reason: str) -> None:
 
 def _check_trajectory(trajectory: Trajectory) -> None:
     mask, given = trajectory.loss_mask, trajectory.token_rewards
+    if trajectory.media:
+        raise WrongWorkflow(
+            f"Trajectory.media has {', '.join(trajectory.media)}, and no model that is trained here takes images or audio; "
+            "leave media out"
+        )
     if mask.dtype != torch.bool:
         raise WrongWorkflow(f"Trajectory.loss_mask must be bool, one flag a token; the workflow gave {mask.dtype}")
     logprobs = trajectory.rollout_logprobs[mask]

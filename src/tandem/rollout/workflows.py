@@ -14,6 +14,7 @@ from tandem.api.workflow import GeneratesTokens, RewardFn, RewardResult, Rollout
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.rollout.chat import Chat
+from tandem.rollout.failed_samples import FailureLog, counted, least_samples, too_few
 from tandem.rollout.returned import check_sample
 
 
@@ -84,14 +85,16 @@ class RLVRWorkflow(ChatWorkflow):
 class Repeated(RolloutWorkflow):
     """Runs a workflow of one sample ``n`` times, each on its own copy of the data: the group.
 
-    A sample that fails because of its data leaves a ragged group, down to ``min_group_size``; below that the group fails
-    with the first sample's reason. A failure of the infrastructure fails the whole episode, which is then run again.
+    A sample that fails because of its data leaves a ragged group, down to ``min_group_size`` (None: half of ``n``, rounded
+    up); below that the group fails with the commonest reason. The first failure of each reason is logged with its cause. A
+    failure of the infrastructure fails the whole episode, which is then run again.
     """
 
-    def __init__(self, workflow: RolloutWorkflow, n: int, min_group_size: int = 1):
-        if n < 1 or not 1 <= min_group_size <= n:
+    def __init__(self, workflow: RolloutWorkflow, n: int, min_group_size: int | None = None):
+        if n < 1 or not 1 <= least_samples(min_group_size, n) <= n:
             raise ConfigError(f"min_group_size must lie in 1…n, and n be at least 1; got {min_group_size} and n={n}")
-        self.workflow, self.n, self.min_group_size = workflow, n, min_group_size
+        self.workflow, self.n, self.min_group_size = workflow, n, least_samples(min_group_size, n)
+        self._log = FailureLog()
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group:
         """See `RolloutWorkflow`."""
@@ -106,10 +109,13 @@ class Repeated(RolloutWorkflow):
                 raise result
             if isinstance(result, Exception):
                 failures.append(as_failure(result))
+        self._log.warn(failures)
         samples = tuple(result for result in results if isinstance(result, Sample))
-        if len(samples) < self.min_group_size:
-            raise failures[0]
-        return Group(await self.finish_group(samples, data), failures=tuple(failure.reason for failure in failures))
+        reasons = tuple(failure.reason for failure in failures)
+        with counted(reasons):
+            if len(samples) < self.min_group_size:
+                raise too_few(failures, self.n, self.min_group_size)
+            return Group(await self.finish_group(samples, data), failures=reasons)
 
     async def finish_group(self, samples: tuple[Sample, ...], data: Mapping[str, Any]) -> tuple[Sample, ...]:
         """The workflow's own."""

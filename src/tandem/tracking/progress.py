@@ -18,6 +18,7 @@ PARTS = (
     ("tokens_per_s/train", "train {:.0f} tok/s"),
     ("staleness/mean", "staleness {:.2f}"),
     ("episodes/dropped", "dropped {:.0f}"),
+    ("samples/failed", "failed samples {:.0f}"),
     ("time/step_s", "{:.1f} s"),
 )
 """Which metrics the line shows, in this order; all others are only in metrics.jsonl."""
@@ -34,8 +35,10 @@ def duration(seconds: float) -> str:
 
 def line(step: int, total_steps: int | None, metrics: Mapping[str, float]) -> str:
     """One step in one line. Metrics that are not there are left out."""
-    dropped = sum(value for name, value in metrics.items() if name.startswith("episodes/dropped/"))
-    known = dict(metrics) | ({"episodes/dropped": dropped} if dropped else {})
+    known = dict(metrics)
+    for counted in ("episodes/dropped", "samples/failed"):  # by reason; the line shows the sum
+        total = sum(value for name, value in metrics.items() if name.startswith(f"{counted}/"))
+        known |= {counted: total} if total else {}
     if "reward/mean" in known:
         known.pop("loss", None)  # in reinforcement learning its value says nothing at a glance
     shown = [form.format(known[name]) for name, form in PARTS if name in known]

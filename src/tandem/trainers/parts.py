@@ -32,7 +32,7 @@ from tandem.rewards.majority import AnswerOnly, MajorityVote
 from tandem.roles.actor import choose_parts
 from tandem.roles.components import choose
 from tandem.roles.reference import Reference
-from tandem.rollout.executor import MAX_DRAWS, GroupFilter, Rollout
+from tandem.rollout.executor import MAX_DRAWS, GroupFilter, GroupObserver, Rollout
 from tandem.rollout.groups import FirstSamples, MajorityLabels, WholeGroup, WithGreedyBaseline
 from tandem.rollout.multi_turn import MultiTurnWorkflow
 from tandem.rollout.workflows import Repeated, RLVRWorkflow
@@ -294,18 +294,17 @@ def success_of(group: Group) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def observed(keeps: GroupFilter | None, loader: Iterable[Any]) -> GroupFilter | None:
-    """The filter, with the curriculum told of every group that is finished, also of those that are turned down."""
+def make_observer(loader: Iterable[Any]) -> GroupObserver | None:
+    """Tells a curriculum of every group that enters a batch or is dropped; None for another loader."""
     if not isinstance(loader, Curriculum):
-        return keeps
+        return None
 
-    def judge(group: Group) -> tuple[bool, str]:
+    def observe(group: Group) -> None:
         success = success_of(group)
         if success is not None:
             loader.observe(int(group.data["index"]), success)
-        return (True, "") if keeps is None else keeps(group)
 
-    return judge
+    return observe
 
 
 def make_rollout(config: TrainConfig, engine: InferenceEngine | None, loader: Iterable[Any] = ()) -> Rollout:
@@ -317,7 +316,8 @@ def make_rollout(config: TrainConfig, engine: InferenceEngine | None, loader: It
         config.rollout,
         seed=config.seed,
         deterministic=config.deterministic,
-        group_filter=observed(group_filter, loader),
+        group_filter=group_filter,
         max_draws=max_draws,
+        observer=make_observer(loader),
         max_head_offpolicyness=max_head_offpolicyness(config),
     )

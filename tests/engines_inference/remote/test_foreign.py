@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from tandem.api.failures import DataFailure, ServerFailed
+from tandem.api.failures import DataFailure, ServerFailed, WrongWorkflow
 from tandem.api.requests import LLMRequest, NoiseKey, StopReason
 from tandem.api.weights import WeightVersion
 from tandem.config.errors import ConfigError
@@ -32,6 +32,17 @@ def test_a_completion_has_a_logprob_and_a_version_for_each_token(kind, folder):
     assert answer.logprobs == tuple(server.logprob(token, 0.5) for token in answer.output_ids)
     assert answer.versions == (0,) * 8
     assert (answer.stop_reason, answer.temperature) == (StopReason.LENGTH, 0.5)
+
+
+@pytest.mark.parametrize("field", [{"media": {"pixel_values": torch.zeros(1, 4)}}, {"model": "judge"}])
+def test_what_no_engine_can_do_yet_is_not_sent(kind, folder, field):
+    with kind[1](folder) as server:
+        engine = attach(kind, server, folder)
+        before = len(server.requests)
+        with pytest.raises(WrongWorkflow, match=f"LLMRequest.{next(iter(field))} is set"):
+            asyncio.run(engine.agenerate(LLMRequest((5, 6, 7), GenerationConfig(), **field)))
+        engine.close()
+    assert len(server.requests) == before
 
 
 def test_a_stop_token_ends_a_completion_and_stays_in_it(kind, folder):

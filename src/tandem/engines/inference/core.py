@@ -97,6 +97,7 @@ class EngineCore:
 
         Raises:
             DataFailure: ``prompt_too_long`` where no token fits behind it, ``bad_request`` where it cannot be sampled.
+            WrongWorkflow: it asks for what no engine can do yet.
         """
         ids, gconfig = request.input_ids, request.gconfig
         check_request(request, self._architecture.vocab_size, self._max_model_len)

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 
 from tandem.api.engines import InferencePart
-from tandem.api.failures import EngineDied, EpisodeFailure, WaitTimeout, WeightUpdateFailed
+from tandem.api.failures import EngineDied, EpisodeFailure, WaitTimeout, WeightUpdateFailed, WrongWorkflow
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.engines.inference.callers import Piece, Result
@@ -150,7 +150,7 @@ class Driver:
                 request = replace(request, deadline_s=max(0.0, expires - time.monotonic()))
             try:
                 self._core.add(number, request)
-            except EpisodeFailure as failure:
+            except (EpisodeFailure, WrongWorkflow) as failure:
                 refused.append((number, failure))
         return refused
 

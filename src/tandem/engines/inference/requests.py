@@ -1,7 +1,21 @@
 """Requests that no engine could serve."""
 
-from tandem.api.failures import DataFailure
+from tandem.api.failures import DataFailure, WrongWorkflow
 from tandem.api.requests import LLMRequest
+
+
+def refuse_unsupported(request: LLMRequest) -> None:
+    """Passes a request that asks for nothing which no engine can do yet.
+
+    Raises:
+        WrongWorkflow: it has ``media`` or names a ``model``.
+    """
+    for field, remedy in (
+        ("media", "takes images or audio: send tokens alone"),
+        ("model", "serves several models: leave it out, or ask another engine for the other model"),
+    ):
+        if getattr(request, field):
+            raise WrongWorkflow(f"LLMRequest.{field} is set, and no inference engine here {remedy}")
 
 
 def check_request(request: LLMRequest, vocab_size: int, max_model_len: int) -> None:
@@ -10,7 +24,9 @@ def check_request(request: LLMRequest, vocab_size: int, max_model_len: int) -> N
     Raises:
         DataFailure: ``prompt_too_long`` where no token fits behind it in the context, ``bad_request`` where it has tokens
             that the model has not, or cannot be sampled.
+        WrongWorkflow: see `refuse_unsupported`.
     """
+    refuse_unsupported(request)
     ids, gconfig = request.input_ids, request.gconfig
     if len(ids) >= max_model_len:
         raise DataFailure("prompt_too_long", f"{len(ids)} tokens leave no room in the context of {max_model_len}")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from tensordict import TensorDict
 
-from tandem.api.batch import lengths, num_sequences, sum_by_sequence
+from tandem.api.batch import field_of, lengths, num_sequences, sum_by_sequence
 from tandem.api.failures import BatchError
 from tandem.models.prefixes import prompt_keys
 
@@ -32,8 +32,11 @@ def micro_batches(
     """Indices of the sequences of each micro-batch of this rank; ``chosen [N]`` bool: of these only. See `plan`.
 
     Raises:
-        BatchError: the batch has no sequences.
+        BatchError: the batch has no sequences, or images or audio, which no model here takes.
     """
+    media = [str(name) for name in batch.keys() if field_of(str(name)).kind == "ragged"]
+    if media:
+        raise BatchError(f"the batch has {', '.join(media)}, and no model that is trained here takes images or audio")
     count = num_sequences(batch)
     if count == 0:
         raise BatchError("the batch has no sequences")

@@ -127,7 +127,7 @@ COMPLETIONS: Section = {
     "groups/size": Metric(
         "samples",
         "Mean samples of a group.",
-        "Below `gconfig.n_samples`: samples failed; see `episodes/dropped/<reason>` and the log.",
+        "Below `gconfig.n_samples`: samples failed; see `samples/failed/<reason>` and the log.",
     ),
 }
 

@@ -95,6 +95,14 @@ EPISODES: Section = {
         "Read the first such warning in `log.txt`: it has the cause. Too many in a row end the run "
         "(`rollout.max_data_failures`).",
     ),
+    "samples/failed/<reason>": Metric(
+        "samples",
+        "Samples that failed since the start, by reason, and are missing in their groups; those of dropped groups too. A "
+        "sample counts when its group enters a batch or is dropped.",
+        "Growing: read the first such warning in `log.txt`, which has the cause. A policy may learn to write what its judge "
+        "cannot read in time (`reward_timeout`): raise `reward_timeout_s`, or mend the judge. Episodes in a row that lose "
+        "most of their samples end the run (`rollout.max_data_failures`).",
+    ),
     "rows/dropped/<reason>": Metric(
         "rows",
         "SFT, preferences, reward models: rows left out since the start, by reason: `too_long`, `prompt_too_long`, "

@@ -15,6 +15,7 @@ from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion
 from tandem.config.errors import ConfigError
 from tandem.engines.inference.remote.http import HttpClient
 from tandem.engines.inference.remote.launch import ServerProcess
+from tandem.engines.inference.requests import refuse_unsupported
 
 PROTOCOL = 2
 INSTANCE_HEADER = "Tandem-Instance"
@@ -133,8 +134,7 @@ class TandemServer(InferenceEngine):
             raise ServerFailed(f"{self.url}/generate answered what is no completion: {error}", url=self.url) from error
 
     def _body(self, request: LLMRequest) -> dict[str, Any]:
-        if request.media:
-            raise DataFailure("bad_request", "tandem serve takes no images or audio")
+        refuse_unsupported(request)
         return {
             "input_ids": list(request.input_ids),
             "sampling": self._sampling(request),

@@ -22,6 +22,7 @@ from tandem.engines.inference.remote.foreign.counters import Counters
 from tandem.engines.inference.remote.foreign.judge import Judge, eos_ids, stop_text
 from tandem.engines.inference.remote.foreign.labels import Labels
 from tandem.engines.inference.remote.foreign.protocol import Draw, Facts, Piece, ServerProtocol
+from tandem.engines.inference.requests import refuse_unsupported
 from tandem.models.tokenizer import load_tokenizer
 
 ABORT_TIMEOUT_S = 5.0
@@ -81,16 +82,17 @@ class Completions:
 
     def _admit(self, request: LLMRequest) -> Judge:
         """Refuses what cannot be sampled, as the embedded engine does."""
+        refuse_unsupported(request)
         ids, gconfig, limit = request.input_ids, request.gconfig, self._facts.max_model_len
         if len(ids) >= limit:
             raise DataFailure("prompt_too_long", f"{len(ids)} tokens leave no room in the context of {limit}")
         hot = gconfig.first_token_temperature
         cold = gconfig.temperature <= 0 or (hot is not None and hot <= 0)
-        if cold or not ids or gconfig.max_new_tokens < 1 or gconfig.top_p <= 0 or gconfig.top_k < 0 or request.media:
+        if cold or not ids or gconfig.max_new_tokens < 1 or gconfig.top_p <= 0 or gconfig.top_k < 0:
             raise DataFailure(
                 "bad_request",
-                "a prompt has at least one token and no media; temperatures, top_p and max_new_tokens must be above 0 and "
-                f"top_k not below, got {gconfig}",
+                "a prompt has at least one token; temperatures, top_p and max_new_tokens must be above 0 and top_k not "
+                f"below, got {gconfig}",
             )
         reason = self._cannot(gconfig)
         if reason is not None:

@@ -1,0 +1,50 @@
+"""A judge that fails for most samples ends the run by name, and a policy cannot escape it by answers that hang it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tandem.config.errors import TandemError
+from tandem.config.experiment import TrainConfig
+from tandem.config.load import load_config
+from tandem.trainers.rl import train
+
+REWARDS = Path(__file__).parent / "small_rewards.py"
+JUDGED = (f"reward={REWARDS}:hangs_on_most", "reward_timeout_s=0.3", "gconfig.n_samples=4", "rollout.batch_size=2")
+
+
+def run(overrides, *more):
+    items = {item.partition("=")[0]: item for item in (*overrides, *more)}
+    return train(load_config(TrainConfig, None, list(items.values())))
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_answers_that_hang_the_judge_are_not_trained_on_and_end_the_run(overrides, tmp_path):
+    with pytest.raises(TandemError, match=r"3 episodes in a row.*reward_timeout: \d of 4 samples failed, .* took longer"):
+        run(overrides, *JUDGED, "rollout.max_data_failures=3")
+    (info,) = tmp_path.glob("*/*/run.json")
+    assert json.loads(info.read_text())["status"] == "failed"
+    log = (info.parent / "log.txt").read_text()
+    assert log.count("a sample failed and is missing in its group (reward_timeout") == 1
+
+
+def test_also_where_a_single_judged_sample_is_allowed_to_make_a_group(overrides, tmp_path):
+    items = ["rollout.min_group_size=1", "rollout.max_data_failures=8", "total_train_steps=100"]
+    with pytest.raises(TandemError, match="8 episodes in a row were dropped, or lost most of their samples"):
+        run(overrides, *JUDGED, *items)
+    (folder,) = tmp_path.glob("*/*")
+    steps = rows(folder)
+    assert steps and steps[-1]["groups/size"] < 2.5
+    assert steps[-1]["samples/failed/reward_timeout"] > 4 * steps[-1]["episodes/trained"] / 2
+
+
+def test_a_judge_that_fails_now_and_then_is_counted_and_the_run_goes_on(overrides):
+    items = [f"reward={REWARDS}:fails_now_and_then", "gconfig.n_samples=8", "rollout.max_data_failures=30"]
+    last = rows(run(overrides, *items).folder)[-1]
+    trained, dropped = last["episodes/trained"], last.get("episodes/dropped/reward_raised", 0)
+    assert trained == 3 * 4
+    assert 0 < last["samples/failed/reward_raised"] < 8 * (trained + dropped) / 2
