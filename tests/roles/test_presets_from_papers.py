@@ -135,14 +135,12 @@ STATED = {
     },
 }
 
+DECOUPLED = ("mask", "token", 5.0, "none")
 SEQUENCE_RATIO = ("truncate", "sequence", 2.0, "none")
 ASYNCHRONOUS = {
     # AReaL's decoupled objective, 2505.24298: weights above 5 are dropped, token by token.
-    **dict.fromkeys(
-        ("ppo", "grpo", "dapo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "lite_ppo", "cispo", "cpgd", "max_rl")
-        + ("gdpo", "ttrl"),
-        ("mask", "token", 5.0, "none"),
-    ),
+    **dict.fromkeys(("ppo", "grpo", "dapo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "lite_ppo"), DECOUPLED),
+    **dict.fromkeys(("cispo", "cpgd", "max_rl", "gdpo", "ttrl"), DECOUPLED),
     # Truncated importance sampling at 2; where the ratio is that of a sequence, so is the weight.
     **dict.fromkeys(("rloo", "remax", "dppo", "reinforce"), ("truncate", "token", 2.0, "none")),
     **dict.fromkeys(("gspo", "luspo", "gmpo"), SEQUENCE_RATIO),
@@ -150,7 +148,7 @@ ASYNCHRONOUS = {
     # 2510.01161 and 2602.10693: the loss itself has the ratio to the sampler.
     **dict.fromkeys(("m2po", "vespo"), ("none", "token", math.inf, "none")),
 }
-"""Weight, level, upper bound and rejection rule that asynchronous training adds. `opo` is for on-policy data (2505.23585)."""
+"""Weight, level, upper bound and rejection rule that asynchronous training adds. `opo` is on-policy only (2505.23585)."""
 
 
 def in_effect(preset):

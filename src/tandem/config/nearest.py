@@ -15,6 +15,9 @@ OTHER_WORDS = {
     "epochs": "total_train_epochs",
     "steps": "total_train_steps",
     "dataset": "train_dataset.path",
+    "group_adv_norm": "algorithm.whitening",
+    "adv_norm": "algorithm.whitening",
+    "advantages_norm": "algorithm.whitening",
     "kl_coef": "algorithm.kl.coefficient",
     "beta": "algorithm.kl.coefficient",
 }
