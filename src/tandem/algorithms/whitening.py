@@ -19,6 +19,6 @@ def whiten(values: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
 
 
 def whiten_within(values: torch.Tensor, counted: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
-    """`whiten` of each group's entries by themselves. ``group`` numbers the group of each; all arguments ``[T]``, → float64."""
+    """`whiten` of each group by itself; ``group`` numbers the group of an entry. All arguments ``[T]``, → float64."""
     own = group_statistics(values, group, counted)
     return ((values.double() - own.mean) / (own.std.square() + EPSILON).sqrt()).masked_fill(~own.has_spread, 0.0)
