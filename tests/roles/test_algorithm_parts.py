@@ -7,7 +7,7 @@ import torch
 
 from tandem.api.batch import num_sequences, pack, select, unpack
 from tandem.api.engines import Outputs
-from tandem.api.failures import BatchError
+from tandem.api.failures import BatchError, UserCodeFailed
 from tandem.config.algorithm import Component, CorrectionConfig, KLConfig
 from tandem.config.errors import ConfigError
 from tandem.config.roles import ActorConfig
@@ -270,3 +270,12 @@ def test_a_loss_of_ones_own_keeps_terms_without_an_advantage(folder, tmp_path):
     before = weights_of(one)
     assert step(one, rollout_batch([[(1.0, 2), (1.0, 3)]]))["step_without_signal"] == 0
     assert moved(before, weights_of(one)) > 0
+
+
+@pytest.mark.parametrize(
+    "returned", ["policy", "(policy, policy)", "(policy, {}, {})", "(policy[1:], {})", "(policy, {'x': 1.0})"]
+)
+def test_a_loss_of_ones_own_must_return_losses_and_metrics(folder, tmp_path, returned):
+    (tmp_path / "odd.py").write_text(f"def odd(policy, mask):\n    return {returned}\n")
+    with pytest.raises(UserCodeFailed, match=r"must return \(losses, \{name: metric\}\), tensors of shape \[\d+\]"):
+        step(tiny_actor(folder, policy_loss=f"{tmp_path}/odd.py:odd"), rollout_batch([[(1.0, 2), (0.0, 3)]]))
