@@ -24,6 +24,7 @@ PART_NAMES = {
     "shaping": "shaping",
     "filter": "groups",
     "advantage": "advantage",
+    "whitening": "whitening",
     "policy_loss": "loss of a token",
     "token_filter": "tokens",
     "aggregation": "loss of the batch",

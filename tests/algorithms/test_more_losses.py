@@ -140,6 +140,23 @@ def test_dppo_by_binary_kl():
         dppo(policy=p.log(), **given, divergence="js")
 
 
+def test_the_binary_kl_of_dppo_is_that_of_the_sampler_from_the_policy():
+    """q = .5, p = .9: KL(q ‖ p) = .511 is above the threshold, KL(p ‖ q) = .368 below it; q = .9, p = .5: the other way."""
+    q, p = numbers(0.5, 0.9), numbers(0.9, 0.5)
+    given = {"proximal": q.log(), "rollout": q.log(), "advantages": numbers(1, -1), "mask": all_of(2)}
+    *_, metrics = gradient(lambda **k: dppo(**k, divergence="kl", threshold=0.4), p.log(), **given)
+    assert metrics["dropped"].tolist() == [1, 0]
+
+
+def test_the_binary_kl_of_dppo_is_finite_where_a_probability_is_one():
+    """KL(1 ‖ .5) = ln 2; KL(.5 ‖ 1) would be infinite, and is 13.1 at probabilities of at most 1 − 1e-12."""
+    q, p = numbers(1.0, 0.5), numbers(0.5, 1.0)
+    given = {"proximal": q.log(), "rollout": q.log(), "advantages": numbers(-1, 1), "mask": all_of(2)}
+    for threshold, dropped in ((0.69, [1, 1]), (0.7, [0, 1]), (13.0, [0, 1]), (13.2, [0, 0])):
+        _, _, metrics = gradient(lambda limit=threshold, **k: dppo(**k, divergence="kl", threshold=limit), p.log(), **given)
+        assert metrics["dropped"].tolist() == dropped, threshold
+
+
 def test_dppo_caps_the_weight_at_twenty():
     policy, proximal = policy_at(100, proximal=-9.0)
     given = {"proximal": proximal, "rollout": proximal, "advantages": numbers(1), "mask": all_of(1)}

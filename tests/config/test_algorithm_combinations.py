@@ -81,6 +81,25 @@ TRUNCATED = "algorithm.correction.weight=truncate"
         (["algorithm=dppo", "algorithm.policy_loss.divergence=js"], ["must be one of tv, kl, got js"]),
         (["algorithm=cpgd", "algorithm.advantage.weighting=1"], ["must be one of std, groups, none, got 1"]),
         (["algorithm=ppo", "algorithm.advantage.whitened=2"], ["must be true or false, got 2"]),
+        (["algorithm.whitening=groups"], ["algorithm.whitening", "none, group, batch"]),
+        (
+            ["algorithm.whitening=group", "gconfig.n_samples=1", "algorithm=ppo"],
+            ["n_samples must be at least 2 for algorithm.w"],
+        ),
+        (
+            ["algorithm.whitening=group", "algorithm.update_samples=1", "algorithm=ppo"],
+            ["update_samples must be at least 2"],
+        ),
+        (
+            ["algorithm=ppo", "algorithm.whitening=batch"],
+            ["changes nothing with algorithm.advantage=gae", "whitening=group"],
+        ),
+        (["algorithm=reinforce_pp", "algorithm.whitening=batch"], ["changes nothing with algorithm.advantage=reinforce_pp"]),
+        (
+            ["algorithm=ppo", "algorithm.whitening=group", "algorithm.advantage.whitened=false"],
+            ["algorithm.advantage.whitened=false changes nothing"],
+        ),
+        (["actor.group_adv_norm=true"], ["did you mean", "algorithm.whitening"]),
         (["algorithm.token_filter=entropy"], ["algorithm.token_filter=entropy is not known", "top_entropy"]),
         (["algorithm.token_filter={name: top_entropy, share: 0}"], ["share must be a number, above 0, at most 1, got 0"]),
         (["algorithm.correction.reject={name: product, low: 2}"], ["reject.low must be a number, at least 0, at most 1"]),
@@ -105,6 +124,8 @@ def test_what_makes_no_sense_is_refused(overrides, words):
         ["algorithm.kl={coefficient: 0.1, estimator: k1, importance: true}"],
         ["algorithm.kl={coefficient: 0.1, target: 6, horizon: 5000}"],
         ["algorithm=cpgd", "algorithm.advantage.weighting=groups"],
+        ["algorithm=ppo", "algorithm.whitening=group"],
+        ["algorithm.whitening=batch"],
         ["algorithm.policy_loss={name: ppo_clip, two_sided: 4, dual_clip: 3}"],
     ],
 )

@@ -64,7 +64,7 @@ def tiny_actor(folder, *, mini_batches=1, epochs=1, max_tokens=1000, lr=1e-2, ac
 
 def algorithm_config(**fields) -> AlgorithmConfig:
     """Components may be given by name."""
-    plain = {"correction", "kl", "entropy_coefficient"}
+    plain = {"correction", "kl", "entropy_coefficient", "whitening"}
     made = {
         name: value if name in plain or not isinstance(value, str) else Component(value) for name, value in fields.items()
     }

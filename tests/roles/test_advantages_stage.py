@@ -129,3 +129,41 @@ def test_an_advantage_of_ones_own_must_have_the_right_length(tmp_path):
     (tmp_path / "own.py").write_text("def short(rewards):\n    return rewards[:1]\n")
     with pytest.raises(UserCodeFailed, match=r"own.py:short must return a tensor of shape \[2\]; it returned .* \[1\]"):
         actor(advantage=f"{tmp_path}/own.py:short").compute_advantages(rollout_batch([[(1.0, 1), (0.0, 1)]]))
+
+
+def test_whitening_within_the_group_counts_each_trained_token_of_the_group_once():
+    """Returns 1 at one token and 0 at three: mean 1/4, variance (9/16 + 3/16)/3 = 1/4. The second group is all equal, the
+    third has its own scale."""
+    groups = [[(1.0, 1), (0.0, [1, 2])], [(2.0, 2), (2.0, 3)], [(40.0, 1), (0.0, 1)]]
+    found = actor(advantage="reinforce", whitening="group").compute_advantages(rollout_batch(groups))
+    half = 0.5**0.5
+    expected = [[1.5], [-0.5], [-0.5] * 2, [0.0] * 2, [0.0] * 3, [half], [-half]]
+    assert [pytest.approx(row, rel=1e-6) for row in expected] == completions(found, "advantages")
+    assert not found["advantages"][~found["loss_mask"]].any()
+
+
+def test_whitening_over_the_batch_is_of_all_its_trained_tokens():
+    """Returns 1, 0 · 3, 4 · 2: mean 3/2, variance (1/4 + 27/4 + 50/4)/5 = 3.9."""
+    batch = rollout_batch([[(1.0, 1), (0.0, 3)], [(4.0, 2)]])
+    found = actor(advantage="reinforce", whitening="batch").compute_advantages(batch)
+    expected = [[(x - 1.5) / 3.9**0.5] * n for x, n in ((1, 1), (0, 3), (4, 2))]
+    assert [pytest.approx(row, rel=1e-6) for row in expected] == completions(found, "advantages")
+
+
+def test_samples_outside_the_statistics_are_whitened_with_those_of_the_others():
+    batch = rollout_batch([[(1.0, 1), (0.0, 1), (7.0, 1)]], in_statistics=[True, True, False])
+    found = actor(advantage="reinforce", whitening="group").compute_advantages(batch)
+    assert completions(found, "advantages") == [[pytest.approx(x * 2**0.5)] for x in (0.5, -0.5, 6.5)]
+
+
+def test_whitening_within_the_group_takes_the_place_of_that_over_the_batch_and_leaves_returns():
+    batch = rollout_batch([[(1.0, 2), (0.0, 3)], [(9.0, 1), (2.0, 2)]], bootstrap_value=[0.0] * 4)
+    batch["values"] = torch.linspace(-1, 1, len(batch["input_ids"]))
+    found = actor(advantage="gae", whitening="group").compute_advantages(batch)
+    plain = actor(advantage=Component("gae", {"whitened": False})).compute_advantages(batch)
+    assert torch.equal(found["returns"], plain["returns"])
+    for group in (slice(0, 2), slice(2, 4)):
+        own, bare = (
+            torch.tensor([x for row in completions(one, "advantages")[group] for x in row]) for one in (found, plain)
+        )
+        assert torch.allclose(own, (bare - bare.mean()) / bare.std(), atol=1e-5)

@@ -5,12 +5,14 @@ import math
 import pytest
 import torch
 
-from tandem.api.batch import num_sequences, select, unpack
-from tandem.api.failures import BatchError
+from tandem.api.batch import num_sequences, pack, select, unpack
+from tandem.api.engines import Outputs
+from tandem.api.failures import BatchError, UserCodeFailed
 from tandem.config.algorithm import Component, CorrectionConfig, KLConfig
 from tandem.config.errors import ConfigError
 from tandem.config.roles import ActorConfig
 from tandem.roles.actor import Actor
+from tandem.roles.objective import Objective
 from tandem.roles.reference import Reference
 from tests.roles.batches import PROMPT, algorithm_config, moved, rollout_batch, step, tiny_actor, weights_of
 from tests.roles.presets import full_batch, preset_actor
@@ -165,6 +167,27 @@ def test_the_loss_uses_the_coefficient_that_has_become(folder):
     assert found[2] - found[1] == pytest.approx(0.2 * k3, rel=1e-3)
 
 
+@pytest.mark.parametrize(("importance", "expected"), [(True, 2 * 0.5), (False, 0.5)])
+def test_the_importance_ratio_of_the_kl_is_that_to_the_sampler(importance, expected):
+    """One token: the policy is twice as likely as the sampler, four times as likely as the proximal one."""
+    view = pack(
+        [
+            {
+                "input_ids": torch.tensor([5, 6]),
+                "loss_mask": torch.tensor([False, True]),
+                "rollout_logprobs": torch.tensor([0.0, -1.0 - math.log(2)]),
+                "proximal_logprobs": torch.tensor([0.0, -1.0 - math.log(4)]),
+                "reference_logprobs": torch.tensor([0.0, -1.5]),
+                "advantages": torch.zeros(2),
+                "dropped": torch.zeros(2, dtype=torch.bool),
+            }
+        ]
+    )
+    objective = Objective.of(algorithm_config(kl=KLConfig(1.0, estimator="k1", importance=importance)))
+    losses, _ = objective(Outputs(torch.tensor([0.0, -1.0]), entropy=torch.zeros(2)), view)
+    assert losses.tolist() == pytest.approx([0.0, expected])
+
+
 def test_kl_in_the_reward_uses_the_coefficient_that_has_become(folder):
     batch = on_policy(folder, [[(1.0, 4), (0.0, 2)]])
     batch["proximal_logprobs"] = batch["rollout_logprobs"]
@@ -247,3 +270,12 @@ def test_a_loss_of_ones_own_keeps_terms_without_an_advantage(folder, tmp_path):
     before = weights_of(one)
     assert step(one, rollout_batch([[(1.0, 2), (1.0, 3)]]))["step_without_signal"] == 0
     assert moved(before, weights_of(one)) > 0
+
+
+@pytest.mark.parametrize(
+    "returned", ["policy", "(policy, policy)", "(policy, {}, {})", "(policy[1:], {})", "(policy, {'x': 1.0})"]
+)
+def test_a_loss_of_ones_own_must_return_losses_and_metrics(folder, tmp_path, returned):
+    (tmp_path / "odd.py").write_text(f"def odd(policy, mask):\n    return {returned}\n")
+    with pytest.raises(UserCodeFailed, match=r"must return \(losses, \{name: metric\}\), tensors of shape \[\d+\]"):
+        step(tiny_actor(folder, policy_loss=f"{tmp_path}/odd.py:odd"), rollout_batch([[(1.0, 2), (0.0, 3)]]))

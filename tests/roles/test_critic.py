@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tandem.api.batch import pack
 from tandem.api.failures import BatchError
 from tandem.api.requests import StopReason
 from tandem.config.algorithm import Component
@@ -288,3 +289,23 @@ def test_a_step_of_both_heads_does_not_depend_on_micro_batches(folder):
     assert split == pytest.approx(whole, rel=1e-3, abs=1e-6)
     assert moved(a, b) <= 1e-4
     torch.testing.assert_close(head, other, atol=1e-4, rtol=0)
+
+
+def test_the_order_of_mini_batches_over_several_epochs_follows_from_the_seed(folder):
+    batch, after = batch_with_returns(), []
+    for seed in (0, 0, 3):
+        one = critic_on(folder, learnt=1, mini_batches=3, epochs_per_batch=2)
+        critic = Critic(one.engine, one.config, ActorConfig(path=str(folder)), seed=seed, updates_so_far=7)
+        critic.update(batch)
+        assert critic.state_dict()["updates"] == 8
+        after.append(weights_of(critic))
+    assert moved(after[0], after[1]) == 0
+    assert moved(after[0], after[2]) > 0
+
+
+def test_the_value_before_a_sequence_of_one_token_is_0(folder):
+    rows = [{"input_ids": torch.arange(3, 3 + n), "loss_mask": torch.arange(n) > 0, "temperature": 1.0} for n in (3, 1)]
+    critic, batch = critic_on(folder), pack([row | {"stop_reason": STOP} for row in rows])
+    found = critic.compute_values(batch)["values"]
+    assert found[0] == found[3] == 0
+    assert found[1:3].abs().min() > 0

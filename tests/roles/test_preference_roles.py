@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tandem.algorithms.preference import PREFERENCE_LOSSES
 from tandem.api.batch import pack, unpack
-from tandem.api.failures import BatchError
+from tandem.api.failures import BatchError, UserCodeFailed
 from tandem.config.algorithm import Component
 from tandem.config.errors import ConfigError
 from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
@@ -250,3 +250,13 @@ def without_steps(batch):
     empty = batch.clone()
     empty["step_end"] = torch.zeros_like(empty["step_end"])
     return empty
+
+
+@pytest.mark.parametrize(
+    "returned", ["chosen", "(chosen, rejected)", "(chosen, rejected, 1.0)", "(chosen[:1], chosen, chosen)"]
+)
+def test_a_loss_of_ones_own_must_return_losses_and_two_scores(folders, tmp_path, returned):
+    (tmp_path / "own.py").write_text(f"def own(chosen, rejected):\n    return {returned}\n")
+    learner = learner_on(folders, f"{tmp_path}/own.py:own")
+    with pytest.raises(UserCodeFailed, match=r"must return three tensors of shape \[4\], losses and two scores"):
+        learner.evaluate_preference(pair_batch())

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.api.activity import ACTIVITY, within
 from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, WaitTimeout
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.errors import ConfigError
@@ -207,6 +208,23 @@ def test_a_filter_that_keeps_nothing_ends_the_run_with_its_name():
         rollout.prepare_batch(endless, OneAnswer())
 
 
+def test_a_filter_ends_no_run_whose_batch_is_full_already():
+    """Both groups end in one turn of the loop: the first fills the batch, the second is the last that may be drawn."""
+    together = asyncio.Event()
+
+    class Both(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            if data["index"] == 1:
+                together.set()
+            await together.wait()
+            return await OneAnswer().arun_episode(engine, data)
+
+    keep = lambda group: (group.data["index"] == 0, "wrong")  # noqa: E731
+    config = RolloutConfig(batch_size=1, oversample=2.0)
+    with Rollout(ClockworkEngine(), config, group_filter=keep, max_draws=2) as rollout:
+        assert prompts(rollout.prepare_batch(iter(rows(2)), Both())) == [0]
+
+
 def test_a_filter_that_raises_reaches_the_caller():
     def broken(group):
         raise ZeroDivisionError("in the filter")
@@ -295,6 +313,22 @@ def test_failed_samples_leave_a_ragged_group_down_to_the_smallest_allowed():
         assert batch["group_id"].tolist() == [0] * 4 + [1] * 3
         assert rollout.last_groups[1].failures == ("reward_timeout",)
         assert rollout.ledger.dropped == {"reward_timeout": 1}
+
+
+@pytest.mark.parametrize(("n", "smallest"), [(0, 0), (0, 1), (2, 0), (2, 3)])
+def test_the_smallest_group_lies_between_one_and_all_of_its_samples(n, smallest):
+    with pytest.raises(ConfigError, match=f"got {smallest} and n={n}"):
+        Repeated(OneAnswer(), n, min_group_size=smallest)
+
+
+def test_an_episode_that_ends_without_a_word_from_the_engine_is_progress_of_who_waits_for_it():
+    with Rollout(ClockworkEngine(), RolloutConfig(batch_size=1)) as rollout, within("generate"):
+        before = ACTIVITY.count
+        rollout.submit(rows(1, fail=fail_with(DataFailure("bad_row")))[0], OneAnswer())
+        deadline = time.monotonic() + 5
+        while not rollout.ledger.dropped and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert ACTIVITY.count == before + 1
 
 
 class Nothing(RolloutWorkflow):

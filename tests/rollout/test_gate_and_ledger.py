@@ -89,6 +89,9 @@ def test_the_totals_of_an_epoch_add_up_and_survive_a_restart():
     assert again.state_dict() == ledger.state_dict()
     assert again.dropped == {"deadline": 1}
     assert again.epoch_totals(0) == ledger.epoch_totals(0)
+    ledger.begin_epoch(1, 1)
+    ledger.move(Prompt(1, 0), "running")
+    assert ledger.epoch_totals(1) == {**dict.fromkeys(STATES, 0), "running": 1}
 
 
 def test_a_ledger_that_disagrees_with_the_gate_says_where():

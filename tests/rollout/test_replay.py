@@ -1,6 +1,7 @@
 """Replay: earlier groups join later batches, no older and no oftener than allowed, and the ledger counts them once."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tandem.api.samples import Group, Sample, Trajectory
 from tandem.config.rollout import ReplayConfig, RolloutConfig
 from tandem.rollout.collate import collate
 from tandem.rollout.executor import Rollout
+from tandem.rollout.plain_groups import group_of, plain_group
 from tandem.rollout.replay import Replay
 from tests.rollout.clockwork import ClockworkEngine, OneAnswer, prompts, rows
 
@@ -135,3 +137,38 @@ def test_state_is_kept(uses):
     other = Replay(replay.config)
     other.load_state_dict(replay.state_dict())
     assert numbers(other.draw(2)) == numbers(replay.draw(2)) == ([] if uses == 1 else [0])
+
+
+def test_a_group_comes_back_from_a_checkpoint_as_it_was_with_epoch_and_index_of_its_row():
+    one = group(4, 2, 3)
+    one = replace(one, data={"epoch": 1, "index": 7, "answer": "12"}, source="a", failures=("deadline",))
+    again = group_of(plain_group(one))
+    assert again.data == {"epoch": 1, "index": 7}
+    assert (again.group_id, again.source, again.failures) == (4, "a", ("deadline",))
+    (mine,), (theirs,) = one.samples[0].trajectories, again.samples[0].trajectories
+    for name in ("input_ids", "loss_mask", "rollout_logprobs", "versions"):
+        assert torch.equal(getattr(mine, name), getattr(theirs, name))
+        assert getattr(mine, name) is not getattr(theirs, name)
+    assert (mine.stop_reason, mine.temperature) == (theirs.stop_reason, theirs.temperature)
+
+
+def test_a_resumed_rollout_replays_what_the_other_one_would_and_goes_on_counting():
+    config = RolloutConfig(batch_size=2, replay=ReplayConfig(groups=1, max_age=4, max_uses=2))
+    engine, state, found = ClockworkEngine(), None, []
+    with Rollout(engine, config) as rollout:
+        rollout.prepare_batch(iter(rows(2)), OneAnswer())
+        engine.number += 1
+        rollout.end_step()
+        state, ended = rollout.state_dict(), rollout.ledger.take_ended()
+        rollout.prepare_batch(iter(rows(4)[2:]), OneAnswer())
+        found.append((prompts_of(rollout), rollout.metrics()["replay/reused"], len(rollout.replay)))
+    with Rollout(engine, config) as rollout:
+        rollout.ledger.load_records(ended, {})
+        rollout.load_state_dict(state)
+        rollout.prepare_batch(iter(rows(4)[2:]), OneAnswer())
+        found.append((prompts_of(rollout), rollout.metrics()["replay/reused"], len(rollout.replay)))
+    assert found[0] == found[1] == ([2, 3], 1.0, 4)
+
+
+def prompts_of(rollout):
+    return [one.group_id for one in rollout.last_groups]

@@ -2,6 +2,8 @@
 
 import torch
 
+from tandem.algorithms.groups import group_statistics
+
 EPSILON = 1e-8
 
 
@@ -14,3 +16,9 @@ def whiten(values: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
     if len(inside) < 2 or bool(inside.max() == inside.min()):
         return torch.zeros_like(values, dtype=torch.float64)
     return (values.double() - inside.mean()) / (inside.var() + EPSILON).sqrt()
+
+
+def whiten_within(values: torch.Tensor, counted: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
+    """`whiten` of each group by itself; ``group`` numbers the group of an entry. All arguments ``[T]``, → float64."""
+    own = group_statistics(values, group, counted)
+    return ((values.double() - own.mean) / (own.std.square() + EPSILON).sqrt()).masked_fill(~own.has_spread, 0.0)

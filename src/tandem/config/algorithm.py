@@ -82,6 +82,10 @@ class AlgorithmConfig:
     advantage: Component = field(default_factory=lambda: Component("grpo"))
     """How rewards become advantages."""
 
+    whitening: Literal["none", "group", "batch"] = "none"
+    """Bring the advantages of all trained tokens to mean 0 and variance 1 within each group, or over the batch, whatever
+    `advantage` made them; `none` leaves them as they are."""
+
     policy_loss: Component = field(default_factory=lambda: Component("ppo_clip"))
     """Loss of each token."""
 

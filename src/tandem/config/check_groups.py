@@ -5,12 +5,13 @@ from collections.abc import Container, Iterator
 from tandem.config.check_algorithm import corrects_itself
 from tandem.config.compatibility import NEEDS_GREEDY, demands
 from tandem.config.experiment import TrainConfig
-from tandem.config.knobs import GROUP_RELATIVE
+from tandem.config.knobs import ADVANTAGES, GROUP_RELATIVE
 
 
 def groups(config: TrainConfig, written: Container[str] = ()) -> Iterator[str]:
     """What contradicts what. ``written``: the keys that the user set himself."""
     yield from _part(config)
+    yield from _whitening(config)
     if config.algorithm.labels == "majority":
         yield from _majority(config, written)
     yield from _curriculum(config)
@@ -26,6 +27,32 @@ def _part(config: TrainConfig) -> Iterator[str]:
         yield (
             f"algorithm.update_samples must be at least 2 for algorithm.advantage={algorithm.advantage.name}, which "
             "compares the samples of a prompt, got 1; every advantage would be 0"
+        )
+
+
+def _whitening(config: TrainConfig) -> Iterator[str]:
+    algorithm, advantage = config.algorithm, config.algorithm.advantage
+    samples = min(config.gconfig.n_samples, algorithm.update_samples or config.gconfig.n_samples)
+    if algorithm.whitening == "group" and samples < 2:
+        key = "gconfig.n_samples" if config.gconfig.n_samples < 2 else "algorithm.update_samples"
+        yield (
+            f"{key} must be at least 2 for algorithm.whitening=group, which compares the samples of a prompt, got "
+            f"{samples}; raise it, or use algorithm.whitening=batch"
+        )
+    whitened = (
+        advantage.knobs.get("whitened", ADVANTAGES["gae"]["whitened"].default)
+        if advantage.name == "gae"
+        else advantage.name == "reinforce_pp"
+    )
+    if algorithm.whitening == "batch" and whitened:
+        yield (
+            f"algorithm.whitening=batch changes nothing with algorithm.advantage={advantage.name}, which whitens over the "
+            "batch's tokens itself; leave it out, or use algorithm.whitening=group"
+        )
+    if algorithm.whitening != "none" and advantage.name == "gae" and advantage.knobs.get("whitened") is False:
+        yield (
+            f"algorithm.advantage.whitened=false changes nothing with algorithm.whitening={algorithm.whitening}, which "
+            "whitens afterwards; leave one of them out"
         )
 
 

@@ -157,6 +157,8 @@ def _formulas(config: AlgorithmConfig) -> Iterator[tuple[str, str]]:
         formula = FORMULAS[part].get(component.name)  # none for a function of the user's
         if formula is not None and component.name != "none":
             yield (f"{part}: {component.name}" if part == "shaping" else part), _without_off(part, component, formula.text)
+    if config.whitening != "none":
+        yield "whitening", f"A_t whitened over the trained tokens of {'g' if config.whitening == 'group' else 'the batch'}"
     correction, kl = config.correction, config.kl
     if correction.weight != "none":
         text = CORRECTIONS[correction.weight].text

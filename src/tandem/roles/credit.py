@@ -13,10 +13,11 @@ from tandem.api.requests import StopReason
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.roles.components import choose
 from tandem.roles.samples import Samples, trained_tokens, truncated
+from tandem.roles.whitening import whitened
 
 
 class Credit:
-    """Shaping and advantage, as the configuration names them."""
+    """Shaping, advantage and whitening, as the configuration names them."""
 
     def __init__(self, algorithm: AlgorithmConfig, max_new_tokens: int | None = None):
         """``max_new_tokens``: what `overlong` takes where its knob is not set.
@@ -25,6 +26,7 @@ class Credit:
             ConfigError: one of them is not known, or lacks what it needs.
         """
         filled = {"max_tokens": max_new_tokens}
+        self.whitening = algorithm.whitening
         self.advantage = choose(ADVANTAGES, algorithm.advantage, "algorithm.advantage", filled)
         self.shaping = [choose(SHAPING, s, f"algorithm.shaping[{i}]", filled) for i, s in enumerate(algorithm.shaping)]
 
@@ -74,7 +76,8 @@ class Credit:
         tensors |= self._baselines(batch, samples)
         penalties = torch.zeros_like(rewards).index_add(0, samples.of_sequence, sum_by_sequence(batch, penalty))
         found = self._sized(self._call(tensors | {"rewards": rewards - penalties}), rewards)
-        return {"advantages": per_token(batch, found[samples.of_sequence]).masked_fill(~mask, 0.0)}
+        advantages = per_token(batch, found[samples.of_sequence]).masked_fill(~mask, 0.0)
+        return {"advantages": whitened(batch, advantages, mask, self.whitening)}
 
     def _of_tokens(self, batch: TensorDict, tensors: dict[str, Any], mask: torch.Tensor) -> dict[str, torch.Tensor]:
         for name in ("values", "bootstrap_value"):
@@ -87,7 +90,8 @@ class Credit:
                 tensors[name] = batch[name]
         found = self._call(tensors | {"cut": batch["stop_reason"] == StopReason.LENGTH})
         parts = dict(zip(("advantages", "returns"), found if isinstance(found, tuple) else (found,), strict=False))
-        return {name: self._sized(part, mask).masked_fill(~mask, 0.0) for name, part in parts.items()}
+        sized = {name: self._sized(part, mask).masked_fill(~mask, 0.0) for name, part in parts.items()}
+        return sized | {"advantages": whitened(batch, sized["advantages"], mask, self.whitening)}
 
     def _baselines(self, batch: TensorDict, samples: Samples) -> dict[str, Any]:
         """What single choices compare with."""
