@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors import safe_open
@@ -26,6 +26,9 @@ class WeightVersion:
 
 class WeightSource(ABC):
     """The receiving end of a channel. Picklable where the engine lives in another process."""
+
+    is_private: ClassVar[bool] = False
+    """Whether `tensors` yields memory of the receiver's own, which nobody else can write to."""
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

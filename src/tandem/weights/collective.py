@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,8 @@ class Announced:
 @dataclass(frozen=True)
 class CollectiveSource(WeightSource):
     """Where the trainer waits for receivers, and what it will broadcast. May be read once by each engine."""
+
+    is_private: ClassVar[bool] = True
 
     host: str
     port: int

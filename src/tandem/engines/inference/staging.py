@@ -1,4 +1,4 @@
-"""Taking a weight update in: every tensor is checked against its digest while the core copies it."""
+"""Taking a weight update in: each tensor is copied, and the copy proven by its digest while the core lays it out."""
 
 import contextlib
 from collections.abc import Generator, Iterable, Iterator
@@ -64,17 +64,20 @@ def with_adapter(
 
 
 def verified(update: WeightUpdate, pool: ThreadPoolExecutor) -> Generator[tuple[str, torch.Tensor]]:
-    """Yields the tensors of an update; the digest of each is computed while the consumer copies it.
+    """Yields a private copy of each tensor; its digest is computed while the consumer reads it.
 
-    A tensor is only valid until the next is asked for, so its digest is awaited before that.
+    The sender's memory is read once, so a change of it shows in the digest or does not reach the consumer. A tensor is only
+    valid until the next is asked for, so its digest is awaited before that.
     """
     missing = set(update.digests)
+    copies = _Copies()
     for name, tensor in update.source.tensors():
         if name not in missing:
             raise WeightUpdateFailed(f"version {update.version.number}: tensor {name!r} came twice or was not announced")
         missing.remove(name)
-        digest: Future[str] = pool.submit(tensor_digest, tensor)
-        yield name, tensor
+        own = tensor if update.source.is_private else copies.of(tensor)
+        digest: Future[str] = pool.submit(tensor_digest, own)
+        yield name, own
         if digest.result() != update.digests[name]:
             raise WeightUpdateFailed(
                 f"version {update.version.number}: tensor {name!r} arrived with digest {digest.result()[:12]}…, "
@@ -84,3 +87,17 @@ def verified(update: WeightUpdate, pool: ThreadPoolExecutor) -> Generator[tuple[
         raise WeightUpdateFailed(
             f"version {update.version.number}: {len(missing)} tensors did not arrive, first {min(missing)!r}"
         )
+
+
+class _Copies:
+    """One copy at a time, always in the same memory, so that nothing but the largest tensor comes on top of the weights."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A contiguous copy on the same device; valid until the next is made."""
+        if self._memory.numel() < tensor.nbytes or self._memory.device != tensor.device:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # the smaller one goes before the larger one is made
+            self._memory = torch.empty(tensor.nbytes, dtype=torch.uint8, device=tensor.device)
+        return self._memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
