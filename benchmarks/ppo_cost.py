@@ -25,7 +25,6 @@ from tandem.engines.train.build import build_train_engine
 from tandem.roles.actor import Actor
 from tandem.roles.critic import Critic
 from tandem.roles.reference import Reference
-from tandem.trainers.parts import reference_config
 
 MOST_PPO, MOST_REFERENCE = 2.2, 0.45
 
@@ -77,7 +76,7 @@ def updates(path: str) -> dict[str, Callable[[TensorDict], object]]:
     actors = {name: actor_of(config) for name, config in (("grpo", grpo), ("ppo", ppo))}
     engine = build_train_engine(critic_engine_config(ppo.actor, ppo.critic), total_steps=1000, head="scalar")
     critic = Critic(engine, ppo.critic, ppo.actor)
-    reference = Reference(build_train_engine(reference_config(grpo), total_steps=0))
+    reference = Reference(build_train_engine(grpo.actor, total_steps=0))
 
     def update(name: str, batch: TensorDict) -> TensorDict:
         batch = actors[name].compute_advantages(actors[name].compute_proximal(batch))

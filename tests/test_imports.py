@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "state": {"api", "config"},
     "tracking": {"api", "config"},
     "launch": {"config"},
+    "flow": {"api", "config", "algorithms", "roles"},
     "trainers": EVERYTHING - {"cli"},
     "cli": EVERYTHING,
 }

@@ -23,8 +23,9 @@ def folders(tmp_path_factory):
 
 def test_the_advantage_is_the_teachers_log_probability_less_the_students(folders):
     student, teacher = tiny_actor(folders[0], advantage="reinforce", policy_loss="reinforce"), tiny_actor(folders[1])
-    role = Student(student, Teacher(teacher.engine))
-    batch = role.compute_advantages(role.compute_proximal(rollout_batch([[(1.0, 3), (0.0, 2)]])))
+    role, judge = Student(student), Teacher(teacher.engine)
+    batch = judge.compute_logprobs(role.compute_proximal(rollout_batch([[(1.0, 3), (0.0, 2)]])))
+    batch = role.compute_advantages(batch)
     models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in folders]
     with torch.no_grad():
         for row in unpack(batch):
@@ -40,9 +41,10 @@ def test_the_advantage_is_the_teachers_log_probability_less_the_students(folders
 
 def test_a_student_that_is_its_teacher_does_not_move(folders):
     student = tiny_actor(folders[0], advantage="reinforce", policy_loss="reinforce")
-    role = Student(student, Teacher(tiny_actor(folders[0]).engine))
+    role, judge = Student(student), Teacher(tiny_actor(folders[0]).engine)
     before = {name: tensor.clone() for name, tensor in student.engine.weights()}
-    found = role.ppo_update(role.compute_advantages(role.compute_proximal(rollout_batch([[(1.0, 3), (0.0, 2)]]))))
+    batch = judge.compute_logprobs(role.compute_proximal(rollout_batch([[(1.0, 3), (0.0, 2)]])))
+    found = role.ppo_update(role.compute_advantages(batch))
     assert found["step_without_signal"] == 1.0
     assert all(torch.equal(before[name], tensor) for name, tensor in student.engine.weights())
 

@@ -16,10 +16,11 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.lora import LoRAConfig
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
-from tandem.config.roles import CriticConfig, critic_engine_config
+from tandem.config.roles import CriticConfig, ReferenceConfig, critic_engine_config
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.roles.actor import needs_proximal
 from tandem.roles.components import choose
+from tandem.roles.tokens import TokenChoice
 
 Head = Literal["lm", "scalar", "both"]
 
@@ -43,6 +44,9 @@ class Resident:
     epochs: int = 1
     base_of: str | None = None
     """The resident with adapters whose model, without them, this one is; None if it is a model of its own."""
+
+    refresh_every_steps: int | None = None
+    """It takes over the actor's weights every so many steps; None if it never does."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ class RunPlan:
         return tuple(stage for stage in self.stages if stage.kind == "pass")
 
 
-def plan(config: BaseConfig) -> RunPlan:
+def plan_run(config: BaseConfig) -> RunPlan:
     """The plan of a configuration.
 
     Raises:
@@ -119,7 +123,16 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
     actor, critic, kl = config.actor, config.critic, config.algorithm.kl
     asked = choose(ADVANTAGES, config.algorithm.advantage, "algorithm.advantage", {"max_tokens": 1}).asked
     values = _has_critic(config, asked)
-    residents = [_actor(config, head="both" if critic.shared else "lm")]
+    residents = [
+        Resident(
+            "actor",
+            actor,
+            "both" if critic.shared else "lm",
+            trained=True,
+            mini_batches=actor.mini_batches,
+            epochs=actor.epochs_per_batch,
+        )
+    ]
     if values and not critic.shared:
         residents.append(_critic(config))
     if kl.coefficient > 0:
@@ -129,8 +142,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
     names = {resident.name for resident in residents}
     in_model = "critic" if "critic" in names else "actor"
     updates = actor.mini_batches * actor.epochs_per_batch
-    proximal = teacher is not None or needs_proximal(config.algorithm, updates, config.gconfig.max_new_tokens)
-    refresh = config.reference.refresh_every_steps if "reference" in names else None
+    proximal = teacher is not None or needs_proximal(config.algorithm, updates, TokenChoice(config.algorithm, config.seed))
     stages = [
         Stage("generate", "rollout", "prepare_batch", "collect", "generate", ("engine",)),
         *_verification(config),
@@ -141,7 +153,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
         Stage("advantages", "actor", "compute_advantages", "pass", "train"),
         Stage("update", "actor", "ppo_update", "update", "train", ("actor",)),
         *([Stage("update values", "critic", "update", "update", "train", (in_model,))] if values else []),
-        *([_refresh(refresh)] if refresh else []),
+        *(_refresh(resident) for resident in residents if resident.refresh_every_steps),
         Stage("publish", "publisher", "publish", "deliver", "update_weights", ("actor", "engine")),
         *_keeping(config, ("engine",)),
     ]
@@ -156,7 +168,8 @@ def _distillation(config: DistillConfig) -> RunPlan:
 
 def _preference(config: PreferenceConfig) -> RunPlan:
     loss = choose(PREFERENCE_LOSSES, config.loss, "loss").function
-    residents = [_actor(config), *([_reference(config)] if needs_reference(loss) else [])]
+    actor = Resident("actor", config.actor, trained=True)
+    residents = (actor, _reference(config)) if needs_reference(loss) else (actor,)
     stages = (
         Stage("rows", "batches", "next_batch", "collect", "train"),
         *([_pass("reference", "learner", "compute_reference", "reference")] if needs_reference(loss) else []),
@@ -164,26 +177,26 @@ def _preference(config: PreferenceConfig) -> RunPlan:
         Stage("update", "learner", "train_preference", "update", "train", ("actor",)),
         *_keeping(config, ("actor",)),
     )
-    return RunPlan(tuple(residents), stages, paired=is_paired(loss))
+    return RunPlan(residents, stages, paired=is_paired(loss))
 
 
 def _supervised(config: SFTConfig | RewardModelConfig) -> RunPlan:
-    scalar = isinstance(config, RewardModelConfig)
-    paired = isinstance(config, RewardModelConfig) and config.supervision == "pairs"
+    method = f"train_{config.supervision}" if isinstance(config, RewardModelConfig) else "train_lm"
     stages = (
         Stage("rows", "batches", "next_batch", "collect", "train"),
-        Stage("update", "learner", "train_reward" if scalar else "train_lm", "update", "train", ("actor",)),
+        Stage("update", "learner", method, "update", "train", ("actor",)),
         *_keeping(config, ("actor",)),
     )
-    return RunPlan((_actor(config, head="scalar" if scalar else "lm"),), stages, paired=paired)
+    actor = Resident("actor", config.actor, "lm" if method == "train_lm" else "scalar", trained=True)
+    return RunPlan((actor,), stages, paired=method == "train_pairs")
 
 
 def _pass(name: str, role: str, call: str, resident: str) -> Stage:
     return Stage(name, role, call, "pass", "train", (resident,))
 
 
-def _refresh(every_steps: int) -> Stage:
-    when = f"every {every_steps} steps"
+def _refresh(reference: Resident) -> Stage:
+    when = f"every {reference.refresh_every_steps} steps"
     return Stage("refresh", "reference", "refresh_if_due", "deliver", "train", ("actor", "reference"), when)
 
 
@@ -202,11 +215,6 @@ def _keeping(config: BaseConfig, awake: tuple[str, ...]) -> Iterator[Stage]:
     if wish.every_steps is not None or wish.at_end:
         when = "at the end" if wish.every_steps is None else f"every {wish.every_steps} steps"
         yield Stage("save", "saver", "after_step", "keep", "save", ("actor",), when)
-
-
-def _actor(config: BaseConfig, head: Head = "lm") -> Resident:
-    steps = config.actor.mini_batches, config.actor.epochs_per_batch
-    return Resident("actor", config.actor, head, True, mini_batches=steps[0], epochs=steps[1])
 
 
 def _has_critic(config: TrainConfig, asked: tuple[str, ...]) -> bool:
@@ -237,12 +245,11 @@ def _reference(config: TrainConfig | PreferenceConfig) -> Resident:
     own = config.reference
     engine = _frozen(config.actor, path=own.path, dtype=own.dtype, backend=own.backend)
     base_of = "actor" if config.actor.lora.rank is not None and own == type(own)() else None
-    return Resident("reference", engine, key=layout_key(config, "reference"), base_of=base_of)
+    every = own.refresh_every_steps if isinstance(own, ReferenceConfig) else None
+    return Resident("reference", engine, key=layout_key(config, "reference"), base_of=base_of, refresh_every_steps=every)
 
 
-def _frozen(
-    actor: TrainEngineConfig, *, path: str | None, dtype: str | None, backend: str | None
-) -> TrainEngineConfig:
+def _frozen(actor: TrainEngineConfig, *, path: str | None, dtype: str | None, backend: str | None) -> TrainEngineConfig:
     """A model that nobody trains: what it leaves open is the actor's, but for adapters, which it never has."""
     fields = {field.name: getattr(actor, field.name) for field in dataclasses.fields(TrainEngineConfig)}
     own = {"path": path, "dtype": dtype, "backend": backend}

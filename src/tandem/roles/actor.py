@@ -84,18 +84,12 @@ class Actor:
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether `compute_proximal` has to run.
-
-        With one optimizer step a batch the policy of that step *is* the proximal one, and stands in for it in ratio,
-        behaviour correction and rejection, all of which are per trajectory. KL in the reward, a coefficient that follows
-        the KL, and what is chosen among the tokens of the whole batch need it earlier.
-        """
-        follows = self.algorithm.kl.target is not None
-        return self.updates_per_batch > 1 or self._kl_in_reward or follows or self._tokens.needs_proximal
+        """True if `compute_proximal` has to run."""
+        return needs_proximal(self.algorithm, self.updates_per_batch, self._tokens)
 
     @property
     def _kl_in_reward(self) -> bool:
-        return self.algorithm.kl.coefficient > 0 and self.algorithm.kl.where == "reward"
+        return _kl_in_reward(self.algorithm)
 
     @stage(
         reads=("input_ids", "loss_mask", "temperature"),
@@ -274,6 +268,21 @@ class Actor:
                 counts = counts & (part["advantages"] != 0)
             lengths = samples.lengths[samples.of_sequence]
             yield with_fields(part, loss_weights=weights * counts, sample_length=lengths)
+
+
+def _kl_in_reward(algorithm: AlgorithmConfig) -> bool:
+    return algorithm.kl.coefficient > 0 and algorithm.kl.where == "reward"
+
+
+def needs_proximal(algorithm: AlgorithmConfig, updates_per_batch: int, tokens: TokenChoice) -> bool:
+    """True if the log-probabilities of before the update have to be computed in a pass of their own.
+
+    With one optimizer step a batch the policy of that step *is* the proximal one, and stands in for it in ratio, behaviour
+    correction and rejection, all of which are per trajectory. KL in the reward, a coefficient that follows the KL, and a
+    choice among the tokens of the whole batch need it earlier.
+    """
+    follows = algorithm.kl.target is not None
+    return updates_per_batch > 1 or _kl_in_reward(algorithm) or follows or tokens.needs_proximal
 
 
 def choose_parts(

@@ -29,8 +29,10 @@ class Teacher:
 class Student:
     """An actor whose advantages come from a teacher: the same stages under the same names, so the same loop trains it."""
 
-    def __init__(self, actor: Actor, teacher: Teacher):
-        self.actor, self.teacher, self.engine = actor, teacher, actor.engine
+    shared_critic = None
+
+    def __init__(self, actor: Actor):
+        self.actor, self.engine = actor, actor.engine
         self._distance: dict[str, float] = {}
 
     @property
@@ -48,14 +50,13 @@ class Student:
 
     @stage(
         reads=("input_ids", "loss_mask", "temperature"),
-        adds=("proximal_logprobs", "entropy", "teacher_logprobs"),
+        adds=("proximal_logprobs", "entropy"),
         reads_state=("weights",),
     )
     def compute_proximal(self, batch: TensorDict) -> TensorDict:
-        """Adds ``proximal_logprobs`` and ``entropy`` of the student before this update, and ``teacher_logprobs``."""
+        """Adds ``proximal_logprobs`` and ``entropy`` of the student before this update."""
         outputs = self.engine.forward(batch, entropy=True)
-        batch = with_fields(batch, proximal_logprobs=outputs.logprobs, entropy=outputs.entropy)
-        return self.teacher.compute_logprobs(batch)
+        return with_fields(batch, proximal_logprobs=outputs.logprobs, entropy=outputs.entropy)
 
     @stage(
         reads=("loss_mask", "reward", "proximal_logprobs", "teacher_logprobs"),

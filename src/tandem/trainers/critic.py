@@ -8,69 +8,14 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tandem.algorithms.registry import ADVANTAGES
 from tandem.api.engines import TrainEngine
 from tandem.config.errors import ConfigError
-from tandem.config.experiment import TrainConfig
-from tandem.config.roles import CriticConfig, critic_engine_config
-from tandem.engines.train.build import Head, build_train_engine
 from tandem.models.catalog import describing
 from tandem.models.tokenizer import load_tokenizer, save_classifier_tokenizer
-from tandem.roles.components import choose
 from tandem.roles.critic import Critic, SharedCritic
-from tandem.trainers.parts import backend_key
-from tandem.trainers.process import Process
 
 FOLDER = "critic"
 """Where the critic lies in a checkpoint, beside the actor's files."""
-
-
-def needs_critic(config: TrainConfig) -> bool:
-    """Whether the advantage, registered or of a file, asks for values.
-
-    Raises:
-        ConfigError: it does not, and `critic` was configured.
-    """
-    choice = choose(ADVANTAGES, config.algorithm.advantage, "algorithm.advantage", {"max_tokens": 1})
-    asks = "values" in choice.asked
-    if not asks and config.critic != CriticConfig():
-        raise ConfigError(
-            f"critic.* is not used, because algorithm.advantage={choice.name} asks for no values; use algorithm=ppo, or "
-            "leave the critic's keys out"
-        )
-    return asks
-
-
-def actor_head(config: TrainConfig) -> Head:
-    """The heads of the actor's model."""
-    return "both" if config.critic.shared else "lm"
-
-
-def make_critic(
-    config: TrainConfig, process: Process, actor: TrainEngine, steps: int, tokenizer: PreTrainedTokenizerBase
-) -> Critic | SharedCritic | None:
-    """The critic; None where no part of the algorithm asks for values. ``actor``: its engine, which has both heads where
-    `critic.shared` is set (`actor_head`). ``steps``: of the run.
-
-    Raises:
-        ConfigError: its model cannot be opened, has more than one label, or reads other tokens than the actor writes.
-    """
-    if not needs_critic(config):
-        return None
-    critic = config.critic
-    if critic.shared:
-        return SharedCritic(actor, critic)
-    if critic.path is not None:
-        check_same_tokens(critic.path, tokenizer)
-    updates = (critic.mini_batches or config.actor.mini_batches) * (critic.epochs_per_batch or config.actor.epochs_per_batch)
-    engine = build_train_engine(
-        critic_engine_config(config.actor, critic),
-        total_steps=steps * updates,
-        device=process.device,
-        head="scalar",
-        key=backend_key(config, "critic"),
-    )
-    return Critic(engine, critic, config.actor, seed=config.seed)
 
 
 def check_same_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -3,25 +3,14 @@
 The loop is that of `tandem train`; only the advantages come from the teacher instead of a reward.
 """
 
-from dataclasses import replace
-from typing import cast
-
 from transformers import PreTrainedTokenizerBase
 
 from tandem.config.errors import ConfigError
 from tandem.config.load import Resolved
-from tandem.config.lora import LoRAConfig
 from tandem.config.preference import DistillConfig, training_config
-from tandem.engines.train.build import build_train_engine
 from tandem.models.catalog import describing
 from tandem.models.tokenizer import load_tokenizer
-from tandem.roles.actor import Actor
-from tandem.roles.teacher import Student, Teacher
-from tandem.trainers.parts import backend_key
-from tandem.trainers.process import Process
 from tandem.trainers.rl import run_session
-from tandem.trainers.session import Session
-from tandem.trainers.start import Model
 from tandem.trainers.summary import Summary
 
 
@@ -35,31 +24,7 @@ def train(
     """
     config = resolved.config
     check_teacher(config)
-
-    def taught(session: Session, process: Process) -> Session:
-        student = Student(session.actor, make_teacher(config, process.device))
-        return replace(session, actor=cast(Actor, student))  # it has the stages that the loop calls
-
-    options = {"dry_run": dry_run, "override": override, "until": until}
-    return run_session(resolved, training_config(config), **options, changed=taught, others=[teacher_model(config)])
-
-
-def teacher_model(config: DistillConfig) -> Model:
-    """The frozen teacher, held as the actor is, unless `teacher` says otherwise."""
-    frozen = replace(
-        config.actor,
-        path=str(config.teacher.path),
-        dtype=config.teacher.dtype or config.actor.dtype,
-        lora=LoRAConfig(),
-        backend=config.teacher.backend or config.actor.backend,
-    )
-    return Model(frozen, key=backend_key(config, "teacher"))
-
-
-def make_teacher(config: DistillConfig, device: str) -> Teacher:
-    """The teacher with its model."""
-    frozen, head, key = teacher_model(config)
-    return Teacher(build_train_engine(frozen, total_steps=0, device=device, head=head, key=key))
+    return run_session(resolved, training_config(config), dry_run=dry_run, override=override, until=until)
 
 
 def check_teacher(config: DistillConfig) -> None:

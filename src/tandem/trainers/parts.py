@@ -1,6 +1,5 @@
 """The objects of a run, made from its configuration: each function makes one, so that a script can take them one by one."""
 
-import dataclasses
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,8 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tandem.algorithms.registry import ADVANTAGES, FILTERS
-from tandem.api.engines import InferenceEngine, TrainEngine
+from tandem.algorithms.registry import FILTERS
+from tandem.api.engines import InferenceEngine
 from tandem.api.plugins import in_user_code, is_file_spec, load_object
 from tandem.api.samples import Group
 from tandem.api.workflow import RewardFn, RewardResult, RolloutWorkflow
@@ -20,18 +19,14 @@ from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.generation import GenerationConfig
-from tandem.config.lora import LoRAConfig
-from tandem.config.preference import PreferenceConfig
-from tandem.config.train_engine import TrainEngineConfig
 from tandem.data.curriculum import Curriculum
 from tandem.data.dataset import Dataset, load_dataset
 from tandem.data.loader import Loader
-from tandem.engines.train.build import build_train_engine
+from tandem.flow.plan import plan_run
 from tandem.rewards.build import build_reward
 from tandem.rewards.majority import AnswerOnly, MajorityVote
 from tandem.roles.actor import choose_parts
 from tandem.roles.components import choose
-from tandem.roles.reference import Reference
 from tandem.rollout.executor import MAX_DRAWS, GroupFilter, GroupObserver, Rollout
 from tandem.rollout.groups import FirstSamples, MajorityLabels, WholeGroup, WithGreedyBaseline
 from tandem.rollout.multi_turn import MultiTurnWorkflow
@@ -170,7 +165,7 @@ def check_names(config: TrainConfig) -> None:
     make_reward(config).close()
     workflow = find_workflow(config.workflow)
     taken_arguments(workflow, config)
-    if needs_greedy_baseline(config) and getattr(workflow, "makes_group", False):
+    if plan_run(config).greedy_baseline and getattr(workflow, "makes_group", False):
         raise ConfigError(
             f"algorithm.advantage={config.algorithm.advantage.name} compares with a greedy answer of one sample, and "
             f"workflow={config.workflow} makes a whole group; use algorithm.advantage=grpo, or a workflow of one sample"
@@ -228,39 +223,10 @@ def training_workflow(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, r
     if algorithm.update_samples is not None:
         one = FirstSamples(one, algorithm.update_samples)
     group = WholeGroup(one, smallest) if whole else Repeated(one, gconfig.n_samples, min_group_size=smallest)
-    if not needs_greedy_baseline(config):
+    if not plan_run(config).greedy_baseline:
         return group
     greedy = replace(gconfig, greedy=True, first_token_temperature=None, train_first_token=False)
     return WithGreedyBaseline(group, make_workflow(config, tokenizer, judge, greedy))
-
-
-def needs_greedy_baseline(config: TrainConfig) -> bool:
-    """Whether the advantage, registered or of a file, asks which sample is the greedy one."""
-    choice = choose(ADVANTAGES, config.algorithm.advantage, "algorithm.advantage", {"max_tokens": 1})
-    return "greedy" in choice.asked
-
-
-def reference_config(config: TrainConfig | PreferenceConfig) -> TrainEngineConfig:
-    """The frozen policy: the actor's model, layout and precision unless `reference` says otherwise; never an adapter."""
-    path, dtype = config.reference.path or config.actor.path, config.reference.dtype or config.actor.dtype
-    fields = {f.name: getattr(config.actor, f.name) for f in dataclasses.fields(TrainEngineConfig)}
-    backend = config.reference.backend or config.actor.backend
-    return TrainEngineConfig(**fields | {"path": path, "dtype": dtype, "backend": backend, "lora": LoRAConfig()})
-
-
-def frozen_policy(config: TrainConfig | PreferenceConfig, device: str, actor: TrainEngine | None) -> Reference:
-    """The reference. Of an actor with an adapter it is the base, and no second model, unless `reference` says otherwise."""
-    every = config.reference.refresh_every_steps if isinstance(config, TrainConfig) else None
-    if actor is not None and actor.adapter is not None and config.reference == type(config.reference)():
-        return Reference(actor, base=True)
-    key = backend_key(config, "reference")
-    engine = build_train_engine(reference_config(config), total_steps=0, device=device, key=key)
-    return Reference(engine, refresh_every_steps=every)
-
-
-def backend_key(config: BaseConfig, role: str) -> str:
-    """Where the layout of a role's model was written: its own key, or the actor's where it follows that."""
-    return f"{role}.backend" if getattr(getattr(config, role), "backend", None) else "actor.backend"
 
 
 def make_filter(config: TrainConfig) -> tuple[GroupFilter | None, int]:

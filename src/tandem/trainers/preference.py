@@ -5,20 +5,20 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tandem.algorithms.preference import PREFERENCE_LOSSES, is_paired, needs_reference
+from tandem.algorithms.preference import PREFERENCE_LOSSES, is_paired
 from tandem.api.engines import TrainEngine
 from tandem.api.failures import DataFailure
 from tandem.config.load import Resolved
 from tandem.config.preference import PreferenceConfig
 from tandem.data.encoding import ChatEncoder, Encoded, sequence
 from tandem.data.examples import Reader, judged, pairs
+from tandem.flow.plan import plan_run
 from tandem.roles.components import Choice, choose
 from tandem.roles.preference import PreferenceLearner
 from tandem.roles.reference import Reference
-from tandem.trainers.parts import backend_key, frozen_policy, reference_config
 from tandem.trainers.process import Process
+from tandem.trainers.residents import open_reference
 from tandem.trainers.sft import chat_encoder
-from tandem.trainers.start import Model
 from tandem.trainers.summary import Summary
 from tandem.trainers.supervised import Encoder, Recipe, Sequences, Stages, train_on_rows
 
@@ -83,7 +83,7 @@ def make_encoder(tokenizer: PreTrainedTokenizerBase, config: PreferenceConfig) -
 
 def make_reference(config: PreferenceConfig, device: str, actor: TrainEngine | None = None) -> Reference | None:
     """The frozen policy, where the loss compares with one; else nothing is loaded. ``actor``: may be its own reference."""
-    return frozen_policy(config, device, actor) if needs_reference(make_loss(config).function) else None
+    return open_reference(plan_run(config), device, actor)
 
 
 def _stages(engine: TrainEngine, config: PreferenceConfig, process: Process) -> Stages:
@@ -99,8 +99,5 @@ def train(
     resolved: Resolved[PreferenceConfig], *, dry_run: bool = False, override: bool = False, until: int | None = None
 ) -> Summary:
     """Runs preference learning; ``dry_run`` says what it would do."""
-    config = resolved.config
-    frozen = [Model(reference_config(config), key=backend_key(config, "reference"))]
-    compares = needs_reference(make_loss(config).function)
-    recipe = Recipe(reader_of(config), make_encoder, _stages, frozen=frozen if compares else ())
+    recipe = Recipe(reader_of(resolved.config), make_encoder, _stages)
     return train_on_rows(resolved, recipe, dry_run=dry_run, override=override, until=until)

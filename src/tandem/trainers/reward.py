@@ -63,8 +63,8 @@ def _step_stages(engine: TrainEngine, config: RewardModelConfig, process: Proces
 
 
 RECIPES = {
-    "pairs": Recipe(reader=pairs, encoder=ScoredPairEncoder, stages=_pair_stages, head="scalar"),
-    "steps": Recipe(reader=steps, encoder=StepEncoder, stages=_step_stages, head="scalar"),
+    "pairs": Recipe(reader=pairs, encoder=ScoredPairEncoder, stages=_pair_stages),
+    "steps": Recipe(reader=steps, encoder=StepEncoder, stages=_step_stages),
 }
 
 

@@ -5,7 +5,6 @@ Consumes rows of the loader; produces a Hugging Face folder and a run folder. A 
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,19 +16,21 @@ from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import Resolved
 from tandem.data.curriculum import Curriculum
+from tandem.flow.plan import plan_run
 from tandem.roles.actor import Actor
 from tandem.roles.critic import Critic, SharedCritic
+from tandem.roles.teacher import Student
 from tandem.state.resuming import may_go_on
 from tandem.state.run_folder import RunFolder
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
 from tandem.tracking.tracker import Tracker
 from tandem.trainers.oversight import Oversight
 from tandem.trainers.parts import Rows, check_names, open_rows
-from tandem.trainers.process import Process, start_process
+from tandem.trainers.process import start_process
 from tandem.trainers.recovery import Recovery, recovery_of_session
 from tandem.trainers.saving import Saving
 from tandem.trainers.session import Session, evaluate_if_due, open_session
-from tandem.trainers.start import Model, check_start, fetch_weights
+from tandem.trainers.start import check_start, fetch_weights
 from tandem.trainers.summary import Summary, announce, check_run_folder, ended, open_run, run_id, tell_limit, telling_step
 from tandem.trainers.weight_record import weight_record
 
@@ -53,28 +54,26 @@ def run_session(
     dry_run: bool = False,
     override: bool = False,
     until: int | None = None,
-    changed: Callable[[Session, Process], Session] = lambda session, _: session,
-    others: Sequence[Model] = (),
 ) -> Summary:
-    """Opens the run of ``resolved`` and trains as ``config`` says; ``changed`` makes the session that the loop gets.
-    ``others``: the models that it opens for that."""
+    """Opens the run of ``resolved``, and trains with its models as ``config`` says."""
     check_names(config)
     rows = open_rows(config)
-    models = check_start(config, rows, others)
+    plan = plan_run(resolved.config)
+    check_start(config, rows, plan)
     if dry_run:
         check_run_folder(resolved.config, may_go_on(resolved.config, override=override))
         return announce(resolved, config, len(rows.train))
     process = start_process(config)
     if process.is_main:
         tell_limit(config, len(rows.train))
-    fetch_weights(models)
+    fetch_weights(plan)
     steps = total_steps(config, len(rows.train))
     last = min(steps, until or steps)
     with contextlib.ExitStack() as stack:
         examine = may_go_on(resolved.config, override=override)
         run, tracker = open_run(resolved.config, process, stack, steps=steps, examine=examine)
         oversight = stack.enter_context(Oversight(resolved.config, run))
-        session = changed(stack.enter_context(open_session(config, process, rows, steps, run_id(run))), process)
+        session = stack.enter_context(open_session(config, process, rows, steps, run_id(run), plan))
         models = session.models
         record = weight_record(config, run, models.named_weights)
         recovery = recovery_of_session(session, run, tracker, stack, process.device, record)
@@ -91,14 +90,10 @@ def step(session: Session, timer: PhaseTimer) -> dict[str, float]:
     with timer("verify"):
         verified = session.verifier.verify_if_due(batch, session.publisher.version.number + 1)
     with timer("train"), session.meter:
-        if session.reference is not None:
-            batch = session.reference.compute_logprobs(batch)
-        if critic is not None:
-            batch = critic.compute_values(batch)
-        batch = actor.compute_proximal(batch)
-        batch = actor.compute_advantages(batch)
+        for stage in session.plan.passes:  # whatever of reference, values, proximal, teacher, advantages the run needs
+            batch = session.add_fields(stage, batch)
         metrics = update(actor, critic, batch)
-        if session.reference is not None:
+        if session.reference is not None and session.plan.stage("refresh") is not None:
             session.reference.refresh_if_due(session.trainer, actor.version)
     with timer("update_weights"):
         published = session.publisher.publish()
@@ -110,7 +105,7 @@ def step(session: Session, timer: PhaseTimer) -> dict[str, float]:
     return rollout.metrics() | metrics | verified | session.meter.metrics()
 
 
-def update(actor: Actor, critic: Critic | SharedCritic | None, batch: TensorDict) -> dict[str, float]:
+def update(actor: Actor | Student, critic: Critic | SharedCritic | None, batch: TensorDict) -> dict[str, float]:
     """The actor's steps, and the critic's; while that warms up, the actor rests."""
     if critic is None:
         return actor.ppo_update(batch)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.collective import together
@@ -16,22 +17,22 @@ from tandem.data.curriculum import Curriculum
 from tandem.data.loader import Loader
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.remote.kept import Keeping
-from tandem.engines.train.build import build_train_engine
+from tandem.flow.plan import RunPlan, Stage, plan_run
 from tandem.launch.rank import kept_servers
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.roles.actor import Actor
 from tandem.roles.critic import Critic, SharedCritic
 from tandem.roles.reference import Reference
+from tandem.roles.teacher import Student, Teacher
 from tandem.rollout.executor import Rollout
 from tandem.state.run_folder import run_path
-from tandem.trainers.critic import Models, actor_head, make_critic
+from tandem.trainers.critic import Models
 from tandem.trainers.delivery import make_archive, make_publisher, make_schedule, make_verifier, weights_folder
 from tandem.trainers.evaluation import evaluate, evaluation_gconfig, evaluation_places, is_due
 from tandem.trainers.meter import EngineMeter
 from tandem.trainers.parts import (
     Rows,
-    frozen_policy,
     make_loader,
     make_reward,
     make_rollout,
@@ -39,6 +40,7 @@ from tandem.trainers.parts import (
     training_workflow,
 )
 from tandem.trainers.process import Process
+from tandem.trainers.residents import open_critic, open_model, open_reference
 from tandem.trainers.verification import Verifier
 from tandem.weights.publisher import WeightPublisher
 
@@ -49,9 +51,11 @@ class Session:
 
     tokenizer: PreTrainedTokenizerBase
     loader: Loader | Curriculum
-    actor: Actor
+    actor: Actor | Student
     trainer: TrainEngine
+    plan: RunPlan
     reference: Reference | None
+    teacher: Teacher | None
     critic: Critic | SharedCritic | None
     engine: InferenceEngine | None
     rollout: Rollout
@@ -62,6 +66,11 @@ class Session:
     verifier: Verifier
     meter: EngineMeter
 
+    def add_fields(self, stage: Stage, batch: TensorDict) -> TensorDict:
+        """Runs a pass of the plan: the batch with the fields that it adds."""
+        found: TensorDict = getattr(getattr(self, stage.role), stage.call)(batch)
+        return found
+
     @property
     def models(self) -> Models:
         """What is saved."""
@@ -69,11 +78,15 @@ class Session:
 
 
 @contextlib.contextmanager
-def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, run: str) -> Iterator[Session]:
+def open_session(
+    config: TrainConfig, process: Process, rows: Rows, steps: int, run: str, plan: RunPlan | None = None
+) -> Iterator[Session]:
     """Makes the objects of a run. On leaving, engine, workers and shared memory are gone, also after an error.
 
-    ``run``: names it to servers that several runs may reach, so no other run may have it; the same on all ranks.
+    ``run``: names it to servers that several runs may reach, so no other run may have it; the same on all ranks. ``plan``:
+    says which models there are; None takes that of ``config``.
     """
+    plan = plan or plan_run(config)
     folder = resolve(config.actor.path)
     tokenizer = load_tokenizer(folder)
     check_chat_template(tokenizer)
@@ -83,11 +96,9 @@ def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, 
             if engine is not None:
                 stack.callback(engine.close)
         optimizer_steps = (steps - config.critic.warmup_steps) * config.actor.mini_batches * config.actor.epochs_per_batch
-        trainer = build_train_engine(
-            config.actor, total_steps=optimizer_steps, device=process.device, head=actor_head(config)
-        )
-        reference = frozen_policy(config, process.device, trainer) if config.algorithm.kl.coefficient > 0 else None
-        critic = make_critic(config, process, trainer, steps, tokenizer)
+        trainer = open_model(plan.residents[0], process.device, optimizer_steps=optimizer_steps)
+        reference = open_reference(plan, process.device, trainer)
+        critic = open_critic(plan, config, process.device, trainer, steps, tokenizer)
         actor = Actor(
             trainer,
             config.algorithm,
@@ -99,6 +110,8 @@ def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, 
             seed=config.seed,
         )
         schedule = make_schedule(config)
+        judge = plan.resident("teacher")
+        teacher = None if judge is None else Teacher(open_model(judge, process.device))
         archive = make_archive(config, process, trainer, folder, schedule)
         publisher = make_publisher(config, process, trainer, engine, folder, run=run, archive=archive)
         stack.callback(publisher.close)
@@ -111,9 +124,11 @@ def open_session(config: TrainConfig, process: Process, rows: Rows, steps: int, 
         yield Session(
             tokenizer=tokenizer,
             loader=loader,
-            actor=actor,
+            actor=actor if teacher is None else Student(actor),
             trainer=trainer,
+            plan=plan,
             reference=reference,
+            teacher=teacher,
             critic=critic,
             engine=engine,
             rollout=rollout,

@@ -6,7 +6,7 @@ Consumes rows; produces a Hugging Face folder and a run folder. A step is: rows 
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -26,8 +26,7 @@ from tandem.config.load import Resolved
 from tandem.data.dataset import Dataset, load_dataset
 from tandem.data.examples import Reader
 from tandem.data.loader import Loader
-from tandem.engines.train.build import build_train_engine
-from tandem.engines.train.spread import Head
+from tandem.flow.plan import RunPlan, plan_run
 from tandem.models.catalog import describing
 from tandem.models.tokenizer import check_chat_template, load_tokenizer, save_classifier_tokenizer
 from tandem.state.resuming import may_go_on
@@ -38,8 +37,9 @@ from tandem.trainers.oversight import Oversight
 from tandem.trainers.parts import Rows, check_sinks, validation_config
 from tandem.trainers.process import Process, choose_device, start_process
 from tandem.trainers.recovery import Progress, Recovery, parts_of_rows
+from tandem.trainers.residents import open_model
 from tandem.trainers.saving import Saving
-from tandem.trainers.start import Model, check_models, fetch_weights
+from tandem.trainers.start import check_models, fetch_weights
 from tandem.trainers.summary import Summary, announce, check_run_folder, ended, open_run, tell_limit, telling_step
 from tandem.trainers.weight_record import weight_record
 
@@ -84,10 +84,6 @@ class Recipe:
 
     stages: Callable[[TrainEngine, Any, Process], Stages]
     """From the engine, the configuration and this process."""
-
-    head: Head = "lm"
-    frozen: Sequence[Model] = ()
-    """Models beside the one that is trained."""
 
 
 class BatchMaker:
@@ -180,24 +176,25 @@ def train_on_rows(
     rows = open_examples(config, recipe.reader)
     steps = total_steps(config, len(rows.train))
     last = min(steps, until or steps)
-    models = [Model(config.actor, recipe.head), *recipe.frozen]
-    tokenizer = check_examples(config, recipe, rows, steps, models)
+    plan = plan_run(config)
+    tokenizer = check_examples(config, recipe, rows, steps, plan)
     if dry_run:
         check_run_folder(config, may_go_on(config, override=override))
         return announce(resolved, config, len(rows.train))
     process = start_process(config)
     if process.is_main:
         tell_limit(config, len(rows.train))
-    fetch_weights(models)
+    fetch_weights(plan)
     with contextlib.ExitStack() as stack:
         examine = may_go_on(config, override=override)
         run, tracker = open_run(config, process, stack, steps=steps, examine=examine)
         oversight = stack.enter_context(Oversight(config, run))
-        engine = build_train_engine(config.actor, total_steps=steps, device=process.device, head=recipe.head)
+        engine = open_model(plan.residents[0], process.device, optimizer_steps=steps)
         loader = Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
         batches = BatchMaker(loader, recipe.encoder(tokenizer, config), config.batch_size)
         stages = recipe.stages(engine, config, process)
-        save = partial(save_classifier_tokenizer, tokenizer) if recipe.head == "scalar" else tokenizer.save_pretrained
+        scores = plan.residents[0].head == "scalar"
+        save = partial(save_classifier_tokenizer, tokenizer) if scores else tokenizer.save_pretrained
         progress = Progress()
         parts, record = (
             parts_of_rows(engine, batches, progress, tracker, process.device),
@@ -210,7 +207,7 @@ def train_on_rows(
         return ended(summary, run, steps)
 
 
-def check_examples(config: Any, recipe: Recipe, rows: Rows, steps: int, models: Sequence[Model]) -> PreTrainedTokenizerBase:
+def check_examples(config: Any, recipe: Recipe, rows: Rows, steps: int, plan: RunPlan) -> PreTrainedTokenizerBase:
     """Passes if a run can start on this machine; returns the tokenizer. Of a model on the hub no weights are downloaded.
 
     Raises:
@@ -219,7 +216,7 @@ def check_examples(config: Any, recipe: Recipe, rows: Rows, steps: int, models: 
     device = choose_device(config)
     tokenizer = load_tokenizer(describing(config.actor.path))
     check_chat_template(tokenizer)
-    check_models(models, device)
+    check_models(plan, device)
     loader = Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
     batches = BatchMaker(loader, recipe.encoder(tokenizer, config), config.batch_size, quiet=True)
     batches.next_batch()

@@ -3,22 +3,16 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from tandem.algorithms.preference import is_paired, needs_baseline, needs_reference
 from tandem.config.arithmetic import max_head_offpolicyness, placement
-from tandem.config.errors import ConfigError
-from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
+from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import parse_backend
-from tandem.config.lora import LoRAConfig
-from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
-from tandem.config.roles import critic_engine_config
-from tandem.roles.actor import choose_parts
-from tandem.trainers.critic import needs_critic
-from tandem.trainers.parts import backend_key, needs_greedy_baseline, reference_config
+from tandem.config.preference import DistillConfig, training_config
+from tandem.flow.plan import Resident, RunPlan, plan_run
 from tandem.trainers.planning.disk import Saves, saves_of
 from tandem.trainers.planning.held import Held, held, resolved
 from tandem.trainers.planning.machine import Machine
 from tandem.trainers.planning.shape import Dtype, Shape
-from tandem.trainers.preference import make_loss
+from tandem.trainers.summary import COMMANDS
 
 
 @dataclass(frozen=True)
@@ -118,75 +112,72 @@ class Job:
 def job_of(
     config: BaseConfig, machine: Machine, lengths: Lengths, read: Callable[[str], Shape], *, rows: int | None = None
 ) -> Job:
-    """The job of a configuration. ``read``: from a model's path to its shape; ``rows``: of the data, where they are known.
+    """The job of a configuration. ``read``: from a model's path to its shape; ``rows``: of the data, if they are known.
 
     Raises:
         ConfigError: what the engines themselves would refuse.
     """
-    if isinstance(config, DistillConfig):
-        job = _reinforcement(training_config(config), machine, lengths, read)
-        job = replace(job, kind="distill", models=(*job.models, _teacher(config, machine, read)))
-    elif isinstance(config, TrainConfig):
-        job = _reinforcement(config, machine, lengths, read)
-    else:
-        job = _supervised(config, machine, lengths, read)
-    return replace(job, saves=saves_of(config, rows))
-
-
-def _teacher(config: DistillConfig, machine: Machine, read: Callable[[str], Shape]) -> Held:
-    path, dtype = str(config.teacher.path), config.teacher.dtype or config.actor.dtype
-    engine = replace(config.actor, path=path, dtype=dtype, lora=LoRAConfig())
-    return held("teacher", engine, machine, read(path), trained=False)
-
-
-def _reference(config: TrainConfig | PreferenceConfig, machine: Machine, actor: Held, read: Callable[[str], Shape]) -> Held:
-    """The frozen policy; beside adapters it is the actor's own model, see `tandem.trainers.parts.frozen_policy`."""
-    if actor.adapters is not None and config.reference == type(config.reference)():
-        return replace(actor, role="reference", head="lm", trained=False, adapters=None, own=False)
-    engine, key = reference_config(config), backend_key(config, "reference")
-    return held("reference", engine, machine, read(engine.path), trained=False, key=key)
-
-
-def _reinforcement(config: TrainConfig, machine: Machine, lengths: Lengths, read: Callable[[str], Shape]) -> Job:
-    algorithm, updates = config.algorithm, config.actor.mini_batches * config.actor.epochs_per_batch
-    _, tokens, _ = choose_parts(algorithm, config.gconfig.max_new_tokens)
-    kl = algorithm.kl
-    in_reward = kl.coefficient > 0 and kl.where == "reward"
-    proximal = updates > 1 or in_reward or kl.target is not None or tokens.needs_proximal
-    models = [
-        held(
-            "actor", config.actor, machine, read(config.actor.path), head="both" if config.critic.shared else "lm",
-            mini_batches=config.actor.mini_batches, epochs=config.actor.epochs_per_batch,
-            entropy=algorithm.entropy_coefficient > 0 or not proximal,
-        )
-    ]  # fmt: skip
-    if needs_critic(config) and not config.critic.shared:
-        engine = critic_engine_config(config.actor, config.critic)
-        models.append(
-            held(
-                "critic", engine, machine, read(engine.path), head="scalar", key=backend_key(config, "critic"),
-                mini_batches=config.critic.mini_batches or config.actor.mini_batches,
-                epochs=config.critic.epochs_per_batch or config.actor.epochs_per_batch,
-            )
-        )  # fmt: skip
-    if kl.coefficient > 0:
-        models.append(_reference(config, machine, models[0], read))
-    eta, samples = max_head_offpolicyness(config), config.gconfig.n_samples + needs_greedy_baseline(config)
-    return Job(
-        kind="train",
+    plan, training = plan_run(config), training_config(config) if isinstance(config, DistillConfig) else config
+    models: list[Held] = []
+    for resident in plan.residents:
+        if resident.engine is not None:
+            models.append(_held(resident, models, _with_entropy(training, plan), machine, read))
+    first_pass = plan.stage("proximal") or plan.stage("baseline")
+    job = Job(
+        kind=COMMANDS[type(config)],
         models=tuple(models),
         lengths=lengths,
-        groups=config.rollout.batch_size,
-        generated=samples,
-        trained=algorithm.update_samples or config.gconfig.n_samples,
-        generator=_generator(config, models[0], machine, samples),
-        asynchronous=config.async_training,
-        proximal=proximal,
-        kept_versions=0 if config.rollout.verify.every_steps is None else max(1, eta),
-        verifies=config.rollout.verify.every_steps is not None,
+        groups=0,
+        generated=0,
+        trained=2 if plan.paired else 1,
+        together=plan.paired,
+        proximal=first_pass is not None,
+        verifies=plan.stage("verify") is not None,
+        saves=saves_of(config, rows),
         saves_beside=_saves_beside(config),
+    )
+    if not isinstance(training, TrainConfig):
+        return replace(job, groups=training.batch_size)  # type: ignore[attr-defined]
+    samples = training.gconfig.n_samples + plan.greedy_baseline
+    return replace(
+        job,
+        groups=training.rollout.batch_size,
+        generated=samples,
+        trained=training.algorithm.update_samples or training.gconfig.n_samples,
+        generator=_generator(training, models[0], machine, samples),
+        asynchronous=training.async_training,
+        kept_versions=max(1, max_head_offpolicyness(training)) if job.verifies else 0,
         workers=2,
     )
+
+
+def _held(
+    resident: Resident, before: list[Held], with_entropy: bool, machine: Machine, read: Callable[[str], Shape]
+) -> Held:
+    """A resident with a train engine; the base of one ``before`` it is no second model."""
+    owner = next((model for model in before if model.role == resident.base_of), None)
+    if owner is not None:
+        return replace(owner, role=resident.name, head="lm", trained=False, adapters=None, own=False)
+    assert resident.engine is not None
+    return held(
+        resident.name,
+        resident.engine,
+        machine,
+        read(resident.engine.path),
+        head=resident.head,
+        trained=resident.trained,
+        mini_batches=resident.mini_batches,
+        epochs=resident.epochs,
+        entropy=with_entropy and resident.name == "actor",
+        key=resident.key,
+    )
+
+
+def _with_entropy(config: BaseConfig, plan: RunPlan) -> bool:
+    """True if the actor's update computes the entropy of each token: as a term of the loss, or to report it."""
+    if not isinstance(config, TrainConfig):
+        return False
+    return config.algorithm.entropy_coefficient > 0 or plan.stage("proximal") is None
 
 
 def _saves_beside(config: BaseConfig) -> bool:
@@ -223,29 +214,3 @@ def _delivered_adapter(config: TrainConfig, actor: Held, kinds: set[str]) -> int
     """Parameters of the adapter that goes to the engines alone: only our own take one, and not from a folder or a group."""
     alone = kinds <= {"embedded"} and not config.rollout.fleet.servers and config.rollout.weights.channel == "auto"
     return actor.adapters.parameters(actor.shape) if actor.adapters is not None and alone else 0
-
-
-def _supervised(config: BaseConfig, machine: Machine, lengths: Lengths, read: Callable[[str], Shape]) -> Job:
-    """Supervised fine-tuning, preferences, reward models."""
-    scalar = isinstance(config, RewardModelConfig)
-    models = [held("actor", config.actor, machine, read(config.actor.path), head="scalar" if scalar else "lm")]
-    pairs = scalar and config.supervision == "pairs"  # type: ignore[attr-defined]
-    baseline = False
-    if isinstance(config, PreferenceConfig):
-        loss = make_loss(config).function
-        pairs, baseline = is_paired(loss), needs_baseline(loss)
-        if needs_reference(loss):
-            models.append(_reference(config, machine, models[0], read))
-    elif not isinstance(config, SFTConfig | RewardModelConfig):
-        raise ConfigError(f"there is no plan for {type(config).__name__}")
-    return Job(
-        kind={SFTConfig: "sft", PreferenceConfig: "preference", RewardModelConfig: "reward"}[type(config)],
-        models=tuple(models),
-        lengths=lengths,
-        groups=config.batch_size,  # type: ignore[attr-defined]
-        generated=0,
-        trained=2 if pairs else 1,
-        together=pairs,
-        proximal=baseline,
-        saves_beside=_saves_beside(config),
-    )
