@@ -44,6 +44,7 @@ COMMANDS = {
     "fleet": Command("tandem.cli.fleet", "see, add and remove the inference servers of a run"),
     "verify-weights": Command("tandem.cli.verify_weights", "prove by scoring which weights a server serves"),
     "plan": Command("tandem.cli.plan", "say what memory, time and disk a run will need, and whether it fits"),
+    "graph": Command("tandem.cli.graph", "show the models of a run and the stages of a step, as text or as a picture"),
     "config": Command("tandem.cli.config", "show the resolved configuration and where each value comes from"),
     "doctor": Command("tandem.cli.doctor", "show what this machine has, for a bug report"),
 }

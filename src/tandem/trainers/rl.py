@@ -62,7 +62,7 @@ def run_session(
     check_start(config, rows, plan)
     if dry_run:
         check_run_folder(resolved.config, may_go_on(resolved.config, override=override))
-        return announce(resolved, config, len(rows.train))
+        return announce(resolved, config, len(rows.train), plan)
     process = start_process(config)
     if process.is_main:
         tell_limit(config, len(rows.train))

@@ -13,6 +13,8 @@ from tandem.config.arithmetic import arithmetic, first_limit, is_save_due
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.load import Resolved, describe, plain_data, to_yaml
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
+from tandem.flow.draw import text
+from tandem.flow.plan import RunPlan
 from tandem.state.checkpoint import CheckpointFailed, save_checkpoint
 from tandem.state.resuming import Examine, refuse_existing
 from tandem.state.run_folder import RunFolder
@@ -44,10 +46,12 @@ class Summary:
     """Step → accuracy on the validation rows, where the reward states one; step 0 is before training."""
 
 
-def announce(resolved: Resolved[Any], config: BaseConfig, num_rows: int) -> Summary:
-    """What `--dry-run` prints: the configuration, and in words what training by ``config`` on so many rows comes to."""
+def announce(resolved: Resolved[Any], config: BaseConfig, num_rows: int, plan: RunPlan) -> Summary:
+    """Prints what a run would do, for `--dry-run`: the configuration, what training by ``config`` on so many rows comes to
+    in words, the models and the stages of a step."""
     print(describe(resolved))
     print(arithmetic(config, num_rows))
+    print(text(plan))
     return Summary(folder=None, steps=0)
 
 

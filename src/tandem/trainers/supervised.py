@@ -180,7 +180,7 @@ def train_on_rows(
     tokenizer = check_examples(config, recipe, rows, steps, plan)
     if dry_run:
         check_run_folder(config, may_go_on(config, override=override))
-        return announce(resolved, config, len(rows.train))
+        return announce(resolved, config, len(rows.train), plan)
     process = start_process(config)
     if process.is_main:
         tell_limit(config, len(rows.train))

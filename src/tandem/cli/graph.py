@@ -1,0 +1,38 @@
+"""Show what a run would do: its models, the stages of a step, and the fields that flow between them. Nothing is started.
+
+examples:
+  tandem graph examples/gsm8k_grpo.yaml
+  tandem graph examples/gsm8k_grpo.yaml algorithm=ppo --png ppo.png
+  tandem graph examples/addition_preference.yaml --for preference --mermaid
+"""
+
+import argparse
+from pathlib import Path
+
+from tandem.cli.arguments import add_config_arguments
+from tandem.cli.config import KINDS
+from tandem.cli.running import resolve
+from tandem.config.errors import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    add_config_arguments(parser)
+    parser.add_argument("--for", dest="kind", choices=KINDS, default="train", help="the command whose configuration it is")
+    parser.add_argument("--mermaid", action="store_true", help="print a Mermaid flowchart, for a Markdown page")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw a picture into this file")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """`tandem graph`."""
+    from tandem.flow.draw import mermaid, picture, text  # noqa: PLC0415 — imports torch
+    from tandem.flow.plan import plan_run  # noqa: PLC0415
+
+    plan = plan_run(resolve(arguments, KINDS[arguments.kind]).config)
+    print(mermaid(plan) if arguments.mermaid else text(plan))
+    if arguments.png is not None:
+        try:
+            picture(plan, arguments.png)
+        except OSError as error:
+            raise ConfigError(f"--png {arguments.png} cannot be written: {error}") from error
+    return 0

@@ -1,0 +1,119 @@
+"""Shows the plan of a run: as lines of text, as a Mermaid flowchart, and as a picture."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from tandem.api.stage import Stage as Declaration
+from tandem.api.stage import stages_of
+from tandem.flow.plan import Resident, RunPlan, Stage
+from tandem.roles.actor import Actor
+from tandem.roles.critic import Critic
+from tandem.roles.language_model import LanguageModel
+from tandem.roles.preference import PreferenceLearner
+from tandem.roles.reference import Reference
+from tandem.roles.reward_model import RewardModel
+from tandem.roles.teacher import Student, Teacher
+
+ROLES: dict[str, tuple[type, ...]] = {
+    "actor": (Actor,),
+    "critic": (Critic,),
+    "reference": (Reference,),
+    "teacher": (Teacher,),
+    "learner": (PreferenceLearner, RewardModel, LanguageModel),
+}
+
+
+def declaration(plan: RunPlan, stage: Stage) -> Declaration | None:
+    """The fields and states that the stage's method declares; None if it takes no batch, or is no role's."""
+    taught = stage.role == "actor" and plan.resident("teacher") is not None
+    for role in (Student, *ROLES["actor"]) if taught else ROLES.get(stage.role, ()):
+        if stage.call in stages_of(role):
+            return stages_of(role)[stage.call]
+    return None
+
+
+def added(plan: RunPlan, stage: Stage) -> tuple[str, ...]:
+    """The fields that a stage gives the batch: all of a pass that is there because it adds them, else those for sure."""
+    declared = declaration(plan, stage)
+    if declared is None:
+        return ("batch",) if stage.kind == "collect" else ()
+    return declared.adds or declared.may_add
+
+
+def text(plan: RunPlan) -> str:
+    """The models, and a line for each stage: what is called, what it adds, what it needs, and when it runs."""
+    models = ", ".join(f"{resident.name} ({form(resident)})" for resident in plan.residents)
+    rows = [("stage", "call", "adds", "needs", "when")]
+    for stage in plan.stages:
+        needs, fields = ", ".join(stage.awake), ", ".join(added(plan, stage))
+        rows.append((stage.name, f"{stage.role}.{stage.call}", fields, needs, stage.when or "each step"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([f"Models: {models}.", *(f"  {line}" for line in lines)])
+
+
+def form(resident: Resident) -> str:
+    """The form in which a model is there, in words."""
+    if resident.engine is None:
+        return "generates"
+    if resident.base_of is not None:
+        return f"the {resident.base_of} without its adapters"
+    return "trained" if resident.trained else "frozen"
+
+
+def mermaid(plan: RunPlan) -> str:
+    """A Mermaid flowchart: stages from top to bottom, fields on the arrows between them, dotted lines to models."""
+    return "\n".join(["flowchart TD", *(f"    {line}" for line in _mermaid_lines(plan))])
+
+
+def _mermaid_lines(plan: RunPlan) -> Iterator[str]:
+    number = {stage.name: f"s{i}" for i, stage in enumerate(plan.stages)}
+    for stage in plan.stages:
+        when = f"<br/>{stage.when}" if stage.when else ""
+        yield f'{number[stage.name]}["{stage.name}<br/><i>{stage.role}.{stage.call}</i>{when}"]'
+    for before, after in zip(plan.stages, plan.stages[1:], strict=False):
+        fields = ", ".join(added(plan, before))
+        label = f'|"{fields}"| ' if fields else ""
+        yield f"{number[before.name]} -->{label}{number[after.name]}"
+    for resident in plan.residents:
+        yield f'{resident.name}(["{resident.name}: {form(resident)}"])'
+        for stage in plan.stages:
+            if resident.name in stage.awake:
+                yield f"{resident.name} -.- {number[stage.name]}"
+    if plan.stage("publish") is not None:
+        yield f'{number["publish"]} ==>|"weights"| engine'
+
+
+def picture(plan: RunPlan, path: Path) -> None:
+    """Writes the same as a PNG: stages in the left column in order, models in the right one.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    from matplotlib.figure import Figure  # noqa: PLC0415 — takes a second to import
+    from matplotlib.patches import FancyBboxPatch  # noqa: PLC0415
+
+    height = len(plan.stages)
+    figure = Figure(figsize=(10, 0.9 * height + 0.6), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_axis_off()
+    axes.set_xlim(0, 10)
+    axes.set_ylim(-height + 0.3, 0.7)
+    middle = {r.name: -(height - 1) * (i + 0.5) / len(plan.residents) for i, r in enumerate(plan.residents)}
+    for resident in plan.residents:
+        _box(axes, FancyBboxPatch, 7.2, middle[resident.name], 2.6, f"{resident.name}\n{form(resident)}", "#dceefb")
+    for row, stage in enumerate(plan.stages):
+        when = f"  ({stage.when})" if stage.when else ""
+        _box(axes, FancyBboxPatch, 0.2, -row, 4.4, f"{stage.name}{when}\n{stage.role}.{stage.call}", "#f4f4f0")
+        for name in stage.awake:
+            axes.plot([4.6, 7.2], [-row, middle[name]], color="#7aa6c2", linewidth=1, zorder=0)
+        if row + 1 < height:
+            axes.annotate("", (2.4, -row - 0.68), (2.4, -row - 0.32), arrowprops={"arrowstyle": "->", "color": "#555555"})
+            fields = ", ".join(added(plan, stage))
+            axes.text(2.55, -row - 0.5, fields, fontsize=8, color="#555555", verticalalignment="center")
+    figure.savefig(path, dpi=120)
+
+
+def _box(axes, patch, left: float, middle: float, width: float, words: str, color: str) -> None:  # type: ignore[no-untyped-def]
+    axes.add_patch(patch((left, middle - 0.3), width, 0.6, boxstyle="round,pad=0.02", facecolor=color, edgecolor="#444444"))
+    axes.text(left + width / 2, middle, words, fontsize=9, horizontalalignment="center", verticalalignment="center")

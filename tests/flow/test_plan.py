@@ -1,0 +1,153 @@
+"""The plan of a run: what it lists is what runs, for the loop, for the planner and for the example scripts."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tandem.cli.main import main
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import TrainConfig
+from tandem.config.load import load_config
+from tandem.config.preference import DistillConfig, PreferenceConfig, training_config
+from tandem.config.roles import CriticConfig
+from tandem.flow.draw import added, mermaid, text
+from tandem.flow.plan import plan_run
+from tandem.tracking.statistics import PhaseTimer
+from tandem.trainers.parts import open_rows
+from tandem.trainers.process import start_process
+from tandem.trainers.rl import step
+from tandem.trainers.session import Session, open_session
+from tests.tiny import tiny_model_folder
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+DEFAULTS = ["train_dataset.path=addition", "actor.path=smollm2-135m"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny_model_folder(tmp_path_factory.mktemp("models"), kind="llama")
+
+
+def plan_of(*keys, kind=TrainConfig):
+    return plan_run(load_config(kind, None, [*DEFAULTS, *keys]).config)
+
+
+def names(items):
+    return [item.name for item in items]
+
+
+@pytest.mark.parametrize(
+    ("keys", "residents", "passes"),
+    [
+        ([], ["actor", "engine"], ["advantages"]),
+        (["actor.mini_batches=2"], ["actor", "engine"], ["proximal", "advantages"]),
+        (["algorithm=ppo"], ["actor", "critic", "engine"], ["values", "advantages"]),
+        (["algorithm=ppo", "critic.shared=true"], ["actor", "engine"], ["values", "advantages"]),
+        (["algorithm.kl.coefficient=0.1"], ["actor", "reference", "engine"], ["reference", "advantages"]),
+        (
+            ["algorithm.kl.coefficient=0.1", "algorithm.kl.where=reward"],
+            ["actor", "reference", "engine"],
+            ["reference", "proximal", "advantages"],
+        ),
+    ],
+    ids=" ".join,
+)
+def test_models_and_passes_are_those_that_the_algorithm_asks_for(keys, residents, passes):
+    plan = plan_of(*keys)
+    assert names(plan.residents) == residents and names(plan.passes) == passes
+    assert {name for stage in plan.stages for name in stage.awake} <= set(residents)
+
+
+def test_the_reference_beside_adapters_is_the_actor_without_them_unless_it_is_given_a_model():
+    keys = ["actor.lora.rank=8", "algorithm.kl.coefficient=0.1"]
+    assert plan_of(*keys).resident("reference").base_of == "actor"
+    own = plan_of(*keys, "reference.path=elsewhere").resident("reference")
+    assert own.base_of is None and own.engine.path == "elsewhere" and own.engine.lora.rank is None
+
+
+def test_a_critic_that_nothing_asks_for_is_refused():
+    with pytest.raises(ConfigError, match=r"critic\.\* is not used, because algorithm\.advantage=grpo asks for no values"):
+        plan_run(TrainConfig(critic=CriticConfig(value_clip=None)))
+
+
+def run_a_step(config, plan, monkeypatch):
+    """The fields that each pass of a real step added, by the name of its stage."""
+    gained = {}
+    add_fields = Session.add_fields
+
+    def recorded(self, stage, batch):
+        found = add_fields(self, stage, batch)
+        gained[stage.name] = set(found.keys()) - set(batch.keys())
+        return found
+
+    monkeypatch.setattr(Session, "add_fields", recorded)
+    run = training_config(config) if isinstance(config, DistillConfig) else config
+    with open_session(run, start_process(run), open_rows(run), 1, "run", plan) as session:
+        step(session, PhaseTimer())
+    return gained
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["actor.mini_batches=2", "algorithm.kl.coefficient=0.1"],
+        ["algorithm=ppo"],
+        ["teacher"],
+    ],
+    ids=" ".join,
+)
+def test_a_step_runs_the_passes_of_the_plan_in_order_and_each_adds_what_it_says(model, tmp_path, monkeypatch, keys):
+    kind = DistillConfig if keys == ["teacher"] else TrainConfig
+    small = [
+        *(f"{role}.path={model}" for role in ["actor", *(keys if kind is DistillConfig else [])]),
+        f"run.root={tmp_path}",
+        "train_dataset.path=addition",
+        "rollout.batch_size=2",
+        "gconfig.n_samples=2",
+        "gconfig.max_new_tokens=4",
+        "rollout.engine.kv_cache_gib=0.02",
+        "threads=1",
+        *([] if kind is DistillConfig else keys),
+    ]
+    config = load_config(kind, None, small).config
+    plan = plan_run(config)
+
+    gained = run_a_step(config, plan, monkeypatch)
+
+    assert list(gained) == names(plan.passes)
+    assert all(set(added(plan, stage)) <= gained[stage.name] for stage in plan.passes)
+
+
+@pytest.mark.parametrize(
+    ("script", "kind"),
+    [("addition_grpo.py", TrainConfig), ("gsm8k_grpo.py", TrainConfig), ("addition_preference.py", PreferenceConfig)],
+)
+def test_an_example_script_calls_the_stages_of_its_plan_in_order(script, kind):
+    plan = plan_run(load_config(kind, EXAMPLES / script.replace(".py", ".yaml"), []).config)
+    wanted = [stage.call for stage in plan.stages if stage.kind in ("collect", "pass", "update", "deliver")]
+    called = [
+        node.func.attr
+        for node in sorted(
+            (n for n in ast.walk(ast.parse((EXAMPLES / script).read_text())) if isinstance(n, ast.Call)),
+            key=lambda node: (node.lineno, node.col_offset),
+        )
+        if isinstance(node.func, ast.Attribute) and node.func.attr in wanted
+    ]
+    assert called == wanted
+
+
+def test_text_and_flowchart_name_every_model_and_stage_and_the_fields_between_them():
+    plan = plan_of("algorithm=ppo", "algorithm.kl.coefficient=0.1", "reference.refresh_every_steps=5")
+    for shown in (text(plan), mermaid(plan)):
+        assert all(name in shown for name in [*names(plan.residents), *names(plan.stages)])
+        assert "reference_logprobs" in shown and "every 5 steps" in shown
+
+
+def test_the_command_prints_the_plan_and_draws_a_picture(tmp_path, capsys):
+    file = tmp_path / "graph.png"
+    assert main(["graph", str(EXAMPLES / "addition_grpo.yaml"), "algorithm=ppo", "--png", str(file)]) == 0
+    assert "critic.compute_values" in capsys.readouterr().out
+    assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 10_000
+    assert main(["graph", str(EXAMPLES / "addition_grpo.yaml"), "--png", str(tmp_path / "no" / "a.png")]) == 2
+    assert "--png" in capsys.readouterr().err
