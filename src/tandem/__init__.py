@@ -1,3 +1,3 @@
-"""Tandem: reinforcement learning of language models, from a laptop CPU to a GPU cluster."""
+"""Tandem: reinforcement learning of language models, on a CPU or on GPUs."""
 
 __version__ = "0.1.0"

@@ -344,8 +344,8 @@ def test_a_run_that_is_running_is_not_said_to_have_been_killed(root, capsys):
         (["adding/second"], "does not say which command began it"),
         (["adding/first"], "larger total_train_steps and --override"),
         (["adding/first", "seed=9", "total_train_steps=9", "--override"], "seed: 0 → 9"),
-        (["adding/first", "trial_name=x"], "trial_name=x is nothing that can change"),
-        (["adding/first", "more"], "more is nothing that can change"),
+        (["adding/first", "trial_name=x"], "trial_name=x cannot be changed here"),
+        (["adding/first", "more"], "more cannot be changed here"),
     ],
 )
 def test_what_cannot_go_on_is_refused(root, capsys, arguments, words):

@@ -34,7 +34,7 @@ from tests.config.loading import assert_refused, load
         (["critic.backend=fsdp:x2", "algorithm=ppo"], ["critic.backend=fsdp:x2 must begin with fsdp:dN"]),
         (
             ["actor.backend=fsdp:d2", "reference.backend=fsdp:d2t2", "algorithm.kl.coefficient=0.1"],
-            ["reference.backend=fsdp:d2t2 is 4 rank(s)", "which are 2 by actor.backend=fsdp:d2"],
+            ["reference.backend=fsdp:d2t2 is 4 rank(s)", "there are 2 of them (actor.backend=fsdp:d2)"],
         ),
         (["actor.backend=fsdp:t2"], ["must begin with fsdp:dN"]),
         (["actor.backend=fsdp:d2d2"], ["each with a number of at least 1 behind it"]),

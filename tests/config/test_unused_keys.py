@@ -49,7 +49,7 @@ def load(*items, cls=TrainConfig, data=DATA, file=None):
         (["actor.gradient_sync=micro_batch", "actor.backend=fsdp:d2", "actor.offload=true"], "with actor.offload=true"),
         (
             ["actor.compile=true", "actor.gradient_checkpointing=true", "actor.selective_checkpointing=true"],
-            "actor.selective_checkpointing=true is not there with actor.compile=true",
+            "actor.selective_checkpointing=true does not work with actor.compile=true",
         ),
         (["actor.selective_checkpointing=true"], "nothing is recomputed: set actor.gradient_checkpointing=true"),
         (["checkpoint.keep_every=5"], "checkpoint.keep_every=5 is not used .* set checkpoint.every_steps"),

@@ -104,7 +104,7 @@ def test_simpo_and_orpo_load_no_reference(items):
         (["loss=orpo", "reference.path=x"], "reference.path=x is not used because this loss compares with no reference"),
         (["loss=kto", "batch_size=1"], "batch_size must be at least 2 for loss=kto"),
         (["actor.mini_batches=2"], "actor.mini_batches=2 is not used by supervised"),
-        (["train_dataset.columns.chosn=x"], "train_dataset.columns.chosn is none of our names; did you mean chosen"),
+        (["train_dataset.columns.chosn=x"], "chosn is not a name that Tandem knows; did you mean chosen"),
     ],
 )
 def test_what_a_loss_does_not_use_is_refused_at_start(items, overrides, said):

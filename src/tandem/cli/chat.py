@@ -1,12 +1,12 @@
-"""Talk to a model in the terminal: one in a folder, or one that a server has (tandem serve, or any of OpenAI's protocol).
+"""Chat with a model in the terminal: one in a folder, or one on a server (tandem serve, or any with OpenAI's protocol).
 
 examples:
   tandem chat smollm2-135m
   tandem chat runs/addition/grpo/checkpoints/step_18 --greedy --system "Answer with just the number."
   tandem chat http://127.0.0.1:8000 --temperature 0.7
 
-An empty line asks nothing; /new begins a new conversation, /quit or Ctrl-D ends. What was said is never changed, only
-appended to: in a folder's conversation the model sees the very tokens that it made.
+/new begins a new conversation, /quit or Ctrl-D ends. The conversation is only appended to, never rewritten: a model in a
+folder sees exactly the tokens that it made.
 """
 
 import argparse

@@ -1,7 +1,7 @@
-"""Go on with a run that was cut off, or train a finished one longer, from its newest whole checkpoint.
+"""Go on with an interrupted run, or train a finished one longer, from its newest intact checkpoint.
 
-What it was begun with stands in its folder; `key=value` changes it. The learning rate, lengths and counts may change, and
-only with --override. The command that began the run, repeated, does the same.
+The configuration is read from the run's folder; `key=value` changes it. Learning rate, lengths and counts may change only
+with --override. Repeating the command that began the run does the same.
 
 examples:
   tandem continue runs/addition/first
@@ -23,7 +23,7 @@ FOLDER_KEYS = ("run.root", "experiment_name", "trial_name")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, such as runs/addition/first")
-    parser.add_argument("keys", nargs="*", metavar="key=value", help="what shall be otherwise from here on")
+    parser.add_argument("keys", nargs="*", metavar="key=value", help="values to change from here on")
     add_choices_of_a_run(parser)
 
 
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
     wrong = [key for key in arguments.keys if "=" not in key or key.partition("=")[0] in FOLDER_KEYS]
     if wrong:
-        raise ConfigError(f"{wrong[0]} is nothing that can change: give key=value, other than {', '.join(FOLDER_KEYS)}")
+        raise ConfigError(f"{wrong[0]} cannot be changed here: give key=value, with any key except {', '.join(FOLDER_KEYS)}")
     own = (f"run.root={folder.parent.parent}", f"experiment_name={folder.parent.name}", f"trial_name={folder.name}")
     arguments.arguments = [str(folder / "config.yaml"), *arguments.keys, *own]
     module = importlib.import_module(f"tandem.cli.{command}")

@@ -1,4 +1,5 @@
-"""Distil a teacher into a student that writes itself, as a YAML file and `key=value` overrides say.
+"""Distillation: the student answers, and a teacher model judges each token of the answers. The configuration is
+a YAML file and `key=value` overrides.
 
 example:
   tandem distill examples/addition_distill.yaml teacher.path=FOLDER

@@ -58,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{option}", type=kind, metavar=key.rpartition(".")[2].upper(), help=text)
     parser.add_argument("--k", type=int, nargs="+", help="the k of pass@k and maj@k (default: 2, 4, 8 … and n)")
     parser.add_argument(
-        "--dry-run", action="store_true", help="show the configuration and where values come from; start nothing"
+        "--dry-run",
+        action="store_true",
+        help="check everything that the start checks, show the configuration and its sources, and start nothing",
     )
     parser.add_argument("--json", action="store_true", help="print the results as one JSON object; progress goes to stderr")
 

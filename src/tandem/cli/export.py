@@ -1,9 +1,9 @@
-"""Write the model of a run into a Hugging Face folder of its own, which has nothing of Tandem's.
+"""Copy the model of a run into a Hugging Face folder that does not depend on Tandem.
 
-RUN is the folder of a run, and its newest whole checkpoint is taken, or that of a step: RUN@120. `RUN@best` is the one
-where the metric of `checkpoint.keep_best` is best. With --dtype the weights are rounded once, from the float32 masters.
+RUN is the folder of a run; its newest intact checkpoint is taken. RUN@120 takes the checkpoint of step 120, RUN@best the one
+with the best value of `checkpoint.keep_best`. With --dtype the weights are rounded once, from the float32 masters.
 
-Of a run with LoRA the model has the adapter merged into it; --no-merge writes the adapter alone, in peft's format.
+For a run with LoRA, the adapter is merged into the model; --no-merge writes only the adapter, in peft's format.
 
 examples:
   tandem export runs/addition/first models/adder
@@ -21,14 +21,16 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
-    parser.add_argument("run", metavar="RUN[@STEP]", help="the run's folder, and perhaps which of its checkpoints")
-    parser.add_argument("target", metavar="DIR", type=Path, help="folder to make; it must not exist")
-    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they were saved)")
+    parser.add_argument(
+        "run", metavar="RUN[@STEP]", help="the run's folder, and optionally a checkpoint: RUN@120 or RUN@best"
+    )
+    parser.add_argument("target", metavar="DIR", type=Path, help="folder to create; it must not exist")
+    parser.add_argument("--dtype", choices=DTYPES, help="precision of the weights (default: as saved)")
     parser.add_argument(
         "--merge",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="of a run with LoRA: the whole model (default), or the adapter alone",
+        help="for a run with LoRA: write the whole model (default), or only the adapter",
     )
 
 

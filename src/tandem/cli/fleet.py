@@ -1,11 +1,11 @@
-"""Looks at the inference servers of a run, and adds or removes some while it goes on.
+"""List the inference servers of a run, and add or remove servers while it runs.
 
 tandem fleet list RUN                                 every server, its state, and since when
-tandem fleet add tandem=http://127.0.0.1:8000 RUN     one more: it is brought to the current weights, then it serves
-tandem fleet remove tandem=http://127.0.0.1:8000 RUN  one less: it finishes what it has, within rollout.fleet.drain_timeout_s
-tandem fleet remove embedded-1 RUN                    the same for one that the run started itself
+tandem fleet add tandem=http://127.0.0.1:8000 RUN     add a server; it gets the current weights first
+tandem fleet remove tandem=http://127.0.0.1:8000 RUN  remove one; it may finish its requests
+tandem fleet remove embedded-1 RUN                    the same, for a server that the run started
 
-RUN is the run's folder. What it watches is written: `rollout.fleet.watch` of its config.yaml, or the file `servers` in it.
+RUN is the run's folder. The command writes the file that the run watches: `rollout.fleet.watch`, or `servers` in RUN.
 """
 
 import argparse

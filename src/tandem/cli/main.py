@@ -30,20 +30,20 @@ COMMANDS = {
     "sft": Command("tandem.cli.sft", "fine-tune a model on questions and answers"),
     "preference": Command("tandem.cli.preference", "learn from preferences: DPO, IPO, KTO, SimPO, ORPO"),
     "reward": Command("tandem.cli.reward", "train a reward model from ranked pairs or judged steps"),
-    "distill": Command("tandem.cli.distill", "distil a teacher into a student that writes itself"),
-    "continue": Command("tandem.cli.continue_run", "go on with a run that was cut off, or train it longer"),
-    "replay": Command("tandem.cli.replay", "run a step of a deterministic run again, and say whether it comes out the same"),
+    "distill": Command("tandem.cli.distill", "train a student on its own answers, judged by a teacher model"),
+    "continue": Command("tandem.cli.continue_run", "go on with an interrupted run, or train a finished one longer"),
+    "replay": Command("tandem.cli.replay", "run a step of a deterministic run again and compare the results"),
     "runs": Command("tandem.cli.runs", "list runs: status, last metrics, checkpoints, size"),
-    "export": Command("tandem.cli.export", "write the model of a run into a Hugging Face folder of its own"),
+    "export": Command("tandem.cli.export", "copy the model of a run into a Hugging Face folder"),
     "generate": Command("tandem.cli.generate", "let a model answer a prompt"),
-    "chat": Command("tandem.cli.chat", "talk to a model, in a folder or behind an address"),
+    "chat": Command("tandem.cli.chat", "chat with a model: a folder, a hub name or a server"),
     "serve": Command("tandem.cli.serve", "serve a model over HTTP: OpenAI's protocol, and tokens for training runs"),
-    "algorithms": Command("tandem.cli.algorithms", "list the algorithms, or say what one of them is"),
+    "algorithms": Command("tandem.cli.algorithms", "list the algorithms, or explain one"),
     "eval": Command("tandem.cli.eval", "evaluate a model on data sets"),
     "compare": Command("tandem.cli.compare", "compare two evaluations, with a test of significance"),
-    "fleet": Command("tandem.cli.fleet", "see, add and remove the inference servers of a run"),
-    "verify-weights": Command("tandem.cli.verify_weights", "prove by scoring which weights a server serves"),
-    "plan": Command("tandem.cli.plan", "say what memory, time and disk a run will need, and whether it fits"),
+    "fleet": Command("tandem.cli.fleet", "list, add and remove the inference servers of a run"),
+    "verify-weights": Command("tandem.cli.verify_weights", "check which weights a server really serves"),
+    "plan": Command("tandem.cli.plan", "say how much memory, time and disk a run needs, and whether it fits"),
     "graph": Command("tandem.cli.graph", "show the models of a run and the stages of a step, as text or as a picture"),
     "config": Command("tandem.cli.config", "show the resolved configuration and where each value comes from"),
     "doctor": Command("tandem.cli.doctor", "show what this machine has, for a bug report"),
@@ -54,8 +54,8 @@ EPILOG = """commands:
 
 `tandem COMMAND --help` says more about each. For a start:
 
+  tandem train examples/addition_grpo.yaml --dry-run    check a run and say what it would do
   tandem train examples/addition_grpo.yaml              learn one-digit addition in a few minutes on a CPU
-  tandem train examples/addition_grpo.yaml --dry-run    say what that would do
   tandem generate smollm2-135m "What is 3 + 4?"         ask the built-in model
 
 exit codes: 0 done, 1 failed, 2 wrong configuration or usage, 130 interrupted (Ctrl-C, SIGTERM, SIGHUP)"""
@@ -67,7 +67,7 @@ def top_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tandem",
         usage="tandem COMMAND …",
-        description="Reinforcement learning of language models, from a laptop CPU to a GPU cluster.",
+        description="Train language models with reinforcement learning, on a CPU or on GPUs.",
         epilog=EPILOG.format(commands=commands),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,5 +1,5 @@
-"""Say before a run what it will need: memory by phase, time of a step, disk, and whether it fits. Nothing is started, and no
-weights are read.
+"""Say what a run will need before it starts: memory by phase, time of a step, disk, and whether it fits. Nothing is started
+and no weights are read. docs/planning.md says how to read it.
 
 examples:
   tandem plan examples/gsm8k_grpo.yaml
@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument("--for", dest="kind", choices=KINDS, default="train", help="the command whose configuration it is")
     parser.add_argument("--device", metavar="NAME", help=f"plan for another machine: {', '.join(DEVICES)}")
-    parser.add_argument("--count", type=_count, default=None, metavar="N", help="so many of these devices (default: 1)")
+    parser.add_argument("--count", type=_count, default=None, metavar="N", help="number of these devices (default: 1)")
     parser.add_argument("--prompt-tokens", type=_count, metavar="N", help="tokens of a prompt, instead of the data's mean")
     parser.add_argument(
         "--completion-tokens", type=_count, metavar="N", help="expected tokens of a completion (default: as long as allowed)"

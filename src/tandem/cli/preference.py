@@ -1,4 +1,4 @@
-"""Learn from preferences (DPO, IPO, KTO, SimPO, ORPO), as a YAML file and `key=value` overrides say.
+"""Learn from preferences (DPO, IPO, KTO, SimPO, ORPO). The configuration is a YAML file and `key=value` overrides.
 
 example:
   tandem preference examples/addition_preference.yaml loss=simpo loss.beta=2

@@ -37,7 +37,7 @@ DIFFERENT = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, such as runs/addition/first")
-    parser.add_argument("keys", nargs="*", metavar="key=value", help="what shall be otherwise in the replay")
+    parser.add_argument("keys", nargs="*", metavar="key=value", help="values to change in the replay")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step to run again; the first is 1")
     parser.add_argument("--json", action="store_true", help="print the outcome as one JSON object")
 
@@ -56,7 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     wrong = [key for key in arguments.keys if "=" not in key or _path(key)[0] in NOT_ITS_OWN]
     if wrong:
         raise ConfigError(
-            f"{wrong[0]} is nothing that a replay can change: give key=value, other than of {', '.join(NOT_ITS_OWN)}"
+            f"{wrong[0]} cannot be changed in a replay: give key=value, with any key except those of "
+            f"{', '.join(NOT_ITS_OWN)}"
         )
     config = load_config(KINDS[command], folder / "config.yaml", arguments.keys).config
     if not config.deterministic:

@@ -1,4 +1,4 @@
-"""Train a reward model from ranked pairs or judged steps, as a YAML file and `key=value` overrides say.
+"""Train a reward model from ranked pairs or judged steps. The configuration is a YAML file and `key=value` overrides.
 
 example:
   tandem reward examples/addition_reward.yaml actor.optimizer.lr=2e-5

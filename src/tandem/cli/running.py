@@ -1,4 +1,4 @@
-"""What `tandem train` and `tandem sft` share: load the configuration, run, say what came of it."""
+"""What the training commands share: load the configuration, run, report the result."""
 
 import argparse
 import contextlib
@@ -28,24 +28,26 @@ SHOWN = ("reward/mean", "loss", "eval/accuracy", "completion_length/mean")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of both commands."""
+    """The arguments of a training command."""
     add_config_arguments(parser)
     add_choices_of_a_run(parser)
 
 
 def add_choices_of_a_run(parser: argparse.ArgumentParser) -> None:
-    """Those that are no configuration."""
+    """Arguments that are not part of the configuration."""
     parser.add_argument(
-        "--dry-run", action="store_true", help="show the configuration and what a step would be; start nothing"
+        "--dry-run",
+        action="store_true",
+        help="check everything that the start checks, show the configuration and what a step would be, and start nothing",
     )
     parser.add_argument(
-        "--override", action="store_true", help="go on with a run although its learning rate, lengths or counts were others"
+        "--override", action="store_true", help="go on with a run although its learning rate, lengths or counts have changed"
     )
     parser.add_argument(
         "--until",
         type=_step,
         metavar="STEP",
-        help="stop after this step; the same command goes on some other time",
+        help="stop after this step; repeat the command without it to go on",
     )
     parser.add_argument("--json", action="store_true", help="print the outcome as one JSON object; progress goes to stderr")
 

@@ -1,5 +1,5 @@
-"""List the runs below a folder: how they ended, what they last measured, their checkpoints and their size. The folder is a
-run.root, or one experiment's in it, or a run itself.
+"""List the runs below a folder: how they ended, their last metrics, checkpoints and size. The folder is a run.root, an
+experiment's folder in it, or a run's folder.
 
 examples:
   tandem runs

@@ -1,4 +1,4 @@
-"""Fine-tune a model on questions and answers (supervised), as a YAML file and `key=value` overrides say.
+"""Supervised fine-tuning on questions and answers. The configuration is a YAML file and `key=value` overrides.
 
 example:
   tandem sft examples/gsm8k_sft.yaml actor.optimizer.lr=2e-5

@@ -1,4 +1,4 @@
-"""Train a model with reinforcement learning, as a YAML file and `key=value` overrides say.
+"""Train a model with reinforcement learning. The configuration is a YAML file and `key=value` overrides.
 
 examples:
   tandem train examples/addition_grpo.yaml

@@ -1,13 +1,13 @@
-"""Ask an inference server some questions, and prove by scoring the answers which weights it serves.
+"""Check which weights an inference server really serves: ask it some questions and score its answers.
 
 examples:
   tandem verify-weights runs/gsm8k/grpo vllm=http://127.0.0.1:8000
   tandem verify-weights runs/gsm8k/grpo/checkpoints/step_200 tandem=http://127.0.0.1:8100 --token-file token
   tandem verify-weights smollm2-135m
 
-The first argument is what should be served: a model, or a run, whose newest checkpoint is meant; the run's other checkpoints
-and its first weights are then known too. Without an address the embedded engine is asked. Nothing is changed anywhere. The
-exit code is 1 where the answers disprove it. In training this is done by itself: see rollout.verify in docs/weights.md.
+The first argument is what should be served: a model, or a run (its newest checkpoint). For a run, the command also
+recognises older checkpoints and the first weights. Without an address the embedded engine is asked. Nothing is changed. The
+exit code is 1 if the server serves other weights. Training checks this by itself: see rollout.verify in docs/weights.md.
 """
 
 import argparse

@@ -21,25 +21,26 @@ class Component:
 
 @dataclass(frozen=True)
 class KLConfig:
-    """Penalty for leaving the reference policy."""
+    """Penalty for moving away from the reference policy."""
 
     coefficient: float = 0.0
-    """Weight of the penalty; 0 needs no reference model."""
+    """Weight of the penalty; with 0 no reference model is loaded."""
 
     where: Literal["loss", "reward"] = "loss"
     """Add it to the loss, or subtract it from the reward of each token."""
 
     estimator: Literal["k1", "k2", "k3", "k3_plus"] | None = None
-    """Form of the penalty per token, see docs/algorithms.md; null takes k3 in the loss and k1 in the reward."""
+    """Formula of the penalty of a token (docs/algorithms.md); null takes k3 in the loss and k1 in the reward."""
 
     importance: bool = False
-    """In the loss: weight each token by exp(policy − rollout), so that tokens of older policies count as they should."""
+    """In the loss: weight each token by exp(policy − rollout), which corrects the penalty for tokens of older policies."""
 
     target: float | None = None
-    """Wished KL of a sample, in nats over all its tokens: the coefficient follows it; null keeps the coefficient."""
+    """Target KL of a sample, in nats, summed over its tokens; the coefficient is adapted to reach it. null: it is
+    constant."""
 
     horizon: float = 10000.0
-    """How slowly the coefficient follows `target`: in so many samples it changes by at most a fifth."""
+    """How slowly the coefficient is adapted: over this many samples it changes by at most a fifth."""
 
 
 HIGHEST = {"truncate": 2.0, "mask": 5.0}
@@ -49,13 +50,14 @@ decoupled objective (arXiv:2505.24298) and of IcePop (arXiv:2510.18855)."""
 
 @dataclass(frozen=True)
 class CorrectionConfig:
-    """Behaviour correction: importance weights for tokens that another version sampled."""
+    """Behaviour correction: importance weights for tokens that were sampled by older weights."""
 
     weight: Literal["none", "truncate", "mask"] = "none"
-    """What exp(proximal − rollout) does: nothing, multiply up to `high`, or multiply inside [low, high] and drop outside."""
+    """Use of the ratio exp(proximal − rollout). `none`: not used; `truncate`: the loss is multiplied by it, at most by
+    `high`; `mask`: the loss is multiplied by it, and tokens outside [low, high] leave the loss."""
 
     level: Literal["token", "sequence"] = "token"
-    """Ratio of each token, or the product over the sequence."""
+    """`token`: each token has its ratio; `sequence`: the product of all ratios of a sequence."""
 
     low: float = 0.0
     """Lower bound of `mask`."""
@@ -64,7 +66,7 @@ class CorrectionConfig:
     """Cap of `truncate` and upper bound of `mask`; null takes 2 for `truncate` and 5 for `mask`."""
 
     reject: Component = field(default_factory=lambda: Component("none"))
-    """Rule that drops whole sequences that drifted too far from the policy that sampled them."""
+    """Rule that drops whole sequences if the policy has moved too far since they were sampled."""
 
     @property
     def highest(self) -> float:
@@ -74,10 +76,10 @@ class CorrectionConfig:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    """A preset, and the parts of it that were changed."""
+    """A preset, and the parts in which your run differs from it."""
 
     preset: str = "grpo"
-    """Named combination that the other fields start from."""
+    """Named algorithm: it sets the defaults of all other keys of this section (`tandem algorithms` lists them)."""
 
     advantage: Component = field(default_factory=lambda: Component("grpo"))
     """How rewards become advantages."""
@@ -90,7 +92,7 @@ class AlgorithmConfig:
     """Loss of each token."""
 
     aggregation: Component = field(default_factory=lambda: Component("sequence_mean"))
-    """Weight of each token in the global batch."""
+    """How the losses of tokens are averaged over the batch."""
 
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     """Off-policy correction."""
@@ -105,17 +107,18 @@ class AlgorithmConfig:
     """Which groups are trained on; `dynamic_sampling` keeps drawing until the batch is full."""
 
     labels: Literal["reward", "majority"] = "reward"
-    """What a sample is judged by: the run's `reward`, or agreement with the majority of its group (TTRL), which never sees
-    the expected answer."""
+    """`reward`: samples are judged by the run's reward. `majority`: by agreement with most samples of their group (TTRL);
+    expected answers are not used."""
 
     update_samples: int | None = None
-    """Samples of each group that are trained on and enter its statistics, the first ones; null takes all of them."""
+    """Use only this many samples of each group, the first ones, for training and for its statistics; null uses all."""
 
     token_filter: Component = field(default_factory=lambda: Component("none"))
-    """Which tokens of the batch are trained on: `top_entropy` keeps those at which the policy is least certain."""
+    """Which tokens of the batch are trained on: `top_entropy` keeps those where the policy is least certain."""
 
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus."""
 
     allow_truncated_sampling: bool = False
-    """Train on samples drawn with top-p < 1 or top-k, although log-probabilities are those of the whole distribution."""
+    """Allow training on samples drawn with `gconfig.top_p`, `top_k` or `min_new_tokens`, although log-probabilities are
+    those of the whole distribution."""

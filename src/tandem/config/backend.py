@@ -99,26 +99,26 @@ def layout_problems(layout: Layout, written: str, config: "TrainEngineConfig") -
     """What does not go with a layout; one message each. ``written``: the key and the backend, ``actor.backend=…``."""
     if layout.tensor > 1 and config.offload:
         yield (
-            f"actor.offload=true is not there with {written}: ranks that share matrices (t) exchange gradients from "
+            f"actor.offload=true does not work with {written}: ranks that share matrices (t) exchange gradients from "
             "GPU to GPU; use d alone, or leave it out"
         )
     if layout.zero is not None and config.offload:
         yield (
-            f"actor.offload=true is not there with {written}: use fsdp:d{layout.data}, whose parameters, gradients and "
+            f"actor.offload=true does not work with {written}: use fsdp:d{layout.data}, whose parameters, gradients and "
             "optimizer state can be in host memory, or leave it out"
         )
     if layout.zero == 3 and config.gradient_checkpointing and config.selective_checkpointing:
         yield (
-            f"actor.selective_checkpointing=true is not there with {written}, which gathers parameters inside of what "
+            f"actor.selective_checkpointing=true does not work with {written}, which gathers parameters inside of what "
             "would be computed again: leave it out, actor.gradient_checkpointing alone works"
         )
     if config.compile and config.gradient_checkpointing and config.selective_checkpointing:
         yield (
-            f"actor.selective_checkpointing=true is not there with actor.compile=true ({written}): what is kept is then "
+            f"actor.selective_checkpointing=true does not work with actor.compile=true ({written}): what is kept is then "
             "the compiler's choice; leave one of them out: actor.gradient_checkpointing alone works"
         )
     if layout.zero == 3 and config.compile:
         yield (
-            f"actor.compile=true is not there with {written}, which gathers parameters inside of what would be compiled: "
+            f"actor.compile=true does not work with {written}, which gathers parameters inside of what would be compiled: "
             f"use deepspeed:zero2:d{layout.data} or fsdp:d{layout.data}, or leave it out"
         )

@@ -89,7 +89,7 @@ def _texts(config: BaseConfig) -> Iterator[str]:
             yield f"{key} is empty; give it a value, or leave it out"
     for name in config.chat_template_kwargs:
         if name in GIVEN_TO_TEMPLATES:
-            yield f"chat_template_kwargs.{name} is not the template's to set: leave it out"
+            yield f"chat_template_kwargs.{name} is set by Tandem: leave it out"
 
 
 def _common(config: BaseConfig) -> Iterator[str]:
@@ -144,7 +144,7 @@ def _dataset(key: str, data: DatasetConfig | ValidDatasetConfig) -> Iterator[str
         yield f"{key} has both path={data.path} and sources; keep one: put the path among the sources"
     for ours in data.columns or ():
         if ours not in COLUMNS:
-            yield f"{key}.columns.{ours} is none of our names; {nearest_names(ours, COLUMNS)}"
+            yield f"{key}.columns.{ours} is not a name that Tandem knows; {nearest_names(ours, COLUMNS)}"
     labels = [source.label for source in data.sources]
     for i, source in enumerate(data.sources):
         if not source.path:
@@ -155,7 +155,7 @@ def _dataset(key: str, data: DatasetConfig | ValidDatasetConfig) -> Iterator[str
                 f"tell them apart with name, for example {{path: {source.path}, name: {source.label}_{i}}}"
             )
         if not (source.weight > 0 and math.isfinite(source.weight)):
-            yield f"{key}.sources[{i}].weight must be above 0, got {source.weight}; leave a source out to not use it"
+            yield f"{key}.sources[{i}].weight must be above 0, got {source.weight}; to not use a source, remove it"
 
 
 def _backends(config: BaseConfig) -> Iterator[str]:
@@ -173,8 +173,8 @@ def _backends(config: BaseConfig) -> Iterator[str]:
         ranks = layout.ranks if role == "actor" else ranks
         if ranks is not None and layout.ranks != ranks:
             yield (
-                f"{role}.backend={backend} is {layout.ranks} rank(s), but all models are on the same ones, which are "
-                f"{ranks} by actor.backend={config.actor.backend}; give it as many, or leave it out"
+                f"{role}.backend={backend} is {layout.ranks} rank(s), but all models share the same ranks, and there "
+                f"are {ranks} of them (actor.backend={config.actor.backend}); use as many, or leave it out"
             )
         yield from layout_problems(layout, f"{role}.backend={backend}", config.actor)
 
@@ -186,8 +186,8 @@ def _fleet(config: TrainConfig) -> Iterator[str]:
         return
     if config.deterministic:
         yield (
-            f"deterministic=true contradicts rollout.backend={rollout.backend}: arrival order decides which server computes "
-            "what; use rollout.backend=embedded"
+            f"deterministic=true contradicts rollout.backend={rollout.backend}: the order of arrival decides which "
+            "server computes what; use rollout.backend=embedded"
         )
     if config.placement == "colocate":
         yield (
@@ -213,7 +213,7 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
             "its own), or a bound of at least 1, or leave rollout.max_head_offpolicyness out"
         )
     if config.async_training and config.deterministic:
-        yield "deterministic=true contradicts async_training=true: arrival order would decide; set one of them to false"
+        yield "deterministic=true contradicts async_training=true, where timing decides; set one of them to false"
     if config.async_training and config.placement == "colocate":
         yield (
             "placement=colocate contradicts async_training=true: the devices would be used in turns and nothing overlaps; "
@@ -225,7 +225,7 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
             "straggler anyway: leave it out"
         )
     if rollout.oversample > 1 and config.deterministic:
-        yield f"rollout.oversample={rollout.oversample:g} contradicts deterministic=true: timing would decide; set it to 1"
+        yield f"rollout.oversample={rollout.oversample:g} contradicts deterministic=true, where timing decides; set it to 1"
     if rollout.on_expiry != "mask" and max_head_offpolicyness(config) == 0:
         yield f"rollout.on_expiry={rollout.on_expiry} has no effect at staleness 0; set async_training=true, or leave it out"
     if config.actor.mini_batches > rollout.batch_size:

@@ -50,31 +50,31 @@ class DatasetConfig:
     """Folder, file, hub name, `addition`, `addition_pairs`, or `reasoning_gym:NAME`."""
 
     split: str | None = None
-    """Split of a folder, hub or procedural data set; null takes `train`."""
+    """Split of the data set; null takes `train`."""
 
     sources: tuple[SourceConfig, ...] = ()
     """Several data sets mixed by weight, instead of `path`."""
 
     prompt_column: str | None = None
-    """Column that holds the user's question; null looks for messages, prompt, question, problem."""
+    """Column of the user's question; null looks for messages, prompt, question, problem."""
 
     answer_column: str | None = None
-    """Column that holds the expected answer; null looks for answer, solution, completion."""
+    """Column of the expected answer; null looks for answer, solution, completion."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Other names of columns that are read, ours first: `columns.chosen=winner`; see docs/preferences.md for the names."""
+    """Names of your columns, by ours: `columns.chosen=winner` reads `winner` as `chosen` (docs/preferences.md)."""
 
     max_rows: int | None = None
     """Use only the first rows of the data set; null uses all."""
 
     shuffle: bool = True
-    """Draw the rows of each epoch in a new order that depends on the seed."""
+    """Shuffle the rows in each epoch, depending on the seed."""
 
     size: int = 2000
-    """Most rows that a procedural data set makes."""
+    """Most rows of a generated data set (`addition`, `addition_pairs`, `reasoning_gym:NAME`)."""
 
     prompt_suffix: str = ""
-    """Text put behind every question, for example how to write the answer; whole conversations (SFT) have none."""
+    """Text after every question, for example how to write the answer; not used for whole conversations (SFT)."""
 
 
 @dataclass(frozen=True)
@@ -85,28 +85,28 @@ class ValidDatasetConfig:
     """Folder, file, hub name, `addition`, `addition_pairs`, or `reasoning_gym:NAME`; null takes that of `train_dataset`."""
 
     split: str | None = None
-    """Split of a folder, hub or procedural data set; null takes `test`."""
+    """Split of the data set; null takes `test`."""
 
     sources: tuple[SourceConfig, ...] = ()
     """Several data sets mixed by weight, instead of `path`."""
 
     prompt_column: str | None = None
-    """Column that holds the user's question; null is as in `train_dataset` where `path` is null, else looks for it."""
+    """Column of the user's question; null: as in `train_dataset` if `path` is null, else it is looked for."""
 
     answer_column: str | None = None
-    """Column that holds the expected answer; null is as in `train_dataset` where `path` is null, else looks for it."""
+    """Column of the expected answer; null: as in `train_dataset` if `path` is null, else it is looked for."""
 
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Other names of columns; empty is as in `train_dataset` where `path` is null."""
+    """Other names of columns; if it is empty and `path` is null, those of `train_dataset`."""
 
     max_rows: int | None = None
     """Use only the first rows of the data set; null uses all, up to `evaluate.max_rows`."""
 
     size: int | None = None
-    """Most rows that a procedural data set makes; null is as in `train_dataset` where `path` is null, else 2000."""
+    """Most rows of a generated data set; null: as in `train_dataset` if `path` is null, else 2000."""
 
     prompt_suffix: str | None = None
-    """Text put behind every question; null is as in `train_dataset` where `path` is null, else nothing."""
+    """Text after every question; null: as in `train_dataset` if `path` is null, else none."""
 
 
 def is_procedural(path: str) -> bool:

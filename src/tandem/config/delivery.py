@@ -10,26 +10,26 @@ class DeliveryConfig:
     """How new weights reach the inference engines; see docs/weights.md."""
 
     channel: Literal["auto", "disk", "collective"] = "auto"
-    """`auto` takes shared memory on this machine, and a folder as soon as a server reads from one; `disk` takes the folder
-    always, `collective` a process group (gloo, or nccl on GPUs)."""
+    """`auto`: shared memory, or a folder if a server reads from one; `disk`: always the folder; `collective`: a process
+    group (gloo, or nccl on GPUs)."""
 
     folder: str | None = None
-    """Folder for weights that servers read, which they must see under the same path; null takes `.weights` in `run.root`."""
+    """Folder that servers read weights from; they must see it under the same path. null takes `.weights` in `run.root`."""
 
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """Proof of delivery: some trajectories are scored again by the trainer, under the weights that they are stamped with."""
+    """Proof of delivery: the trainer scores some trajectories again, with the weights whose version they carry."""
 
     every_steps: int | None = 20
-    """At steps 1 and 3, and then every so many steps; null never verifies."""
+    """Verify at steps 1 and 3, and then every so many steps; null turns it off."""
 
     trajectories: int = 8
-    """Trajectories of the batch that are scored again, of as many groups as there are."""
+    """How many trajectories are scored again, from different groups if possible."""
 
     tolerance: float | None = None
-    """Largest mean difference of log-probabilities, in nats, before the run ends with a diagnosis; null means 0.001 where
-    generation and training are in float32, and 0.1 in bfloat16."""
+    """Largest mean difference of log-probabilities, in nats; beyond it the run ends with a diagnosis. null takes 0.001 if
+    generation and training are in float32, else 0.1."""
 
 
 def delivery_problems(channel: str, backend: str, placement: str) -> Iterator[str]:

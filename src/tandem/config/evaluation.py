@@ -23,13 +23,13 @@ NOT_PART_OF_THE_RESULT = ("out", "label")
 
 @dataclass(frozen=True)
 class EvaluationData:
-    """One data set of an evaluation. What is null follows the key of the same name at the top, then the benchmark."""
+    """One data set of an evaluation. A key that is null takes the value at the top level, then the benchmark's."""
 
     path: str
     """Known benchmark, folder, file, hub name, `addition`, or `reasoning_gym:NAME`."""
 
     benchmark: str | None = None
-    """Known format that the rows have; null recognises it by the last part of `path`, `none` takes the rows as they are."""
+    """Known format of the rows; null recognises it by the last part of `path`, `none` takes the rows as they are."""
 
     name: str | None = None
     """Name in results; null takes the benchmark's, else the last part of the path."""
@@ -47,7 +47,7 @@ class EvaluationData:
     """Text put behind every question."""
 
     reward: str | None = None
-    """Who judges the answers: registered reward, or `my_file.py:function`."""
+    """Reward that judges the answers: a name, or `my_file.py:function`."""
 
     max_rows: int | None = None
     """Use only the first rows."""
@@ -70,19 +70,19 @@ class EvaluationConfig:
     """Split of folders and hub data sets; null takes the benchmark's, else `test`."""
 
     prompt_column: str | None = None
-    """Column that holds the user's question; null takes the benchmark's, else looks for messages, prompt, question."""
+    """Column of the user's question; null takes the benchmark's, else looks for messages, prompt, question."""
 
     answer_column: str | None = None
-    """Column that holds the expected answer; null takes the benchmark's, else looks for answer, solution, completion."""
+    """Column of the expected answer; null takes the benchmark's, else looks for answer, solution, completion."""
 
     prompt_suffix: str | None = None
     """Text put behind every question; null takes the benchmark's, else none."""
 
     reward: str | None = None
-    """Who judges the answers: registered reward, or `my_file.py:function`; null takes the benchmark's, else `math`."""
+    """Reward that judges the answers: a name, or `my_file.py:function`; null takes the benchmark's, else `math`."""
 
     reward_timeout_s: float = 15.0
-    """A reward that takes longer is killed and is a failure of its sample."""
+    """A reward call that takes longer is killed, and its sample counts as failed."""
 
     max_rows: int | None = None
     """Use only the first rows of each data set; null uses all."""
@@ -91,10 +91,10 @@ class EvaluationConfig:
     """Registered workflow of one sample, or `my_file.py:ClassOrFunction`."""
 
     system_prompt: str | None = None
-    """System message put before each prompt; null puts none."""
+    """System message before each prompt; null: none."""
 
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of the model's chat template."""
+    """Additional arguments for the model's chat template."""
 
     gconfig: GenerationConfig = field(default_factory=lambda: GenerationConfig(n_samples=1, max_new_tokens=512, greedy=True))
     """Sampling. Greedy unless `n_samples`, `temperature`, `top_p` or `top_k` is set."""
@@ -106,34 +106,34 @@ class EvaluationConfig:
     """Level of the intervals."""
 
     seed: int = 0
-    """Sampling and the draws of the bootstrap follow from this."""
+    """Seed of sampling and of the bootstrap."""
 
     wave_samples: int = 256
-    """Samples that are generated together and recorded together; what a kill loses is at most one wave."""
+    """Number of samples generated and recorded together (a wave); a kill loses at most one wave."""
 
     threads: int | None = None
-    """CPU threads; null takes the cores that this process may use."""
+    """CPU threads; null takes all cores that the process may use."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where tensors live; auto takes a GPU when there is one."""
+    """Device to compute on; auto takes a GPU if there is one."""
 
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Precision of generation (auto: bfloat16 where the device is fast in it, else float32)."""
+    """Precision of generation (auto: bfloat16 if the device has instructions for it, else float32)."""
 
     engine: EmbeddedEngineConfig = field(default_factory=EmbeddedEngineConfig)
     """Settings of the embedded engine."""
 
     episode_timeout_s: float = 21600.0
-    """A sample that takes longer, waiting for its turn in the wave included, fails with reason `deadline`."""
+    """A sample that takes longer, its wait within the wave included, fails with the reason `deadline`."""
 
     max_retries: int = 2
-    """How often a sample is run again after an infrastructure failure."""
+    """How often a sample is run again after a failure of the infrastructure."""
 
     out: str = "evaluations"
-    """Folder under which each evaluation has one of its own."""
+    """Folder that holds the folders of all evaluations."""
 
     label: str | None = None
-    """Name of that folder, and of the evaluation in comparisons; null makes one from `model` and `data`."""
+    """Name of the evaluation and its folder; null makes one from `model` and `data`."""
 
 
 OWN_LIMITS: dict[str, KnobRule] = {

@@ -16,48 +16,50 @@ from tandem.config.tracking import TrackingConfig
 
 @dataclass(frozen=True)
 class EvaluateConfig:
-    """Accuracy on the validation set, greedy unless there are several samples; in supervised training, the loss there."""
+    """Evaluation on the validation rows. `tandem train`: accuracy of greedy answers, or of several samples; other commands:
+    the loss."""
 
     every_steps: int | None = None
-    """Evaluate before the first step, every so many steps and at the end; null never evaluates."""
+    """Evaluate before the first step, after every so many steps, and at the end; null turns evaluation off."""
 
     max_rows: int | None = 128
-    """Rows of the validation set that are used; null uses all."""
+    """Use at most this many validation rows; null uses all."""
 
     max_new_tokens: int | None = None
-    """Longest answer in evaluation; null takes `gconfig.max_new_tokens`. For `tandem train` only."""
+    """Most tokens of an answer in evaluation; null takes `gconfig.max_new_tokens`. For `tandem train` only."""
 
     n_samples: int = 1
-    """Samples of each row; several give `eval/pass@k` and `eval/maj@k` too."""
+    """Samples a row; with several, `eval/pass@k` and `eval/maj@k` are measured too."""
 
     temperature: float | None = None
-    """Temperature of evaluation, 0 is greedy; null is greedy with one sample and `gconfig.temperature` with several."""
+    """Temperature in evaluation; 0 is greedy. null: greedy with one sample a row, `gconfig.temperature` with several."""
 
 
 @dataclass(frozen=True)
 class BaseConfig:
-    """What every kind of run has."""
+    """Keys of every kind of run."""
 
     experiment_name: str = "tandem"
     """First part of the run folder's name."""
 
     trial_name: str = "trial"
-    """Second part of the run folder's name; a folder that has a run is never overwritten."""
+    """Second part of the run folder's name. The same name again goes on with that run, or is refused; it never
+    overwrites it."""
 
     run: RunConfig = field(default_factory=RunConfig)
     """The run folder."""
 
     seed: int = 0
-    """All randomness of the run follows from this; 0 to 2³² − 1."""
+    """Seed of all randomness in the run; 0 to 2³² − 1."""
 
     deterministic: bool = False
-    """Fixed order and fixed waves, so that two runs are equal to the bit on one machine."""
+    """Fix all orders, so that two runs on one machine are equal to the bit."""
 
     threads: int | None = None
-    """CPU threads; null takes the cores that this process may use."""
+    """CPU threads; null takes all cores that the process may use."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where tensors live; auto takes a GPU when there is one."""
+    """Device to compute on; auto takes a GPU if there is one."""
 
     total_train_steps: int | None = None
     """Number of training steps; null trains for `total_train_epochs`. If both are set, the run ends at the smaller one."""
@@ -72,10 +74,10 @@ class BaseConfig:
     """Validation rows."""
 
     system_prompt: str | None = None
-    """System message put before each prompt; null puts none."""
+    """System message before each prompt; null: none."""
 
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of the model's chat template."""
+    """Additional arguments for the model's chat template."""
 
     actor: ActorConfig = field(default_factory=ActorConfig)
     """The model that is trained."""
@@ -84,13 +86,13 @@ class BaseConfig:
     """Saving."""
 
     recover: RecoverConfig = field(default_factory=RecoverConfig)
-    """Interruptions, faults and restarts."""
+    """What happens on interruptions and faults."""
 
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     """Evaluation during training."""
 
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    """Metrics and samples."""
+    """Where metrics and samples are written."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class TrainConfig(BaseConfig):
     """Reinforcement learning: `tandem train`."""
 
     async_training: bool = False
-    """Generate while training, within the staleness bound."""
+    """Generate while training; tokens may be up to `rollout.max_head_offpolicyness` versions old."""
 
     placement: Literal["colocate", "decoupled"] | None = None
     """`colocate`: generation and training take turns on the same devices; `decoupled`: the engine is a process of its own.
@@ -106,16 +108,16 @@ class TrainConfig(BaseConfig):
     their own."""
 
     workflow: str = "rlvr"
-    """Registered workflow, or `my_file.py:ClassOrFunction`; see docs/writing_a_workflow.md."""
+    """Name of a workflow, or your own as `my_file.py:ClassOrFunction` (docs/writing_a_workflow.md)."""
 
     reward: str = "math"
-    """Registered reward, or `my_file.py:function`."""
+    """Name of a reward, or your own as `my_file.py:function` (docs/writing_a_reward.md)."""
 
     reward_timeout_s: float = 15.0
-    """A reward that takes longer is killed and is a failure of its sample, never a 0."""
+    """A reward call that takes longer is killed, and its sample counts as failed, not as 0."""
 
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
-    """Choice of prompts."""
+    """Which prompts are drawn."""
 
     gconfig: GenerationConfig = field(default_factory=GenerationConfig)
     """Sampling."""
@@ -141,4 +143,4 @@ class SFTConfig(BaseConfig):
     """Rows in one optimizer step."""
 
     max_length: int = 1024
-    """Rows with more tokens are dropped with a reason."""
+    """Rows longer than this, in tokens, are dropped and counted."""

@@ -30,32 +30,32 @@ class Address(NamedTuple):
 
 @dataclass(frozen=True)
 class FleetConfig:
-    """Several inference servers, when `rollout.backend` names more than one engine of this process."""
+    """Inference servers, for every `rollout.backend` except `embedded`."""
 
     servers: tuple[str, ...] = ()
-    """Servers to attach to besides, `KIND=URL` each, with KIND one of tandem, vllm and sglang."""
+    """Running servers to attach to, each as `KIND=URL` with KIND one of tandem, vllm, sglang."""
 
     watch: str | None = None
-    """A file, or a folder of files, with one `KIND=URL` a line, read again every second: servers that join and leave while
-    the run goes on; null watches the file `servers` in the run folder, which `tandem fleet add` writes."""
+    """A file, or a folder of files, with one `KIND=URL` a line. It is read every second, so servers may join and leave
+    during the run. null: the file `servers` in the run folder, which `tandem fleet add` writes."""
 
     vllm_python: str | None = None
-    """Interpreter of the environment that has vLLM, for `vllm:dN`; null takes the one that runs Tandem."""
+    """Python of the environment that has vLLM, for `vllm:dN`; null takes the one that runs Tandem."""
 
     sglang_python: str | None = None
-    """Interpreter of the environment that has SGLang, for `sglang:dN`; null takes the one that runs Tandem."""
+    """Python of the environment that has SGLang, for `sglang:dN`; null takes the one that runs Tandem."""
 
     token_file: str | None = None
-    """File with the token that attached servers ask for; null sends none."""
+    """File with the token (API key) of attached servers; null sends none."""
 
     admin_token_file: str | None = None
     """File with the token of the control routes of attached `tandem serve` servers; null sends none."""
 
     startup_timeout_s: float = 600.0
-    """A server that this run starts must have loaded its model by then."""
+    """How long a server that the run starts may take to load its model."""
 
     probe_every_s: float = 2.0
-    """A server that shows no progress for this long is asked for one token."""
+    """A server that shows no progress for this long is asked for one token, as a test."""
 
     suspect_after_s: float = 4.0
     """A server that has made no token for this long gets no new requests until it makes tokens again."""
@@ -64,24 +64,24 @@ class FleetConfig:
     """A server that has made no token for this long is fenced: its requests move to other servers."""
 
     request_timeout_s: float = 600.0
-    """A request that one server has not answered by then moves to another."""
+    """A request that a server has not answered within this time moves to another server."""
 
     max_server_retries: int = 3
     """How often a request moves to another server before it counts as failed."""
 
     max_restarts: int = 3
-    """How often within an hour a server that this run started is started again."""
+    """How often an hour a server of this run may be started again."""
 
     empty_timeout_s: float = 300.0
-    """The run ends when no server was healthy for this long while requests were waiting."""
+    """The run ends if no server was healthy for this long while requests were waiting."""
 
     finish_before_update: bool = False
-    """Hold new requests back and let the running ones end before new weights are switched to, instead of interrupting
+    """Before switching to new weights, hold new requests back and let the running ones finish, instead of interrupting
     them."""
 
     drain_timeout_s: float = 120.0
-    """How long a leaving server may finish its requests, and how long `finish_before_update` waits; what is left then is
-    moved, or interrupted."""
+    """How long a server that leaves may take to finish its requests, and how long `finish_before_update` waits.
+    Requests that are left then are moved or interrupted."""
 
 
 def parse_backend(backend: str) -> tuple[tuple[str, int], ...] | None:

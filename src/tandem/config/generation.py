@@ -8,10 +8,10 @@ class GenerationConfig:
     """Sampling of one completion, and how many of them a prompt gets."""
 
     n_samples: int = 8
-    """Completions (samples) drawn for each prompt; they form one group."""
+    """Samples of each prompt; together they form a group."""
 
     max_new_tokens: int = 256
-    """Most tokens that one completion may have; what reaches it counts as truncated."""
+    """Most tokens of a completion; one that reaches this counts as truncated."""
 
     min_new_tokens: int = 0
     """Stop tokens are suppressed until a completion has this many tokens."""
@@ -23,7 +23,7 @@ class GenerationConfig:
     """Temperature of the first token of each reply (FIRE, arXiv:2410.21236); null takes `temperature`."""
 
     train_first_token: bool = False
-    """Train on the token drawn at `first_token_temperature` too, with its true log-probability; else it is masked."""
+    """Also train on the token drawn at `first_token_temperature`, with its true log-probability; otherwise it is masked."""
 
     top_p: float = 1.0
     """Nucleus sampling: the smallest set of tokens whose probability reaches this; 1 turns it off."""
@@ -35,10 +35,10 @@ class GenerationConfig:
     """Take the most probable token instead of sampling."""
 
     stop: tuple[str, ...] = ()
-    """Strings that end a completion when they appear in its text; the tokens that hold them are kept."""
+    """Strings that end a completion when they appear in its text; their tokens stay in the completion."""
 
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end a completion, besides those of the model's generation config."""
+    """Token ids that end a completion, in addition to those of the model."""
 
 
 def truncations(sampling: GenerationConfig) -> list[str]:

@@ -22,13 +22,13 @@ class LoRAConfig:
     """Rank of each adapter, for example 16; null trains all weights."""
 
     alpha: float | None = None
-    """An adapter's product is multiplied by alpha / rank; null is twice the rank."""
+    """The adapter's output is multiplied by alpha / rank; null takes twice the rank."""
 
     target_modules: tuple[str, ...] = (ALL_LINEAR,)
-    """Matrices that get one: `all-linear` is all of every layer; or ends of their names, `[q_proj, v_proj]`."""
+    """Matrices that get an adapter: `all-linear` for all of every layer, or the ends of their names, `[q_proj, v_proj]`."""
 
     dropout: float = 0.0
-    """Share of an adapter's inputs that is 0 in each training pass; for `tandem sft` and `tandem reward` only."""
+    """Dropout of the adapter's inputs; for `tandem sft` and `tandem reward` only."""
 
     @property
     def scaling(self) -> float:

@@ -41,13 +41,13 @@ REFERENCE_FREE = ("simpo", "orpo")
 
 @dataclass(frozen=True)
 class FrozenConfig:
-    """A policy that stays as it was; it is loaded only by losses that compare with one."""
+    """The frozen policy that the loss compares with. It is loaded only for losses that need one."""
 
     path: str | None = None
     """Model to load as the reference; null takes the actor's initial weights."""
 
     backend: str | None = None
-    """How it is spread over the actor's ranks; null is spread as the actor."""
+    """Layout over the ranks, in the form of `actor.backend`; null takes the actor's."""
 
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
     """Precision of its forward pass; null takes the actor's."""
@@ -61,13 +61,13 @@ class PreferenceConfig(BaseConfig):
     """Loss and its knobs: `loss=dpo loss.beta=0.05`; one of `dpo`, `ipo`, `kto`, `simpo`, `orpo`."""
 
     batch_size: int = 16
-    """Rows in one optimizer step: pairs, or single completions where the loss is `kto`."""
+    """Rows in one optimizer step: pairs, or single completions with `loss=kto`."""
 
     max_length: int = 1024
-    """Rows with a side of more tokens are dropped with a reason."""
+    """Rows with a side longer than this, in tokens, are dropped and counted."""
 
     reference: FrozenConfig = field(default_factory=FrozenConfig)
-    """The frozen policy, which `dpo`, `ipo` and `kto` compare with."""
+    """The frozen policy; `dpo`, `ipo` and `kto` compare with it."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,17 @@ class RewardModelConfig(BaseConfig):
     """Training a reward model: `tandem reward`."""
 
     supervision: Literal["pairs", "steps"] = "pairs"
-    """Learn from pairs of which one side is better, or from completions whose every step was judged right or wrong."""
+    """`pairs`: rows have a better and a worse side. `steps`: rows have a completion whose steps are labelled right or
+    wrong."""
 
     batch_size: int = 16
     """Rows in one optimizer step."""
 
     max_length: int = 1024
-    """Rows with more tokens (on one side) are dropped with a reason."""
+    """Rows longer than this, in tokens (on either side), are dropped and counted."""
 
     margin: float = 0.0
-    """The better side's score should lead by this; a row with a margin of its own keeps that."""
+    """How much higher the better side should score; rows with a `margin` column use their own."""
 
     step_separator: str = "\n"
     """Text between the steps of a completion, with `supervision=steps`."""
@@ -98,7 +99,7 @@ class TeacherConfig:
     """Model folder, hub name, or a built-in name; it must have the student's tokenizer."""
 
     backend: str | None = None
-    """How it is spread over the student's ranks; null is spread as the student."""
+    """Layout over the ranks, in the form of `actor.backend`; null takes the student's."""
 
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
     """Precision of its forward pass; null takes the actor's."""
@@ -112,7 +113,7 @@ class DistillConfig(BaseConfig):
     """The teacher."""
 
     async_training: bool = False
-    """Generate while training, within the staleness bound."""
+    """Generate while training; tokens may be up to `rollout.max_head_offpolicyness` versions old."""
 
     workflow: str = "rlvr"
     """Registered workflow, or `my_file.py:ClassOrFunction`."""
@@ -121,7 +122,7 @@ class DistillConfig(BaseConfig):
     """Only measured, never trained on: a registered reward, or `my_file.py:function`."""
 
     reward_timeout_s: float = 15.0
-    """A reward that takes longer is killed and is a failure of its sample."""
+    """A reward call that takes longer is killed, and its sample counts as failed."""
 
     gconfig: GenerationConfig = field(default_factory=lambda: GenerationConfig(n_samples=1))
     """Sampling."""

@@ -13,21 +13,21 @@ class ActorConfig(TrainEngineConfig):
     """The policy that is trained."""
 
     mini_batches: int = 1
-    """Optimizer steps that one batch is cut into; groups are never divided."""
+    """Number of optimizer steps a batch; each uses a part of the groups, and no group is divided."""
 
     epochs_per_batch: int = 1
-    """Passes over each batch."""
+    """How often each batch is trained on."""
 
 
 @dataclass(frozen=True)
 class ReferenceConfig:
-    """The frozen policy that KL is measured against; it exists only when the algorithm uses it."""
+    """The frozen policy that the KL penalty compares with. It is loaded only if `algorithm.kl.coefficient` is above 0."""
 
     path: str | None = None
     """Model to load as the reference; null takes the actor's initial weights."""
 
     backend: str | None = None
-    """How it is spread over the actor's ranks; null is spread as the actor."""
+    """Layout over the ranks, in the form of `actor.backend`; null takes the actor's."""
 
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
     """Precision of its forward pass; null takes the actor's."""
@@ -38,13 +38,14 @@ class ReferenceConfig:
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """The model that values each token; it exists only where the algorithm needs it, as `algorithm=ppo` does."""
+    """The model that estimates a value for each token. It is loaded only if the algorithm needs one, like
+    `algorithm=ppo`."""
 
     path: str | None = None
-    """Model that it begins as: a language model, or a reward model's folder; null takes the actor's initial weights."""
+    """Initial weights: a language model or a reward model; null takes the actor's initial weights."""
 
     backend: str | None = None
-    """How it is spread over the actor's ranks; null is spread as the actor."""
+    """Layout over the ranks, in the form of `actor.backend`; null takes the actor's."""
 
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
     """Precision of its forward and backward pass; null takes the actor's."""
@@ -53,31 +54,32 @@ class CriticConfig:
     """Its own optimizer and schedule."""
 
     lora: LoRAConfig = field(default_factory=LoRAConfig)
-    """Adapters that are trained instead of its weights, beside its head; the actor's are the actor's alone."""
+    """The critic's own adapters (LoRA); its head is always trained. `actor.lora` does not apply to the critic."""
 
     max_tokens_per_micro_batch: int | None = None
-    """Token budget of one forward and backward; null takes the actor's."""
+    """Most tokens of one forward and backward pass; null takes the actor's."""
 
     gradient_checkpointing: bool | None = None
-    """Recompute activations in the backward pass; null does as the actor."""
+    """Recompute activations in the backward pass; null takes the actor's setting."""
 
     mini_batches: int | None = None
-    """Optimizer steps that one batch is cut into; null takes as many as the actor."""
+    """Number of optimizer steps a batch; null takes the actor's."""
 
     epochs_per_batch: int | None = None
-    """Passes over each batch; null takes as many as the actor."""
+    """How often each batch is trained on; null takes the actor's."""
 
     value_clip: float | None = 0.2
-    """Within one batch a value earns nothing by moving further than this; null turns the clipping off."""
+    """Value loss clipping: a value gains nothing by moving further than this within a batch; null turns it off."""
 
     shared: bool = False
-    """No model of its own: a second head on the actor's, trained in the actor's optimizer steps; cheaper and less exact."""
+    """Use a second head on the actor's model instead of a second model. It is trained in the actor's optimizer steps:
+    cheaper, and less exact."""
 
     loss_weight: float = 0.1
     """With `shared`, the weight of the value loss beside the policy's."""
 
     warmup_steps: int = 0
-    """Steps at the beginning in which only the critic learns, and the actor's weights stay as they are."""
+    """Number of first steps in which only the critic is trained and the actor's weights do not change."""
 
 
 def critic_engine_config(actor: ActorConfig, critic: CriticConfig) -> TrainEngineConfig:

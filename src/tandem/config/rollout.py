@@ -15,89 +15,91 @@ class EmbeddedEngineConfig:
     """Sequences decoded together in one step."""
 
     kv_cache_gib: float = 2.0
-    """Memory for keys and values; requests wait for admission when it is full."""
+    """Memory for keys and values; when it is full, requests wait."""
 
     prefill_chunk_tokens: int = 1024
     """Prompt tokens computed between two decode steps; longer prompts are computed in pieces of this size."""
 
     max_model_len: int | None = None
-    """Most tokens of prompt and completion together; null takes the model's context."""
+    """Most tokens of prompt and completion together; null takes the model's context length."""
 
     keep_kv_on_update: bool = False
     """Keep keys and values of running requests over a weight update instead of recomputing them under the new weights."""
 
     threads: int | None = None
-    """CPU threads of the engine; null takes `threads` when colocated and half of it when decoupled."""
+    """CPU threads of an engine; null takes an equal share of all `threads` (colocated) or of half of them (decoupled)."""
 
 
 @dataclass(frozen=True)
 class ReplayConfig:
-    """Training again on groups of earlier batches."""
+    """Replay: training again on groups of earlier batches."""
 
     groups: int = 0
-    """Groups of earlier batches that join each batch, beside its new ones; 0 is off."""
+    """How many groups of earlier batches are added to each batch; 0 turns replay off."""
 
     max_age: int = 4
     """Most versions that a replayed token may be behind the trainer."""
 
     max_uses: int = 1
-    """Times that a group may be replayed, after its first use."""
+    """How often a group may be replayed after its first use."""
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Where samples come from and how many are under way."""
+    """Where samples come from, and how many are generated at a time."""
 
     backend: str = "embedded"
-    """Inference engine: `embedded` is the built-in one, inside the run. `embedded:dN`, `tandem:dN`, `vllm:dN`, `sglang:dN`
-    are N servers of a kind that the run starts, `+` joins kinds, and `attached` takes those of `rollout.fleet` alone."""
+    """Inference engine. `embedded`: the built-in engine, inside the run. `embedded:dN`, `tandem:dN`, `vllm:dN`, `sglang:dN`:
+    the run starts N servers of that kind; `+` joins kinds. `attached`: only the servers named in `rollout.fleet`."""
 
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Precision of generation (auto: bfloat16 where the device is fast in it, else float32)."""
+    """Precision of generation (auto: bfloat16 if the device has instructions for it, else float32)."""
 
     engine: EmbeddedEngineConfig = field(default_factory=EmbeddedEngineConfig)
-    """Settings of the embedded engine, also of those in `embedded:dN` and `tandem:dN`."""
+    """Settings of the embedded engine; they also apply to `embedded:dN` and `tandem:dN`."""
 
     fleet: FleetConfig = field(default_factory=FleetConfig)
-    """Settings of a fleet: every backend but `embedded`."""
+    """Settings of servers, for every backend except `embedded`."""
 
     weights: DeliveryConfig = field(default_factory=DeliveryConfig)
     """How new weights reach the engine."""
 
     verify: VerifyConfig = field(default_factory=VerifyConfig)
-    """Proof that they did."""
+    """Proof that new weights reached the engine."""
 
     batch_size: int = 8
     """Prompts (episodes, groups) in one training step."""
 
     max_concurrent: int | None = None
-    """Most episodes under way at once; null means what the staleness bound admits."""
+    """Most episodes that run at the same time; null: as many as the staleness bound allows."""
 
     max_head_offpolicyness: int | None = None
-    """η: most versions that a trained token may be behind the trainer; null means 0, or 1 when training is asynchronous."""
+    """η, the staleness bound: the most versions that a trained token may be behind the trainer. null: 1 if training is
+    asynchronous, else 0."""
 
     on_expiry: Literal["mask", "wait", "drop"] = "mask"
-    """Tokens older than η at consumption: `mask` takes them out of the loss, `wait` holds admission back so that there are
-    none, `drop` drops the group."""
+    """What happens to tokens that are older than η when their batch is made. `mask`: they leave the loss; `wait`: a batch
+    waits for episodes that would get too old; `drop`: their group is dropped."""
 
     episode_timeout_s: float = 600.0
-    """An episode that takes longer is cancelled and counted as dropped with reason `deadline`."""
+    """An episode that takes longer is cancelled and counted as dropped, with the reason `deadline`."""
 
     max_retries: int = 2
-    """How often an episode is run again after an infrastructure failure."""
+    """How often an episode is run again after a failure of the infrastructure, such as a server that died."""
 
     max_data_failures: int = 1000
-    """The run stops when this many episodes in a row were dropped, or lost most of their samples, because of their data or
-    reward; also when so many in a row were dropped because of the infrastructure."""
+    """The run stops after this many episodes in a row that were dropped, or lost most of their samples, because of their data,
+    reward or workflow; also after this many in a row that were dropped because of the infrastructure."""
 
     min_group_size: int | None = None
-    """A group with fewer samples than this, because some failed, is dropped; null is half of them, rounded up."""
+    """A group is dropped if fewer of its samples than this are left, because the others failed; null: half, rounded up."""
 
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     """Replay of earlier batches."""
 
     oversample: float = 1.0
-    """Synchronous only: start this many times `batch_size` episodes and abort the slowest once the batch is full."""
+    """Synchronous training only: start `oversample` × `batch_size` episodes, and abort the slowest when the batch is
+    full."""
 
     wait_timeout_s: float = 3600.0
-    """A step that waits longer than this for its batch ends the run with an error that says what it waited for."""
+    """If a step waits longer than this for its batch, the run ends with an error that says what it waited for."""

@@ -23,37 +23,38 @@ class CheckpointConfig:
     """Keep this many of the newest checkpoints; null keeps all."""
 
     keep_every: int | None = None
-    """Keep besides each checkpoint whose step is a multiple of this."""
+    """Also keep every checkpoint whose step is a multiple of this."""
 
     keep_best: str | None = None
-    """Keep besides the checkpoint where this metric is highest, such as `eval/accuracy`; `-eval/loss` where it is lowest."""
+    """Also keep the checkpoint with the highest value of this metric, such as `eval/accuracy`; `-eval/loss` keeps the
+    lowest."""
 
     at_end: bool = True
     """Save a checkpoint when training ends."""
 
     resumable: bool = True
-    """Save beside the model what resuming needs: 12 bytes a parameter; false saves the model alone."""
+    """Save what resuming needs (12 bytes a parameter) with the model; false saves the model only."""
 
     asynchronous: bool = True
-    """Training waits for a copy in host memory only (12 bytes a parameter), and goes on while that is written; over several
-    machines, and at the end of a run, it waits for the whole save."""
+    """Save in the background: training waits only for a copy in host memory (12 bytes a parameter). On several machines, and
+    at the end of a run, it waits for the whole save."""
 
     on_error: Literal["stop", "continue"] = "stop"
-    """A checkpoint that the disk refuses ends the run, or training goes on and tries again at the next one; the last
-    checkpoint of a run must always be written."""
+    """If the disk refuses a checkpoint: `stop` ends the run, `continue` trains on and tries again at the next one. The last
+    checkpoint of a run must be written in any case."""
 
 
 @dataclass(frozen=True)
 class RecoverConfig:
-    """What becomes of a run that is interrupted, breaks or gets nowhere."""
+    """What happens to a run that is interrupted, fails or hangs."""
 
     grace_s: float = 30.0
-    """An interrupted run (Ctrl-C, SIGTERM, SIGHUP) may finish its step and be saved for so long; 0 ends it at once."""
+    """How long an interrupted run (Ctrl-C, SIGTERM, SIGHUP) may take to finish and save its step; 0 ends it at once."""
 
     max_restarts: int = 0
-    """The command starts all ranks again from the last checkpoint when one dies or gets nowhere, at most so often; needs
+    """How often all ranks may be started again from the last checkpoint after one died or hung; needs
     `checkpoint.every_steps`."""
 
     stalled_after_s: float | None = 3600.0
-    """A run in which nothing is done for so long ends with the stacks of all its threads, but never sooner than a minute
-    after `rollout.wait_timeout_s` and `episode_timeout_s`; null watches for no progress."""
+    """A run that makes no progress for this long is ended, and the stacks of its threads are written. It is at least a
+    minute more than `rollout.wait_timeout_s` and `episode_timeout_s`; null turns this off."""

@@ -8,13 +8,13 @@ class TrackingConfig:
     """Sinks and samples beside `metrics.jsonl`, which is always written."""
 
     sinks: tuple[str, ...] = ()
-    """Further sinks: any of `tensorboard`, `wandb`, `trackio`."""
+    """Where metrics go besides `metrics.jsonl`: any of `tensorboard`, `wandb`, `trackio`."""
 
     trajectories_per_step: int = 2
-    """Samples whose text, reward and versions are written at each step."""
+    """How many samples a step are written with text, reward and versions."""
 
     plot_every_steps: int = 10
-    """The pictures are drawn anew every so many steps, and at the end."""
+    """Draw the curves again every so many steps, and at the end."""
 
     project: str = "tandem"
     """Project name given to Weights & Biases and trackio."""

@@ -43,43 +43,46 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class TrainEngineConfig:
-    """One trained (or frozen) model and how it is held."""
+    """A model for training or scoring."""
 
     path: str = "smollm2-135m"
     """Model folder, hub name, or a built-in name such as smollm2-135m."""
 
     backend: str = "fsdp:d1"
-    """How the model is spread: `fsdp:d2` over 2 data-parallel ranks; t, c and r may follow (docs/parallelism.md)."""
+    """Training backend and layout: `fsdp:d2` shards the model over 2 ranks; t, c, r and DeepSpeed: docs/parallelism.md."""
 
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    """Precision of forward and backward (auto: bfloat16 where the device is fast in it); master weights are float32."""
+    """Precision of forward and backward (auto: bfloat16 if the device has instructions for it); master weights are
+    float32."""
 
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """Optimizer and schedule."""
 
     lora: LoRAConfig = field(default_factory=LoRAConfig)
-    """Adapters that are trained instead of the weights."""
+    """Train adapters (LoRA) instead of the weights."""
 
     max_tokens_per_micro_batch: int = 4096
-    """Token budget of one forward and backward; the result does not depend on it, memory and speed do."""
+    """Most tokens of one forward and backward pass. It changes memory and speed, not the result."""
 
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
 
     selective_checkpointing: bool = False
-    """With `gradient_checkpointing`, keep results of matrix products and attention, and recompute the cheap rest only."""
+    """With `gradient_checkpointing`: keep the results of matrix products and attention, and recompute only the rest."""
 
     compile: bool = False
-    """Fuse the small operations of each layer with torch.compile: the first step waits for a compiler, later ones gain."""
+    """Compile the norms and MLPs of each layer with torch.compile: the first step is slow, later ones are faster."""
 
     offload: bool = False
-    """Keep parameters, gradients and optimizer state in host memory, and bring each layer to the GPU as it is computed."""
+    """Keep parameters, gradients and optimizer state in host memory; each layer comes to the GPU only while it is
+    computed."""
 
     context_parallel: Literal["auto", "all_to_all", "gather"] = "auto"
-    """How ranks that share tokens attend: exchange heads for tokens (auto: if heads divide), or gather keys and values."""
+    """Attention with context parallelism (c): `all_to_all` exchanges heads for tokens, `gather` collects keys and
+    values; auto takes `all_to_all` if the heads can be divided."""
 
     gradient_sync: Literal["step", "micro_batch"] = "step"
-    """Sum gradients over ranks once a step, or with each micro-batch: more to send, and a rank never holds all gradients."""
+    """When ranks sum gradients: once a step, or after each micro-batch, which sends more and needs less memory."""
 
     logprob_chunk_tokens: int = 1024
-    """Tokens whose logits exist at the same time while log-probabilities are computed."""
+    """How many tokens' logits are in memory at a time when log-probabilities are computed."""
