@@ -260,11 +260,17 @@ class Campaign:
         return {one.key: one for one in found}
 
     def tests_for(self, mutant: Mutant, source: bytes, measured: dict[str, Any]) -> list[str]:
-        """The tests that execute its lines, else those of its module; the quickest first, as many as there is time for."""
+        """The tests that execute its lines, the quickest first, as many as there is time for.
+
+        Of what only an import executes, such as a default: those that execute its module, and all of its room.
+        """
         by_line = measured["lines"].get(mutant.module, {})
         last = mutant.line + source[mutant.begin : mutant.end].count(b"\n")
         names = {name for line in range(mutant.line, last + 1) for name in by_line.get(str(line), ())}
-        names = names or {name for tests in by_line.values() for name in tests}
+        if not names:
+            room = f"tests/{mutant.module.partition('/')[0]}/"
+            names = {name for tests in by_line.values() for name in tests}
+            names |= {name for name in measured["seconds"] if name.startswith(room)}
         chosen, total = [], 0.0
         for name in sorted(names, key=lambda name: measured["seconds"][name]):
             total += measured["seconds"][name]
