@@ -52,6 +52,9 @@ TESTS = (
     "tests/trainers/test_multi_turn.py",
     "tests/trainers/test_own_workflows.py",
     "tests/trainers/test_preference_trainers.py",
+    "tests/trainers/test_verification.py",
+    "tests/state/test_ledger_file.py",
+    "tests/state/test_replaying.py",
 )
 """What imports these rooms and is quick."""
 
@@ -168,6 +171,7 @@ def forked(work: Callable[[], int], tree: Path, log: Path, timeout_s: float) -> 
     if child == 0:
         status = BROKEN
         try:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.setsid()
             output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
             for stream in (1, 2):
@@ -182,18 +186,17 @@ def forked(work: Callable[[], int], tree: Path, log: Path, timeout_s: float) -> 
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
-    deadline = time.monotonic() + timeout_s
-    status = None
-    while time.monotonic() < deadline:
-        done, code = os.waitpid(child, os.WNOHANG)
-        if done:
-            status = os.waitstatus_to_exitcode(code)
-            break
-        time.sleep(0.02)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child, signal.SIGKILL)
-    if status is None:
-        os.waitpid(child, 0)
+    deadline, status = time.monotonic() + timeout_s, None
+    try:
+        while status is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+            done, code = os.waitpid(child, os.WNOHANG)
+            status = os.waitstatus_to_exitcode(code) if done else None
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # also what the tests left behind
+        if status is None:
+            os.waitpid(child, 0)
     return status
 
 
@@ -339,6 +342,7 @@ def main() -> int:
         "--also", nargs="+", default=[], help="files of tests, slow ones too, that run after the chosen ones"
     )
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     campaign = Campaign(Path(__file__).parents[1], arguments.out)
     campaign.copy()
     measured = campaign.map()
