@@ -67,6 +67,14 @@ def test_a_sample_outside_the_statistics_is_judged_by_them_and_does_not_change_t
     assert grpo(rewards, groups, inside).tolist() == pytest.approx([0.70711, -0.70711, 12.02082], abs=1e-3)
 
 
+@pytest.mark.parametrize("outside", [0.0, 5.0])
+@pytest.mark.parametrize("equal", [1.0, -1.0])
+@pytest.mark.parametrize("advantage", GROUP_RELATIVE)
+def test_a_sample_outside_the_statistics_gives_a_group_of_equal_rewards_no_spread(advantage, equal, outside):
+    inside = torch.tensor([True, True, False])
+    assert not advantage(torch.tensor([equal, equal, outside]), torch.zeros(3, dtype=torch.int64), inside).any()
+
+
 @pytest.mark.parametrize("advantage", GROUP_RELATIVE)
 def test_a_group_with_nobody_in_statistics_gives_zero(advantage):
     outside = torch.zeros(2, dtype=torch.bool)

@@ -139,6 +139,15 @@ def test_a_group_of_one_and_a_group_without_spread_get_exactly_zero(name):
 
 
 @pytest.mark.parametrize("name", GROUP_RELATIVE)
+def test_equal_rewards_give_exactly_zero_whatever_lengths_and_whoever_stands_outside_the_statistics(name):
+    for reward in (0.7, 0.1, -1 / 3):
+        rewards = torch.tensor([reward] * 7 + [5.0])
+        inside = torch.tensor([True] * 7 + [False])
+        found = called(name, rewards, torch.full((8,), 3), inside, torch.tensor([3, 1, 4, 1, 5, 9, 2, 6]))
+        assert not found.any()
+
+
+@pytest.mark.parametrize("name", GROUP_RELATIVE)
 def test_groups_are_found_by_number_in_any_order(name):
     order = torch.tensor([10, 4, 0, 7, 5, 1, 8, 2, 6, 9, 3])
     lengths = torch.arange(1, 12)

@@ -282,3 +282,11 @@ def test_it_learns_what_is_rewarded(folder):
         step(actor, batch)
     gain = (actor.engine.forward(batch).logprobs - before)[batch["loss_mask"]]
     assert float(gain[:4].sum()) > 1 > float(gain[4:].sum())
+
+
+def test_a_resting_actor_counts_a_version_and_leaves_its_weights(folder):
+    actor, batch = tiny_actor(folder), rollout_batch([[(1.0, 2), (0.0, 3)], [(1.0, 1), (1.0, 1)]])
+    before = weights_of(actor)
+    assert actor.rest(actor.compute_advantages(batch)) == {"groups/without_spread": 0.5}
+    assert actor.version == 1
+    assert moved(before, weights_of(actor)) == 0

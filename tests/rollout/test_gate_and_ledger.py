@@ -121,6 +121,17 @@ def test_a_step_costs_what_moved_in_it_and_everything_is_counted_anew_now_and_th
     assert [ledger.epoch_totals(epoch)["trained"] for epoch in range(4)] == [300, 300, 300, 100]
 
 
+def test_everything_is_counted_anew_once_there_were_as_many_moves_as_there_are_prompts():
+    ledger, gate = Ledger(), StalenessGate(2)
+    for index in range(2):
+        ledger.move(Prompt(0, index), "running")
+        gate.submit()
+    ledger._by_epoch[0]["running"] = 5
+    with pytest.raises(RuntimeError, match="totals of epoch 0"):
+        ledger.check(gate)
+    ledger.check(gate)  # not again before the next moves
+
+
 def test_totals_that_were_spoiled_are_found_by_counting_anew():
     ledger = Ledger()
     ledger.move(Prompt(0, 0), "running")

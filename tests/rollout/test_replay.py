@@ -48,6 +48,7 @@ def test_what_was_trained_on_comes_back_until_it_is_too_old_or_used_up():
     assert replay.reused == 5
     assert replay.draw(9) == ()
     assert len(replay) == 0
+    assert replay.metrics(9) == {"replay/groups": 0, "replay/reused": 5, "replay/age_max": 0, "replay/kept": 0}
 
 
 def test_the_oldest_trained_token_decides_and_untrained_groups_are_not_kept():
