@@ -44,7 +44,7 @@ class Served:
 
     def __enter__(self):
         self.engine = tiny_engine(self.folder)
-        self._tokenizers = Tokenizers(self.folder)
+        self._tokenizers = Tokenizers(self.folder, max_long=self._limits.get("max_long_prompts", 16))
         self._thread.start()
         assert self._ready.wait(30)
         if self._failure is not None:

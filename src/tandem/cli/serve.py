@@ -171,7 +171,7 @@ def _service(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> S
         request_timeout_s=arguments.request_timeout,
         shutdown_s=arguments.shutdown_timeout,
     )
-    tokenizers = Tokenizers(folder)
+    tokenizers = Tokenizers(folder, max_long=limits.max_long_prompts)
     stack.callback(tokenizers.close)
     version = WeightVersion(0, run=arguments.run or "")
     dtype = resolve_dtype(arguments.dtype, device)

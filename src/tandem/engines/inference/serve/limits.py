@@ -19,6 +19,9 @@ class Limits:
     max_requests: int = 4096
     """Most completions under way at once, waiting ones included; the next is refused with status 503."""
 
+    max_long_prompts: int = 16
+    """Most prompts of more than 32,768 characters that are tokenised or wait for it; the next is refused with status 503."""
+
     max_connections: int = 4096
     """Most open connections; the next is closed at once."""
 

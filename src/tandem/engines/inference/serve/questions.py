@@ -123,7 +123,7 @@ async def legacy_question(body: Mapping[str, Any], tokenizers: Tokenizers, limit
     """What `/v1/completions` asks for."""
     prompt = body["prompt"]
     prompts = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
-    ids = tuple([await tokenizers.encode(p) if isinstance(p, str) else tuple(p) for p in prompts])
+    ids = tuple([await tokenizers.encode(p, limits.max_tokens) if isinstance(p, str) else tuple(p) for p in prompts])
     if not all(ids):
         raise Refusal(400, "prompt has no tokens; give it some text", param="prompt")
     return _question(body, ids, body.get("max_tokens") or DEFAULT_LEGACY_TOKENS, body.get("logprobs") is not None, limits)
@@ -134,7 +134,8 @@ async def chat_question(body: Mapping[str, Any], tokenizers: Tokenizers, limits:
     if not tokenizers.has_chat_template:
         raise Refusal(400, "this model has no chat template; use /v1/completions", param="messages")
     tools = body.get("tools") if body.get("tool_choice") != "none" else None
-    ids = await tokenizers.encode_chat([_message(message) for message in body["messages"]], tools or None)
+    messages = [_message(message) for message in body["messages"]]
+    ids = await tokenizers.encode_chat(messages, tools or None, limits.max_tokens)
     given = {body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None}
     if len(given) > 1:
         raise Refusal(400, "max_tokens and max_completion_tokens are one thing; leave one out", param="max_tokens")

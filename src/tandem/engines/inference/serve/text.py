@@ -4,14 +4,13 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from tandem.engines.inference.serve.prompt_length import fewest_tokens
 from tandem.engines.inference.serve.refusal import Refusal
 from tandem.models.tokenizer import load_tokenizer
-
-T = TypeVar("T")
 
 _UNFINISHED = "�"
 """What a tokenizer decodes the first bytes of a character to."""
@@ -20,46 +19,116 @@ _PATIENCE = 3
 """Tokens that may wait for the rest of their character, which has at most four bytes; what waits longer is no text."""
 
 
-class Tokenizers:
-    """A model's tokenizer twice: one encodes, in a thread of its own, one decodes; a tokenizer is not shared by threads."""
+_LONG_CHARACTERS = 1 << 15
+"""A text above this is tokenised beside the others, which need not wait for it; 0.1 s at most for one below it."""
 
-    def __init__(self, folder: Path):
-        self._encoder, self.decoder = load_tokenizer(folder), load_tokenizer(folder)
-        self._thread = ThreadPoolExecutor(1, "tokenizer")
+
+class Tokenizers:
+    """A model's tokenizer: one for short texts and one for long ones, each in a thread of its own, and one that decodes.
+
+    A tokenizer is not shared by threads.
+    """
+
+    def __init__(self, folder: Path, *, max_long: int = 16):
+        """``max_long``: long texts that wait or are being tokenised; the next one is refused."""
+        self.decoder = load_tokenizer(folder)
+        self._short = _Encoder(load_tokenizer(folder), "tokenizer")
+        self._long = _Encoder(load_tokenizer(folder), "long-tokenizer")
+        self._fewest = fewest_tokens(self.decoder)
+        self._max_long = max_long
+        self.num_long = 0
+        """Long texts that wait or are being tokenised."""
 
     @property
     def has_chat_template(self) -> bool:
         """Whether messages can become a prompt."""
-        return bool(self._encoder.chat_template)
+        return bool(self.decoder.chat_template)
 
-    async def encode(self, text: str) -> tuple[int, ...]:
-        """Tokens of a text, those that the tokenizer puts around every text included."""
-        return await self._run(lambda: tuple(self._encoder(text)["input_ids"]))
+    async def encode(self, text: str, room: int) -> tuple[int, ...]:
+        """Tokens of a text, those that the tokenizer puts around every text included.
 
-    async def encode_chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> tuple[int, ...]:
+        Raises:
+            Refusal: 400, it has ``room`` tokens or more, which is known without tokenising it; 503, too many long ones wait.
+        """
+        long = len(text) > _LONG_CHARACTERS
+        check_room(await asyncio.to_thread(self._fewest, text) if long else self._fewest(text), room, "prompt")
+        return await self._run(long, lambda encoder: encoder.encode(text))
+
+    async def encode_chat(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, room: int
+    ) -> tuple[int, ...]:
         """Tokens of a conversation with the model's turn opened.
 
         Raises:
-            Refusal: 400, the template does not take these messages; with what it said.
+            Refusal: 400, the template does not take these messages, with what it said; and as `encode`.
         """
-        return await self._run(lambda: self._render(messages, tools))
 
-    def _render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> tuple[int, ...]:
+        def encode(encoder: _Encoder) -> tuple[int, ...]:
+            text = encoder.render(messages, tools)
+            check_room(self._fewest(text), room, "messages")
+            return encoder.encode(text, add_special_tokens=False)  # the template has put them there
+
+        return await self._run(_characters((messages, tools)) > _LONG_CHARACTERS, encode)
+
+    async def _run(self, long: bool, encode: Callable[["_Encoder"], tuple[int, ...]]) -> tuple[int, ...]:
+        if not long:
+            return await self._short.run(encode)
+        if self.num_long >= self._max_long:
+            message = f"{self.num_long} long prompts are being tokenised or wait for it, of at most {self._max_long}"
+            raise Refusal(503, f"{message}; try again later", code="full", headers={"Retry-After": "1"})
+        self.num_long += 1
         try:
-            ids = self._encoder.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
+            return await self._long.run(encode)
+        finally:
+            self.num_long -= 1
+
+    def close(self) -> None:
+        """Ends the threads once they have done what they are doing."""
+        self._short.close()
+        self._long.close()
+
+
+def check_room(num_tokens: int, room: int, param: str) -> None:
+    """Raises `Refusal`, as the engine would, where no completion fits behind so many tokens; they may be a lower bound."""
+    if num_tokens >= room:
+        message = f"prompt_too_long: at least {num_tokens} tokens leave no room in the context of {room}"
+        raise Refusal(400, message, code="prompt_too_long", param=param)
+
+
+def _characters(value: Any) -> int:
+    """Characters of all strings in a JSON value."""
+    if isinstance(value, str):
+        return len(value)
+    inner = value.items() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return sum(map(_characters, inner))
+
+
+class _Encoder:
+    """A tokenizer with the one thread that may use it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, name: str):
+        self._tokenizer, self._thread = tokenizer, ThreadPoolExecutor(1, name)
+
+    async def run(self, encode: Callable[["_Encoder"], tuple[int, ...]]) -> tuple[int, ...]:
+        """Calls ``encode`` with this encoder in its thread; one that still waits when it is cancelled never runs."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, encode, self)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Tokens of a text."""
+        return tuple(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+    def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
+        """The text of a conversation with the model's turn opened. Raises `Refusal` where the template does not take it."""
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # the request boundary: a template may fail in any way on what a client sends
             message = f"the model's chat template does not take these messages: {type(error).__name__}: {error}"
             raise Refusal(400, message, param="messages") from error
-        return tuple(ids)
-
-    async def _run(self, function: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+        return str(text)
 
     def close(self) -> None:
-        """Ends the thread."""
-        self._thread.shutdown()
+        """Ends the thread once it has done what it is doing; what waits is dropped."""
+        self._thread.shutdown(cancel_futures=True)
 
 
 class TextStream:
