@@ -1,19 +1,30 @@
 """One asyncio loop in a background thread, started on first use."""
 
 import asyncio
+import contextlib
+import logging
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-CLOSE_TIMEOUT_S = 30.0
+CLOSE_TIMEOUT_S = 10.0
+"""Longest time that coroutines have to end once they are cancelled."""
+
+STOP_TIMEOUT_S = 1.0
+"""Beyond that, for the thread of a loop that nothing blocks."""
+
+logger = logging.getLogger("tandem.rollout")
 
 
 class BackgroundLoop:
     """Runs coroutines for callers of other threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, close_timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        self._close_timeout_s = close_timeout_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -22,7 +33,7 @@ class BackgroundLoop:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._loop.run_forever, name="rollout", daemon=True)
+                self._thread = threading.Thread(target=_run, args=(self._loop,), name="rollout", daemon=True)
                 self._thread.start()
             return self._loop
 
@@ -40,19 +51,70 @@ class BackgroundLoop:
             raise
 
     def close(self) -> None:
-        """Cancels every task, waits for them, ends the thread. Idempotent."""
+        """Cancels every task and ends the thread. Idempotent.
+
+        A task that does not end in time, because its coroutine swallows the cancellation or blocks the loop, is left behind
+        with a warning that names it: what was done is done, whatever a user's coroutine does at the end.
+        """
         with self._lock:
             loop, thread, self._loop, self._thread = self._loop, self._thread, None, None
         if loop is None or thread is None:
             return
-        asyncio.run_coroutine_threadsafe(_cancel_all(), loop).result(CLOSE_TIMEOUT_S)
+        ending: Future[list[asyncio.Task[Any]]] = Future()
+        loop.call_soon_threadsafe(_cancel_all, loop, self._close_timeout_s, ending)
+        try:
+            left = ending.result(self._close_timeout_s + STOP_TIMEOUT_S)
+        except TimeoutError:  # the loop is blocked
+            ending.cancel()
+            running = asyncio.current_task(loop)
+            left = list(asyncio.all_tasks(loop)) if running is None else [running]
+        if left:
+            loop.set_exception_handler(lambda *_: None)  # the warning says it: asyncio need not, when they are collected
+            _warn(left, self._close_timeout_s)
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(CLOSE_TIMEOUT_S)
+        thread.join(STOP_TIMEOUT_S)
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    """The thread: until the loop is stopped."""
+    try:
+        loop.run_forever()
+    finally:
         loop.close()
 
 
-async def _cancel_all() -> None:
-    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+def _cancel_all(loop: asyncio.AbstractEventLoop, timeout_s: float, ending: Future[list[asyncio.Task[Any]]]) -> None:
+    """On the loop: cancels all tasks; ``ending`` gets those that have not ended within the time."""
+    tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def wait() -> None:
+        done, left = await asyncio.wait(tasks, timeout=timeout_s) if tasks else (set(), set())
+        for task in done:
+            with contextlib.suppress(asyncio.CancelledError):
+                task.exception()  # looked at, so that asyncio keeps quiet
+        ending.set_result(list(left))
+
+    if ending.set_running_or_notify_cancel():  # else nobody waits any more
+        loop.create_task(wait())
+
+
+def _warn(tasks: Iterable[asyncio.Task[Any]], timeout_s: float) -> None:
+    names = list(dict.fromkeys(_chain(task) for task in tasks))
+    logger.warning(
+        "left behind, for %g s after their cancellation they had not ended: %s. A coroutine must let asyncio.CancelledError "
+        "pass, and never block",
+        timeout_s,
+        "; ".join(names),
+    )
+
+
+def _chain(task: asyncio.Task[Any]) -> str:
+    """The coroutines that a task is in, from the outermost to the one that waits, each with its place."""
+    names: list[str] = []
+    inner: Any = task.get_coro()
+    while inner is not None and (frame := getattr(inner, "cr_frame", None)) is not None:
+        names.append(f"{inner.__qualname__} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})")
+        inner = inner.cr_await
+    return " → ".join(names) or task.get_name()

@@ -3,7 +3,6 @@
 Consumes rows; produces `samples.jsonl` and `results.json`. A wave waits for its slowest sample; nothing else waits.
 """
 
-import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from tandem.models.catalog import describing, resolve
 from tandem.models.identity import fingerprint
 from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
+from tandem.rollout.event_loop import BackgroundLoop
 from tandem.state.machine import usable_cores
 from tandem.trainers.evaluation.asking import Answer, Ask, Terms, ask_together
 from tandem.trainers.evaluation.folder import RESULTS, EvaluationFolder
@@ -148,7 +148,8 @@ def evaluate_model(resolved: Resolved[Any]) -> Finished:
             warn_of_comparisons(workflow)
             engine = make_engine(config, machine, model)
             stack.callback(engine.close)
-            asyncio.run(_go_on(engine, workflow, waves, answers, folder, config, progress))
+            with contextlib.closing(BackgroundLoop()) as loop:  # bounded at its end, whatever a user's coroutine does
+                loop.run(_go_on(engine, workflow, waves, answers, folder, config, progress))
         results, scores, average = conclude(answers, questions, config)
         folder.finish(results)
         lines = [table(scores, average), *notes(scores), f"Results and samples: {folder.path}"]

@@ -1,0 +1,59 @@
+"""The executor closes in bounded time whatever coroutines of the user do, and says which of them would not end."""
+
+import asyncio
+import logging
+import threading
+import time
+
+from tandem.rollout.event_loop import BackgroundLoop
+
+
+async def goes_on():
+    while True:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            continue
+
+
+async def blocks(until):
+    until.wait(60)
+
+
+async def cleans_up(done):
+    try:
+        await asyncio.sleep(60)
+    finally:
+        await asyncio.sleep(0.05)
+        done.append(True)
+
+
+def closed(*coroutines, grace_s=0.3):
+    """Seconds that closing takes while these run."""
+    loop = BackgroundLoop(grace_s)
+    for coroutine in coroutines:
+        loop.call(asyncio.ensure_future, coroutine)
+    loop.run(asyncio.sleep(0)) if coroutines[0].__name__ != "blocks" else time.sleep(0.1)
+    began = time.monotonic()
+    loop.close()
+    loop.close()
+    return time.monotonic() - began
+
+
+def test_a_coroutine_that_swallows_its_cancellation_is_left_behind_and_named(caplog):
+    done = []
+    with caplog.at_level(logging.WARNING, "tandem.rollout"):
+        assert 0.2 < closed(goes_on(), cleans_up(done)) < 3
+    (record,) = caplog.records
+    assert "goes_on (test_closing.py:" in record.getMessage()
+    assert "CancelledError" in record.getMessage()
+    assert done, "one that ends in time does what it has to do"
+
+
+def test_a_coroutine_that_blocks_the_loop_is_left_behind_and_named(caplog):
+    until = threading.Event()
+    with caplog.at_level(logging.WARNING, "tandem.rollout"):
+        assert closed(blocks(until)) < 3
+    until.set()
+    (record,) = caplog.records
+    assert "blocks (test_closing.py:" in record.getMessage()
