@@ -264,11 +264,13 @@ def run(name: str, command: Sequence[str], inputs: Path) -> Outcome:
     began = time.monotonic()
     process = multiprocessing.get_context("fork").Process(target=_tandem, args=([*words, f"trial_name={trial}"], log))
     process.start()
-    process.join(LIMIT_S)
-    late = process.is_alive()
-    if late:
-        os.killpg(process.pid or 0, signal.SIGKILL)
-        process.join()
+    try:
+        process.join(LIMIT_S)
+    finally:  # also after Ctrl-C, which a session of its own does not hear
+        late = process.is_alive()
+        if late and process.pid is not None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.join()
     seconds = round(time.monotonic() - began, 1)
     if late or process.exitcode:
         how = f"not done after {LIMIT_S:g} s" if late else f"exit code {process.exitcode}"
@@ -344,7 +346,7 @@ def compare(before: Outcome, after: Outcome) -> Difference:
     for step in sorted(before.metrics.keys() | after.metrics.keys(), key=int):
         one, two = before.metrics.get(step), after.metrics.get(step)
         if one is None or two is None:
-            changed.append(f"step {step} is {'new' if one is None else 'missing'}")
+            changed.append(f"{'a new' if one is None else 'no'} line of metrics for step {step}")
             continue
         both = [name for name in {**one, **two} if name in old and name in new]
         changed += [f"step {step} {n}: {_by(one.get(n), two.get(n))}" for n in both if repr(one.get(n)) != repr(two.get(n))]
@@ -369,15 +371,14 @@ def _tensors(before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mappin
 
 
 def verdict(difference: Difference) -> str:
-    """One line: what differs first, and how many more."""
+    """One line: what differs first, and how much does in all."""
     changed, removed = difference.changed, [f"no metric {name} any more" for name in difference.removed]
     if not changed and not removed:
         return "same"
     tensors = sum(text.startswith("tensor ") for text in changed)
     names = dict.fromkeys(text.split()[2].rstrip(":") for text in changed if text.startswith("step "))
-    more = [f"{len(names)} metrics ({', '.join([*names][:6])}{', …' if len(names) > 6 else ''})"] if len(names) > 1 else []
-    more += [f"{tensors} tensors" if tensors else "weights same"]
-    return f"DIFFERENT  {[*changed, *removed][0]}" + (f"; in all {', '.join(more)}" if changed else "")
+    listed = f" ({', '.join([*names][:6])}{', …' if len(names) > 6 else ''})" if len(names) > 1 else ""
+    return f"DIFFERENT  {[*changed, *removed][0]}; in all {len(names)} metrics{listed}, {tensors} tensors"
 
 
 # ------------------------------------------------------------------ the command

@@ -51,7 +51,7 @@ def test_a_run_made_again_is_the_same_and_a_changed_record_is_not(file, tmp_path
     (tmp_path / "other.json").write_text(json.dumps(record))
     other = call("compare", tmp_path / "other.json")
     assert other.returncode == 1 and "0 of 1 runs are the same" in other.stdout
-    assert "DIFFERENT  step 2 loss: " in other.stdout and "; in all weights same" in other.stdout
+    assert "DIFFERENT  step 2 loss: " in other.stdout and "; in all 1 metrics, 0 tensors" in other.stdout
 
 
 @pytest.mark.slow
@@ -66,10 +66,8 @@ def test_a_record_has_every_metric_that_measures_no_machine_and_every_tensor(out
 @pytest.mark.slow
 def test_what_differs_first_is_named_with_its_step_and_what_came_or_went_stands_apart(outcomes):
     before, after = outcomes
-    del before.metrics["3"]["lr"], after.metrics["3"]["accuracy"]
     for step in "123":
-        before.metrics[step].pop("lr", None)
-        after.metrics[step].pop("accuracy", None)
+        del before.metrics[step]["lr"], after.metrics[step]["accuracy"]
     after.metrics["3"]["loss"] += 0.5
     after.metrics["2"]["grad_norm"] += 0.25
     difference = SAME_RUNS["compare"](before, after)
@@ -77,7 +75,7 @@ def test_what_differs_first_is_named_with_its_step_and_what_came_or_went_stands_
     assert [text.split(":")[0] for text in difference.changed] == ["step 2 grad_norm", "step 3 loss"]
     assert difference.changed[0].endswith(", by 0.25")
     assert (difference.removed, difference.added) == (["accuracy"], ["lr"])
-    assert "in all 2 metrics (grad_norm, loss), weights same" in SAME_RUNS["verdict"](difference)
+    assert "in all 2 metrics (grad_norm, loss), 0 tensors" in SAME_RUNS["verdict"](difference)
 
 
 @pytest.mark.slow
@@ -85,7 +83,7 @@ def test_an_added_metric_makes_no_run_different_and_a_removed_one_does(outcomes)
     before, after = outcomes
     after.metrics["1"]["new"] = 1.0
     assert SAME_RUNS["verdict"](SAME_RUNS["compare"](before, after)) == "same"
-    assert SAME_RUNS["verdict"](SAME_RUNS["compare"](after, before)) == "DIFFERENT  no metric new any more"
+    assert SAME_RUNS["verdict"](SAME_RUNS["compare"](after, before)).startswith("DIFFERENT  no metric new any more")
 
 
 @pytest.mark.slow
