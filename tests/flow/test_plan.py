@@ -151,3 +151,10 @@ def test_the_command_prints_the_plan_and_draws_a_picture(tmp_path, capsys):
     assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 10_000
     assert main(["graph", str(EXAMPLES / "addition_grpo.yaml"), "--png", str(tmp_path / "no" / "a.png")]) == 2
     assert "--png" in capsys.readouterr().err
+
+
+def test_the_page_shows_what_the_command_prints(capsys):
+    page = (EXAMPLES.parent / "docs" / "concepts.md").read_text()
+    shown = page.split("\ntandem graph ")[1]
+    assert main(["graph", *shown.split("\n")[0].replace("examples/", f"{EXAMPLES}/").split()]) == 0
+    assert capsys.readouterr().out.strip() in page

@@ -88,7 +88,7 @@ class RolloutConfig:
     """How often an episode is run again after a failure of the infrastructure, such as a server that died."""
 
     max_data_failures: int = 1000
-    """The run stops after this many episodes in a row that were dropped, or lost most of their samples, because of their data,
+    """The run stops after this many episodes in a row that were dropped, or lost most of their samples, because of data,
     reward or workflow; also after this many in a row that were dropped because of the infrastructure."""
 
     min_group_size: int | None = None
