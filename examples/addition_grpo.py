@@ -20,7 +20,7 @@ from tandem.models.tokenizer import load_tokenizer
 from tandem.roles.actor import Actor
 from tandem.state.run_folder import RunFolder
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
-from tandem.trainers.delivery import make_archive, make_publisher, make_verifier
+from tandem.trainers.delivery import make_proof, make_publisher
 from tandem.trainers.evaluation import Evaluation, evaluate, evaluation_gconfig, is_due
 from tandem.trainers.parts import (
     check_names,
@@ -59,9 +59,8 @@ def main(overrides: list[str]) -> None:
         stack.callback(engine.close)
         updates = steps * config.actor.mini_batches * config.actor.epochs_per_batch
         trainer = build_train_engine(config.actor, total_steps=updates, device=process.device)
-        archive = make_archive(config, process, trainer, folder)  # earlier weights, for the proof below
+        archive, verifier = make_proof(config, process, trainer, tokenizer, folder)  # keeps earlier weights for its scores
         publisher = make_publisher(config, process, trainer, engine, folder, run=run.id, archive=archive)
-        verifier = make_verifier(config, process, trainer, tokenizer, archive)
         stack.callback(publisher.close)
 
         # An episode: several answers to one question, each judged by the reward.

@@ -46,23 +46,33 @@ def make_channel(config: TrainConfig, process: Process, model: Path) -> Channel 
     return CollectiveChannel(1, backend="nccl" if process.device.startswith("cuda") else "gloo")
 
 
-def make_schedule(config: TrainConfig) -> Schedule:
-    """When deliveries are verified; the archive and the verifier of a run share one."""
-    return Schedule(config.rollout.verify, max_head_offpolicyness(config))
+def make_proof(
+    config: TrainConfig, process: Process, trainer: TrainEngine, tokenizer: PreTrainedTokenizerBase, model: Path
+) -> tuple[VersionArchive | None, Verifier]:
+    """The archive of the versions that will be scored again, on rank 0, and the verifier that scores them. Collective.
 
-
-def make_archive(
-    config: TrainConfig, process: Process, trainer: TrainEngine, model: Path, schedule: Schedule
-) -> VersionArchive | None:
-    """Keeps the versions that will be scored again, on rank 0; version 0 is the model's own folder. Collective."""
+    Version 0 is the model's own folder.
+    """
     verify, eta = config.rollout.verify, max_head_offpolicyness(config)
+    schedule, archive = Schedule(verify, eta), None
     first = beginning(model, trainer) if verify.every_steps is not None else None
-    if not process.is_main:
-        return None
-    archive = VersionArchive(schedule.wants, max(1, eta))
-    if first is not None:
-        archive.keep(0, first)
-    return archive
+    if process.is_main:
+        archive = VersionArchive(schedule.wants, max(1, eta))
+        if first is not None:
+            archive.keep(0, first)
+    adapts = trainer.adapter is not None  # what is merged into weights of the engine is rounded there
+    generated, trained = (resolve_dtype(name, process.device) for name in (config.rollout.dtype, config.actor.dtype))
+    verifier = Verifier(
+        Scorer(trainer, archive, generated, rounds=generated == torch.bfloat16 and (trained == torch.float32 or adapts)),
+        verify,
+        tokenizer,
+        torch.bfloat16 if torch.bfloat16 in (generated, trained) else torch.float32,
+        schedule=schedule,
+        keeps_kv=config.rollout.engine.keep_kv_on_update,
+        hot_first_token=config.gconfig.first_token_temperature is not None,
+        seed=config.seed,
+    )
+    return archive, verifier
 
 
 def make_publisher(
@@ -84,27 +94,4 @@ def make_publisher(
         channel=make_channel(config, process, model),
         disk=lambda: make_disk_channel(config, model),
         archive=archive,
-    )
-
-
-def make_verifier(
-    config: TrainConfig,
-    process: Process,
-    trainer: TrainEngine,
-    tokenizer: PreTrainedTokenizerBase,
-    archive: VersionArchive | None,
-    schedule: Schedule,
-) -> Verifier:
-    """Proves what the engines say of themselves, as `rollout.verify` wants it."""
-    adapts = trainer.adapter is not None  # what is merged into weights of the engine is rounded there
-    generated, trained = (resolve_dtype(name, process.device) for name in (config.rollout.dtype, config.actor.dtype))
-    return Verifier(
-        Scorer(trainer, archive, generated, rounds=generated == torch.bfloat16 and (trained == torch.float32 or adapts)),
-        config.rollout.verify,
-        tokenizer,
-        torch.bfloat16 if torch.bfloat16 in (generated, trained) else torch.float32,
-        schedule=schedule,
-        keeps_kv=config.rollout.engine.keep_kv_on_update,
-        hot_first_token=config.gconfig.first_token_temperature is not None,
-        seed=config.seed,
     )

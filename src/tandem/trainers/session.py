@@ -28,7 +28,7 @@ from tandem.roles.teacher import Student, Teacher
 from tandem.rollout.executor import Rollout
 from tandem.state.run_folder import run_path
 from tandem.trainers.critic import Models
-from tandem.trainers.delivery import make_archive, make_publisher, make_schedule, make_verifier, weights_folder
+from tandem.trainers.delivery import make_proof, make_publisher, weights_folder
 from tandem.trainers.evaluation import evaluate, evaluation_gconfig, evaluation_places, is_due
 from tandem.trainers.meter import EngineMeter
 from tandem.trainers.parts import (
@@ -109,10 +109,9 @@ def open_session(
             max_new_tokens=config.gconfig.max_new_tokens,
             seed=config.seed,
         )
-        schedule = make_schedule(config)
         judge = plan.resident("teacher")
         teacher = None if judge is None else Teacher(open_model(judge, process.device))
-        archive = make_archive(config, process, trainer, folder, schedule)
+        archive, verifier = make_proof(config, process, trainer, tokenizer, folder)
         publisher = make_publisher(config, process, trainer, engine, folder, run=run, archive=archive)
         stack.callback(publisher.close)
         with together():
@@ -136,7 +135,7 @@ def open_session(
             workflow=training_workflow(config, tokenizer, reward),
             examiner=make_workflow(config, tokenizer, reward, evaluation_gconfig(config)),
             publisher=publisher,
-            verifier=make_verifier(config, process, trainer, tokenizer, archive, schedule),
+            verifier=verifier,
             meter=EngineMeter(engine),
         )
 

@@ -6,7 +6,7 @@ from tandem.config.backend import parse_layout
 from tandem.config.experiment import TrainConfig
 from tandem.engines.inference.check import check_inference_engine
 from tandem.engines.train.check import check_train_engine
-from tandem.flow.plan import RunPlan
+from tandem.flow.plan import RunPlan, plan_run
 from tandem.models.catalog import describing, resolve
 from tandem.models.lora import refuse_unknown_targets
 from tandem.models.precision import resolve_dtype
@@ -24,13 +24,14 @@ from tandem.trainers.planning.shape import Shape
 from tandem.trainers.process import choose_device
 
 
-def check_start(config: TrainConfig, rows: Rows, plan: RunPlan) -> None:
+def check_start(config: TrainConfig, rows: Rows, plan: RunPlan | None = None) -> None:
     """Passes if a run by ``config`` can start on this machine. Of a model on the hub no weights are downloaded for it.
+    ``plan``: the models that it opens; None takes the plan of ``config``.
 
     Raises:
         ConfigError: anything about the device, the models, the engine, the rows or the user's functions.
     """
-    device = choose_device(config)
+    device, plan = choose_device(config), plan or plan_run(config)
     folder = describing(config.actor.path)
     tokenizer = load_tokenizer(folder)
     check_chat_template(tokenizer)
