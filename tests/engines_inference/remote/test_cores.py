@@ -11,27 +11,22 @@ import torch
 from tandem.api.weights import WeightVersion
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.remote.cores import Cores
+from tandem.engines.inference.remote.foreign.server import IN_SERVER
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
 from tandem.engines.inference.remote.kept import Keeping
 from tests.engines_inference.remote.clients import ask
+from tests.engines_inference.remote.test_keys import MAKERS
 from tests.engines_inference.remote.wire import VllmStandIn
 
-FORWARD = """
-import asyncio, sys
+DOOR = """
+import sys
+sys.path[:0] = sys.argv[2:]
+from door import Door
+from tandem_key import RequireKey
 
-async def both(reader, writer):
-    near = await asyncio.open_connection("127.0.0.1", int(sys.argv[2]))
-    async def copy(source, target):
-        while data := await source.read(65536):
-            target.write(data)
-        target.close()
-    await asyncio.gather(copy(reader, near[1]), copy(near[0], writer), return_exceptions=True)
-
-async def main():
-    async with await asyncio.start_server(both, "127.0.0.1", int(sys.argv[1])) as server:
-        await server.serve_forever()
-
-asyncio.run(main())
+door = Door()
+door.add_middleware(RequireKey)
+door.serve(int(sys.argv[1]))
 """
 
 
@@ -71,11 +66,12 @@ def test_a_server_that_was_kept_by_this_process_counts_once(tmp_path):
     assert [some.take(1, tmp_path / f"{name}.json") for name in ("two", "three")] == [(1,), (0,)]
 
 
-def test_a_server_that_is_kept_says_which_cores_it_has_and_is_taken_over_with_them(folder, tmp_path):
+def test_a_server_that_is_kept_says_which_cores_it_has_and_is_taken_over_with_them(folder, tmp_path, monkeypatch):
     read, write = os.pipe()
     place = Keeping(tmp_path / "kept", read).place("vllm-0")
     words = {"python": sys.executable, "log_file": tmp_path / "log", "dtype": torch.float32, "version": WeightVersion(0)}
     with VllmStandIn(folder) as server:
+        monkeypatch.setenv("STAND_IN", server.url)
 
         class Forwarded(VllmServer):
             """A process that passes on what the stand-in in this one answers."""
@@ -83,7 +79,7 @@ def test_a_server_that_is_kept_says_which_cores_it_has_and_is_taken_over_with_th
             @classmethod
             def command(cls, terms, port):
                 started.append((terms.cpus, port))
-                return [terms.python, "-c", FORWARD, str(port), server.url.rpartition(":")[2]], {}
+                return [terms.python, "-c", DOOR, str(port), str(MAKERS), str(IN_SERVER)], {}
 
         def start(threads):
             return Forwarded.start(folder, settings=replace(EmbeddedEngineConfig(), threads=threads), place=place, **words)

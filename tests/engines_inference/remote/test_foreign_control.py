@@ -326,7 +326,9 @@ def test_a_server_that_is_taken_over_ends_what_it_had_and_goes_on_whatever_it_wa
         thread.join(10)
         assert server.running and server.paused, "the server does not notice that its client is gone"
         process = ServerProcess.start([sys.executable, "-c", "import time; time.sleep(60)"], log_file=tmp_path / "log")
-        engine = kind[0].attach_kept({"url": server.url}, process, lambda url: attach(kind, server, folder))
+        engine = kind[0].attach_kept(
+            {"url": server.url, "key": "k"}, process, lambda url, key: attach(kind, server, folder, token=key)
+        )
         until(lambda: not server.running)
         assert not server.paused and server.aborted
         assert set(ask(engine).versions) == {0}, "a name of this client's own, until weights are delivered"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from aiohttp import web
 from safetensors import safe_open
 
-from tandem.engines.inference.remote.foreign.vllm_worker.tandem_vllm_worker import mapped
+from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import mapped
 
 VOCAB = 300
 END = 2

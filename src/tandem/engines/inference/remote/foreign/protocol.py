@@ -186,12 +186,44 @@ class ServerProtocol(ABC):
         except DataFailure as error:
             raise ServerFailed(str(error), url=f"{self.http.base_url}/metrics") from error
 
+    def _listed(self) -> set[str]:
+        """All routes, by the server's own list."""
+        return set((self.call("/openapi.json") or {}).get("paths", {}))
+
+    def check_locked(self, name: str) -> None:
+        """Raises `ConfigError` where a route answers without the key; with GET, which no route that acts is asked by."""
+        stranger = HttpClient(self.http.base_url)
+        try:
+            paths = {path for path in self._listed() if "{" not in path} | {"/metrics", "/openapi.json"}
+            unlocked = [path for path in sorted(paths) if not _is_locked(stranger, path)]
+        finally:
+            stranger.close()
+        if unlocked:
+            raise ConfigError(
+                f"{name} at {self.http.base_url} answers {', '.join(unlocked[:5])} without the key that it was started "
+                "with, so every user of this machine could change its weights; use the version of docs/servers.md, or start "
+                "it yourself where nobody else can reach it and attach to it (rollout.fleet.servers)"
+            )
+
     def check_routes(self, name: str) -> None:
         """Raises `ConfigError` where a route that is needed is not there."""
-        there = set((self.call("/openapi.json") or {}).get("paths", {}))
+        there = self._listed()
         missing = sorted(self.routes - there)
         if missing:
             raise ConfigError(f"{name} at {self.http.base_url} has no route {', '.join(missing)}; {self.remedy}")
+
+
+def _is_locked(stranger: HttpClient, path: str) -> bool:
+    """Whether a route refuses who has no key. Raises `ServerFailed` where there is no answer at all."""
+    try:
+        stranger.call(path, deadline_s=CONTROL_TIMEOUT_S)
+    except DataFailure:
+        return False
+    except ServerFailed as error:
+        if error.status is None:
+            raise
+        return error.status == 401
+    return False
 
 
 def labels_of(spans: Sequence[Any], count: int) -> tuple[str, ...]:

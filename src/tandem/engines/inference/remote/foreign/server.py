@@ -4,6 +4,7 @@ Each token carries the version that made it by the server's own word. What a ser
 attached, by looking at its routes and by asking for a token, and refused by name.
 """
 
+import secrets
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,7 @@ from tandem.engines.inference.remote.cores import CORES, CORES_WORD
 from tandem.engines.inference.remote.foreign.completions import Completions
 from tandem.engines.inference.remote.foreign.counters import Counters
 from tandem.engines.inference.remote.foreign.in_place import InPlaceUpdates
+from tandem.engines.inference.remote.foreign.in_server.tandem_key import KEY_VARIABLE
 from tandem.engines.inference.remote.foreign.labels import Labels
 from tandem.engines.inference.remote.foreign.protocol import Draw, Facts, ServerProtocol
 from tandem.engines.inference.remote.http import HttpClient
@@ -30,6 +32,12 @@ from tandem.engines.inference.remote.kept import Place, fingerprint, keep, take_
 from tandem.engines.inference.remote.launch import ServerProcess, free_port, wait_ready
 
 _PROBE_IDS = tuple(range(1, 9))
+
+IN_SERVER = Path(__file__).with_name("in_server")
+"""All of Tandem that the environment of a server gets to see."""
+
+_KEY = "key"
+"""Of a server that is kept, beside its address."""
 
 
 @dataclass(frozen=True)
@@ -149,13 +157,15 @@ class ForeignServer(InferenceEngine):
             ConfigError: as `attach`, or there is no such interpreter.
             EngineDied, WaitTimeout: it did not start; with the end of its log.
         """
-        settings, port = settings or EmbeddedEngineConfig(), free_port()
+        settings, port, key = settings or EmbeddedEngineConfig(), free_port(), secrets.token_urlsafe(32)
         terms = StartTerms(python, folder.resolve(), str(dtype).removeprefix("torch."), device, settings, cpus=())
         words, others = cls.command(terms, 0)  # without what differs from one start to the next
         same, url = fingerprint([*words, *options], others), f"http://127.0.0.1:{port}"
 
-        def attach(url: str) -> Self:
-            return cls.attach(url, folder=folder, dtype=dtype, version=version, request_timeout_s=request_timeout_s)
+        def attach(url: str, key: str) -> Self:
+            return cls.attach(
+                url, folder=folder, dtype=dtype, version=version, token=key, request_timeout_s=request_timeout_s
+            )
 
         if place is not None:
             found = take_over(place, same, lambda facts, process: cls.attach_kept(facts, process, attach))
@@ -163,17 +173,24 @@ class ForeignServer(InferenceEngine):
                 return found
         cores = tuple(cpus) if cpus is not None else CORES.take(settings.threads, place and place.file)
         command, environment = cls.command(replace(terms, cpus=cores), port)
+        environment[KEY_VARIABLE] = key  # not among its words, which every user of the machine can read
         told = None if place is None else (place.pipe, place.file)
         process = ServerProcess.start([*command, *options], log_file=log_file, environment=environment, cpus=cpus, keep=told)
 
         def ask() -> Self:
-            return attach(url)
+            server = attach(url, key)
+            try:
+                server._protocol.check_locked(server.name)
+            except BaseException:
+                server.let_go()
+                raise
+            return server
 
         try:
             what = f"the {cls.protocol.maker} server"
             server = wait_ready(process, ask, what=what, timeout_s=startup_timeout_s, progress=progress)
             if place is not None:
-                keep(place, process, same, {"url": url, CORES_WORD: cores})
+                keep(place, process, same, {"url": url, _KEY: key, CORES_WORD: cores})
         except BaseException:
             process.close()
             raise
@@ -181,14 +198,14 @@ class ForeignServer(InferenceEngine):
         return server
 
     @classmethod
-    def attach_kept(cls, facts: Mapping[str, Any], process: ServerProcess, attach: Callable[[str], Self]) -> Self:
-        """Attaches to one that was kept. What it has of the process that is gone is ended first."""
-        http = HttpClient(facts["url"])
+    def attach_kept(cls, facts: Mapping[str, Any], process: ServerProcess, attach: Callable[[str, str], Self]) -> Self:
+        """Attaches to one that was kept, by its address and key. What it has of the process that is gone is ended first."""
+        http = HttpClient(facts["url"], token=facts[_KEY])
         try:
             cls.protocol(http).abort_all()
         finally:
             http.close()
-        server = attach(facts["url"])
+        server = attach(facts["url"], facts[_KEY])
         server.process = process
         return server
 

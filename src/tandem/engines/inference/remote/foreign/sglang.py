@@ -6,6 +6,7 @@ from typing import Any
 
 from tandem.api.failures import ServerFailed
 from tandem.config.generation import GenerationConfig
+from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import mapped
 from tandem.engines.inference.remote.foreign.protocol import (
     CONTROL_TIMEOUT_S,
     RELOAD_TIMEOUT_S,
@@ -15,9 +16,8 @@ from tandem.engines.inference.remote.foreign.protocol import (
     ServerProtocol,
     labels_of,
 )
-from tandem.engines.inference.remote.foreign.server import ForeignServer, StartTerms
+from tandem.engines.inference.remote.foreign.server import IN_SERVER, ForeignServer, StartTerms
 from tandem.engines.inference.remote.foreign.sglang_group import UpdateGroup
-from tandem.engines.inference.remote.foreign.vllm_worker.tandem_vllm_worker import mapped
 from tandem.engines.inference.remote.kept import CALM_S
 
 _DTYPES = {"half": "float16", "float": "float32"}
@@ -174,7 +174,8 @@ class SGLangServer(ForeignServer):
     def command(cls, terms: StartTerms, port: int) -> tuple[list[str], dict[str, str]]:
         """See `ForeignServer`. On a CPU the kernels are torch's own."""
         settings = terms.settings
-        words = [terms.python, "-m", "sglang.launch_server", "--model-path", str(terms.folder), "--dtype", terms.dtype]
+        words = [terms.python, str(IN_SERVER / "tandem_sglang.py"), "--model-path", str(terms.folder)]
+        words += ["--dtype", terms.dtype]
         words += ["--host", "127.0.0.1", "--port", str(port), "--device", terms.device, "--skip-server-warmup"]
         words += ["--enable-metrics"]
         words += ["--max-running-requests", str(settings.max_running), "--random-seed", str(port)]

@@ -17,17 +17,14 @@ from tandem.engines.inference.remote.foreign.protocol import (
     ServerProtocol,
     labels_of,
 )
-from tandem.engines.inference.remote.foreign.server import ForeignServer, StartTerms
+from tandem.engines.inference.remote.foreign.server import IN_SERVER, ForeignServer, StartTerms
 from tandem.engines.inference.remote.kept import CALM_S
 
 _EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 """SHA-256 of nothing: on a CPU the server keeps its matrices in a layout of its own, and an empty tensor in their place."""
 
-
-_EXTENSION = "tandem_vllm_worker.TandemWorker"
-"""All of Tandem that the server's environment gets to see."""
-
-_EXTENSION_FOLDER = Path(__file__).with_name("vllm_worker")
+_EXTENSION, _LOCK = "tandem_vllm_worker.TandemWorker", "tandem_key.RequireKey"
+"""What it takes from `IN_SERVER`."""
 
 
 class VllmProtocol(ServerProtocol):
@@ -125,7 +122,7 @@ class VllmProtocol(ServerProtocol):
             raise ConfigError(
                 f"{name} at {self.http.base_url} runs on a CPU, where an update leaves an output layer that shares the "
                 "embedding's matrix as it was; let the run start it (rollout.backend=vllm:dN), or start it with "
-                f"PYTHONPATH={_EXTENSION_FOLDER} and --worker-extension-cls {_EXTENSION}"
+                f"PYTHONPATH={IN_SERVER} and --worker-extension-cls {_EXTENSION}"
             )
         return Facts(name, int(model["max_model_len"]), str(config["model_config"]["dtype"]).removeprefix("torch."))
 
@@ -182,10 +179,12 @@ class VllmServer(ForeignServer):
         words += ["--max-num-seqs", str(settings.max_running), "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
         if settings.max_model_len is not None:
             words += ["--max-model-len", str(settings.max_model_len)]
-        words += ["--worker-extension-cls", _EXTENSION, "--seed", str(port)]  # two servers must not draw alike
+        words += ["--worker-extension-cls", _EXTENSION, "--middleware", _LOCK]
+        words += ["--seed", str(port)]  # two servers must not draw alike
         environment = {
-            "PYTHONPATH": str(_EXTENSION_FOLDER),
+            "PYTHONPATH": str(IN_SERVER),
             "VLLM_SERVER_DEV_MODE": "1",
+            "VLLM_API_KEY": "",  # the user's own would be asked for beside ours
             "HF_HUB_OFFLINE": "1",
         }
         environment |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}

@@ -1,0 +1,1 @@
+"""All of Tandem that the environments of vLLM and SGLang servers get to see."""

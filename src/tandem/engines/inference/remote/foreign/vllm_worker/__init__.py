@@ -1,1 +1,0 @@
-"""All of Tandem that the environment of a vLLM server gets to see."""

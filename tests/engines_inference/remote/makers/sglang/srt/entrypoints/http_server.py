@@ -1,0 +1,5 @@
+"""The application, made when this is imported."""
+
+from door import Door
+
+app = Door()
