@@ -65,6 +65,12 @@ def test_truncated_sampling_is_refused_unless_it_is_allowed_and_then_it_truncate
     assert row["gap/max"] < 1e-3  # log-probabilities are those before the truncation, as the trainer computes them
 
 
+def test_a_run_with_two_limits_says_which_one_ends_it(overrides, tmp_path, caplog):
+    assert main(command(overrides, "total_train_steps=1", "total_train_epochs=1", "train_dataset.size=8")) == 0
+    assert "total_train_steps=1 ends the run, before total_train_epochs=1 (2 steps)" in caplog.text
+    assert len(rows(tmp_path)) == 1
+
+
 def test_a_dry_run_of_fine_tuning_says_what_a_step_is_and_makes_nothing(model, tmp_path, capsys):
     items = [f"run.root={tmp_path / 'runs'}", f"actor.path={model}", "train_dataset.path=addition", "batch_size=8"]
     assert main(["sft", *items, "total_train_steps=5", "--dry-run"]) == 0
