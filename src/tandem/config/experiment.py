@@ -112,6 +112,10 @@ class TrainConfig(BaseConfig):
     reward_timeout_s: float = 15.0
     """A reward that takes longer is killed and is a failure of its sample, never a 0."""
 
+    reward_workers: int | None = None
+    """Most worker processes of a reward that runs in them, as every `def` of yours does; null is one for each sample of a
+    step, but at most 8 a core and 64. Beyond the cores, a call begins only while others wait (sleep, network)."""
+
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     """Choice of prompts."""
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from tandem.algorithms.preference import is_paired, needs_baseline, needs_reference
-from tandem.config.arithmetic import max_head_offpolicyness, placement
+from tandem.config.arithmetic import max_head_offpolicyness, placement, samples_together
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.fleet import parse_backend
@@ -185,7 +185,7 @@ def _reinforcement(config: TrainConfig, machine: Machine, lengths: Lengths, read
         kept_versions=0 if config.rollout.verify.every_steps is None else max(1, eta),
         verifies=config.rollout.verify.every_steps is not None,
         saves_beside=_saves_beside(config),
-        workers=2,
+        workers=config.reward_workers or min(machine.threads, samples_together(config)),  # of one that computes
     )
 
 
