@@ -13,6 +13,8 @@ from tandem.api.failures import RewardFailure
 from tandem.api.workflow import RewardResult
 from tandem.config.errors import ConfigError
 from tandem.rewards.build import build_reward
+from tandem.rewards.pool import most_workers
+from tandem.rewards.processes import usable_cores
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="worker processes are watched through Linux's process table")
 
@@ -64,6 +66,14 @@ def forges(completion):
 def slowly(completion):
     time.sleep(0.3)
     return 1.0
+BUSY = "import time\\nwhile time.process_time() < 0.4: pass"
+def computes(completion):
+    end = time.process_time() + 0.4
+    while time.process_time() < end: pass
+    return 1.0
+def computes_in_a_child(completion):
+    subprocess.run([sys.executable, "-c", BUSY], check=True)
+    return 1.0
 def process(completion): return os.getpid()
 async def soon(completion):
     await asyncio.sleep(0)
@@ -86,8 +96,8 @@ def reward(tmp_path):
     file, built = tmp_path / "my_rewards.py", []
     file.write_text(textwrap.dedent(SOURCE))
 
-    def build(name, timeout_s=20.0):
-        built.append(build_reward(f"{file}:{name}", timeout_s=timeout_s))
+    def build(name, timeout_s=20.0, workers=None):
+        built.append(build_reward(f"{file}:{name}", timeout_s=timeout_s, workers=workers))
         return built[-1]
 
     yield build
@@ -244,6 +254,42 @@ def test_a_hanging_call_does_not_hold_up_others(reward):
     assert [result.value for result in asyncio.run(both())] == [1.0] * 4
 
 
+def side_by_side(function, count):
+    """Seconds that so many calls at once take, and the workers that there are then."""
+
+    async def all_of_them():
+        await asyncio.gather(*(acall(function) for _ in range(count)))
+
+    began = time.monotonic()
+    asyncio.run(all_of_them())
+    return time.monotonic() - began, len(function.pool.pids)
+
+
+def test_calls_that_wait_overlap_beyond_the_cores(reward):
+    slowly = reward("slowly", workers=12)
+    side_by_side(slowly, 12)  # the workers are started
+    took_s, workers = side_by_side(slowly, 24)
+    assert workers > usable_cores()
+    assert took_s < 24 * 0.3 / usable_cores() * 0.7
+
+
+def test_calls_that_compute_start_no_more_workers_than_cores(reward):
+    _, workers = side_by_side(reward("computes", workers=12), 6 * usable_cores())
+    assert workers <= usable_cores() + 1
+
+
+def test_a_child_that_computes_is_a_call_that_computes(reward):
+    _, workers = side_by_side(reward("computes_in_a_child", workers=12), 4 * usable_cores())
+    assert workers <= usable_cores() + 1
+
+
+def test_the_number_of_workers_follows_from_cores_and_samples_unless_it_is_said(reward):
+    cores = usable_cores()
+    assert most_workers(1) == cores
+    assert most_workers(10**6) == most_workers() == max(cores, min(8 * cores, 64))
+    assert side_by_side(reward("slowly", workers=1), 3)[1] == 1
+
+
 def test_workers_are_reused_and_close_leaves_no_process(reward):
     process = reward("process")
 
@@ -254,7 +300,7 @@ def test_workers_are_reused_and_close_leaves_no_process(reward):
 
     workers = {int(pid) for pid in asyncio.run(many())}
     keepers = process.pool.pids
-    assert 1 <= len(workers) <= 2 and all(psutil.pid_exists(pid) for pid in workers)
+    assert 1 <= len(workers) <= usable_cores() + 1 and all(psutil.pid_exists(pid) for pid in workers)
     process.close()
     process.close()
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.config.errors import TandemError
+from tandem.config.errors import ConfigError, TandemError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.trainers.rl import train
@@ -48,3 +48,10 @@ def test_a_judge_that_fails_now_and_then_is_counted_and_the_run_goes_on(override
     trained, dropped = last["episodes/trained"], last.get("episodes/dropped/reward_raised", 0)
     assert trained == 3 * 4
     assert 0 < last["samples/failed/reward_raised"] < 8 * (trained + dropped) / 2
+
+
+def test_workers_that_no_reward_has_are_refused_and_the_wait_for_judges_is_shown(overrides):
+    with pytest.raises(ConfigError, match="reward_workers=3 is not used: reward=gsm8k runs inside the run"):
+        run(overrides, "reward=gsm8k", "reward_workers=3")
+    for row in rows(run(overrides, "reward_workers=1", f"reward={REWARDS}:slow_now_and_then").folder):
+        assert 0 < row["time/judge_s"] <= row["time/judge_max_s"] < row["time/step_s"]

@@ -24,6 +24,11 @@ def placement(config: TrainConfig) -> str:
     return config.placement or ("decoupled" if config.async_training else "colocate")
 
 
+def samples_together(config: TrainConfig) -> int:
+    """Samples that are generated and judged for one step, those included that `rollout.oversample` may abort."""
+    return math.ceil(config.rollout.batch_size * config.rollout.oversample) * config.gconfig.n_samples
+
+
 def is_save_due(config: BaseConfig, step: int, steps: int, leaving: bool = False) -> bool:
     """Whether `checkpoint` asks for a save after this step, of ``steps``. ``leaving``: the run is interrupted after it, and
     saved if it saves at all and can go on from there."""

@@ -116,6 +116,10 @@ class TrainConfig(BaseConfig):
     reward_timeout_s: float = 15.0
     """A reward call that takes longer is killed, and its sample counts as failed, not as 0."""
 
+    reward_workers: int | None = None
+    """Most worker processes of a reward that runs in them, as every `def` of yours does; null is one for each sample of a
+    step, but at most 8 a core and 64. Beyond the cores, a call begins only while others wait (sleep, network)."""
+
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     """Which prompts are drawn."""
 

@@ -27,6 +27,7 @@ LIMITS: dict[str, KnobRule] = {
     "batch_size": _count(1, MOST_ROWS),
     "max_length": _count(2),
     "reward_timeout_s": SECONDS,
+    "reward_workers": _count(1, 1024),
     "evaluate.every_steps": _count(),
     "evaluate.max_rows": _count(),
     "train_dataset.max_rows": _count(),

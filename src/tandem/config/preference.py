@@ -124,6 +124,10 @@ class DistillConfig(BaseConfig):
     reward_timeout_s: float = 15.0
     """A reward call that takes longer is killed, and its sample counts as failed."""
 
+    reward_workers: int | None = None
+    """Most worker processes of a reward that runs in them, as every `def` of yours does; null is one for each sample of a
+    step, but at most 8 a core and 64. Beyond the cores, a call begins only while others wait (sleep, network)."""
+
     gconfig: GenerationConfig = field(default_factory=lambda: GenerationConfig(n_samples=1))
     """Sampling."""
 

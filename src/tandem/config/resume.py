@@ -11,6 +11,7 @@ FREE = (
     "checkpoint",
     "recover",
     "reward_timeout_s",
+    "reward_workers",
     "rollout.wait_timeout_s",
     "rollout.episode_timeout_s",
     "rollout.max_retries",

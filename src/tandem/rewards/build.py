@@ -13,6 +13,7 @@ from tandem.config.errors import ConfigError
 from tandem.rewards import reasoning_gym, verifiable
 from tandem.rewards.function import AsyncReward, OwnReward, WorkerReward
 from tandem.rewards.outcome import is_async
+from tandem.rewards.pool import WorkerPool
 from tandem.rewards.registry import REWARDS, make
 
 __all__ = ["REWARDS", "SumReward", "build_reward", "reasoning_gym", "verifiable"]
@@ -62,20 +63,20 @@ class SumReward(RewardFn):
             reward.close()
 
 
-def build_reward(spec: str, *, timeout_s: float) -> RewardFn:
-    """The reward that a configuration names.
+def build_reward(spec: str, *, timeout_s: float, workers: int | None = None) -> RewardFn:
+    """The reward that a configuration names. ``workers``: most processes of one that runs in workers; None: `most_workers`.
 
     Raises:
         ConfigError: no such name (tells the nearest), file, function or knob, or a spec that cannot be read.
     """
     source, _, name = spec.rpartition(":")
     if source.endswith(".py"):
-        return _from_file(spec, name, timeout_s)
+        return _from_file(spec, name, timeout_s, workers)
     try:
         expression = ast.parse(spec.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"reward {spec!r} cannot be read; it is {GRAMMAR}") from error
-    terms = [(name, weight, make(name, timeout_s, knobs)) for name, weight, knobs in _terms(expression, spec)]
+    terms = [(name, weight, make(name, timeout_s, knobs, workers)) for name, weight, knobs in _terms(expression, spec)]
     if len(terms) == 1 and terms[0][1] == 1.0:
         return terms[0][2]
     names = [name for name, _, _ in terms]
@@ -84,7 +85,14 @@ def build_reward(spec: str, *, timeout_s: float) -> RewardFn:
     return SumReward(terms)
 
 
-def _from_file(spec: str, name: str, timeout_s: float) -> RewardFn:
+def has_workers(reward: RewardFn) -> bool:
+    """Says whether the reward, or a term of the sum, runs in worker processes."""
+    if isinstance(reward, SumReward):
+        return any(has_workers(term) for _, _, term in reward.terms)
+    return isinstance(getattr(reward, "pool", None), WorkerPool)
+
+
+def _from_file(spec: str, name: str, timeout_s: float, workers: int | None) -> RewardFn:
     found = load_object(spec)
     if inspect.isclass(found) and issubclass(found, RewardFn):
         found = in_user_code(spec, found)
@@ -98,7 +106,7 @@ def _from_file(spec: str, name: str, timeout_s: float) -> RewardFn:
         raise ConfigError(f"reward {spec!r} does not say which arguments it takes; wrap it in a function") from None
     if is_async(found):
         return AsyncReward(found, name, timeout_s=timeout_s)
-    return WorkerReward(found, spec, name=name, timeout_s=timeout_s)
+    return WorkerReward(found, spec, name=name, timeout_s=timeout_s, workers=workers)
 
 
 def _terms(node: ast.expr, spec: str) -> list[tuple[str, float, dict[str, Any]]]:

@@ -74,7 +74,7 @@ class FunctionReward(RewardFn):
 class WorkerReward(FunctionReward):
     """A sync function, named by ``spec``, in worker processes that are killed at the deadline."""
 
-    def __init__(self, function: Callable[..., Any], spec: str, *, name: str, timeout_s: float, workers: int = 2):
+    def __init__(self, function: Callable[..., Any], spec: str, *, name: str, timeout_s: float, workers: int | None = None):
         super().__init__(function, name)
         self.pool = WorkerPool(spec, name=name, timeout_s=timeout_s, size=workers)
 

@@ -37,7 +37,7 @@ class MajorityVote:
     equals no other one from then on.
     """
 
-    def __init__(self, *, timeout_s: float, workers: int = 2):
+    def __init__(self, *, timeout_s: float, workers: int | None = None):
         self.pool = WorkerPool("tandem.rewards.equality:verify_answer", name="majority", timeout_s=timeout_s, size=workers)
 
     def answer_of(self, sample: Sample) -> str | None:

@@ -17,12 +17,17 @@ from typing import Any
 
 from tandem.api.failures import RewardFailure
 from tandem.rewards.outcome import Outcome, RemoteError
-from tandem.rewards.processes import kill_tree
+from tandem.rewards.processes import computes, kill_tree, usable_cores
 from tandem.rewards.worker import HEADER
 
 LOAD_TIMEOUT_S = 120.0
 """Longest time to start a worker and import the reward; it is not part of a call's deadline."""
 MAX_ANSWER_BYTES = 1 << 20
+LOOK_EVERY_S = 0.05
+"""While calls queue, so often it is looked at which of those under way compute."""
+
+WORKERS_A_CORE, MOST_WORKERS = 8, 64
+"""Bounds of the default number of workers: most of them wait, and each takes memory."""
 BOOT = """
 import json, sys
 path, requests, answers, spec, name = sys.argv[1:]
@@ -127,24 +132,38 @@ class Worker:
             os.close(descriptor)
 
 
-class WorkerPool:
-    """Runs one function, ``spec``, in up to ``size`` worker processes, started when first needed.
+def most_workers(samples: int | None = None) -> int:
+    """The default number of worker processes: one for each of the ``samples`` that are judged together (None: any number),
+    but at most 8 a core and 64; and never fewer than cores."""
+    cores = usable_cores()
+    most = min(WORKERS_A_CORE * cores, MOST_WORKERS)
+    return max(cores, most if samples is None else min(most, samples))
 
-    Calls beyond ``size`` wait; the deadline of a call counts from when a worker takes it. Bound to no event loop.
+
+class WorkerPool:
+    """Runs one function, ``spec``, in up to ``size`` worker processes, started when first needed. None: `most_workers`.
+
+    As many calls as there are cores run at once; a further one is begun, and a worker started for it, only while fewer calls
+    compute than there are cores. So calls that sleep or wait for a network overlap, and those that compute neither slow each
+    other down towards their deadline nor take the memory of many workers. The deadline of a call counts from when a worker
+    takes it. Bound to no event loop.
     """
 
-    def __init__(self, spec: str, *, name: str, timeout_s: float, size: int = 2):
+    def __init__(self, spec: str, *, name: str, timeout_s: float, size: int | None = None):
         self.spec, self.name, self.timeout_s = spec, name, timeout_s
-        self._threads = ThreadPoolExecutor(size, thread_name_prefix=f"reward {name}")
+        self._threads = ThreadPoolExecutor(size or most_workers(), thread_name_prefix=f"reward {name}")
+        self._cores = usable_cores()
         self._idle: list[Worker] = []
         self._all: set[Worker] = set()
-        self._lock = threading.Lock()
+        self._busy: dict[Worker, float] = {}  # since when (monotonic)
+        self._room, self._look_at = 0, 0.0
+        self._changed = threading.Condition()
         self._closed = False
 
     @property
     def pids(self) -> list[int]:
         """Of the workers that are there."""
-        with self._lock:
+        with self._changed:
             return [worker.pid for worker in self._all]
 
     async def call(self, arguments: dict[str, Any]) -> Outcome:
@@ -164,9 +183,10 @@ class WorkerPool:
 
     def close(self) -> None:
         """Kills the workers; calls under way end as failures. Idempotent."""
-        with self._lock:
+        with self._changed:
             self._closed = True
             workers = list(self._all)
+            self._changed.notify_all()
         for worker in workers:
             worker.kill()
         self._threads.shutdown(wait=True, cancel_futures=True)
@@ -185,21 +205,47 @@ class WorkerPool:
         if message.get("token") != token:
             self._retire(worker)
             raise RewardFailure("reward_raised", f"{self.name}: an answer without the call's token; the worker was killed")
-        with self._lock:
+        with self._changed:
             self._idle.append(worker)
+            self._end_turn(worker)
         return self._outcome(message)
+
+    def _has_room(self) -> bool:
+        """Decides whether another call may begin. With ``_changed`` held."""
+        if len(self._busy) < self._cores:
+            return True
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_EVERY_S
+            # one that has just begun has not come to the point where it waits
+            computing = sum(now - began < LOOK_EVERY_S or computes(worker.pid) for worker, began in self._busy.items())
+            self._room = self._cores - computing if computing else len(self._busy)  # all wait: twice as many may
+        return self._room > 0
+
+    def _begin_turn(self, worker: Worker) -> None:
+        """The worker has a call. With ``_changed`` held."""
+        self._room -= len(self._busy) >= self._cores
+        self._busy[worker] = time.monotonic()
+
+    def _end_turn(self, worker: Worker) -> None:
+        """The worker has none any more. With ``_changed`` held."""
+        self._busy.pop(worker, None)
+        self._changed.notify()
 
     def _take(self) -> Worker:
         """An idle worker, or a new one that has loaded the function."""
         while True:
-            with self._lock:
+            with self._changed:
+                while not (self._closed or self._has_room()):
+                    self._changed.wait(LOOK_EVERY_S)
                 if self._closed:
                     raise RewardFailure("reward_raised", f"{self.name}: the reward was closed during the call")
-                if not self._idle:
-                    worker = Worker(self.spec, self.name)
-                    self._all.add(worker)
-                    break
-                worker = self._idle.pop()
+                is_new = not self._idle
+                worker = Worker(self.spec, self.name) if is_new else self._idle.pop()
+                self._all.add(worker)
+                self._begin_turn(worker)
+            if is_new:
+                break
             if worker.alive:
                 return worker
             self._retire(worker)  # died between two calls: the next call is not to blame
@@ -213,9 +259,11 @@ class WorkerPool:
         return worker
 
     def _retire(self, worker: Worker, grace_s: float = 0.0) -> int:
-        with self._lock:
+        with self._changed:
             self._all.discard(worker)
         code = worker.kill(grace_s)
+        with self._changed:
+            self._end_turn(worker)
         worker.release()
         return code
 

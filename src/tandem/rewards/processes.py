@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Collection
+from pathlib import Path
 
 import psutil
 
@@ -18,6 +19,25 @@ def adopt_orphans() -> None:
     """Makes this process the parent of its orphaned descendants (Linux), so that one that detaches is still found."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def computes(pid: int) -> bool:
+    """Says whether a process, or one that it started, is running on a core or waiting for one.
+
+    False where all of them sleep, wait for a network or have ended, and on systems without /proc.
+    """
+    with contextlib.suppress(OSError, IndexError):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            if (thread / "stat").read_text().rpartition(")")[2].split()[0] == "R":
+                return True
+            if any(computes(int(child)) for child in (thread / "children").read_text().split()):
+                return True
+    return False
 
 
 def children_of(pid: int, recursive: bool = True) -> set[int]:

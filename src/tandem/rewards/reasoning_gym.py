@@ -34,7 +34,7 @@ def score(completion: str, row: Mapping[str, Any]) -> dict[str, float]:
 
 
 @register("reasoning_gym")
-def build_reasoning_gym(*, timeout_s: float, workers: int = 2) -> RewardFn:
+def build_reasoning_gym(*, timeout_s: float, workers: int | None = None) -> RewardFn:
     """See `score`.
 
     Raises:

@@ -25,8 +25,8 @@ def register(name: str) -> Callable[[B], B]:
     return put
 
 
-def make(name: str, timeout_s: float, knobs: dict[str, Any]) -> RewardFn:
-    """The reward of that name.
+def make(name: str, timeout_s: float, knobs: dict[str, Any], workers: int | None = None) -> RewardFn:
+    """The reward of that name; with so many ``workers`` if it has any and its knobs say nothing else.
 
     Raises:
         ConfigError: unknown name or knob, names the nearest one; or a knob that is no whole number where it must be one.
@@ -44,6 +44,10 @@ def make(name: str, timeout_s: float, knobs: dict[str, Any]) -> RewardFn:
         if knob not in allowed:
             raise ConfigError(f"reward {name!r} has no knob {knob!r}; it has: {', '.join(allowed) or 'none'}")
         kind = inspect.signature(builder).parameters[knob].annotation
-        if kind in (int, "int") and (not isinstance(knobs[knob], int) or isinstance(knobs[knob], bool) or knobs[knob] < 1):
+        if kind in (int, int | None, "int") and (
+            not isinstance(knobs[knob], int) or isinstance(knobs[knob], bool) or knobs[knob] < 1
+        ):
             raise ConfigError(f"reward {name!r}: {knob} must be a whole number, at least 1, got {knobs[knob]!r}")
+    if "workers" in allowed:
+        knobs = {"workers": workers} | knobs
     return builder(timeout_s=timeout_s, **knobs)

@@ -59,7 +59,7 @@ class MathReward(RewardFn):
     Plain numbers are compared exactly, in microseconds; everything else goes to math-verify in a worker process.
     """
 
-    def __init__(self, *, timeout_s: float, workers: int = 2):
+    def __init__(self, *, timeout_s: float, workers: int | None = None):
         self.pool = WorkerPool("tandem.rewards.equality:verify_answer", name="math", timeout_s=timeout_s, size=workers)
 
     def check_row(self, row: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -14,7 +15,7 @@ from tandem.api.engines import InferenceEngine
 from tandem.api.plugins import in_user_code, is_file_spec, load_object
 from tandem.api.samples import Group
 from tandem.api.workflow import RewardFn, RewardResult, RolloutWorkflow
-from tandem.config.arithmetic import max_head_offpolicyness
+from tandem.config.arithmetic import max_head_offpolicyness, samples_together
 from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
@@ -23,8 +24,9 @@ from tandem.data.curriculum import Curriculum
 from tandem.data.dataset import Dataset, load_dataset
 from tandem.data.loader import Loader
 from tandem.flow.plan import plan_run
-from tandem.rewards.build import build_reward
+from tandem.rewards.build import build_reward, has_workers
 from tandem.rewards.majority import AnswerOnly, MajorityVote
+from tandem.rewards.pool import most_workers
 from tandem.roles.actor import choose_parts
 from tandem.roles.components import choose
 from tandem.rollout.executor import MAX_DRAWS, GroupFilter, GroupObserver, Rollout
@@ -82,6 +84,7 @@ class RewardBySource(RewardFn):
 
     def __init__(self, default: RewardFn, by_name: Mapping[str, RewardFn], vote: MajorityVote | None = None):
         self.default, self.by_name, self.vote = default, by_name, vote
+        self._waits_s: list[float] = []  # since the last call of `metrics`
 
     def of(self, row: Mapping[str, Any]) -> RewardFn:
         """The reward of a row."""
@@ -90,7 +93,16 @@ class RewardBySource(RewardFn):
 
     async def __call__(self, *, row: Mapping[str, Any], **rest: Any) -> RewardResult:
         """See `RewardFn`."""
-        return await self.of(row)(row=row, **rest)
+        began = time.perf_counter()
+        try:
+            return await self.of(row)(row=row, **rest)
+        finally:
+            self._waits_s.append(time.perf_counter() - began)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the samples that were judged since the last call: seconds until their reward was there. Empty without any."""
+        waits_s, self._waits_s = self._waits_s, []
+        return {"time/judge_s": sum(waits_s) / len(waits_s), "time/judge_max_s": max(waits_s)} if waits_s else {}
 
     def close(self) -> None:
         """Closes all of them."""
@@ -133,12 +145,25 @@ def check_rows(reward: RewardBySource, rows: Iterable[Mapping[str, Any]]) -> Non
 
 
 def make_reward(config: TrainConfig) -> RewardBySource:
-    """The run's reward, and those that single sources name."""
+    """The run's reward, and those that single sources name.
+
+    Raises:
+        ConfigError: see `build_reward`; or `reward_workers` is set, and no reward runs in workers.
+    """
     sources = (*config.train_dataset.sources, *config.valid_dataset.sources)
     names = {source.reward for source in sources if source.reward}
-    by_name = {name: build_reward(name, timeout_s=config.reward_timeout_s) for name in sorted(names)}
-    vote = MajorityVote(timeout_s=config.reward_timeout_s) if config.algorithm.labels == "majority" else None
-    return RewardBySource(build_reward(config.reward, timeout_s=config.reward_timeout_s), by_name, vote)
+    timeout_s, workers = config.reward_timeout_s, config.reward_workers or most_workers(samples_together(config))
+    by_name = {name: build_reward(name, timeout_s=timeout_s, workers=workers) for name in sorted(names)}
+    default = build_reward(config.reward, timeout_s=timeout_s, workers=workers)
+    vote = MajorityVote(timeout_s=timeout_s, workers=workers) if config.algorithm.labels == "majority" else None
+    reward = RewardBySource(default, by_name, vote)
+    if config.reward_workers is not None and vote is None and not any(map(has_workers, (default, *by_name.values()))):
+        reward.close()
+        raise ConfigError(
+            f"reward_workers={config.reward_workers} is not used: reward={config.reward} runs inside the run and has no "
+            "worker processes; leave it out"
+        )
+    return reward
 
 
 def find_workflow(name: str) -> Callable[..., Any]:

@@ -102,7 +102,7 @@ def step(session: Session, timer: PhaseTimer) -> dict[str, float]:
     metrics["tokens_per_s/train"] = int(batch["cu_seqlens"][-1]) / max(timer.seconds("train"), 1e-9)
     if isinstance(session.loader, Curriculum):
         metrics |= session.loader.metrics()
-    return rollout.metrics() | metrics | verified | session.meter.metrics()
+    return rollout.metrics() | metrics | verified | session.meter.metrics() | session.reward.metrics()
 
 
 def update(actor: Actor | Student, critic: Critic | SharedCritic | None, batch: TensorDict) -> dict[str, float]:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.collective import together
 from tandem.api.engines import InferenceEngine, TrainEngine
-from tandem.api.workflow import RewardFn, RolloutWorkflow
+from tandem.api.workflow import RolloutWorkflow
 from tandem.config.arithmetic import max_token_age, placement
 from tandem.config.experiment import TrainConfig
 from tandem.data.curriculum import Curriculum
@@ -32,6 +32,7 @@ from tandem.trainers.delivery import make_proof, make_publisher, weights_folder
 from tandem.trainers.evaluation import evaluate, evaluation_gconfig, evaluation_places, is_due
 from tandem.trainers.meter import EngineMeter
 from tandem.trainers.parts import (
+    RewardBySource,
     Rows,
     make_loader,
     make_reward,
@@ -59,7 +60,7 @@ class Session:
     critic: Critic | SharedCritic | None
     engine: InferenceEngine | None
     rollout: Rollout
-    reward: RewardFn
+    reward: RewardBySource
     workflow: RolloutWorkflow
     examiner: RolloutWorkflow
     publisher: WeightPublisher

@@ -18,6 +18,18 @@ TIME: Section = {
         "Log-probabilities, advantages and optimizer steps.",
         "Large: raise `actor.max_tokens_per_micro_batch` while memory allows.",
     ),
+    "time/judge_s": Metric(
+        "s",
+        "Mean time that a sample waited for its reward, in the queue before the judges and while it was judged; over those "
+        "judged since the last line, by an evaluation too. Episodes wait side by side.",
+        "Longer than your reward takes: samples queue for workers. Raise `reward_workers`, make the reward faster, or an "
+        "`async def` if it waits for a server. In asynchronous training it costs nothing until the engine idles.",
+    ),
+    "time/judge_max_s": Metric(
+        "s",
+        "The longest of them.",
+        "Near `reward_timeout_s`: see `samples/failed/reward_timeout`.",
+    ),
     "time/update_weights_s": Metric(
         "s",
         "Publishing the new weights to the inference engine.",

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from tandem.config.arithmetic import max_head_offpolicyness, placement
+from tandem.config.arithmetic import max_head_offpolicyness, placement, samples_together
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import parse_backend
 from tandem.config.preference import DistillConfig, training_config
@@ -147,7 +147,7 @@ def job_of(
         generator=_generator(training, models[0], machine, samples),
         asynchronous=training.async_training,
         kept_versions=max(1, max_head_offpolicyness(training)) if job.verifies else 0,
-        workers=2,
+        workers=training.reward_workers or min(machine.threads, samples_together(training)),  # of one that computes
     )
 
 
