@@ -136,7 +136,8 @@ TRAIN = {
     "sources": "algorithm=grpo train_dataset.path=null "
     "'train_dataset.sources=[{path: INPUTS/rows, weight: 2}, {path: addition, reward: math}]'",
     "evaluation": "algorithm=grpo evaluate.every_steps=2 evaluate.n_samples=4 evaluate.max_rows=4",
-    "multi_turn": "algorithm=grpo workflow=multi_turn reward=INPUTS/rewards.py:never_right total_train_steps=2",
+    "multi_turn": "algorithm=grpo workflow=multi_turn reward=INPUTS/rewards.py:never_right total_train_steps=2 "
+    "rollout.engine.max_running=1",  # later turns come in any order
     "sampling": "algorithm=grpo gconfig.top_p=0.9 gconfig.top_k=50 gconfig.min_new_tokens=3 gconfig.temperature=0.8 "
     "algorithm.allow_truncated_sampling=true",
     "first_token": "algorithm=grpo gconfig.first_token_temperature=3 gconfig.train_first_token=true "
