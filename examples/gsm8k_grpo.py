@@ -13,8 +13,10 @@ from pathlib import Path
 
 from tandem.cli.main import run_script
 from tandem.config.arithmetic import total_steps
+from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
+from tandem.flow.plan import plan_run
 from tandem.tracking.statistics import PhaseTimer
 from tandem.trainers.parts import check_names, open_rows
 from tandem.trainers.process import start_process
@@ -30,6 +32,8 @@ def main(overrides: list[str]) -> None:
     check_names(config)
     rows = open_rows(config)
     check_start(config, rows)  # what cannot work is refused here, before there is a run folder
+    if plan_run(config).stage("values") is not None:
+        raise ConfigError(f"{config.algorithm.preset} needs a critic, which this script has not; use `tandem train`")
     process = start_process(config)
     steps = total_steps(config, len(rows.train))
 
@@ -51,6 +55,8 @@ def main(overrides: list[str]) -> None:
                 batch = actor.compute_proximal(batch)
                 batch = actor.compute_advantages(batch)
                 metrics = actor.ppo_update(batch)
+                if session.reference is not None:
+                    session.reference.refresh_if_due(session.trainer, actor.version)
             with timer("update_weights"):
                 publisher.publish()
             rollout.end_step()

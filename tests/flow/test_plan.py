@@ -119,12 +119,20 @@ def test_a_step_runs_the_passes_of_the_plan_in_order_and_each_adds_what_it_says(
     assert all(set(added(plan, stage)) <= gained[stage.name] for stage in plan.passes)
 
 
+REFERENCE = ["algorithm.kl.coefficient=0.1", "reference.refresh_every_steps=2", "actor.mini_batches=2"]
+
+
 @pytest.mark.parametrize(
-    ("script", "kind"),
-    [("addition_grpo.py", TrainConfig), ("gsm8k_grpo.py", TrainConfig), ("addition_preference.py", PreferenceConfig)],
+    ("script", "kind", "keys"),
+    [
+        ("addition_grpo.py", TrainConfig, ["actor.mini_batches=2"]),
+        ("gsm8k_grpo.py", TrainConfig, REFERENCE),
+        ("multi_turn.py", TrainConfig, REFERENCE),
+        ("addition_preference.py", PreferenceConfig, ["loss=kto"]),
+    ],
 )
-def test_an_example_script_calls_the_stages_of_its_plan_in_order(script, kind):
-    plan = plan_run(load_config(kind, EXAMPLES / script.replace(".py", ".yaml"), []).config)
+def test_an_example_script_calls_the_stages_of_its_plan_in_order(script, kind, keys):
+    plan = plan_run(load_config(kind, EXAMPLES / script.replace(".py", ".yaml"), keys).config)
     wanted = [stage.call for stage in plan.stages if stage.kind in ("collect", "pass", "update", "deliver")]
     called = [
         node.func.attr

@@ -61,7 +61,10 @@ def generator(shape=HAND, **changes) -> Generator:
     return Generator(shape=shape, **usual | changes)
 
 
-def job(*models, **changes) -> Job:
-    """Two prompts of 8 tokens with two completions of 4 each."""
-    usual = {"kind": "train", "lengths": Lengths(8, 4, 4), "groups": 2, "generated": 2, "trained": 2}
-    return Job(models=models or (held(),), **usual | changes)
+def job(*models, proximal=False, **changes) -> Job:
+    """Two prompts of 8 tokens with two completions of 4 each; a critic and each frozen model have a pass of their own."""
+    models = models or (held(),)
+    passes = [("values" if m.role == "critic" else m.role, m.role) for m in models if not m.trained or m.role == "critic"]
+    passes = (*([("proximal", "actor")] if proximal else []), *passes)
+    usual = {"kind": "train", "lengths": Lengths(8, 4, 4), "groups": 2, "generated": 2, "trained": 2, "passes": passes}
+    return Job(models=models, **usual | changes)

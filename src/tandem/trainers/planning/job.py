@@ -77,8 +77,8 @@ class Job:
 
     generator: Generator | None = None
     asynchronous: bool = False
-    proximal: bool = False
-    """A pass of the actor without gradients comes before its update."""
+    passes: tuple[tuple[str, str], ...] = ()
+    """The passes without gradients before the update: the name of each, and the model that it runs through."""
 
     kept_versions: int = 0
     """Old weights that are kept to verify deliveries."""
@@ -122,7 +122,6 @@ def job_of(
     for resident in plan.residents:
         if resident.engine is not None:
             models.append(_held(resident, models, _with_entropy(training, plan), machine, read))
-    first_pass = plan.stage("proximal") or plan.stage("baseline")
     job = Job(
         kind=COMMANDS[type(config)],
         models=tuple(models),
@@ -131,7 +130,7 @@ def job_of(
         generated=0,
         trained=2 if plan.paired else 1,
         together=plan.paired,
-        proximal=first_pass is not None,
+        passes=tuple((stage.name, stage.awake[0]) for stage in plan.passes if stage.awake),
         verifies=plan.stage("verify") is not None,
         saves=saves_of(config, rows),
         saves_beside=_saves_beside(config),

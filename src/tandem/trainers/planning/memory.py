@@ -58,8 +58,9 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
 
     if job.generator is not None and job.generator.foreign is None:
         add("generate", *_generation(job.generator))
+    scoring = {role for _, role in job.passes}
     for model in job.models:
-        if not model.trained or model.role == "critic" or job.proximal:
+        if model.role in scoring:
             add(f"score: {model.role}", *_scoring(model, worst.score[model.role], room))
     if job.verifies:
         before = FLOAT32 * job.actor.masters + BYTES[job.actor.dtype] * job.actor.base

@@ -8,12 +8,12 @@ from tandem.trainers.planning.items import GIB, Instant
 from tandem.trainers.planning.job import Job
 from tandem.trainers.planning.machine import Machine
 from tandem.trainers.planning.memory import instants, kv_needed
-from tandem.trainers.planning.seconds import phases
+from tandem.trainers.planning.seconds import SCORES, phases
 
 RESERVE = 0.03
 """Share of the memory that the plan leaves to others: the system, a display, a second process on the GPU."""
 
-TRAINS = ("proximal", "values", "reference", "teacher", "update: actor", "update: critic")
+TRAINS = (*SCORES, "update: actor", "update: critic")
 GENERATES = ("prefill", "decode")
 
 

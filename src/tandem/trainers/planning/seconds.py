@@ -18,6 +18,9 @@ from tandem.trainers.planning.machine import Machine
 from tandem.trainers.planning.memory import Batches, batches_of
 from tandem.trainers.planning.shape import BYTES, Shape
 
+SCORES = ("reference", "values", "proximal", "baseline", "teacher")
+"""Passes without gradients, whose times are fitted together."""
+
 STEP_BYTES = 28 + 28 + 8
 """Read and written for each parameter in one optimizer step: AdamW, the norm of the gradients, the clipping."""
 
@@ -120,11 +123,10 @@ def _generating(job: Job, machine: Machine) -> list[Phase]:
 
 def _training(job: Job, batches: Batches, machine: Machine) -> list[Phase]:
     found = []
-    for model in job.models:
-        step = batches.score[model.role]
-        if not model.trained or model.role == "critic" or (model is job.actor and job.proximal):
-            name = "proximal" if model.role == "actor" else "values" if model.role == "critic" else model.role
-            found.append(Phase(name, scoring(model, step, machine), step.tokens * model.layout.batches))
+    models = {model.role: model for model in job.models}
+    for name, role in job.passes:
+        model, step = models[role], batches.score[role]
+        found.append(Phase(name, scoring(model, step, machine), step.tokens * model.layout.batches))
     for model in job.models:
         if model.trained:
             step = batches.update[model.role]
@@ -137,7 +139,7 @@ def _training(job: Job, batches: Batches, machine: Machine) -> list[Phase]:
 def _fitted(phase: Phase, machine: Machine, *, whole: bool = False) -> Phase:
     """``whole``: its rows are data's, each by itself; generated ones share their prompts, and a process with an engine."""
     family = "update" if phase.name.startswith("update") else phase.name
-    family = "score" if family in ("proximal", "values", "reference", "teacher") else family
+    family = "score" if family in SCORES else family
     family = f"{family} of rows" if whole else family
     return Phase(phase.name, phase.cost * machine.factors.get(family, 1.0), phase.tokens)
 
