@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tandem.api.failures import InfrastructureFailure
 from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey, StopReason
 from tandem.api.weights import FolderSource, WeightSource, WeightUpdate, WeightVersion, tensor_digest, version_digest
+from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.core import EngineCore
@@ -165,11 +166,31 @@ def check_answers(
         report.numbers(
             gap <= TOLERANCE, f"sampled at T = {temperature}: {count} log-probabilities within {gap:.1e} of the model's own"
         )
+    check_narrowed(server, reference, report, asked)
     hot = GenerationConfig(max_new_tokens=8, temperature=0.7, first_token_temperature=1.5)
     (answer,) = ask(server, [LLMRequest(asked[0], hot)])
     report.numbers(
         answer.untrained_tokens == 1 and reference.difference(answer, 1) <= TOLERANCE, "a first token of its own temperature"
     )
+
+
+def check_narrowed(server: ForeignServer, reference: Reference, report: Report, asked: list) -> None:
+    """With top-p, top-k and a minimum of tokens log-probabilities stay those of the whole distribution, or are refused."""
+    for changes in ({"top_p": 0.8}, {"top_k": 3}, {"min_new_tokens": 12}, {"top_p": 0.9, "top_k": 20, "min_new_tokens": 12}):
+        gconfig = GenerationConfig(max_new_tokens=12, temperature=0.7, **changes)
+        what = ", ".join(f"{key}={value}" for key, value in changes.items())
+        requests = [LLMRequest(p, gconfig, NoiseKey(2, sample=n), needs_logprobs=False) for n, p in enumerate(asked[:16])]
+        drawn = ask(server, requests)
+        count = sum(len(answer.output_ids) for answer in drawn)
+        try:
+            server.check_generation(gconfig)
+        except ConfigError as refusal:
+            print(f"     {what}: {count} tokens; refused for training: {refusal}", flush=True)
+        else:
+            gap = max(reference.difference(answer) for answer in drawn)
+            report.numbers(gap <= TOLERANCE, f"{what}: {count} log-probabilities within {gap:.1e} of the model's own")
+        if gconfig.min_new_tokens:
+            report.line(count == 12 * len(drawn), f"{what}: no answer ended before 12 tokens")
 
 
 def check_ends(server: ForeignServer, embedded: EmbeddedEngine, report: Report, asked: list, folder: Path) -> None:

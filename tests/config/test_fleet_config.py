@@ -49,12 +49,10 @@ def test_backends_name_servers(backend, servers):
         (["rollout.backend=embedded:d2", "rollout.fleet.max_restarts=-1"], "max_restarts must be .*at least 0"),
         (["rollout.backend=embedded:d2", "deterministic=true"], "deterministic=true contradicts rollout.backend"),
         (["rollout.backend=embedded:d2", "placement=colocate"], "placement=colocate contradicts rollout.backend"),
-        (["rollout.backend=vllm:d1", "gconfig.top_k=50"], "gconfig.top_k=50 is refused by vllm.*sglang:dN"),
-        (["rollout.backend=embedded:d1+vllm:d1", "gconfig.top_p=0.9"], "gconfig.top_p=0.9 is refused by vllm"),
-        (["rollout.backend=sglang:d1", "gconfig.min_new_tokens=2"], "min_new_tokens=2 is refused by sglang"),
+        (["rollout.backend=sglang:d1", "gconfig.min_new_tokens=2"], "min_new_tokens=2 is refused by sglang.*vllm:dN"),
         (
-            ["rollout.backend=attached", "rollout.fleet.servers=[vllm=http://x]", "gconfig.top_k=5"],
-            "gconfig.top_k=5 is refused by vllm",
+            ["rollout.backend=attached", "rollout.fleet.servers=[sglang=http://x]", "gconfig.min_new_tokens=5"],
+            "gconfig.min_new_tokens=5 is refused by sglang",
         ),
     ],
 )
@@ -89,6 +87,9 @@ def test_a_key_that_nothing_would_read_is_refused(items, words):
     ("backend", "item"),
     [
         ("sglang:d1", "gconfig.top_p=0.9"),
+        ("vllm:d1", "gconfig.top_p=0.9"),
+        ("embedded:d1+vllm:d1", "gconfig.top_k=50"),
+        ("vllm:d1", "gconfig.min_new_tokens=2"),
         ("embedded:d2", "gconfig.min_new_tokens=2"),
         ("vllm:d1", "rollout.engine.kv_cache_gib=4"),
         ("vllm:d1+embedded:d1", "rollout.engine.prefill_chunk_tokens=64"),

@@ -1,5 +1,6 @@
 """Servers of other makers in a fleet: stand-ins that speak their protocols."""
 
+import asyncio
 import shutil
 from dataclasses import replace
 
@@ -8,11 +9,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem.api.weights import WeightVersion
+from tandem.api.workflow import RolloutWorkflow
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.engines.inference.build import build_fleet
 from tandem.engines.inference.fleet.addresses import JOURNAL_NAME
 from tandem.engines.inference.fleet.kinds import Terms
+from tandem.trainers.evaluation.asking import Ask, ask
+from tandem.trainers.evaluation.asking import Terms as AskTerms
 from tests.engines_inference.remote.wire import SGLangStandIn, VllmStandIn
 from tests.fleet.fleets import generate, healthy, patient, publish, rows, until
 from tests.serve.served import request_of
@@ -84,6 +88,20 @@ def test_a_server_that_cannot_sample_what_the_run_needs_does_not_join(folders, t
         fleet.close()
     retired = [row["why"] for row in rows(tmp_path / JOURNAL_NAME) if row["to"] == "retired"]
     assert "vLLM 0.32.0" in retired[0] and "top_k=50" in retired[0]
+
+
+def test_an_evaluation_samples_as_the_server_can(kind, folders, tmp_path):
+    drawn = []
+
+    class Draws(RolloutWorkflow):
+        async def arun_episode(self, engine, data):
+            drawn.append(await engine.agenerate(request_of((5, 6), top_p=0.9, min_new_tokens=3)))
+
+    with KINDS[kind](folders[0]) as server:
+        fleet = fleet_of([(kind, server)], folders[0], tmp_path)
+        (answer,) = asyncio.run(ask(fleet, Draws(), [Ask("rows", 0, 0, {})], AskTerms()))
+        fleet.close()
+    assert answer.failed == "workflow_returned_none" and len(drawn[0].output_ids) >= 3
 
 
 def test_two_makers_in_one_fleet_serve_the_same_update(folders, tmp_path):

@@ -38,6 +38,15 @@ def test_what_a_request_says_itself_is_kept():
     assert 0 < filled.deadline_s <= 1
 
 
+def test_an_episode_that_is_not_trained_on_needs_no_log_probabilities():
+    async def one(**options):
+        inner = ClockworkEngine()
+        await EpisodeEngine(inner, NoiseKey(1), **options).for_sample(0).agenerate(LLMRequest((1,), GenerationConfig()))
+        return inner.requests[0].needs_logprobs
+
+    assert asyncio.run(one()) and not asyncio.run(one(needs_logprobs=False))
+
+
 def test_a_request_that_the_deadline_cut_is_a_failure_and_not_a_short_answer():
     class Cuts:
         async def agenerate(self, request):

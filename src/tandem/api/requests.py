@@ -64,6 +64,10 @@ class LLMRequest:
     media: Mapping[str, Any] = field(default_factory=dict)
     """Images and audio, preprocessed; refused, for no engine takes them yet."""
 
+    needs_logprobs: bool = True
+    """False: nobody reads the log-probabilities (an evaluation), so they may be those of the distribution after top-p, top-k
+    and suppressed stop tokens, where a server knows no others."""
+
 
 @dataclass(frozen=True)
 class LLMResponse:

@@ -149,21 +149,15 @@ def kinds_of(backend: str, fleet: FleetConfig) -> frozenset[str]:
 
 
 def sampling_problems(backend: str, fleet: FleetConfig, gconfig: GenerationConfig) -> Iterator[str]:
-    """What of `gconfig` a server of the fleet cannot do, and would refuse at each request; one message each."""
-    kinds = kinds_of(backend, fleet)
-    for kind in sorted(kinds & {"vllm", "sglang"}):
-        if gconfig.min_new_tokens > 0:
-            yield (
-                f"gconfig.min_new_tokens={gconfig.min_new_tokens} is refused by {kind}, whose log-probabilities are those "
-                "without the suppressed stop tokens: leave it out, or generate with embedded:dN or tandem:dN"
-            )
-    if "vllm" in kinds:
-        for key, value, off in (("top_p", gconfig.top_p, 1.0), ("top_k", gconfig.top_k, 0)):
-            if value != off:
-                yield (
-                    f"gconfig.{key}={value:g} is refused by vllm, whose log-probabilities are those after truncation: leave "
-                    "it out, or generate with embedded:dN, tandem:dN or sglang:dN"
-                )
+    """What of `gconfig` no server of a kind can sample for training; one message each.
+
+    What a vLLM server can depends on how it was started, so it is asked when the run attaches to it.
+    """
+    if "sglang" in kinds_of(backend, fleet) and gconfig.min_new_tokens > 0:
+        yield (
+            f"gconfig.min_new_tokens={gconfig.min_new_tokens} is refused by sglang, whose log-probabilities are those "
+            "without the suppressed stop tokens: leave it out, or generate with embedded:dN, tandem:dN or vllm:dN"
+        )
 
 
 def fleet_problems(backend: str, fleet: FleetConfig, gconfig: GenerationConfig) -> Iterator[str]:

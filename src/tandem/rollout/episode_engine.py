@@ -17,6 +17,7 @@ class EpisodeEngine:
     ``noise_key`` names the episode (its ``trajectory`` is counted here: a request that continues the last one's tokens
     belongs to the same trajectory, any other begins a new one, so that no noise is used twice). ``deadline_s`` counts
     from construction. ``on_issue`` is called on the event loop once the first request of each sample has been issued.
+    ``needs_logprobs``: see `LLMRequest`; a request that says False itself keeps that.
     """
 
     def __init__(
@@ -27,8 +28,9 @@ class EpisodeEngine:
         deadline_s: float | None = None,
         affinity: str | None = None,
         on_issue: Callable[[], None] | None = None,
+        needs_logprobs: bool = True,
     ):
-        self._engine, self.noise_key = engine, noise_key
+        self._engine, self.noise_key, self._needs_logprobs = engine, noise_key, needs_logprobs
         self._expires = None if deadline_s is None else time.monotonic() + deadline_s
         self._affinity = affinity or f"{noise_key.epoch}/{noise_key.group}"
         self._on_issue = on_issue
@@ -40,7 +42,11 @@ class EpisodeEngine:
     def for_sample(self, sample: int) -> "EpisodeEngine":
         """The engine of one sample of the group: other noise, same affinity and deadline."""
         one = EpisodeEngine(
-            self._engine, self.noise_key._replace(sample=sample), affinity=self._affinity, on_issue=self._on_issue
+            self._engine,
+            self.noise_key._replace(sample=sample),
+            affinity=self._affinity,
+            on_issue=self._on_issue,
+            needs_logprobs=self._needs_logprobs,
         )
         one._expires = self._expires
         self._samples.append(one)
@@ -80,6 +86,8 @@ class EpisodeEngine:
             changes["noise_key"] = self.noise_key._replace(trajectory=self._trajectory)
         if request.affinity is None:
             changes["affinity"] = self._affinity
+        if not self._needs_logprobs:
+            changes["needs_logprobs"] = False
         ours = request.deadline_s is None and self._expires is not None
         if ours:
             changes["deadline_s"] = max(0.0, self._remaining_s())

@@ -16,6 +16,7 @@ from tandem.engines.inference.remote.foreign.vllm import VllmServer
 from tandem.engines.inference.remote.kept import Keeping
 from tests.engines_inference.remote.clients import ask
 from tests.engines_inference.remote.test_keys import MAKERS
+from tests.engines_inference.remote.test_launch import until
 from tests.engines_inference.remote.wire import VllmStandIn
 
 DOOR = """
@@ -95,7 +96,7 @@ def test_a_server_that_is_kept_says_which_cores_it_has_and_is_taken_over_with_th
         assert second.process.taken_over and second.process.pid == record["pid"] and len(started) == 3
         assert len(ask(second).output_ids) > 0
         second.process.close()
-        assert not first.process.alive and not place.file.exists()
+        until(lambda: not first.process.alive and not place.file.exists())
         second.close()
     for end in (read, write):
         os.close(end)

@@ -92,25 +92,88 @@ def test_at_its_deadline_a_request_ends_as_cancelled_with_what_it_has(kind, fold
     assert (nothing.stop_reason, nothing.output_ids) == (StopReason.CANCELLED, ())
 
 
-def test_what_a_server_cannot_sample_is_refused_at_start_and_at_the_request(kind, folder):
+def test_what_a_server_cannot_sample_for_training_is_refused_at_start_and_at_the_request(kind, folder):
     with kind[1](folder) as server:
         engine = attach(kind, server, folder)
-        short = GenerationConfig(min_new_tokens=2)
-        with pytest.raises(ConfigError, match=f"{kind[0].protocol.maker}.*min_new_tokens=2"):
-            engine.check_generation(short)
-        with pytest.raises(DataFailure, match="min_new_tokens"):
-            ask(engine, min_new_tokens=2)
-        nucleus = GenerationConfig(top_p=0.9)
-        if kind[0] is VllmServer:
-            with pytest.raises(ConfigError, match=r"vLLM 0\.32\.0.*top_p=0\.9"):
-                engine.check_generation(nucleus)
-        else:
-            engine.check_generation(nucleus)
+        narrow = [{"min_new_tokens": 2}]
+        narrow += [{"top_p": 0.9}, {"top_k": 5}] if kind[0] is VllmServer else []
+        for gconfig in narrow:
+            ((key, value),) = gconfig.items()
+            with pytest.raises(ConfigError, match=f"{engine.name}.*{key}={value}"):
+                engine.check_generation(GenerationConfig(**gconfig))
+            with pytest.raises(DataFailure, match=f"{key}={value}"):
+                ask(engine, **gconfig)
         with pytest.raises(DataFailure) as failure:
             ask(engine, tuple(range(1, 65)))
         assert failure.value.reason == "prompt_too_long"
         with pytest.raises(ConfigError, match="placement=decoupled"):
             engine.sleep(("weights",))
+        engine.close()
+
+
+def narrowed(kind):
+    """A stand-in that gives the log-probabilities of the whole distribution as far as its maker can."""
+    return {"extension": "tandem_vllm_worker.TandemWorker"} if kind[0] is VllmServer else {}
+
+
+def test_top_p_and_top_k_keep_the_log_probabilities_of_the_whole_distribution(kind, folder):
+    with kind[1](folder) as server:
+        vars(server).update(narrowed(kind))
+        engine = attach(kind, server, folder)
+        for gconfig in ({"top_p": 0.9}, {"top_k": 5}):
+            engine.check_generation(GenerationConfig(**gconfig))
+            answer = ask(engine, **gconfig)
+            assert answer.logprobs == tuple(server.logprob(token, 1.0) for token in answer.output_ids)
+        engine.close()
+
+
+def test_a_worker_whose_log_probabilities_stay_those_after_truncation_is_found_out(folder):
+    kind = KINDS["vllm"]
+    with kind[1](folder, spoils=("whole",)) as server:
+        vars(server).update(narrowed(kind))
+        engine = attach(kind, server, folder)
+        with pytest.raises(ConfigError, match="after top-p and top-k"):
+            engine.check_generation(GenerationConfig(top_p=0.9))
+        engine.close()
+
+
+@pytest.mark.parametrize("needs_logprobs", [True, False])
+def test_stop_tokens_are_suppressed_for_a_minimum_of_tokens(kind, folder, needs_logprobs):
+    with kind[1](folder) as server:
+        vars(server).update(narrowed(kind) if needs_logprobs else {})
+        engine = attach(kind, server, folder)
+        prompt, stop = (5, 6, 7), expected(server, (5, 6, 7), 3)[1]
+        request = LLMRequest(
+            prompt,
+            GenerationConfig(max_new_tokens=6, min_new_tokens=3, stop_token_ids=(stop,)),
+            needs_logprobs=needs_logprobs,
+        )
+        if needs_logprobs and kind[0] is not VllmServer:
+            with pytest.raises(DataFailure, match="min_new_tokens=3"):
+                asyncio.run(engine.agenerate(request))
+        else:
+            answer = asyncio.run(engine.agenerate(request))
+            assert len(answer.output_ids) >= 3 and stop not in answer.output_ids[:3]
+            assert server.requests[-1]["minimum"] == 3
+        engine.close()
+
+
+def test_a_minimum_counts_over_the_pieces_of_a_completion(folder):
+    kind = KINDS["vllm"]
+    with kind[1](folder) as server:
+        vars(server).update(narrowed(kind))
+        engine = attach(kind, server, folder)
+        ask(engine, first_token_temperature=4.0, min_new_tokens=3)
+        engine.close()
+    assert [request["minimum"] for request in server.requests[-2:]] == [1, 2]
+
+
+def test_who_needs_no_log_probabilities_may_sample_as_the_server_can(kind, folder):
+    with kind[1](folder) as server:
+        engine = attach(kind, server, folder)
+        gconfig = GenerationConfig(max_new_tokens=4, top_p=0.5, top_k=3, min_new_tokens=2)
+        answer = asyncio.run(engine.agenerate(LLMRequest((5, 6), gconfig, needs_logprobs=False)))
+        assert len(answer.output_ids) == 4
         engine.close()
 
 

@@ -5,6 +5,7 @@ For the client's logic only: that the real servers speak so is checked by `scrip
 
 import asyncio
 import hashlib
+import math
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -112,22 +113,33 @@ class StandIn:
     def logprob(self, token, temperature):
         return -(token % 50 + 1) / 100 / (1.0 if self.ignores_temperature else temperature)
 
-    def top(self, temperature):
+    cuts = frozenset()
+    """What its log-probabilities are normalised anew for: ``truncated`` by top-p or top-k, ``suppressed`` stop tokens."""
+
+    def top(self, temperature, top_k, suppressed):
         """Five most probable tokens, whatever the prompt."""
         scale = 1.0 if self.ignores_temperature else temperature
-        return [(10 + i, -0.5 - i * 0.4 / scale) for i in range(5)]
+        found = {10 + i: -1.0 - i * 0.4 / scale for i in range(5)}
+        shares = {"suppressed": 1.0 - sum(math.exp(found.pop(token)) for token in {*suppressed} & found.keys())}
+        found = dict(list(found.items())[: top_k if top_k > 0 else None])
+        shares["truncated"] = sum(map(math.exp, found.values())) if top_k > 0 else 1.0
+        shift = sum(math.log(shares[kind]) for kind in self.cuts)
+        return [(token, value - shift) for token, value in found.items()]
 
-    async def generate(self, number, ids, limit, stop, temperature):
+    async def generate(self, number, ids, limit, stop, temperature, *, minimum, top_p, top_k):
         """Tokens with log-probabilities, spans of labels, and how it ended."""
         self.running.add(number)
+        truncated = top_p < 1.0 or top_k > 0
+        narrowed = ("truncated" in self.cuts and truncated) or ("suppressed" in self.cuts and minimum > 0)
         try:
             async with self._slots:
-                return await self._generate(number, ids, limit, stop, temperature)
+                tokens, logprobs, spans, why = await self._generate(number, ids, limit, stop, temperature, minimum)
+                return tokens, [value / 2 if narrowed else value for value in logprobs], spans, why
         finally:
             self.running.discard(number)
 
-    async def _generate(self, number, ids, limit, stop, temperature):
-        self.requests.append({"ids": list(ids), "limit": limit, "temperature": temperature})
+    async def _generate(self, number, ids, limit, stop, temperature, minimum):
+        self.requests.append({"ids": list(ids), "limit": limit, "temperature": temperature, "minimum": minimum})
         tokens, logprobs, spans, why = [], [], [], "length"
         while len(tokens) < limit:
             while self.paused and number not in self.aborted:
@@ -140,6 +152,8 @@ class StandIn:
             if self.paused:
                 continue
             token = self.next_token([*ids, *tokens])
+            while token in stop and len(tokens) < minimum:
+                token = 3 + token % (VOCAB - 3)
             tokens.append(token)
             self.made += 1
             logprobs.append(self.logprob(token, temperature))
@@ -161,6 +175,7 @@ class VllmStandIn(StandIn):
 
     extension = ""
     device = "cuda"
+    cuts = frozenset({"truncated", "suppressed"})
     counters = ('vllm:generation_tokens_total{engine="0",model_name="policy"}', 'vllm:prompt_tokens_total{engine="0"}')
 
     def routes(self):
@@ -194,13 +209,20 @@ class VllmStandIn(StandIn):
             params["max_tokens"],
             params["stop_token_ids"],
             temperature,
+            minimum=params["min_tokens"],
+            top_p=params["top_p"],
+            top_k=params["top_k"],
         )
         self.requests[-1]["seed"] = params.get("seed")
         content = [{"token_id": t, "logprob": p, "top_logprobs": []} for t, p in zip(tokens, logprobs, strict=True)]
         if params["logprobs"]:
-            content[0]["top_logprobs"] = [{"token_id": t, "logprob": p} for t, p in self.top(temperature)]
+            content[0]["top_logprobs"] = [{"token_id": t, "logprob": p} for t, p in self.tops(params, temperature)]
         choice = {"index": 0, "finish_reason": why, "token_ids": tokens, "weight_versions": spans}
         return answer({"choices": [choice | {"logprobs": {"content": content}}]})
+
+    def tops(self, params, temperature):
+        suppressed = params["stop_token_ids"] if params["min_tokens"] else ()
+        return self.top(temperature, params["top_k"], suppressed)
 
     async def abort(self, request):
         self.aborted |= set((await request.json())["request_ids"])
@@ -225,6 +247,10 @@ class VllmStandIn(StandIn):
 
     async def rpc(self, request):
         body = await request.json()
+        if body["method"] == "tandem_whole_logprobs":
+            assert self.extension
+            self.cuts = self.cuts if "whole" in self.spoils else frozenset()
+            return answer({"results": [None]})
         assert self.paused
         await self.hang()
         if "reload" in self.spoils:
@@ -270,6 +296,7 @@ class SGLangStandIn(StandIn):
     """The routes of SGLang."""
 
     device = "cpu"
+    cuts = frozenset({"suppressed"})
     counters = (
         'sglang:realtime_tokens_total{mode="decode",tp_rank="0"}',
         'sglang:realtime_tokens_total{mode="prefill_cache",tp_rank="0"}',
@@ -301,7 +328,14 @@ class SGLangStandIn(StandIn):
         temperature = params["temperature"] or 1.0
         stop = {*params["stop_token_ids"], 9}  # 9: its tokenizer's own end token
         tokens, logprobs, spans, why = await self.generate(
-            body["rid"], body["input_ids"], params["max_new_tokens"], stop, temperature
+            body["rid"],
+            body["input_ids"],
+            params["max_new_tokens"],
+            stop,
+            temperature,
+            minimum=params["min_new_tokens"],
+            top_p=params["top_p"],
+            top_k=params["top_k"],
         )
         self.requests[-1]["seed"] = params.get("sampling_seed")
         facts = {
@@ -311,7 +345,9 @@ class SGLangStandIn(StandIn):
             "output_token_logprobs": [[p, t, None] for p, t in zip(logprobs, tokens, strict=True)],
         }
         if body.get("top_logprobs_num"):
-            facts["output_top_logprobs"] = [[[p, t, None] for t, p in self.top(temperature)]]
+            suppressed = params["stop_token_ids"] if params["min_new_tokens"] else ()
+            found = self.top(temperature, params["top_k"], suppressed)
+            facts["output_top_logprobs"] = [[[p, t, None] for t, p in found]]
         return answer({"output_ids": tokens, "meta_info": facts})
 
     async def abort(self, request):

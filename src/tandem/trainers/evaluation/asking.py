@@ -158,6 +158,7 @@ async def _ask_one(
             deadline_s=expires - loop.time(),
             affinity=f"{item.data}/{item.row}",
             on_issue=on_issue if attempt == 0 else None,
+            needs_logprobs=False,
         )
         limit = asyncio.timeout_at(expires)
         try:

@@ -116,7 +116,7 @@ def _attach_tandem(terms: Terms, url: str) -> InferenceEngine:
 
 
 def _start_foreign(server: type[ForeignServer], kind: str, terms: Terms, name: str) -> InferenceEngine:
-    return server.start(
+    engine = server.start(
         terms.folder,
         python=python_of(terms.rollout, kind),
         log_file=log_file(terms, name),
@@ -129,6 +129,7 @@ def _start_foreign(server: type[ForeignServer], kind: str, terms: Terms, name: s
         progress=partial(logger.info, "%s"),
         place=terms.place(name),
     )
+    return _able(engine, terms)
 
 
 def _attach_foreign(server: type[ForeignServer], terms: Terms, url: str) -> InferenceEngine:
@@ -143,8 +144,13 @@ def _attach_foreign(server: type[ForeignServer], terms: Terms, url: str) -> Infe
         request_timeout_s=fleet.request_timeout_s,
         take=bool(terms.version.run),
     )
+    return _able(engine, terms)
+
+
+def _able(engine: ForeignServer, terms: Terms) -> ForeignServer:
+    """The server, if it can sample what the run trains on; else it is closed. Raises `ConfigError`."""
     try:
-        if terms.gconfig is not None:
+        if terms.gconfig is not None and terms.version.run:
             engine.check_generation(terms.gconfig)
     except ConfigError:
         engine.close()

@@ -67,7 +67,7 @@ class Completions:
             while reason is None:
                 piece = await self._next(request, tokens, judge.room, expires)
                 numbers = self._labels.numbers(piece.labels)
-                kept, reason = judge.look(piece.tokens)
+                kept, reason = self._look(judge, piece)
                 tokens += piece.tokens[:kept]
                 logprobs += piece.logprobs[:kept]
                 versions += numbers[:kept]
@@ -94,14 +94,20 @@ class Completions:
                 "a prompt has at least one token; temperatures, top_p and max_new_tokens must be above 0 and top_k not "
                 f"below, got {gconfig}",
             )
-        reason = self._cannot(gconfig)
+        reason = self._cannot(gconfig) if request.needs_logprobs else None
         if reason is not None:
             raise DataFailure("refused_by_server", f"{self._facts.name} {reason}")
         if gconfig.stop and self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._folder)
         watch = stop_text(self._tokenizer, gconfig.stop) if self._tokenizer is not None else None
         stop_ids = self._eos | frozenset(gconfig.stop_token_ids)
-        return Judge(stop_ids, min(gconfig.max_new_tokens, limit - len(ids)), watch)
+        return Judge(stop_ids, min(gconfig.max_new_tokens, limit - len(ids)), watch, gconfig.min_new_tokens)
+
+    def _look(self, judge: Judge, piece: Piece) -> tuple[int, StopReason | None]:
+        try:
+            return judge.look(piece.tokens)
+        except ValueError as error:
+            raise ServerFailed(f"{self._url} {error}", url=self._url) from error
 
     async def _next(self, request: LLMRequest, so_far: Sequence[int], room: int, expires: float | None) -> Piece:
         """One request to the server; without tokens where the deadline passed before it gave any."""
@@ -129,13 +135,15 @@ class Completions:
         gconfig, key = request.gconfig, request.noise_key
         hot = gconfig.first_token_temperature if not so_far and not gconfig.greedy else None
         position = len(request.input_ids) + len(so_far)
+        most = room if hot is None else 1
         return Draw(
             temperature=gconfig.temperature if hot is None else hot,
             greedy=gconfig.greedy,
             top_p=gconfig.top_p,
             top_k=gconfig.top_k,
             seed=None if key is None else self._protocol.seed(stream_of(key), position),
-            max_tokens=room if hot is None else 1,
+            max_tokens=most,
+            min_tokens=min(most, max(0, gconfig.min_new_tokens - len(so_far))),
             stop_ids=tuple(sorted(self._eos | frozenset(gconfig.stop_token_ids))),
             stop=gconfig.stop,
         )

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, NamedTuple
 
 from tandem.api.failures import DataFailure, ServerFailed
 from tandem.config.errors import ConfigError
-from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.remote.http import HttpClient
 
 CONTROL_TIMEOUT_S = 60.0
@@ -45,6 +44,9 @@ class Draw(NamedTuple):
     max_tokens: int
     stop_ids: tuple[int, ...]
     stop: tuple[str, ...]
+    min_tokens: int = 0
+    """Stop tokens are suppressed until so many tokens of this piece are there; at most ``max_tokens``."""
+
     top_logprobs: int = 0
     """Most probable tokens to report beside the drawn one; only the check at the start asks for some."""
 
@@ -79,6 +81,9 @@ class ServerProtocol(ABC):
 
     says_paused: bool = True
     """Whether `is_paused` is what the server says."""
+
+    whole_remedy: ClassVar[str]
+    """What to do where log-probabilities are those after top-p and top-k, or without suppressed stop tokens."""
 
     bytes_are_hashed: bool = True
     """Whether `checksums` are SHA-256 of a tensor's bytes, as ours are (or their beginning)."""
@@ -115,10 +120,6 @@ class ServerProtocol(ABC):
     def abort_all(self) -> None:
         """Ends all requests, whoever's they are."""
 
-    @abstractmethod
-    def cannot(self, gconfig: GenerationConfig) -> str | None:
-        """What of a sampling configuration this server cannot do, with the remedy; None where it can do all."""
-
     # ------------------------------------------------------------------ control
 
     @abstractmethod
@@ -152,6 +153,10 @@ class ServerProtocol(ABC):
     @abstractmethod
     def checksums(self) -> dict[str, str]:
         """Name of each parameter that the server holds → its checksum."""
+
+    def give_whole_logprobs(self) -> None:
+        """Asks a server that can for log-probabilities before top-p, top-k and suppressed stop tokens, from now on."""
+        return
 
     def call(self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
         """A control call. Raises `ServerFailed` for whatever goes wrong, also a refusal: no request is at fault."""

@@ -5,7 +5,6 @@ attached, by looking at its routes and by asking for a token, and refused by nam
 """
 
 import secrets
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,12 +25,11 @@ from tandem.engines.inference.remote.foreign.counters import Counters
 from tandem.engines.inference.remote.foreign.in_place import InPlaceUpdates
 from tandem.engines.inference.remote.foreign.in_server.tandem_key import KEY_VARIABLE
 from tandem.engines.inference.remote.foreign.labels import Labels
-from tandem.engines.inference.remote.foreign.protocol import Draw, Facts, ServerProtocol
+from tandem.engines.inference.remote.foreign.protocol import Facts, ServerProtocol
+from tandem.engines.inference.remote.foreign.trials import PROBE_IDS, Whole, ask, try_logprobs
 from tandem.engines.inference.remote.http import HttpClient
 from tandem.engines.inference.remote.kept import Place, fingerprint, keep, take_over
 from tandem.engines.inference.remote.launch import ServerProcess, free_port, wait_ready
-
-_PROBE_IDS = tuple(range(1, 9))
 
 IN_SERVER = Path(__file__).with_name("in_server")
 """All of Tandem that the environment of a server gets to see."""
@@ -69,7 +67,7 @@ class ForeignServer(InferenceEngine):
         self.process: ServerProcess | None = None
         """None where it was attached: then it is not ours to end."""
 
-        self._closed, self._taken = False, True
+        self._closed, self._taken, self._whole = False, True, Whole(True, True)
         self._counters = Counters()
         labels = Labels(self.url)
         self._completions = Completions(
@@ -218,29 +216,13 @@ class ForeignServer(InferenceEngine):
         """Checks what can only be seen by trying."""
         self._taken = take
         (self._updates.begin if take else self._updates.look)()
-        self._check_temperature()
-        piece = self._completions.read(self._ask(1.0))
+        if take:
+            self._protocol.give_whole_logprobs()
+        self._whole = try_logprobs(self._protocol, self.name)
+        piece = self._completions.read(ask(self._protocol, 1.0))
         if not piece.tokens:
             raise ServerFailed(f"{self.url} generated no token", url=self.url)
         self._protocol.check_counting(self.name)
-
-    def _check_temperature(self) -> None:
-        """Log-probabilities must be those of softmax(logits / temperature): half of it doubles every difference."""
-        plain, cold = (self._protocol.top(self._ask(t, top_logprobs=5)) for t in (1.0, 0.5))
-        both = sorted(plain.keys() & cold.keys(), key=plain.__getitem__)
-        if len(both) < 2:
-            raise ServerFailed(f"the most probable tokens of {self.url} are others at each request", url=self.url)
-        low, high = both[0], both[-1]
-        ratio = (cold[high] - cold[low]) / max(plain[high] - plain[low], 1e-6)
-        if not 1.8 < ratio < 2.2:
-            raise ConfigError(
-                f"{self.name} at {self.url} gives log-probabilities that ignore the temperature; {self._protocol.remedy}"
-            )
-
-    def _ask(self, temperature: float, top_logprobs: int = 0) -> Any:
-        draw = Draw(temperature, False, 1.0, 0, 0, 1, (), (), top_logprobs)
-        body = self._protocol.body(uuid.uuid4().hex, _PROBE_IDS, draw)
-        return self._protocol.call(self._protocol.generate_path, body)
 
     # ------------------------------------------------------------------ what it is
 
@@ -265,18 +247,14 @@ class ForeignServer(InferenceEngine):
         return frozenset({"in_place", "shared_memory" if self._protocol.reads_memory else "disk"})
 
     def check_generation(self, gconfig: GenerationConfig) -> None:
-        """Raises `ConfigError` for what this server cannot do, by name."""
+        """Raises `ConfigError` for what this server cannot sample for training, by name."""
         reason = self._cannot(gconfig)
         if reason is not None:
-            raise ConfigError(f"{self.name} {reason}")
+            raise ConfigError(f"{self.name} at {self.url} {reason}")
 
     def _cannot(self, gconfig: GenerationConfig) -> str | None:
-        if gconfig.min_new_tokens > 0:
-            return (
-                "gives log-probabilities without the stop tokens that it suppresses "
-                f"(gconfig.min_new_tokens={gconfig.min_new_tokens}); use 0, or another backend"
-            )
-        return self._protocol.cannot(gconfig)
+        lacking = self._whole.lacks(gconfig)
+        return None if lacking is None else f"{lacking}; {self._protocol.whole_remedy}"
 
     # ------------------------------------------------------------------ the engine
 
@@ -295,7 +273,7 @@ class ForeignServer(InferenceEngine):
     async def probe(self, deadline_s: float) -> LLMResponse:
         """One token of a fixed prompt, whoever else is served: proof that it generates, and with weights of ours."""
         gconfig = GenerationConfig(n_samples=1, max_new_tokens=1, greedy=True)
-        return await self.agenerate(LLMRequest(_PROBE_IDS, gconfig, deadline_s=deadline_s))
+        return await self.agenerate(LLMRequest(PROBE_IDS, gconfig, deadline_s=deadline_s))
 
     def prepare_weights(self, update: WeightUpdate) -> None:
         """See `InferenceEngine`. What is prepared is a folder that the server will read, verified; generation goes on."""

@@ -5,7 +5,6 @@ from contextlib import suppress
 from typing import Any
 
 from tandem.api.failures import ServerFailed
-from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import mapped
 from tandem.engines.inference.remote.foreign.protocol import (
     CONTROL_TIMEOUT_S,
@@ -47,6 +46,7 @@ class SGLangProtocol(ServerProtocol):
     )
     counters = ("sglang:realtime_tokens_total",)
     counting_remedy = "start it with --enable-metrics"
+    whole_remedy = "leave that out, or use another backend"
     remedy = "use version 0.5.23 or later, without SGLANG_RETURN_ORIGINAL_LOGPROB in its environment"
 
     def seed(self, stream: int, position: int) -> int:
@@ -60,6 +60,7 @@ class SGLangProtocol(ServerProtocol):
             "top_p": draw.top_p,
             "top_k": draw.top_k or -1,
             "max_new_tokens": draw.max_tokens,
+            "min_new_tokens": draw.min_tokens,
             "stop_token_ids": list(draw.stop_ids),
             "no_stop_trim": True,
         }
@@ -92,10 +93,6 @@ class SGLangProtocol(ServerProtocol):
     def abort_all(self) -> None:
         """See `ServerProtocol`."""
         self.call("/abort_request", {"abort_all": True}, timeout_s=CALM_S)
-
-    def cannot(self, gconfig: GenerationConfig) -> str | None:
-        """See `ServerProtocol`: top-p and top-k come after the log-probabilities, as everywhere in Tandem."""
-        return None
 
     def facts(self) -> Facts:
         """See `ServerProtocol`."""

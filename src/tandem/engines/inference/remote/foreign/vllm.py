@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tandem.api.failures import ServerFailed
 from tandem.config.errors import ConfigError
-from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.remote.foreign.protocol import (
     CONTROL_TIMEOUT_S,
     RELOAD_TIMEOUT_S,
@@ -54,6 +54,10 @@ class VllmProtocol(ServerProtocol):
 
     counters = ("vllm:generation_tokens_total", "vllm:prompt_tokens_total")
     counting_remedy = "start it without --disable-log-stats"
+    whole_remedy = (
+        f"let the run start it (rollout.backend=vllm:dN), start it with PYTHONPATH={IN_SERVER} and --worker-extension-cls "
+        f"{_EXTENSION}, leave that out, or use another backend"
+    )
 
     _takes_seeds = False
     """On a CPU, a request with a seed whose prompt is computed in pieces ends the whole server (0.32.0, seen)."""
@@ -65,6 +69,7 @@ class VllmProtocol(ServerProtocol):
             "top_p": draw.top_p,
             "top_k": draw.top_k,
             "max_tokens": draw.max_tokens,
+            "min_tokens": draw.min_tokens,
             "ignore_eos": True,
             "stop_token_ids": list(draw.stop_ids),
             "logprobs": draw.top_logprobs,
@@ -100,15 +105,6 @@ class VllmProtocol(ServerProtocol):
         """See `ServerProtocol`; a route of the development mode."""
         self.call("/abort_requests", {}, timeout_s=CALM_S)
 
-    def cannot(self, gconfig: GenerationConfig) -> str | None:
-        """See `ServerProtocol`."""
-        if gconfig.top_p < 1.0 or gconfig.top_k > 0:
-            return (
-                f"gives log-probabilities after top-p and top-k, not before (gconfig.top_p={gconfig.top_p}, "
-                f"top_k={gconfig.top_k}); use top_p=1 and top_k=0, or another backend"
-            )
-        return None
-
     def facts(self) -> Facts:
         """See `ServerProtocol`."""
         version = self.call("/version")["version"]
@@ -125,6 +121,12 @@ class VllmProtocol(ServerProtocol):
                 f"PYTHONPATH={IN_SERVER} and --worker-extension-cls {_EXTENSION}"
             )
         return Facts(name, int(model["max_model_len"]), str(config["model_config"]["dtype"]).removeprefix("torch."))
+
+    def give_whole_logprobs(self) -> None:
+        """See `ServerProtocol`: Tandem's worker extension can."""
+        if self.reads_memory:
+            with suppress(ServerFailed):  # an older extension cannot; `ForeignServer` asks for tokens and sees it
+                self.call("/collective_rpc", {"method": "tandem_whole_logprobs"})
 
     def is_paused(self) -> bool:
         """See `ServerProtocol`."""

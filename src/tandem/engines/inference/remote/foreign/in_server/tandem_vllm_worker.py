@@ -1,4 +1,5 @@
-"""What a vLLM server that Tandem starts can do besides: take an update from shared memory, and take all of it on a CPU.
+"""What a vLLM server that Tandem starts can do besides: take an update from shared memory, take all of it on a CPU, and give
+the log-probabilities that training needs where top-p, top-k or a minimum of tokens narrow what is drawn.
 
 It runs in vLLM's environment (``--worker-extension-cls``), where there is no Tandem: only torch and the standard library.
 """
@@ -19,6 +20,42 @@ class TandemWorker:
         else:
             self.reload_weights(weights_path=place["folder"])
         pack_again(self.model_runner.get_model())
+
+    def tandem_whole_logprobs(self):
+        """From now on log-probabilities are those of softmax(logits / temperature), before anything narrows what is drawn.
+
+        Once is enough. With another sampler than that of vLLM's first model runner nothing changes; whoever asked for this
+        finds that out by asking for a token.
+        """
+        sampler = getattr(self.model_runner, "sampler", None)
+        if hasattr(sampler, "topk_topp_sampler") and not hasattr(sampler, "tandem_forward"):
+            sampler.tandem_forward = sampler.forward
+            sampler.forward = whole_logprobs(sampler.forward)
+
+
+def whole_logprobs(forward):
+    """A sampler's ``forward`` whose log-probabilities are read before anything is taken away from ``logits [B, V]``."""
+
+    def sample(logits, sampling_metadata, *args, **kwargs):
+        if sampling_metadata.max_num_logprobs is None or not narrows(sampling_metadata):
+            return forward(logits, sampling_metadata, *args, **kwargs)
+        temperature, whole = sampling_metadata.temperature, logits.float()
+        if temperature is not None:  # 0: greedy, whose log-probabilities are at temperature 1
+            whole = whole / torch.where(temperature < 1e-5, 1.0, temperature)[:, None]
+        whole = whole.log_softmax(dim=-1)  # a copy, for the logits are overwritten
+        output = forward(logits, sampling_metadata, *args, **kwargs)
+        given = output.logprobs_tensors
+        output.logprobs_tensors = given._replace(logprobs=whole.gather(-1, given.logprob_token_ids.long()))
+        return output
+
+    return sample
+
+
+def narrows(sampling_metadata):
+    """Whether some row of a step draws from fewer tokens than there are."""
+    if sampling_metadata.top_p is not None or sampling_metadata.top_k is not None:
+        return True
+    return any(getattr(one, "min_toks", None) for one in sampling_metadata.logitsprocs.non_argmax_invariant)
 
 
 def mapped(path, entries):
