@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from tandem.api.activity import ACTIVITY, within
 from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, WaitTimeout
+from tandem.api.samples import Group, Sample
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import RolloutConfig
 from tandem.rollout.executor import Rollout
-from tandem.rollout.pool import NoBatch
+from tandem.rollout.gate import StalenessGate
+from tandem.rollout.pool import EpisodePool, NoBatch
 from tandem.rollout.workflows import Repeated
 from tests.rollout.clockwork import ClockworkEngine, OneAnswer, prompts, rows
 
@@ -208,21 +210,18 @@ def test_a_filter_that_keeps_nothing_ends_the_run_with_its_name():
         rollout.prepare_batch(endless, OneAnswer())
 
 
-def test_a_filter_ends_no_run_whose_batch_is_full_already():
-    """Both groups end in one turn of the loop: the first fills the batch, the second is the last that may be drawn."""
-    together = asyncio.Event()
-
-    class Both(RolloutWorkflow):
-        async def arun_episode(self, engine, data):
-            if data["index"] == 1:
-                together.set()
-            await together.wait()
-            return await OneAnswer().arun_episode(engine, data)
-
-    keep = lambda group: (group.data["index"] == 0, "wrong")  # noqa: E731
-    config = RolloutConfig(batch_size=1, oversample=2.0)
-    with Rollout(ClockworkEngine(), config, group_filter=keep, max_draws=2) as rollout:
-        assert prompts(rollout.prepare_batch(iter(rows(2)), Both())) == [0]
+@pytest.mark.parametrize(("wanted", "ends"), [(1, False), (2, True)])
+def test_a_filter_ends_no_run_whose_batch_is_full_already(wanted, ends):
+    """Of two groups the first is kept and the second is the last that may be drawn, before anyone takes the batch."""
+    keep = lambda group: (group.group_id == 0, "wrong")  # noqa: E731
+    config, gate = RolloutConfig(batch_size=1), StalenessGate(2)
+    pool = EpisodePool(ClockworkEngine(), config, gate, seed=0, deterministic=False, group_filter=keep, max_draws=2)
+    pool.submitted.extend((row, OneAnswer()) for row in rows(2))
+    pool.wanted = wanted
+    for episode in pool.admit():
+        pool._end(episode, Group((Sample((), 1.0),), group_id=episode.number))
+    assert len(pool.waiting) == pool.filtered["wrong"] == 1
+    assert isinstance(pool.broken, NoBatch) == ends
 
 
 def test_a_filter_that_raises_reaches_the_caller():

@@ -92,6 +92,7 @@ def test_the_totals_of_an_epoch_add_up_and_survive_a_restart():
     ledger.begin_epoch(1, 1)
     ledger.move(Prompt(1, 0), "running")
     assert ledger.epoch_totals(1) == {**dict.fromkeys(STATES, 0), "running": 1}
+    assert ledger.epoch_totals(7) == dict.fromkeys(STATES, 0)
 
 
 def test_a_ledger_that_disagrees_with_the_gate_says_where():
