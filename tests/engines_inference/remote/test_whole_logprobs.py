@@ -77,6 +77,32 @@ def sampler():
     return worker.model_runner.sampler
 
 
+class SecondSampler:
+    """As that of vLLM's second model runner: logits are copied, and log-probabilities made of what `sample` returns."""
+
+    def __init__(self, temperature, top_k):
+        self.temperature, self.top_k = temperature, top_k
+        self.needs_logits_processing = (temperature != 1.0).numpy() | (top_k < 300).numpy()
+        self.sampling_states = self
+
+    def apply_temperature(self, logits, rows, requests):
+        logits.div_(torch.where(self.temperature == 0, 1.0, self.temperature)[rows, None])
+
+    def sample(self, logits, rows, requests, requests_np, *rest, return_logprobs=False):
+        if not self.needs_logits_processing[requests_np].any():
+            return logits.argmax(-1), logits
+        logits = logits.float().clone()
+        self.apply_temperature(logits, rows, requests_np)
+        least = logits.sort(descending=True).values.gather(-1, self.top_k[rows, None] - 1)
+        logits[logits < least] = -torch.inf
+        return logits.argmax(-1), logits
+
+    def __call__(self, logits):
+        rows = torch.arange(len(logits))
+        tokens, scores = self.sample(logits, rows, rows, rows.numpy(), None, return_logprobs=True)
+        return tokens, scores.log_softmax(-1).gather(-1, tokens[:, None]).flatten()
+
+
 def logits(rows=3, seed=0):
     return torch.randn(rows, 300, generator=torch.Generator().manual_seed(seed)) * 3
 
@@ -124,6 +150,21 @@ def test_log_probabilities_are_those_with_the_stop_tokens_that_are_suppressed(sa
 def test_whoever_asks_for_no_log_probabilities_gets_none(sampler):
     found = logits()
     assert sampler(found, Metadata(torch.ones(3), **NARROW["top_k"], max_num_logprobs=None)).logprobs_tensors is None
+
+
+@pytest.mark.parametrize("top_k", [1, 300])
+@pytest.mark.parametrize("temperature", [torch.tensor([0.7, 1.0, 1.3]), torch.ones(3)])
+def test_the_sampler_of_the_second_model_runner_gives_them_too(top_k, temperature):
+    worker, found = TandemWorker(), logits(seed=2)
+    sampler = SecondSampler(temperature, torch.full((3,), top_k))
+    worker.model_runner = SimpleNamespace(sampler=sampler)
+    worker.tandem_whole_logprobs()
+    worker.tandem_whole_logprobs()
+    before = found.clone()
+    tokens, logprobs = sampler(found)
+    assert torch.equal(found, before)
+    expected, whole = embedded(found, temperature)
+    assert tokens.tolist() == expected.tolist() and torch.allclose(logprobs, whole, atol=1e-5)
 
 
 def test_a_sampler_of_another_kind_is_left_alone():

@@ -24,13 +24,30 @@ class TandemWorker:
     def tandem_whole_logprobs(self):
         """From now on log-probabilities are those of softmax(logits / temperature), before anything narrows what is drawn.
 
-        Once is enough. With another sampler than that of vLLM's first model runner nothing changes; whoever asked for this
-        finds that out by asking for a token.
+        Once is enough. With a sampler that has neither form nothing changes; whoever asked for this finds that out by asking
+        for a token.
         """
         sampler = getattr(self.model_runner, "sampler", None)
-        if hasattr(sampler, "topk_topp_sampler") and not hasattr(sampler, "tandem_forward"):
-            sampler.tandem_forward = sampler.forward
-            sampler.forward = whole_logprobs(sampler.forward)
+        if hasattr(sampler, "tandem_whole"):
+            return
+        if hasattr(sampler, "topk_topp_sampler"):  # of the first model runner
+            sampler.forward, sampler.tandem_whole = whole_logprobs(sampler.forward), True
+        elif hasattr(sampler, "needs_logits_processing"):  # of the second
+            sampler.sample, sampler.tandem_whole = whole_logits(sampler, sampler.sample), True
+
+
+def whole_logits(sampler, inner):
+    """A sampler's ``sample`` that gives back the logits divided by the temperature, which log-probabilities are made of."""
+
+    def sample(logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, *args, **kwargs):
+        tokens, processed = inner(logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, *args, **kwargs)
+        if not sampler.needs_logits_processing[idx_mapping_np].any():
+            return tokens, processed  # the logits as they came
+        whole = logits.to(torch.float32, copy=True)
+        sampler.sampling_states.apply_temperature(whole, expanded_idx_mapping, idx_mapping_np)
+        return tokens, whole
+
+    return sample
 
 
 def whole_logprobs(forward):
