@@ -43,9 +43,7 @@ class Compact:
     """``[T]``: where each token of the batch stands in the compact row."""
 
 
-def number_prompts(
-    input_ids: torch.Tensor, bounds: Sequence[int], loss_mask: torch.Tensor
-) -> tuple[list[int], list[int]]:
+def number_prompts(input_ids: torch.Tensor, bounds: Sequence[int], loss_mask: torch.Tensor) -> tuple[list[int], list[int]]:
     """A number for the prompt of each sequence, equal for equal prompts, and its length, both ``[N]``.
 
     The prompt is all tokens before the first one in ``loss_mask``; a sequence that has none there is all prompt. ``bounds``
