@@ -1,3 +1,7 @@
 """Tandem: reinforcement learning of language models, on a CPU or on GPUs."""
 
+from tandem.config.libraries import set_up
+
 __version__ = "0.1.0"
+
+set_up()  # before anything imports torch

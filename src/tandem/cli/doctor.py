@@ -8,12 +8,14 @@ import getpass
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
+from tandem.config import libraries
 from tandem.models.precision import fast_bfloat16
 from tandem.state.machine import GIB, PACKAGES, machine, versions
 
@@ -30,8 +32,8 @@ OPTIONAL = (
     "sglang",
 )
 VARIABLES = (
-    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_AFFINITY", "LD_PRELOAD", "CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE",
-    "TANDEM_CACHE", "WANDB_MODE", "WORLD_SIZE", "RANK",
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "KMP_AFFINITY", "OMP_WAIT_POLICY", *libraries.SETTINGS, "LD_PRELOAD",
+    "CUDA_VISIBLE_DEVICES", "HF_HOME", "HF_HUB_OFFLINE", "TANDEM_CACHE", "WANDB_MODE", "WORLD_SIZE", "RANK",
 )  # fmt: skip
 
 
@@ -79,6 +81,7 @@ def examine(root: Path) -> dict[str, Any]:
         "torch": {
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
+            "imported_before_tandem": libraries.torch_came_first,
             "fast_bfloat16": fast_bfloat16("cuda" if torch.cuda.is_available() else "cpu"),
             "cuda": torch.version.cuda,
             "cuda_available": torch.cuda.is_available(),
@@ -105,12 +108,21 @@ def advice(report: dict[str, Any]) -> list[str]:
         said.append(
             "no fast bfloat16 here: dtype=auto computes in float32, which takes more time and memory than bfloat16 elsewhere"
         )
+    if report["torch"]["imported_before_tandem"]:
+        said.append(
+            "torch was imported before tandem, so its threads spin for long while they wait, which other processes on these "
+            f"cores pay for: import tandem before torch, or export {_exports(libraries.WAITING)}"
+        )
     limit = report["environment"].get("OMP_NUM_THREADS")
     if limit is not None and limit != str(here["cores"]):
         said.append(
             f"OMP_NUM_THREADS={limit}, but {here['cores']} cores can be used: unset it, or set threads={here['cores']}"
         )
     return said
+
+
+def _exports(settings: Mapping[str, libraries.Setting]) -> str:
+    return " ".join(f"{name}={setting.value}" for name, setting in settings.items())
 
 
 def redact(value: Any, secrets: dict[str, str]) -> Any:

@@ -43,20 +43,19 @@ class Compact:
     """``[T]``: where each token of the batch stands in the compact row."""
 
 
-def prompt_keys(
-    input_ids: torch.Tensor, bounds: Sequence[int], loss_mask: torch.Tensor
-) -> tuple[list[tuple[int, ...]], list[int]]:
-    """The prompt of each sequence, as a tuple and its length ``[N]``: all tokens before the first one in ``loss_mask``.
+def number_prompts(input_ids: torch.Tensor, bounds: Sequence[int], loss_mask: torch.Tensor) -> tuple[list[int], list[int]]:
+    """A number for the prompt of each sequence, equal for equal prompts, and its length, both ``[N]``.
 
-    A sequence that has none there is all prompt. ``bounds`` is ``cu_seqlens`` as a list.
+    The prompt is all tokens before the first one in ``loss_mask``; a sequence that has none there is all prompt. ``bounds``
+    is ``cu_seqlens`` as a list. Every prompt is read once: what comes after compares numbers.
     """
-    ids, trained = input_ids.tolist(), loss_mask.tolist()
-    keys, sizes = [], []
-    for start, end in zip(bounds, bounds[1:], strict=False):
-        size = next((t for t in range(start, end) if trained[t]), end) - start
-        keys.append(tuple(ids[start : start + size]))
-        sizes.append(size)
-    return keys, sizes
+    ids, edges = input_ids.cpu().numpy(), torch.tensor(bounds)
+    trained = torch.cat([loss_mask.cpu().nonzero().flatten(), edges[-1:]])
+    first = trained[torch.searchsorted(trained, edges[:-1])]
+    sizes = (first.minimum(edges[1:]) - edges[:-1]).tolist()
+    numbers: dict[bytes, int] = {}
+    prompts = (ids[start : start + size].tobytes() for start, size in zip(bounds, sizes, strict=False))
+    return [numbers.setdefault(prompt, len(numbers)) for prompt in prompts], sizes
 
 
 def compact(input_ids: torch.Tensor, bounds: Sequence[int], loss_mask: torch.Tensor) -> Compact | None:
@@ -64,11 +63,11 @@ def compact(input_ids: torch.Tensor, bounds: Sequence[int], loss_mask: torch.Ten
 
     ``input_ids [T]``, ``loss_mask [T]``; ``bounds`` is ``cu_seqlens`` as a list.
     """
-    keys, sizes = prompt_keys(input_ids, bounds, loss_mask)
-    members: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for i, key in enumerate(keys):
+    numbers, sizes = number_prompts(input_ids, bounds, loss_mask)
+    members: dict[int, list[int]] = defaultdict(list)
+    for i, number in enumerate(numbers):
         if bounds[i] < bounds[i + 1]:
-            members[key if key else (-1 - i,)].append(i)
+            members[number if sizes[i] else -1 - i].append(i)
     total = bounds[-1]
     saved = sum(sizes[group[0]] * (len(group) - 1) for group in members.values())
     if saved < MIN_SAVING * total or saved == 0:

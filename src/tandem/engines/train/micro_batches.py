@@ -10,14 +10,17 @@ from tensordict import TensorDict
 
 from tandem.api.batch import field_of, lengths, num_sequences, sum_by_sequence
 from tandem.api.failures import BatchError
-from tandem.models.prefixes import prompt_keys
+from tandem.models.prefixes import number_prompts
 
 
 class Item(NamedTuple):
     """What the plan needs to know of one sequence."""
 
-    prompt: tuple[int, ...]
-    """Its prompt; sequences with equal ones in a micro-batch compute it once."""
+    prompt: int
+    """Number of its prompt; sequences with equal ones in a micro-batch compute it once."""
+
+    prompt_tokens: int
+    """Its length."""
 
     completion: int
     """Tokens behind the prompt."""
@@ -42,11 +45,11 @@ def micro_batches(
         raise BatchError("the batch has no sequences")
     if chosen is not None and not bool(chosen.any()):
         return []
-    keys, sizes = prompt_keys(batch["input_ids"], batch["cu_seqlens"].tolist(), batch["loss_mask"])
+    prompts, sizes = number_prompts(batch["input_ids"], batch["cu_seqlens"].tolist(), batch["loss_mask"])
     rest = [length - size for length, size in zip(lengths(batch).tolist(), sizes, strict=True)]
     units = batch["unit_id"].tolist() if "unit_id" in batch.keys() else [None] * count
     index = list(range(count)) if chosen is None else chosen.nonzero().flatten().tolist()
-    planned = plan([Item(keys[i], rest[i], units[i]) for i in index], max_tokens, ranks)[rank]
+    planned = plan([Item(prompts[i], sizes[i], rest[i], units[i]) for i in index], max_tokens, ranks)[rank]
     return [[index[i] for i in micro_batch] for micro_batch in planned]
 
 
@@ -94,7 +97,7 @@ def plan(items: Sequence[Item], max_tokens: int, ranks: int) -> list[list[list[i
     bins.sort(key=lambda x: (-x[0], x[1]))
     # neighbours in length together, so that sequences of equal length share a call of attention
     ordered = [
-        sorted((i for group in groups for i in group), key=lambda i: (len(items[i].prompt) + items[i].completion, i))
+        sorted((i for group in groups for i in group), key=lambda i: (items[i].prompt_tokens + items[i].completion, i))
         for _, groups in bins
     ]
     rounds = [ordered[i : i + ranks] for i in range(0, count, ranks)]
@@ -105,7 +108,8 @@ def plan(items: Sequence[Item], max_tokens: int, ranks: int) -> list[list[list[i
 
 def _cost(items: Sequence[Item], indices: Sequence[int]) -> int:
     """Tokens that these sequences compute together."""
-    return sum(len(prompt) for prompt in {items[i].prompt for i in indices}) + sum(items[i].completion for i in indices)
+    prompts = {items[i].prompt: items[i].prompt_tokens for i in indices}
+    return sum(prompts.values()) + sum(items[i].completion for i in indices)
 
 
 def _blocks(items: Sequence[Item], max_tokens: int, ranks: int) -> list[list[int]]:
@@ -115,12 +119,11 @@ def _blocks(items: Sequence[Item], max_tokens: int, ranks: int) -> list[list[int
         units[("alone", index) if item.unit is None else item.unit].append(index)
     of_prompt: dict[Hashable, list[list[int]]] = defaultdict(list)
     for number, unit in units.items():
-        prompts = {items[i].prompt for i in unit}
-        common = next(iter(prompts)) if len(prompts) == 1 else ()
-        of_prompt[common or ("nothing shared", number)].append(unit)
+        first = items[unit[0]]
+        common = first.prompt_tokens > 0 and all(items[i].prompt == first.prompt for i in unit)
+        of_prompt[first.prompt if common else ("nothing shared", number)].append(unit)
 
-    everything = sum(item.completion for item in items) + sum(len(prompt) for prompt in {item.prompt for item in items})
-    limit = min(max_tokens, max(1, -(-everything // ranks)))
+    limit = min(max_tokens, max(1, -(-_cost(items, range(len(items))) // ranks)))
     blocks: list[list[int]] = []
     for parts in of_prompt.values():
         block: list[int] = []

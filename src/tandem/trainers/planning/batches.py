@@ -107,9 +107,7 @@ def cut(
     taken = max(min(groups, ranks), min(groups, MOST_SEQUENCES // completions))
     items, owner = [], []
     for group in range(taken):
-        # a range is a prompt to the rule: it has a length and equals only itself
-        prompt_tokens = range(group << 40, (group << 40) + prompt)
-        items += [Item(prompt_tokens, length, group if together else None)] * completions  # type: ignore[arg-type]
+        items += [Item(group, prompt, length, group if together else None)] * completions
         owner += [group] * completions
     planned = [[indices for indices in rank if indices] for rank in plan(items, most, ranks)]
     busiest = max(planned, key=lambda rank: sum(_micro(indices, owner, prompt, length).tokens for indices in rank))

@@ -22,6 +22,7 @@ from typing import Any, Protocol, TypeVar
 
 from tandem.api.failures import EngineDied, InfrastructureFailure, WaitTimeout
 from tandem.config.errors import ConfigError
+from tandem.config.libraries import of_others
 from tandem.engines.inference.remote.keeper import END, KEEP, KILL_S
 
 T = TypeVar("T")
@@ -98,9 +99,9 @@ class ServerProcess:
     ) -> "ServerProcess":
         """Starts the command; what it prints goes to ``log_file``.
 
-        ``environment`` is added to this one's, without the variables that are about our own interpreter; ``cpus`` are the
-        cores that it may run on (None: those of this process). ``keep``: the pipe with whose end it ends once it is kept,
-        and the file that tells others of it then.
+        ``environment`` is added to this one's, without the variables that are about our own interpreter and libraries;
+        ``cpus`` are the cores that it may run on (None: those of this process). ``keep``: the pipe with whose end it ends
+        once it is kept, and the file that tells others of it then.
 
         Raises:
             ConfigError: there is no such program.
@@ -108,7 +109,7 @@ class ServerProcess:
         if not Path(command[0]).is_file():
             raise ConfigError(f"a server's interpreter must be a file, got {command[0]}; give the python of its environment")
         log_file.parent.mkdir(parents=True, exist_ok=True)
-        inherited = {name: value for name, value in os.environ.items() if name not in OURS}
+        inherited = {name: value for name, value in of_others(os.environ).items() if name not in OURS}
         read, write = os.pipe()
         kept, fds = ("", [read]) if keep is None else (f"{keep[0]}:{keep[1]}", [read, keep[0]])
         if keep is not None:

@@ -1,0 +1,49 @@
+"""What the libraries below torch read from the environment, once.
+
+`import tandem` sets it, so every process of a run has it, unless the user did. The libraries read how threads wait when
+torch is imported, so `import tandem` comes before `import torch`; the sizes of caches they read at the first computation.
+"""
+
+import os
+import sys
+from collections.abc import Container, MutableMapping
+from typing import NamedTuple
+
+
+class Setting(NamedTuple):
+    """A variable, and the other variables with which a user may have decided the same."""
+
+    value: str
+    also: tuple[str, ...] = ()
+
+
+WAITING = {"GOMP_SPINCOUNT": Setting("10000", also=("OMP_WAIT_POLICY",))}
+"""How often a thread of OpenMP looks whether the others are done before it sleeps. The library's own 300,000 (3 ms) is a
+whole time slice: where another process has the core of one thread, all others use up theirs with looking."""
+
+CACHES = {
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": Setting("64", also=("DNNL_PRIMITIVE_CACHE_CAPACITY",)),
+    "LRU_CACHE_CAPACITY": Setting("64"),
+}
+"""How many compiled matrix products oneDNN keeps, and how many torch's layer above it does in each thread. One is compiled
+for each shape, takes about 0.5 MiB and lies between the tensors of a step in the heap; micro-batches and prompts have ever
+new lengths. Their own 1,024 hold more than a step uses again."""
+
+SETTINGS = WAITING | CACHES
+
+torch_came_first = False
+"""Whether torch was imported before `set_up` chose how threads wait, so that the choice has no effect."""
+
+
+def set_up(environment: MutableMapping[str, str] = os.environ, modules: Container[str] = sys.modules) -> None:
+    """Sets what the user has not."""
+    global torch_came_first
+    for name, setting in SETTINGS.items():
+        if not any(other in environment for other in (name, *setting.also)):
+            environment[name] = setting.value
+            torch_came_first |= name in WAITING and "torch" in modules
+
+
+def of_others(environment: MutableMapping[str, str]) -> dict[str, str]:
+    """The environment for a program that is not ours: without what `set_up` has set."""
+    return {name: value for name, value in environment.items() if name not in SETTINGS or SETTINGS[name].value != value}
