@@ -159,3 +159,23 @@ def test_of_20000_runs_with_an_update_that_rounding_hides_none_is_suspected(mode
     drawn = torch.tensor([sigmas() for _ in range(20_000)])
     assert 0.7 < float(drawn.std()) < 1.3  # a standard error is what it says
     assert int((drawn <= -SIGMAS).sum()) <= 2  # one in 10,000; a run ends after two in a row
+
+
+@pytest.mark.parametrize(("spread", "tokens"), [(1.5, 32), (2.5, 256)])
+def test_tokens_of_very_different_size_and_noise_are_not_taken_for_certain(spread, tokens):
+    """Delivered updates whose steps, and the noise of the engine with them, are spread over orders of magnitude."""
+    generator = torch.Generator().manual_seed(0)
+
+    def sigmas():
+        size = torch.exp(spread * torch.randn(tokens, generator=generator, dtype=torch.float64))
+        noise, step = (size * torch.randn(tokens, generator=generator, dtype=torch.float64) for _ in range(2))
+        return Evidence(20 * noise, step, torch.arange(tokens) % 8).sigmas
+
+    drawn = torch.tensor([sigmas() for _ in range(2000)])
+    assert int((drawn <= -SIGMAS).sum()) <= 6  # the run ends after two in a row: less than one in 100,000
+
+
+def test_one_token_is_no_evidence():
+    step = torch.zeros(16, dtype=torch.float64)
+    step[3] = 1.0
+    assert Evidence(step.clone(), step, torch.arange(16) // 2).sigmas == 0.0

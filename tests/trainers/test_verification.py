@@ -223,7 +223,25 @@ def test_an_update_too_small_to_see_token_by_token_is_no_false_alarm_and_ends_a_
 
     with pytest.raises(DeliveryDisproved, match=r"all of the last update .* is missing .*one version too new") as caught:
         verifier.verify(pack(rows), 3)
-    assert float(str(caught.value).split("differ by ")[1].split()[0]) < 1e-3  # within the tolerance: the direction tells
+    assert "is within the tolerance (0.001 in float32), but its direction shows an older version" in str(caught.value)
+
+
+def test_a_suspicion_ends_after_eight_verifications_that_show_nothing(world):
+    world.learn()
+    rows = world.generate()
+    world.learn(step=1e-6)
+    for lie in rows:
+        lie["versions"] = torch.where(lie["versions"] == 1, 2, lie["versions"])
+    schedule = Schedule(VerifyConfig(every_steps=20), eta=0)
+    verifier = world.verifier(schedule=schedule)
+    assert verifier.verify(pack(rows), 2)["gap/update_sigmas"] < -5
+    generator = torch.Generator().manual_seed(0)
+    for count in range(8):
+        assert schedule.is_due(4), count
+        noise = [1e-3 * torch.randn(len(row["input_ids"]), generator=generator) for row in rows]
+        blurred = [row | {"rollout_logprobs": row["rollout_logprobs"] + n} for row, n in zip(rows, noise, strict=True)]
+        assert verifier.verify(pack(blurred), 2)["gap/undecided"] == 1
+    assert not schedule.is_due(4)
 
 
 def test_a_suspicion_ends_when_the_next_result_shows_the_update(world):

@@ -10,6 +10,10 @@ def gap(scored: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> torc
     return (scored - rollout).abs().masked_fill(~mask, 0.0)
 
 
+MOST_OF_ONE = 0.5
+"""The largest part of the evidence that may come from one sequence."""
+
+
 @dataclass(frozen=True)
 class Evidence:
     """Tokens that show whether the sampler had the last update. All tensors are ``[K]``, log-probabilities in nats.
@@ -59,17 +63,24 @@ class Evidence:
     def sigmas(self) -> float:
         """How many standard errors the share lies below ½: positive if the update arrived, negative if it is missing.
 
-        The standard error is the larger of two: one for independent tokens, and one for independent sequences (a sandwich
-        estimate in both cases, so improbable tokens, which are noisier, do not count as more certain than they are).
+        The standard error is the larger of two, one for independent tokens and one for independent sequences. Both are
+        sandwich estimates with each residual divided by 1 − leverage (MacKinnon and White 1985, HC3; by sequence CR3), so
+        that a token that the fit follows does not count as certain. 0, which is no evidence, if one sequence has more than
+        `MOST_OF_ONE` of the sum of squares: then nothing else says how noisy it is.
         """
-        square = float(self.step.square().sum())
-        if not square:
+        square = self.step.square()
+        total = float(square.sum())
+        if not total:
             return 0.0
         share = self.missing_share
         scores = self.step * (self.residual - share * self.step)
-        by_sequence = scores.new_zeros(int(self.sequence.max()) + 1).index_add(0, self.sequence, scores)
-        count = len(self.sequence.unique())
-        variance = float(scores.square().sum())
-        if count > 1:
-            variance = max(variance, float(by_sequence.square().sum()) * count / (count - 1))
-        return (0.5 - share) * square / max(variance, 1e-20) ** 0.5
+        leverage = square / total
+        of_sequence = self._by_sequence(square) / total
+        if float(of_sequence.max()) > MOST_OF_ONE:
+            return 0.0
+        by_token = float((scores / (1 - leverage)).square().sum())
+        by_sequence = float((self._by_sequence(scores) / (1 - of_sequence)).square().sum())
+        return (0.5 - share) * total / max(by_token, by_sequence, 1e-20) ** 0.5
+
+    def _by_sequence(self, values: torch.Tensor) -> torch.Tensor:
+        return values.new_zeros(int(self.sequence.max()) + 1).index_add(0, self.sequence, values)

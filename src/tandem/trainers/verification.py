@@ -122,6 +122,7 @@ class Verifier:
         self._warned = False
         self._schedule, self._confirmations, self._missed = schedule or Schedule(config, eta=1), confirmations, 0
         self._pool: deque[Evidence] = deque(maxlen=POOL)
+        self._undecided = 0
         self.tolerance = config.tolerance or TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16])
 
     def verify_if_due(self, batch: TensorDict, step: int) -> dict[str, float]:
@@ -187,8 +188,10 @@ class Verifier:
         together = Evidence.pooled(list(self._pool))
         metrics = {"gap/update_sigmas": together.sigmas}
         if abs(together.sigmas) < SIGMAS:
+            self._tire(version)
             return metrics | {"gap/undecided": 1.0}
         self._pool.clear()
+        self._undecided = 0
         metrics["gap/undecided"] = 0.0
         if found.exact:
             metrics["gap/missing_update"] = together.missing_share
@@ -205,6 +208,18 @@ class Verifier:
                 -together.sigmas,
             )
         return metrics
+
+    def _tire(self, version: int) -> None:
+        """Gives up a suspicion after `POOL` more verifications without a result, for each costs time and memory."""
+        self._undecided += 1
+        if self._missed and self._undecided >= POOL:
+            self._missed, self._undecided, self._schedule.suspicious = 0, 0, False
+            log.warning(
+                "%d more verifications did not show whether the engine had the last update before version %d, so not every "
+                "step is verified any longer; raise rollout.verify.trajectories for more evidence",
+                POOL,
+                version,
+            )
 
     def score(self, part: TensorDict, version: int) -> Verified:
         """Scores a part of a batch under every version that its tokens, or those of the version before, need."""
@@ -275,6 +290,12 @@ class Verifier:
         dtype = str(self._dtype).removeprefix("torch.")
         stamps, count = found.batch["versions"][found.known], int(found.known.sum())
         named = str(int(stamps.min())) + (f" to {int(stamps.max())}" if stamps.min() < stamps.max() else "")
+        if missing is not None:
+            return (
+                f"the trajectories of version {named} were not made as they say. The mean difference to their scores under "
+                f"the weights of their versions, {float(off.sum()) / count:.4g} nats over {count} tokens, is within the "
+                f"tolerance ({self.tolerance:g} in {dtype}), but its direction shows an older version. Likely cause: {cause}"
+            )
         return (
             f"the trajectories of version {named} were not made as they say: scored again under the weights of their "
             f"versions, their log-probabilities differ by {float(off.sum()) / count:.4g} nats on average over {count} "
