@@ -18,9 +18,8 @@ from tandem.config.lora import LoRAConfig
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
 from tandem.config.roles import CriticConfig, ReferenceConfig, critic_engine_config
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.roles.actor import needs_proximal
 from tandem.roles.components import choose
-from tandem.roles.tokens import TokenChoice
+from tandem.roles.tokens import TokenChoice, needs_proximal
 
 Head = Literal["lm", "scalar", "both"]
 

@@ -25,7 +25,7 @@ from tandem.roles.mini_batches import mini_batches
 from tandem.roles.objective import Objective
 from tandem.roles.reference import Reference
 from tandem.roles.samples import samples_of, trained_tokens, with_fields
-from tandem.roles.tokens import TokenChoice
+from tandem.roles.tokens import TokenChoice, kl_in_reward, needs_proximal
 
 log = logging.getLogger(__name__)
 
@@ -87,10 +87,6 @@ class Actor:
         """True if `compute_proximal` has to run."""
         return needs_proximal(self.algorithm, self.updates_per_batch, self._tokens)
 
-    @property
-    def _kl_in_reward(self) -> bool:
-        return _kl_in_reward(self.algorithm)
-
     @stage(
         reads=("input_ids", "loss_mask", "temperature"),
         may_add=("proximal_logprobs", "entropy"),
@@ -127,11 +123,11 @@ class Actor:
     def compute_advantages(self, batch: TensorDict) -> TensorDict:
         """Adds ``advantages``, ``shaped_reward`` and ``dropped``: the tokens that get weight 0, expired ones among them."""
         samples, mask = samples_of(batch), trained_tokens(batch)
-        if self._kl_in_reward:
+        if kl_in_reward(self.algorithm):
             self._require(batch, "proximal_logprobs", True, "compute_proximal(batch)")
             self._require(batch, "reference_logprobs", True, "reference.compute_logprobs(batch)")
         rewards, _ = self._credit.shape(batch, samples)
-        penalty = self.kl_coefficient if self._kl_in_reward else 0.0
+        penalty = self.kl_coefficient if kl_in_reward(self.algorithm) else 0.0
         dropped = batch["expired"] & mask if "expired" in batch.keys() else torch.zeros_like(mask)
         for by_rule in self._drops(batch).values():
             dropped = dropped | by_rule
@@ -268,21 +264,6 @@ class Actor:
                 counts = counts & (part["advantages"] != 0)
             lengths = samples.lengths[samples.of_sequence]
             yield with_fields(part, loss_weights=weights * counts, sample_length=lengths)
-
-
-def _kl_in_reward(algorithm: AlgorithmConfig) -> bool:
-    return algorithm.kl.coefficient > 0 and algorithm.kl.where == "reward"
-
-
-def needs_proximal(algorithm: AlgorithmConfig, updates_per_batch: int, tokens: TokenChoice) -> bool:
-    """True if the log-probabilities of before the update have to be computed in a pass of their own.
-
-    With one optimizer step a batch the policy of that step *is* the proximal one, and stands in for it in ratio, behaviour
-    correction and rejection, all of which are per trajectory. KL in the reward, a coefficient that follows the KL, and a
-    choice among the tokens of the whole batch need it earlier.
-    """
-    follows = algorithm.kl.target is not None
-    return updates_per_batch > 1 or _kl_in_reward(algorithm) or follows or tokens.needs_proximal
 
 
 def choose_parts(

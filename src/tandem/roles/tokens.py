@@ -60,3 +60,19 @@ class TokenChoice:
             ids = batch["group_id"], batch["sample_id"], batch["input_ids"], batch["cu_seqlens"]
             tensors["noise"] = token_noise(self.seed, step, *ids)
         return choice(**tensors)
+
+
+def kl_in_reward(algorithm: AlgorithmConfig) -> bool:
+    """True if the distance to the reference is subtracted from the reward, and not added to the loss."""
+    return algorithm.kl.coefficient > 0 and algorithm.kl.where == "reward"
+
+
+def needs_proximal(algorithm: AlgorithmConfig, updates_per_batch: int, tokens: TokenChoice) -> bool:
+    """True if the log-probabilities of before the update have to be computed in a pass of their own.
+
+    With one optimizer step a batch the policy of that step *is* the proximal one, and stands in for it in ratio, behaviour
+    correction and rejection, all of which are per trajectory. KL in the reward, a coefficient that follows the KL, and a
+    choice among the tokens of the whole batch need it earlier.
+    """
+    follows = algorithm.kl.target is not None
+    return updates_per_batch > 1 or kl_in_reward(algorithm) or follows or tokens.needs_proximal

@@ -195,10 +195,13 @@ SAVED = ("loader", "actor", "trainer", "reference", "critic", "rollout", "publis
 STATELESS = {
     "tokenizer": "is read only",
     "engine": "has no more than the weights that the publisher delivers, and requests that are made again",
+    "plan": "follows from the configuration",
+    "teacher": "is frozen",
     "reward": "judges each sample by itself; what a user's reward remembers is his own",
     "workflow": "runs each episode by itself",
     "examiner": "likewise, in evaluation",
-    "verifier": "draws from seed and version; the versions that it compares with are the publisher's",
+    "verifier": "draws from seed and version; the versions that it compares with are the publisher's, and evidence and a "
+    "suspicion of before are gathered anew",
     "meter": "measures time",
 }
 """The other fields, and why nothing of them need be saved. A test compares both with the fields that there are."""
