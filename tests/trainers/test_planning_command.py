@@ -2,15 +2,21 @@
 
 import json
 import re
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
 
 import pytest
 
 from tandem.cli.main import main
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, TandemError
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
+from tandem.state.machine import usable_cores
 from tandem.trainers.planning import calibrate
+from tandem.trainers.planning.contention import Contention
 from tandem.trainers.planning.devices import device
 from tandem.trainers.planning.job import Lengths, job_of
 from tandem.trainers.planning.lengths import ASSUMED_PROMPT, known_lengths
@@ -242,6 +248,28 @@ def test_a_calibration_is_kept_and_made_anew_where_the_machine_differs(tmp_path)
     assert calibrate.read(tmp_path / "none.json", {}) is None
 
 
+def test_a_calibration_that_others_disturbed_is_used_for_nothing_and_the_error_says_what_to_do(tmp_path):
+    file = tmp_path / "plan" / "x.json"
+    with pytest.raises(TandemError, match=r"busy: .* took 38% .* not kept\. End what runs beside it"):
+        calibrate.keep_undisturbed(file, round_machine(), taken=0.38)
+    assert not file.exists()
+
+    calibrate.keep_undisturbed(file, round_machine(), taken=0.04)
+    assert file.exists()
+
+
+@pytest.mark.parametrize("threads", [1, 10_000])
+def test_what_others_take_of_the_processors_is_seen_with_few_threads_and_with_too_many(threads):
+    busy = [sys.executable, "-c", "import time\nend = time.monotonic() + 30\nwhile time.monotonic() < end: pass"]
+    with ExitStack() as stack:
+        for _ in range(3 * usable_cores()):
+            stack.callback(stack.enter_context(subprocess.Popen(busy)).kill)
+        contention, end = Contention(threads), time.monotonic() + 3
+        while time.monotonic() < end:
+            pass
+        assert contention.share() > 0.3
+
+
 def job_with(*keys, machine=None):
     """The job of a configuration with these keys."""
     config = load_config(TrainConfig, None, [*RL, *keys]).config
@@ -303,7 +331,7 @@ def test_other_ways_that_fit_are_named_beside_the_nearest():
 def test_this_machine_can_be_measured(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("TANDEM_CACHE", str(tmp_path))
 
-    first = calibrate.this_machine(device="cpu", threads=1)
+    first = calibrate.this_machine(device="cpu", threads=1, max_taken=1.0)  # other tests run beside it
     again = calibrate.this_machine(device="cpu", threads=1)
 
     assert first == again and "Measuring" in capfd.readouterr().err

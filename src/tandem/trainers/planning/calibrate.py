@@ -10,7 +10,6 @@ import hashlib
 import json
 import math
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -25,12 +24,14 @@ import torch
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from tandem.config.errors import TandemError
 from tandem.engines.inference.attention import Kernel
 from tandem.engines.inference.fused_weights import Linear, compute_dtype
 from tandem.models.catalog import cache_folder
 from tandem.models.precision import DTYPES, fast_bfloat16
 from tandem.state.machine import machine as described
 from tandem.state.machine import usable_cores
+from tandem.trainers.planning.contention import Contention
 from tandem.trainers.planning.devices import CONTEXT_GIB, SLACK
 from tandem.trainers.planning.engine_step import LAYERS, decode_step
 from tandem.trainers.planning.layers import decode_operations
@@ -50,8 +51,8 @@ HEAP_GIB, ENGINE_HEAP_GIB = 0.18, 0.28
 """Of `Machine`, on a CPU, where freed memory is kept in the heap (`tandem.models.allocator`). From five runs on one
 machine; benchmarks/plan.py fits them."""
 
-BUSY = 0.3
-"""Load of each core above which a calibration is said to be doubtful."""
+MAX_TAKEN = 0.1
+"""A calibration during which other processes took more of the time that its threads wanted is of no use."""
 
 PROCESS = """
 import tempfile
@@ -72,9 +73,22 @@ WORKER = "import tandem.rewards.worker, tandem.rewards.equality"
 RESIDENT = "\nimport psutil; print(psutil.Process().memory_info().rss)"
 
 
-def this_machine(*, device: str = "auto", threads: int | None = None, again: bool = False) -> Machine:
+class MachineBusy(TandemError):
+    """Other processes computed while this machine was measured."""
+
+    may_pass = True
+
+
+def this_machine(
+    *, device: str = "auto", threads: int | None = None, again: bool = False, max_taken: float = MAX_TAKEN
+) -> Machine:
     """This machine, from the cache where it was measured before with the same processor, memory, threads and torch;
-    ``again`` measures anew. ``device`` and ``threads`` are the run's."""
+    ``again`` measures anew. ``device`` and ``threads`` are the run's.
+
+    Raises:
+        MachineBusy: while it was measured, other processes took more than ``max_taken`` of the time that its threads wanted.
+            Nothing is kept then.
+    """
     where = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
     cores = threads or usable_cores()
     identity = _identity(where, cores)
@@ -84,9 +98,25 @@ def this_machine(*, device: str = "auto", threads: int | None = None, again: boo
     if found is not None:
         return found
     print("Measuring this machine once, about half a minute …", file=sys.stderr, flush=True)
+    watch = Contention(cores)
     measured = measure(where, cores, identity)
-    write(file, measured)
+    keep_undisturbed(file, measured, taken=watch.share(), max_taken=max_taken)
     return measured
+
+
+def keep_undisturbed(file: Path, machine: Machine, *, taken: float, max_taken: float = MAX_TAKEN) -> None:
+    """Keeps a calibration, during which others took this part of the time.
+
+    Raises:
+        MachineBusy: it is more than ``max_taken``.
+    """
+    if taken > max_taken:
+        raise MachineBusy(
+            f"this machine is busy: while it was measured, other processes took {taken:.0%} of the time that its threads "
+            f"wanted (at most {max_taken:.0%} may be). Times planned from such figures would be wrong, so they are used for "
+            "nothing and not kept. End what runs beside it, or wait, and give the same command again"
+        )
+    write(file, machine)
 
 
 def _identity(where: str, threads: int) -> dict[str, Any]:
@@ -96,7 +126,7 @@ def _identity(where: str, threads: int) -> dict[str, Any]:
         "device": where,
         "threads": threads,
         "torch": torch.__version__,
-        "measures": 4,  # counts up when what is measured changes
+        "measures": 5,  # counts up when what is measured changes
     }
 
 
@@ -125,16 +155,13 @@ def kept_file(machine: Machine) -> Path:
 
 def measure(where: str, threads: int, identity: Mapping[str, Any]) -> Machine:
     """All rates of one device, with so many threads where it is a CPU."""
-    before, load = torch.get_num_threads(), os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         found = _measured(torch.device(where), threads, identity)
     finally:
         torch.set_num_threads(before)
-    said = f"measured on {time.strftime('%Y-%m-%d', time.gmtime())}, torch {torch.__version__}"
-    if load > BUSY * usable_cores():
-        said += f", while the machine was busy (load {load:.1f}): repeat it with --recalibrate when it is not"
-    return replace(found, sources=(said,))
+    return replace(found, sources=(f"measured on {time.strftime('%Y-%m-%d', time.gmtime())}, torch {torch.__version__}",))
 
 
 def _measured(device: torch.device, threads: int, identity: Mapping[str, Any]) -> Machine:
@@ -196,7 +223,7 @@ def host_memory() -> int:
 
 
 def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """Median time of a call, after one that warms up."""
+    """Least time of a call, after one that warms up: what disturbs a call makes it longer and never shorter."""
     call()
     times: list[float] = []
     began = time.perf_counter()
@@ -208,7 +235,7 @@ def seconds_of(call: Callable[[], object], device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    return statistics.median(times)
+    return min(times)
 
 
 def _random(*shape: int, dtype: torch.dtype, device: torch.device, grad: bool = False) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """What a decode step of the embedded engine takes that computes next to nothing: Python, dispatcher, threads that wake."""
 
-import statistics
 import tempfile
 import time
 from itertools import pairwise
@@ -22,7 +21,7 @@ ALLOWED = 32
 
 
 def decode_step(device: torch.device) -> float:
-    """Seconds of one step: `LAYERS` small layers, `PROMPTS` times `SAMPLES` sequences that share prompts; the median."""
+    """Seconds of one step: `LAYERS` small layers, `PROMPTS` times `SAMPLES` sequences that share prompts; the least."""
     small = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
     config = LlamaConfig(vocab_size=512, num_hidden_layers=LAYERS, head_dim=32, tie_word_embeddings=True, **small)
     with tempfile.TemporaryDirectory() as folder:
@@ -41,4 +40,4 @@ def decode_step(device: torch.device) -> float:
     while core.has_work:
         core.step()  # waits for its tokens
         ended.append(time.perf_counter())
-    return statistics.median(later - earlier for earlier, later in pairwise(ended[-ALLOWED:]))
+    return min(later - earlier for earlier, later in pairwise(ended[-ALLOWED:]))
