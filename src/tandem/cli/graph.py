@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument("--for", dest="kind", choices=KINDS, default="train", help="the command whose configuration it is")
     parser.add_argument("--mermaid", action="store_true", help="print a Mermaid flowchart, for a Markdown page")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw a picture into this file")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw a picture into this file, a PNG whatever its name")
 
 
 def run(arguments: argparse.Namespace) -> int:
