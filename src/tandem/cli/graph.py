@@ -10,8 +10,7 @@ import argparse
 from pathlib import Path
 
 from tandem.cli.arguments import add_config_arguments
-from tandem.cli.config import KINDS
-from tandem.cli.running import resolve
+from tandem.cli.config import KINDS, resolve_kind
 from tandem.config.errors import ConfigError
 
 
@@ -28,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     from tandem.flow.draw import mermaid, picture, text  # noqa: PLC0415 — imports torch
     from tandem.flow.plan import plan_run  # noqa: PLC0415
 
-    plan = plan_run(resolve(arguments, KINDS[arguments.kind]).config)
+    plan = plan_run(resolve_kind(arguments).config)
     print(mermaid(plan) if arguments.mermaid else text(plan))
     if arguments.png is not None:
         try:
