@@ -153,6 +153,7 @@ def test_a_folder_that_holds_a_run_is_refused_at_once(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "5 steps done" in said and "reward/mean 0.5" in said and "trial_name=" in said
 
+
 @pytest.mark.parametrize("command", ["config", "graph", "plan"])
 def test_a_configuration_of_another_command_is_told_by_its_keys(command, capsys):
     file = Path(__file__).parents[2] / "examples" / "addition_distill.yaml"
