@@ -209,7 +209,7 @@ def _verification(config: TrainConfig) -> Iterator[Stage]:
 
 
 def _keeping(config: BaseConfig, awake: tuple[str, ...]) -> Iterator[Stage]:
-    """What follows a step now and then."""
+    """The stages that follow a step now and then."""
     every, wish = config.evaluate.every_steps, config.checkpoint
     if every is not None:
         when = f"before step 1, every {every} steps, at the end"
