@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from pathlib import Path
 
 import pytest
 
@@ -151,3 +152,13 @@ def test_a_folder_that_holds_a_run_is_refused_at_once(tmp_path, capsys):
     assert main(["train", *keys]) == 2
     said = capsys.readouterr().err
     assert "5 steps done" in said and "reward/mean 0.5" in said and "trial_name=" in said
+
+
+@pytest.mark.parametrize("command", ["config", "graph", "plan"])
+def test_a_configuration_of_another_command_is_told_by_its_keys(command, capsys):
+    file = Path(__file__).parents[2] / "examples" / "addition_distill.yaml"
+    assert main([command, str(file)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: this is a configuration for --for distill; for --for train: unknown key teacher.path")
+    assert main([command, str(file), "no_such_key=1"]) == 2
+    assert "configuration for" not in capsys.readouterr().err

@@ -99,7 +99,7 @@ TRUNCATED = "algorithm.correction.weight=truncate"
             ["algorithm=ppo", "algorithm.whitening=group", "algorithm.advantage.whitened=false"],
             ["algorithm.advantage.whitened=false changes nothing"],
         ),
-        (["actor.group_adv_norm=true"], ["group_adv_norm is AReaL's", "algorithm.whitening"]),
+        (["actor.group_adv_norm=true"], ["use algorithm.whitening=group; see docs/coming_from.md"]),
         (["algorithm.token_filter=entropy"], ["algorithm.token_filter=entropy is not known", "top_entropy"]),
         (["algorithm.token_filter={name: top_entropy, share: 0}"], ["share must be a number, above 0, at most 1, got 0"]),
         (["algorithm.correction.reject={name: product, low: 2}"], ["reject.low must be a number, at least 0, at most 1"]),

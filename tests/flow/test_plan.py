@@ -66,6 +66,21 @@ def test_the_reference_beside_adapters_is_the_actor_without_them_unless_it_is_gi
     assert own.base_of is None and own.engine.path == "elsewhere" and own.engine.lora.rank is None
 
 
+def test_a_shared_critic_learns_in_the_update_of_the_actor_and_has_none_of_its_own():
+    assert plan_of("algorithm=ppo").stage("update values").awake == ("critic",)
+    shared = plan_of("algorithm=ppo", "critic.shared=true")
+    assert shared.stage("update values") is None and shared.stage("values").awake == ("actor",)
+
+
+def test_each_stage_says_all_the_steps_at_which_it_runs():
+    plan = plan_of("algorithm=ppo", "critic.warmup_steps=4", "evaluate.every_steps=9", "checkpoint.every_steps=5")
+    assert plan.stage("update").when == "the actor rests in the first 4 steps" and plan.stage("update values").when == ""
+    assert plan.stage("evaluate").when == "before step 1, every 9 steps, at the end"
+    assert plan.stage("save").when == "every 5 steps, at the end"
+    assert plan_of("checkpoint.every_steps=5", "checkpoint.at_end=false").stage("save").when == "every 5 steps"
+    assert plan_of().stage("save").when == "at the end" and plan_of().stage("update").when == ""
+
+
 def test_a_critic_that_nothing_asks_for_is_refused():
     with pytest.raises(ConfigError, match=r"critic\.\* is not used, because algorithm\.advantage=grpo asks for no values"):
         plan_run(TrainConfig(critic=CriticConfig(value_clip=None)))
@@ -157,6 +172,10 @@ def test_the_command_prints_the_plan_and_draws_a_picture(tmp_path, capsys):
     assert main(["graph", str(EXAMPLES / "addition_grpo.yaml"), "algorithm=ppo", "--png", str(file)]) == 0
     assert "critic.compute_values" in capsys.readouterr().out
     assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 10_000
+    for name in ("graph.foo", "graph"):
+        assert main(["graph", str(EXAMPLES / "addition_grpo.yaml"), "--png", str(tmp_path / name)]) == 0
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
     assert main(["graph", str(EXAMPLES / "addition_grpo.yaml"), "--png", str(tmp_path / "no" / "a.png")]) == 2
     assert "--png" in capsys.readouterr().err
 

@@ -93,6 +93,7 @@ def test_no_text_has_fewer_tokens_than_is_said_of_it(name):
     [
         lambda t: setattr(t, "normalizer", normalizers.NFKC()),
         lambda t: setattr(t, "normalizer", normalizers.Replace("the ", "")),
+        lambda t: setattr(t, "normalizer", normalizers.Replace("▁", " ")),  # three bytes become one
         lambda t: setattr(t, "pre_tokenizer", pre_tokenizers.Whitespace()),
         lambda t: setattr(t, "model", models.WordLevel({"x": 0, "[UNK]": 1}, unk_token="[UNK]")),
     ],

@@ -28,7 +28,7 @@ class WeightSource(ABC):
     """The receiving end of a channel. Picklable where the engine lives in another process."""
 
     is_private: ClassVar[bool] = False
-    """Whether `tensors` yields memory of the receiver's own, which nobody else can write to."""
+    """True if `tensors` yields memory of the receiver's own, which nobody else can write to."""
 
     @abstractmethod
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -10,8 +10,7 @@ import argparse
 from pathlib import Path
 
 from tandem.cli.arguments import add_config_arguments
-from tandem.cli.config import KINDS
-from tandem.cli.running import resolve
+from tandem.cli.config import KINDS, resolve_kind
 from tandem.config.errors import ConfigError
 
 
@@ -20,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser)
     parser.add_argument("--for", dest="kind", choices=KINDS, default="train", help="the command whose configuration it is")
     parser.add_argument("--mermaid", action="store_true", help="print a Mermaid flowchart, for a Markdown page")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw a picture into this file")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw a picture into this file, a PNG whatever its name")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -28,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
     from tandem.flow.draw import mermaid, picture, text  # noqa: PLC0415 — imports torch
     from tandem.flow.plan import plan_run  # noqa: PLC0415
 
-    plan = plan_run(resolve(arguments, KINDS[arguments.kind]).config)
+    plan = plan_run(resolve_kind(arguments).config)
     print(mermaid(plan) if arguments.mermaid else text(plan))
     if arguments.png is not None:
         try:

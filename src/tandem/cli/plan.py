@@ -13,7 +13,7 @@ import json
 from typing import Any
 
 from tandem.cli.arguments import add_config_arguments, split_arguments
-from tandem.cli.config import KINDS
+from tandem.cli.config import KINDS, resolve_kind
 from tandem.config.arithmetic import arithmetic
 from tandem.config.errors import ConfigError
 from tandem.config.load import load_config
@@ -71,7 +71,7 @@ def make_report(arguments: argparse.Namespace) -> Report:
     """The plan of these arguments, with what to change where it does not fit."""
     file, given = split_arguments(arguments.arguments)
     kind = KINDS[arguments.kind]
-    config = load_config(kind, file, given).config
+    config = resolve_kind(arguments).config
     machine = _machine(arguments, config)
     known = known_lengths(config, prompt=arguments.prompt_tokens, completion=arguments.completion_tokens)
     read = functools.cache(read_shape)

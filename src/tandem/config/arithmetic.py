@@ -54,7 +54,7 @@ def total_steps(config: BaseConfig, num_rows: int) -> int:
 
 
 def first_limit(config: BaseConfig, num_rows: int) -> str:
-    """Which of `total_train_steps` and `total_train_epochs` ends the run, in words; empty where only one is set."""
+    """Says whether `total_train_steps` or `total_train_epochs` ends the run; empty if only one of them is set."""
     steps, epochs = config.total_train_steps, config.total_train_epochs
     if steps is None or epochs is None:
         return ""
@@ -118,7 +118,7 @@ def _step(config: TrainConfig) -> list[str]:
 
 
 def _where(config: TrainConfig) -> str:
-    """Where samples come from: the placement of the one embedded engine, or servers, which are processes of their own."""
+    """Names where samples come from: the placement of the one embedded engine, or servers, which are other processes."""
     backend = config.rollout.backend
     return placement(config) if backend == "embedded" else f"on servers (rollout.backend={backend})"
 

@@ -208,9 +208,9 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
         )
     if config.async_training and eta == 0:
         yield (
-            "rollout.max_head_offpolicyness=0 contradicts async_training=true: with 0 versions between them, generation and "
-            "training take turns. Set async_training=false (and placement=decoupled, if the engine shall have a process of "
-            "its own), or a bound of at least 1, or leave rollout.max_head_offpolicyness out"
+            "rollout.max_head_offpolicyness=0 contradicts async_training=true: a bound of 0 makes generation and training "
+            "take turns. For asynchronous training set the bound to at least 1, or leave it out. To take turns set "
+            "async_training=false; placement=decoupled still gives the engine a process of its own"
         )
     if config.async_training and config.deterministic:
         yield "deterministic=true contradicts async_training=true, where timing decides; set one of them to false"

@@ -13,7 +13,7 @@ PAGE = Path(__file__).with_suffix(".md")
 
 _CELLS = re.compile(r"(?<!\\) ?\| ?")
 _THEIRS = re.compile(r"`-{0,2}([a-z][\w.]*)`")
-_OURS = re.compile(r"`([a-z_.0-9]+)`(?: \([^)]*\))?")
+_OURS = re.compile(r"`([a-z_.0-9]+(?:=\w+)?)`(?: \([^)]*\))?")
 
 
 class ForeignName(NamedTuple):
@@ -25,7 +25,7 @@ class ForeignName(NamedTuple):
     system: str
     name: str
     ours: tuple[str, ...]
-    """Our keys for it; empty if there are none."""
+    """Our keys for it, some as ``key=value``; empty if there are none."""
 
     differs: str
     """How the meaning differs."""
@@ -53,12 +53,12 @@ def _of_row(system: str, theirs: str, ours: str, differs: str) -> list[ForeignNa
 
 
 def hint(key: str, keys: Sequence[str]) -> str:
-    """Says whose name ``key`` is, and which of ``keys`` it stands for; empty if it is nobody's.
+    """Says whose name ``key`` is, which of ``keys`` it stands for, and the page that explains it; empty if it is nobody's.
 
     A name that one of ``keys`` ends with too is nobody's in particular.
     """
     own, there_are = {k.rpartition(".")[2] for k in keys}, set(keys)
-    known = {k for f in foreign_names() for k in f.ours if {k, k.rpartition(".")[0]} & there_are}  # a knob: its choice is
+    known = {k for f in foreign_names() for k in f.ours if _with_parent(k) & there_are}  # a knob's parent is its choice
     fit = [f for f in foreign_names() if not f.ours or known & set(f.ours)]
     closeness = {f: _closeness(f.name, key, own) for f in fit}
     closest = max(closeness.values(), default=0)
@@ -67,9 +67,15 @@ def hint(key: str, keys: Sequence[str]) -> str:
     there = [f for f in fit if closeness[f] == closest]
     first = there[0]
     owners = " and ".join(dict.fromkeys(f"{f.system}'s" for f in there if f.ours == first.ours))
-    ours = " ".join(f"{k}=…" for k in dict.fromkeys(first.ours) if k in known)
-    said = f"{first.name} is {owners}; here: {ours}" if ours else f"{first.name} is {owners}, and no key here"
-    return said + (f" ({first.differs})" if first.differs else "")
+    ours = " ".join(k if "=" in k else f"{k}=…" for k in dict.fromkeys(first.ours) if k in known)
+    why = f" ({first.differs})" if first.differs else ""
+    said = f"{first.name} is {owners}: use {ours}" if ours else f"{first.name} is {owners}, and no key here{why}"
+    return f"{said}; see docs/coming_from.md"
+
+
+def _with_parent(ours: str) -> set[str]:
+    key = ours.partition("=")[0]
+    return {key, key.rpartition(".")[0]}
 
 
 def _closeness(name: str, key: str, own: set[str]) -> int:

@@ -149,7 +149,7 @@ def kinds_of(backend: str, fleet: FleetConfig) -> frozenset[str]:
 
 
 def sampling_problems(backend: str, fleet: FleetConfig, gconfig: GenerationConfig) -> Iterator[str]:
-    """What of `gconfig` no server of a kind can sample for training; one message each.
+    """Yields one message for each setting of `gconfig` that no server of a kind can sample for training.
 
     What a vLLM server can depends on how it was started, so it is asked when the run attaches to it.
     """

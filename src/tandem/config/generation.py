@@ -42,7 +42,7 @@ class GenerationConfig:
 
 
 def truncations(sampling: GenerationConfig) -> list[str]:
-    """What draws from a part of the distribution only, as ``key=value``; empty where nothing does."""
+    """Lists the settings that draw from a part of the distribution only, as ``key=value``."""
     found = [f"gconfig.top_p={sampling.top_p:g}"] if sampling.top_p < 1 else []
     found += [f"gconfig.top_k={sampling.top_k}"] if sampling.top_k > 0 else []
     return found + ([f"gconfig.min_new_tokens={sampling.min_new_tokens}"] if sampling.min_new_tokens > 0 else [])

@@ -1,4 +1,4 @@
-"""What the libraries below torch read from the environment, once.
+"""Settings that the libraries below torch read from the environment, once.
 
 `import tandem` sets it, so every process of a run has it, unless the user did. The libraries read how threads wait when
 torch is imported, so `import tandem` comes before `import torch`; the sizes of caches they read at the first computation.
@@ -18,21 +18,21 @@ class Setting(NamedTuple):
 
 
 WAITING = {"GOMP_SPINCOUNT": Setting("10000", also=("OMP_WAIT_POLICY",))}
-"""How often a thread of OpenMP looks whether the others are done before it sleeps. The library's own 300,000 (3 ms) is a
+"""A thread of OpenMP looks this often whether the others are done before it sleeps. The library's own 300,000 (3 ms) is a
 whole time slice: where another process has the core of one thread, all others use up theirs with looking."""
 
 CACHES = {
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": Setting("64", also=("DNNL_PRIMITIVE_CACHE_CAPACITY",)),
     "LRU_CACHE_CAPACITY": Setting("64"),
 }
-"""How many compiled matrix products oneDNN keeps, and how many torch's layer above it does in each thread. One is compiled
+"""The numbers of compiled matrix products that oneDNN and, in each thread, torch's layer above it keep. One is compiled
 for each shape, takes about 0.5 MiB and lies between the tensors of a step in the heap; micro-batches and prompts have ever
 new lengths. Their own 1,024 hold more than a step uses again."""
 
 SETTINGS = WAITING | CACHES
 
 torch_came_first = False
-"""Whether torch was imported before `set_up` chose how threads wait, so that the choice has no effect."""
+"""True if torch was imported before `set_up` chose how threads wait, so that the choice has no effect."""
 
 
 def set_up(environment: MutableMapping[str, str] = os.environ, modules: Container[str] = sys.modules) -> None:

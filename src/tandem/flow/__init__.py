@@ -1,1 +1,1 @@
-"""What a run consists of: its models, and the stages of a step."""
+"""The plan of a run: its models, and the stages of a step."""

@@ -85,7 +85,7 @@ def _mermaid_lines(plan: RunPlan) -> Iterator[str]:
 
 
 def picture(plan: RunPlan, path: Path) -> None:
-    """Writes the same as a PNG: stages in the left column in order, models in the right one.
+    """Writes the same as a PNG, whatever the file is called: stages in the left column in order, models in the right one.
 
     Raises:
         OSError: the file cannot be written.
@@ -111,7 +111,7 @@ def picture(plan: RunPlan, path: Path) -> None:
             axes.annotate("", (2.4, -row - 0.68), (2.4, -row - 0.32), arrowprops={"arrowstyle": "->", "color": "#555555"})
             fields = ", ".join(added(plan, stage))
             axes.text(2.55, -row - 0.5, fields, fontsize=8, color="#555555", verticalalignment="center")
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")
 
 
 def _box(axes, patch, left: float, middle: float, width: float, words: str, color: str) -> None:  # type: ignore[no-untyped-def]

@@ -1,8 +1,9 @@
 """From a configuration to the models of a run and the stages of a step.
 
 This is the only place that decides which models exist and which passes run, in which order. The session makes what the
-plan names, the loop runs its passes, `tandem plan` counts them, `--dry-run` and `tandem graph` show them. Making a plan
-opens no model and touches no tensor.
+plan names, the loop runs its passes, `tandem plan` counts them, `--dry-run` and `tandem graph` show them. The other stages
+are not driven by the plan: the loop of `trainers/rl.py` calls verify, the updates, refresh and publish by itself, in the
+order in which the plan lists them. Making a plan opens no model and touches no tensor.
 """
 
 import dataclasses
@@ -139,19 +140,19 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
     if teacher is not None:
         residents.append(teacher)
     names = {resident.name for resident in residents}
-    in_model = "critic" if "critic" in names else "actor"
     updates = actor.mini_batches * actor.epochs_per_batch
+    rests = f"the actor rests in the first {critic.warmup_steps} steps" if critic.warmup_steps else ""
     proximal = teacher is not None or needs_proximal(config.algorithm, updates, TokenChoice(config.algorithm, config.seed))
     stages = [
         Stage("generate", "rollout", "prepare_batch", "collect", "generate", ("engine",)),
         *_verification(config),
         *([_pass("reference", "reference", "compute_logprobs", "reference")] if "reference" in names else []),
-        *([_pass("values", "critic", "compute_values", in_model)] if values else []),
+        *([_pass("values", "critic", "compute_values", "critic" if "critic" in names else "actor")] if values else []),
         *([_pass("proximal", "actor", "compute_proximal", "actor")] if proximal else []),
         *([_pass("teacher", "teacher", "compute_logprobs", "teacher")] if teacher is not None else []),
         Stage("advantages", "actor", "compute_advantages", "pass", "train"),
-        Stage("update", "actor", "ppo_update", "update", "train", ("actor",)),
-        *([Stage("update values", "critic", "update", "update", "train", (in_model,))] if values else []),
+        Stage("update", "actor", "ppo_update", "update", "train", ("actor",), rests),
+        *([Stage("update values", "critic", "update", "update", "train", ("critic",))] if "critic" in names else []),
         *(_refresh(resident) for resident in residents if resident.refresh_every_steps),
         Stage("publish", "publisher", "publish", "deliver", "update_weights", ("actor", "engine")),
         *_keeping(config, ("engine",)),
@@ -207,13 +208,14 @@ def _verification(config: TrainConfig) -> Iterator[Stage]:
 
 
 def _keeping(config: BaseConfig, awake: tuple[str, ...]) -> Iterator[Stage]:
-    """What follows a step now and then."""
+    """The stages that follow a step now and then."""
     every, wish = config.evaluate.every_steps, config.checkpoint
     if every is not None:
-        yield Stage("evaluate", "evaluator", "evaluate_if_due", "keep", "evaluate", awake, f"every {every} steps")
+        when = f"before step 1, every {every} steps, at the end"
+        yield Stage("evaluate", "evaluator", "evaluate_if_due", "keep", "evaluate", awake, when)
     if wish.every_steps is not None or wish.at_end:
-        when = "at the end" if wish.every_steps is None else f"every {wish.every_steps} steps"
-        yield Stage("save", "saver", "after_step", "keep", "save", ("actor",), when)
+        whens = (f"every {wish.every_steps} steps" if wish.every_steps else "", "at the end" if wish.at_end else "")
+        yield Stage("save", "saver", "after_step", "keep", "save", ("actor",), ", ".join(filter(None, whens)))
 
 
 def _has_critic(config: TrainConfig, asked: tuple[str, ...]) -> bool:

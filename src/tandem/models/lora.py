@@ -65,7 +65,7 @@ class Drawn:
 
 
 def targets(lora: LoRAConfig, module: str) -> list[str]:
-    """Which of ``lora.target_modules`` name this matrix of a layer, such as ``self_attn.q_proj``."""
+    """The names of ``lora.target_modules`` that match this matrix of a layer, such as ``self_attn.q_proj``."""
     return [name for name in lora.target_modules if name == ALL_LINEAR or f".{module}".endswith(f".{name}")]
 
 

@@ -103,8 +103,8 @@ def _cancel_all(loop: asyncio.AbstractEventLoop, timeout_s: float, ending: Futur
 def _warn(tasks: Iterable[asyncio.Task[Any]], timeout_s: float) -> None:
     names = list(dict.fromkeys(_chain(task) for task in tasks))
     logger.warning(
-        "left behind, for %g s after their cancellation they had not ended: %s. A coroutine must let asyncio.CancelledError "
-        "pass, and never block",
+        "these coroutines did not end within %g s of their cancellation: %s. They are left behind. A coroutine must let "
+        "asyncio.CancelledError pass, and never block",
         timeout_s,
         "; ".join(names),
     )

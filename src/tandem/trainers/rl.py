@@ -106,7 +106,10 @@ def step(session: Session, timer: PhaseTimer) -> dict[str, float]:
 
 
 def update(actor: Actor | Student, critic: Critic | SharedCritic | None, batch: TensorDict) -> dict[str, float]:
-    """The actor's steps, and the critic's; while that warms up, the actor rests."""
+    """The actor's steps, and the critic's; while that warms up, the actor rests.
+
+    A shared critic learns in the actor's steps, and its `update` only measures: it is no stage of the plan.
+    """
     if critic is None:
         return actor.ppo_update(batch)
     rests = critic.warming_up

@@ -88,6 +88,8 @@ def open_session(
     says which models there are; None takes that of ``config``.
     """
     plan = plan or plan_run(config)
+    policy = plan.resident("actor")
+    assert policy is not None, "every plan has an actor"
     folder = resolve(config.actor.path)
     tokenizer = load_tokenizer(folder)
     check_chat_template(tokenizer)
@@ -97,7 +99,7 @@ def open_session(
             if engine is not None:
                 stack.callback(engine.close)
         optimizer_steps = (steps - config.critic.warmup_steps) * config.actor.mini_batches * config.actor.epochs_per_batch
-        trainer = open_model(plan.residents[0], process.device, optimizer_steps=optimizer_steps)
+        trainer = open_model(policy, process.device, optimizer_steps=optimizer_steps)
         reference = open_reference(plan, process.device, trainer)
         critic = open_critic(plan, config, process.device, trainer, steps, tokenizer)
         actor = Actor(

@@ -177,6 +177,8 @@ def train_on_rows(
     steps = total_steps(config, len(rows.train))
     last = min(steps, until or steps)
     plan = plan_run(config)
+    model = plan.resident("actor")
+    assert model is not None, "every plan has an actor"
     tokenizer = check_examples(config, recipe, rows, steps, plan)
     if dry_run:
         check_run_folder(config, may_go_on(config, override=override))
@@ -189,11 +191,11 @@ def train_on_rows(
         examine = may_go_on(config, override=override)
         run, tracker = open_run(config, process, stack, steps=steps, examine=examine)
         oversight = stack.enter_context(Oversight(config, run))
-        engine = open_model(plan.residents[0], process.device, optimizer_steps=steps)
+        engine = open_model(model, process.device, optimizer_steps=steps)
         loader = Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
         batches = BatchMaker(loader, recipe.encoder(tokenizer, config), config.batch_size)
         stages = recipe.stages(engine, config, process)
-        scores = plan.residents[0].head == "scalar"
+        scores = model.head == "scalar"
         save = partial(save_classifier_tokenizer, tokenizer) if scores else tokenizer.save_pretrained
         progress = Progress()
         parts, record = (

@@ -1,4 +1,4 @@
-"""What no inference engine here can do with a model: refused from the model's configuration, before anything is started."""
+"""Refuses a model that no inference engine here can run, from the model's configuration, before anything is started."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""What no training engine here can do with a model: refused from its configuration, before weights are read."""
+"""Refuses a model that no training engine here can train, from its configuration, before weights are read."""
 
 from pathlib import Path
 

@@ -150,7 +150,7 @@ def _unwritable(path: Path, error: OSError) -> ConfigError:
 
 
 def _agree(path: Path, settings: Mapping[str, Any]) -> bool:
-    """Whether an evaluation with these settings is there; raises `ConfigError` where something else is."""
+    """True if an evaluation with these settings is there; raises `ConfigError` if something else is."""
     file, wanted = path / SETTINGS, json.loads(json.dumps(settings))
     if not file.exists():
         others = sorted(entry.name for entry in path.iterdir() if entry.name != ".lock")

@@ -30,7 +30,7 @@ def fewest_tokens(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
     splitters = list(_parts(description["pre_tokenizer"], "pretokenizers"))
     vocabulary = backend.get_vocab(with_added_tokens=False)
     in_bytes = any(one["type"] == "ByteLevel" for one in splitters)
-    if not (_loses_nothing(normalizers, splitters) and _spells(description["model"], vocabulary, in_bytes)):
+    if not (_loses_nothing(normalizers, splitters, in_bytes) and _spells(description["model"], vocabulary, in_bytes)):
         return lambda text: 0
     absent = bytes(byte for byte, letter in bytes_to_unicode().items() if letter not in vocabulary)
 
@@ -53,7 +53,7 @@ def fewest_tokens(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], int]:
 
 
 def _parts(part: Mapping[str, Any] | None, several: str) -> Iterator[Mapping[str, Any]]:
-    """The steps of a description that may be one, a sequence of them, or none."""
+    """Yields the steps of a description, which may be one step, a sequence of steps, or none."""
     if part is None:
         return
     if part["type"] == "Sequence":
@@ -63,13 +63,19 @@ def _parts(part: Mapping[str, Any] | None, several: str) -> Iterator[Mapping[str
         yield part
 
 
-def _loses_nothing(normalizers: list[Mapping[str, Any]], splitters: list[Mapping[str, Any]]) -> bool:
-    """Whether a text keeps its length, or grows, on its way to the vocabulary; composing (NFC) is counted apart."""
+def _loses_nothing(normalizers: list[Mapping[str, Any]], splitters: list[Mapping[str, Any]], in_bytes: bool) -> bool:
+    """True if a text keeps its length, or grows, on its way to the vocabulary; composing (NFC) is counted apart.
+
+    ``in_bytes``: its length is counted in bytes of UTF-8, otherwise in characters.
+    """
+
+    def size(text: str) -> int:
+        return len(text.encode()) if in_bytes else len(text)
 
     def keeps(one: Mapping[str, Any]) -> bool:
         if one["type"] == "Replace":
             pattern = one["pattern"].get("String")
-            return pattern is not None and len(one["content"]) >= len(pattern)
+            return pattern is not None and size(one["content"]) >= size(pattern)
         return one["type"] in ("NFC", "Prepend")
 
     removes = any(one["type"] not in _KEEPING or one.get("behavior") == "Removed" for one in splitters)
@@ -77,7 +83,7 @@ def _loses_nothing(normalizers: list[Mapping[str, Any]], splitters: list[Mapping
 
 
 def _spells(model: Mapping[str, Any], vocabulary: Mapping[str, int], in_bytes: bool) -> bool:
-    """Whether no two unknown characters become one token: there are none, or each is dropped by itself."""
+    """True if no two unknown characters become one token: there are none, or each is dropped by itself."""
     if model["type"] != "BPE":
         return False
     if in_bytes:

@@ -83,7 +83,7 @@ class ServerProtocol(ABC):
     """Whether `is_paused` is what the server says."""
 
     whole_remedy: ClassVar[str]
-    """What to do where log-probabilities are those after top-p and top-k, or without suppressed stop tokens."""
+    """The remedy where log-probabilities are those after top-p and top-k, or without suppressed stop tokens."""
 
     bytes_are_hashed: bool = True
     """Whether `checksums` are SHA-256 of a tensor's bytes, as ours are (or their beginning)."""
@@ -205,9 +205,9 @@ class ServerProtocol(ABC):
             stranger.close()
         if unlocked:
             raise ConfigError(
-                f"{name} at {self.http.base_url} answers {', '.join(unlocked[:5])} without the key that it was started "
-                "with, so every user of this machine could change its weights; use the version of docs/servers.md, or start "
-                "it yourself where nobody else can reach it and attach to it (rollout.fleet.servers)"
+                f"{name} at {self.http.base_url} answers {', '.join(unlocked[:5])} without its key. Every user of this "
+                "machine could change its weights. Use the version of docs/servers.md. Or start the server yourself where "
+                "nobody else can reach it, and attach to it with rollout.fleet.servers"
             )
 
     def check_routes(self, name: str) -> None:
@@ -219,7 +219,7 @@ class ServerProtocol(ABC):
 
 
 def _is_locked(stranger: HttpClient, path: str) -> bool:
-    """Whether a route refuses who has no key. Raises `ServerFailed` where there is no answer at all."""
+    """True if a route refuses a caller without the key. Raises `ServerFailed` if there is no answer at all."""
     try:
         stranger.call(path, deadline_s=CONTROL_TIMEOUT_S)
     except DataFailure:

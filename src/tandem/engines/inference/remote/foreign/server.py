@@ -35,7 +35,7 @@ IN_SERVER = Path(__file__).with_name("in_server")
 """All of Tandem that the environment of a server gets to see."""
 
 _KEY = "key"
-"""Of a server that is kept, beside its address."""
+"""A kept server's key stands under this name among its facts, beside its address."""
 
 
 @dataclass(frozen=True)

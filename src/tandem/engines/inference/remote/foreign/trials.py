@@ -1,4 +1,4 @@
-"""What of a server can only be seen by asking it for tokens: of which distribution its log-probabilities are."""
+"""Asks a server for a few tokens to find out of which distribution its log-probabilities are."""
 
 import math
 import uuid
@@ -18,7 +18,7 @@ LEAST_SHIFT = 0.02
 
 @dataclass(frozen=True)
 class Whole:
-    """Whether log-probabilities are those of softmax(logits / temperature), whatever narrows what is drawn."""
+    """The options of sampling with which log-probabilities stay those of softmax(logits / temperature)."""
 
     truncated: bool
     """With top-p and top-k."""
@@ -76,6 +76,6 @@ def try_logprobs(protocol: ServerProtocol, name: str) -> Whole:
 
 
 def _keeps(found: float | None, whole: float, left: float) -> bool:
-    """Whether a log-probability is that of the whole distribution, not of one normalised over the share ``left`` of it."""
+    """True if a log-probability is that of the whole distribution, not of one normalised over the share ``left`` of it."""
     shift = -math.log(min(1.0, max(left, 1e-9)))
     return found is not None and shift >= LEAST_SHIFT and abs(found - whole) < shift / 2

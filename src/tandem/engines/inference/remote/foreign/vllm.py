@@ -24,7 +24,7 @@ _EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 """SHA-256 of nothing: on a CPU the server keeps its matrices in a layout of its own, and an empty tensor in their place."""
 
 _EXTENSION, _LOCK = "tandem_vllm_worker.TandemWorker", "tandem_key.RequireKey"
-"""What it takes from `IN_SERVER`."""
+"""The classes that a server takes from `IN_SERVER`."""
 
 
 class VllmProtocol(ServerProtocol):
