@@ -31,6 +31,10 @@ def advantage(rewards):
     return rewards.nonsense
 
 
+def no_returns(token_rewards, values, mask):
+    return (token_rewards - values) * mask
+
+
 def bare(policy, advantages, mask):
     return -policy * advantages * mask
 
@@ -90,12 +94,15 @@ def test_a_function_that_raises_ends_the_run_with_its_line_and_the_step(override
         ("policy_loss", "bare", r"must return \(losses, \{name: metric\}\), tensors of shape \[\d+\]; it returned a Tensor"),
         ("filter", "yes", r"must return \(keep, reason\), a bool and a word that is counted; it returned a bool True"),
         ("advantage", "yes", r"must return a tensor of shape \[16\]; it returned a bool True"),
+        ("advantage", "no_returns", r"must return \(advantages, returns\) where it asks for `values`; it returned a Tensor"),
+        ("advantage", "no_returns critic.shared=true", r"must return \(advantages, returns\) .* returned a Tensor"),
     ],
 )
 def test_a_function_that_returns_something_else_is_told_what_it_must_return(overrides, tmp_path, key, name, words):
+    name, *more = name.split()
     file = written(tmp_path, f"{key}_{name}")
     with pytest.raises(UserCodeFailed, match=rf"^step 1: .*:{name} {words}"):
-        train(load_config(TrainConfig, None, [*overrides, f"algorithm.{key}={file}:{name}"]))
+        train(load_config(TrainConfig, None, [*overrides, f"algorithm.{key}={file}:{name}", *more]))
     assert failed_run(tmp_path)[0]["status"] == "failed"
 
 

@@ -155,7 +155,7 @@ ADVANTAGES: Registry[Function] = Registry(
     },
 )
 """Sample level, → ``[M]``; or, where a tensor of `TOKEN_LEVEL` is asked for, token level, → ``[T]`` or
-``(advantages, returns)``, ``[T]`` each."""
+``(advantages, returns)``, ``[T]`` each; always both with `values`."""
 
 TOKEN_LEVEL = ("token_rewards", "values")
 

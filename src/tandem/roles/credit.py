@@ -89,6 +89,9 @@ class Credit:
                     )
                 tensors[name] = batch[name]
         found = self._call(tensors | {"cut": batch["stop_reason"] == StopReason.LENGTH})
+        if "values" in self.advantage.asked:  # the critic, which makes them, learns the returns
+            fine = isinstance(found, tuple) and len(found) == 2
+            self.advantage.require(fine, "(advantages, returns) where it asks for `values`", found)
         parts = dict(zip(("advantages", "returns"), found if isinstance(found, tuple) else (found,), strict=False))
         sized = {name: self._sized(part, mask).masked_fill(~mask, 0.0) for name, part in parts.items()}
         return sized | {"advantages": whitened(batch, sized["advantages"], mask, self.whitening)}
