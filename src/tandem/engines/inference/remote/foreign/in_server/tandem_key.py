@@ -32,5 +32,5 @@ class RequireKey:
 
 
 def _digest(value):
-    """The hash of a value. All hashes have one length; comparing the values themselves would tell how long the right one is."""
+    """The hash of a value. All hashes have one length; comparing the values would tell how long the right one is."""
     return hashlib.sha256(value).digest()
