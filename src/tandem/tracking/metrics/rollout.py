@@ -192,8 +192,9 @@ STALENESS: Section = {
     ),
     "gap/update_sigmas": Metric(
         "standard errors",
-        "How clearly the verified tokens show that the last update before their version arrived: above 5 it did, below −5 "
-        "it is missing, between the update is too small to be told from rounding. Verifications without a result add up.",
+        "How clearly the verified tokens show that the engine had the last update when it sampled them. Above 5: it had it. "
+        "Below −5: the update is missing. In between nothing can be said, because the update is too small compared with "
+        "rounding; then the tokens of the next verification are added to these.",
         "Above 5, or near 0 if updates are tiny (`gap/undecided`). Below −5 in two results in a row ends the run.",
     ),
     "gap/undecided": Metric(

@@ -205,8 +205,8 @@ class ServerProtocol(ABC):
             stranger.close()
         if unlocked:
             raise ConfigError(
-                f"{name} at {self.http.base_url} answers {', '.join(unlocked[:5])} without its key. Every user of this "
-                "machine could change its weights. Use the version of docs/servers.md. Or start the server yourself where "
+                f"{name} at {self.http.base_url} answers {', '.join(unlocked[:5])} without the key that it was started "
+                "with. Every user of this machine could change its weights. Use the version of docs/servers.md. Or start the server yourself where "
                 "nobody else can reach it, and attach to it with rollout.fleet.servers"
             )
 
