@@ -32,9 +32,5 @@ class RequireKey:
 
 
 def _digest(value):
-<<<<<<< HEAD
-    """The hash of a value: hashes have one length, and comparing the values would tell how long the right one is."""
-=======
     """The hash of a value. All hashes have one length; comparing the values would tell how long the right one is."""
->>>>>>> mend-y
     return hashlib.sha256(value).digest()
