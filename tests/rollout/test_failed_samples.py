@@ -113,6 +113,13 @@ def test_a_workflow_that_makes_its_group_is_held_to_half_of_what_it_says():
         assert rollout.ledger.failed_samples == {"lost": 5}
 
 
+def test_a_group_of_nothing_is_too_small():
+    data = [{**row, "fine": fine, "broken": 0} for row, fine in zip(rows(2), (2, 0), strict=True)]
+    with rollout_of(batch_size=2) as rollout:
+        assert prompts(rollout.rollout_batch(data, WholeGroup(Together()))) == [0, 0]
+        assert rollout.ledger.dropped == {"group_too_small": 1}
+
+
 class FinishFails(SomeFail):
     async def finish_group(self, samples, data):
         raise DataFailure("no_answer_parsed")

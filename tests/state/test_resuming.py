@@ -111,6 +111,14 @@ def test_a_key_that_an_older_version_did_not_know_had_its_default(cut_off):
         reopened(cut_off, config("deterministic=true"))
 
 
+def test_a_default_that_an_older_version_had_otherwise_is_no_reason_to_refuse(cut_off):
+    (cut_off / "config.yaml").write_text(to_yaml(config("rollout.min_group_size=1")))
+    (changed,) = may_go_on(config())(cut_off).changed
+    assert str(changed) == "rollout.min_group_size: 1 → null"
+    with pytest.raises(ConfigError, match=r"rollout\.min_group_size: 1 → 2\nadd --override"):
+        may_go_on(config("rollout.min_group_size=2"))(cut_off)
+
+
 def test_a_finished_run_is_only_made_longer_and_by_override(tmp_path):
     folder = tmp_path / "tandem" / "trial"
     with RunFolder.open(tmp_path, "tandem", "trial", config_text=to_yaml(config())):

@@ -92,8 +92,14 @@ def test_a_data_set_whose_answers_are_no_numbers_is_refused_by_a_reward_that_com
 
 @pytest.mark.parametrize(
     ("item", "words"),
-    [("reward=exact_nubmer", "exact_number"), ("workflow=multi_trun", "multi_turn"), ("tracking.sinks=[wandbb]", "wandb")],
+    [
+        ("reward=exact_nubmer", "exact_number"),
+        ("workflow=multi_trun", "multi_turn"),
+        ("workflow=nothing", "; there are: "),
+        ("tracking.sinks=[wandbb]", "wandb"),
+    ],
 )
 def test_names_are_resolved_before_anything_is_made(item, words):
+    config = load_config(TrainConfig, None, ["train_dataset.path=addition", item]).config
     with pytest.raises(ConfigError, match=words):
-        check_names(load_config(TrainConfig, None, ["train_dataset.path=addition", item]).config)
+        make_reward(config) if item.startswith("reward=") else check_names(config)

@@ -137,7 +137,7 @@ def test_a_file_of_the_user_s_that_raises_is_a_message_with_its_line(tmp_path, t
     file = tmp_path / f"broken_{line}.py"
     file.write_text(text)
     with pytest.raises(ConfigError, match=rf"raised (\w+Error|SystemExit): .*line {line}\); mend it there"):
-        check_names(config(f"{key}={file}:anything"))
+        (make_reward if key == "reward" else check_names)(config(f"{key}={file}:anything"))
 
 
 @pytest.mark.parametrize("key", ["algorithm.advantage", "algorithm.filter", "algorithm.correction.reject"])
@@ -213,3 +213,19 @@ def test_validation_rows_of_the_training_data_are_read_as_those_are_unless_told_
     assert len(open_rows(config(*train_keys, "evaluate.max_rows=2")).valid) == 2
     assert validation_config(config(*train_keys, "valid_dataset.path=addition")).prompt_suffix == ""
     assert validation_config(config(*train_keys, "valid_dataset.answer_column=a")).answer_column == "a"
+
+
+def test_a_dry_run_makes_a_reward_of_the_users_once_and_a_start_twice(overrides, tmp_path):
+    """The first looks at the rows and is closed before there is a run folder; the second judges."""
+    made = tmp_path / "made"
+    text = (
+        "from tandem.api.workflow import RewardFn, RewardResult\n\n\nclass Mine(RewardFn):\n    def __init__(self):\n"
+        f"        open({str(made)!r}, 'a').write('x')\n\n"
+        "    async def __call__(self, **given):\n        return RewardResult(1.0)\n"
+    )
+    (tmp_path / "mine_once.py").write_text(text)
+    resolved = load_config(TrainConfig, None, [*overrides, f"reward={tmp_path}/mine_once.py:Mine", "total_train_steps=1"])
+    train(resolved, dry_run=True)
+    assert made.read_text() == "x"
+    train(resolved)
+    assert made.read_text() == "xxx"

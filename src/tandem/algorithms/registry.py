@@ -59,8 +59,8 @@ class Registry(Generic[F]):
         """
         if name not in self._functions:
             near = get_close_matches(name, self._functions, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise UnknownName(f"no {self.kind} is called {name!r}; {hint}There are: {', '.join(sorted(self))}")
+            hint = f"did you mean {near[0]!r}? There" if near else "there"
+            raise UnknownName(f"no {self.kind} is called {name!r}; {hint} are: {', '.join(sorted(self))}")
         return self._functions[name]
 
     def asked(self, function: Callable[..., Any]) -> tuple[str, ...]:

@@ -16,12 +16,12 @@ OTHER_WORDS = {
 
 
 def nearest_names(name: str, names: Iterable[str]) -> str:
-    """`did you mean 'x'? There are: x, y, z`."""
+    """`did you mean 'x'? There are: x, y, z`; or, to follow a semicolon, `there are: x, y, z`."""
     names = sorted(names)
     begins = [other for other in names if other.startswith(name)]
     close = begins or difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     close.sort(key=lambda other: sorted(other) != sorted(name))  # two letters that changed places, before another letter
-    return (f"did you mean {close[0]!r}? " if close else "") + f"There are: {', '.join(names)}"
+    return (f"did you mean {close[0]!r}? There" if close else "there") + f" are: {', '.join(names)}"
 
 
 def nearest_keys(key: str, keys: Sequence[str]) -> list[str]:

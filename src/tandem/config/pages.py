@@ -3,7 +3,6 @@
 `tandem algorithms` prints it; scripts/algorithm_pages.py writes it into docs/algorithms/.
 """
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.formulas import CORRECTIONS, FORMULAS, KL_FORMS
 from tandem.config.knobs import CHOICES
 from tandem.config.load import load_config, plain_data
+from tandem.config.nearest import nearest_names
 from tandem.config.notes import NOTES, Note, needs_of
 from tandem.config.presets import PRESETS
 
@@ -78,9 +78,7 @@ def algorithm(name: str, overrides: Sequence[str] = ()) -> Algorithm:
                     f"{name!r} is no algorithm but a part of one: train with {part.key}={name}; `tandem algorithms --parts` "
                     "says what it does"
                 )
-        near = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"no algorithm is called {name!r}; {hint}There are: {', '.join(PRESETS)}")
+        raise ConfigError(f"no algorithm is called {name!r}; {nearest_names(name, PRESETS)}")
     config = _load(name, overrides).algorithm
     return Algorithm(
         name=name,

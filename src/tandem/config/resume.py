@@ -56,6 +56,10 @@ MAY_CHANGE = (
 FIXED = ("rollout.dtype",)
 """What stays as it is, although it stands below a key that may change."""
 
+OTHER_DEFAULTS = {"rollout.min_group_size": (1, None)}
+"""Key → its default in an older version, and now. A run that began with the one goes on with the other: a command that does
+not write the key asks for nothing new."""
+
 
 class Difference(NamedTuple):
     """One key that a run began with another value of."""
@@ -73,8 +77,13 @@ class Difference(NamedTuple):
 
     @property
     def is_free(self) -> bool:
-        """Whether nobody need be asked."""
+        """Whether it changes nothing that is learnt."""
         return is_free(self.key)
+
+    @property
+    def passes(self) -> bool:
+        """Whether nobody need be asked."""
+        return self.is_free or OTHER_DEFAULTS.get(self.key) == (self.before, self.now)
 
     @property
     def may_change(self) -> bool:

@@ -85,11 +85,12 @@ def build_reward(spec: str, *, timeout_s: float, workers: int | None = None) -> 
     return SumReward(terms)
 
 
-def has_workers(reward: RewardFn) -> bool:
-    """Says whether the reward, or a term of the sum, runs in worker processes."""
+def worker_counts(reward: RewardFn) -> set[int]:
+    """The most worker processes of the reward, or of each term of the sum; empty if none runs in workers."""
     if isinstance(reward, SumReward):
-        return any(has_workers(term) for _, _, term in reward.terms)
-    return isinstance(getattr(reward, "pool", None), WorkerPool)
+        return {count for _, _, term in reward.terms for count in worker_counts(term)}
+    pool = getattr(reward, "pool", None)
+    return {pool.size} if isinstance(pool, WorkerPool) else set()
 
 
 def _from_file(spec: str, name: str, timeout_s: float, workers: int | None) -> RewardFn:

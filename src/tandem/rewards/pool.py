@@ -151,7 +151,8 @@ class WorkerPool:
 
     def __init__(self, spec: str, *, name: str, timeout_s: float, size: int | None = None):
         self.spec, self.name, self.timeout_s = spec, name, timeout_s
-        self._threads = ThreadPoolExecutor(size or most_workers(), thread_name_prefix=f"reward {name}")
+        self.size = size or most_workers()
+        self._threads = ThreadPoolExecutor(self.size, thread_name_prefix=f"reward {name}")
         self._cores = usable_cores()
         self._idle: list[Worker] = []
         self._all: set[Worker] = set()

@@ -12,8 +12,8 @@ logger = logging.getLogger("tandem.rollout")
 
 
 def least_samples(min_group_size: int | None, n: int) -> int:
-    """The fewest of ``n`` samples that make a group: ``min_group_size``, or half of them, rounded up, if that is None."""
-    return math.ceil(n / 2) if min_group_size is None else min_group_size
+    """The fewest of ``n`` samples that make a group: ``min_group_size``, or half of them, rounded up, at least 1."""
+    return max(1, math.ceil(n / 2)) if min_group_size is None else min_group_size
 
 
 def too_few(failures: Sequence[EpisodeFailure], n: int, least: int) -> DataFailure:

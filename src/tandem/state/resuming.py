@@ -59,7 +59,7 @@ def may_go_on(config: BaseConfig, *, override: bool = False) -> Examine:
         if (found.steps or found.checkpoints) and not (folder / "config.yaml").is_file():
             raise RunFolderTaken(f"{_taken(found)} It cannot go on: without config.yaml nobody knows what it was.")
         changed = tuple(_changes(folder, config))
-        refused = [d for d in changed if not (d.may_change if override else d.is_free)]
+        refused = [d for d in changed if not (d.may_change if override else d.passes)]
         longer = any(d.key.startswith("total_train_") for d in changed) and found.checkpoints
         if found.status == "finished" and not longer:
             raise RunFolderTaken(

@@ -5,7 +5,6 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -20,11 +19,12 @@ from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.generation import GenerationConfig
+from tandem.config.nearest import nearest_names
 from tandem.data.curriculum import Curriculum
 from tandem.data.dataset import Dataset, load_dataset
 from tandem.data.loader import Loader
 from tandem.flow.plan import plan_run
-from tandem.rewards.build import build_reward, has_workers
+from tandem.rewards.build import build_reward, worker_counts
 from tandem.rewards.majority import AnswerOnly, MajorityVote
 from tandem.rewards.pool import most_workers
 from tandem.roles.actor import choose_parts
@@ -84,7 +84,7 @@ class RewardBySource(RewardFn):
 
     def __init__(self, default: RewardFn, by_name: Mapping[str, RewardFn], vote: MajorityVote | None = None):
         self.default, self.by_name, self.vote = default, by_name, vote
-        self._waits_s: list[float] = []  # since the last call of `metrics`
+        self._waits = (0, 0.0, 0.0)  # since the last call of `metrics`: samples, seconds of all of them, of the slowest
 
     def of(self, row: Mapping[str, Any]) -> RewardFn:
         """The reward of a row."""
@@ -97,12 +97,14 @@ class RewardBySource(RewardFn):
         try:
             return await self.of(row)(row=row, **rest)
         finally:
-            self._waits_s.append(time.perf_counter() - began)
+            waited_s = time.perf_counter() - began
+            samples, total_s, longest_s = self._waits
+            self._waits = samples + 1, total_s + waited_s, max(longest_s, waited_s)
 
     def metrics(self) -> dict[str, float]:
         """Of the samples that were judged since the last call: seconds until their reward was there. Empty without any."""
-        waits_s, self._waits_s = self._waits_s, []
-        return {"time/judge_s": sum(waits_s) / len(waits_s), "time/judge_max_s": max(waits_s)} if waits_s else {}
+        (samples, total_s, longest_s), self._waits = self._waits, (0, 0.0, 0.0)
+        return {"time/judge_s": total_s / samples, "time/judge_max_s": longest_s} if samples else {}
 
     def close(self) -> None:
         """Closes all of them."""
@@ -148,7 +150,8 @@ def make_reward(config: TrainConfig) -> RewardBySource:
     """The run's reward, and those that single sources name.
 
     Raises:
-        ConfigError: see `build_reward`; or `reward_workers` is set, and no reward runs in workers.
+        ConfigError: see `build_reward`; or `reward_workers` is set, and no reward runs in workers, or all that do say
+            themselves how many they have.
     """
     sources = (*config.train_dataset.sources, *config.valid_dataset.sources)
     names = {source.reward for source in sources if source.reward}
@@ -157,11 +160,12 @@ def make_reward(config: TrainConfig) -> RewardBySource:
     default = build_reward(config.reward, timeout_s=timeout_s, workers=workers)
     vote = MajorityVote(timeout_s=timeout_s, workers=workers) if config.algorithm.labels == "majority" else None
     reward = RewardBySource(default, by_name, vote)
-    if config.reward_workers is not None and vote is None and not any(map(has_workers, (default, *by_name.values()))):
+    counts = {count for one in (default, *by_name.values()) for count in worker_counts(one)}
+    if config.reward_workers not in (None, *counts) and vote is None:
         reward.close()
+        why = "says itself how many workers it has" if counts else "runs inside the run and has no worker processes"
         raise ConfigError(
-            f"reward_workers={config.reward_workers} is not used: reward={config.reward} runs inside the run and has no "
-            "worker processes; leave it out"
+            f"reward_workers={config.reward_workers} is not used: reward={config.reward} {why}; leave reward_workers out"
         )
     return reward
 
@@ -175,19 +179,17 @@ def find_workflow(name: str) -> Callable[..., Any]:
     if is_file_spec(name):
         return load_object(name)
     if name not in WORKFLOWS:
-        near = get_close_matches(name, WORKFLOWS, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"no workflow is called {name!r}; {hint}There are: {', '.join(WORKFLOWS)}, and my_file.py:Name")
+        raise ConfigError(f"no workflow is called {name!r}; {nearest_names(name, WORKFLOWS)}, and my_file.py:Name")
     return WORKFLOWS[name]
 
 
 def check_names(config: TrainConfig) -> None:
-    """Resolves everything that the configuration names, before a folder is made or a model is loaded.
+    """Resolves everything that the configuration names, before a folder is made or a model is loaded; but for the rewards,
+    which `check_start` makes.
 
     Raises:
-        ConfigError: a reward, workflow, part of the algorithm or sink that is not there.
+        ConfigError: a workflow, part of the algorithm or sink that is not there.
     """
-    make_reward(config).close()
     workflow = find_workflow(config.workflow)
     taken_arguments(workflow, config)
     if plan_run(config).greedy_baseline and getattr(workflow, "makes_group", False):

@@ -1,6 +1,5 @@
 """What a sink is, which there are, and how one is opened."""
 
-import difflib
 import importlib
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -10,6 +9,7 @@ from typing import Any, Protocol
 
 from tandem.config.errors import ConfigError
 from tandem.config.extras import install_extra
+from tandem.config.nearest import nearest_names
 
 
 class Sink(Protocol):
@@ -50,9 +50,7 @@ def find_sink(name: str) -> Callable[[SinkRun], Sink]:
         ConfigError: no such sink (names the nearest), or its package is missing (says what to install).
     """
     if name not in SINKS:
-        near = difflib.get_close_matches(name, SINKS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"tracking.sinks has {name!r}; {hint}there are: {', '.join(SINKS)}")
+        raise ConfigError(f"tracking.sinks has {name!r}; {nearest_names(name, SINKS)}")
     package, module = SINKS[name]
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"tracking.sinks has {name!r}, whose package is not installed: {install_extra(name)}")
