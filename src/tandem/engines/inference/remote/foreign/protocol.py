@@ -205,9 +205,9 @@ class ServerProtocol(ABC):
             stranger.close()
         if unlocked:
             raise ConfigError(
-                f"{name} at {self.http.base_url} answers {', '.join(unlocked[:5])} without the key that it was started "
-                "with. Every user of this machine could change its weights. Use the version of docs/servers.md. Or start the server yourself where "
-                "nobody else can reach it, and attach to it with rollout.fleet.servers"
+                f"{name} at {self.http.base_url} answers {', '.join(unlocked[:5])} without the key that it was started with."
+                " Every user of this machine could change its weights. Use the version of docs/servers.md. Or start it"
+                " yourself where nobody else can reach it, and attach to it with rollout.fleet.servers"
             )
 
     def check_routes(self, name: str) -> None:
