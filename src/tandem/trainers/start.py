@@ -3,7 +3,9 @@
 import torch
 
 from tandem.config.backend import parse_layout
+from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
+from tandem.config.fleet import kinds_of
 from tandem.engines.inference.check import check_inference_engine
 from tandem.engines.train.check import check_train_engine
 from tandem.flow.plan import RunPlan, plan_run
@@ -11,7 +13,9 @@ from tandem.models.catalog import describing, resolve
 from tandem.models.lora import refuse_unknown_targets
 from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
+from tandem.state.run_folder import require_writable
 from tandem.trainers.critic import check_same_tokens
+from tandem.trainers.delivery import weights_folder
 from tandem.trainers.evaluation import evaluation_gconfig
 from tandem.trainers.parts import (
     Rows,
@@ -36,9 +40,11 @@ def check_start(config: TrainConfig, rows: Rows, plan: RunPlan | None = None) ->
     tokenizer = load_tokenizer(folder)
     check_chat_template(tokenizer)
     check_models(plan, device)
-    if config.critic.path is not None and plan.resident("critic") is not None:
-        check_same_tokens(config.critic.path, tokenizer)
+    for role, path in (("critic", config.critic.path), ("reference", config.reference.path)):
+        if path is not None and plan.resident(role) is not None:
+            check_same_tokens(path, tokenizer, role)
     check_inference_engine(config.rollout, folder, device)
+    check_weights_folder(config)
     reward = make_reward(config)
     try:
         check_rows(reward, rows.train.rows)
@@ -47,6 +53,25 @@ def check_start(config: TrainConfig, rows: Rows, plan: RunPlan | None = None) ->
         make_workflow(config, tokenizer, reward, evaluation_gconfig(config))
     finally:
         reward.close()
+
+
+def check_weights_folder(config: TrainConfig) -> None:
+    """Passes if the folder from which servers read weights can be written, where the run has one.
+
+    Raises:
+        ConfigError: it cannot; says why.
+    """
+    servers = kinds_of(config.rollout.backend, config.rollout.fleet) - {"embedded"}
+    if config.rollout.weights.channel != "disk" and not servers:
+        return
+    folder = weights_folder(config)
+    try:
+        require_writable(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot hold the weights for the servers: {error.strerror or error}; set rollout.weights.folder to "
+            "another folder"
+        ) from error
 
 
 def check_models(plan: RunPlan, device: str) -> None:
