@@ -90,6 +90,7 @@ REFUSED = {
             ("actor.backend=deepspeed:zero1:d1 actor.dtype=bfloat16", "stage 1"),
             ("actor.lora.rank=4 actor.lora.target_modules=[nothing]", "lora.target_modules"),
             ("rollout.engine.max_model_len=100000", "rollout.engine.max_model_len"),
+            ("rollout.engine.max_model_len=10", "leaves room for an answer in the context of 10"),
             ("rollout.engine.kv_cache_gib=1e-6", "rollout.engine.kv_cache_gib"),
             ("critic.optimizer.lr=0.001", "critic.optimizer.lr=0.001 is not used"),
             ("algorithm=ppo critic.path={classes}", "3 labels"),
