@@ -113,6 +113,12 @@ def test_a_workflow_that_makes_its_group_is_held_to_half_of_what_it_says():
         assert rollout.ledger.failed_samples == {"lost": 5}
 
 
+def test_equal_failures_are_said_once():
+    with rollout_of(batch_size=2, max_data_failures=3) as rollout, pytest.raises(NoBatch) as caught:
+        rollout.prepare_batch(iter(rows(9)), Repeated(Fails(), 1))
+    assert str(caught.value).count("1 of 1 samples failed") == 1 and "(and 2 more by the same)" in str(caught.value)
+
+
 def test_a_group_of_nothing_is_too_small():
     data = [{**row, "fine": fine, "broken": 0} for row, fine in zip(rows(2), (2, 0), strict=True)]
     with rollout_of(batch_size=2) as rollout:

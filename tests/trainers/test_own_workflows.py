@@ -220,7 +220,7 @@ def test_a_dry_run_makes_a_reward_of_the_users_once_and_a_start_twice(overrides,
     made = tmp_path / "made"
     text = (
         "from tandem.api.workflow import RewardFn, RewardResult\n\n\nclass Mine(RewardFn):\n    def __init__(self):\n"
-        f"        open({str(made)!r}, 'a').write('x')\n\n"
+        f"        with open({str(made)!r}, 'a') as file:\n            file.write('x')\n\n"
         "    async def __call__(self, **given):\n        return RewardResult(1.0)\n"
     )
     (tmp_path / "mine_once.py").write_text(text)

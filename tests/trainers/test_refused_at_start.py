@@ -44,6 +44,9 @@ def places(tmp_path_factory):
     folders = {name: root / name for name in ("vision", "judge", "classes")}
     folders["model"] = tiny_model_folder(root)
     folders["mute"] = tiny_model_folder(root, seed=1, chat_template=None)
+    folders["other"] = tiny_model_folder(root, seed=2)
+    file = folders["other"] / "tokenizer.json"
+    file.write_bytes(file.read_bytes().replace(b'"!"', b'"!?"'))
     folders["vision"].mkdir()
     (folders["vision"] / "config.json").write_text(json.dumps({"model_type": "gemma3"}))
     (folders["vision"] / "model.safetensors").touch()
@@ -87,10 +90,13 @@ REFUSED = {
             ("actor.backend=deepspeed:zero1:d1 actor.dtype=bfloat16", "stage 1"),
             ("actor.lora.rank=4 actor.lora.target_modules=[nothing]", "lora.target_modules"),
             ("rollout.engine.max_model_len=100000", "rollout.engine.max_model_len"),
+            ("rollout.engine.max_model_len=10", "leaves room for an answer in the context of 10"),
             ("rollout.engine.kv_cache_gib=1e-6", "rollout.engine.kv_cache_gib"),
             ("critic.optimizer.lr=0.001", "critic.optimizer.lr=0.001 is not used"),
             ("algorithm=ppo critic.path={classes}", "3 labels"),
             ("algorithm.kl.coefficient=0.1 reference.path={vision}", "gemma3"),
+            ("algorithm.kl.coefficient=0.1 reference.path={other}", "reference.path={other} has another tokenizer"),
+            ("rollout.weights.channel=disk rollout.weights.folder={questions}/x", "cannot hold the weights for the servers"),
             ("reward=math train_dataset.path={questions}", "answer"),
             ("workflow={fails}:Fails", "no such table"),
             ("rollout.max_head_offpolicyness=0 async_training=true", "rollout.max_head_offpolicyness=0"),
@@ -148,7 +154,7 @@ def test_a_dry_run_refuses_what_the_start_refuses(command, items, words, places,
     dry, start = said([*argv, "--dry-run"], capfd), said(argv, capfd)
 
     assert dry == start
-    assert start[0] == EXIT_CONFIG and words in start[1][0]
+    assert start[0] == EXIT_CONFIG and words.format(**places) in start[1][0]
     assert list(tmp_path.iterdir()) == []
 
 

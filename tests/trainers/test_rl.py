@@ -188,7 +188,7 @@ def test_prompts_longer_than_the_context_are_dropped_with_a_reason(overrides, tm
 
 
 def test_a_context_that_holds_no_prompt_at_all_is_said_to_be_too_small(overrides):
-    with pytest.raises(TandemError, match="prompt_too_long"):
+    with pytest.raises(ConfigError, match="leaves room for an answer in the context of 12"):
         run(overrides, "rollout.engine.max_model_len=12", "rollout.max_data_failures=8")
 
 

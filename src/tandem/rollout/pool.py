@@ -69,7 +69,7 @@ class EpisodePool:
         self.broken: Exception | None = None
         self._count = 0
         self._in_a_row = {"data": 0, "infrastructure": 0}
-        self._failures: deque[str] = deque(maxlen=5)
+        self._failures: deque[tuple[str, str]] = deque(maxlen=5)  # which prompt, and why
 
     # ------------------------------------------------------------------ starting
 
@@ -230,13 +230,20 @@ class EpisodePool:
             self.leave(episode, "pending")
             return
         if failure.reason not in self.ledger.dropped:
-            logger.warning("an episode was dropped (%s)", self._failures[-1], exc_info=failure)
+            logger.warning("an episode was dropped (%s)", ": ".join(self._failures[-1]), exc_info=failure)
         self.leave(episode, "dropped", failure.reason)
         self.ledger.failed_samples.update(failure.failed_samples)
         self._spend("infrastructure" if isinstance(failure, InfrastructureFailure) else "data")
 
     def _remember(self, episode: Episode, failure: str) -> None:
-        self._failures.append(f"prompt {episode.prompt.index} of epoch {episode.prompt.epoch}: {failure}")
+        self._failures.append((f"prompt {episode.prompt.index} of epoch {episode.prompt.epoch}", failure))
+
+    def _last_failures(self) -> str:
+        """Each reason once, with the prompt that it befell first."""
+        first = {why: prompt for prompt, why in reversed(self._failures)}
+        counts = Counter(why for _, why in self._failures)
+        more = {why: f" (and {count - 1} more by the same)" if count > 1 else "" for why, count in counts.items()}
+        return "; ".join(f"{first[why]}: {why}{more[why]}" for why in counts)
 
     def _spend(self, kind: str) -> None:
         """One more in a row of the budget of ``data`` or of ``infrastructure`` failures."""
@@ -244,7 +251,7 @@ class EpisodePool:
         if self._in_a_row[kind] >= self._config.max_data_failures:
             self.broken = self.broken or NoBatch(
                 f"{self._in_a_row[kind]} episodes in a row were dropped, or lost most of their samples, by {kind} failures "
-                f"(rollout.max_data_failures); the last: {'; '.join(self._failures)}"
+                f"(rollout.max_data_failures); the last: {self._last_failures()}"
             )
 
     def settle(self, group: Group) -> None:
@@ -288,6 +295,6 @@ class EpisodePool:
         """Where everything is, for errors."""
         ages = [time.monotonic() - episode.started for episode in self.running.values()]
         oldest = f", the oldest for {max(ages):.1f} s" if ages else ""
-        failures = f"; last failures: {'; '.join(self._failures)}" if self._failures else "; no failures"
+        failures = f"; last failures: {self._last_failures()}" if self._failures else "; no failures"
         gate = self.gate
         return f"running {gate.running}{oldest}, waiting {gate.waiting}, taken {gate.taken}{failures}"

@@ -18,18 +18,18 @@ FOLDER = "critic"
 """Where the critic lies in a checkpoint, beside the actor's files."""
 
 
-def check_same_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Passes if every token of the actor has the same number in the critic's tokenizer, which may have more.
+def check_same_tokens(path: str, tokenizer: PreTrainedTokenizerBase, role: str = "critic") -> None:
+    """Passes if every token of the actor has the same number in the tokenizer of ``role``, which may have more.
 
     Raises:
-        ConfigError: names a token that differs.
+        ConfigError: names the first token that differs.
     """
     theirs = load_tokenizer(describing(path)).get_vocab()
-    for token, number in tokenizer.get_vocab().items():
+    for token, number in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
         if theirs.get(token) != number:
             raise ConfigError(
-                f"critic.path={path} has another tokenizer than the actor: {token!r} is {theirs.get(token, 'missing')} "
-                f"there and {number} here; use a critic of the same model family, or leave critic.path out"
+                f"{role}.path={path} has another tokenizer than the actor: {token!r} is {theirs.get(token, 'missing')} "
+                f"there and {number} here; use a {role} of the same model family, or leave {role}.path out"
             )
 
 

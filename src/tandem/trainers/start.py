@@ -1,19 +1,32 @@
 """Everything that a start refuses before its run folder exists. A dry run calls the same functions and then stops."""
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from tandem.config.backend import parse_layout
+from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
+from tandem.config.fleet import kinds_of
 from tandem.engines.inference.check import check_inference_engine
 from tandem.engines.train.check import check_train_engine
 from tandem.flow.plan import RunPlan, plan_run
+from tandem.models.architecture import Architecture
 from tandem.models.catalog import describing, resolve
+from tandem.models.foreign import read_hf_config
 from tandem.models.lora import refuse_unknown_targets
 from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
+from tandem.rollout.chat import Chat
+from tandem.state.run_folder import require_writable
 from tandem.trainers.critic import check_same_tokens
+from tandem.trainers.delivery import weights_folder
 from tandem.trainers.evaluation import evaluation_gconfig
 from tandem.trainers.parts import (
+    WORKFLOWS,
     Rows,
     check_rows,
     make_reward,
@@ -22,6 +35,9 @@ from tandem.trainers.parts import (
 )
 from tandem.trainers.planning.shape import Shape
 from tandem.trainers.process import choose_device
+
+LOOKED_AT = 16
+"""Rows whose prompts are measured at most; one that fits is enough, and the others are dropped when they are drawn."""
 
 
 def check_start(config: TrainConfig, rows: Rows, plan: RunPlan | None = None) -> None:
@@ -36,9 +52,12 @@ def check_start(config: TrainConfig, rows: Rows, plan: RunPlan | None = None) ->
     tokenizer = load_tokenizer(folder)
     check_chat_template(tokenizer)
     check_models(plan, device)
-    if config.critic.path is not None and plan.resident("critic") is not None:
-        check_same_tokens(config.critic.path, tokenizer)
+    for role, path in (("critic", config.critic.path), ("reference", config.reference.path)):
+        if path is not None and plan.resident(role) is not None:
+            check_same_tokens(path, tokenizer, role)
     check_inference_engine(config.rollout, folder, device)
+    check_weights_folder(config)
+    check_prompts(config, rows.train.rows, tokenizer, folder)
     reward = make_reward(config)
     try:
         check_rows(reward, rows.train.rows)
@@ -47,6 +66,53 @@ def check_start(config: TrainConfig, rows: Rows, plan: RunPlan | None = None) ->
         make_workflow(config, tokenizer, reward, evaluation_gconfig(config))
     finally:
         reward.close()
+
+
+def check_prompts(
+    config: TrainConfig, rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, folder: Path
+) -> None:
+    """Passes if one of the first prompts leaves room for a token in the engine's context. A workflow of the user's makes
+    prompts as it likes, so it is not asked.
+
+    Raises:
+        ConfigError: none does; says how long the first one is.
+    """
+    room = config.rollout.engine.max_model_len or Architecture.from_config(read_hf_config(folder)).max_position_embeddings
+    lengths = []
+    for row in rows[:LOOKED_AT] if config.workflow in WORKFLOWS else ():
+        chat = Chat(
+            tokenizer,
+            row["messages"],
+            system_prompt=config.system_prompt,
+            chat_template_kwargs=config.chat_template_kwargs,
+        )
+        lengths.append(len(chat.prompt_ids))
+        if lengths[-1] < room:
+            return
+    if lengths:
+        raise ConfigError(
+            f"the first prompt has {lengths[0]} tokens and none of the first {len(lengths)} leaves room for an answer in "
+            f"the context of {room}; make rollout.engine.max_model_len larger (null: all of the model's), or prompts shorter"
+        )
+
+
+def check_weights_folder(config: TrainConfig) -> None:
+    """Passes if the folder from which servers read weights can be written, where the run has one.
+
+    Raises:
+        ConfigError: it cannot; says why.
+    """
+    servers = kinds_of(config.rollout.backend, config.rollout.fleet) - {"embedded"}
+    if config.rollout.weights.channel != "disk" and not servers:
+        return
+    folder = weights_folder(config)
+    try:
+        require_writable(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot hold the weights for the servers: {error.strerror or error}; set rollout.weights.folder to "
+            "another folder"
+        ) from error
 
 
 def check_models(plan: RunPlan, device: str) -> None:
