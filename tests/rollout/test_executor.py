@@ -215,7 +215,9 @@ def test_a_filter_ends_no_run_whose_batch_is_full_already(wanted, ends):
     """Of two groups the first is kept and the second is the last that may be drawn, before anyone takes the batch."""
     keep = lambda group: (group.group_id == 0, "wrong")  # noqa: E731
     config, gate = RolloutConfig(batch_size=1), StalenessGate(2)
-    pool = EpisodePool(ClockworkEngine(), config, gate, seed=0, deterministic=False, group_filter=keep, max_draws=2)
+    pool = EpisodePool(
+        ClockworkEngine(), config, gate, seed=0, deterministic=False, group_filter=keep, max_draws=2, observer=None
+    )
     pool.submitted.extend((row, OneAnswer()) for row in rows(2))
     pool.wanted = wanted
     for episode in pool.admit():

@@ -96,7 +96,6 @@ def test_a_data_set_whose_answers_are_no_numbers_is_refused_by_a_reward_that_com
         ("reward=exact_nubmer", "exact_number"),
         ("workflow=multi_trun", "multi_turn"),
         ("workflow=nothing", "; there are: "),
-        ("tracking.sinks=[wandbb]", "wandb"),
     ],
 )
 def test_names_are_resolved_before_anything_is_made(item, words):

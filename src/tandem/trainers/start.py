@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from tandem.config.backend import parse_layout
@@ -80,12 +81,17 @@ def check_prompts(
     room = config.rollout.engine.max_model_len or Architecture.from_config(read_hf_config(folder)).max_position_embeddings
     lengths = []
     for row in rows[:LOOKED_AT] if config.workflow in WORKFLOWS else ():
-        chat = Chat(
-            tokenizer,
-            row["messages"],
-            system_prompt=config.system_prompt,
-            chat_template_kwargs=config.chat_template_kwargs,
-        )
+        try:
+            chat = Chat(
+                tokenizer,
+                row["messages"],
+                system_prompt=config.system_prompt,
+                chat_template_kwargs=config.chat_template_kwargs,
+            )
+        except (TypeError, ValueError, TemplateError) as error:
+            raise ConfigError(
+                f"the chat template refuses the first prompts: {error}; look at chat_template_kwargs, and at the row's messages"
+            ) from error
         lengths.append(len(chat.prompt_ids))
         if lengths[-1] < room:
             return
