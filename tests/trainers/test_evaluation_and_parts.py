@@ -96,9 +96,14 @@ def test_a_data_set_whose_answers_are_no_numbers_is_refused_by_a_reward_that_com
         ("reward=exact_nubmer", "exact_number"),
         ("workflow=multi_trun", "multi_turn"),
         ("workflow=nothing", "; there are: "),
+        ("tracking.sinks=[wandbb]", "wandb"),
     ],
 )
 def test_names_are_resolved_before_anything_is_made(item, words):
-    config = load_config(TrainConfig, None, ["train_dataset.path=addition", item]).config
+    def resolve():
+        config = load_config(TrainConfig, None, ["train_dataset.path=addition", item]).config
+        check_names(config)
+        make_reward(config)
+
     with pytest.raises(ConfigError, match=words):
-        make_reward(config) if item.startswith("reward=") else check_names(config)
+        resolve()

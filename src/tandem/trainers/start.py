@@ -90,7 +90,7 @@ def check_prompts(
             )
         except (TypeError, ValueError, TemplateError) as error:
             raise ConfigError(
-                f"the chat template refuses the first prompts: {error}; look at chat_template_kwargs, and at the row's messages"
+                f"the chat template refuses one of the first prompts: {error}; look at chat_template_kwargs and at the rows"
             ) from error
         lengths.append(len(chat.prompt_ids))
         if lengths[-1] < room:
