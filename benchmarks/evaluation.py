@@ -26,13 +26,13 @@ import torch
 from tandem.api.workflow import RewardFn
 from tandem.config.evaluation import EvaluationConfig, load_evaluation
 from tandem.config.experiment import TrainConfig
+from tandem.evaluation.asking import Ask, Terms, ask_together
+from tandem.evaluation.folder import EvaluationFolder
+from tandem.evaluation.questions import make_judges, open_questions
+from tandem.evaluation.run import conclude, make_engine, plan, settings, settle_machine
+from tandem.flow.parts import make_workflow
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
-from tandem.trainers.evaluation.asking import Ask, Terms, ask_together
-from tandem.trainers.evaluation.folder import EvaluationFolder
-from tandem.trainers.evaluation.questions import make_judges, open_questions
-from tandem.trainers.evaluation.run import conclude, make_engine, plan, settings, settle_machine
-from tandem.trainers.parts import make_workflow
 
 Row = Mapping[str, Any]
 

@@ -33,8 +33,8 @@ import psutil
 from plan_cells import CELLS, REWARD, Cell, arguments
 
 from tandem.cli import plan as plan_command
-from tandem.trainers.planning.calibrate import ENGINE_HEAP_GIB, HEAP_GIB, kept_file, this_machine, write
-from tandem.trainers.planning.machine import Machine
+from tandem.planning.calibrate import ENGINE_HEAP_GIB, HEAP_GIB, kept_file, this_machine, write
+from tandem.planning.machine import Machine
 
 MEMORY_WITHIN, TIME_WITHIN = 0.10, 0.15
 MEASURES = 2

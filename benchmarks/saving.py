@@ -34,11 +34,11 @@ from tandem.config.load import load_config
 from tandem.config.lora import LoRAConfig
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.build import build_train_engine
+from tandem.lifecycle.recovery import Progress, Recovery
+from tandem.lifecycle.saving import Saving
 from tandem.models.allocator import keep_freed_memory
 from tandem.models.catalog import resolve
 from tandem.state.run_folder import RunFolder
-from tandem.trainers.recovery import Progress, Recovery
-from tandem.trainers.saving import Saving
 
 SIZES = {  # width, width inside, layers, heads, vocabulary
     "tiny": (32, 64, 2, 4, 304),

@@ -10,19 +10,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tandem.cli.main import run_script
-from tandem.config.arithmetic import max_token_age, total_steps
+from tandem.config.arithmetic import evaluation_gconfig, is_evaluation_due, max_token_age, total_steps
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.engines.train.build import build_train_engine
-from tandem.models.catalog import resolve
-from tandem.models.tokenizer import load_tokenizer
-from tandem.roles.actor import Actor
-from tandem.state.run_folder import RunFolder
-from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
-from tandem.trainers.delivery import make_proof, make_publisher
-from tandem.trainers.evaluation import Evaluation, evaluate, evaluation_gconfig, is_due
-from tandem.trainers.parts import (
+from tandem.evaluation import Evaluation, evaluate
+from tandem.flow.delivery import make_proof, make_publisher
+from tandem.flow.parts import (
     check_names,
     make_loader,
     make_reward,
@@ -31,10 +26,15 @@ from tandem.trainers.parts import (
     open_rows,
     training_workflow,
 )
-from tandem.trainers.process import start_process
-from tandem.trainers.session import make_engine
+from tandem.flow.process import start_process
+from tandem.flow.session import make_engine
+from tandem.lifecycle.summary import open_run, save_if_due
+from tandem.models.catalog import resolve
+from tandem.models.tokenizer import load_tokenizer
+from tandem.roles.actor import Actor
+from tandem.state.run_folder import RunFolder
+from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
 from tandem.trainers.start import check_start
-from tandem.trainers.summary import open_run, save_if_due
 
 HERE = Path(__file__).parent
 
@@ -83,7 +83,7 @@ def main(overrides: list[str]) -> None:
             return rollout.run(evaluate(engine, examiner, rows.valid, seed=config.seed, n_samples=n))
 
         every, results = config.evaluate.every_steps, []
-        if is_due(every, 0, steps):
+        if is_evaluation_due(every, 0, steps):
             results.append(examine())
             tracker.log(0, results[-1].metrics())
         timer = PhaseTimer()
@@ -100,7 +100,7 @@ def main(overrides: list[str]) -> None:
             rollout.end_step()
 
             metrics |= proof | rollout.metrics() | timer.metrics() | {"memory/peak_gib": peak_memory_gib()}
-            if is_due(every, step, steps):
+            if is_evaluation_due(every, step, steps):
                 results.append(examine())
                 metrics |= results[-1].metrics()
             tracker.log(step, metrics, rollout.last_groups, publisher.history)

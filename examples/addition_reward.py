@@ -15,12 +15,12 @@ from tandem.config.preference import RewardModelConfig
 from tandem.data.examples import pairs
 from tandem.data.loader import Loader
 from tandem.engines.train.build import build_train_engine
+from tandem.flow.process import start_process
+from tandem.lifecycle.summary import open_run, save_if_due
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
 from tandem.roles.reward_model import RewardModel
-from tandem.trainers.process import start_process
 from tandem.trainers.reward import ScoredPairEncoder
-from tandem.trainers.summary import open_run, save_if_due
 from tandem.trainers.supervised import BatchMaker, open_examples
 
 HERE = Path(__file__).parent

@@ -7,20 +7,19 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from tandem.cli.main import run_script
-from tandem.config.arithmetic import total_steps
+from tandem.config.arithmetic import is_evaluation_due, total_steps
 from tandem.config.experiment import SFTConfig
 from tandem.config.load import load_config
 from tandem.data.examples import conversations
 from tandem.data.loader import Loader
 from tandem.engines.train.build import build_train_engine
+from tandem.flow.process import start_process
+from tandem.lifecycle.summary import open_run, save_if_due
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
 from tandem.roles.language_model import LanguageModel
 from tandem.tracking.statistics import PhaseTimer
-from tandem.trainers.evaluation import is_due
-from tandem.trainers.process import start_process
 from tandem.trainers.sft import BatchMaker, Encoder
-from tandem.trainers.summary import open_run, save_if_due
 from tandem.trainers.supervised import open_examples, validation_batches
 
 HERE = Path(__file__).parent
@@ -43,7 +42,7 @@ def main(overrides: list[str]) -> None:
         timer = PhaseTimer()
 
         def evaluated(step: int) -> dict[str, float]:
-            due = is_due(config.evaluate.every_steps, step, steps)
+            due = is_evaluation_due(config.evaluate.every_steps, step, steps)
             return {f"eval/{name}": value for name, value in model.evaluate_lm(valid).items()} if due else {}
 
         if (before := evaluated(0)) and tracker is not None:

@@ -16,14 +16,15 @@ from tandem.config.arithmetic import total_steps
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
+from tandem.evaluation import evaluate_if_due
+from tandem.flow.parts import check_names, open_rows
 from tandem.flow.plan import plan_run
+from tandem.flow.process import start_process
+from tandem.flow.session import open_session
+from tandem.lifecycle.summary import open_run, run_id, save_if_due
 from tandem.rollout.workflows import ChatWorkflow
 from tandem.tracking.statistics import PhaseTimer
-from tandem.trainers.parts import check_names, open_rows
-from tandem.trainers.process import start_process
-from tandem.trainers.session import evaluate_if_due, open_session
 from tandem.trainers.start import check_start
-from tandem.trainers.summary import open_run, run_id, save_if_due
 
 HERE = Path(__file__).parent
 MAX_TURNS = 3

@@ -25,8 +25,12 @@ MAY_IMPORT = {
     "state": {"api", "config"},
     "tracking": {"api", "config"},
     "launch": {"config"},
-    "flow": {"api", "config", "algorithms", "roles"},
-    "trainers": EVERYTHING - {"cli"},
+    "proof": {"api", "config", "algorithms", "models", "engines", "roles", "weights", "state"},
+    "flow": EVERYTHING - {"lifecycle", "evaluation", "trainers", "planning", "cli"},
+    "lifecycle": EVERYTHING - {"evaluation", "trainers", "planning", "cli"},
+    "evaluation": EVERYTHING - {"lifecycle", "trainers", "planning", "cli"},
+    "trainers": EVERYTHING - {"planning", "cli"},
+    "planning": EVERYTHING - {"cli"},
     "cli": EVERYTHING,
 }
 WITHOUT_TORCH = ("config", "launch")

@@ -20,11 +20,11 @@ CUDA_LINES = {
     "rollout/collective.py": "what rank 0 sends lies on the GPU under nccl",
     "state/machine.py": "names the GPUs in run.json",
     "state/snapshot.py": "the copy of a state goes into locked memory, and is waited for",
-    "trainers/evaluation/run.py": "device=cuda, and auto",
-    "trainers/planning/calibrate.py": "measures the GPU",
-    "trainers/process.py": "device=cuda, one GPU a rank, nccl",
-    "trainers/random_state.py": "the GPU's random generator is saved",
-    "trainers/delivery.py": "the collective channel speaks nccl",
+    "evaluation/run.py": "device=cuda, and auto",
+    "planning/calibrate.py": "measures the GPU",
+    "flow/process.py": "device=cuda, one GPU a rank, nccl",
+    "lifecycle/random_state.py": "the GPU's random generator is saved",
+    "flow/delivery.py": "the collective channel speaks nccl",
     "weights/collective.py": "the same, on the sending and the receiving side",
 }
 """File below src/tandem → what only a GPU makes it do. `config/` only has the names of devices."""

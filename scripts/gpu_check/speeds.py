@@ -18,7 +18,7 @@ from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.core import EngineCore
 from tandem.models.architecture import Architecture
-from tandem.trainers.planning.devices import DEVICES
+from tandem.planning.devices import DEVICES
 from tandem.weights.publisher import WeightPublisher
 
 

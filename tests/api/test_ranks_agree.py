@@ -16,10 +16,10 @@ from tandem.api.collective import from_main, together, whole
 from tandem.api.failures import ConfigError, EngineDied, RankFailed, TandemError
 from tandem.config.experiment import SFTConfig
 from tandem.config.state import RunConfig
+from tandem.flow.process import Process
+from tandem.lifecycle.summary import open_run
 from tandem.state.checkpoint import CheckpointFailed, save_checkpoint
 from tandem.state.run_folder import RunFolder
-from tandem.trainers.process import Process
-from tandem.trainers.summary import open_run
 from tandem.weights.channel import LocalChannel
 from tandem.weights.publisher import WeightPublisher
 from tests.engines_train.steps import engine_on

@@ -14,7 +14,7 @@ from tandem.config.load import load_config, to_yaml
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.remote.tandem_server import TandemServer
-from tandem.trainers.verify_server import Model, find_model, verify_engine
+from tandem.proof.verify_server import Model, find_model, verify_engine
 from tests.engines_inference.remote.wire import SGLangStandIn, VllmStandIn
 from tests.serve.served import ADMIN, Served, one_by_one, request_of
 from tests.tiny import tiny_model_folder

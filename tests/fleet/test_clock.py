@@ -31,7 +31,7 @@ FOR_PEOPLE = {
     "engines/inference/serve/service.py:Service": "`created` of OpenAI's protocol",
     "state/existing.py:silent_s": "for how long a run on another machine has written nothing, for `tandem runs`",
     "state/run_folder.py:now": "when a run began and ended",
-    "trainers/planning/calibrate.py:measure": "the day of a calibration",
+    "planning/calibrate.py:measure": "the day of a calibration",
     "tracking/tracker.py:log": "the time of a row of metrics.jsonl",
 }
 """All places that ask for it, and what they tell people. None of them is compared with anything."""

@@ -15,8 +15,8 @@ from tandem.config.rollout import RolloutConfig
 from tandem.engines.inference.build import build_fleet
 from tandem.engines.inference.fleet.addresses import JOURNAL_NAME
 from tandem.engines.inference.fleet.kinds import Terms
-from tandem.trainers.evaluation.asking import Ask, ask
-from tandem.trainers.evaluation.asking import Terms as AskTerms
+from tandem.evaluation.asking import Ask, ask
+from tandem.evaluation.asking import Terms as AskTerms
 from tests.engines_inference.remote.wire import SGLangStandIn, VllmStandIn
 from tests.fleet.fleets import generate, healthy, patient, publish, rows, until
 from tests.serve.served import request_of

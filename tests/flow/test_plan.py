@@ -12,12 +12,12 @@ from tandem.config.load import load_config
 from tandem.config.preference import DistillConfig, PreferenceConfig, training_config
 from tandem.config.roles import CriticConfig
 from tandem.flow.draw import added, mermaid, text
+from tandem.flow.parts import open_rows
 from tandem.flow.plan import plan_run
+from tandem.flow.process import start_process
+from tandem.flow.session import Session, open_session
 from tandem.tracking.statistics import PhaseTimer
-from tandem.trainers.parts import open_rows
-from tandem.trainers.process import start_process
 from tandem.trainers.rl import step
-from tandem.trainers.session import Session, open_session
 from tests.tiny import tiny_model_folder
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

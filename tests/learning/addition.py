@@ -19,12 +19,13 @@ from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.notes import NOTES
+from tandem.evaluation import evaluate_if_due
+from tandem.flow.parts import check_names, open_rows
+from tandem.flow.process import start_process
+from tandem.flow.session import open_session
 from tandem.roles.samples import with_fields
 from tandem.tracking.statistics import PhaseTimer
-from tandem.trainers.parts import check_names, open_rows
-from tandem.trainers.process import start_process
 from tandem.trainers.rl import step
-from tandem.trainers.session import evaluate_if_due, open_session
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,11 +18,11 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.load import load_config
 from tandem.config.preference import PreferenceConfig, RewardModelConfig
+from tandem.flow.process import Process
+from tandem.lifecycle.summary import Summary
 from tandem.models.packed import PackedModel
 from tandem.state.manifest import verify
 from tandem.trainers import preference, reward, rl, sft
-from tandem.trainers.process import Process
-from tandem.trainers.summary import Summary
 from tests.matrix.pairing import pairwise
 
 HERE = Path(__file__).parent

@@ -9,11 +9,11 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.presets import PRESETS
+from tandem.flow.parts import open_rows
+from tandem.flow.process import Process
+from tandem.flow.session import open_session
 from tandem.tracking.statistics import PhaseTimer
-from tandem.trainers.parts import open_rows
-from tandem.trainers.process import Process
 from tandem.trainers.rl import step
-from tandem.trainers.session import open_session
 from tests.matrix.pairing import pairwise
 
 HERE = Path(__file__).parent

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from tandem.trainers.process import Process
+from tandem.flow.process import Process
 
 SIZES = (1, 2)
 PATIENCE_S = 300.0

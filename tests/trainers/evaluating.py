@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from tandem.config.evaluation import load_evaluation
-from tandem.trainers.evaluation.asking import Answer
-from tandem.trainers.evaluation.run import evaluate_model
+from tandem.evaluation.asking import Answer
+from tandem.evaluation.run import evaluate_model
 
 DATA = Path(__file__).resolve().parents[1] / "data_files"
 FILES = ("evaluation.json", "samples.jsonl", "results.json")

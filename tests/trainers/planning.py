@@ -4,10 +4,10 @@ import math
 from dataclasses import replace
 
 from tandem.config.backend import Layout, parse_layout
-from tandem.trainers.planning.held import Adapters, Held
-from tandem.trainers.planning.job import Generator, Job, Lengths
-from tandem.trainers.planning.machine import Machine
-from tandem.trainers.planning.shape import Shape
+from tandem.models.shape import Shape
+from tandem.planning.held import Adapters, Held
+from tandem.planning.job import Generator, Job, Lengths
+from tandem.planning.machine import Machine
 
 SMOLLM2 = Shape("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, tied=True)
 LLAMA_8B = Shape("llama", 32, 4096, 14336, 32, 8, 128, 128256, 8192)

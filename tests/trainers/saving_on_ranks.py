@@ -15,11 +15,11 @@ import torch.distributed as dist
 from tandem.config.experiment import SFTConfig
 from tandem.config.load import load_config
 from tandem.config.lora import LoRAConfig
+from tandem.lifecycle.recovery import Progress, Recovery
+from tandem.lifecycle.saving import Saving
 from tandem.state.checkpoint import CheckpointFailed
 from tandem.state.run_folder import RunFolder
 from tandem.state.shared_parts import MARK_BYTES
-from tandem.trainers.recovery import Progress, Recovery
-from tandem.trainers.saving import Saving
 from tests.engines_train.layouts import batch_of_prompts, engine_on
 from tests.trainers.killing import train
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from tandem.cli.main import main
 from tandem.launch.requests import ONCE_S
-from tandem.trainers import oversight
+from tandem.lifecycle import oversight
 from tests.trainers import killing
 
 

@@ -15,8 +15,8 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.build import build_train_engine
+from tandem.proof.verification import SIGMAS, Schedule
 from tandem.trainers.rl import train
-from tandem.trainers.verification import SIGMAS, Schedule
 from tests.trainers.test_verification import World
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -16,10 +16,10 @@ import pytest
 from tandem.cli.main import main
 from tandem.config.errors import ConfigError
 from tandem.config.evaluation import load_evaluation
-from tandem.trainers.evaluation.folder import read_samples
-from tandem.trainers.evaluation.questions import make_judges, open_questions
-from tandem.trainers.evaluation.report import Progress
-from tandem.trainers.evaluation.scores import metrics_of, row_values, score_data, vote_key
+from tandem.evaluation.folder import read_samples
+from tandem.evaluation.questions import make_judges, open_questions
+from tandem.evaluation.report import Progress
+from tandem.evaluation.scores import metrics_of, row_values, score_data, vote_key
 from tests.trainers.evaluating import DATA, answer, contents, evaluated, settings
 
 REWARDS = Path(__file__).parent / "small_rewards.py"

@@ -6,8 +6,8 @@ import pytest
 
 from tandem.cli.main import main
 from tandem.config.errors import ConfigError
-from tandem.trainers.evaluation.compare import compare, describe, open_recorded
-from tandem.trainers.evaluation.folder import line_of
+from tandem.evaluation.compare import compare, describe, open_recorded
+from tandem.evaluation.folder import line_of
 from tests.trainers.evaluating import DATA, answer, evaluated
 
 

@@ -7,7 +7,7 @@ import random
 import numpy
 import pytest
 
-from tandem.trainers.evaluation.numbers import (
+from tandem.evaluation.numbers import (
     bootstrap_means,
     interval,
     maj_at_k,

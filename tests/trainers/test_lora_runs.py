@@ -13,11 +13,11 @@ from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
 from tandem.config.presets import PRESETS
+from tandem.flow.parts import open_rows
+from tandem.flow.process import start_process
+from tandem.flow.session import open_session
 from tandem.tracking.statistics import PhaseTimer
 from tandem.trainers import distill, preference, reward, rl, sft
-from tandem.trainers.parts import open_rows
-from tandem.trainers.process import start_process
-from tandem.trainers.session import open_session
 from tests.trainers.test_resume import SAVED_EACH_STEP, Runs, assert_same, zygote  # noqa: F401
 
 LORA = ["actor.lora.rank=4", "actor.lora.alpha=8"]

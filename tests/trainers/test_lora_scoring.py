@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tandem.config.delivery import VerifyConfig
-from tandem.trainers.diagnosis import _one_tensor
-from tandem.trainers.scoring import Scorer
-from tandem.trainers.verification import Verifier
+from tandem.proof.diagnosis import _one_tensor
+from tandem.proof.scoring import Scorer
+from tandem.proof.verification import Verifier
 from tandem.weights.archive import VersionArchive
 from tandem.weights.channel import LocalSource
 from tests.engines_train.adapters import lora_on

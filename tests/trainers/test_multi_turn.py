@@ -11,10 +11,10 @@ from tandem.api.workflow import RolloutWorkflow
 from tandem.cli.main import main
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
+from tandem.flow.parts import open_rows
+from tandem.flow.process import start_process
+from tandem.flow.session import open_session
 from tandem.rollout.workflows import Repeated
-from tandem.trainers.parts import open_rows
-from tandem.trainers.process import start_process
-from tandem.trainers.session import open_session
 from tests.tiny import CHATML, tiny_model_folder
 
 ROOT = Path(__file__).resolve().parents[2]

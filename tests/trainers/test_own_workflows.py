@@ -10,10 +10,10 @@ from tandem.api.workflow import RolloutWorkflow
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
+from tandem.evaluation import evaluate
+from tandem.flow.parts import check_names, make_reward, open_rows, training_workflow, validation_config
 from tandem.rollout.groups import WholeGroup
 from tandem.rollout.workflows import Repeated
-from tandem.trainers.evaluation import evaluate
-from tandem.trainers.parts import check_names, make_reward, open_rows, training_workflow, validation_config
 from tandem.trainers.rl import train
 
 SOURCE = """

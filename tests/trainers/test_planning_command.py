@@ -14,14 +14,14 @@ from tandem.config.errors import ConfigError, TandemError
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
+from tandem.planning import calibrate
+from tandem.planning.contention import Contention
+from tandem.planning.devices import device
+from tandem.planning.job import Lengths, job_of
+from tandem.planning.lengths import ASSUMED_PROMPT, known_lengths
+from tandem.planning.plan import make_plan
+from tandem.planning.remedy import RANK, larger_devices, nearest, others, overrides
 from tandem.state.machine import usable_cores
-from tandem.trainers.planning import calibrate
-from tandem.trainers.planning.contention import Contention
-from tandem.trainers.planning.devices import device
-from tandem.trainers.planning.job import Lengths, job_of
-from tandem.trainers.planning.lengths import ASSUMED_PROMPT, known_lengths
-from tandem.trainers.planning.plan import make_plan
-from tandem.trainers.planning.remedy import RANK, larger_devices, nearest, others, overrides
 from tests.tiny import tiny_config, tiny_model_folder, tiny_tokenizer
 from tests.trainers.planning import LLAMA_8B, SMOLLM2, round_machine
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tandem.engines.inference.kv_cache import KVCache
-from tandem.trainers.planning.calibrate import PROCESS
-from tandem.trainers.planning.items import GIB
-from tandem.trainers.planning.job import Lengths
-from tandem.trainers.planning.memory import engine_weights, instants, kv_needed, kv_tokens, row_capacity
-from tandem.trainers.planning.plan import make_plan
-from tandem.trainers.planning.shape import read_shape
+from tandem.models.shape import read_shape
+from tandem.planning.calibrate import PROCESS
+from tandem.planning.items import GIB
+from tandem.planning.job import Lengths
+from tandem.planning.memory import engine_weights, instants, kv_needed, kv_tokens, row_capacity
+from tandem.planning.plan import make_plan
 from tests.tiny import tiny_model_folder
 from tests.trainers.planning import HAND, LLAMA_8B, SMOLLM2, generator, held, job, round_machine
 

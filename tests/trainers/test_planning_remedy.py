@@ -3,11 +3,11 @@
 import pytest
 
 from tandem.config.experiment import SFTConfig, TrainConfig
-from tandem.trainers.planning.devices import device
-from tandem.trainers.planning.items import GIB
-from tandem.trainers.planning.remedy import RANK, devices_needed, engine_gib, least_gib
-from tandem.trainers.planning.report import Report
-from tandem.trainers.planning.shape import Shape
+from tandem.models.shape import Shape
+from tandem.planning.devices import device
+from tandem.planning.items import GIB
+from tandem.planning.remedy import RANK, devices_needed, engine_gib, least_gib
+from tandem.planning.report import Report
 from tests.trainers.planning import LLAMA_8B, SMOLLM2, round_machine
 from tests.trainers.test_planning_command import RL, planned
 

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from tandem.config.errors import ConfigError
-from tandem.trainers.planning.batches import MicroBatch
-from tandem.trainers.planning.cost import Cost
-from tandem.trainers.planning.devices import DEVICES, MATMUL, device
-from tandem.trainers.planning.generating import decode, prefill, publishing
-from tandem.trainers.planning.layers import head, layers_backward, layers_forward
-from tandem.trainers.planning.plan import make_plan
-from tandem.trainers.planning.seconds import dense_step, optimizer, phases
-from tandem.trainers.planning.shape import Shape
-from tandem.trainers.planning.threads import of_one_process
+from tandem.models.shape import Shape
+from tandem.planning.batches import MicroBatch
+from tandem.planning.cost import Cost
+from tandem.planning.devices import DEVICES, MATMUL, device
+from tandem.planning.generating import decode, prefill, publishing
+from tandem.planning.layers import head, layers_backward, layers_forward
+from tandem.planning.plan import make_plan
+from tandem.planning.seconds import dense_step, optimizer, phases
+from tandem.planning.threads import of_one_process
 from tests.trainers.planning import HAND, LLAMA_8B, generator, held, job, round_machine
 
 BATCH = MicroBatch(((8, 2), (8, 2)), 4)

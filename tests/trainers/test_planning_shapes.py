@@ -11,10 +11,10 @@ from tandem.config.lora import LoRAConfig
 from tandem.models.architecture import SUPPORTED, Architecture
 from tandem.models.lora import put_adapters
 from tandem.models.packed import PackedCausalLM
-from tandem.trainers.planning import activations
-from tandem.trainers.planning.batches import MicroBatch, cut
-from tandem.trainers.planning.held import adapters_of
-from tandem.trainers.planning.shape import Shape, read_shape
+from tandem.models.shape import Shape, read_shape
+from tandem.planning import activations
+from tandem.planning.batches import MicroBatch, cut
+from tandem.planning.held import adapters_of
 from tests.tiny import KINDS, tiny_config, tiny_model
 from tests.trainers.planning import HAND, LLAMA_8B, SMOLLM2
 

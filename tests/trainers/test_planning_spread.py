@@ -8,20 +8,20 @@ from tandem.cli.main import main
 from tandem.config.experiment import SFTConfig
 from tandem.config.load import load_config
 from tandem.engines.train.engine import SpreadEngine
-from tandem.trainers.planning.activations import Spread
-from tandem.trainers.planning.batches import MicroBatch
-from tandem.trainers.planning.disk import Saves, checkpoint_of
-from tandem.trainers.planning.exchange import of_micro_batch, of_step
-from tandem.trainers.planning.held import held as held_of
-from tandem.trainers.planning.items import Room
-from tandem.trainers.planning.job import Lengths, job_of
-from tandem.trainers.planning.layers import layers_backward, layers_forward
-from tandem.trainers.planning.lengths import known_lengths
-from tandem.trainers.planning.memory import instants
-from tandem.trainers.planning.plan import make_plan
-from tandem.trainers.planning.seconds import phases
-from tandem.trainers.planning.shape import Shape, read_shape
-from tandem.trainers.planning.states import gradients_between, states
+from tandem.models.shape import Shape, read_shape
+from tandem.planning.activations import Spread
+from tandem.planning.batches import MicroBatch
+from tandem.planning.disk import Saves, checkpoint_of
+from tandem.planning.exchange import of_micro_batch, of_step
+from tandem.planning.held import held as held_of
+from tandem.planning.items import Room
+from tandem.planning.job import Lengths, job_of
+from tandem.planning.layers import layers_backward, layers_forward
+from tandem.planning.lengths import known_lengths
+from tandem.planning.memory import instants
+from tandem.planning.plan import make_plan
+from tandem.planning.seconds import phases
+from tandem.planning.states import gradients_between, states
 from tests.ranks import on_two
 from tests.tiny import tiny_model_folder
 from tests.trainers.held_on_ranks import config_of, held_by, held_under

@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from tandem.config.errors import ConfigError
+from tandem.lifecycle.recovery import DurableLedger, Progress, Recovery
 from tandem.rollout.ledger import Ledger, Prompt
 from tandem.state.checkpoint import save_checkpoint
 from tandem.state.existing import existing_run
@@ -13,7 +14,6 @@ from tandem.state.newest import NothingToResume
 from tandem.state.resuming import Going
 from tandem.state.run_folder import RunFolder
 from tandem.state.tree import StateDamaged
-from tandem.trainers.recovery import DurableLedger, Progress, Recovery
 
 
 class Counter:

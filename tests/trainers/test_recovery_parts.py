@@ -13,12 +13,12 @@ from tandem.api.state import Stateful
 from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
+from tandem.flow.parts import open_rows
+from tandem.flow.process import start_process
+from tandem.flow.session import Session, open_session
+from tandem.lifecycle.recovery import SAVED, STATELESS, Progress, parts_of_session
 from tandem.tracking.statistics import PhaseTimer
-from tandem.trainers.parts import open_rows
-from tandem.trainers.process import start_process
-from tandem.trainers.recovery import SAVED, STATELESS, Progress, parts_of_session
 from tandem.trainers.rl import step
-from tandem.trainers.session import Session, open_session
 
 REMEMBERED = {
     "actor.version",

@@ -11,14 +11,14 @@ from tandem.api.failures import NotWritten
 from tandem.config.experiment import SFTConfig
 from tandem.config.load import load_config
 from tandem.config.roles import ActorConfig, CriticConfig
+from tandem.flow.critic import FOLDER, Models
+from tandem.lifecycle.oversight import Leaving
+from tandem.lifecycle.recovery import Progress, Recovery
+from tandem.lifecycle.saving import Saving
 from tandem.roles.critic import Critic
 from tandem.state.checkpoint import CheckpointFailed
 from tandem.state.run_folder import RunFolder
 from tandem.state.snapshot import Snapshots
-from tandem.trainers.critic import FOLDER, Models
-from tandem.trainers.oversight import Leaving
-from tandem.trainers.recovery import Progress, Recovery
-from tandem.trainers.saving import Saving
 from tests.engines_train.steps import engine_on, random_batch
 from tests.tiny import tiny_tokenizer
 

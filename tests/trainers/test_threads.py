@@ -1,6 +1,6 @@
 """Who computes with how many threads."""
 
-from tandem.trainers.process import Process
+from tandem.flow.process import Process
 
 
 def test_an_engine_that_generates_while_all_ranks_wait_has_the_threads_of_all():

@@ -22,9 +22,9 @@ from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.train.build import build_train_engine
 from tandem.models.tokenizer import load_tokenizer
+from tandem.proof.scoring import Scorer, beginning
+from tandem.proof.verification import Schedule, Verifier, choose
 from tandem.trainers.rl import train
-from tandem.trainers.scoring import Scorer, beginning
-from tandem.trainers.verification import Schedule, Verifier, choose
 from tandem.weights.archive import VersionArchive
 from tandem.weights.publisher import WeightPublisher
 

@@ -6,8 +6,9 @@ main one names the phases in which the main one waits for it.
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 OTHER_RANKS = "the other ranks"
 """What a rank waits for in a collective call."""
@@ -30,6 +31,12 @@ class Activity:
 
 
 ACTIVITY = Activity()
+
+
+def activity() -> Mapping[str, Any]:
+    """What this process is doing, as the launcher hears it."""
+    now = ACTIVITY
+    return {"count": now.count, "phase": now.phase, "step": now.step, "waits": now.waits}
 
 
 def did(*during: str) -> None:

@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """`tandem compare`."""
-    from tandem.trainers.evaluation.compare import compare, describe, open_recorded  # noqa: PLC0415 — imports torch
+    from tandem.evaluation.compare import compare, describe, open_recorded  # noqa: PLC0415 — imports torch
 
     if arguments.seed < 0:
         raise ConfigError(f"--seed must be at least 0, got {arguments.seed}")

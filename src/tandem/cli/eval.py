@@ -113,7 +113,7 @@ def _assignment(key: str, value: Any) -> Assignment:
 
 def interrupted(arguments: argparse.Namespace) -> str:
     """After Ctrl-C: what is recorded."""
-    from tandem.trainers.evaluation.run import state_of  # noqa: PLC0415 — imports torch, which is loaded by now
+    from tandem.evaluation.run import state_of  # noqa: PLC0415 — imports torch, which is loaded by now
 
     try:
         return state_of(resolve(arguments).config)
@@ -124,7 +124,7 @@ def interrupted(arguments: argparse.Namespace) -> str:
 def run(arguments: argparse.Namespace) -> int:
     """`tandem eval`."""
     resolved = resolve(arguments)
-    from tandem.trainers.evaluation.run import evaluate_model, try_evaluation  # noqa: PLC0415 — imports torch
+    from tandem.evaluation.run import evaluate_model, try_evaluation  # noqa: PLC0415 — imports torch
 
     if arguments.dry_run:
         try_evaluation(resolved.config)

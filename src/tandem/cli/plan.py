@@ -17,13 +17,14 @@ from tandem.cli.config import KINDS, resolve_kind
 from tandem.config.arithmetic import arithmetic
 from tandem.config.errors import ConfigError
 from tandem.config.load import load_config
-from tandem.trainers.planning.calibrate import this_machine
-from tandem.trainers.planning.devices import DEVICES, device
-from tandem.trainers.planning.job import job_of
-from tandem.trainers.planning.lengths import Known, known_lengths
-from tandem.trainers.planning.machine import Machine
-from tandem.trainers.planning.plan import Plan, make_plan
-from tandem.trainers.planning.remedy import (
+from tandem.models.shape import read_shape
+from tandem.planning.calibrate import this_machine
+from tandem.planning.devices import DEVICES, device
+from tandem.planning.job import job_of
+from tandem.planning.lengths import Known, known_lengths
+from tandem.planning.machine import Machine
+from tandem.planning.plan import Plan, make_plan
+from tandem.planning.remedy import (
     Change,
     devices_needed,
     engine_gib,
@@ -33,8 +34,7 @@ from tandem.trainers.planning.remedy import (
     others,
     overrides,
 )
-from tandem.trainers.planning.report import Report
-from tandem.trainers.planning.shape import read_shape
+from tandem.planning.report import Report
 
 DOES_NOT_FIT = 1
 

@@ -26,8 +26,8 @@ from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.fleet.kinds import KINDS, Terms
 from tandem.models.precision import DTYPES, resolve_dtype
+from tandem.proof.verify_server import Model, find_model, verify_engine
 from tandem.state.machine import usable_cores
-from tandem.trainers.verify_server import Model, find_model, verify_engine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,8 +1,13 @@
 """What follows from a configuration: staleness bound, placement, steps, and the arithmetic of a run in words."""
 
 import math
+from dataclasses import replace
+from typing import Literal
 
 from tandem.config.experiment import BaseConfig, TrainConfig
+from tandem.config.generation import GenerationConfig
+
+Placement = Literal["colocate", "decoupled"]
 
 
 def max_head_offpolicyness(config: TrainConfig) -> int:
@@ -19,7 +24,7 @@ def max_token_age(config: TrainConfig) -> int:
     return max(eta, replay.max_age) if replay.groups else eta
 
 
-def placement(config: TrainConfig) -> str:
+def placement(config: TrainConfig) -> Placement:
     """`colocate` or `decoupled`; follows `async_training` unless it was set."""
     return config.placement or ("decoupled" if config.async_training else "colocate")
 
@@ -130,3 +135,30 @@ def _supervised(config: BaseConfig) -> list[str]:
         f"Step: {_many(batch_size, 'row')} of at most {longest} tokens = 1 optimizer step.",
         f"Micro-batches: at most {budget} tokens each, so at most about {_micro_batches(tokens, budget)}.",
     ]
+
+
+def is_evaluation_due(every_steps: int | None, step: int, steps: int) -> bool:
+    """Whether `evaluate.every_steps` asks for an evaluation after ``step``: also before the first (0) and after the last."""
+    return every_steps is not None and (step % every_steps == 0 or step == steps)
+
+
+def evaluation_gconfig(config: TrainConfig) -> GenerationConfig:
+    """The run's sampling with the number of samples, temperature and length of its evaluation."""
+    wanted = config.evaluate
+    temperature = wanted.temperature
+    greedy = wanted.n_samples == 1 if temperature is None else temperature == 0
+    return replace(
+        config.gconfig,
+        n_samples=wanted.n_samples,
+        greedy=greedy,
+        temperature=temperature or config.gconfig.temperature,
+        first_token_temperature=None,
+        train_first_token=False,
+        max_new_tokens=wanted.max_new_tokens or config.gconfig.max_new_tokens,
+    )
+
+
+def evaluation_places(config: TrainConfig) -> int:
+    """Most samples of an evaluation under way at once: what the engine decodes together, half of it where rollouts go on."""
+    places = config.rollout.engine.max_running
+    return max(1, places // 2) if placement(config) == "decoupled" else places

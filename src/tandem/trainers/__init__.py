@@ -1,1 +1,1 @@
-"""The loops: reinforcement learning, supervised fine-tuning, evaluation."""
+"""The loops: reinforcement learning, rows, pairs, distillation."""

@@ -13,13 +13,13 @@ from tandem.config.preference import PreferenceConfig
 from tandem.data.encoding import ChatEncoder, Encoded, sequence
 from tandem.data.examples import Reader, judged, pairs
 from tandem.flow.plan import plan_run
+from tandem.flow.process import Process
+from tandem.flow.residents import open_reference
+from tandem.lifecycle.summary import Summary
 from tandem.roles.components import Choice, choose
 from tandem.roles.preference import PreferenceLearner
 from tandem.roles.reference import Reference
-from tandem.trainers.process import Process
-from tandem.trainers.residents import open_reference
 from tandem.trainers.sft import chat_encoder
-from tandem.trainers.summary import Summary
 from tandem.trainers.supervised import Encoder, Recipe, Sequences, Stages, train_on_rows
 
 

@@ -11,11 +11,11 @@ from tandem.config.load import Resolved
 from tandem.config.preference import RewardModelConfig
 from tandem.data.encoding import sequence
 from tandem.data.examples import pairs, steps
+from tandem.flow.process import Process
+from tandem.lifecycle.summary import Summary
 from tandem.roles.reward_model import RewardModel
 from tandem.trainers.preference import encode_sides
-from tandem.trainers.process import Process
 from tandem.trainers.sft import chat_encoder
-from tandem.trainers.summary import Summary
 from tandem.trainers.supervised import Recipe, Sequences, Stages, train_on_rows
 
 

@@ -16,7 +16,16 @@ from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import Resolved
 from tandem.data.curriculum import Curriculum
+from tandem.evaluation import evaluate_if_due
+from tandem.flow.parts import Rows, check_names, open_rows
 from tandem.flow.plan import plan_run
+from tandem.flow.process import start_process
+from tandem.flow.session import Session, open_session
+from tandem.lifecycle.oversight import Oversight
+from tandem.lifecycle.recovery import Recovery, recovery_of_session
+from tandem.lifecycle.saving import Saving
+from tandem.lifecycle.summary import Summary, announce, check_run_folder, ended, open_run, run_id, tell_limit, telling_step
+from tandem.lifecycle.weight_record import weight_record
 from tandem.roles.actor import Actor
 from tandem.roles.critic import Critic, SharedCritic
 from tandem.roles.teacher import Student
@@ -24,15 +33,7 @@ from tandem.state.resuming import may_go_on
 from tandem.state.run_folder import RunFolder
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
 from tandem.tracking.tracker import Tracker
-from tandem.trainers.oversight import Oversight
-from tandem.trainers.parts import Rows, check_names, open_rows
-from tandem.trainers.process import start_process
-from tandem.trainers.recovery import Recovery, recovery_of_session
-from tandem.trainers.saving import Saving
-from tandem.trainers.session import Session, evaluate_if_due, open_session
 from tandem.trainers.start import check_start, fetch_weights
-from tandem.trainers.summary import Summary, announce, check_run_folder, ended, open_run, run_id, tell_limit, telling_step
-from tandem.trainers.weight_record import weight_record
 
 
 def train(resolved: Resolved, *, dry_run: bool = False, override: bool = False, until: int | None = None) -> Summary:

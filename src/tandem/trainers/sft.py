@@ -10,10 +10,10 @@ from tandem.config.experiment import BaseConfig, SFTConfig
 from tandem.config.load import Resolved
 from tandem.data.encoding import ChatEncoder, sequence
 from tandem.data.examples import conversations
+from tandem.flow.process import Process
+from tandem.lifecycle.summary import Summary
 from tandem.models.tokenizer import check_chat_template
 from tandem.roles.language_model import LanguageModel
-from tandem.trainers.process import Process
-from tandem.trainers.summary import Summary
 from tandem.trainers.supervised import BatchMaker, Recipe, Sequences, Stages, train_on_rows
 
 __all__ = ["RECIPE", "BatchMaker", "Encoder", "train"]

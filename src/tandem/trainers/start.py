@@ -8,25 +8,16 @@ import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from tandem.config.arithmetic import evaluation_gconfig
 from tandem.config.backend import parse_layout
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.fleet import kinds_of
 from tandem.engines.inference.check import check_inference_engine
 from tandem.engines.train.check import check_train_engine
-from tandem.flow.plan import RunPlan, plan_run
-from tandem.models.architecture import Architecture
-from tandem.models.catalog import describing, resolve
-from tandem.models.foreign import read_hf_config
-from tandem.models.lora import refuse_unknown_targets
-from tandem.models.precision import resolve_dtype
-from tandem.models.tokenizer import check_chat_template, load_tokenizer
-from tandem.rollout.chat import Chat
-from tandem.state.run_folder import require_writable
-from tandem.trainers.critic import check_same_tokens
-from tandem.trainers.delivery import weights_folder
-from tandem.trainers.evaluation import evaluation_gconfig
-from tandem.trainers.parts import (
+from tandem.flow.critic import check_same_tokens
+from tandem.flow.delivery import weights_folder
+from tandem.flow.parts import (
     WORKFLOWS,
     Rows,
     check_rows,
@@ -34,8 +25,17 @@ from tandem.trainers.parts import (
     make_workflow,
     training_workflow,
 )
-from tandem.trainers.planning.shape import Shape
-from tandem.trainers.process import choose_device
+from tandem.flow.plan import RunPlan, plan_run
+from tandem.flow.process import choose_device
+from tandem.models.architecture import Architecture
+from tandem.models.catalog import describing, resolve
+from tandem.models.foreign import read_hf_config
+from tandem.models.lora import refuse_unknown_targets
+from tandem.models.precision import resolve_dtype
+from tandem.models.shape import Shape
+from tandem.models.tokenizer import check_chat_template, load_tokenizer
+from tandem.rollout.chat import Chat
+from tandem.state.run_folder import require_writable
 
 LOOKED_AT = 16
 """Rows whose prompts are measured at most; one that fits is enough, and the others are dropped when they are drawn."""

@@ -19,29 +19,28 @@ from tandem.api.batch import pack
 from tandem.api.collective import together
 from tandem.api.engines import TrainEngine
 from tandem.api.failures import DataFailure
-from tandem.config.arithmetic import total_steps
+from tandem.config.arithmetic import is_evaluation_due, total_steps
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig
 from tandem.config.load import Resolved
 from tandem.data.dataset import Dataset, load_dataset
 from tandem.data.examples import Reader
 from tandem.data.loader import Loader
+from tandem.flow.parts import Rows, check_sinks, validation_config
 from tandem.flow.plan import RunPlan, plan_run
+from tandem.flow.process import Process, choose_device, start_process
+from tandem.flow.residents import open_model
+from tandem.lifecycle.oversight import Oversight
+from tandem.lifecycle.recovery import Progress, Recovery, parts_of_rows
+from tandem.lifecycle.saving import Saving
+from tandem.lifecycle.summary import Summary, announce, check_run_folder, ended, open_run, tell_limit, telling_step
+from tandem.lifecycle.weight_record import weight_record
 from tandem.models.catalog import describing
 from tandem.models.tokenizer import check_chat_template, load_tokenizer, save_classifier_tokenizer
 from tandem.state.resuming import may_go_on
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
 from tandem.tracking.tracker import Tracker
-from tandem.trainers.evaluation import is_due
-from tandem.trainers.oversight import Oversight
-from tandem.trainers.parts import Rows, check_sinks, validation_config
-from tandem.trainers.process import Process, choose_device, start_process
-from tandem.trainers.recovery import Progress, Recovery, parts_of_rows
-from tandem.trainers.residents import open_model
-from tandem.trainers.saving import Saving
 from tandem.trainers.start import check_models, fetch_weights
-from tandem.trainers.summary import Summary, announce, check_run_folder, ended, open_run, tell_limit, telling_step
-from tandem.trainers.weight_record import weight_record
 
 log = logging.getLogger(__name__)
 
@@ -222,7 +221,7 @@ def check_examples(config: Any, recipe: Recipe, rows: Rows, steps: int, plan: Ru
     loader = Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
     batches = BatchMaker(loader, recipe.encoder(tokenizer, config), config.batch_size, quiet=True)
     batches.next_batch()
-    if is_due(config.evaluate.every_steps, 0, steps):
+    if is_evaluation_due(config.evaluate.every_steps, 0, steps):
         validation_batches(batches).all_of(rows.valid)
     return tokenizer
 
@@ -253,7 +252,7 @@ def loop(
     timer, progress, valid = PhaseTimer(), recovery.progress, None
     checkpoint = saving.checkpoint = recovery.resume()
     metrics: dict[str, float] = {} if tracker is None else dict(tracker.last)
-    if is_due(every, 0, steps):
+    if is_evaluation_due(every, 0, steps):
         valid = stages.prepare(validation_batches(batches).all_of(rows.valid))
         if checkpoint is None:
             with within("evaluate"):
@@ -270,7 +269,7 @@ def loop(
         saving.persist(partial(recovery.commit, step))
         metrics |= {f"rows/dropped/{reason}": float(count) for reason, count in batches.dropped.items()}
         metrics["tokens_per_s/train"] = int(batch["cu_seqlens"][-1]) / max(timer.seconds("train"), 1e-9)
-        if valid is not None and is_due(every, step, steps):
+        if valid is not None and is_evaluation_due(every, step, steps):
             with timer("evaluate"):
                 metrics |= examined(stages, valid)
         metrics |= timer.metrics() | saving.metrics() | oversight.metrics() | {"memory/peak_gib": peak_memory_gib()}

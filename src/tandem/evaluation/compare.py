@@ -1,0 +1,202 @@
+"""`tandem compare A B`: two evaluations of the same rows, paired."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.config.errors import ConfigError
+from tandem.config.evaluation import differences
+from tandem.evaluation.asking import Answer
+from tandem.evaluation.folder import read_samples, read_settings
+from tandem.evaluation.numbers import Test, bootstrap_means, mcnemar, percentiles, sign_flip
+from tandem.evaluation.report import aligned
+from tandem.evaluation.scores import row_values
+
+SIGNIFICANT = 0.05
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A finished evaluation as it stands in its folder."""
+
+    path: Path
+    settings: Mapping[str, Any]
+    answers: Mapping[str, Sequence[Answer]]
+    """By data set."""
+
+    @property
+    def label(self) -> str:
+        """Its name in the table."""
+        return str(self.settings["config"].get("label") or self.path.name)
+
+    @property
+    def samples(self) -> int:
+        """Of each row."""
+        return int(self.settings["config"]["gconfig"]["n_samples"])
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One measure on one data set: second minus first, over the same rows."""
+
+    data: str
+    measure: str
+    rows: int
+    first: float
+    second: float
+    difference: float
+    low: float
+    high: float
+    """Paired bootstrap over rows."""
+
+    p_value: float
+    test: str
+    only_first: int | None = None
+    """Rows that only the first got right, where each has one sample that is right or wrong."""
+
+    only_second: int | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `tandem compare` says."""
+
+    first: str
+    second: str
+    differences: tuple[Difference, ...]
+    settings: tuple[tuple[str, Any, Any], ...]
+    """Keys in which the two evaluations differ, with both values."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+def open_recorded(path: Path) -> Recorded:
+    """Reads the folder of an evaluation.
+
+    Raises:
+        ConfigError: there is none, or it is not finished; says how much of it is there.
+    """
+    settings, answers = read_settings(path), read_samples(path)
+    total = sum(data["rows"] for data in settings["data"].values()) * int(settings["config"]["gconfig"]["n_samples"])
+    if len(answers) < total:
+        raise ConfigError(
+            f"{path} is not finished: {len(answers)} of {total} samples; go on with `tandem eval` and the same settings"
+        )
+    return Recorded(path, settings, {name: [a for a in answers if a.data == name] for name in settings["data"]})
+
+
+def compare(first: Recorded, second: Recorded, *, seed: int = 0, confidence: float = 0.95) -> Comparison:
+    """Every measure that both have, on every data set.
+
+    Raises:
+        ConfigError: the data sets, or their rows, are not the same; says which.
+    """
+    check_same_rows(first, second)
+    ks = [k for k in first.settings["config"]["k"] if k in second.settings["config"]["k"]]
+    found = []
+    for data in first.settings["data"]:
+        pair = row_values(first.answers[data], ks), row_values(second.answers[data], ks)
+        for measure in pair[0]:
+            if measure in pair[1]:
+                found.append(_difference(data, measure, pair[0][measure], pair[1][measure], first, second, seed, confidence))
+    if not found:
+        raise ConfigError("there is nothing to compare: the rewards of these evaluations state no accuracy")
+    one, other = ({**recorded.settings["config"], "files": recorded.settings["files"]} for recorded in (first, second))
+    changed = tuple(item for item in differences(one, other) if item[0] not in ("label", "out"))
+    alike = first.label == second.label
+    names = (str(first.path), str(second.path)) if alike else (first.label, second.label)
+    return Comparison(names[0], names[1], tuple(found), changed)
+
+
+def check_same_rows(first: Recorded, second: Recorded) -> None:
+    """Raises `ConfigError` unless both asked the same rows of the same data sets."""
+    names = list(first.settings["data"]), list(second.settings["data"])
+    if set(names[0]) != set(names[1]):
+        raise ConfigError(
+            f"the evaluations are of different data: {first.path} has {', '.join(names[0])}, {second.path} has "
+            f"{', '.join(names[1])}; only the same rows can be compared"
+        )
+    for name in names[0]:
+        one, other = (recorded.settings["row_digests"][name].split() for recorded in (first, second))
+        if len(one) != len(other):
+            raise ConfigError(
+                f"data set {name!r} has {len(one)} rows in {first.path} and {len(other)} in {second.path}; evaluate "
+                "the same rows (max_rows, split)"
+            )
+        if one != other:
+            row = next(i for i, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1])
+            raise ConfigError(
+                f"data set {name!r} has other rows in {first.path} than in {second.path}, row {row} to begin with; only the "
+                "same questions with the same expected answers can be compared"
+            )
+        rewards = {recorded.settings["data"][name]["reward"] for recorded in (first, second)}
+        if len(rewards) > 1:
+            raise ConfigError(
+                f"data set {name!r} was judged by different rewards ({' and '.join(sorted(rewards))}); evaluate both "
+                "with one"
+            )
+
+
+def _difference(
+    data: str,
+    measure: str,
+    one: Sequence[float],
+    other: Sequence[float],
+    first: Recorded,
+    second: Recorded,
+    seed: int,
+    confidence: float,
+) -> Difference:
+    gaps = [b - a for a, b in zip(one, other, strict=True)]
+    low, high = percentiles(bootstrap_means(gaps, seed), confidence)
+    single = first.samples == second.samples == 1 and set(one) | set(other) <= {0.0, 1.0}
+    only = (sum(gap < 0 for gap in gaps), sum(gap > 0 for gap in gaps)) if single else (None, None)
+    test: Test = mcnemar(*only) if only[0] is not None and only[1] is not None else sign_flip(gaps, seed)
+    count = len(gaps)
+    return Difference(
+        data=data,
+        measure=measure,
+        rows=count,
+        first=sum(one) / count,
+        second=sum(other) / count,
+        difference=sum(gaps) / count,
+        low=low,
+        high=high,
+        p_value=test.p_value,
+        test=test.method,
+        only_first=only[0],
+        only_second=only[1],
+    )
+
+
+def describe(comparison: Comparison) -> str:
+    """The comparison for people."""
+    lines = [["data", "measure", "rows", comparison.first, comparison.second, "difference", "p"]]
+    for one in comparison.differences:
+        gap = f"{100 * one.difference:+.1f} [{100 * one.low:+.1f}, {100 * one.high:+.1f}]"
+        values = [f"{100 * value:.1f} %" for value in (one.first, one.second)]
+        lines.append([one.data, one.measure, str(one.rows), *values, gap, f"{one.p_value:.3g}"])
+    said = [aligned(lines)]
+    for one in comparison.differences:
+        if one.only_first is not None:
+            said.append(
+                f"{one.data}: {one.only_first} rows right only with {comparison.first}, {one.only_second} only with "
+                f"{comparison.second}."
+            )
+    tests = sorted({one.test for one in comparison.differences})
+    said.append(f"Differences in points, paired bootstrap over rows; p: {' or '.join(tests)}.")
+    clear = [one for one in comparison.differences if one.p_value < SIGNIFICANT]
+    if not clear:
+        said.append(f"No difference is significant at {SIGNIFICANT:g}.")
+    elif len(comparison.differences) > 1:
+        said.append(
+            f"{len(clear)} of {len(comparison.differences)} are below {SIGNIFICANT:g}; p is not corrected for their number."
+        )
+    if comparison.settings:
+        said.append(
+            "The evaluations differ in " + ", ".join(f"{key} ({a} / {b})" for key, a, b in comparison.settings) + "."
+        )
+    return "\n".join(said)

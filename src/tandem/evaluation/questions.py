@@ -1,0 +1,148 @@
+"""Rows to be asked: loaded in the form of their benchmark, each with the reward that judges it, all checked at start."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tandem.config.data import DatasetConfig
+from tandem.config.errors import ConfigError
+from tandem.config.evaluation import EvaluationConfig, EvaluationData
+from tandem.data.dataset import load_dataset
+from tandem.data.known import Benchmark, find_benchmark, locate, recognise
+from tandem.flow.parts import RewardBySource
+from tandem.rewards.build import build_reward
+
+PROCEDURAL_ROWS = 500
+"""Rows of a procedural data set where `max_rows` says nothing."""
+
+
+@dataclass(frozen=True)
+class Questions:
+    """One data set of an evaluation."""
+
+    name: str
+    rows: Sequence[Mapping[str, Any]]
+    digests: tuple[str, ...]
+    """Of each row as it stands in its file: what makes two evaluations' rows the same."""
+
+    reward: str
+    """Who judges."""
+
+    @property
+    def digest(self) -> str:
+        """Of all rows in their order."""
+        return hashlib.sha256("\n".join(self.digests).encode()).hexdigest()[:16]
+
+
+def open_questions(config: EvaluationConfig) -> list[Questions]:
+    """Loads every data set.
+
+    Raises:
+        ConfigError: unknown name (tells the nearest), missing or empty data, columns that are not those of the benchmark,
+            a benchmark that nothing here can judge, two data sets of one name.
+    """
+    found = [_open(config, data) for data in config.data]
+    names = [one.name for one in found]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"two data sets are called {name!r}; give them different names: data=[{{path: …, name: …}}, …]"
+            )
+    return found
+
+
+def _open(config: EvaluationConfig, data: EvaluationData) -> Questions:
+    benchmark = find_benchmark(data.benchmark) if data.benchmark not in (None, "none") else None
+    place, from_hub = locate(data.path, config.data_root)
+    if data.benchmark is None:
+        benchmark = recognise(data.path) or recognise(place)
+    columns = (data.prompt_column or config.prompt_column, data.answer_column or config.answer_column)
+    own_columns = columns if benchmark is None else tuple(c or b for c, b in zip(columns, _columns(benchmark), strict=True))
+    suffix = next((text for text in (data.prompt_suffix, config.prompt_suffix) if text is not None), None)
+    if suffix is None:
+        suffix = benchmark.prompt_suffix if benchmark is not None else ""
+    hub_split = benchmark.hub_split if benchmark is not None and from_hub else None
+    max_rows = data.max_rows or config.max_rows
+    dataset = load_dataset(
+        DatasetConfig(
+            path=place,
+            split=data.split or config.split or hub_split,
+            prompt_column=own_columns[0],
+            answer_column=own_columns[1],
+            max_rows=max_rows,
+            size=max_rows or PROCEDURAL_ROWS,
+            prompt_suffix=suffix,
+        ),
+        default_split="test",
+    )
+    rows = dataset.rows
+    if benchmark is None and data.benchmark is None:
+        benchmark = recognise(place, rows)
+    name = data.name or (benchmark.name if benchmark is not None else Path(place.rpartition(":")[2]).stem)
+    reward = data.reward or config.reward or _judge(benchmark, name)
+    _check_format(benchmark, name, rows[0], explicit=any(columns))
+    rows = [{**row, "source": name, "reward_name": reward} for row in rows]
+    return Questions(name, rows, tuple(_digest(row, suffix) for row in rows), reward)
+
+
+def _columns(benchmark: Benchmark) -> tuple[str | None, str | None]:
+    return benchmark.prompt_column, benchmark.answer_column
+
+
+def _judge(benchmark: Benchmark | None, name: str) -> str:
+    if benchmark is None:
+        return "math"
+    if benchmark.reward is None:
+        raise ConfigError(f"data set {name!r} cannot be scored here: {benchmark.refusal}")
+    return benchmark.reward
+
+
+def _check_format(benchmark: Benchmark | None, name: str, row: Mapping[str, Any], explicit: bool) -> None:
+    if benchmark is None or explicit:
+        return
+    there = {column.lower() for column in row}
+    missing = [column for column in benchmark.columns if column.lower() not in there]
+    if missing:
+        raise ConfigError(
+            f"data set {name!r} is taken for {benchmark.title} by its name, but has no column {missing[0]!r}; "
+            "name its columns (prompt_column, answer_column), or set benchmark: none for it"
+        )
+
+
+def _digest(row: Mapping[str, Any], suffix: str) -> str:
+    """Of a row without what the configuration put into it, so that two ways to ask the same question can be compared."""
+    kept = {key: value for key, value in row.items() if key not in ("source", "reward_name", "messages")}
+    messages = json.loads(json.dumps(row["messages"], default=str))
+    last = messages[-1]["content"]
+    if suffix and isinstance(last, str):
+        messages[-1]["content"] = last.removesuffix(suffix)
+    elif suffix:
+        messages[-1]["content"] = last[:-1]
+    text = json.dumps([kept, messages], sort_keys=True, ensure_ascii=False, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def make_judges(questions: Sequence[Questions], timeout_s: float) -> RewardBySource:
+    """The reward of each data set, as one; every row is checked.
+
+    Raises:
+        ConfigError: an unknown reward, or a row that lacks what it needs, an answer for example; says which row.
+    """
+    by_name = {name: build_reward(name, timeout_s=timeout_s) for name in dict.fromkeys(one.reward for one in questions)}
+    judges = RewardBySource(by_name[questions[0].reward], by_name)
+    try:
+        for one in questions:
+            check = getattr(by_name[one.reward], "check_row", None)
+            for number, row in enumerate(one.rows if check is not None else (), 1):
+                assert check is not None
+                try:
+                    check(row)
+                except ConfigError as error:
+                    raise ConfigError(f"row {number} of data set {one.name!r}: {error}") from error
+    except ConfigError:
+        judges.close()
+        raise
+    return judges

@@ -1,0 +1,104 @@
+"""Progress while it goes on, and the table at the end."""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import TextIO
+
+from tandem.evaluation.asking import Answer
+from tandem.evaluation.scores import DataScores, Estimate, score_of
+from tandem.tracking.progress import duration
+
+EVERY_S = 5.0
+
+
+class Progress:
+    """A line now and then: samples done, accuracy so far, tokens a second, and the time left at the pace so far."""
+
+    def __init__(self, total: int, done: int, file: TextIO | None = None):
+        self.total, self.done, self.file = total, done, sys.stderr if file is None else file
+        self._began = self._said = time.monotonic()
+        self.made = self._tokens = 0
+        self._scores: list[float] = []
+        if done:
+            self._say(f"{done} of {total} samples are recorded already")
+
+    def answered(self, answer: Answer) -> None:
+        """One sample is done."""
+        self.made += 1
+        self.done += 1
+        self._tokens += answer.tokens
+        score = score_of(answer)
+        if score is not None:
+            self._scores.append(score)
+        if time.monotonic() - self._said >= EVERY_S:
+            self._said = time.monotonic()
+            self._say(self.line(answer.data))
+
+    def line(self, data: str) -> str:
+        """Where it stands."""
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        accuracy = f"  accuracy {sum(self._scores) / len(self._scores):.1%}" if self._scores else ""
+        left = duration((self.total - self.done) * seconds / max(1, self.made))
+        return f"{data}  {self.done}/{self.total} samples{accuracy}  {self._tokens / seconds:.0f} tok/s  ETA {left}"
+
+    def summary(self) -> str:
+        """What was done since it began."""
+        seconds = max(time.monotonic() - self._began, 1e-9)
+        return f"{self.made} samples, {self._tokens} tokens in {duration(seconds)}, {self._tokens / seconds:.0f} tok/s"
+
+    def _say(self, text: str) -> None:
+        print(text, file=self.file, flush=True)
+
+
+def shown(estimate: Estimate) -> str:
+    """`31.2 % [28.1, 34.5]`."""
+    return f"{100 * estimate.value:.1f} % [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
+
+
+def share(value: float | None) -> str:
+    """`1.5 %`, or a dash."""
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def table(results: Mapping[str, DataScores], average: Mapping[str, Estimate]) -> str:
+    """A line for each data set, and the mean over data sets where there are several."""
+    names = list(dict.fromkeys(name for scores in results.values() for name in scores.measures))
+    several = max((scores.samples for scores in results.values()), default=1)
+    heads = [f"avg@{several}" if name == "accuracy" and several > 1 else name for name in names]
+    lines = [["data", "rows", *(heads or ["reward"]), "truncated", "no answer", "failed", "tokens"]]
+    for data, scores in results.items():
+        measured = [shown(scores.measures[name]) if name in scores.measures else "–" for name in names]
+        ending = [share(scores.truncated), share(scores.extraction_failed), str(sum(scores.failed.values()))]
+        lines.append(
+            [data, str(scores.rows), *(measured or [f"{scores.reward:.4g}"]), *ending, f"{scores.completion_length:.0f}"]
+        )
+    if average:
+        lines.append(["mean", "", *(shown(average[name]) if name in average else "–" for name in names), *[""] * 4])
+    return aligned(lines)
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Columns below each other, the first to the left and the others to the right."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+
+    def padded(line: Sequence[str]) -> str:
+        rest = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        return "  ".join([line[0].ljust(widths[0]), *rest]).rstrip()
+
+    return "\n".join(padded(line) for line in lines)
+
+
+def notes(results: Mapping[str, DataScores]) -> list[str]:
+    """What the table does not say: how intervals were made, and which samples failed."""
+    said = []
+    methods = sorted({estimate.method for scores in results.values() for estimate in scores.measures.values()})
+    if methods:
+        said.append(f"Intervals: {' or '.join(methods)}.")
+    for data, scores in results.items():
+        if not scores.measures:
+            said.append(f"{data}: the reward states no accuracy and its values are no shares, so only its mean is given.")
+        if scores.failed:
+            reasons = ", ".join(f"{reason} {count}" for reason, count in scores.failed.items())
+            said.append(f"{data}: samples that failed and count as wrong: {reasons}; see `error` in samples.jsonl.")
+    return said

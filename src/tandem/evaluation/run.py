@@ -1,0 +1,284 @@
+"""`tandem eval`: a model on data sets, wave by wave, into a folder that it can go on from.
+
+Consumes rows; produces `samples.jsonl` and `results.json`. A wave waits for its slowest sample; nothing else waits.
+"""
+
+import contextlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem.api.engines import InferenceEngine
+from tandem.api.workflow import RolloutWorkflow
+from tandem.config.evaluation import EvaluationConfig
+from tandem.config.experiment import TrainConfig
+from tandem.config.load import Resolved, plain_data
+from tandem.config.rollout import RolloutConfig
+from tandem.engines.inference.build import build_inference_engine
+from tandem.engines.inference.check import check_inference_engine
+from tandem.evaluation.asking import Answer, Ask, Terms, ask_together
+from tandem.evaluation.folder import RESULTS, EvaluationFolder
+from tandem.evaluation.identity import file_digests, library_versions
+from tandem.evaluation.numbers import mean_interval
+from tandem.evaluation.questions import Questions, make_judges, open_questions
+from tandem.evaluation.report import Progress, notes, table
+from tandem.evaluation.scores import DataScores, Estimate, plain, score_data
+from tandem.flow.own_workflow import taken_arguments
+from tandem.flow.parts import RewardBySource, find_workflow, make_workflow
+from tandem.flow.process import uses_gpu
+from tandem.models.catalog import describing, resolve
+from tandem.models.identity import fingerprint
+from tandem.models.precision import resolve_dtype
+from tandem.models.tokenizer import check_chat_template, load_tokenizer
+from tandem.rollout.event_loop import BackgroundLoop
+from tandem.state.machine import usable_cores
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where the answers are computed; it decides about their last bits."""
+
+    device: str
+    threads: int
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A finished evaluation."""
+
+    folder: Path
+    results: Mapping[str, Any]
+    """What `results.json` holds."""
+
+    text: str
+    """The table and what belongs to it."""
+
+    judged: int
+    """Samples that did not fail."""
+
+
+def evaluation_path(config: EvaluationConfig) -> Path:
+    """The folder of an evaluation."""
+    return Path(config.out).expanduser() / str(config.label)
+
+
+@dataclass(frozen=True)
+class Checked:
+    """An evaluation that can start."""
+
+    machine: Machine
+    questions: Sequence[Questions]
+    judges: RewardBySource
+    workflow: RolloutWorkflow
+
+
+def check_evaluation(config: EvaluationConfig) -> Checked:
+    """Passes if an evaluation can start on this machine; of a model on the hub no weights are downloaded for it. The judges
+    are the caller's to close.
+
+    Raises:
+        ConfigError: anything about device, data, model, reward or workflow.
+    """
+    asked = TrainConfig(
+        workflow=config.workflow,
+        system_prompt=config.system_prompt,
+        chat_template_kwargs=config.chat_template_kwargs,
+        gconfig=config.gconfig,
+    )
+    taken_arguments(find_workflow(config.workflow), asked)
+    machine = settle_machine(config)
+    questions = open_questions(config)
+    folder = describing(config.model)
+    tokenizer = load_tokenizer(folder)
+    check_chat_template(tokenizer)
+    check_inference_engine(rollout_of(config, machine), folder, machine.device)
+    judges = make_judges(questions, config.reward_timeout_s)
+    try:
+        return Checked(machine, questions, judges, make_workflow(asked, tokenizer, judges, config.gconfig))
+    except BaseException:
+        judges.close()
+        raise
+
+
+def try_evaluation(config: EvaluationConfig) -> None:
+    """Passes if `evaluate_model` would begin, or go on in its folder; writes nothing.
+
+    Raises:
+        ConfigError: as `evaluate_model`.
+    """
+    checked = check_evaluation(config)
+    checked.judges.close()
+    path = evaluation_path(config)
+    if path.exists():
+        model = resolve(config.model)  # what its folder was made with can only be compared with all of the model
+        EvaluationFolder.check(path, settings(config, checked.questions, model, checked.machine))
+    else:
+        EvaluationFolder.check(path, None)
+
+
+def evaluate_model(resolved: Resolved[Any]) -> Finished:
+    """Runs it, or what is left of it.
+
+    Raises:
+        ConfigError: anything about configuration, data, model or folder, before the model is loaded.
+        EngineDied: the engine is gone; what is recorded stays.
+    """
+    config: EvaluationConfig = resolved.config
+    checked = check_evaluation(config)
+    machine, questions, workflow = checked.machine, checked.questions, checked.workflow
+    waves = plan(questions, config)
+    total = sum(map(len, waves))
+    with contextlib.ExitStack() as stack:
+        stack.callback(checked.judges.close)
+        model = resolve(config.model)
+        torch.set_num_threads(machine.threads)
+        folder = stack.enter_context(
+            EvaluationFolder.open(evaluation_path(config), settings(config, questions, model, machine))
+        )
+        answers = folder.recorded(waves)
+        progress = Progress(total, len(answers))
+        if len(answers) < total:
+            warn_of_comparisons(workflow)
+            engine = make_engine(config, machine, model)
+            stack.callback(engine.close)
+            with contextlib.closing(BackgroundLoop()) as loop:  # bounded at its end, whatever a user's coroutine does
+                loop.run(_go_on(engine, workflow, waves, answers, folder, config, progress))
+        results, scores, average = conclude(answers, questions, config)
+        folder.finish(results)
+        lines = [table(scores, average), *notes(scores), f"Results and samples: {folder.path}"]
+        if progress.made:
+            lines.append(progress.summary())
+        judged = sum(answer.failed is None for answer in answers)
+        return Finished(folder.path, results, "\n".join(lines), judged)
+
+
+async def _go_on(
+    engine: InferenceEngine,
+    workflow: RolloutWorkflow,
+    waves: Sequence[Sequence[Ask]],
+    answers: list[Answer],
+    folder: EvaluationFolder,
+    config: EvaluationConfig,
+    progress: Progress,
+) -> None:
+    """All waves that are not recorded, one after the other; ``answers`` grows."""
+    terms = Terms(seed=config.seed, timeout_s=config.episode_timeout_s, max_retries=config.max_retries)
+    before = 0
+    for wave in waves:
+        before += len(wave)
+        if before <= len(answers):
+            continue
+        found = await ask_together(engine, workflow, wave, terms, on_answer=progress.answered)
+        folder.append(found)
+        answers += found
+
+
+def settle_machine(config: EvaluationConfig) -> Machine:
+    """Device, threads and precision, as resolved here.
+
+    Raises:
+        ConfigError: `device=cuda` without a GPU.
+    """
+    device = "cuda" if uses_gpu(config.device) else "cpu"
+    return Machine(device, config.threads or usable_cores(), str(resolve_dtype(config.dtype, device)).removeprefix("torch."))
+
+
+def rollout_of(config: EvaluationConfig, machine: Machine) -> RolloutConfig:
+    """The engine's configuration, as a run would have it."""
+    return RolloutConfig(dtype=machine.dtype, engine=config.engine)  # type: ignore[arg-type]
+
+
+def make_engine(config: EvaluationConfig, machine: Machine, model: Path) -> InferenceEngine:
+    """The same engine as in training."""
+    return build_inference_engine(
+        rollout_of(config, machine),
+        folder=model,
+        placement="colocate",
+        threads=machine.threads,
+        device=machine.device,
+        deterministic=True,
+    )
+
+
+def plan(questions: Sequence[Questions], config: EvaluationConfig) -> list[list[Ask]]:
+    """Waves of whole rows, each of one data set: what is computed together does not depend on which data sets are asked."""
+    samples = config.gconfig.n_samples
+    rows = max(1, config.wave_samples // samples)
+    waves = []
+    for one in questions:
+        for start in range(0, len(one.rows), rows):
+            places = range(start, min(start + rows, len(one.rows)))
+            waves.append([Ask(one.name, row, sample, one.rows[row]) for row in places for sample in range(samples)])
+    return waves
+
+
+def settings(config: EvaluationConfig, questions: Sequence[Questions], model: Path, machine: Machine) -> dict[str, Any]:
+    """Everything that the answers depend on; an evaluation goes on only where it agrees."""
+    specs = [config.workflow, *(one.reward for one in questions)]
+    return {
+        "config": plain_data(config),
+        "data": {one.name: {"rows": len(one.rows), "digest": one.digest, "reward": one.reward} for one in questions},
+        "row_digests": {one.name: " ".join(one.digests) for one in questions},
+        "model_fingerprint": fingerprint(model),
+        "files": file_digests(specs),
+        "machine": asdict(machine),
+        "versions": library_versions(),
+    }
+
+
+def warn_of_comparisons(workflow: RolloutWorkflow) -> None:
+    """Says so where a workflow judges samples against each other, which an evaluation does not do."""
+    if type(workflow).finish_group is not RolloutWorkflow.finish_group:
+        name = type(workflow).__name__
+        log.warning("%s has a finish_group; evaluation judges each sample by itself and does not call it", name)
+
+
+def conclude(
+    answers: Sequence[Answer], questions: Sequence[Questions], config: EvaluationConfig
+) -> tuple[dict[str, Any], dict[str, DataScores], dict[str, Estimate]]:
+    """(`results.json`, scores by data set, means over data sets)."""
+    own = {one.name: [answer for answer in answers if answer.data == one.name] for one in questions}
+    scores = {
+        name: score_data(found, config.k, confidence=config.confidence, seed=config.seed) for name, found in own.items()
+    }
+    average = mean_over_data(scores) if len(own) > 1 else {}
+    results = {
+        "model": config.model,
+        "label": config.label,
+        "samples_of_each_row": config.gconfig.n_samples,
+        "greedy": config.gconfig.greedy,
+        "confidence": config.confidence,
+        "data": {name: {"digest": one.digest, "judged_by": one.reward, **plain(scores[name])} for name, one in
+                 ((one.name, one) for one in questions)},
+        "mean": {name: asdict(estimate) for name, estimate in average.items()},
+    }  # fmt: skip
+    return results, scores, average
+
+
+def mean_over_data(scores: Mapping[str, DataScores]) -> dict[str, Estimate]:
+    """Each data set counts alike, whatever its size; measures that all of them have."""
+    found = {}
+    for name in next(iter(scores.values())).measures:
+        estimates = [one.measures[name] for one in scores.values() if name in one.measures]
+        if len(estimates) == len(scores):
+            value = sum(one.value for one in estimates) / len(estimates)
+            found[name] = Estimate(value, *mean_interval([(one.value, one.low, one.high) for one in estimates]))
+    return found
+
+
+def state_of(config: EvaluationConfig) -> str:
+    """After Ctrl-C: what is recorded, and how to go on."""
+    folder = evaluation_path(config)
+    file = folder / "samples.jsonl"
+    if not file.exists():
+        return "Nothing was recorded."
+    done = file.read_bytes().count(b"\n")
+    more = "" if (folder / RESULTS).exists() else "; the same command goes on from there"
+    return f"{folder} has {done} samples{more}."

@@ -1,0 +1,173 @@
+"""From answers to figures: one value a row for each measure, so that means, intervals and paired tests all see the same."""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tandem.config.evaluation import usual_k
+from tandem.evaluation.asking import Answer
+from tandem.evaluation.numbers import Interval, interval, maj_at_k, pass_at_k
+from tandem.rewards.extraction import plain_number
+
+COSMETIC = re.compile(r"\\left|\\right|\\[,;!: ]|\s+|^\$+|\$+$")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over rows, with its interval."""
+
+    value: float
+    low: float
+    high: float
+    method: str
+
+
+@dataclass(frozen=True)
+class DataScores:
+    """What one data set came to. Samples that failed count as wrong, and are counted by reason."""
+
+    rows: int
+    samples: int
+    """Of each row."""
+
+    reward: float
+    """Mean over the samples that were judged."""
+
+    truncated: float
+    """Share of those that were cut by their length."""
+
+    completion_length: float
+    """Mean tokens of those."""
+
+    extraction_failed: float | None
+    """Share of those in which no answer was found; None where the reward looks for none."""
+
+    failed: Mapping[str, int] = field(default_factory=dict)
+    """Reason → samples without a judgement."""
+
+    measures: Mapping[str, Estimate] = field(default_factory=dict)
+    """``accuracy`` (with several samples also called avg@k: the mean over all of them), ``pass@k``, ``maj@k``."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Means of the workflow's own metrics."""
+
+
+def by_row(answers: Iterable[Answer]) -> dict[int, list[Answer]]:
+    """Row → its answers, both in order."""
+    found: dict[int, list[Answer]] = defaultdict(list)
+    for answer in answers:
+        found[answer.row].append(answer)
+    return {row: sorted(found[row], key=lambda answer: answer.sample) for row in sorted(found)}
+
+
+def vote_key(answer: str) -> str:
+    """What two ways to write one answer share: the exact value of a plain number, else the text less LaTeX spacing."""
+    number = plain_number(answer)
+    return str(number) if number is not None else COSMETIC.sub("", answer.replace("\\dfrac", "\\frac")).rstrip(".")
+
+
+def score_of(answer: Answer) -> float | None:
+    """0 to 1: the accuracy that the reward states, else its value where that is a share; None where it is neither."""
+    if answer.failed is not None:
+        return 0.0
+    if answer.accuracy is not None:
+        return answer.accuracy
+    return answer.reward if answer.reward is not None and 0 <= answer.reward <= 1 else None
+
+
+def row_values(answers: Sequence[Answer], ks: Sequence[int]) -> dict[str, list[float]]:
+    """Measure → one value a row, in the order of rows; ``answers`` are those of one data set.
+
+    A sample is correct when its score is 1. ``accuracy`` is missing, and all else with it, where the reward gives no score;
+    ``maj@k`` where it looks for no answer. Correct answers vote together, because each equals the expected one; wrong
+    ones where they are written alike (`vote_key`); samples without an answer, or that failed, do not vote.
+    """
+    rows = by_row(answers)
+    scores = {row: [score_of(answer) for answer in found] for row, found in rows.items()}
+    if any(score is None for found in scores.values() for score in found):
+        return {}
+    values = {"accuracy": [sum(s or 0.0 for s in scores[row]) / len(scores[row]) for row in rows]}
+    fewest = min((len(found) for found in rows.values()), default=0)
+    judged = [answer for answer in answers if answer.failed is None]
+    votes = bool(judged) and all(answer.extracted is not None for answer in judged)
+    for k in (k for k in ks if k <= fewest):
+        values[f"pass@{k}"] = [pass_at_k(_correct(scores[row]), len(scores[row]), k) for row in rows]
+        if votes:
+            values[f"maj@{k}"] = [_majority(rows[row], scores[row], k) for row in rows]
+    return values
+
+
+def _correct(scores: Sequence[float | None]) -> int:
+    return sum(score is not None and score >= 1 for score in scores)
+
+
+def _majority(answers: Sequence[Answer], scores: Sequence[float | None], k: int) -> float:
+    wrong: Counter[str] = Counter()
+    silent = correct = 0
+    for answer, score in zip(answers, scores, strict=True):
+        if score is not None and score >= 1:
+            correct += 1
+        elif answer.answer is None:
+            silent += 1
+        else:
+            wrong[vote_key(answer.answer)] += 1
+    return maj_at_k(correct, list(wrong.values()), silent, k)
+
+
+def score_data(answers: Sequence[Answer], ks: Sequence[int], *, confidence: float, seed: int) -> DataScores:
+    """The figures of one data set."""
+    rows = by_row(answers)
+    judged = [answer for answer in answers if answer.failed is None]
+    looked = [answer.extracted for answer in judged if answer.extracted is not None]
+    own: dict[str, list[float]] = defaultdict(list)
+    for answer in judged:
+        for name, value in answer.metrics.items():
+            own[name].append(value)
+    measures = {}
+    for name, values in row_values(answers, ks).items():
+        found: Interval = interval(values, confidence=confidence, seed=seed)
+        measures[name] = Estimate(mean(values), found.low, found.high, found.method)
+    return DataScores(
+        rows=len(rows),
+        samples=max((len(found) for found in rows.values()), default=0),
+        reward=mean([answer.reward or 0.0 for answer in judged]),
+        truncated=mean([float(answer.truncated) for answer in judged]),
+        completion_length=mean([float(answer.tokens) for answer in judged]),
+        extraction_failed=mean([float(not found) for found in looked]) if looked else None,
+        failed=dict(sorted(Counter(answer.failed for answer in answers if answer.failed is not None).items())),
+        measures=measures,
+        metrics={name: mean(values) for name, values in sorted(own.items())},
+    )
+
+
+def mean(values: Sequence[float]) -> float:
+    """0 for nothing."""
+    return sum(values) / len(values) if values else 0.0
+
+
+def metrics_of(answers: Sequence[Answer], n_samples: int) -> dict[str, float]:
+    """For a training step: ``eval/<name>``; with several data sets also ``eval/accuracy/<source>``."""
+    rows = by_row(answers)
+    judged = [answer for answer in answers if answer.failed is None]
+    looked = [answer.extracted for answer in judged if answer.extracted is not None]
+    found = {
+        "reward": mean([answer.reward or 0.0 for answer in judged]),
+        "completion_length": mean([float(answer.tokens) for answer in judged]),
+        "truncated": mean([float(answer.truncated) for answer in judged]),
+        "failed": float(len({a.row for a in answers if a.failed is not None}) if rows else 0),
+    }
+    if looked:
+        found["extraction_failed"] = mean([float(not one) for one in looked])
+    found |= {name: mean(values) for name, values in row_values(answers, usual_k(n_samples)).items()}
+    sources = dict.fromkeys(answer.data for answer in answers)
+    for source in sources if len(sources) > 1 else ():
+        own = row_values([answer for answer in answers if answer.data == source], ())
+        found |= {f"accuracy/{source}": mean(values) for values in own.values()}
+    return {f"eval/{name}": value for name, value in found.items()}
+
+
+def plain(scores: DataScores) -> dict[str, Any]:
+    """As JSON."""
+    return asdict(scores)

@@ -1,0 +1,97 @@
+"""How a run delivers its weights, and how it proves that they arrived: channel, publisher, archive, verifier."""
+
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from tandem.api.engines import InferenceEngine, TrainEngine
+from tandem.config.arithmetic import max_head_offpolicyness
+from tandem.config.experiment import TrainConfig
+from tandem.flow.process import Process
+from tandem.models.precision import resolve_dtype
+from tandem.proof.scoring import Scorer, beginning
+from tandem.proof.verification import Schedule, Verifier
+from tandem.weights.archive import VersionArchive
+from tandem.weights.channel import Channel
+from tandem.weights.collective import CollectiveChannel
+from tandem.weights.disk import DiskChannel
+from tandem.weights.publisher import WeightPublisher
+
+FOLDER = ".weights"
+"""In `run.root`, where servers read weights unless `rollout.weights.folder` says otherwise."""
+
+
+def weights_folder(config: TrainConfig) -> Path:
+    """Where servers read weights."""
+    return Path(config.rollout.weights.folder or Path(config.run.root) / FOLDER).expanduser().absolute()
+
+
+def make_disk_channel(config: TrainConfig, model: Path) -> DiskChannel:
+    """The channel for servers that read from a folder. Keeps what may have to be scored again, and two at least."""
+    return DiskChannel(
+        weights_folder(config),
+        model,
+        keep=max(2, max_head_offpolicyness(config) + 1),
+        keep_parent=config.rollout.weights.folder is not None,
+    )
+
+
+def make_channel(config: TrainConfig, process: Process, model: Path) -> Channel | None:
+    """The channel that `rollout.weights.channel` demands; None for what the engines read best, and on ranks other than 0."""
+    if not process.is_main or config.rollout.weights.channel == "auto":
+        return None
+    if config.rollout.weights.channel == "disk":
+        return make_disk_channel(config, model)
+    return CollectiveChannel(1, backend="nccl" if process.device.startswith("cuda") else "gloo")
+
+
+def make_proof(
+    config: TrainConfig, process: Process, trainer: TrainEngine, tokenizer: PreTrainedTokenizerBase, model: Path
+) -> tuple[VersionArchive | None, Verifier]:
+    """The archive of the versions that will be scored again, on rank 0, and the verifier that scores them. Collective.
+
+    Version 0 is the model's own folder.
+    """
+    verify, eta = config.rollout.verify, max_head_offpolicyness(config)
+    schedule, archive = Schedule(verify, eta), None
+    first = beginning(model, trainer) if verify.every_steps is not None else None
+    if process.is_main:
+        archive = VersionArchive(schedule.wants, max(1, eta))
+        if first is not None:
+            archive.keep(0, first)
+    adapts = trainer.adapter is not None  # what is merged into weights of the engine is rounded there
+    generated, trained = (resolve_dtype(name, process.device) for name in (config.rollout.dtype, config.actor.dtype))
+    verifier = Verifier(
+        Scorer(trainer, archive, generated, rounds=generated == torch.bfloat16 and (trained == torch.float32 or adapts)),
+        verify,
+        tokenizer,
+        torch.bfloat16 if torch.bfloat16 in (generated, trained) else torch.float32,
+        schedule=schedule,
+        keeps_kv=config.rollout.engine.keep_kv_on_update,
+        hot_first_token=config.gconfig.first_token_temperature is not None,
+        seed=config.seed,
+    )
+    return archive, verifier
+
+
+def make_publisher(
+    config: TrainConfig,
+    process: Process,
+    trainer: TrainEngine,
+    engine: InferenceEngine | None,
+    model: Path,
+    *,
+    run: str,
+    archive: VersionArchive | None,
+) -> WeightPublisher:
+    """Delivers the actor's weights. Collective."""
+    return WeightPublisher(
+        trainer,
+        () if engine is None else (engine,),
+        run=run,
+        dtype=resolve_dtype(config.rollout.dtype, process.device),
+        channel=make_channel(config, process, model),
+        disk=lambda: make_disk_channel(config, model),
+        archive=archive,
+    )

@@ -1,0 +1,128 @@
+"""What has to be settled once a process, before tensors are made: threads, device, ranks, seeds."""
+
+import atexit
+import os
+import random
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy
+import torch
+import torch.distributed
+
+from tandem.api.activity import activity
+from tandem.config.arithmetic import placement
+from tandem.config.backend import parse_layout
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import BaseConfig, TrainConfig
+from tandem.engines.inference.build import engine_threads, servers_here
+from tandem.launch.rank import follow_launcher, has_launcher, meeting_place
+from tandem.models.allocator import keep_freed_memory
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process among those of the run."""
+
+    device: str
+    threads: int
+    rank: int = 0
+    world_size: int = 1
+    shared_threads: int | None = None
+    """CPU threads of all ranks of this machine together; None: there is no other."""
+
+    @property
+    def is_main(self) -> bool:
+        """True on rank 0, which alone generates, logs and writes."""
+        return self.rank == 0
+
+    def generation_threads(self, placement: str) -> int:
+        """CPU threads for an engine: those of all ranks here where they wait for it (*colocate*), else this one's."""
+        return self.shared_threads or self.threads if placement == "colocate" else self.threads
+
+
+def training_threads(config: BaseConfig, threads: int) -> int:
+    """CPU threads of training: all, but for those of engines that generate at the same time.
+
+    More threads than cores would wait for each other at every matrix product.
+    """
+    if not isinstance(config, TrainConfig) or placement(config) == "colocate":
+        return threads
+    generating = engine_threads(config.rollout, placement="decoupled", threads=threads) * servers_here(config.rollout)
+    return max(1, threads - generating)
+
+
+def uses_gpu(device: str) -> bool:
+    """Whether `device`, which is `auto`, `cpu` or `cuda`, stands for a GPU here.
+
+    Raises:
+        ConfigError: `cuda` where there is none.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device=cuda, but torch sees no GPU here; use device=cpu, or install a CUDA build of torch")
+    return device != "cpu" and torch.cuda.is_available()
+
+
+def choose_device(config: BaseConfig) -> str:
+    """`cpu`, or this rank's GPU.
+
+    Raises:
+        ConfigError: `device=cuda` without a GPU, or more ranks on this machine than it has GPUs.
+    """
+    if not uses_gpu(config.device):
+        return "cpu"
+    ranks, there = parse_layout(config.actor.backend).ranks, torch.cuda.device_count()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    if here > there:
+        raise ConfigError(
+            f"actor.backend={config.actor.backend} has {here} ranks on this machine, each with a GPU of its own, and torch "
+            f"sees {there}; use fewer ranks, or device=cpu"
+        )
+    return f"cuda:{int(os.environ.get('LOCAL_RANK', 0))}"
+
+
+def start_process(config: BaseConfig) -> Process:
+    """Sets threads, seeds, the allocator and the process group (when started as one of several ranks).
+
+    Raises:
+        ConfigError: see `choose_device`; or `actor.backend` names another number of ranks than were started, or nobody is
+            there to start them again.
+    """
+    device = choose_device(config)
+    cuda = device != "cpu"
+    world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    wanted = parse_layout(config.actor.backend).ranks
+    if wanted != world_size:
+        raise ConfigError(
+            f"actor.backend={config.actor.backend} wants {wanted} rank(s), but {world_size} was started; `tandem train` "
+            f"starts them itself, a script of yours needs: torchrun --nproc-per-node {wanted} my_script.py …"
+        )
+    if config.recover.max_restarts and not has_launcher():
+        raise ConfigError(
+            f"recover.max_restarts={config.recover.max_restarts} is for a command that starts its ranks itself (tandem "
+            "train, sft …); leave it out, and give it to whoever starts them: torchrun --max-restarts"
+        )
+    follow_launcher(lambda: {**activity(), "spins": cuda})
+    if cuda:
+        torch.cuda.set_device(device)
+    if world_size > 1 and not torch.distributed.is_initialized():
+        # ranks wait for rank 0's batch: no collective may give up before the executor does
+        patience = timedelta(seconds=getattr(getattr(config, "rollout", None), "wait_timeout_s", 3600.0) + 600)
+        torch.distributed.init_process_group(
+            "nccl" if cuda else "gloo",
+            init_method=meeting_place(),
+            rank=rank,
+            world_size=world_size,
+            timeout=patience,
+        )
+        atexit.register(torch.distributed.destroy_process_group)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    threads = config.threads or max(1, cores // ranks_here)
+    torch.set_num_threads(training_threads(config, threads) if not cuda else threads)
+    keep_freed_memory()
+    random.seed(config.seed)
+    numpy.random.seed(config.seed)
+    torch.manual_seed(config.seed)
+    torch.use_deterministic_algorithms(config.deterministic)
+    return Process(device, threads, rank, world_size, shared_threads=max(threads, min(cores, threads * ranks_here)))

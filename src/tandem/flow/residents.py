@@ -1,0 +1,57 @@
+"""Opens the models that the plan of a run names."""
+
+from transformers import PreTrainedTokenizerBase
+
+from tandem.api.engines import TrainEngine
+from tandem.config.experiment import TrainConfig
+from tandem.engines.train.build import build_train_engine
+from tandem.flow.critic import check_same_tokens
+from tandem.flow.plan import Resident, RunPlan
+from tandem.roles.critic import Critic, SharedCritic
+from tandem.roles.reference import Reference
+
+
+def open_model(resident: Resident, device: str, *, optimizer_steps: int = 0) -> TrainEngine:
+    """The train engine of a resident. ``optimizer_steps``: of the whole run, for the learning rate's schedule.
+
+    Raises:
+        ConfigError: the model cannot be opened, or laid out as its configuration says.
+    """
+    assert resident.engine is not None, f"{resident.name} has no train engine"
+    return build_train_engine(
+        resident.engine, total_steps=optimizer_steps, device=device, head=resident.head, key=resident.key
+    )
+
+
+def open_reference(plan: RunPlan, device: str, actor: TrainEngine | None = None) -> Reference | None:
+    """The frozen policy; None if nothing compares with one. ``actor``: the engine whose base may be its own reference.
+
+    Raises:
+        ConfigError: see `open_model`.
+    """
+    resident = plan.resident("reference")
+    if resident is None:
+        return None
+    if actor is not None and resident.base_of is not None:
+        return Reference(actor, base=True)
+    return Reference(open_model(resident, device), refresh_every_steps=resident.refresh_every_steps)
+
+
+def open_critic(
+    plan: RunPlan, config: TrainConfig, device: str, actor: TrainEngine, steps: int, tokenizer: PreTrainedTokenizerBase
+) -> Critic | SharedCritic | None:
+    """The critic; None if nothing asks for values. ``actor``: its engine, whose second head is the critic with
+    `critic.shared`. ``steps``: of the run.
+
+    Raises:
+        ConfigError: its model cannot be opened, has more than one label, or reads other tokens than the actor writes.
+    """
+    if plan.stage("values") is None:
+        return None
+    resident = plan.resident("critic")
+    if resident is None:
+        return SharedCritic(actor, config.critic)
+    if config.critic.path is not None:
+        check_same_tokens(config.critic.path, tokenizer)
+    engine = open_model(resident, device, optimizer_steps=steps * resident.mini_batches * resident.epochs)
+    return Critic(engine, config.critic, config.actor, seed=config.seed)

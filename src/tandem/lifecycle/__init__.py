@@ -1,0 +1,1 @@
+"""The life of a run: its processes, its folder, saving, recovery, oversight."""

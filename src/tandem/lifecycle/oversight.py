@@ -1,0 +1,164 @@
+"""What watches over a run from inside: signals that ask it to end, and a thread that sees when nothing is done any more.
+
+Ranks that our launcher has started are watched by it, from outside (`tandem.launch.watch`); this thread is for a process
+that nobody watches.
+"""
+
+import contextlib
+import faulthandler
+import logging
+import os
+import signal
+import threading
+import time
+from types import FrameType
+from typing import Any, Self
+
+from tandem.api.activity import ACTIVITY, OTHER_RANKS, activity, enter
+from tandem.api.collective import from_main, is_main
+from tandem.api.failures import RankFailed, Stalled
+from tandem.config.arithmetic import is_save_due, stalled_after_s
+from tandem.config.errors import TandemError
+from tandem.config.experiment import BaseConfig
+from tandem.launch.local import EXIT_FAILED
+from tandem.launch.rank import failed_elsewhere, has_launcher, restarts
+from tandem.launch.requests import ONCE_S, REQUESTS
+from tandem.launch.watch import Told, stalled_text
+from tandem.state.existing import checkpoints
+from tandem.state.run_folder import RunFolder, run_path
+from tandem.state.supervision import stacks_file
+
+log = logging.getLogger(__name__)
+
+LOOK_S = 0.5
+CLOSE_S = 60.0
+"""A run that got nowhere may close, and end a save, as long as something is done within each of these; then its process ends
+itself."""
+
+
+class Leaving(KeyboardInterrupt):
+    """The run ends because it was asked to, after a step, with all that was to be saved."""
+
+
+class Oversight:
+    """Over one run, from the moment its folder is open; a context manager.
+
+    The first of `REQUESTS` lets the step end, for at most ``recover.grace_s``: `asked` is true then, and the loop saves and
+    calls `leave`. The second, or one that arrives when there is no grace, raises KeyboardInterrupt at once. What comes
+    within `ONCE_S` of a request is the same one.
+    """
+
+    def __init__(self, config: BaseConfig, run: RunFolder | None):
+        self._config, self._run, self._whole = config.recover, run, config
+        self._folder = run_path(config.run.root, config.experiment_name, config.trial_name)
+        self._asked: str | None = None
+        self._asked_at = -ONCE_S
+        self._impatient = False
+        self._fault: TandemError | None = None
+        self._before: dict[int, Any] = {}
+        self._ended, self._left = threading.Event(), threading.Event()
+
+    def asked(self) -> bool:
+        """Whether the run shall end after this step; the same on all ranks. Collective."""
+        return from_main(lambda: self._asked is not None)
+
+    def leave(self) -> None:
+        """Ends the run as interrupted, after it was saved; what is still being written may end."""
+        self._left.set()
+        raise Leaving
+
+    def metrics(self) -> dict[str, float]:
+        """Of a run that may be started again, or whose saves may fail."""
+        found = {"recover/restarts": float(restarts())} if self._config.max_restarts else {}
+        if self._run is not None and self._run.failed_saves:
+            found["checkpoint/failed"] = float(self._run.failed_saves)
+        return found
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in REQUESTS:
+                before = signal.getsignal(number)
+                if before is not signal.SIG_IGN:  # nohup, or a shell's background: nobody listens there
+                    self._before[number] = before
+                    signal.signal(number, self._handle)
+        limit = stalled_after_s(self._whole)
+        if limit is not None and not has_launcher():
+            threading.Thread(target=self._watch, args=(limit,), name="oversight", daemon=True).start()
+        enter("build")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._left.set()
+        for number, before in self._before.items():
+            signal.signal(number, before or signal.SIG_DFL)
+        enter("start", 0)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._fault is not None:
+            raise self._fault
+        cause = failed_elsewhere()
+        if cause is not None:
+            raise RankFailed(cause)
+        now = time.monotonic()
+        if now - self._asked_at < ONCE_S and not self._impatient:
+            return
+        self._asked_at, self._impatient = now, False
+        if self._asked is not None or self._config.grace_s == 0 or ACTIVITY.phase in ("build", "start"):
+            raise KeyboardInterrupt
+        self._asked = signal.Signals(number).name
+        if is_main():
+            words = (
+                f"\n{self._asked}: the run ends after step {ACTIVITY.step}, within {self._config.grace_s:g} s, and "
+                f"{self._what_is_kept()}; once more ends it at once\n"
+            )
+            os.write(2, words.encode())  # a handler may have come in the middle of a print
+        threading.Thread(target=self._lose_patience, args=(number,), name="grace", daemon=True).start()
+
+    def _what_is_kept(self) -> str:
+        """Of a run that leaves after this step."""
+        if is_save_due(self._whole, ACTIVITY.step, 0, leaving=True):
+            return "is saved"
+        there = checkpoints(self._folder / "checkpoints")
+        newest = f"the newest checkpoint is {there[-1]}" if there else "there is no checkpoint"
+        return f"is abandoned, for `checkpoint` asks for no save on leaving: {newest}"
+
+    def _lose_patience(self, number: int) -> None:
+        if not self._left.wait(self._config.grace_s):
+            self._impatient = True
+            os.kill(os.getpid(), number)
+
+    def _watch(self, limit: float) -> None:
+        """On a thread of its own; time counts only between looks close to each other, for a machine may sleep."""
+        seen, idle, before = None, 0.0, time.monotonic()
+        while not self._ended.wait(LOOK_S):
+            now, told = time.monotonic(), (ACTIVITY.count, ACTIVITY.phase)
+            idle, before = idle + min(now - before, 2 * LOOK_S), now
+            if told != seen or ACTIVITY.waits == OTHER_RANKS:
+                seen, idle = told, 0.0
+            elif idle > limit:
+                self._stalled(idle)
+                return
+
+    def _stalled(self, idle: float) -> None:
+        text = stalled_text(Told(**activity()), idle)
+        with contextlib.suppress(OSError):  # a dead disk may be the cause
+            path = stacks_file(self._folder)
+            with path.open("w", encoding="utf-8") as file:
+                file.write(f"{text}\n\n")
+                file.flush()
+                faulthandler.dump_traceback(file, all_threads=True)
+            text = f"{text}; {path} has where every thread stands"
+        self._fault = Stalled(text)
+        os.kill(os.getpid(), signal.SIGTERM)
+        seen = -1
+        while seen != ACTIVITY.count:  # a save that goes on, or a close, is healthy
+            seen = ACTIVITY.count
+            if self._ended.wait(CLOSE_S):
+                return
+        # the main thread is in a call that no signal ends
+        if self._run is not None:
+            with contextlib.suppress(OSError):
+                self._run.finish("failed", self._fault)
+        os.write(2, f"error: {text}\n".encode())
+        os._exit(EXIT_FAILED)

@@ -1,0 +1,252 @@
+"""What of a run is saved, and how a run that was cut off goes on.
+
+The list of what takes part stands here, once for reinforcement learning (`parts_of_session`) and once for what learns from
+rows (`parts_of_rows`). A part is anything with a `state_dict` (`tandem.api.state.Stateful`).
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tandem.api.collective import from_main, together
+from tandem.api.engines import TrainEngine
+from tandem.api.state import State, Stateful
+from tandem.flow.session import Session
+from tandem.lifecycle.random_state import RandomStates
+from tandem.rollout.ledger import Ledger
+from tandem.state.checkpoint import remove_leftovers
+from tandem.state.existing import step_of
+from tandem.state.ledger import FILE, LedgerFile, Record
+from tandem.state.manifest import STATE
+from tandem.state.newest import newest_valid
+from tandem.state.run_folder import RunFolder
+from tandem.state.tree import load_part, read_tree, write_tree
+from tandem.tracking.tracker import Tracker
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Progress:
+    """Where the loop is."""
+
+    step: int = 0
+    """The last step that is done."""
+
+    evaluations: dict[int, float] = field(default_factory=dict)
+    """Step → accuracy on the validation rows."""
+
+    def remaining(self, last: int) -> range:
+        """The steps up to ``last`` that are not done yet."""
+        return range(self.step + 1, last + 1)
+
+    def state_dict(self) -> State:
+        """See `Stateful`."""
+        return {"step": self.step, "evaluations": [[step, value] for step, value in self.evaluations.items()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `Stateful`."""
+        self.step = int(state["step"])
+        self.evaluations = {int(step): float(value) for step, value in state["evaluations"]}
+
+
+class DurableLedger:
+    """A ledger and its file: what ended in a step is committed with that step; a checkpoint states how far it went."""
+
+    def __init__(self, ledger: Ledger, file: LedgerFile, progress: Progress):
+        self._ledger, self._file, self._progress = ledger, file, progress
+        self._refused: list[Record] = []
+
+    def commit(self) -> None:
+        """What ended since the last call, at the step that is done; with what the disk refused then."""
+        self._refused = [*self._refused, *self._ledger.take_ended()]
+        self._file.commit(self._progress.step, self._refused)
+        self._refused = []
+
+    def forget(self) -> None:
+        """A run that begins anew has trained on nothing."""
+        self._file.roll_back(0)
+
+    def state_dict(self) -> State:
+        """See `Stateful`."""
+        self.commit()
+        return {"records": self._file.records, "digest": self._file.digest}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """After the progress: takes back what later steps did, and checks the rest record by record."""
+        lost = self._file.roll_back(self._progress.step)
+        self._file.verify(int(state["records"]), str(state["digest"]))
+        self._ledger.load_records(self._file.ended(), {})
+        if lost:
+            log.info("%d prompts of later steps are trained again: the weights that learnt from them are lost", lost)
+
+
+class Recovery:
+    """Writes the state of all parts, and reads it back."""
+
+    def __init__(
+        self,
+        run: RunFolder | None,
+        parts: Mapping[str, Stateful],
+        progress: Progress,
+        *,
+        ledger: DurableLedger | None = None,
+        still: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        record: Callable[[int], None] = lambda step: None,
+    ):
+        """``run``: on rank 0. ``parts``: of this rank, in the order in which they are loaded. ``still``: a block in which
+        nothing of them changes. ``record``: writes down what came of a step; collective."""
+        self._run, self._parts, self.progress, self._ledger, self._still = run, dict(parts), progress, ledger, still
+        self._record = record
+
+    def write(self, folder: Path, states: Mapping[str, State] | None = None) -> None:
+        """Writes the states into an empty folder: ``states``, a copy that was taken before, or those of now. Collective
+        without a copy.
+
+        Raises:
+            OSError: the disk refuses.
+        """
+        write_tree(folder, self.states() if states is None else states, writes=self._run is not None)
+
+    def states(self) -> dict[str, State]:
+        """The states of this rank's parts by name, as they are now and not copied. Collective."""
+        tree: dict[str, State] = {}
+        with self._still():
+            for name in self._names():
+                with together():
+                    if name in self._parts:
+                        tree[name] = self._parts[name].state_dict()
+        return tree
+
+    def commit(self, step: int) -> None:
+        """The step is done: what ended in it is on the disk. Collective."""
+        self.progress.step = step
+        with together(), self._still():
+            if self._ledger is not None:
+                self._ledger.commit()
+        self._record(step)
+
+    def resume(self) -> Path | None:
+        """Goes on from the newest valid checkpoint, if the folder holds a run; returns its folder. Collective.
+
+        A run that was cut off before its first checkpoint begins anew, and says so.
+
+        Raises:
+            NothingToResume: there are checkpoints, and none is valid.
+            ConfigError: the checkpoint is of another model, data set or configuration.
+            StateDamaged, LedgerDamaged: what the checkpoint says is not there.
+        """
+        path = from_main(self._choose)
+        if path is None:
+            with together():
+                if self._ledger is not None:
+                    self._ledger.forget()
+            self._begin()
+            return None
+        with together():
+            tree = read_tree(path / STATE)
+        for name in self._names():
+            with together():
+                if name in self._parts:
+                    load_part(name, self._parts[name], tree, path)
+        self._begin(step_of(path))
+        return path
+
+    def _begin(self, step: int = 0) -> None:
+        """Nothing of the configuration can be refused any more. ``step``: after which the run goes on. Collective."""
+        with together():
+            if self._run is not None:
+                self._run.begin(step)
+
+    def _names(self) -> list[str]:
+        """Rank 0's parts, on all ranks: one order for what is collective."""
+        return from_main(lambda: list(self._parts))
+
+    def _choose(self) -> Path | None:
+        """On rank 0."""
+        run = self._run
+        assert run is not None, "rank 0 has the run folder"
+        remove_leftovers(run.checkpoints)
+        if run.going is None:
+            return None
+        found = newest_valid(run.checkpoints, run.going.found.id or None)
+        if found is None:
+            log.warning(
+                "%s was cut off before its first checkpoint: it begins anew at step 0%s",
+                run.path,
+                f", and the metrics up to step {run.going.found.steps} are set aside" if run.going.found.steps else "",
+            )
+            return None
+        for path, reason in found.skipped:
+            log.warning("%s %s; it is skipped, and set aside", path, reason)
+        found.set_skipped_aside()
+        if found.manifest.run != run.id:
+            run.adopt(found.manifest.run)
+        log.info("going on after step %d, from %s", found.step, found.path)
+        return found.path
+
+
+SAVED = ("loader", "actor", "trainer", "reference", "critic", "rollout", "publisher")
+"""The fields of a session that are parts, where the run has them."""
+
+STATELESS = {
+    "tokenizer": "is read only",
+    "engine": "has no more than the weights that the publisher delivers, and requests that are made again",
+    "plan": "follows from the configuration",
+    "teacher": "is frozen",
+    "reward": "judges each sample by itself; what a user's reward remembers is his own",
+    "workflow": "runs each episode by itself",
+    "examiner": "likewise, in evaluation",
+    "verifier": "draws from seed and version; the versions that it compares with are the publisher's, and evidence and a "
+    "suspicion of before are gathered anew",
+    "meter": "measures time",
+}
+"""The other fields, and why nothing of them need be saved. A test compares both with the fields that there are."""
+
+
+def parts_of_session(
+    session: Session, progress: Progress, tracker: Tracker | None, ledger: DurableLedger | None, device: str
+) -> dict[str, Stateful]:
+    """Of a run of reinforcement learning, in the order of loading: the ledger before the executor that counts in it, the
+    weights before the publisher that delivers them, and the random states last, for loading may draw."""
+    parts: dict[str, Stateful] = {"progress": progress}
+    if ledger is not None:
+        parts["ledger"] = ledger
+    for name in SAVED:
+        part = getattr(session, name)
+        if isinstance(part, Stateful):  # none without a reference or a critic; a shared critic is in the trainer
+            parts[name] = part
+    if tracker is not None:
+        parts["tracker"] = tracker
+    return parts | {"random": RandomStates(device)}
+
+
+def recovery_of_session(
+    session: Session,
+    run: RunFolder | None,
+    tracker: Tracker | None,
+    stack: contextlib.ExitStack,
+    device: str,
+    record: Callable[[int], None],
+) -> Recovery:
+    """For the loop of reinforcement learning; closes the ledger's file with ``stack``. Collective."""
+    progress, ledger = Progress(), None
+    with together():
+        if run is not None:
+            file = stack.enter_context(LedgerFile(run.path / FILE))
+            ledger = DurableLedger(session.rollout.ledger, file, progress)
+    parts = parts_of_session(session, progress, tracker, ledger, device)
+    return Recovery(run, parts, progress, ledger=ledger, still=session.rollout.standing_still, record=record)
+
+
+def parts_of_rows(
+    engine: TrainEngine, batches: Stateful, progress: Progress, tracker: Tracker | None, device: str
+) -> dict[str, Stateful]:
+    """Of a run that learns from rows, in the order of loading."""
+    parts: dict[str, Stateful] = {"progress": progress, "trainer": engine, "batches": batches}
+    if tracker is not None:
+        parts["tracker"] = tracker
+    return parts | {"random": RandomStates(device)}

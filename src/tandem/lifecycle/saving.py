@@ -1,0 +1,242 @@
+"""When a checkpoint is saved, and whether training waits until it is written."""
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from tandem.api.activity import within
+from tandem.api.collective import by_itself, from_main, together
+from tandem.api.failures import NotWritten, RankFailed, Stalled
+from tandem.api.state import State
+from tandem.config.arithmetic import is_save_due
+from tandem.config.experiment import BaseConfig
+from tandem.launch.rank import time_to_save_s
+from tandem.lifecycle.oversight import Leaving
+from tandem.lifecycle.recovery import Recovery
+from tandem.lifecycle.summary import Saves, save_if_due
+from tandem.state.background import BackgroundSave
+from tandem.state.run_folder import RunFolder
+from tandem.state.snapshot import Snapshots
+
+log = logging.getLogger(__name__)
+
+LateWriter = Callable[[Mapping[str, State]], Callable[[Path], None] | None]
+"""From a copy of all states to what writes the models that they are of; None where these models cannot be written so."""
+
+
+@dataclass(frozen=True)
+class _Copied:
+    """Models as they were when their states were copied."""
+
+    save: Callable[[Path], None]
+
+
+class Saving:
+    """Saves where `checkpoint` asks for it; a context manager, which ends once nothing is being written any more, or at once
+    where a run is interrupted that cannot wait.
+
+    With `checkpoint.asynchronous` training waits for a copy of all states, and goes on while a thread writes that: the same
+    files, the same rename. One save at a time: a second one waits for the first. What fails in the thread is raised by the
+    next `after_step`, or on leaving. After the last step training waits for the whole save.
+
+    Of several ranks each copies what it has, where rank 0 can read it (`tandem.state.shared_parts`); that is all that they
+    do together. Rank 0's thread writes, by itself; the ranks hear what came of it where they meet anyway.
+    """
+
+    def __init__(
+        self,
+        config: BaseConfig,
+        run: RunFolder | None,
+        steps: int,
+        models: Saves,
+        save_tokenizer: Callable[[Path], object],
+        recovery: Recovery,
+        late_writer: LateWriter,
+    ):
+        """``run``: on rank 0. ``steps``: of the whole run. ``models``: what is saved; ``late_writer``: it from a copy."""
+        self.checkpoint: Path | None = None
+        """The newest one that this process saved, or goes on from; on rank 0."""
+        self._config, self._run, self._steps, self._recovery = config, run, steps, recovery
+        self._models, self._save_tokenizer, self._late_writer = models, save_tokenizer, late_writer
+        self._snapshots, self._background = Snapshots(), BackgroundSave()
+        self._seconds: dict[str, float] = {}
+        self._beside = config.checkpoint.asynchronous and config.checkpoint.resumable
+        self._under_way = False  # on all ranks, while what the thread came to has not been heard of
+
+    def after_step(self, step: int, metrics: Mapping[str, float], *, leaving: bool = False) -> None:
+        """Saves if a checkpoint is due. ``metrics``: of this step. ``leaving``: see `save_if_due`. Collective.
+
+        Raises:
+            CheckpointFailed: this save, or one that went on since; those before it are as they were.
+        """
+        self._hear(wait=False)
+        if not is_save_due(self._config, step, self._steps, leaving):
+            return
+        began = time.perf_counter()
+        if self._hear(wait=True):
+            self._count("time/save_wait_s", time.perf_counter() - began)
+        if step == self._steps or leaving or not self._began_beside(step, metrics):
+            saved = self._save(step, self._models, self._recovery.write, metrics, leaving=leaving)
+            self.checkpoint = saved or self.checkpoint
+
+    def persist(self, write: Callable[[], None] | None) -> None:
+        """Calls ``write``, which may be called again; None: this rank has nothing to write. Where the disk refuses while a
+        checkpoint is being written, and `checkpoint.on_error` lets training go on, waits for that, whose leftovers are
+        removed if it fails, and calls it again. Collective: a disk that is full is so for all ranks.
+
+        Raises:
+            NotWritten: as ``write``, of any rank.
+        """
+        try:
+            self._together(write)
+        except NotWritten as error:
+            if self._config.checkpoint.on_error == "stop" or not self._under_way:
+                raise
+            log.warning("%s. A checkpoint is being written: it is tried again after that", error)
+            with within("save"):
+                self._hear(wait=True)
+            self._together(write)
+
+    def _together(self, write: Callable[[], None] | None) -> None:
+        with together():
+            if write is not None:
+                write()
+
+    def finish(self) -> Path | None:
+        """Waits for what is being written; returns the newest checkpoint, on rank 0. Raises as `after_step`. Collective."""
+        with within("save"):
+            self._hear(wait=True)
+        return self.checkpoint
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds since the last call: of waiting for a save that was under way, and of those that ended beside training."""
+        found, self._seconds = self._seconds, {}
+        return found
+
+    def _began_beside(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Copies the state and lets a thread write it; False where that cannot be done. Collective."""
+        if not self._beside:
+            return False
+        states = self._recovery.states()
+        why_not = self._snapshots.why_not(states)
+        why_not = from_main(lambda: why_not or self._why_not(states))
+        if why_not is not None:
+            log.info("training waits for each save: %s", why_not)
+            self._beside = False
+            return False
+        try:
+            copy = self._snapshots.take(states)
+        except NotWritten as error:
+            log.warning("training waits for each save: %s", error)
+            self._beside, self._snapshots = False, Snapshots()  # the memory of earlier copies is given back
+            return False
+
+        def begin() -> bool:
+            writer = self._late_writer(copy)  # here: the model is another one in the middle of a step
+            if writer is None:  # what it would read has gone while the state was copied
+                return False
+            work = partial(self._write_beside, step, _Copied(writer), copy, dict(metrics))
+            self._background.start(f"the checkpoint of step {step}", work)
+            return True
+
+        self._under_way = from_main(begin)
+        return self._under_way
+
+    def _why_not(self, states: Mapping[str, State]) -> str | None:
+        if self._late_writer(states) is None:
+            return "these models are not written from a copy of their state"
+        return None
+
+    def _write_beside(self, step: int, models: Saves, copy: State, metrics: Mapping[str, float]) -> Path | None:
+        """In the thread, on rank 0."""
+        with by_itself():
+            return self._save(step, models, partial(self._recovery.write, states=copy), metrics)
+
+    def _save(
+        self,
+        step: int,
+        models: Saves,
+        write_state: Callable[[Path], None],
+        metrics: Mapping[str, float],
+        *,
+        leaving: bool = False,
+    ) -> Path | None:
+        options = {"write_state": write_state, "metrics": metrics, "leaving": leaving}
+        return save_if_due(self._config, self._run, step, self._steps, models, self._save_tokenizer, **options)
+
+    def _hear(self, *, wait: bool) -> bool:
+        """Whether a save was under way and has ended, or is waited for; every rank hears what it came to. Collective.
+
+        Raises:
+            CheckpointFailed: it failed.
+        """
+        if not self._under_way:
+            return False
+
+        def ended() -> bool:
+            if self._background.busy and not wait:
+                return False
+            self._take()
+            return True
+
+        self._under_way = False  # what failed is heard of once
+        self._under_way = not from_main(ended)
+        return not self._under_way
+
+    def _take(self) -> None:
+        """Waits for what the thread is writing, on rank 0; elsewhere there is none."""
+        found = self._background.take()
+        if found is not None:
+            path, seconds = found
+            self.checkpoint = path or self.checkpoint
+            self._count("time/save_background_s", seconds)
+
+    def _count(self, name: str, seconds: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._background.busy:
+            asked_twice = isinstance(error, KeyboardInterrupt) and not isinstance(error, Leaving)  # or the grace is over
+            if asked_twice or isinstance(error, Stalled):  # what the save does would have counted as progress
+                log.warning("the checkpoint that is being written is left unfinished; those before it are as they were")
+                return
+            log.warning("waiting for the checkpoint that is being written; Ctrl-C leaves it unfinished")
+        try:
+            with within("save"):
+                self._end()
+        except RankFailed:  # told by the command, which ends this rank
+            if error is None:
+                raise
+        except Exception as failure:  # the worker boundary: what ends the run is the error that came first
+            if error is None:
+                raise
+            log.warning("the save that was under way failed too: %s", failure)
+            log.info("cause", exc_info=failure)  # to log.txt
+
+    def _end(self) -> None:
+        """Waits for what is being written. Where the launcher ends this rank, now or while it waits, for as long as it lets
+        it: what the other ranks have copied is here, and whole, whatever became of them.
+
+        Raises:
+            RankFailed: the launcher ends this rank.
+            CheckpointFailed: the save failed.
+        """
+        told: RankFailed | None = None
+        try:
+            ended = self._background.wait(time_to_save_s())
+        except RankFailed as failure:  # raised where the launcher's signal finds it
+            told, ended = failure, self._background.wait(time_to_save_s())
+        if ended:
+            self._take()
+        else:
+            log.warning("the checkpoint that was being written is left unfinished: the time to end is over")
+        if told is not None:
+            raise told

@@ -1,0 +1,177 @@
+"""What a run came to, and the folder it leaves."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from tandem.api.collective import from_main, together
+from tandem.api.failures import UserCodeFailed
+from tandem.config.arithmetic import arithmetic, first_limit, is_save_due
+from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
+from tandem.config.load import Resolved, describe, plain_data, to_yaml
+from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
+from tandem.flow.draw import text
+from tandem.flow.plan import RunPlan
+from tandem.flow.process import Process
+from tandem.state.checkpoint import CheckpointFailed, save_checkpoint
+from tandem.state.resuming import Examine, refuse_existing
+from tandem.state.run_folder import RunFolder
+from tandem.tracking.tracker import Tracker
+
+log = logging.getLogger(__name__)
+
+
+class Saves(Protocol):
+    """A training engine, or several."""
+
+    def save(self, folder: Path) -> None:
+        """See `TrainEngine.save`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run came to."""
+
+    folder: Path | None
+    steps: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Of the last step."""
+
+    checkpoint: Path | None = None
+    evaluations: dict[int, float] = field(default_factory=dict)
+    """Step → accuracy on the validation rows, where the reward states one; step 0 is before training."""
+
+
+def announce(resolved: Resolved[Any], config: BaseConfig, num_rows: int, plan: RunPlan) -> Summary:
+    """Prints what a run would do, for `--dry-run`: the configuration, what training by ``config`` on so many rows comes to
+    in words, the models and the stages of a step."""
+    print(describe(resolved))
+    print(arithmetic(config, num_rows))
+    print(text(plan))
+    return Summary(folder=None, steps=0)
+
+
+COMMANDS: dict[type[BaseConfig], str] = {
+    TrainConfig: "train",
+    SFTConfig: "sft",
+    PreferenceConfig: "preference",
+    RewardModelConfig: "reward",
+    DistillConfig: "distill",
+}
+"""Whose configuration it is; `run.json` says so, for `tandem continue`."""
+
+
+def tell_limit(config: BaseConfig, num_rows: int) -> None:
+    """Says which limit ends the run where both are set; the dry run says so in its arithmetic."""
+    limit = first_limit(config, num_rows)
+    if limit:
+        log.warning("%s", limit)
+
+
+def open_run(
+    config: BaseConfig,
+    process: Process,
+    stack: contextlib.ExitStack,
+    *,
+    steps: int,
+    examine: Examine = refuse_existing,
+) -> tuple[RunFolder | None, Tracker | None]:
+    """The run folder and its tracker, on rank 0; what fails there fails on all ranks. Collective.
+
+    ``examine``: says whether a run that is in the folder goes on (`may_go_on`); none does unless it is given.
+
+    Raises:
+        ConfigError: the folder holds a run that does not go on, cannot be written, or a sink is not installed.
+        OSError: `metrics.jsonl` cannot be written.
+    """
+    run = tracker = None
+    with together():
+        if process.is_main:
+            names = config.run.root, config.experiment_name, config.trial_name
+            text, command = to_yaml(config), COMMANDS.get(type(config))
+            run = stack.enter_context(
+                RunFolder.open(*names, config_text=text, seed=config.seed, command=command, examine=examine)
+            )
+            name = f"{config.experiment_name}/{config.trial_name}"
+            tracker = stack.enter_context(
+                Tracker(run.path, config.tracking, total_steps=steps, run_name=name, config_dict=plain_data(config))
+            )
+    return run, tracker
+
+
+def check_run_folder(config: BaseConfig, examine: Examine) -> None:
+    """Passes if `open_run` would take the run folder; writes nothing.
+
+    Raises:
+        ConfigError: as `open_run`.
+    """
+    RunFolder.check(config.run.root, config.experiment_name, config.trial_name, examine)
+
+
+def ended(summary: Summary, run: RunFolder | None, steps: int) -> Summary:
+    """The summary of a run of ``steps``; one that was told to stop earlier goes on some other time."""
+    if run is not None and summary.steps < steps:
+        run.finish("interrupted")
+    return summary
+
+
+@contextlib.contextmanager
+def telling_step(number: int) -> Iterator[None]:
+    """Names the step in the error of a user's function that failed in it."""
+    try:
+        yield
+    except UserCodeFailed as error:
+        raise UserCodeFailed(f"step {number}: {error}") from error
+
+
+def run_id(run: RunFolder | None) -> str:
+    """The run's own name, as rank 0 has it, on all ranks. Collective."""
+    return from_main(lambda: run.id if run is not None else "")
+
+
+def save_if_due(
+    config: BaseConfig,
+    run: RunFolder | None,
+    step: int,
+    steps: int,
+    engine: Saves,
+    save_tokenizer: Callable[[Path], object],
+    *,
+    write_state: Callable[[Path], None] | None = None,
+    metrics: Mapping[str, float] | None = None,
+    leaving: bool = False,
+) -> Path | None:
+    """Saves a checkpoint where `checkpoint` asks for one at this step; returns its folder on rank 0. Collective.
+
+    ``write_state``: writes what resuming needs, where `checkpoint.resumable` asks for it. ``metrics``: of this step.
+    ``leaving``: the run is interrupted after this step, and saved if it saves at all and can go on from there.
+
+    Raises:
+        CheckpointFailed: the disk refuses, unless `checkpoint.on_error` lets training go on.
+    """
+    wish = config.checkpoint
+    if not is_save_due(config, step, steps, leaving):
+        return None
+    try:
+        return save_checkpoint(
+            run,
+            step,
+            engine.save,
+            save_tokenizer,
+            wish.keep_last,
+            write_state=write_state if wish.resumable else None,
+            metrics=metrics,
+            keep_every=wish.keep_every,
+            keep_best=wish.keep_best,
+        )
+    except CheckpointFailed as error:
+        if wish.on_error == "stop" or step == steps or leaving:
+            raise
+        if run is not None:
+            run.failed_saves += 1
+        log.warning("training goes on (checkpoint.on_error=continue), but %s", error)
+        return None

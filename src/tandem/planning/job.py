@@ -1,0 +1,215 @@
+"""What a configuration makes a machine hold and do: models, engine, sequences. Everything else is arithmetic on this."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from tandem.config.arithmetic import max_head_offpolicyness, placement, samples_together
+from tandem.config.experiment import BaseConfig, TrainConfig
+from tandem.config.fleet import parse_backend
+from tandem.config.preference import DistillConfig, training_config
+from tandem.flow.plan import Resident, RunPlan, plan_run
+from tandem.lifecycle.summary import COMMANDS
+from tandem.models.shape import Dtype, Shape
+from tandem.planning.disk import Saves, saves_of
+from tandem.planning.held import Held, held, resolved
+from tandem.planning.machine import Machine
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of a sequence."""
+
+    prompt: int
+    completion: int
+    """Expected, which the time follows from."""
+
+    longest: int
+    """Of the longest completion, which the memory follows from."""
+
+
+@dataclass(frozen=True)
+class Generator:
+    """Embedded engines, which generate."""
+
+    shape: Shape
+    delivered: Dtype
+    """Of the weights that are published to it."""
+
+    dtype: Dtype
+    """That it computes in."""
+
+    engines: int
+    own_process: bool
+    kv_cache_gib: float
+    max_running: int
+    prefill_chunk: int
+    max_len: int
+    sequences: int
+    """Samples under way at once, of all engines."""
+
+    adapter: int = 0
+    """Parameters of the adapter that is delivered alone; 0: whole weights are."""
+
+    foreign: str | None = None
+    """Servers of another make, which plan their own memory and whose speed is not known here."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run, as far as it costs anything."""
+
+    kind: str
+    models: tuple[Held, ...]
+    """The trained ones and the frozen ones; the actor comes first."""
+
+    lengths: Lengths
+    groups: int
+    """Prompts, or rows, in one step."""
+
+    generated: int
+    """Samples that are drawn for each prompt; 0: nothing is generated."""
+
+    trained: int
+    """Sequences of each prompt that are trained on."""
+
+    together: bool = False
+    """The sequences of a row go into one micro-batch."""
+
+    generator: Generator | None = None
+    asynchronous: bool = False
+    passes: tuple[tuple[str, str], ...] = ()
+    """The passes without gradients before the update: the name of each, and the model that it runs through."""
+
+    kept_versions: int = 0
+    """Old weights that are kept to verify deliveries."""
+
+    verifies: bool = False
+    saves: Saves = field(default_factory=Saves)
+    """Checkpoints of the run."""
+
+    saves_beside: bool = False
+    """Training goes on while a copy of its state is written."""
+
+    workers: int = 0
+    """Reward worker processes."""
+
+    @property
+    def actor(self) -> Held:
+        """The model that is trained."""
+        return self.models[0]
+
+    @property
+    def frozen(self) -> tuple[Held, ...]:
+        """Models that only score."""
+        return tuple(model for model in self.models if not model.trained)
+
+    @property
+    def critic(self) -> Held | None:
+        """A critic with a model of its own."""
+        return next((model for model in self.models if model.role == "critic"), None)
+
+
+def job_of(
+    config: BaseConfig, machine: Machine, lengths: Lengths, read: Callable[[str], Shape], *, rows: int | None = None
+) -> Job:
+    """The job of a configuration. ``read``: from a model's path to its shape; ``rows``: of the data, if they are known.
+
+    Raises:
+        ConfigError: what the engines themselves would refuse.
+    """
+    plan, training = plan_run(config), training_config(config) if isinstance(config, DistillConfig) else config
+    models: list[Held] = []
+    for resident in plan.residents:
+        if resident.engine is not None:
+            models.append(_held(resident, models, _with_entropy(training, plan), machine, read))
+    job = Job(
+        kind=COMMANDS[type(config)],
+        models=tuple(models),
+        lengths=lengths,
+        groups=0,
+        generated=0,
+        trained=2 if plan.paired else 1,
+        together=plan.paired,
+        passes=tuple((stage.name, stage.awake[0]) for stage in plan.passes if stage.awake),
+        verifies=plan.stage("verify") is not None,
+        saves=saves_of(config, rows),
+        saves_beside=_saves_beside(config),
+    )
+    if not isinstance(training, TrainConfig):
+        return replace(job, groups=training.batch_size)  # type: ignore[attr-defined]
+    samples = training.gconfig.n_samples + plan.greedy_baseline
+    return replace(
+        job,
+        groups=training.rollout.batch_size,
+        generated=samples,
+        trained=training.algorithm.update_samples or training.gconfig.n_samples,
+        generator=_generator(training, models[0], machine, samples),
+        asynchronous=training.async_training,
+        kept_versions=max(1, max_head_offpolicyness(training)) if job.verifies else 0,
+        workers=training.reward_workers or min(machine.threads, samples_together(training)),  # of one that computes
+    )
+
+
+def _held(
+    resident: Resident, before: list[Held], with_entropy: bool, machine: Machine, read: Callable[[str], Shape]
+) -> Held:
+    """A resident with a train engine; the base of one ``before`` it is no second model."""
+    owner = next((model for model in before if model.role == resident.base_of), None)
+    if owner is not None:
+        return replace(owner, role=resident.name, head="lm", trained=False, adapters=None, own=False)
+    assert resident.engine is not None
+    return held(
+        resident.name,
+        resident.engine,
+        machine,
+        read(resident.engine.path),
+        head=resident.head,
+        trained=resident.trained,
+        mini_batches=resident.mini_batches,
+        epochs=resident.epochs,
+        entropy=with_entropy and resident.name == "actor",
+        key=resident.key,
+    )
+
+
+def _with_entropy(config: BaseConfig, plan: RunPlan) -> bool:
+    """True if the actor's update computes the entropy of each token: as a term of the loss, or to report it."""
+    if not isinstance(config, TrainConfig):
+        return False
+    return config.algorithm.entropy_coefficient > 0 or plan.stage("proximal") is None
+
+
+def _saves_beside(config: BaseConfig) -> bool:
+    wish = config.checkpoint
+    return wish.every_steps is not None and wish.asynchronous and wish.resumable
+
+
+def _generator(config: TrainConfig, actor: Held, machine: Machine, samples: int) -> Generator:
+    rollout, shape = config.rollout, actor.shape
+    servers = parse_backend(rollout.backend)
+    kinds = {kind for kind, _ in servers or ()}
+    foreign = sorted(kinds - {"embedded", "tandem"}) or (["attached"] if servers is not None and not kinds else [])
+    delivered = resolved(rollout.dtype, machine)
+    episodes = (max_head_offpolicyness(config) + 1) * rollout.batch_size
+    if not config.async_training:
+        episodes = int(rollout.batch_size * rollout.oversample)
+    return Generator(
+        shape=shape,
+        delivered=delivered,
+        dtype="float32" if delivered == "bfloat16" and not machine.fast_bfloat16 else delivered,
+        engines=max(1, sum(count for kind, count in servers or () if kind in ("embedded", "tandem"))),
+        own_process=servers is not None or placement(config) == "decoupled",
+        kv_cache_gib=rollout.engine.kv_cache_gib,
+        max_running=rollout.engine.max_running,
+        prefill_chunk=rollout.engine.prefill_chunk_tokens,
+        max_len=rollout.engine.max_model_len or shape.context,
+        sequences=min(episodes, rollout.max_concurrent or episodes) * samples,
+        adapter=_delivered_adapter(config, actor, kinds),
+        foreign=" and ".join(foreign) if foreign else None,
+    )
+
+
+def _delivered_adapter(config: TrainConfig, actor: Held, kinds: set[str]) -> int:
+    """Parameters of the adapter that goes to the engines alone: only our own take one, and not from a folder or a group."""
+    alone = kinds <= {"embedded"} and not config.rollout.fleet.servers and config.rollout.weights.channel == "auto"
+    return actor.adapters.parameters(actor.shape) if actor.adapters is not None and alone else 0

@@ -1,0 +1,120 @@
+"""How long prompts and completions are: from the first rows of the data, where they can be read, else assumed."""
+
+import contextlib
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from tandem.api.failures import DataFailure
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import BaseConfig, SFTConfig
+from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
+from tandem.data.examples import Reader
+from tandem.flow.parts import Rows, open_rows
+from tandem.models.catalog import BUILT_IN, resolve
+from tandem.models.tokenizer import check_chat_template, load_tokenizer
+from tandem.planning.job import Lengths
+from tandem.rollout.chat import Chat
+from tandem.trainers import preference, reward, sft
+from tandem.trainers.supervised import Encoder, open_examples
+
+ASSUMED_PROMPT = 256
+"""Tokens, where the data cannot be read."""
+
+LOOKED_AT = 64
+"""Rows whose lengths are taken."""
+
+
+@dataclass(frozen=True)
+class Known:
+    """Lengths, the number of rows, and in words where they come from."""
+
+    lengths: Lengths
+    rows: int | None
+    said: str
+
+
+def known_lengths(config: BaseConfig, *, prompt: int | None = None, completion: int | None = None) -> Known:
+    """The lengths of a run. ``prompt``, ``completion``: what the caller knows better; a longest completion follows from
+    `gconfig.max_new_tokens` or `max_length` alone."""
+    try:
+        found = _of_rows(config)
+    except ConfigError as error:
+        found = None
+        why = str(error).splitlines()[0]
+    if found is not None:
+        mean_prompt, mean_rest, rows, looked = found
+        said = f"prompts of {mean_prompt} tokens, the mean of the first {looked} rows"
+    else:
+        mean_prompt, mean_rest, rows = ASSUMED_PROMPT, None, None
+        said = f"prompts of {ASSUMED_PROMPT} tokens, assumed because the data could not be read ({why})"
+    if prompt is not None:
+        mean_prompt, said = prompt, f"prompts of {prompt} tokens, as you said"
+    if isinstance(config, SFTConfig | PreferenceConfig | RewardModelConfig):
+        longest = max(1, config.max_length - mean_prompt)
+        usual = completion or min(longest, mean_rest or longest)
+    else:
+        longest = config.gconfig.max_new_tokens  # type: ignore[attr-defined]
+        usual = min(longest, completion or longest)
+    if completion is None and mean_rest is None:
+        said += f"; every completion takes all of its {longest} tokens, so the time is an upper bound"
+    else:
+        said += f"; completions of {usual} tokens, at most {longest}"
+    return Known(Lengths(mean_prompt, usual, longest), rows, said)
+
+
+def _of_rows(config: BaseConfig) -> tuple[int, int | None, int, int]:
+    """(mean prompt, mean completion or None, rows, rows looked at)."""
+    tokenizer = load_tokenizer(_folder(config.actor.path))
+    check_chat_template(tokenizer)
+    if isinstance(config, SFTConfig | PreferenceConfig | RewardModelConfig):
+        return _examples(config, tokenizer)
+    run = training_config(config) if isinstance(config, DistillConfig) else config
+    rows: Rows = open_rows(run)
+    lengths = [
+        len(
+            Chat(
+                tokenizer,
+                row["messages"],
+                system_prompt=config.system_prompt,
+                chat_template_kwargs=config.chat_template_kwargs,
+            ).prompt_ids
+        )
+        for row in itertools.islice(rows.train.rows, LOOKED_AT)
+    ]
+    return round(sum(lengths) / len(lengths)), None, len(rows.train), len(lengths)
+
+
+def _folder(path: str) -> Path:
+    """Where the tokenizer lies: a folder needs no weights for it."""
+    folder = Path(path).expanduser()
+    if folder.is_dir() or path in BUILT_IN:
+        return folder if folder.is_dir() else resolve(path)
+    raise ConfigError(f"the tokenizer of {path} is not on this machine")
+
+
+def _examples(config: BaseConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int | None, int, int]:
+    reader, make_encoder = _format(config)
+    rows, encoder = open_examples(config, reader), make_encoder(tokenizer, config)
+    prompts, rest = [], []
+    for row in itertools.islice(rows.train.rows, LOOKED_AT):
+        with contextlib.suppress(DataFailure):  # such a row is dropped in training, too
+            for sequence in encoder.encode(row):
+                mask = sequence["loss_mask"].tolist()
+                prompts.append(next((i for i, trained in enumerate(mask) if trained), len(mask)))
+                rest.append(len(mask) - prompts[-1])
+    if not prompts:
+        raise ConfigError(f"none of the first {LOOKED_AT} rows of train_dataset can be used")
+    return round(sum(prompts) / len(prompts)), max(1, round(sum(rest) / len(rest))), len(rows.train), len(prompts)
+
+
+def _format(config: BaseConfig) -> tuple[Reader, Callable[[PreTrainedTokenizerBase, Any], Encoder]]:
+    """The format of the rows, and what turns them into sequences."""
+    if isinstance(config, PreferenceConfig):
+        return preference.reader_of(config), preference.make_encoder
+    recipe = reward.RECIPES[config.supervision] if isinstance(config, RewardModelConfig) else sft.RECIPE
+    return recipe.reader, recipe.encoder

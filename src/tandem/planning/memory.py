@@ -1,0 +1,275 @@
+"""Memory of a run: what exists in each phase, who holds it, and which instant is the worst.
+
+Counted as the code holds it: what a model keeps over its ranks is in `states`, what a pass makes in `activations`; the
+embedded engine has a copy of its own, and a second one while an update is staged. Nothing sleeps between phases.
+"""
+
+from collections.abc import Iterator
+
+from tandem.models.shape import BYTES
+from tandem.planning import activations
+from tandem.planning.activations import Spread
+from tandem.planning.batches import Batches, Step, cut
+from tandem.planning.held import Held
+from tandem.planning.holes import of_heap, of_what_comes
+from tandem.planning.items import GIB, Instant, Item, Room
+from tandem.planning.job import Generator, Job
+from tandem.planning.machine import Machine
+from tandem.planning.states import (
+    BUCKET,
+    FLOAT32,
+    gathered,
+    gradients_at_the_end,
+    gradients_between,
+    gradients_of_the_step,
+    gradients_sent,
+    states,
+)
+
+TOKENIZER_BYTES = 1000
+"""Of each token of the vocabulary: the library held 46 MiB for one of 49,152, measured once."""
+
+SMALLEST_ROW = 32
+"""Smallest row of the KV cache, tokens."""
+
+
+def batches_of(job: Job, length: int) -> Batches:
+    """How each model's passes are cut when completions have ``length`` tokens."""
+
+    def of(model: Held, groups: int) -> Step:
+        # ranks that share tokens take so many times as many together
+        most, layout = model.max_tokens * model.layout.context, model.layout
+        return cut(groups, job.trained, job.lengths.prompt, length, most=most, ranks=layout.batches, together=job.together)
+
+    update = {m.role: of(m, -(-job.groups // m.mini_batches)) for m in job.models if m.trained}
+    return Batches(update, {m.role: of(m, job.groups) for m in job.models})
+
+
+def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
+    """Every phase of a step once the optimizers have their moments, in order."""
+    worst = batches_of(job, job.lengths.longest)
+    room = Room(job.actor.ranks, shared=machine.kind == "cpu")
+    steady = [item for model in job.models for item in states(model, room)] + list(_engine(job, machine))
+    steady += [*_processes(job, machine, room), *_copied(job, room)]
+    coming: dict[str, tuple[Item, ...]] = {}
+
+    def add(phase: str, *items: Item) -> None:
+        coming[phase] = items
+
+    if job.generator is not None and job.generator.foreign is None:
+        add("generate", *_generation(job.generator))
+    scoring = {role for _, role in job.passes}
+    for model in job.models:
+        if model.role in scoring:
+            add(f"score: {model.role}", *_scoring(model, worst.score[model.role], room))
+    if job.verifies:
+        before = FLOAT32 * job.actor.masters + BYTES[job.actor.dtype] * job.actor.base
+        copy = room.item("verify", "weights before", before / job.actor.parts)
+        exact = (
+            FLOAT32 * (job.actor.masters + job.actor.base) if job.actor.dtype != "float32" and job.actor.parts == 1 else 0
+        )
+        in_float32 = room.item("verify", "weights in float32", exact)
+        add("verify", copy, in_float32, *_scoring(job.actor, worst.score["actor"], room))
+    for model in job.models:
+        if model.trained:
+            add(f"update: {model.role}", *_update(model, worst.update[model.role], room))
+            add(f"optimizer: {model.role}", *gradients_of_the_step(model, room))
+    if job.generator is not None and job.generator.foreign is None:
+        add("publish", *_publishing(job, machine))
+    add("save", *_saving(job, room))
+    steady += of_heap(job, machine, room, worst, coming.values())
+    return tuple(Instant(phase, (*steady, *items, *of_what_comes(items, machine, room))) for phase, items in coming.items())
+
+
+def _engine(job: Job, machine: Machine) -> Iterator[Item]:
+    """The embedded engine's weights and cache, which stay through all phases."""
+    generator = job.generator
+    if generator is None or generator.foreign is not None:
+        return
+    yield Item("engine", "parameters", engine_weights(generator, machine) * generator.engines)
+    yield Item("engine", "KV cache", kv_cache(job, generator) * generator.engines)
+    tables = 1.5 * BYTES[generator.dtype] * generator.max_len * generator.shape.head_dim
+    slots = 20.0 * generator.max_running * max(16, job.lengths.longest)
+    yield Item("engine", "tables", (tables + slots) * generator.engines)
+    if generator.adapter and machine.kind == "cpu":  # pages of files, mapped at each update; the system may take them back
+        yield Item("publish", "files of the base", float(generator.shape.stored * generator.shape.parameters()))
+    delivered = delivered_bytes(generator)
+    if generator.own_process:  # the segment, or the folder's pages
+        yield Item("engine", "shared weights", delivered, "device" if machine.kind == "cpu" else "host")
+    if job.kept_versions:
+        kept = delivered * job.kept_versions
+        yield Item("verify", "kept versions", kept, "device" if machine.kind == "cpu" else "host")
+
+
+def delivered_bytes(generator: Generator) -> float:
+    """Of one update: the weights, or an adapter alone, which is not rounded."""
+    if generator.adapter:
+        return float(FLOAT32 * generator.adapter)
+    return float(BYTES[generator.delivered] * generator.shape.parameters())
+
+
+def engine_weights(generator: Generator, machine: Machine) -> float:
+    """Bytes of one copy; on a CPU a tied head is laid out anew for its kernels."""
+    shape = generator.shape
+    packed_head = shape.embedding if shape.tied and machine.kind == "cpu" else 0
+    return BYTES[generator.dtype] * (shape.parameters() + packed_head)
+
+
+def row_capacity(tokens: int) -> int:
+    """Tokens of the KV cache row that holds so many: see `KVCache.capacity_for`."""
+    step = SMALLEST_ROW
+    while tokens > 4 * step:
+        step *= 2
+    return -(-tokens // step) * step
+
+
+def kv_tokens(job: Job, generator: Generator) -> tuple[int, int]:
+    """(samples that run at once in one engine, tokens of cache that they hold at full length).
+
+    Samples of a prompt share its keys; each has a row of its own for what it writes.
+    """
+    samples = max(1, job.generated)
+    wanted = min(-(-generator.sequences // generator.engines), generator.max_running)
+    prompt, own = job.lengths.prompt, job.lengths.longest
+    budget = int(generator.kv_cache_gib * GIB) // (BYTES[generator.dtype] * generator.shape.kv_values)
+    if samples > 1:
+        a_sample = row_capacity(max(1, own - 1)) + row_capacity(prompt) / samples
+    else:
+        a_sample = float(row_capacity(prompt + own - 1))
+    running = max(1, min(wanted, int(budget / a_sample)))
+    return running, min(budget, int(running * a_sample))
+
+
+def kv_needed(job: Job, generator: Generator) -> float:
+    """Bytes of cache that the longest sample needs alone; with less the engine refuses it."""
+    tokens = row_capacity(job.lengths.prompt + job.lengths.longest - 1)
+    return float(tokens * BYTES[generator.dtype] * generator.shape.kv_values)
+
+
+def kv_cache(job: Job, generator: Generator) -> float:
+    """Bytes of one engine's cache."""
+    return kv_tokens(job, generator)[1] * BYTES[generator.dtype] * generator.shape.kv_values
+
+
+def _processes(job: Job, machine: Machine, room: Room) -> Iterator[Item]:
+    generator = job.generator
+    yield room.item("process", "interpreter and libraries", machine.process_gib * GIB)
+    if any(model.layout.zero is not None for model in job.models):
+        yield room.item("process", "DeepSpeed", machine.deepspeed_gib * GIB)
+    if machine.kind == "cpu":
+        yield room.item("process", "tokenizer", float(TOKENIZER_BYTES * job.actor.shape.vocab))
+    if generator is not None and generator.foreign is None and generator.own_process:
+        yield room.one("engine", "interpreter and libraries", machine.process_gib * GIB * generator.engines)
+    if job.workers and machine.kind == "cpu":
+        yield room.one("process", "reward workers", machine.worker_gib * GIB * job.workers)
+
+
+def _generation(generator: Generator) -> Iterator[Item]:
+    shape, rows = generator.shape, min(generator.max_running, generator.sequences)
+    logits = rows * shape.vocab * (2 * FLOAT32 + (BYTES[generator.dtype] if generator.dtype == "bfloat16" else 0))
+    yield Item("engine", "logits", float(logits * generator.engines))
+    width = shape.query + 2 * shape.key + 3 * shape.intermediate + 3 * shape.hidden
+    chunk = BYTES[generator.dtype] * generator.prefill_chunk * width
+    yield Item("engine", "activations", float(chunk * generator.engines))
+
+
+def _scoring(model: Held, step: Step, room: Room) -> Iterator[Item]:
+    """A pass without gradients."""
+    batch, shape, spread = step.largest, model.piece, Spread.of(model)
+    yield from gathered(model, room)
+    layer = activations.passing(shape, batch, model.dtype, backward=False, spread=spread)
+    yield room.item(model.role, "activations", layer)
+    if model.head != "scalar":
+        logits = activations.head_forward(shape, batch, model.dtype, model.chunk_tokens, context=spread.context)
+        yield room.item(model.role, "logits", logits)
+
+
+def _update(model: Held, step: Step, room: Room) -> Iterator[Item]:
+    """The worst of these moments: the backward pass begins (everything is kept), or ends (all gradients are there), or the
+    last bucket is sent. One that is full is sent on the way; and in the heap of a CPU's process none finds room among what
+    the layers have left."""
+    moments = [_backward_begins(model, step, room), _backward_ends(model, step, room)]
+    sent, on_the_way = list(gradients_sent(model, room)), room.shared or model.masters > BUCKET
+    if not on_the_way:
+        moments.append(sent)
+    yield from max(moments, key=lambda items: sum(item.num_bytes for item in items if item.place == "device"))
+    if on_the_way:
+        yield from sent
+
+
+def _backward_begins(model: Held, step: Step, room: Room) -> list[Item]:
+    shape, batch, spread = model.piece, step.largest, Spread.of(model)
+    kept = activations.kept(shape, batch, model.dtype, spread)
+    layer = activations.passing(shape, batch, model.dtype, backward=True, spread=spread)
+    items = [*gathered(model, room)]
+    if step.count > 1:
+        items += gradients_between(model, room)
+    if model.head == "scalar":
+        return [*items, room.item(model.role, "activations", kept + layer)]
+    kept += activations.head_kept(shape, batch, model.dtype, context=spread.context)
+    frozen = model.adapters is not None
+    cut_up = {"context": spread.context, "cut": model.layout.tensor > 1, "frozen": frozen}
+    logits, gradient = activations.head_backward(shape, batch, model.dtype, model.chunk_tokens, **cut_up)
+    if layer > logits + gradient:  # the head is done when the layers are
+        kept, logits = kept + layer, 0.0
+        gradient = 0.0 if frozen else BYTES[model.dtype] * shape.embedding
+    return [
+        *items,
+        room.item(model.role, "activations", kept),
+        room.item(model.role, "logits", logits),
+        room.item(model.role, "gradient of the head", gradient),
+    ]
+
+
+def _backward_ends(model: Held, step: Step, room: Room) -> list[Item]:
+    """A tied head's gradient waits for the embedding's; over several ranks the sum of both is reduced in float32, of which
+    gloo makes a copy."""
+    shape, size = model.piece, BYTES[model.dtype]
+    items = [*gathered(model, room), *gradients_at_the_end(model, room, step.count)]
+    if model.adapters is not None:
+        return items
+    copies = 2 if shape.tied and model.head != "scalar" else 1
+    waiting = copies * size * shape.embedding
+    if model.fsdp or model.layout.zero in (1, 2) or model.dtype != "float32":
+        waiting += FLOAT32 * shape.embedding
+    if model.fsdp and model.layout.shards > 1 and room.shared:
+        waiting += FLOAT32 * shape.embedding
+    return [*items, room.item(model.role, "gradient of the embedding", waiting)]
+
+
+def _publishing(job: Job, machine: Machine) -> Iterator[Item]:
+    """The engine lays the update out beside what it serves."""
+    generator = job.generator
+    assert generator is not None
+    yield Item("engine", "staged weights", engine_weights(generator, machine) * generator.engines)
+    zero = job.actor.layout.zero  # below stage 3 each rank of DeepSpeed has all of it, but in the dtype of the computation
+    parted = zero == 3 or (zero is not None and job.actor.dtype != "float32")
+    if job.actor.fsdp or job.actor.layout.tensor > 1 or parted:
+        yield Item("publish", "one whole tensor", float(FLOAT32 * job.actor.shape.embedding))
+    if generator.adapter:
+        yield Item("publish", "adapter", float(FLOAT32 * generator.adapter * generator.engines))
+    elif not generator.own_process and generator.delivered != "float32":
+        yield Item("publish", "rounded weights", float(BYTES[generator.delivered] * generator.shape.parameters()))
+
+
+def _copied(job: Job, room: Room) -> Iterator[Item]:
+    """What a save beside training writes: masters and moments, and their rounding to the dtype of the checkpoint. The copy
+    stays for the next save. Each rank copies its part; norms, which ranks that cut matrices all have, count with each."""
+    for model in job.models if job.saves_beside else ():
+        if model.trained:
+            each = 3 * FLOAT32 + (BYTES[model.dtype] if model.dtype != "float32" or not room.shared else 0)
+            yield room.one(model.role, "copy that is saved", float(each * model.masters * model.layout.tensor), "host")
+
+
+def _saving(job: Job, room: Room) -> Iterator[Item]:
+    """The largest model in the dtype of the checkpoint, in host memory; on a CPU in float32 the masters themselves, but for
+    what is merged or gathered from several ranks."""
+    copied = []
+    for model in job.models if not job.saves_beside else ():
+        merged = model.shape.layers * model.shape.matrices if model.adapters is not None else 0
+        if model.trained and (not room.shared or model.dtype != "float32" or model.ranks > 1):
+            merged = model.parameters
+        if model.trained:
+            copied.append(BYTES[model.dtype] * merged)
+    if any(copied):
+        yield room.one("save", "weights to write", float(max(copied)), "host")

@@ -1,0 +1,150 @@
+"""The plan of a run: memory, time, disk, and whether it fits."""
+
+from dataclasses import dataclass
+
+from tandem.planning.cost import Phase
+from tandem.planning.disk import Checkpoint, checkpoint_of
+from tandem.planning.items import GIB, Instant
+from tandem.planning.job import Job
+from tandem.planning.machine import Machine
+from tandem.planning.memory import instants, kv_needed
+from tandem.planning.seconds import SCORES, phases
+
+RESERVE = 0.03
+"""Share of the memory that the plan leaves to others: the system, a display, a second process on the GPU."""
+
+TRAINS = (*SCORES, "update: actor", "update: critic")
+GENERATES = ("prefill", "decode")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a job needs of a machine."""
+
+    job: Job
+    machine: Machine
+    instants: tuple[Instant, ...]
+    phases: tuple[Phase, ...]
+
+    @property
+    def worst(self) -> Instant:
+        """The instant at which most of the device's memory is taken."""
+        return max(self.instants, key=lambda instant: instant.total())
+
+    @property
+    def peak_gib(self) -> float:
+        """Memory at that instant."""
+        return self.worst.total() / GIB
+
+    @property
+    def host_gib(self) -> float:
+        """Host memory beside a GPU, at its worst; 0 on a CPU, where all is one."""
+        return max(instant.total("host") for instant in self.instants) / GIB
+
+    @property
+    def rank_gib(self) -> float:
+        """Of the first rank alone, which holds most, at its worst."""
+        return max(instant.of_first_rank for instant in self.instants) / GIB
+
+    @property
+    def machine_gib(self) -> float:
+        """Of all devices together, at the worst; on a CPU the peak itself."""
+        return max(instant.of_machine for instant in self.instants) / GIB
+
+    @property
+    def usable_gib(self) -> float:
+        """Memory that a plan may take."""
+        return self.machine.memory_gib * (1 - RESERVE)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Why it cannot run as it is; empty where it fits."""
+        found = []
+        ranks = max(model.ranks for model in self.job.models)
+        if self.machine.kind == "gpu" and ranks > self.machine.count:
+            found.append(f"it wants {ranks} ranks, and there are {self.machine.count} devices")
+        generator = self.job.generator
+        if (
+            generator is not None
+            and generator.foreign is None
+            and kv_needed(self.job, generator) > generator.kv_cache_gib * GIB
+        ):
+            found.append(
+                f"one sample of {self.job.lengths.prompt} + {self.job.lengths.longest} tokens needs "
+                f"{kv_needed(self.job, generator) / GIB:.3f} GiB of KV cache, and rollout.engine.kv_cache_gib is "
+                f"{generator.kv_cache_gib:g} GiB"
+            )
+        if self.peak_gib > self.usable_gib:
+            found.append(
+                f"it needs {self.peak_gib:.2f} GiB while {self.worst.phase}, and {self.usable_gib:.2f} GiB of "
+                f"{self.machine.memory_gib:.2f} GiB can be used"
+            )
+        return tuple(found)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the machine has enough devices and memory."""
+        return not self.problems
+
+    def seconds_of(self, names: tuple[str, ...]) -> float:
+        """Of these phases together."""
+        return sum(phase.seconds for phase in self.phases if phase.name in names)
+
+    @property
+    def generate_s(self) -> float:
+        """Generation of one step."""
+        return self.seconds_of(GENERATES)
+
+    @property
+    def train_s(self) -> float:
+        """Scoring and updates of one step."""
+        return self.seconds_of(TRAINS)
+
+    @property
+    def publish_s(self) -> float:
+        """Delivery of the new weights."""
+        return self.seconds_of(("publish",))
+
+    @property
+    def step_s(self) -> float:
+        """One step; where training is asynchronous, the longer of generation and training, and the delivery."""
+        if self.job.asynchronous:
+            return max(self.generate_s, self.train_s) + self.publish_s
+        return self.generate_s + self.train_s + self.publish_s
+
+    @property
+    def bottleneck(self) -> Phase:
+        """The phase that takes longest."""
+        return max(self.phases, key=lambda phase: phase.seconds)
+
+    @property
+    def completion_tokens(self) -> int:
+        """That one step trains on."""
+        return self.job.groups * self.job.trained * self.job.lengths.completion
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """The files of one checkpoint."""
+        return checkpoint_of(self.job.models, self.job.saves)
+
+    @property
+    def checkpoint_gib(self) -> float:
+        """Disk of one checkpoint."""
+        return self.checkpoint.total / GIB
+
+    @property
+    def kept_gib(self) -> float | None:
+        """Disk of those that lie there when the run ends; None where it is not known how many."""
+        kept = self.job.saves.kept
+        return None if kept is None else kept * self.checkpoint_gib
+
+    @property
+    def most_gib(self) -> float | None:
+        """Disk at one time: the next one is whole before an older one is removed."""
+        most = self.job.saves.most
+        return None if most is None else most * self.checkpoint_gib
+
+
+def make_plan(job: Job, machine: Machine) -> Plan:
+    """A pure function: the same job and machine give the same plan."""
+    return Plan(job, machine, instants(job, machine), phases(job, machine))

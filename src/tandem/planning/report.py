@@ -1,0 +1,306 @@
+"""The plan as text and as plain data. Every figure has its unit, in the text beside it and in the data in its key."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.planning.held import Held
+from tandem.planning.items import GIB, Instant
+from tandem.planning.plan import RESERVE, Plan
+from tandem.planning.remedy import Change, spread_over
+
+SMALL_GIB = 0.005
+"""What rounds to nothing is left out of the tables."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A plan with all that is said beside it."""
+
+    title: str
+    plan: Plan
+    lengths: str
+    arithmetic: str
+    change: Change | None
+    others: tuple[Change, ...] = ()
+    """Other changes that would do."""
+
+    advice: str = ""
+    """What to do where no change of the configuration helps."""
+
+    def text(self) -> str:
+        """For people."""
+        plan = self.plan
+        each = " each" if plan.machine.count > 1 else ""
+        blocks = [
+            [f"{self.title} on {plan.machine.name}, {plan.machine.memory_gib:.1f} GiB{each}", *_model(self)],
+            [*_memory(plan)],
+            [*_verdict(self)],
+            [*_time(plan)],
+            [*_disk(plan)],
+            [self.arithmetic],
+            ["Assumed:", *(f"  - {line}" for line in assumptions(self))],
+        ]
+        return "\n\n".join("\n".join(lines) for lines in blocks if lines)
+
+    def data(self) -> dict[str, Any]:
+        """For programs; keys end in their unit."""
+        plan = self.plan
+        return {
+            "machine": plan.machine.name,
+            "sources": list(plan.machine.sources),
+            "parameters": plan.job.actor.shape.parameters(plan.job.actor.head),
+            "fits": plan.fits,
+            "problems": list(plan.problems),
+            "change": None if self.change is None else _change(self.change),
+            "others": [_change(other) for other in self.others],
+            "memory": {
+                "available_gib": round(plan.machine.memory_gib, 4),
+                "peak_gib": round(plan.peak_gib, 4),
+                "rank_gib": round(plan.rank_gib, 4),
+                "machine_gib": round(plan.machine_gib, 4),
+                "host_gib": round(plan.host_gib, 4),
+                "worst": plan.worst.phase,
+                "phases": {instant.phase: _items(instant) for instant in plan.instants},
+            },
+            "time": {
+                "step_s": round(plan.step_s, 4),
+                "generate_s": round(plan.generate_s, 4),
+                "train_s": round(plan.train_s, 4),
+                "publish_s": round(plan.publish_s, 4),
+                "completion_tokens_per_s": round(plan.completion_tokens / max(plan.step_s, 1e-9), 2),
+                "bottleneck": plan.bottleneck.name,
+                "bound": plan.bottleneck.cost.bound,
+                "phases": {
+                    phase.name: {
+                        "time_s": round(phase.seconds, 4),
+                        "tokens": round(phase.tokens),
+                        "spent_s": {name: round(seconds, 4) for name, seconds in phase.cost.parts},
+                    }
+                    for phase in plan.phases
+                },
+            },
+            "disk": {
+                "checkpoint_gib": round(plan.checkpoint_gib, 4),
+                "models_gib": round(plan.checkpoint.models / GIB, 4),
+                "adapters_gib": round(plan.checkpoint.adapters / GIB, 4),
+                "state_gib": round(plan.checkpoint.state / GIB, 4),
+                "checkpoints": plan.job.saves.kept,
+                "kept_gib": _rounded(plan.kept_gib),
+                "most_gib": _rounded(plan.most_gib),
+            },
+            "lengths": {
+                "prompt_tokens": plan.job.lengths.prompt,
+                "completion_tokens": plan.job.lengths.completion,
+                "longest_tokens": plan.job.lengths.longest,
+            },
+            "assumptions": list(assumptions(self)),
+        }
+
+
+def _change(change: Change) -> dict[str, Any]:
+    plan = change.plan
+    figures = {"peak_gib": plan.peak_gib, "host_gib": plan.host_gib, "step_s": plan.step_s}
+    return {"settings": change.settings} | {name: round(figure, 4) for name, figure in figures.items()}
+
+
+def _rounded(gib: float | None) -> float | None:
+    return None if gib is None else round(gib, 4)
+
+
+def _items(instant: Instant) -> dict[str, float]:
+    rows: dict[str, float] = {}
+    for item in instant.items:
+        name = f"{item.role}: {item.what}{' (host)' if item.place == 'host' else ''}_gib"
+        rows[name] = rows.get(name, 0.0) + item.num_bytes / GIB
+    return {name: round(gib, 4) for name, gib in rows.items()} | {"total_gib": round(instant.total() / GIB, 4)}
+
+
+def _model(report: Report) -> Iterator[str]:
+    for model in report.plan.job.models:
+        shape = model.shape
+        if not model.own:
+            yield f"{model.role}: the actor's model without its adapters; it takes no memory of its own"
+            continue
+        yield (
+            f"{model.role}: {model.parameters / 1e6:,.1f} M parameters ({shape.kind}, {shape.layers} layers of width "
+            f"{shape.hidden}, {shape.vocab} tokens of vocabulary), {_trained(model)}, {model.dtype}, {_ranks(model.ranks)}"
+        )
+
+
+def _trained(model: Held) -> str:
+    if not model.trained:
+        return "frozen"
+    if model.adapters is None:
+        return "trained"
+    return f"frozen beside adapters of rank {model.adapters.rank}, {model.masters / 1e6:,.2f} M parameters, trained"
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+SAVED = ("weights to write", "copy that is saved")
+COLUMNS = {
+    "weights": (
+        "parameters",
+        "parameters, rounded",
+        "masters",
+        "gathered parameters",
+        "shared weights",
+        "kept versions",
+        "files of the base",
+    ),
+    "optimizer": ("optimizer",),
+    "gradients": (
+        "gradients",
+        "gradient of the head",
+        "gradient of the embedding",
+        "norm of the gradients",
+        "buffer of gradients",
+        "buckets",
+    ),
+    "activations": ("activations",),
+    "logits": ("logits",),
+    "KV cache": ("KV cache",),
+    "staged": (
+        "staged weights",
+        "rounded weights",
+        "one whole tensor",
+        "adapter",
+        "weights before",
+        "weights to write",
+        "copy that is saved",
+    ),
+}
+"""Heading → what is added up under it; the rest is under `other`."""
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    """A table by phase and kind, and who holds what at the worst instant."""
+    heads = [*COLUMNS, "other", "total"]
+    yield "Memory in GiB, by phase (* the worst instant)"
+    yield f"  {'':<20}" + "".join(f"{head:>13}" for head in heads)
+    for instant in plan.instants:
+        found = dict.fromkeys(heads, 0.0)
+        for item in instant.items:
+            if item.place == "device":
+                found[next((head for head, kinds in COLUMNS.items() if item.what in kinds), "other")] += item.num_bytes / GIB
+        found["total"] = instant.total() / GIB
+        cells = "".join(("" if gib < SMALL_GIB else f"{gib:.2f}").rjust(13) for gib in found.values())
+        yield f"{'*' if instant is plan.worst else ' '} {instant.phase:<20}{cells}"
+    yield f"At the worst instant, {plan.worst.phase}:"
+    for item in sorted(plan.worst.items, key=lambda item: -item.num_bytes):
+        if item.place == "device" and item.num_bytes >= SMALL_GIB * GIB:
+            yield f"  {f'{item.role}: {item.what}':<42}{item.num_bytes / GIB:>8.2f} GiB"
+
+
+def _verdict(report: Report) -> Iterator[str]:
+    plan = report.plan
+    if plan.fits:
+        free = plan.machine.memory_gib - plan.peak_gib
+        yield (
+            f"It fits: {plan.peak_gib:.2f} GiB at the worst instant ({plan.worst.phase}), {free:.2f} GiB of "
+            f"{plan.machine.memory_gib:.2f} GiB stay free."
+        )
+    else:
+        yield f"It does not fit: {'; '.join(plan.problems)}."
+        if report.change is not None:
+            yield f"Nearest change that fits: {report.change.arguments()} ({_needs(report.change.plan)})"
+        if report.others:
+            found = (f"{other.arguments()} ({_needs(other.plan)})" for other in report.others)
+            yield f"These would fit as well, each alone: {'; '.join(found)}"
+        if report.advice:
+            yield report.advice
+    yield from _of_ranks(plan)
+    if plan.host_gib >= SMALL_GIB:
+        whose = "" if report.change is None else ", before any change"
+        yield f"Host memory beside the device: {plan.host_gib:.2f} GiB{whose}."
+
+
+def _needs(plan: Plan) -> str:
+    """What a changed configuration takes."""
+    host = f", {plan.host_gib:.2f} GiB of host memory" if plan.host_gib >= SMALL_GIB else ""
+    return f"{plan.peak_gib:.2f} GiB{host}, a step of {_seconds(plan.step_s)}"
+
+
+def _of_ranks(plan: Plan) -> Iterator[str]:
+    """What the ranks hold, and what no rank uses."""
+    actor, machine = plan.job.actor, plan.machine
+    if actor.ranks > 1 and machine.kind == "cpu":
+        yield f"All {actor.ranks} ranks share this memory; the first one holds {plan.rank_gib:.2f} GiB."
+    elif actor.ranks > 1:
+        yield f"Shown is the first rank's device, which holds most; all {actor.ranks} ranks hold {plan.machine_gib:.2f} GiB."
+    used = max(model.ranks for model in plan.job.models)
+    foreign = plan.job.generator is not None and plan.job.generator.foreign is not None
+    if machine.kind == "gpu" and used < machine.count and not foreign:
+        are = "is" if used == 1 else "are"
+        yield f"{used} of {machine.count} devices {are} used: actor.backend={spread_over(actor, machine.count)} uses all."
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    rate = f"{plan.completion_tokens / max(plan.step_s, 1e-9):,.3g} completion tokens/s"
+    yield f"Time of a step: {_seconds(plan.step_s)}, {rate}"
+    everything = sum(phase.seconds for phase in plan.phases)
+    for phase in plan.phases:
+        rate = f"{phase.tokens / max(phase.seconds, 1e-9):,.3g} tokens/s" if phase.tokens else ""
+        yield (
+            f"  {phase.name:<18}{_seconds(phase.seconds):>10}{phase.seconds / max(everything, 1e-9):>7.0%}"
+            f"  {rate:>18}  mostly {phase.cost.bound}"
+        )
+    if plan.job.generator is not None and plan.job.generator.foreign is not None:
+        yield f"  generation is not in it: {plan.job.generator.foreign} servers' speed is not known here"
+    if plan.job.asynchronous:
+        yield "  asynchronous: generation and training go on side by side, so a step takes the longer of both"
+    yield f"Bottleneck: {plan.bottleneck.name}, {plan.bottleneck.cost.bound}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.3g} s" if seconds < 1000 else f"{seconds / 60:.3g} min"
+
+
+def _disk(plan: Plan) -> Iterator[str]:
+    found, saves = plan.checkpoint, plan.job.saves
+    kinds = {"models": found.models, "adapters": found.adapters, "state to resume from": found.state}
+    shares = ", ".join(f"{name} {num_bytes / GIB:.2f} GiB" for name, num_bytes in kinds.items() if num_bytes)
+    yield f"Disk: {plan.checkpoint_gib:.2f} GiB for each checkpoint ({shares})."
+    if saves.kept is None:
+        yield "All that are made are kept, or many: set total_train_steps, and the plan adds them up."
+    elif saves.kept == 0:
+        yield "This run saves nothing."
+    else:
+        many = "1 checkpoint" if saves.kept == 1 else f"{saves.kept} checkpoints"
+        yield f"The run keeps {many}: {plan.kept_gib:.2f} GiB, and at most {plan.most_gib:.2f} GiB while one is made."
+
+
+def assumptions(report: Report) -> Iterator[str]:
+    """What the figures rest on."""
+    plan = report.plan
+    yield report.lengths
+    yield f"rates: {'; '.join(plan.machine.sources)}"
+    yield f"{RESERVE:.0%} of the memory is left to others"
+    if plan.machine.kind == "gpu" and not plan.machine.identity:
+        yield "a device of the table: its peaks times shares that were measured elsewhere, see docs/planning.md"
+    if plan.machine.kind == "gpu":
+        yield "whether it fits is said of the devices' memory; that of the host is told, and compared with nothing"
+    if plan.job.generator is not None:
+        yield "every sequence has a gradient: groups without spread cost a forward pass only, and make it faster"
+        if plan.job.generator.foreign is None and plan.job.actor.ranks > 1:
+            others = _ranks(plan.job.actor.ranks - 1)
+            yield f"the embedded engine is on the first rank alone; {others} more wait while it generates"
+    yield from _spread_assumptions(plan)
+
+
+def _spread_assumptions(plan: Plan) -> Iterator[str]:
+    """What the figures of several ranks, and of options, rest on."""
+    ranks, machine = plan.job.actor.ranks, plan.machine
+    if ranks > 1:
+        how = "over gloo" if machine.kind == "cpu" else "from other devices of the machine"
+        yield f"each rank receives {machine.link / 1e9:.3g} GB/s {how}; a collective takes no time beside that"
+    if any(model.layout.zero is not None for model in plan.job.models):
+        yield "DeepSpeed's buffers are those of its code; it hides no exchange of gradients behind computation"
+    if any(model.offload for model in plan.job.models):
+        link, stream = machine.host_link / 1e9, machine.host_stream / 1e9
+        yield f"offloading: {link:.3g} GB/s to and from host memory, {stream:.3g} GB/s for the optimizer there"
+    if any(model.compiled for model in plan.job.models):
+        yield "actor.compile changes no memory, and is planned at the speed without it, which it gains on"

@@ -1,0 +1,1 @@
+"""Proof of weight delivery: which weights made which tokens, and what a difference means."""
