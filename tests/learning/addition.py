@@ -24,7 +24,6 @@ from tandem.flow.parts import check_names, open_rows
 from tandem.flow.process import start_process
 from tandem.flow.session import open_session
 from tandem.roles.samples import with_fields
-from tandem.tracking.statistics import PhaseTimer
 from tandem.trainers.rl import step
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -159,16 +158,16 @@ def learn(
             curve.measured[number] = evaluate_if_due(config, session, rows, 0, steps)["eval/accuracy"]
 
         measure(0)
-        timer, training_s = PhaseTimer(), 0.0
+        training_s = 0.0
         for number in range(1, steps + 1):
             started = time.perf_counter()
-            metrics = step(session, timer)
+            metrics = step(session)
             training_s += time.perf_counter() - started
             curve.batches.append(metrics["accuracy"])
             good = not shuffled and (metrics["accuracy"] >= LOOKS_GOOD or number % EVERY == 0)
             if good or number == steps:
                 measure(number)
-            observe(curve, metrics | timer.metrics())
+            observe(curve, metrics | session.timer.metrics())
             if curve.reached and not shuffled:
                 break
     curve.step_s = training_s / curve.steps

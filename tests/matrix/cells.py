@@ -12,7 +12,6 @@ from tandem.config.presets import PRESETS
 from tandem.flow.parts import open_rows
 from tandem.flow.process import Process
 from tandem.flow.session import open_session
-from tandem.tracking.statistics import PhaseTimer
 from tandem.trainers.rl import step
 from tests.matrix.pairing import pairwise
 
@@ -103,8 +102,7 @@ def try_cell(cell: Cell, model: Path, process: Process) -> str:
         config = load_config(TrainConfig, None, list(keys.values())).config
         rows = open_rows(config)
         with open_session(config, process, rows, 2, "matrix") as session:
-            timer = PhaseTimer()
-            found = [step(session, timer) for _ in range(2)]
+            found = [step(session) for _ in range(2)]
     except ConfigError as refusal:
         return " ".join(str(refusal).split())
     for metrics in found:

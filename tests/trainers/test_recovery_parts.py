@@ -17,7 +17,6 @@ from tandem.flow.parts import open_rows
 from tandem.flow.process import start_process
 from tandem.flow.session import Session, open_session
 from tandem.lifecycle.recovery import SAVED, STATELESS, Progress, parts_of_session
-from tandem.tracking.statistics import PhaseTimer
 from tandem.trainers.rl import step
 
 REMEMBERED = {
@@ -129,9 +128,8 @@ def session(overrides):
 
 def test_whatever_changes_while_a_run_trains_is_saved_or_has_a_reason_not_to_be(session):
     before = snapshot(session)
-    timer = PhaseTimer()
     for _ in range(2):
-        step(session, timer)
+        step(session)
     after = snapshot(session)
 
     changed = {path for path in after if after[path] != before.get(path)}

@@ -72,6 +72,9 @@ class Sample:
 
     prompt_text: str = ""
     completion_text: str = ""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """The whole conversation, the last reply included, for models that read it in their own tokens."""
+
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Whatever the workflow wants averaged in the step's metrics."""
 

@@ -62,6 +62,9 @@ class RolloutWorkflow(ABC):
     makes_group: bool = False
     """True: an episode returns the whole `Group` of its prompt. False: one sample, and `Repeated` makes the group."""
 
+    reads_scores: bool = False
+    """True: `finish_group` reads rewards that need a model, so it is called when those are there, after the episode."""
+
     @abstractmethod
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group | Sample | None:
         """Runs one episode on one row.

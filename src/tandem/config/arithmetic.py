@@ -34,6 +34,12 @@ def samples_together(config: TrainConfig) -> int:
     return math.ceil(config.rollout.batch_size * config.rollout.oversample) * config.gconfig.n_samples
 
 
+def rewards_of(config: TrainConfig) -> tuple[str, ...]:
+    """The rewards that the run names, the default first, without repeats."""
+    sources = (*config.train_dataset.sources, *config.valid_dataset.sources)
+    return tuple(dict.fromkeys([config.reward, *(source.reward for source in sources if source.reward)]))
+
+
 def is_save_due(config: BaseConfig, step: int, steps: int, leaving: bool = False) -> bool:
     """Whether `checkpoint` asks for a save after this step, of ``steps``. ``leaving``: the run is interrupted after it, and
     saved if it saves at all and can go on from there."""

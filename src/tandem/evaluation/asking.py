@@ -67,6 +67,9 @@ class Terms:
     max_concurrent: int | None = None
     """Most samples under way at once; None: all."""
 
+    on_samples: Callable[["Ask", Sequence[Sample]], None] | None = None
+    """Called with what each episode made, which then has log-probabilities: for rewards that need a model."""
+
 
 async def ask(
     engine: GeneratesTokens,
@@ -158,13 +161,16 @@ async def _ask_one(
             deadline_s=expires - loop.time(),
             affinity=f"{item.data}/{item.row}",
             on_issue=on_issue if attempt == 0 else None,
-            needs_logprobs=False,
+            needs_logprobs=terms.on_samples is not None,
         )
         limit = asyncio.timeout_at(expires)
         try:
             async with limit:
                 result = await workflow.arun_episode(handle, copy.deepcopy(dict(item.columns)))
-            return _judged(item, _samples(result))
+            samples = _samples(result)
+            if terms.on_samples is not None:
+                terms.on_samples(item, samples)
+            return judged(item, samples)
         except (EngineDied, WrongWorkflow):
             raise
         except Exception as error:  # the episode boundary: a sample that fails is counted, and the others go on
@@ -173,7 +179,7 @@ async def _ask_one(
             failure = as_failure(error)
             if limit.expired():
                 failure = DataFailure("deadline", f"not done after {terms.timeout_s:g} s")
-            return _failed(item, failure)
+            return failed(item, failure)
         finally:
             handle.end()
     raise AssertionError("unreachable: the last attempt returns")
@@ -192,7 +198,7 @@ def _samples(result: Group | Sample | None) -> Sequence[Sample]:
     return samples
 
 
-def _judged(item: Ask, samples: Sequence[Sample]) -> Answer:
+def judged(item: Ask, samples: Sequence[Sample]) -> Answer:
     """Of a group that a workflow made as a whole, the mean: it gives no one answer, and was cut where any sample was."""
     first = samples[0]
     if len(samples) > 1:
@@ -224,6 +230,6 @@ def _judged(item: Ask, samples: Sequence[Sample]) -> Answer:
     )
 
 
-def _failed(item: Ask, failure: EpisodeFailure) -> Answer:
+def failed(item: Ask, failure: EpisodeFailure) -> Answer:
     log.warning("%s, row %d, sample %d failed: %s", item.data, item.row, item.sample, failure)
     return Answer(item.data, item.row, item.sample, failed=failure.reason, error=str(failure))

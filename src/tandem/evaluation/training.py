@@ -1,16 +1,18 @@
 """Evaluation on held-out rows beside training, with the engine and the workflow of the run."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tandem.api.collective import together as all_ranks
 from tandem.api.engines import InferenceEngine
+from tandem.api.failures import DataFailure
+from tandem.api.samples import Group, Sample
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
 from tandem.config.arithmetic import evaluation_places, is_evaluation_due
 from tandem.config.experiment import TrainConfig
-from tandem.evaluation.asking import Answer, Ask, Terms, ask, ask_together
+from tandem.evaluation.asking import Answer, Ask, Terms, ask, ask_together, failed, judged
 from tandem.evaluation.scores import metrics_of
 from tandem.flow.parts import Rows
 from tandem.flow.session import Session
@@ -36,6 +38,38 @@ class Evaluation:
         return dict(self.values)
 
 
+async def ask_rows(
+    engine: GeneratesTokens,
+    workflow: RolloutWorkflow,
+    rows: Sequence[dict[str, Any]],
+    seed: int = 0,
+    deadline_s: float = 600.0,
+    *,
+    n_samples: int = 1,
+    max_concurrent: int | None = None,
+    together: bool = False,
+    on_samples: Callable[[Ask, Sequence[Sample]], None] | None = None,
+) -> list[Answer]:
+    """Runs ``workflow`` (one sample) ``n_samples`` times on each row, beside whatever else the engine is doing.
+
+    Where the workflow makes a group, its mean counts. It stands outside the staleness gate: evaluation episodes take no
+    slot and are never trained on. ``deadline_s`` counts from a sample's turn, of which there are ``max_concurrent`` at once.
+    ``together``: as one wave that the engine stands still for, so that two deterministic runs are equal (nothing else may be
+    running). ``on_samples``: see `Terms`.
+    """
+    asks = [
+        Ask(str(row.get("source") or ""), index, sample, row)
+        for index, row in enumerate(rows)
+        for sample in range(n_samples)
+    ]
+    terms = Terms(seed=seed, timeout_s=deadline_s, max_concurrent=max_concurrent, on_samples=on_samples)
+    if together and isinstance(engine, InferenceEngine):
+        rounds = math.ceil(len(asks) / (max_concurrent or len(asks) or 1))
+        terms = replace(terms, timeout_s=deadline_s * max(1, rounds))  # all turns begin at once
+        return await ask_together(engine, workflow, asks, terms)
+    return await ask(engine, workflow, asks, terms)
+
+
 async def evaluate(
     engine: GeneratesTokens,
     workflow: RolloutWorkflow,
@@ -47,25 +81,17 @@ async def evaluate(
     max_concurrent: int | None = None,
     together: bool = False,
 ) -> Evaluation:
-    """Runs ``workflow`` (one sample) ``n_samples`` times on each row, beside whatever else the engine is doing.
-
-    Where the workflow makes a group, its mean counts. It stands outside the staleness gate: evaluation episodes take no
-    slot and are never trained on. ``deadline_s`` counts from a sample's turn, of which there are ``max_concurrent`` at once.
-    ``together``: as one wave that the engine stands still for, so that two deterministic runs are equal (nothing else may be
-    running).
-    """
-    asks = [
-        Ask(str(row.get("source") or ""), index, sample, row)
-        for index, row in enumerate(rows)
-        for sample in range(n_samples)
-    ]
-    terms = Terms(seed=seed, timeout_s=deadline_s, max_concurrent=max_concurrent)
-    if together and isinstance(engine, InferenceEngine):
-        rounds = math.ceil(len(asks) / (max_concurrent or len(asks) or 1))
-        terms = replace(terms, timeout_s=deadline_s * max(1, rounds))  # all turns begin at once
-        answers = await ask_together(engine, workflow, asks, terms)
-    else:
-        answers = await ask(engine, workflow, asks, terms)
+    """The figures of `ask_rows`."""
+    answers = await ask_rows(
+        engine,
+        workflow,
+        rows,
+        seed,
+        deadline_s,
+        n_samples=n_samples,
+        max_concurrent=max_concurrent,
+        together=together,
+    )
     return summarise(answers, n_samples, len(rows))
 
 
@@ -89,11 +115,18 @@ def evaluate_if_due(config: TrainConfig, session: Session, rows: Rows, step: int
     On the executor's own event loop, beside running episodes. Empty where nothing is due, and on ranks other than 0.
     Collective.
     """
-    metrics: dict[str, float] = {}
-    if is_evaluation_due(config.evaluate.every_steps, step, steps):
-        with all_ranks():
-            if session.engine is not None:
-                work = evaluate(
+    if not is_evaluation_due(config.evaluate.every_steps, step, steps):
+        return {}
+    answers: list[Answer] = []
+    made: dict[tuple[int, int], tuple[Ask, Group]] = {}
+
+    def keep(item: Ask, samples: Sequence[Sample]) -> None:
+        made[item.row, item.sample] = item, Group(tuple(samples), source=item.data, data=item.columns)
+
+    with all_ranks():
+        if session.engine is not None:
+            answers = session.rollout.run(
+                ask_rows(
                     session.engine,
                     session.examiner,
                     rows.valid,
@@ -102,6 +135,16 @@ def evaluate_if_due(config: TrainConfig, session: Session, rows: Rows, step: int
                     n_samples=config.evaluate.n_samples,
                     max_concurrent=evaluation_places(config),
                     together=config.deterministic,
+                    on_samples=None if session.scorer is None else keep,
                 )
-                metrics = session.rollout.run(work).metrics()
-    return metrics
+            )
+    if session.scorer is not None:
+        outcomes = session.scorer([group for _, group in made.values()])
+        scored = {place: _scored(item, outcome) for (place, (item, _)), outcome in zip(made.items(), outcomes, strict=True)}
+        answers = [scored.get((answer.row, answer.sample), answer) for answer in answers]
+    return summarise(answers, config.evaluate.n_samples, len(rows.valid)).metrics() if answers else {}
+
+
+def _scored(item: Ask, outcome: Group | DataFailure) -> Answer:
+    """The answer with the rewards that need a model."""
+    return failed(item, outcome) if isinstance(outcome, DataFailure) else judged(item, outcome.samples)

@@ -24,13 +24,21 @@ def check_same_tokens(path: str, tokenizer: PreTrainedTokenizerBase, role: str =
     Raises:
         ConfigError: names the first token that differs.
     """
-    theirs = load_tokenizer(describing(path)).get_vocab()
-    for token, number in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
-        if theirs.get(token) != number:
-            raise ConfigError(
-                f"{role}.path={path} has another tokenizer than the actor: {token!r} is {theirs.get(token, 'missing')} "
-                f"there and {number} here; use a {role} of the same model family, or leave {role}.path out"
-            )
+    theirs = load_tokenizer(describing(path))
+    token = differing_token(theirs, tokenizer)
+    if token is not None:
+        there, here = theirs.get_vocab().get(token, "missing"), tokenizer.get_vocab()[token]
+        raise ConfigError(
+            f"{role}.path={path} has another tokenizer than the actor: {token!r} is {there} "
+            f"there and {here} here; use a {role} of the same model family, or leave {role}.path out"
+        )
+
+
+def differing_token(theirs: PreTrainedTokenizerBase, ours: PreTrainedTokenizerBase) -> str | None:
+    """The first token of ours that has another number in theirs, or none; None if there is no such token."""
+    numbers = theirs.get_vocab()
+    ordered = sorted(ours.get_vocab().items(), key=lambda item: item[1])
+    return next((token for token, number in ordered if numbers.get(token) != number), None)
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,19 @@
-"""What the inference engine did while the trainer trained: overlap and tokens."""
+"""The inference engine beside the trainer: how long it generated while the trainer trained, and its tokens."""
 
 import time
-from types import TracebackType
 
 from tandem.api.engines import InferenceEngine
 
 
 class EngineMeter:
-    """A ``with`` block around training; afterwards it knows how much of that time the engine was generating.
+    """Hears of each stage that begins; knows how much of the training time the engine was generating.
 
     Without an engine (ranks other than 0) all figures are 0.
     """
 
     def __init__(self, engine: InferenceEngine | None):
         self.engine = engine
-        self._began = 0.0
+        self._began: float | None = None  # None: the trainer is not training
         self._busy_s = 0.0
         self._overlap = 0.0
         self._seen = (0.0, 0.0)
@@ -22,13 +21,14 @@ class EngineMeter:
     def _statistics(self, name: str) -> float:
         return self.engine.statistics().get(name, 0.0) if self.engine is not None else 0.0
 
-    def __enter__(self) -> None:
-        self._began, self._busy_s = time.perf_counter(), self._statistics("busy_s")
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
+    def begins(self, phase: str) -> None:
+        """A stage of this phase begins: training starts with the first one of `train`, and ends with the next other one."""
+        if phase == "train" and self._began is None:
+            self._began, self._busy_s = time.perf_counter(), self._statistics("busy_s")
+        elif phase != "train" and self._began is not None:
             trained_s = max(time.perf_counter() - self._began, 1e-9)
             self._overlap = min(1.0, (self._statistics("busy_s") - self._busy_s) / trained_s)
+            self._began = None
 
     def metrics(self) -> dict[str, float]:
         """``time/overlap``: share of the last training time during which the engine was generating, 0 to 1.

@@ -14,7 +14,7 @@ from tandem.api.engines import InferenceEngine
 from tandem.api.plugins import in_user_code, is_file_spec, load_object
 from tandem.api.samples import Group
 from tandem.api.workflow import RewardFn, RewardResult, RolloutWorkflow
-from tandem.config.arithmetic import max_head_offpolicyness, samples_together
+from tandem.config.arithmetic import max_head_offpolicyness, rewards_of, samples_together
 from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
@@ -30,7 +30,7 @@ from tandem.rewards.majority import AnswerOnly, MajorityVote
 from tandem.rewards.pool import most_workers
 from tandem.roles.actor import choose_parts
 from tandem.roles.components import choose
-from tandem.rollout.executor import MAX_DRAWS, GroupFilter, GroupObserver, Rollout
+from tandem.rollout.executor import MAX_DRAWS, GroupFilter, GroupObserver, GroupScorer, Rollout
 from tandem.rollout.groups import FirstSamples, MajorityLabels, WholeGroup, WithGreedyBaseline
 from tandem.rollout.multi_turn import MultiTurnWorkflow
 from tandem.rollout.workflows import Repeated, RLVRWorkflow
@@ -155,11 +155,11 @@ def make_reward(config: TrainConfig) -> RewardBySource:
         ConfigError: see `build_reward`; or `reward_workers` is set, and no reward runs in workers, or all that do say
             themselves how many they have.
     """
-    sources = (*config.train_dataset.sources, *config.valid_dataset.sources)
-    names = {source.reward for source in sources if source.reward}
     timeout_s, workers = config.reward_timeout_s, config.reward_workers or most_workers(samples_together(config))
-    by_name = {name: build_reward(name, timeout_s=timeout_s, workers=workers) for name in sorted(names)}
-    default = build_reward(config.reward, timeout_s=timeout_s, workers=workers)
+    by_name = {
+        spec: build_reward(spec, timeout_s=timeout_s, workers=workers, models_later=True) for spec in rewards_of(config)
+    }
+    default = by_name[config.reward]
     vote = MajorityVote(timeout_s=timeout_s, workers=workers) if config.algorithm.labels == "majority" else None
     reward = RewardBySource(default, by_name, vote)
     counts = {count for one in (default, *by_name.values()) for count in worker_counts(one)}
@@ -251,8 +251,14 @@ def training_workflow(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, r
         one = MajorityLabels(one, vote)
     if algorithm.update_samples is not None:
         one = FirstSamples(one, algorithm.update_samples)
-    group = WholeGroup(one, smallest) if whole else Repeated(one, gconfig.n_samples, min_group_size=smallest)
-    if not plan_run(config).greedy_baseline:
+    plan = plan_run(config)
+    later = one.reads_scores and bool(plan.scores)
+    group = (
+        WholeGroup(one, smallest, finish_later=later)
+        if whole
+        else Repeated(one, gconfig.n_samples, min_group_size=smallest, finish_later=later)
+    )
+    if not plan.greedy_baseline:
         return group
     greedy = replace(gconfig, greedy=True, first_token_temperature=None, train_first_token=False)
     return WithGreedyBaseline(group, make_workflow(config, tokenizer, judge, greedy))
@@ -302,9 +308,15 @@ def make_observer(loader: Iterable[Any]) -> GroupObserver | None:
     return observe
 
 
-def make_rollout(config: TrainConfig, engine: InferenceEngine | None, loader: Iterable[Any] = ()) -> Rollout:
+def make_rollout(
+    config: TrainConfig, engine: InferenceEngine | None, loader: Iterable[Any] = (), scorer: GroupScorer | None = None
+) -> Rollout:
     """The executor with the run's staleness bound and filter; ``engine`` is None on ranks other than 0. ``loader``: what the
-    rows come from; a curriculum is told what became of them."""
+    rows come from; a curriculum is told what became of them. ``scorer``: gives the rewards that need a model."""
+    if scorer is None and (scores := plan_run(config).scores):
+        raise ConfigError(
+            f"reward {scores[0].spec!r} needs a model, and make_rollout was given no scorer; open_session gives it one"
+        )
     group_filter, max_draws = make_filter(config)
     return Rollout(
         engine,
@@ -315,4 +327,5 @@ def make_rollout(config: TrainConfig, engine: InferenceEngine | None, loader: It
         max_draws=max_draws,
         observer=make_observer(loader),
         max_head_offpolicyness=max_head_offpolicyness(config),
+        scorer=scorer,
     )

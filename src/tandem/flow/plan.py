@@ -1,24 +1,26 @@
 """From a configuration to the models of a run and the stages of a step.
 
-This is the only place that decides which models exist and which passes run, in which order. The session makes what the
-plan names, the loop runs its passes, `tandem plan` counts them, `--dry-run` and `tandem graph` show them. The other stages
-are not driven by the plan: the loop of `trainers/rl.py` calls verify, the updates, refresh and publish by itself, in the
-order in which the plan lists them. Making a plan opens no model and touches no tensor.
+This is the only place that decides which models exist and which stages run, in which order. The session makes what the
+plan names, the loop runs its stages, `tandem plan` counts them, `--dry-run` and `tandem graph` show them. Making a plan
+opens no model and touches no tensor.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from tandem.algorithms.preference import PREFERENCE_LOSSES, is_paired, needs_baseline, needs_reference
 from tandem.algorithms.registry import ADVANTAGES
+from tandem.api.scoring import FrozenModel, Score
+from tandem.config.arithmetic import rewards_of
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.lora import LoRAConfig
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
 from tandem.config.roles import CriticConfig, ReferenceConfig, critic_engine_config
 from tandem.config.train_engine import TrainEngineConfig
+from tandem.rewards.build import build_scores
 from tandem.roles.components import choose
 from tandem.roles.tokens import TokenChoice, needs_proximal
 
@@ -63,8 +65,10 @@ class Stage:
     call: str
     """The method, which declares the fields that it reads and adds (`tandem.api.stage`) if it takes a batch."""
 
-    kind: Literal["collect", "check", "pass", "update", "deliver", "keep"]
-    """`pass`: takes a batch and returns it with more fields. `update`: takes one, trains, and returns metrics."""
+    kind: Literal["collect", "score", "check", "pass", "update", "deliver", "keep"]
+    """`collect` gives the batch. `score` gives numbers to sequences, inside of collecting: it comes between the end of the
+    episodes and the filter of groups. `pass` takes a batch and returns it with more fields. `update` takes one, trains, and
+    returns metrics, as `check` and `deliver` do."""
 
     time: str
     """The metric that it counts towards, as ``time/<time>_s``."""
@@ -74,6 +78,36 @@ class Stage:
 
     when: str = ""
     """The steps at which it runs, in words; empty if at each."""
+
+
+@dataclass(frozen=True)
+class PlannedScore:
+    """A term of a reward that needs a model."""
+
+    name: str
+    term: str
+    """As the configuration spells it, without weight and knobs."""
+
+    weight: float
+    score: Score
+    resident: str
+    """The model that it reads; several scores share one that they ask for alike."""
+
+    spec: str
+    """The whole reward that it is a term of."""
+
+    default: bool
+    """True if that is the reward of the rows that name none."""
+
+    @property
+    def stage(self) -> str:
+        """Name of its stage."""
+        return f"score: {self.name}"
+
+    def judges(self, row: Mapping[str, Any]) -> bool:
+        """True if the reward of this row has this term."""
+        named = row.get("reward_name")
+        return self.default if not named else named == self.spec
 
 
 @dataclass(frozen=True)
@@ -88,6 +122,9 @@ class RunPlan:
     paired: bool = False
     """The two sequences of a row are trained on together."""
 
+    scores: tuple[PlannedScore, ...] = ()
+    """The rewards that need a model, in the order of their stages."""
+
     def resident(self, name: str) -> Resident | None:
         """The resident of this name; None if the run has none."""
         return next((resident for resident in self.residents if resident.name == name), None)
@@ -100,6 +137,11 @@ class RunPlan:
     def passes(self) -> tuple[Stage, ...]:
         """The stages that add fields to a batch before it is trained on."""
         return tuple(stage for stage in self.stages if stage.kind == "pass")
+
+    @property
+    def step(self) -> tuple[Stage, ...]:
+        """The stages of a step that the loop calls one after another; those of scores are part of collecting."""
+        return tuple(stage for stage in self.stages if stage.kind not in ("score", "keep"))
 
 
 def plan_run(config: BaseConfig) -> RunPlan:
@@ -139,12 +181,15 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
         residents.append(_reference(config))
     if teacher is not None:
         residents.append(teacher)
+    scores, frozen = _scores(config, {resident.name for resident in residents})
+    residents += frozen
     names = {resident.name for resident in residents}
     updates = actor.mini_batches * actor.epochs_per_batch
     rests = f"the actor rests in the first {critic.warmup_steps} steps" if critic.warmup_steps else ""
     proximal = teacher is not None or needs_proximal(config.algorithm, updates, TokenChoice(config.algorithm, config.seed))
     stages = [
         Stage("generate", "rollout", "prepare_batch", "collect", "generate", ("engine",)),
+        *(Stage(one.stage, one.name, "score", "score", "score", (one.resident,)) for one in scores),
         *_verification(config),
         *([_pass("reference", "reference", "compute_logprobs", "reference")] if "reference" in names else []),
         *([_pass("values", "critic", "compute_values", "critic" if "critic" in names else "actor")] if values else []),
@@ -153,11 +198,36 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
         Stage("advantages", "actor", "compute_advantages", "pass", "train"),
         Stage("update", "actor", "ppo_update", "update", "train", ("actor",), rests),
         *([Stage("update values", "critic", "update", "update", "train", ("critic",))] if "critic" in names else []),
+        *([Stage("fit of values", "critic", "update", "check", "train")] if critic.shared and values else []),
         *(_refresh(resident) for resident in residents if resident.refresh_every_steps),
         Stage("publish", "publisher", "publish", "deliver", "update_weights", ("actor", "engine")),
         *_keeping(config, ("engine",)),
     ]
-    return RunPlan((*residents, Resident("engine")), tuple(stages), greedy_baseline="greedy" in asked)
+    return RunPlan((*residents, Resident("engine")), tuple(stages), greedy_baseline="greedy" in asked, scores=scores)
+
+
+def _scores(config: TrainConfig, taken: set[str]) -> tuple[tuple[PlannedScore, ...], list[Resident]]:
+    """The rewards that need a model, and the models that they need.
+
+    Raises:
+        ConfigError: a reward cannot be read, or has the name of another one or of a role.
+    """
+    scores: list[PlannedScore] = []
+    residents: dict[FrozenModel, Resident] = {}
+    for spec in rewards_of(config):
+        for name, term, weight, score in build_scores(spec):
+            if name in taken | {"engine", "rollout", "verifier", "publisher"}:
+                raise ConfigError(
+                    f"reward {spec!r}: {name!r} is the name of another reward's model or of a role; give it one of its own: "
+                    f"model(path=…, name=helpful), or the attribute `name` of your class"
+                )
+            taken = taken | {name}
+            wanted = score.model
+            if wanted not in residents:
+                engine = _frozen(config.actor, path=wanted.path, dtype=wanted.dtype, backend=None)
+                residents[wanted] = Resident(name, engine, wanted.head)
+            scores.append(PlannedScore(name, term, weight, score, residents[wanted].name, spec, spec == config.reward))
+    return tuple(scores), list(residents.values())
 
 
 def _distillation(config: DistillConfig) -> RunPlan:

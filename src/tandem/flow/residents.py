@@ -5,8 +5,13 @@ from transformers import PreTrainedTokenizerBase
 from tandem.api.engines import TrainEngine
 from tandem.config.experiment import TrainConfig
 from tandem.engines.train.build import build_train_engine
-from tandem.flow.critic import check_same_tokens
+from tandem.flow.critic import check_same_tokens, differing_token
 from tandem.flow.plan import Resident, RunPlan
+from tandem.flow.scoring import ModelReader, ScoreRole
+from tandem.models.architecture import Architecture
+from tandem.models.catalog import describing
+from tandem.models.foreign import read_hf_config
+from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.roles.critic import Critic, SharedCritic
 from tandem.roles.reference import Reference
 
@@ -21,6 +26,38 @@ def open_model(resident: Resident, device: str, *, optimizer_steps: int = 0) -> 
     return build_train_engine(
         resident.engine, total_steps=optimizer_steps, device=device, head=resident.head, key=resident.key
     )
+
+
+def open_scores(plan: RunPlan, device: str, tokenizer: PreTrainedTokenizerBase, *, reads: bool) -> dict[str, ScoreRole]:
+    """The rewards that need a model, each with its model, which those share that ask for the same. ``tokenizer``: the
+    actor's. ``reads``: on rank 0, where the samples are.
+
+    Raises:
+        ConfigError: see `open_model`; or a model has no chat template.
+    """
+    engines: dict[str, TrainEngine] = {}
+    roles = {}
+    for planned in plan.scores:
+        resident = plan.resident(planned.resident)
+        assert resident is not None and resident.engine is not None, "the plan names the model of each score"
+        if resident.name not in engines:
+            engines[resident.name] = open_model(resident, device)
+        reader = open_reader(resident.engine.path, tokenizer) if reads else None
+        roles[planned.name] = ScoreRole(planned, engines[resident.name], reader)
+    return roles
+
+
+def open_reader(path: str, actor: PreTrainedTokenizerBase) -> ModelReader:
+    """Reads samples in the tokens of the model in ``path``; no weights are needed for it.
+
+    Raises:
+        ConfigError: its tokenizer cannot be read, or has no chat template.
+    """
+    folder = describing(path)
+    own = load_tokenizer(folder)
+    check_chat_template(own)
+    context = Architecture.from_config(read_hf_config(folder)).max_position_embeddings
+    return ModelReader(own, same_tokens=differing_token(own, actor) is None, max_length=context)
 
 
 def open_reference(plan: RunPlan, device: str, actor: TrainEngine | None = None) -> Reference | None:

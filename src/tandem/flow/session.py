@@ -1,9 +1,10 @@
 """A run's objects, made in order and closed in reverse, whatever happens."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
@@ -31,7 +32,9 @@ from tandem.flow.parts import (
 )
 from tandem.flow.plan import RunPlan, Stage, plan_run
 from tandem.flow.process import Process
-from tandem.flow.residents import open_critic, open_model, open_reference
+from tandem.flow.residents import open_critic, open_model, open_reference, open_scores
+from tandem.flow.run import LocalRunner, Runner
+from tandem.flow.scoring import GroupScorer, ScoreRole
 from tandem.launch.rank import kept_servers
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
@@ -42,6 +45,7 @@ from tandem.roles.reference import Reference
 from tandem.roles.teacher import Student, Teacher
 from tandem.rollout.executor import Rollout
 from tandem.state.run_folder import run_path
+from tandem.tracking.statistics import PhaseTimer
 from tandem.weights.publisher import WeightPublisher
 
 
@@ -65,11 +69,9 @@ class Session:
     publisher: WeightPublisher
     verifier: Verifier
     meter: EngineMeter
-
-    def add_fields(self, stage: Stage, batch: TensorDict) -> TensorDict:
-        """Runs a pass of the plan: the batch with the fields that it adds."""
-        found: TensorDict = getattr(getattr(self, stage.role), stage.call)(batch)
-        return found
+    timer: PhaseTimer
+    runner: Runner
+    scorer: GroupScorer | None
 
     @property
     def models(self) -> Models:
@@ -101,18 +103,10 @@ def open_session(
         trainer = open_model(policy, process.device, optimizer_steps=optimizer_steps)
         reference = open_reference(plan, process.device, trainer)
         critic = open_critic(plan, config, process.device, trainer, steps, tokenizer)
-        actor = Actor(
-            trainer,
-            config.algorithm,
-            config.actor,
-            reference=reference,
-            shared_critic=critic if isinstance(critic, SharedCritic) else None,
-            max_head_offpolicyness=max_token_age(config),
-            max_new_tokens=config.gconfig.max_new_tokens,
-            seed=config.seed,
-        )
+        actor = make_actor(config, trainer, reference, critic)
         judge = plan.resident("teacher")
         teacher = None if judge is None else Teacher(open_model(judge, process.device))
+        scores = open_scores(plan, process.device, tokenizer, reads=process.is_main)
         archive, verifier = make_proof(config, process, trainer, tokenizer, folder)
         publisher = make_publisher(config, process, trainer, engine, folder, run=run, archive=archive)
         stack.callback(publisher.close)
@@ -120,9 +114,13 @@ def open_session(
             reward = make_reward(config)
             stack.callback(reward.close)
             loader = make_loader(config, rows)
-            rollout = make_rollout(config, engine, loader)
+            timer, meter = PhaseTimer(), EngineMeter(engine)
+            work: dict[str, Callable[..., Any]] = {}
+            runner = LocalRunner(work, lambda stage: _measured(stage, timer, meter))
+            scorer = GroupScorer(plan, scores, runner, config.rollout.min_group_size) if scores else None
+            rollout = make_rollout(config, engine, loader, scorer)
             stack.callback(rollout.close)
-        yield Session(
+        session = Session(
             tokenizer=tokenizer,
             loader=loader,
             actor=actor if teacher is None else Student(actor),
@@ -138,8 +136,72 @@ def open_session(
             examiner=make_workflow(config, tokenizer, reward, evaluation_gconfig(config)),
             publisher=publisher,
             verifier=verifier,
-            meter=EngineMeter(engine),
+            meter=meter,
+            timer=timer,
+            runner=runner,
+            scorer=scorer,
         )
+        work |= _work(session, scores)
+        yield session
+
+
+@contextlib.contextmanager
+def _measured(stage: Stage, timer: PhaseTimer, meter: EngineMeter) -> Iterator[None]:
+    """A block for the time of a stage."""
+    meter.begins(stage.time)
+    with timer(stage.time):
+        yield
+
+
+def _work(session: Session, scores: Mapping[str, ScoreRole]) -> dict[str, Callable[..., Any]]:
+    """What each stage of the plan calls: its role's method on the batch, or one of these that take none."""
+
+    def update(batch: TensorDict) -> dict[str, float]:
+        actor, critic = session.actor, session.critic
+        if critic is None:
+            return actor.ppo_update(batch)
+        if critic.warming_up:
+            assert isinstance(actor, Actor), "a student has no critic"
+            return actor.rest(batch) | {"actor/rests": 1.0}
+        return actor.ppo_update(batch) | {"actor/rests": 0.0}
+
+    def publish() -> dict[str, float]:
+        published = session.publisher.publish()
+        return {f"time/{name}": published[name] for name in ("prepare_s", "pause_s", "recompute_s")}
+
+    def refresh() -> dict[str, float]:
+        assert session.reference is not None, "the plan refreshes a reference"
+        session.reference.refresh_if_due(session.trainer, session.actor.version)
+        return {}
+
+    work: dict[str, Callable[..., Any]] = {
+        "generate": lambda: session.rollout.prepare_batch(session.loader, session.workflow),
+        "verify": lambda batch: session.verifier.verify_if_due(batch, session.publisher.version.number + 1),
+        "update": update,
+        "refresh": refresh,
+        "publish": publish,
+    }
+    for stage in session.plan.stages:
+        if stage.name not in work and stage.kind != "keep":
+            role = scores[stage.role] if stage.kind == "score" else getattr(session, stage.role)
+            work[stage.name] = getattr(role, stage.call)
+    return work
+
+
+def make_actor(
+    config: TrainConfig, trainer: TrainEngine, reference: Reference | None, critic: Critic | SharedCritic | None
+) -> Actor:
+    """The actor on its engine."""
+    return Actor(
+        trainer,
+        config.algorithm,
+        config.actor,
+        reference=reference,
+        shared_critic=critic if isinstance(critic, SharedCritic) else None,
+        max_head_offpolicyness=max_token_age(config),
+        max_new_tokens=config.gconfig.max_new_tokens,
+        seed=config.seed,
+    )
 
 
 def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -> InferenceEngine | None:

@@ -203,6 +203,9 @@ STATELESS = {
     "verifier": "draws from seed and version; the versions that it compares with are the publisher's, and evidence and a "
     "suspicion of before are gathered anew",
     "meter": "measures time",
+    "timer": "likewise",
+    "runner": "calls stages, and remembers nothing",
+    "scorer": "its models are frozen",
 }
 """The other fields, and why nothing of them need be saved. A test compares both with the fields that there are."""
 

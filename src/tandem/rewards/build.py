@@ -1,24 +1,22 @@
-"""From a name in a configuration to a reward: ``math``, ``math + 0.2*length(target_tokens=100)``, ``my_file.py:name``."""
+"""From what a configuration says to rewards: ``math``, ``math + 0.2*length(target_tokens=100)``, ``my_file.py:name``."""
 
-import ast
 import asyncio
 import inspect
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from tandem.api.plugins import in_user_code, load_object
+from tandem.api.scoring import Score
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
-from tandem.rewards import reasoning_gym, verifiable
+from tandem.config.terms import Term, read_terms
+from tandem.rewards import model, reasoning_gym, verifiable
 from tandem.rewards.function import AsyncReward, OwnReward, WorkerReward
 from tandem.rewards.outcome import is_async
 from tandem.rewards.pool import WorkerPool
-from tandem.rewards.registry import REWARDS, make
+from tandem.rewards.registry import REWARDS, SCORES, make
 
-__all__ = ["REWARDS", "SumReward", "build_reward", "reasoning_gym", "verifiable"]
-
-GRAMMAR = "a name, name(knob=value), a sum such as math + 0.2*format, or my_file.py:function"
+__all__ = ["REWARDS", "SCORES", "SumReward", "build_reward", "build_scores", "model", "reasoning_gym", "verifiable"]
 
 
 class SumReward(RewardFn):
@@ -63,26 +61,46 @@ class SumReward(RewardFn):
             reward.close()
 
 
-def build_reward(spec: str, *, timeout_s: float, workers: int | None = None) -> RewardFn:
+def build_reward(spec: str, *, timeout_s: float, workers: int | None = None, models_later: bool = False) -> RewardFn:
     """The reward that a configuration names. ``workers``: most processes of one that runs in workers; None: `most_workers`.
+    ``models_later``: the terms that need a model are left out here, for `build_scores` gives them.
 
     Raises:
-        ConfigError: no such name (tells the nearest), file, function or knob, or a spec that cannot be read.
+        ConfigError: no such name (tells the nearest), file, function or knob, or a spec that cannot be read; or a term needs
+            a model, and nobody scores with it later.
     """
-    source, _, name = spec.rpartition(":")
-    if source.endswith(".py"):
-        return _from_file(spec, name, timeout_s, workers)
-    try:
-        expression = ast.parse(spec.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ConfigError(f"reward {spec!r} cannot be read; it is {GRAMMAR}") from error
-    terms = [(name, weight, make(name, timeout_s, knobs, workers)) for name, weight, knobs in _terms(expression, spec)]
-    if len(terms) == 1 and terms[0][1] == 1.0:
-        return terms[0][2]
-    names = [name for name, _, _ in terms]
-    if len(set(names)) < len(names):
-        raise ConfigError(f"reward {spec!r} names a reward twice; add their weights up")
-    return SumReward(terms)
+    terms = read_terms(spec)
+    model = next((term for term in terms if needs_model(term)), None)
+    if model is not None and not models_later:
+        raise ConfigError(
+            f"reward {spec!r}: {model.short_name} needs a model, which only `tandem train` holds; leave it out"
+        )
+    cheap = [term for term in terms if not needs_model(term)]
+    made = [(term.short_name, term.weight, _judge(term, timeout_s, workers)) for term in cheap]
+    return made[0][2] if len(terms) == 1 and made and made[0][1] == 1.0 else SumReward(made)
+
+
+def build_scores(spec: str) -> list[tuple[str, str, float, Score]]:
+    """The terms that need a model: name, the term as it is spelt, weight, and what scores.
+
+    Raises:
+        ConfigError: as `build_reward`.
+    """
+    scores = []
+    for term in read_terms(spec):
+        if needs_model(term):
+            score = _made(term)
+            assert isinstance(score, Score), "needs_model has seen to it"
+            scores.append((str(score.name) or term.short_name, term.name, term.weight, score))
+    return scores
+
+
+def needs_model(term: Term) -> bool:
+    """True if a term is scored by a model that the run holds, and not inside its episode."""
+    if term.is_file:
+        found = load_object(term.name)
+        return inspect.isclass(found) and issubclass(found, Score)
+    return term.name in SCORES
 
 
 def worker_counts(reward: RewardFn) -> set[int]:
@@ -93,14 +111,18 @@ def worker_counts(reward: RewardFn) -> set[int]:
     return {pool.size} if isinstance(pool, WorkerPool) else set()
 
 
-def _from_file(spec: str, name: str, timeout_s: float, workers: int | None) -> RewardFn:
-    found = load_object(spec)
+def _judge(term: Term, timeout_s: float, workers: int | None) -> RewardFn:
+    if not term.is_file:
+        return make(term.name, timeout_s, term.knobs, workers)
+    found, spec, name = load_object(term.name), term.name, term.short_name
     if inspect.isclass(found) and issubclass(found, RewardFn):
-        found = in_user_code(spec, found)
+        found = _made(term)
     if isinstance(found, RewardFn):
         return OwnReward(found, name, timeout_s=timeout_s)
     if not callable(found):
         raise ConfigError(f"reward {spec!r} is a {type(found).__name__}; it must be a function, sync or async")
+    if term.knobs:
+        raise ConfigError(f"reward {spec!r} is a function, and only a class takes knobs: leave {next(iter(term.knobs))} out")
     try:
         inspect.signature(found)
     except (TypeError, ValueError):
@@ -110,24 +132,16 @@ def _from_file(spec: str, name: str, timeout_s: float, workers: int | None) -> R
     return WorkerReward(found, spec, name=name, timeout_s=timeout_s, workers=workers)
 
 
-def _terms(node: ast.expr, spec: str) -> list[tuple[str, float, dict[str, Any]]]:
-    """(name, weight, knobs) of each term of the sum."""
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        return _terms(node.left, spec) + _terms(node.right, spec)
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        try:
-            factor = float(ast.literal_eval(node.left))
-            if not math.isfinite(factor):
-                raise ValueError(factor)
-        except (ValueError, TypeError, OverflowError):
-            raise ConfigError(f"reward {spec!r}: a weight is a finite number before a name; it is {GRAMMAR}") from None
-        return [(name, factor * weight, knobs) for name, weight, knobs in _terms(node.right, spec)]
-    if isinstance(node, ast.Name):
-        return [(node.id, 1.0, {})]
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
-        try:
-            knobs = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
-        except ValueError:
-            raise ConfigError(f"reward {spec!r}: knobs of {node.func.id} must be plain values, as in name(knob=3)") from None
-        return [(node.func.id, 1.0, knobs)]
-    raise ConfigError(f"reward {spec!r} cannot be read; it is {GRAMMAR}")
+def _made(term: Term) -> Any:
+    """The object of a class with knobs.
+
+    Raises:
+        ConfigError: it has no such knob, or lacks one; or its constructor raises.
+    """
+    make = load_object(term.name) if term.is_file else SCORES[term.name]
+    try:
+        inspect.signature(make).bind(**term.knobs)
+    except TypeError as error:
+        allowed = ", ".join(inspect.signature(make).parameters) or "none"
+        raise ConfigError(f"reward {term.name!r}: {error}; its knobs: {allowed}") from None
+    return in_user_code(term.name, make, **term.knobs) if term.is_file else make(**term.knobs)

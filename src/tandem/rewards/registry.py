@@ -5,6 +5,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import Any, TypeVar
 
+from tandem.api.scoring import Score
 from tandem.api.workflow import RewardFn
 from tandem.config.errors import ConfigError
 
@@ -13,6 +14,22 @@ B = TypeVar("B", bound=Builder)
 
 REWARDS: dict[str, Builder] = {}
 """Each builder takes ``timeout_s`` and its own knobs, all keyword-only, and returns a `RewardFn`."""
+
+
+SCORES: dict[str, type[Score]] = {}
+"""Rewards that need a model; each class takes its knobs, and opens nothing."""
+
+S = TypeVar("S", bound=type[Score])
+
+
+def register_score(name: str) -> Callable[[S], S]:
+    """Registers a `Score` under a name."""
+
+    def put(score: S) -> S:
+        SCORES[name] = score
+        return score
+
+    return put
 
 
 def register(name: str) -> Callable[[B], B]:
@@ -32,10 +49,10 @@ def make(name: str, timeout_s: float, knobs: dict[str, Any], workers: int | None
         ConfigError: unknown name or knob, names the nearest one; or a knob that is no whole number where it must be one.
     """
     if name not in REWARDS:
-        near = get_close_matches(name, REWARDS, n=1, cutoff=0.5)
+        near = get_close_matches(name, [*REWARDS, *SCORES], n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(
-            f"no reward is called {name!r}; {hint}registered: {', '.join(sorted(REWARDS))}; "
+            f"no reward is called {name!r}; {hint}registered: {', '.join(sorted([*REWARDS, *SCORES]))}; "
             "a reward of your own is given as my_file.py:function"
         )
     builder = REWARDS[name]

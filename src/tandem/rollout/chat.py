@@ -153,6 +153,7 @@ class Chat:
             accuracy=accuracy,
             prompt_text=self.prompt,
             completion_text=self.completion,
+            messages=tuple(self.messages),
             metrics=dict(metrics or {}),
             answer=answer,
             extracted=extracted,

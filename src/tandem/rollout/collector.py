@@ -33,7 +33,8 @@ class Collector:
         """Of the pool, when the last batch was taken."""
 
     def collect(self, count: int, *, timeout_s: float, partial: bool = False) -> list[Episode]:
-        """Waits for ``count`` groups and takes them. ``partial``: fewer, when no more can come.
+        """Waits for ``count`` groups and takes them; leaves them where they are if one of them still has to be judged by a
+        model, so that the caller sees to that and asks again. ``partial``: fewer, when no more can come.
 
         Raises:
             WaitTimeout: after ``timeout_s``; says what it waited for.
@@ -78,7 +79,7 @@ class Collector:
                 self._pool.pump()  # what expired has made room
             if not self._pool.running:
                 chosen = self._give_up(count, partial)
-        if chosen is not None:
+        if chosen is not None and all(episode.judged for episode in chosen):
             self._take(chosen)
         return chosen
 

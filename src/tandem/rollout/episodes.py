@@ -33,6 +33,9 @@ class Episode:
     task: asyncio.Task[None] | None = None
     engine: EpisodeEngine | None = None
     group: Group | None = None
+    judged: bool = True
+    """False: rewards that need a model, and with them the filter of groups, are still to come."""
+
     aborted: bool = False
 
 
@@ -72,6 +75,17 @@ async def run_episode(
                 raise DataFailure("deadline", message) from error
             raise as_failure(error) from error.__cause__
     raise AssertionError("unreachable: the last attempt returns or raises")
+
+
+async def finished(workflow: RolloutWorkflow, group: Group) -> Group | DataFailure:
+    """The group after its workflow's `finish_group`, where that had to wait for rewards that need a model."""
+    try:
+        return replace(group, samples=tuple(await workflow.finish_group(group.samples, group.data)))
+    except Exception as error:  # the episode boundary
+        failure = as_failure(error)
+        if not isinstance(failure, DataFailure):
+            raise failure from error
+        return failure
 
 
 def as_group(result: Group | Sample | None, episode: Episode) -> Group:

@@ -7,12 +7,15 @@ while the caller trains. A batch waits for its episodes, at most `rollout.wait_t
 import contextlib
 import math
 import time
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tensordict import TensorDict
 
+from tandem.api.collective import from_main
 from tandem.api.engines import InferenceEngine
+from tandem.api.failures import DataFailure
 from tandem.api.samples import Group
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.errors import ConfigError
@@ -20,6 +23,7 @@ from tandem.config.rollout import RolloutConfig
 from tandem.rollout.collate import collate
 from tandem.rollout.collective import is_collector, share
 from tandem.rollout.collector import Collector
+from tandem.rollout.episodes import Episode, finished
 from tandem.rollout.gate import StalenessGate
 from tandem.rollout.pool import EpisodePool, GroupFilter, GroupObserver, Row
 from tandem.rollout.replay import Replay
@@ -27,8 +31,24 @@ from tandem.rollout.statistics import batch_metrics
 
 T = TypeVar("T")
 
+GroupScorer = Callable[[Sequence[Group]], list[Group | DataFailure]]
+"""Groups → the same with more rewards, or why one cannot be trained on. Collective; other ranks than 0 bring none."""
+
 MAX_DRAWS = 10
 """Times the batch size that are drawn for one batch before a filter that keeps too few ends the run."""
+
+
+@dataclass
+class _Wish:
+    """One batch that is asked for."""
+
+    begin: Callable[[], int]
+    """Queues what there is to queue; says how many groups are wanted."""
+
+    patience_s: float
+    partial: bool
+    count: int | None = None
+    waited_s: float = 0.0
 
 
 class Rollout:
@@ -60,7 +80,9 @@ class Rollout:
         max_draws: int = MAX_DRAWS,
         observer: GroupObserver | None = None,
         max_head_offpolicyness: int | None = None,
+        scorer: GroupScorer | None = None,
     ):
+        """``scorer``: gives finished groups the rewards that need a model, before the filter and the batch."""
         eta = config.max_head_offpolicyness if max_head_offpolicyness is None else max_head_offpolicyness
         self._eta = eta or 0
         if self._eta and (deterministic or config.oversample > 1):
@@ -77,7 +99,9 @@ class Rollout:
             group_filter=group_filter,
             max_draws=max_draws,
             observer=observer,
+            judges_later=scorer is not None,
         )
+        self._scorer = scorer
         self.ledger = self._pool.ledger
         self._collector = None if engine is None else Collector(engine, config, self._pool, self._eta, deterministic)
         self.replay = Replay(config.replay, seed=seed)
@@ -101,7 +125,7 @@ class Rollout:
             NoBatch: so many will never come.
             EngineDied: the engine is gone.
         """
-        return share(lambda: self._batch(count, timeout_s=timeout_s))
+        return self._batch(lambda: count, timeout_s=timeout_s)
 
     def rollout_batch(self, data: Sequence[Row], workflow: RolloutWorkflow) -> TensorDict:
         """Runs these rows, at most `rollout.batch_size` (times `oversample`), and returns their groups in order. Collective.
@@ -109,15 +133,15 @@ class Rollout:
         Rows that are dropped are missing in the batch. Raises as `wait`; `NoBatch` if none came through.
         """
 
-        def make() -> TensorDict:
+        def begin() -> int:
             most = self.gate.batch_size
             if not 0 < len(data) <= most:
                 raise ConfigError(f"rollout_batch takes 1 to {most} rows (rollout.batch_size), got {len(data)}")
             with self._pool.changed:
                 self._pool.submitted.extend((row, workflow) for row in data)
-            return self._batch(min(len(data), self._config.batch_size), partial=True)
+            return min(len(data), self._config.batch_size)
 
-        return share(make)
+        return self._batch(begin, partial=True)
 
     def prepare_batch(self, loader: Iterator[Row], workflow: RolloutWorkflow) -> TensorDict:
         """The next batch of `rollout.batch_size` groups, rows drawn from the loader as the gate admits. Collective.
@@ -125,20 +149,60 @@ class Rollout:
         At η > 0 episodes go on, and new ones start, while the caller trains. Raises as `wait`.
         """
 
-        def make() -> TensorDict:
+        def begin() -> int:
             with self._pool.changed:
                 self._pool.source = (loader, workflow)
-            return self._batch(self._config.batch_size)
+            return self._config.batch_size
 
-        return share(make)
+        return self._batch(begin)
 
-    def _batch(self, count: int, *, timeout_s: float | None = None, partial: bool = False) -> TensorDict:
-        """Waits for ``count`` groups, takes them, packs them. ``partial``: for fewer, when no more can come."""
-        assert self._engine is not None and self._collector is not None, "rank 0 needs an engine"
-        began = time.monotonic()
+    def _batch(self, begin: Callable[[], int], *, timeout_s: float | None = None, partial: bool = False) -> TensorDict:
+        """Waits for as many groups as ``begin`` says, takes them, packs them. ``partial``: for fewer, when no more can come.
+
+        Where rewards need a model: collects candidates, has them scored by all ranks, filters them, and again until enough
+        stand. Rank 0 collects; collective.
+        """
         patience_s = self._config.wait_timeout_s if timeout_s is None else timeout_s
-        episodes = self._collector.collect(count, timeout_s=patience_s, partial=partial)
-        waited_s, version = time.monotonic() - began, self._engine.version.number
+        wish = _Wish(begin, patience_s, partial)
+        if self._scorer is None:
+            return share(lambda: self._packed(self._collect(wish), wish.waited_s))
+        episodes: list[Episode] = []
+
+        def unjudged() -> int:
+            nonlocal episodes
+            episodes = self._collect(wish)
+            return sum(not episode.judged for episode in episodes)
+
+        while from_main(unjudged):
+            waiting = [episode for episode in episodes if not episode.judged]
+            outcomes = self._scorer([episode.group for episode in waiting if episode.group is not None])
+            if is_collector():
+                self._judge(waiting, outcomes)
+        return share(lambda: self._packed(episodes, wish.waited_s))
+
+    def _judge(self, episodes: Sequence[Episode], outcomes: Sequence[Group | DataFailure]) -> None:
+        """What the models said of groups: those that read it are finished now, and the filter sees them."""
+        for episode, outcome in zip(episodes, outcomes, strict=True):
+            if isinstance(outcome, Group) and episode.workflow.reads_scores:
+                outcome = self.run(finished(episode.workflow, outcome))
+            with self._pool.changed:
+                self._pool.judge(episode, outcome)
+
+    def _collect(self, wish: "_Wish") -> list[Episode]:
+        """Rank 0: the oldest groups, at the latest when the patience of this batch is at its end."""
+        assert self._collector is not None, "rank 0 needs an engine"
+        if wish.count is None:
+            wish.count = wish.begin()
+        began = time.monotonic()
+        left_s = max(0.0, wish.patience_s - wish.waited_s)
+        episodes = self._collector.collect(wish.count, timeout_s=left_s, partial=wish.partial)
+        wish.waited_s += time.monotonic() - began
+        return episodes
+
+    def _packed(self, episodes: Sequence[Episode], waited_s: float) -> TensorDict:
+        """The batch of episodes that were taken."""
+        assert self._engine is not None and self._collector is not None, "rank 0 needs an engine"
+        version = self._engine.version.number
         self.last_groups = tuple(episode.group for episode in episodes if episode.group is not None)
         batch = collate(
             self.last_groups,

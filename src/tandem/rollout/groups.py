@@ -93,6 +93,7 @@ class FirstSamples(RolloutWorkflow):
         if count < 1:
             raise ConfigError(f"algorithm.update_samples must be at least 1, got {count}")
         self.workflow, self.count, self.name = workflow, count, name_of(workflow)
+        self.reads_scores = workflow.reads_scores
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group | Sample | None:
         """See `RolloutWorkflow`."""
@@ -117,8 +118,9 @@ class WholeGroup(RolloutWorkflow):
 
     makes_group = True
 
-    def __init__(self, workflow: RolloutWorkflow, min_group_size: int | None = None):
-        self.workflow, self.min_group_size = workflow, min_group_size
+    def __init__(self, workflow: RolloutWorkflow, min_group_size: int | None = None, *, finish_later: bool = False):
+        """``finish_later``: see `Repeated`."""
+        self.workflow, self.min_group_size, self.reads_scores = workflow, min_group_size, finish_later
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group:
         """See `RolloutWorkflow`."""
@@ -136,7 +138,13 @@ class WholeGroup(RolloutWorkflow):
                 raise DataFailure(
                     "group_too_small", f"{len(result.samples)} samples, and a group needs {least} (rollout.min_group_size)"
                 )
-            return replace(result, samples=tuple(await self.workflow.finish_group(result.samples, data)))
+            if self.reads_scores:
+                return result
+            return replace(result, samples=await self.finish_group(result.samples, data))
+
+    async def finish_group(self, samples: tuple[Sample, ...], data: Mapping[str, Any]) -> tuple[Sample, ...]:
+        """The workflow's own."""
+        return tuple(await self.workflow.finish_group(samples, data))
 
 
 class WithGreedyBaseline(RolloutWorkflow):
@@ -147,7 +155,7 @@ class WithGreedyBaseline(RolloutWorkflow):
     """
 
     def __init__(self, group: RolloutWorkflow, greedy: RolloutWorkflow):
-        self.group, self.greedy = group, greedy
+        self.group, self.greedy, self.reads_scores = group, greedy, group.reads_scores
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group:
         """See `RolloutWorkflow`.
@@ -175,6 +183,11 @@ class WithGreedyBaseline(RolloutWorkflow):
             raise lost from failure
         baseline = replace(baseline, greedy=True, in_loss=False, in_statistics=False)
         return replace(group, samples=(*group.samples, baseline))
+
+    async def finish_group(self, samples: tuple[Sample, ...], data: Mapping[str, Any]) -> tuple[Sample, ...]:
+        """The workflow's own, of all samples but the baseline."""
+        others = tuple(sample for sample in samples if not sample.greedy)
+        return (*await self.group.finish_group(others, data), *(sample for sample in samples if sample.greedy))
 
 
 GREEDY_SAMPLE = 1 << 40

@@ -54,9 +54,12 @@ class EpisodePool:
         group_filter: GroupFilter | None,
         max_draws: int,
         observer: GroupObserver | None,
+        judges_later: bool = False,
     ):
+        """``judges_later``: groups wait for rewards that need a model, and are filtered behind them (`judge`)."""
         self._engine, self._config, self._seed, self._deterministic = engine, config, seed, deterministic
         self._filter, self._max_draws, self._observer = group_filter, max_draws, observer
+        self._judges_later = judges_later
         self.gate, self.ledger, self.loop = gate, Ledger(), BackgroundLoop()
         self.changed = threading.Condition()
         self.submitted: deque[tuple[Row, RolloutWorkflow]] = deque()
@@ -204,24 +207,46 @@ class EpisodePool:
             self._spend("data")
         else:
             self._in_a_row["data"] = 0
-        keep, reason = (True, "") if self._filter is None else self._filter(group)
+        keep, reason = (True, "") if self._judges_later else self._verdict(group)
         if keep:
             del self.running[episode.number]
-            episode.group = group
+            episode.group, episode.judged = group, not self._judges_later
             self.waiting[episode.number] = episode
             self.gate.finish()
             self.ledger.move(episode.prompt, "waiting")
         else:
-            self.filtered[reason] += 1
             self.settle(group)
             self.leave(episode, "dropped", f"filter/{reason}")
-            drawn, most = self.filtered.total() + len(self.waiting), self._max_draws * self._config.batch_size
-            if self.broken is None and self.wanted > len(self.waiting) and drawn >= most:
-                self.broken = NoBatch(
-                    f"the filter of groups kept {len(self.waiting)} of {drawn} groups, and {self.wanted} are needed; "
-                    f"at most {self._max_draws} × rollout.batch_size are drawn for a batch. Turned down: "
-                    f"{dict(self.filtered)}. Use easier or harder prompts, or another algorithm.filter"
-                )
+            self._turned_down(reason)
+
+    def judge(self, episode: Episode, outcome: Group | DataFailure) -> None:
+        """The rewards that need a model are there, or could not be had: the group goes on waiting, or is dropped."""
+        if isinstance(outcome, DataFailure):
+            self._remember(episode, str(outcome))
+            self.ledger.failed_samples.update(outcome.failed_samples)
+            self.discard(episode, outcome.reason, counts=False)
+            self._spend("data")
+            return
+        episode.group, episode.judged = outcome, True
+        keep, reason = self._verdict(outcome)
+        if not keep:
+            self.discard(episode, f"filter/{reason}")
+            self._turned_down(reason)
+
+    def _verdict(self, group: Group) -> tuple[bool, str]:
+        return (True, "") if self._filter is None else self._filter(group)
+
+    def _turned_down(self, reason: str) -> None:
+        """One more group was dropped by the filter; too many of them end the run."""
+        self.filtered[reason] += 1
+        kept = sum(episode.judged for episode in self.waiting.values())
+        drawn, most = self.filtered.total() + kept, self._max_draws * self._config.batch_size
+        if self.broken is None and self.wanted > kept and drawn >= most:
+            self.broken = NoBatch(
+                f"the filter of groups kept {kept} of {drawn} groups, and {self.wanted} are needed; "
+                f"at most {self._max_draws} × rollout.batch_size are drawn for a batch. Turned down: "
+                f"{dict(self.filtered)}. Use easier or harder prompts, or another algorithm.filter"
+            )
 
     def _failed(self, episode: Episode, failure: EpisodeFailure) -> None:
         self._remember(episode, str(failure))
@@ -276,11 +301,12 @@ class EpisodePool:
         with self.changed:
             self.changed.notify_all()
 
-    def discard(self, episode: Episode, reason: str) -> None:
-        """A finished group is dropped before it is consumed."""
+    def discard(self, episode: Episode, reason: str, *, counts: bool = True) -> None:
+        """A finished group is dropped before it is consumed. ``counts``: its samples enter the figures of the run."""
         del self.waiting[episode.number]
         assert episode.group is not None, "it waits, so it has finished"
-        self.settle(episode.group)
+        if counts:
+            self.settle(episode.group)
         self.gate.discard()
         self.ledger.move(episode.prompt, "dropped", reason)
 

@@ -90,10 +90,12 @@ class Repeated(RolloutWorkflow):
     failure of the infrastructure fails the whole episode, which is then run again.
     """
 
-    def __init__(self, workflow: RolloutWorkflow, n: int, min_group_size: int | None = None):
+    def __init__(self, workflow: RolloutWorkflow, n: int, min_group_size: int | None = None, *, finish_later: bool = False):
+        """``finish_later``: the group is finished by the executor, behind the rewards that need a model."""
         if n < 1 or not 1 <= least_samples(min_group_size, n) <= n:
             raise ConfigError(f"min_group_size must lie in 1…n, and n be at least 1; got {min_group_size} and n={n}")
         self.workflow, self.n, self.min_group_size = workflow, n, least_samples(min_group_size, n)
+        self.reads_scores = finish_later
         self._log = FailureLog()
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group:
@@ -115,7 +117,7 @@ class Repeated(RolloutWorkflow):
         with counted(reasons):
             if len(samples) < self.min_group_size:
                 raise too_few(failures, self.n, self.min_group_size)
-            return Group(await self.finish_group(samples, data), failures=reasons)
+            return Group(samples if self.reads_scores else await self.finish_group(samples, data), failures=reasons)
 
     async def finish_group(self, samples: tuple[Sample, ...], data: Mapping[str, Any]) -> tuple[Sample, ...]:
         """The workflow's own."""

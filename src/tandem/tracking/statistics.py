@@ -26,20 +26,25 @@ class PhaseTimer:
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
+        self._inner_s = 0.0  # of the phases within the one that is open
         self._began = time.perf_counter()
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Counts the time of the ``with`` block for `phase`, also when it raises; a phase may come several times.
+        """Counts the time of the ``with`` block for `phase`, also when it raises; a phase may come several times, and
+        another one within it stops its clock.
 
         Whoever watches over the run sees the phase too (`tandem.api.activity`).
         """
-        began = time.perf_counter()
+        began, outer = time.perf_counter(), self._inner_s
+        self._inner_s = 0.0
         try:
             with within(phase):
                 yield
         finally:
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - began
+            passed = time.perf_counter() - began
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + passed - self._inner_s
+            self._inner_s = outer + passed
 
     def seconds(self, phase: str) -> float:
         """Of this step so far."""

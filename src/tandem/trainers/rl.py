@@ -8,8 +8,6 @@ import contextlib
 from functools import partial
 from typing import Any
 
-from tensordict import TensorDict
-
 from tandem.api.activity import enter, within
 from tandem.api.collective import together
 from tandem.config.arithmetic import total_steps
@@ -26,12 +24,9 @@ from tandem.lifecycle.recovery import Recovery, recovery_of_session
 from tandem.lifecycle.saving import Saving
 from tandem.lifecycle.summary import Summary, announce, check_run_folder, ended, open_run, run_id, tell_limit, telling_step
 from tandem.lifecycle.weight_record import weight_record
-from tandem.roles.actor import Actor
-from tandem.roles.critic import Critic, SharedCritic
-from tandem.roles.teacher import Student
 from tandem.state.resuming import may_go_on
 from tandem.state.run_folder import RunFolder
-from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
+from tandem.tracking.statistics import peak_memory_gib
 from tandem.tracking.tracker import Tracker
 from tandem.trainers.start import check_start, fetch_weights
 
@@ -83,39 +78,26 @@ def run_session(
         return ended(loop(config, session, run, tracker, rows, steps, last, recovery, saving, oversight), run, steps)
 
 
-def step(session: Session, timer: PhaseTimer) -> dict[str, float]:
-    """generate → reward → advantage → loss → update → publish; returns the metrics of the update."""
-    actor, critic, rollout = session.actor, session.critic, session.rollout
-    with timer("generate"):
-        batch = rollout.prepare_batch(session.loader, session.workflow)
-    with timer("verify"):
-        verified = session.verifier.verify_if_due(batch, session.publisher.version.number + 1)
-    with timer("train"), session.meter:
-        for stage in session.plan.passes:  # whatever of reference, values, proximal, teacher, advantages the run needs
-            batch = session.add_fields(stage, batch)
-        metrics = update(actor, critic, batch)
-        if session.reference is not None and session.plan.stage("refresh") is not None:
-            session.reference.refresh_if_due(session.trainer, actor.version)
-    with timer("update_weights"):
-        published = session.publisher.publish()
-        metrics |= {f"time/{name}": published[name] for name in ("prepare_s", "pause_s", "recompute_s")}
-    rollout.end_step()
-    metrics["tokens_per_s/train"] = int(batch["cu_seqlens"][-1]) / max(timer.seconds("train"), 1e-9)
+def step(session: Session) -> dict[str, float]:
+    """generate → reward → advantage → loss → update → publish, as the plan of the run lists them; returns all metrics."""
+    run = session.runner
+    batch, metrics = None, {}
+    for stage in session.plan.step:
+        match stage.kind:
+            case "collect":
+                batch = run.call(stage)
+            case "pass":
+                batch = run.call(stage, batch)
+            case "check" | "update":
+                metrics |= run.get(run.call(stage, batch))
+            case "deliver":
+                metrics |= run.get(run.call(stage))
+    session.rollout.end_step()
+    metrics["tokens_per_s/train"] = int(run.get(batch)["cu_seqlens"][-1]) / max(session.timer.seconds("train"), 1e-9)
+    run.free(batch)
     if isinstance(session.loader, Curriculum):
         metrics |= session.loader.metrics()
-    return rollout.metrics() | metrics | verified | session.meter.metrics() | session.reward.metrics()
-
-
-def update(actor: Actor | Student, critic: Critic | SharedCritic | None, batch: TensorDict) -> dict[str, float]:
-    """The actor's steps, and the critic's; while that warms up, the actor rests.
-
-    A shared critic learns in the actor's steps, and its `update` only measures: it is no stage of the plan.
-    """
-    if critic is None:
-        return actor.ppo_update(batch)
-    rests = critic.warming_up
-    metrics = actor.rest(batch) if rests else actor.ppo_update(batch)
-    return metrics | critic.update(batch) | {"actor/rests": float(rests)}
+    return session.rollout.metrics() | metrics | session.meter.metrics() | session.reward.metrics()
 
 
 def loop(
@@ -132,7 +114,7 @@ def loop(
 ) -> Summary:
     """All steps up to ``last`` that are not done yet, with evaluation, tracking and saving between them; ``steps``: of the
     whole run."""
-    timer, progress = PhaseTimer(), recovery.progress
+    timer, progress = session.timer, recovery.progress
     checkpoint = saving.checkpoint = recovery.resume()
     metrics: dict[str, float] = {} if tracker is None else dict(tracker.last)
     with within("evaluate"):
@@ -146,7 +128,7 @@ def loop(
     for number in progress.remaining(last):
         enter("between", number)
         with telling_step(number):
-            metrics = step(session, timer)
+            metrics = step(session)
         saving.persist(partial(recovery.commit, number))
         with timer("evaluate"):
             found = evaluate_if_due(config, session, rows, number, steps)

@@ -27,6 +27,7 @@ from tandem.flow.parts import (
 )
 from tandem.flow.plan import RunPlan, plan_run
 from tandem.flow.process import choose_device
+from tandem.flow.residents import open_reader
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import describing, resolve
 from tandem.models.foreign import read_hf_config
@@ -59,6 +60,7 @@ def check_start(config: TrainConfig, rows: Rows, plan: RunPlan | None = None) ->
     check_inference_engine(config.rollout, folder, device)
     check_weights_folder(config)
     check_prompts(config, rows.train.rows, tokenizer, folder)
+    check_scores(config, plan, tokenizer)
     reward = make_reward(config)
     try:
         check_rows(reward, rows.train.rows)
@@ -67,6 +69,27 @@ def check_start(config: TrainConfig, rows: Rows, plan: RunPlan | None = None) ->
         make_workflow(config, tokenizer, reward, evaluation_gconfig(config))
     finally:
         reward.close()
+
+
+def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Passes if the rewards that need a model can be had where this run asks for them.
+
+    Raises:
+        ConfigError: a reward is asked for in the middle of an episode, or replaced by a vote; or a model has
+            no chat template.
+    """
+    if not plan.scores:
+        return
+    first = plan.scores[0]
+    why = f"reward {first.spec!r} has {first.name!r}, which a model scores when the episode has ended"
+    if config.workflow == "multi_turn":
+        raise ConfigError(f"{why}, and workflow=multi_turn asks for the reward after each turn; use workflow=rlvr")
+    if config.algorithm.labels == "majority":
+        raise ConfigError(f"{why}, and algorithm.labels=majority judges by a vote; leave one of them out")
+    for planned in plan.scores:
+        resident = plan.resident(planned.resident)
+        assert resident is not None and resident.engine is not None, "the plan names the model of each score"
+        open_reader(resident.engine.path, tokenizer)
 
 
 def check_prompts(

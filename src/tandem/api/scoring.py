@@ -1,0 +1,94 @@
+"""Rewards that need a model: the run holds the model, and asks for the scores of whole batches between rollout and update.
+
+A cheap reward judges inside its episode (`tandem.api.workflow.RewardFn`). A `Score` cannot: its model shares the devices
+with the others, so it works in a stage of its own, ``score:<name>``, when the episodes of a batch have ended.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from tensordict import TensorDict
+
+from tandem.api.engines import TrainEngine
+from tandem.api.samples import Sample
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """A model that is read and never trained.
+
+    Example: ``FrozenModel("runs/helpful/checkpoints/step_20", head="scalar")``
+    """
+
+    path: str
+    """Model folder, hub name, or built-in name."""
+
+    head: Literal["lm", "scalar"] = "lm"
+    """`lm` gives log-probabilities, `scalar` one number a token (the folder of a reward model)."""
+
+    dtype: Literal["auto", "bfloat16", "float32"] | None = None
+    """Precision; None takes the actor's."""
+
+
+class Reader(Protocol):
+    """Turns samples into the tokens of one model."""
+
+    tokenizer: Any
+    """The model's own."""
+
+    same_tokens: bool
+    """True if every token of the actor has the same number in this tokenizer."""
+
+    def conversation(self, sample: Sample, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The sample's conversation in the model's chat template, as `tandem reward` renders its rows.
+
+        Returns ``input_ids [S]``, ``loss_mask [S]`` (true on the last reply) and ``temperature`` 1. Raises `DataFailure`
+        if the template refuses it, or it is longer than the model's context.
+        """
+        ...
+
+    def text(self, text: str) -> dict[str, Any]:
+        """Any text of yours, for a judge that answers a question: the same fields, ``loss_mask`` true on all tokens but the
+        first, for log-probabilities are computed where it is. Raises `DataFailure` if it is longer than the model's context.
+        """
+        ...
+
+    def trajectory(self, sample: Sample) -> dict[str, Any]:
+        """The sample's last trajectory, token for token, with ``rollout_logprobs [S]`` and its temperature. Raises
+        `ConfigError` if the model's tokens are others than the actor's."""
+        ...
+
+
+class Score(ABC):
+    """Scores samples with a model. The constructor takes the knobs of the configuration, and opens nothing.
+
+    Example::
+
+        class Brevity(Score):
+            def __init__(self, path: str):
+                self.model = FrozenModel(path, head="scalar")
+
+            def score(self, batch, model):
+                return model.forward(batch).scores[batch["cu_seqlens"][1:] - 1]
+    """
+
+    model: FrozenModel
+    """The model that it asks for."""
+
+    name: str = ""
+    """Its name in metrics and stages; empty takes the one in the configuration."""
+
+    def read(self, sample: Sample, row: Mapping[str, Any], reader: Reader) -> Mapping[str, Any]:
+        """The sequence that the model reads for a sample: its conversation, unless you say otherwise.
+
+        Raises:
+            DataFailure: this sample cannot be judged; it leaves its group, counted under the reason.
+        """
+        return reader.conversation(sample, row)
+
+    @abstractmethod
+    def score(self, batch: TensorDict, model: TrainEngine) -> torch.Tensor:
+        """One score for each sequence of the packed batch, ``[N]``. Called on every rank with the same batch."""

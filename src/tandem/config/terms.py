@@ -1,0 +1,116 @@
+"""The one spelling of whatever is named with weights and knobs: ``math + 0.2*length(target_tokens=100)``."""
+
+import ast
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tandem.config.errors import ConfigError
+
+GRAMMAR = "a name, name(knob=value), a sum such as math + 0.2*format, my_file.py:name, or the folder of a reward model"
+
+_FILE = re.compile(r"[^\s+*(),=]+\.py:\w+")
+_BARE = re.compile(r"(?<=[(,])(\s*\w+\s*=\s*)([^\s'\"(),\[\]{}]+)(?=\s*[,)])")
+_WORDS = {"true": True, "false": False, "null": None}
+
+
+@dataclass(frozen=True)
+class Term:
+    """One name with its weight and its knobs."""
+
+    name: str
+    """Registered name, or ``my_file.py:name``."""
+
+    weight: float = 1.0
+    knobs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_file(self) -> bool:
+        """True if it is a user's file, and not something registered."""
+        return self.name.rpartition(":")[0].endswith(".py")
+
+    @property
+    def short_name(self) -> str:
+        """The name without the file, for metrics."""
+        return self.name.rpartition(":")[2]
+
+
+def read_terms(spec: str) -> list[Term]:
+    """The terms of a sum of names.
+
+    Example: ``0.7*model(path=runs/helpful/step_20) + 0.3*my_file.py:Polite(path=gpt2)``; the folder of a reward model alone
+    is ``model(path=FOLDER)``.
+
+    Raises:
+        ConfigError: it cannot be read, a weight is no number, or a name stands there twice.
+    """
+    text = spec.strip()
+    if re.fullmatch(r"[^(*]*\.py:\w+", text) and (" + " not in text or Path(text.rpartition(":")[0]).is_file()):
+        return [Term(text)]
+    if text and (Path(text).expanduser() / "config.json").is_file():
+        return [Term("model", knobs={"path": text})]
+    files: list[str] = []
+
+    def name_file(match: re.Match[str]) -> str:
+        files.append(match[0])
+        return f"_file{len(files) - 1}"
+
+    plain = _BARE.sub(_quoted, _FILE.sub(name_file, text))
+    try:
+        expression = ast.parse(plain, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ConfigError(f"reward {spec!r} cannot be read; it is {GRAMMAR}") from error
+    terms = list(_terms(expression, spec, files))
+    names = [term.knobs.get("name") or term.short_name for term in terms]
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"reward {spec!r} names a reward twice; add their weights up, or give each model a name of its own: "
+            "model(path=…, name=helpful)"
+        )
+    return terms
+
+
+def _quoted(match: re.Match[str]) -> str:
+    """A bare value of a knob as Python writes it: numbers as they are, everything else as a string."""
+    value = match[2]
+    if value in _WORDS:
+        return f"{match[1]}{_WORDS[value]}"
+    try:
+        ast.literal_eval(value)
+    except (SyntaxError, ValueError):
+        return f"{match[1]}{value!r}"
+    return match[0]
+
+
+def _terms(node: ast.expr, spec: str, files: list[str]) -> Iterator[Term]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        yield from _terms(node.left, spec, files)
+        yield from _terms(node.right, spec, files)
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        try:
+            factor = float(ast.literal_eval(node.left))
+            if not math.isfinite(factor):
+                raise ValueError(factor)
+        except (ValueError, TypeError, OverflowError):
+            raise ConfigError(f"reward {spec!r}: a weight is a finite number before a name; it is {GRAMMAR}") from None
+        for term in _terms(node.right, spec, files):
+            yield Term(term.name, factor * term.weight, term.knobs)
+    elif isinstance(node, ast.Name):
+        yield Term(_name(node, files))
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
+        name = _name(node.func, files)
+        try:
+            knobs = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+        except ValueError:
+            raise ConfigError(f"reward {spec!r}: knobs of {name} must be plain values, as in name(knob=3)") from None
+        yield Term(name, knobs=knobs)
+    else:
+        raise ConfigError(f"reward {spec!r} cannot be read; it is {GRAMMAR}")
+
+
+def _name(node: ast.Name, files: list[str]) -> str:
+    match = re.fullmatch(r"_file(\d+)", node.id)
+    return files[int(match[1])] if match and int(match[1]) < len(files) else node.id

@@ -1,0 +1,49 @@
+"""Runs the stages of a plan: `call`, `get` and `free`, the three verbs of every runner."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+from tandem.flow.plan import Stage
+
+Work = Callable[..., Any]
+
+
+class Runner(ABC):
+    """Calls stages where their models are. What a stage returns stays there; the caller holds a handle."""
+
+    @abstractmethod
+    def call(self, stage: Stage, *handles: Any) -> Any:
+        """Runs the stage on what the handles stand for; returns the handle of its result. Collective."""
+
+    @abstractmethod
+    def get(self, handle: Any) -> Any:
+        """The object that a handle stands for."""
+
+    @abstractmethod
+    def free(self, handle: Any) -> None:
+        """The object is not needed any more."""
+
+
+class LocalRunner(Runner):
+    """Everything in this process: a handle is the object itself.
+
+    The time of a stage counts towards `Stage.time`.
+    """
+
+    def __init__(self, work: Mapping[str, Work], around: Callable[[Stage], AbstractContextManager[Any]]):
+        """``work``: what each stage does, by its name. ``around``: a block for the time of a stage, which measures it."""
+        self._work, self._around = work, around
+
+    def call(self, stage: Stage, *handles: Any) -> Any:
+        """See `Runner`."""
+        with self._around(stage):
+            return self._work[stage.name](*handles)
+
+    def get(self, handle: Any) -> Any:
+        """See `Runner`."""
+        return handle
+
+    def free(self, handle: Any) -> None:
+        """Python's own counting frees it when the last name is gone."""

@@ -1,0 +1,162 @@
+"""The rewards that need a model, as stages between the end of the episodes and the choice of the groups to train on."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from tensordict import TensorDict
+from transformers import PreTrainedTokenizerBase
+
+from tandem.api.batch import num_sequences, pack
+from tandem.api.collective import from_main
+from tandem.api.engines import TrainEngine
+from tandem.api.failures import DataFailure, UserCodeFailed
+from tandem.api.plugins import is_file_spec, run_user_code
+from tandem.api.samples import Group, Sample
+from tandem.config.errors import ConfigError
+from tandem.data.encoding import ChatEncoder, Encoded
+from tandem.flow.plan import PlannedScore, RunPlan, Stage
+from tandem.flow.run import Runner
+from tandem.rollout.collective import share
+from tandem.rollout.failed_samples import least_samples, too_few
+
+T = TypeVar("T")
+
+
+class ModelReader:
+    """Reads samples in the tokens of one model; see `tandem.api.scoring.Reader`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, same_tokens: bool, max_length: int):
+        self.tokenizer, self.same_tokens, self.max_length = tokenizer, same_tokens, max_length
+        self._chat = ChatEncoder(tokenizer, max_length=max_length)
+
+    def conversation(self, sample: Sample, row: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Reader`."""
+        messages = list(sample.messages)
+        if not messages:
+            if not row.get("messages"):
+                raise DataFailure("no_messages", "the workflow gave a sample without messages, and its row has none")
+            messages = [*row["messages"], {"role": "assistant", "content": sample.completion_text}]
+        return _fields(self._chat.completion(messages[:-1], messages[-1:]))
+
+    def text(self, text: str) -> dict[str, Any]:
+        """See `Reader`."""
+        ids = self._chat.encode(text)
+        if not ids:
+            raise DataFailure("empty_text", "there is nothing for the model to read")
+        if len(ids) > self.max_length:
+            raise DataFailure("too_long", f"{len(ids)} tokens, and the model that scores reads {self.max_length}")
+        return _fields(Encoded(ids, [False] + [True] * (len(ids) - 1)))
+
+    def trajectory(self, sample: Sample) -> dict[str, Any]:
+        """See `Reader`."""
+        if not self.same_tokens:
+            raise ConfigError(
+                "this model has other tokens than the actor, so it cannot read the actor's: use conversation()"
+            )
+        last = sample.trajectories[-1]
+        if len(last.input_ids) > self.max_length:
+            raise DataFailure("too_long", f"{len(last.input_ids)} tokens, and the model that scores reads {self.max_length}")
+        names = ("input_ids", "loss_mask", "rollout_logprobs", "temperature")
+        return {name: getattr(last, name) for name in names}
+
+
+def _fields(encoded: Encoded) -> dict[str, Any]:
+    return {"input_ids": encoded.ids, "loss_mask": encoded.mask, "temperature": 1.0}
+
+
+class ScoreRole:
+    """A `Score` with the model that it asked for."""
+
+    def __init__(self, planned: PlannedScore, engine: TrainEngine, reader: ModelReader | None):
+        """``reader``: on rank 0, where the samples are."""
+        self.planned, self.engine, self.reader = planned, engine, reader
+
+    def read(self, sample: Sample, row: Mapping[str, Any]) -> Mapping[str, Any] | DataFailure:
+        """What the model reads of a sample, or why it cannot. Rank 0."""
+        assert self.reader is not None, "rank 0 reads"
+        planned = self.planned
+        try:
+            return _called(planned, planned.score.read, sample=sample, row=row, reader=self.reader)
+        except DataFailure as failure:
+            return failure
+
+    def score(self, batch: TensorDict) -> torch.Tensor:
+        """``[N]``, on every rank.
+
+        Raises:
+            UserCodeFailed: it gave something else.
+        """
+        planned = self.planned
+        values = _called(planned, planned.score.score, batch=batch, model=self.engine)
+        if not isinstance(values, torch.Tensor) or values.shape != (num_sequences(batch),):
+            given = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+            raise UserCodeFailed(
+                f"reward {planned.name!r} must give one score for each sequence, [{num_sequences(batch)}]; it gave {given}"
+            )
+        return values.detach().float().cpu()
+
+
+def _called(planned: PlannedScore, function: Callable[..., T], **named: Any) -> T:
+    """Calls a method of a score; what a user's own raises names his file."""
+    return run_user_code(planned.term, function, **named) if is_file_spec(planned.term) else function(**named)
+
+
+class GroupScorer:
+    """Gives finished groups the rewards that need a model, one model after another."""
+
+    def __init__(self, plan: RunPlan, roles: Mapping[str, ScoreRole], runner: Runner, min_group_size: int | None):
+        self.plan, self.roles, self.runner, self.min_group_size = plan, roles, runner, min_group_size
+
+    def __call__(self, groups: Sequence[Group]) -> list[Group | DataFailure]:
+        """The groups with their rewards, or why a group cannot be trained on. Collective; other ranks than 0 bring none.
+
+        A sample that a model cannot judge leaves its group, as one that failed in its episode does.
+        """
+        judged: list[list[Sample | DataFailure]] = [list(group.samples) for group in groups]
+        for planned in self.plan.scores:
+            stage = self.plan.stage(planned.stage)
+            assert stage is not None, "the plan has a stage for each score"
+            self._add(planned, stage, groups, judged)
+        return [self._whole(group, samples) for group, samples in zip(groups, judged, strict=True)]
+
+    def _add(
+        self, planned: PlannedScore, stage: Stage, groups: Sequence[Group], judged: list[list[Sample | DataFailure]]
+    ) -> None:
+        role, places, sequences = self.roles[planned.name], [], []
+        for i, group in enumerate(groups):
+            for j, sample in enumerate(judged[i]):
+                if isinstance(sample, Sample) and planned.judges(group.data):
+                    read = role.read(sample, group.data)
+                    if isinstance(read, DataFailure):
+                        judged[i][j] = read
+                    else:
+                        places.append((i, j))
+                        sequences.append(read)
+        if not from_main(lambda: len(sequences)):
+            return
+        values = self.runner.call(stage, share(lambda: pack(sequences)))
+        for (i, j), value in zip(places, values.tolist(), strict=False):  # ranks other than 0 have no places
+            judged[i][j] = _with_score(judged[i][j], planned, value)
+
+    def _whole(self, group: Group, samples: Sequence[Sample | DataFailure]) -> Group | DataFailure:
+        fine = tuple(sample for sample in samples if isinstance(sample, Sample))
+        failed = [sample for sample in samples if isinstance(sample, DataFailure)]
+        if not failed:
+            return replace(group, samples=fine)
+        reasons = (*group.failures, *(failure.reason for failure in failed))
+        n, lost_baseline = len(fine) + len(reasons), any(s.greedy for s in group.samples) > any(s.greedy for s in fine)
+        if lost_baseline or len(fine) < (least := least_samples(self.min_group_size, n)):
+            lost = failed[-1] if lost_baseline else too_few(failed, n, least)
+            lost.failed_samples = reasons
+            return lost
+        return replace(group, samples=fine, failures=reasons)
+
+
+def _with_score(sample: Sample | DataFailure, planned: PlannedScore, value: float) -> Sample | DataFailure:
+    assert isinstance(sample, Sample), "only samples that stand are scored"
+    if value != value or value in (float("inf"), float("-inf")):
+        return DataFailure("reward_not_finite", f"the model of reward {planned.name!r} gave {value}")
+    weighted = planned.weight * value
+    return replace(sample, reward=sample.reward + weighted, rewards={**sample.rewards, planned.name: weighted})
