@@ -139,9 +139,11 @@ def _made(term: Term) -> Any:
         ConfigError: it has no such knob, or lacks one; or its constructor raises.
     """
     make = load_object(term.name) if term.is_file else SCORES[term.name]
+    knobs = inspect.signature(make)
+    unknown = next((name for name in term.knobs if name not in knobs.parameters), None)
     try:
-        inspect.signature(make).bind(**term.knobs)
+        knobs.bind(**term.knobs)
     except TypeError as error:
-        allowed = ", ".join(inspect.signature(make).parameters) or "none"
-        raise ConfigError(f"reward {term.name!r}: {error}; its knobs: {allowed}") from None
+        wrong = f"has no knob {unknown!r}" if unknown else str(error)
+        raise ConfigError(f"reward {term.name!r} {wrong}; it has: {', '.join(knobs.parameters) or 'none'}") from None
     return in_user_code(term.name, make, **term.knobs) if term.is_file else make(**term.knobs)

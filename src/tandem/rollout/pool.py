@@ -241,9 +241,10 @@ class EpisodePool:
         self.filtered[reason] += 1
         kept = sum(episode.judged for episode in self.waiting.values())
         drawn, most = self.filtered.total() + kept, self._max_draws * self._config.batch_size
-        if self.broken is None and self.wanted > kept and drawn >= most:
+        needed = self.wanted or self._config.batch_size
+        if self.broken is None and (self._judges_later or self.wanted > kept) and drawn >= most:
             self.broken = NoBatch(
-                f"the filter of groups kept {kept} of {drawn} groups, and {self.wanted} are needed; "
+                f"the filter of groups kept {kept} of {drawn} groups, and {needed} are needed; "
                 f"at most {self._max_draws} × rollout.batch_size are drawn for a batch. Turned down: "
                 f"{dict(self.filtered)}. Use easier or harder prompts, or another algorithm.filter"
             )

@@ -31,6 +31,7 @@ from tandem.flow.residents import open_reader
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import describing, resolve
 from tandem.models.foreign import read_hf_config
+from tandem.models.heads import is_classifier
 from tandem.models.lora import refuse_unknown_targets
 from tandem.models.precision import resolve_dtype
 from tandem.models.shape import Shape
@@ -89,6 +90,12 @@ def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokeni
     for planned in plan.scores:
         resident = plan.resident(planned.resident)
         assert resident is not None and resident.engine is not None, "the plan names the model of each score"
+        path = resident.engine.path
+        if resident.head == "scalar" and not is_classifier(read_hf_config(describing(path))):
+            raise ConfigError(
+                f"reward {planned.spec!r}: {path} is no reward model, because it has no trained head that scores; give the "
+                "folder of a checkpoint that `tandem reward` wrote, or a sequence classifier of one label"
+            )
         open_reader(resident.engine.path, tokenizer)
 
 

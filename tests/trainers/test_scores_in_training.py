@@ -1,0 +1,229 @@
+"""Rewards that need a model, from a user's file: no line of the trainers knows them."""
+
+import json
+
+import pytest
+import torch
+
+from tandem.api.batch import pack
+from tandem.api.samples import Sample
+from tandem.cli.main import main
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import TrainConfig
+from tandem.config.load import load_config
+from tandem.engines.train.build import build_train_engine
+from tandem.flow.plan import plan_run
+from tandem.flow.residents import open_reader
+from tandem.models.tokenizer import load_tokenizer
+from tandem.rewards.build import build_reward
+from tandem.roles.reward_model import RewardModel
+from tandem.rollout.pool import NoBatch
+from tandem.trainers.rl import train
+from tests.tiny import tiny_model_folder
+
+SCORES = '''
+import torch
+from tandem.api.batch import sum_by_sequence
+from tandem.api.failures import DataFailure
+from tandem.api.scoring import FrozenModel, Score
+from tandem.rollout.workflows import RLVRWorkflow
+
+class StayClose(Score):
+    """A teacher as a penalty: how much more probable the policy finds its answer than the teacher does."""
+
+    def __init__(self, path):
+        self.model = FrozenModel(path)
+
+    def read(self, sample, row, reader):
+        return reader.trajectory(sample)
+
+    def score(self, batch, model):
+        gap = batch["rollout_logprobs"] - model.forward(batch).logprobs
+        return -sum_by_sequence(batch, gap * batch["loss_mask"])
+
+class Polite(Score):
+    """A frozen judge: how probable it finds a yes after the answer."""
+
+    def __init__(self, path):
+        self.model = FrozenModel(path)
+
+    def read(self, sample, row, reader):
+        return reader.text(f"{sample.completion_text} Polite? a")
+
+    def score(self, batch, model):
+        return model.forward(batch).logprobs[batch["cu_seqlens"][1:] - 1]
+
+class Constant(Polite):
+    def score(self, batch, model):
+        return torch.ones(len(batch["cu_seqlens"]) - 1)
+
+class NotFinite(Polite):
+    def score(self, batch, model):
+        values = torch.arange(len(batch["cu_seqlens"]) - 1).float()
+        return torch.where(values % 4 == 0, values / 0, values)
+
+class WrongShape(Polite):
+    def score(self, batch, model):
+        return torch.ones(1, 2)
+
+class Unreadable(Polite):
+    def read(self, sample, row, reader):
+        raise DataFailure("nothing_to_judge")
+
+class Ranks(RLVRWorkflow):
+    """The reward of a sample is its place in its group by what the judge said."""
+
+    reads_scores = True
+
+    async def finish_group(self, samples, data):
+        order = sorted(range(len(samples)), key=lambda i: samples[i].rewards["Polite"])
+        from dataclasses import replace
+        return tuple(replace(sample, reward=float(order.index(i))) for i, sample in enumerate(samples))
+'''
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A policy, another model of its family, a reward model, and the file of a user."""
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "mine.py").write_text(SCORES)
+    policy, other = tiny_model_folder(folder), tiny_model_folder(folder, seed=1)
+    config = load_config(TrainConfig, None, [f"actor.path={other}", "actor.dtype=float32", "train_dataset.path=addition"])
+    torch.manual_seed(3)
+    build_train_engine(config.config.actor, 1, head="scalar").save(folder / "judge")
+    load_tokenizer(policy).save_pretrained(folder / "judge")
+    return folder
+
+
+def resolved(overrides, *more):
+    keys = {
+        item.partition("=")[0]: item
+        for item in [*overrides, "total_train_steps=2", "gconfig.n_samples=4", "tracking.trajectories_per_step=99", *more]
+    }
+    return load_config(TrainConfig, None, list(keys.values()))
+
+
+def steps(summary):
+    return [json.loads(line) for line in (summary.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def samples_of(summary, step=1):
+    return [json.loads(line) for line in (summary.folder / f"trajectories/step_{step}.jsonl").read_text().splitlines()]
+
+
+def test_a_second_reward_model_a_teacher_as_a_penalty_and_a_frozen_judge_come_from_a_users_file(overrides, models):
+    mine, other = models / "mine.py", models / "tiny-llama-1"
+    spec = (
+        f"math + 0.5*model(path={models}/judge, name=helpful) + 2*model(path={models}/judge, name=again, center=1) "
+        f"+ 0.1*{mine}:StayClose(path={other}) + {mine}:Polite(path={other})"
+    )
+    summary = train(resolved(overrides, f"reward={spec}", "evaluate.every_steps=2", "evaluate.max_rows=2"))
+
+    names = ["StayClose", "Polite", "helpful", "again", "math"]
+    for row in steps(summary)[1:]:
+        assert row["reward/mean"] == pytest.approx(sum(row[f"rewards/{name}"] for name in names), abs=1e-6)
+        assert row["rewards/again"] == pytest.approx(4 * row["rewards/helpful"] - 2, abs=1e-6)
+        assert row["rewards/StayClose"] < 0 and row["rewards/Polite"] < 0 and row["time/score_s"] > 0
+    plan = plan_run(resolved(overrides, f"reward={spec}").config)
+    assert [r.name for r in plan.residents] == ["actor", "helpful", "StayClose", "engine"]  # two models serve four scores
+    assert [s.name for s in plan.stages if s.kind == "score"] == [f"score: {n}" for n in ("helpful", "again", *names[:2])]
+
+
+def test_the_score_of_a_reward_model_is_what_the_model_gives_the_conversation(overrides, models):
+    summary = train(resolved(overrides, f"reward={models}/judge", "actor.dtype=float32"))
+    engine = build_train_engine(
+        load_config(
+            TrainConfig, None, [f"actor.path={models}/judge", "actor.dtype=float32", "train_dataset.path=addition"]
+        ).config.actor,
+        1,
+        head="scalar",
+    )
+    reader = open_reader(str(models / "judge"), load_tokenizer(models / "judge"))
+    for said in samples_of(summary)[:6]:
+        question = said["prompt"].partition("user\n")[2].partition("<|im_end|>")[0]
+        row = {"messages": [{"role": "user", "content": question}]}
+        read = reader.conversation(Sample((), 0.0, completion_text=said["completion"]), row)
+        assert float(RewardModel(engine).score(pack([read]))[0]) == pytest.approx(said["reward"], abs=1e-5)
+
+
+def test_the_filter_of_groups_judges_behind_the_scores_and_draws_again(overrides, models):
+    filtered = ["algorithm.filter=dynamic_sampling", "train_dataset.size=64"]
+    kept = train(resolved(overrides, *filtered, f"reward={models}/mine.py:Polite(path={models}/tiny-llama-1)"))
+    assert steps(kept)[-1]["groups/without_spread"] == 0
+    with pytest.raises(NoBatch, match="the filter of groups kept 0 of"):
+        train(
+            resolved(
+                overrides, *filtered, f"reward={models}/mine.py:Constant(path={models}/tiny-llama-1)", "trial_name=constant"
+            )
+        )
+
+
+def test_what_a_model_cannot_judge_is_counted_and_never_a_reward_of_0(overrides, models):
+    summary = train(resolved(overrides, f"reward={models}/mine.py:NotFinite(path={models}/tiny-llama-1)"))
+    last = steps(summary)[-1]
+    assert last["samples/failed/reward_not_finite"] > 0 and last["groups/size"] == 3
+    with pytest.raises(NoBatch, match="nothing_to_judge"):
+        train(
+            resolved(
+                overrides,
+                f"reward={models}/mine.py:Unreadable(path={models}/tiny-llama-1)",
+                "trial_name=unreadable",
+                "rollout.max_data_failures=4",
+            )
+        )
+
+
+def test_a_group_is_finished_behind_the_scores_that_its_workflow_reads(overrides, models):
+    polite = f"reward={models}/mine.py:Polite(path={models}/tiny-llama-1)"
+    summary = train(resolved(overrides, polite, f"workflow={models}/mine.py:Ranks"))
+    rewards = [sample["reward"] for sample in samples_of(summary)]
+    assert sorted(rewards) == sorted([0.0, 1.0, 2.0, 3.0] * (len(rewards) // 4))
+
+
+def test_a_run_with_scores_is_the_same_whatever_the_order_of_its_models(overrides, models):
+    one, two = f"model(path={models}/judge)", f"{models}/mine.py:Polite(path={models}/tiny-llama-1)"
+    metrics = [
+        steps(train(resolved(overrides, f"reward={spec}", f"trial_name={name}", "deterministic=true")))[-1]
+        for name, spec in (("one", f"{one} + {two}"), ("two", f"{two} + {one}"))
+    ]
+    timeless = [
+        {k: v for k, v in row.items() if "time" not in k and "_per_s" not in k and "gib" not in k} for row in metrics
+    ]
+    assert timeless[0] == timeless[1]
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["reward=math + model(path=JUDGE)", "workflow=multi_turn"], "asks for the reward after each turn"),
+        (["reward=model(path=JUDGE)", "algorithm=ttrl"], "judges by a vote|reward"),
+        (["reward=model(path=JUDGE) + model(path=JUDGE, name=model)"], "names a reward twice"),
+        (["reward=model(path=JUDGE, name=actor)"], "'actor' is the name of another reward's model or of a role"),
+        (["reward=model(paht=JUDGE)"], "paht"),
+        (["reward=model(path=JUDGE, scale=0)"], "scale must be above 0"),
+        (["reward=model(path=POLICY)"], "is no reward model, because it has no trained head"),
+    ],
+)
+def test_a_score_that_cannot_be_had_is_refused_before_the_run(overrides, models, keys, words):
+    keys = [key.replace("JUDGE", str(models / "judge")).replace("POLICY", str(models / "tiny-llama-0")) for key in keys]
+    with pytest.raises(ConfigError, match=words):
+        train(resolved(overrides, *keys), dry_run=True)
+
+
+def test_a_score_of_the_wrong_shape_says_what_was_expected(overrides, models):
+    with pytest.raises(Exception, match=r"one score for each sequence, \[\d+\]; it gave \[1, 2\]"):
+        train(resolved(overrides, f"reward={models}/mine.py:WrongShape(path={models}/tiny-llama-1)"))
+
+
+def test_without_a_run_that_holds_models_such_a_reward_is_refused(models):
+    with pytest.raises(ConfigError, match="needs a model, which only `tandem train` holds"):
+        build_reward(f"math + model(path={models}/judge)", timeout_s=1)
+
+
+def test_the_graph_and_the_plan_show_the_models_that_score(models, capsys):
+    keys = [f"reward=math + model(path={models}/judge)", f"actor.path={models}/tiny-llama-0", "train_dataset.path=addition"]
+    file = models / "run.yaml"
+    file.write_text("\n".join(key.replace("=", ": ", 1) for key in keys[1:]).replace("actor.path:", "actor:\n  path:"))
+    assert main(["graph", str(file), keys[0], "train_dataset.path=addition"]) == 0
+    shown = capsys.readouterr().out
+    assert "score: model" in shown and "model (frozen)" in shown
