@@ -290,16 +290,20 @@ def test_the_multi_turn_example_trains_and_shows_a_sample_token_by_token(overrid
     ],
 )
 def test_two_ranks_train_as_one(overrides, starter, backend):
-    """Whether torchrun starts them, or the command itself; whatever they divide."""
-    alone = run(overrides, "deterministic=true", "trial_name=one", "actor.optimizer.lr=0.1", "actor.optimizer.eps=0.1")
-    items = [
-        *overrides,
+    """Whether torchrun starts them, or the command itself; whatever they divide. A frozen model scores, too, and evaluation
+    comes in between."""
+    small = Path(__file__).parent
+    (model,) = (item.partition("=")[2] for item in overrides if item.startswith("actor.path="))
+    keys = [
         "deterministic=true",
-        "trial_name=two",
         "actor.optimizer.lr=0.1",
         "actor.optimizer.eps=0.1",
-        f"actor.backend={backend}",
+        "evaluate.every_steps=2",
+        "evaluate.max_rows=2",
+        f"reward={small}/small_rewards.py:even + 0.01*{small}/small_scores.py:Likely(path={model})",
     ]
+    alone = run(overrides, *keys, "trial_name=one")
+    items = [*overrides, *keys, "trial_name=two", f"actor.backend={backend}"]
     items = list({item.partition("=")[0]: item for item in items}.values())
     command = [sys.executable, "-m", *starter, "tandem", "train"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

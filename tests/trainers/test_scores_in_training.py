@@ -90,7 +90,9 @@ def models(tmp_path_factory):
     policy, other = tiny_model_folder(folder), tiny_model_folder(folder, seed=1)
     config = load_config(TrainConfig, None, [f"actor.path={other}", "actor.dtype=float32", "train_dataset.path=addition"])
     torch.manual_seed(3)
-    build_train_engine(config.config.actor, 1, head="scalar").save(folder / "judge")
+    judge = build_train_engine(config.config.actor, 1, head="scalar")
+    judge.load_weights((name, torch.randn_like(x) if x.shape[0] == 1 else x) for name, x in judge.weights())
+    judge.save(folder / "judge")
     load_tokenizer(policy).save_pretrained(folder / "judge")
     return folder
 
@@ -122,6 +124,7 @@ def test_a_second_reward_model_a_teacher_as_a_penalty_and_a_frozen_judge_come_fr
     names = ["StayClose", "Polite", "helpful", "again", "math"]
     for row in steps(summary)[1:]:
         assert row["reward/mean"] == pytest.approx(sum(row[f"rewards/{name}"] for name in names), abs=1e-6)
+        assert abs(row["rewards/helpful"]) > 0.01
         assert row["rewards/again"] == pytest.approx(4 * row["rewards/helpful"] - 2, abs=1e-6)
         assert row["rewards/StayClose"] < 0 and row["rewards/Polite"] < 0 and row["time/score_s"] > 0
     plan = plan_run(resolved(overrides, f"reward={spec}").config)

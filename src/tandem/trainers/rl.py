@@ -119,11 +119,10 @@ def loop(
     metrics: dict[str, float] = {} if tracker is None else dict(tracker.last)
     with within("evaluate"):
         found = evaluate_if_due(config, session, rows, 0, steps) if checkpoint is None else {}
-    if found:
-        progress.evaluations |= _accuracy(0, found)
-        with together():
-            if tracker is not None:
-                tracker.log(0, found)
+    progress.evaluations |= _accuracy(0, found)
+    with together():  # every rank, for only rank 0 has found anything
+        if tracker is not None and found:
+            tracker.log(0, found)
     timer.metrics()  # what came before the first step is not part of it
     for number in progress.remaining(last):
         enter("between", number)
