@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from tandem.algorithms.presets.notes import NOTES
 from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.config.notes import NOTES
 from tandem.roles.samples import with_fields
 from tandem.tracking.statistics import PhaseTimer
 from tandem.trainers.parts import check_names, open_rows
