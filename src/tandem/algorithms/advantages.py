@@ -107,11 +107,7 @@ def max_rl(rewards: torch.Tensor, group_id: torch.Tensor, in_statistics: torch.T
 @ADVANTAGES.register(
     "gdpo",
     "2601.05242",
-    knobs={
-        "weights": KnobRule(
-            text=True, meaning="Weights of the named rewards, `correctness=1,format=0.5`; one left out counts 1."
-        )
-    },
+    knobs={"weights": KnobRule(meaning="Weights of the named rewards, `correctness=1,format=0.5`; one left out counts 1.")},
 )
 def gdpo(
     named_rewards: Mapping[str, torch.Tensor], group_id: torch.Tensor, in_statistics: torch.Tensor, *, weights: str = ""

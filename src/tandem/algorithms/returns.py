@@ -40,7 +40,7 @@ def reinforce_pp(
     knobs={
         "gamma": KnobRule(low=0.0, high=1.0, meaning="Discount of later rewards, per trained token."),
         "lam": KnobRule(low=0.0, high=1.0, meaning="λ: 1 is the return minus the value, 0 the error of one token."),
-        "whitened": KnobRule(boolean=True, meaning="Bring advantages to mean 0 and variance 1 over the batch's tokens."),
+        "whitened": KnobRule(meaning="Bring advantages to mean 0 and variance 1 over the batch's tokens."),
     },
     whitens=True,
 )

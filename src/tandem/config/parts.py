@@ -36,21 +36,16 @@ class KnobRule:
     """Whole numbers only."""
 
     choices: tuple[str, ...] = ()
-    """The words that it may be, instead of a number."""
-
-    boolean: bool = False
-    """true or false, instead of a number."""
-
-    text: bool = False
-    """Any text, instead of a number."""
+    """The words that it may be, instead of a number. A knob whose default is true or false, or text, takes only such."""
 
     meaning: str = ""
     """One sentence."""
 
     def rule(self) -> str:
         """The bounds in words, empty if there are none."""
-        if self.choices or self.boolean or self.text:
-            return "true or false" if self.boolean else "text" if self.text else f"one of {', '.join(self.choices)}"
+        if self.choices or isinstance(self.default, bool | str):
+            text = f"one of {', '.join(self.choices)}" if self.choices else "text"
+            return "true or false" if isinstance(self.default, bool) else text
         parts = ["a whole number"] if self.integer else ["a number"]
         bounds = {"above": self.above, "at least": self.low, "at most": self.high}
         parts += [f"{word} {_shown(bound)}" for word, bound in bounds.items() if bound is not None]
@@ -59,9 +54,9 @@ class KnobRule:
 
     def allows(self, value: Knob) -> bool:
         """Whether the value is of the right kind and inside the bounds."""
-        if self.choices or self.text:
-            return isinstance(value, str) and (self.text or value in self.choices)
-        if self.boolean:
+        if self.choices or isinstance(self.default, str):
+            return isinstance(value, str) and (not self.choices or value in self.choices)
+        if isinstance(self.default, bool):
             return isinstance(value, bool)
         if isinstance(value, (bool, str)) or (self.integer and value != int(value)):
             return False
