@@ -53,7 +53,7 @@ def part_problems(config: TrainConfig) -> Iterator[str]:
 def component_problems(
     kind: str, key: str, component: Component, filled: Mapping[str, float] | None = None
 ) -> Iterator[str]:
-    """Of one choice. ``filled``: values of knobs where none is set."""
+    """Problems of one choice: its name, its knobs. ``filled``: values of knobs where none is set."""
     part, in_file = part_of(kind, component.name), component.name.rpartition(":")[0].endswith(".py")
     if not part.known:
         if not in_file:  # the signature of my_file.py:function is checked when it is loaded
@@ -80,8 +80,8 @@ def component_problems(
 def _bounds(config: TrainConfig) -> Iterator[str]:
     correction = config.algorithm.correction
     part = part_of("correction.weight", correction.weight)
-    for bound, value in (("low", correction.low or None), ("high", correction.high)):
-        if value is not None and part.knobs and bound not in part.knobs:
+    for bound, value in (("low", correction.low), ("high", correction.high)):
+        if value and part.knobs and bound not in part.knobs:
             users = " or ".join(name for name, its in PARTS["correction.weight"].items() if bound in its.knobs)
             yield (
                 f"algorithm.correction.{bound}={value:g} is not used with weight={correction.weight}: set "

@@ -44,7 +44,7 @@ class Objective:
     def of(cls, config: AlgorithmConfig, version: int = 0, kl_coefficient: float | None = None) -> "Objective":
         """The parts that a configuration names. ``kl_coefficient``: what it has become; None takes the configured one."""
         correction, kl = config.correction, config.kl
-        bounds = {name: value for name, value in (("low", correction.low or None), ("high", correction.high)) if value}
+        bounds = {name: value for name, value in (("low", correction.low), ("high", correction.high)) if value}
         in_loss = kl.coefficient > 0 and kl.where == "loss"
         return cls(
             policy_loss=choose(POLICY_LOSSES, config.policy_loss, "algorithm.policy_loss"),
