@@ -10,11 +10,10 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
+from tandem.algorithms.presets.notes import NOTES
+from tandem.algorithms.presets.pages import NOTATION, algorithm, as_yaml, refusals
 from tandem.cli.algorithms import metric
-from tandem.config.formulas import CORRECTIONS, FORMULAS, KL_FORMS, NOTATION, Formula
-from tandem.config.knobs import CHOICES
-from tandem.config.notes import NOTES
-from tandem.config.pages import algorithm, as_yaml, refusals
+from tandem.config.parts import PARTS, Part
 from tandem.config.presets import PRESETS
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -146,11 +145,9 @@ def _refusals(name: str) -> Iterator[str]:
 
 def index() -> dict[str, str]:
     """Blocks of docs/algorithms.md."""
-    return (
-        {"presets": "\n".join(_presets()), "notation": NOTATION}
-        | {part: "\n".join(_parts(part, FORMULAS[part])) for part in FORMULAS}
-        | {"correction": "\n".join(_plain(CORRECTIONS)), "kl": "\n".join(_plain(KL_FORMS))}
-    )
+    renamed = {"correction.weight": "correction", "kl.estimator": "kl"}
+    tables = {renamed.get(kind, kind): "\n".join(_parts(kind, parts)) for kind, parts in PARTS.items()}
+    return {"presets": "\n".join(_presets()), "notation": NOTATION} | tables
 
 
 def _presets() -> Iterator[str]:
@@ -161,20 +158,20 @@ def _presets() -> Iterator[str]:
         yield f"| [`{name}`](algorithms/{name}.md) | {found.summary} | {', '.join(found.needs) or '—'} | {link} |"
 
 
-def _parts(part: str, formulas: dict[str, Formula]) -> Iterator[str]:
-    yield from ("| name | formula | knobs | source |", "|---|---|---|---|")
-    for name, knobs in CHOICES[part].items():
-        formula = formulas[name]
-        shown = ", ".join(
-            f"`{knob}`" + (f" {rule.default}" if rule.default is not None else "") for knob, rule in knobs.items()
+def _parts(kind: str, parts: dict[str, Part]) -> Iterator[str]:
+    plain = kind in ("correction.weight", "kl.estimator")  # whose knobs are keys of their own, if they have any
+    yield from (
+        ("| name | formula | source |", "|---|---|---|")
+        if plain
+        else (
+            "| name | formula | knobs | source |",
+            "|---|---|---|---|",
         )
-        yield f"| `{name}` | {_cell(formula.text)} | {shown or '—'} | {', '.join(map(paper, formula.sources)) or '—'} |"
-
-
-def _plain(formulas: dict[str, Formula]) -> Iterator[str]:
-    yield from ("| name | formula | source |", "|---|---|---|")
-    for name, formula in formulas.items():
-        yield f"| `{name}` | {_cell(formula.text)} | {', '.join(map(paper, formula.sources)) or '—'} |"
+    )
+    for name, part in parts.items():
+        knobs = [f"`{knob}`" + (f" {rule.default}" if rule.default is not None else "") for knob, rule in part.knobs.items()]
+        cells = [f"`{name}`", _cell(part.formula), *([] if plain else [", ".join(knobs) or "—"])]
+        yield f"| {' | '.join(cells)} | {', '.join(map(paper, part.sources)) or '—'} |"
 
 
 def _cell(text: str) -> str:

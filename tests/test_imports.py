@@ -111,3 +111,13 @@ def test_no_function_is_longer_than_70_lines():
 def test_no_file_is_much_longer_than_350_lines():
     lengths = {path.name: len(path.read_text().splitlines()) for path in sources()}
     assert {name: lines for name, lines in lengths.items() if lines > 365} == {}, "a second idea has moved in: split it"
+
+
+def test_the_room_of_algorithms_takes_torch_from_one_file_that_imports_it_when_it_is_used():
+    wrong = [
+        f"{path.name}:{line}"
+        for path in (ROOT / "algorithms").rglob("*.py")
+        for module, line in imports(path)
+        if module.split(".")[0] in ("torch", "transformers", "tensordict") and path.name != "lazy_torch.py"
+    ]
+    assert wrong == []

@@ -7,9 +7,10 @@ import torch
 
 from tandem.algorithms.advantages import cpgd, gdpo, lite_ppo, max_rl, opo, reinforce_pp_baseline, remax
 from tandem.algorithms.registry import ADVANTAGES
-from tandem.config.knobs import GROUP_RELATIVE
+from tandem.config.parts import PARTS
 
 REWARDS = torch.tensor([1.0, 0, 1, 0, 1, 1, 1, 0, 0, 0, 1])
+GROUP_RELATIVE = [name for name, part in PARTS["advantage"].items() if part.needs_group]
 GROUPS = torch.tensor([7, 7, 7, 7, 2, 2, 2, 9, 9, 9, 9])
 CENTRED = [0.5, -0.5, 0.5, -0.5, 0, 0, 0, -0.25, -0.25, -0.25, 0.75]
 EVERYONE = torch.ones(11, dtype=torch.bool)

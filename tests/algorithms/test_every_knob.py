@@ -14,7 +14,7 @@ from tandem.algorithms.registry import (
     own_knobs,
     preparation_of,
 )
-from tandem.config.knobs import CHOICES
+from tandem.config.parts import PARTS
 from tests.algorithms.tensors import packed
 
 OTHER = {
@@ -52,7 +52,7 @@ BY_CHOICE |= {("product", "low"): 0.95, ("product", "high"): 1.05, ("geometric",
 BY_CHOICE |= {("clip_cov", "low"): 0.0, ("clip_cov", "high"): 0.0}
 WIDE = {"clip_cov": {"share": 0.5, "low": -9.0, "high": 9.0}, "kl_cov": {"share": 0.2}}
 """Settings with which the other knobs of a choice matter on a small batch."""
-PAIRS = [(choice, knob) for choice in CHOICES["policy_loss"] for knob in CHOICES["policy_loss"][choice]]
+PAIRS = [(choice, knob) for choice, part in PARTS["policy_loss"].items() for knob in part.knobs]
 
 
 def tensors():
@@ -103,7 +103,7 @@ def test_every_knob_of_an_advantage_changes_it(choice):
         assert not torch.equal(of(), of(**{knob: OTHER[knob]})), knob
 
 
-@pytest.mark.parametrize(("choice", "knob"), [(c, k) for c, knobs in CHOICES["correction.reject"].items() for k in knobs])
+@pytest.mark.parametrize(("choice", "knob"), [(c, k) for c, part in PARTS["correction.reject"].items() for k in part.knobs])
 def test_every_knob_of_a_rejection_rule_changes_what_is_kept(choice, knob):
     given = packed([3, 4, 2, 3, 4], seed=8, spread=0.05)
     given["advantages"] = -given["advantages"].abs()
@@ -128,11 +128,11 @@ def test_every_knob_of_shaping_changes_the_reward():
         "lengths": torch.tensor([2, 3, 9]),
         "truncated": torch.tensor([False, True, True]),
     }
-    for choice, knobs in CHOICES["shaping"].items():
+    for choice, part in PARTS["shaping"].items():
         function = SHAPING.get(choice)
         base = {"max_tokens": 10} if choice == "overlong" else {}
         inputs = {k: given[k] for k in SHAPING.asked(function)}
-        for knob in knobs:
+        for knob in part.knobs:
             assert not torch.equal(function(**inputs, **base), function(**inputs, **base | {knob: OTHER[knob]})), (
                 choice,
                 knob,

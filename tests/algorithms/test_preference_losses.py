@@ -9,19 +9,14 @@ from tandem.algorithms.preference import (
     PREFERENCE_LOSSES,
     dpo,
     ipo,
-    is_paired,
     kto,
     mismatch_baseline,
-    needs_baseline,
-    needs_reference,
     orpo,
     simpo,
 )
-from tandem.algorithms.registry import knobs_of
 from tandem.algorithms.reward_model import bradley_terry, step_cross_entropy
 from tandem.algorithms.supervised import distillation_advantages
-from tandem.config.preference import PREFERENCE_LOSSES as KNOBS
-from tandem.config.preference import REFERENCE_FREE
+from tandem.config.parts import PARTS
 
 
 def t(*values):
@@ -97,7 +92,7 @@ def test_the_baseline_is_a_mean_that_is_never_negative_and_carries_no_gradient()
     assert not mismatch_baseline(policy, t(-2.0, -5.0)).requires_grad
 
 
-@pytest.mark.parametrize("name", [name for name in PREFERENCE_LOSSES if is_paired(PREFERENCE_LOSSES.get(name))])
+@pytest.mark.parametrize("name", [name for name in PREFERENCE_LOSSES if PARTS["loss"][name].is_paired])
 def test_gradients_of_paired_losses_are_those_of_finite_differences(name):
     arguments = pair_arguments()
     inputs = [arguments[side].clone().requires_grad_() for side in ("chosen", "rejected")]
@@ -129,7 +124,7 @@ def test_dpo_becomes_the_difference_of_log_probabilities_as_beta_vanishes(smooth
 def test_no_loss_is_nan_at_the_ends_of_what_a_model_says(name):
     function = PREFERENCE_LOSSES.get(name)
     policy = torch.tensor([0.0, -1e-8, -50.0, -1e4], requires_grad=True)
-    if is_paired(function):
+    if PARTS["loss"][name].is_paired:
         arguments = {key: torch.ones(4) for key in PREFERENCE_LOSSES.asked(function)}
         arguments |= {"chosen": policy, "rejected": policy.detach().flip(0)}
         arguments |= {key: torch.full((4,), -2.0) for key in arguments if key.endswith("reference")}
@@ -142,14 +137,10 @@ def test_no_loss_is_nan_at_the_ends_of_what_a_model_says(name):
     assert policy.grad.isfinite().all()
 
 
-def test_the_table_of_knobs_is_that_of_the_functions():
-    table = {name: {knob: rule.default for knob, rule in knobs.items()} for name, knobs in KNOBS.items()}
-    assert table == {name: knobs_of(PREFERENCE_LOSSES.get(name)) for name in PREFERENCE_LOSSES}
-
-
 def test_what_a_loss_needs_follows_from_what_it_asks_for():
-    assert {name for name in PREFERENCE_LOSSES if not needs_reference(PREFERENCE_LOSSES.get(name))} == set(REFERENCE_FREE)
-    assert [name for name in PREFERENCE_LOSSES if needs_baseline(PREFERENCE_LOSSES.get(name))] == ["kto"]
+    losses = PARTS["loss"]
+    assert {name for name, part in losses.items() if not part.needs_reference} == {"simpo", "orpo"}
+    assert [name for name, part in losses.items() if part.needs_baseline] == ["kto"]
 
 
 def test_ranked_pairs_on_worked_numbers():

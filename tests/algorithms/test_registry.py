@@ -3,6 +3,7 @@
 import pytest
 
 from tandem.algorithms.registry import POLICY_LOSSES, REQUIRED, Registry, UnknownName, WrongSignature, knobs_of
+from tandem.config.parts import KnobRule
 
 
 def registry():
@@ -12,7 +13,7 @@ def registry():
 def test_a_registered_function_is_found_by_name_and_returned_unchanged():
     losses = registry()
 
-    @losses.register("mine")
+    @losses.register("mine", knobs={"strength": KnobRule(meaning="Factor.")})
     def mine(policy, mask, *, strength=1.0):
         return policy * strength
 
@@ -39,6 +40,16 @@ def test_a_function_that_asks_for_a_tensor_which_is_not_given_is_refused_with_th
 
     with pytest.raises(WrongSignature, match=r"greedy asks for 'tomorrow'; it may ask for policy, mask"):
         registry().register("greedy")(greedy)
+
+
+def test_a_record_whose_knobs_are_not_those_of_the_function_is_refused():
+    def loss(policy, *, clip=0.2):
+        return policy
+
+    with pytest.raises(WrongSignature, match="loss: its signature has a knob 'clip', its record has none"):
+        registry().register("mine")(loss)
+    with pytest.raises(WrongSignature, match="loss: its record has a knob 'clop', its signature has none"):
+        registry().register("mine", knobs={"clip": KnobRule(), "clop": KnobRule()})(loss)
 
 
 def test_knobs_are_the_keyword_only_parameters():

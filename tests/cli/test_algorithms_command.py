@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tandem.cli.main import main
-from tandem.config.knobs import CHOICES
+from tandem.config.parts import PARTS
 from tandem.config.presets import PRESETS
 from tests.cli.test_commands import imported_by
 
@@ -34,9 +34,11 @@ def test_every_part_is_listed_under_its_key_with_formula_and_knobs(capsys):
     assert main(["algorithms", "--parts", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     there = {(row["key"], row["name"]) for row in rows}
-    choices = {(f"algorithm.{key}", name) for key, names in CHOICES.items() for name in names if name != "none"}
+    choices = {(f"algorithm.{key}", name) for key, names in PARTS.items() for name in names if name != "none"} - {
+        ("algorithm.loss", name) for name in PARTS["loss"]
+    }
     assert choices <= there
-    assert {("algorithm.correction.weight", "truncate"), ("algorithm.kl.estimator", "k3_plus")} <= there
+    assert {("algorithm.correction.weight", "truncate"), ("algorithm.kl.estimator", "k3_plus"), ("loss", "dpo")} <= there
     for row in rows:
         assert f"\n{row['key']}\n" in f"\n{said}" and f"\n  {row['name']}: " in said
 

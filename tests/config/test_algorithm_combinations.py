@@ -2,8 +2,6 @@
 
 import pytest
 
-from tandem.config.compatibility import ADVANTAGES, POLICY_LOSSES
-from tandem.config.knobs import CHOICES
 from tandem.config.presets import PRESETS
 from tests.config.loading import assert_refused, load
 
@@ -135,8 +133,3 @@ def test_what_makes_sense_is_taken(overrides):
 
 def test_all_presets_of_the_page_are_there():
     assert set(PRESETS) == {*PAGE, "reinforce"}
-
-
-def test_demands_are_of_choices_that_there_are():
-    assert set(POLICY_LOSSES) <= set(CHOICES["policy_loss"])
-    assert set(ADVANTAGES) <= set(CHOICES["advantage"])

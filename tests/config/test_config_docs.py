@@ -11,9 +11,9 @@ import tandem.config
 from tandem.config.docs import markdown, sentences
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.keys import all_keys
-from tandem.config.knobs import CHOICES
 from tandem.config.limits import LIMITS
 from tandem.config.load import load_config
+from tandem.config.parts import PARTS
 from tandem.config.presets import PRESETS
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
@@ -55,7 +55,7 @@ def test_every_promised_key_is_there():
 
 
 def test_defaults_of_knobs_are_within_their_own_bounds():
-    rules = [rule for choices in CHOICES.values() for knobs in choices.values() for rule in knobs.values()]
+    rules = [rule for parts in PARTS.values() for part in parts.values() for rule in part.knobs.values()]
     assert all(rule.default is None or rule.allows(rule.default) for rule in rules)
 
 

@@ -3,11 +3,11 @@
 import pytest
 
 from tandem.config.algorithm import Component
-from tandem.config.compatibility import POLICY_LOSSES
 from tandem.config.data import SourceConfig
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import describe, load_config, to_yaml
+from tandem.config.parts import PARTS
 from tandem.config.presets import PRESETS
 
 DATA = "train_dataset.path=addition"
@@ -110,7 +110,7 @@ def test_every_preset_corrects_for_stale_tokens_when_asynchronous_and_only_then(
         return
     algorithm = load(f"algorithm={preset}", "async_training=true").config.algorithm
     corrected = algorithm.correction.weight in ("mask", "truncate") or algorithm.correction.reject.name != "none"
-    assert corrected or POLICY_LOSSES[algorithm.policy_loss.name].corrects_itself
+    assert corrected or PARTS["policy_loss"][algorithm.policy_loss.name].corrects_itself
 
 
 def test_the_user_s_correction_wins_over_the_preset_s():

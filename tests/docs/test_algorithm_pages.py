@@ -5,21 +5,18 @@ import re
 import runpy
 import shlex
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import yaml
 
+from tandem.algorithms.presets.notes import NOTES
+from tandem.algorithms.presets.pages import refusals
 from tandem.cli.arguments import split_arguments
-from tandem.config.coerce import without_none
 from tandem.config.coming_from import PAGE
 from tandem.config.experiment import TrainConfig
-from tandem.config.formulas import CORRECTIONS, FORMULAS, KL_FORMS
-from tandem.config.keys import all_keys, field_types
-from tandem.config.knobs import CHOICES
+from tandem.config.keys import all_keys
 from tandem.config.load import load_config, plain_data
-from tandem.config.notes import NOTES
-from tandem.config.pages import refusals
+from tandem.config.parts import PARTS
 from tandem.config.presets import PRESETS
 from tandem.tracking.catalog import SECTIONS
 from tandem.trainers.rl import train
@@ -53,15 +50,6 @@ def page(name: str) -> str:
 def test_every_preset_has_a_note_and_a_page_and_nothing_else_has():
     assert set(NOTES) == set(PRESETS)
     assert {path.stem for path in (DOCS / "algorithms").glob("*.md")} == set(PRESETS)
-
-
-def test_every_choice_has_a_formula_and_nothing_else_has():
-    assert {part: set(choices) for part, choices in FORMULAS.items()} == {part: set(CHOICES[part]) for part in FORMULAS}
-    assert set(FORMULAS) == set(CHOICES)
-    section = field_types(TrainConfig)["algorithm"]
-    correction, kl = (field_types(field_types(section)[name]) for name in ("correction", "kl"))
-    assert set(CORRECTIONS) == set(get_args(correction["weight"]))
-    assert set(KL_FORMS) == set(get_args(without_none(kl["estimator"])[0]))
 
 
 def test_the_pages_are_what_the_code_makes():
@@ -145,10 +133,10 @@ def test_our_column_for_those_who_come_from_elsewhere_has_our_keys_and_our_defau
     keys = set(all_keys(TrainConfig))
     knobs = {
         f"algorithm.{part}.{knob}": rule.default
-        for part, choices in CHOICES.items()
-        for name, rules in choices.items()
+        for part, choices in PARTS.items()
+        for name, record in choices.items()
         if name in ("grpo", "ppo_clip", "sequence_mean")
-        for knob, rule in rules.items()
+        for knob, rule in record.knobs.items()
     }
     seen = 0
     for line in (DOCS / "coming_from.md").read_text().splitlines():

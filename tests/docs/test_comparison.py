@@ -3,7 +3,7 @@
 import runpy
 from pathlib import Path
 
-from tandem.config.notes import NOTES
+from tandem.algorithms.presets.notes import NOTES
 from tandem.config.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]

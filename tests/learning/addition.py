@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 
+from tandem.algorithms.presets.notes import NOTES
 from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.config.notes import NOTES
 from tandem.evaluation import evaluate_if_due
 from tandem.flow.parts import check_names, open_rows
 from tandem.flow.process import start_process

@@ -272,6 +272,18 @@ def test_a_loss_of_ones_own_keeps_terms_without_an_advantage(folder, tmp_path):
     assert moved(before, weights_of(one)) > 0
 
 
+def test_a_loss_of_ones_own_that_is_called_proportional_spares_a_step_without_advantages(folder, tmp_path):
+    (tmp_path / "gain.py").write_text(
+        "from tandem.algorithms.registry import POLICY_LOSSES\n\n\n"
+        "@POLICY_LOSSES.describe(proportional=True)\n"
+        "def gain(policy, advantages, mask):\n    return -advantages * policy.masked_fill(~mask, 0.0), {}\n"
+    )
+    one = tiny_actor(folder, policy_loss=f"{tmp_path}/gain.py:gain")
+    before = weights_of(one)
+    assert step(one, rollout_batch([[(1.0, 2), (1.0, 3)]]))["step_without_signal"] == 1
+    assert moved(before, weights_of(one)) == 0
+
+
 @pytest.mark.parametrize(
     "returned", ["policy", "(policy, policy)", "(policy, {}, {})", "(policy[1:], {})", "(policy, {'x': 1.0})"]
 )

@@ -95,7 +95,7 @@ def test_simpo_and_orpo_load_no_reference(items):
     [
         (
             ["loss=simpo", "loss.label_smoothing=0.1"],
-            "loss.label_smoothing=0.1 is not used by simpo, which has beta, gamma; dpo",
+            "loss.label_smoothing=0.1 is not used by simpo; it has beta, gamma. Leave it out, or choose dpo",
         ),
         (["loss=dpo", "loss.gamma=1"], "loss.gamma=1 is not used by dpo"),
         (["loss=dpo", "loss.beta=0"], "loss.beta must be a number, above 0, got 0"),

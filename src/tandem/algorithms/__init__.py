@@ -1,33 +1,8 @@
-"""Mathematics by name: tensors in, tensors out. Importing the room registers everything in it."""
+"""Mathematics by name: tensors in, tensors out. Importing the room registers what stands in any file of it."""
 
-from tandem.algorithms import (
-    advantages,
-    aggregation,
-    behaviour_losses,
-    correction,
-    covariance,
-    filters,
-    kl,
-    policy_losses,
-    preference,
-    returns,
-    selection,
-    sequence_losses,
-    shaping,
-)
+from importlib import import_module
+from pkgutil import iter_modules
 
-__all__ = [
-    "advantages",
-    "aggregation",
-    "behaviour_losses",
-    "correction",
-    "covariance",
-    "filters",
-    "kl",
-    "policy_losses",
-    "preference",
-    "returns",
-    "selection",
-    "sequence_losses",
-    "shaping",
-]
+for _file in iter_modules(__path__):
+    if not _file.ispkg:
+        import_module(f"{__name__}.{_file.name}")

@@ -4,13 +4,15 @@ Statistics are over the samples with ``in_statistics``; the others are judged by
 rewards are all equal, gets exactly 0 from those that compare within the group.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 
-import torch
-
 from tandem.algorithms.groups import GroupStatistics, group_statistics, group_sum
+from tandem.algorithms.lazy_torch import torch
 from tandem.algorithms.registry import ADVANTAGES
 from tandem.algorithms.whitening import whiten
+from tandem.config.parts import KnobRule
 
 EPSILON = 1e-6
 MOST_WEIGHT = 3.0
@@ -22,22 +24,22 @@ def _centred(rewards: torch.Tensor, group: GroupStatistics) -> torch.Tensor:
     return (rewards.double() - group.mean).masked_fill(~group.has_spread, 0.0)
 
 
-@ADVANTAGES.register("grpo")
+@ADVANTAGES.register("grpo", "2402.03300")
 def grpo(rewards: torch.Tensor, group_id: torch.Tensor, in_statistics: torch.Tensor) -> torch.Tensor:
-    """(r − mean) / (std + 1e-6) over the group, std unbiased (arXiv:2402.03300)."""
+    """A_i = (r_i − mean_g r) / (std_g r + 1e-6), std unbiased; 0 where all rewards of g are equal."""
     group = group_statistics(rewards, group_id, in_statistics)
     return (_centred(rewards, group) / (group.std + EPSILON)).to(torch.float32)
 
 
-@ADVANTAGES.register("dr_grpo")
+@ADVANTAGES.register("dr_grpo", "2503.20783")
 def dr_grpo(rewards: torch.Tensor, group_id: torch.Tensor, in_statistics: torch.Tensor) -> torch.Tensor:
-    """r − mean over the group (arXiv:2503.20783)."""
+    """A_i = r_i − mean_g r."""
     return _centred(rewards, group_statistics(rewards, group_id, in_statistics)).to(torch.float32)
 
 
-@ADVANTAGES.register("rloo")
+@ADVANTAGES.register("rloo", "2402.14740")
 def rloo(rewards: torch.Tensor, group_id: torch.Tensor, in_statistics: torch.Tensor) -> torch.Tensor:
-    """r − mean of the *others* in the group (arXiv:2402.14740).
+    """A_i = r_i − mean of r over the other samples of g.
 
     A sample outside the statistics is compared with all that are in them.
     """
@@ -47,9 +49,9 @@ def rloo(rewards: torch.Tensor, group_id: torch.Tensor, in_statistics: torch.Ten
     return (values - others).masked_fill(~group.has_spread, 0.0).to(torch.float32)
 
 
-@ADVANTAGES.register("lite_ppo")
+@ADVANTAGES.register("lite_ppo", "2508.08221")
 def lite_ppo(rewards: torch.Tensor, group_id: torch.Tensor, in_statistics: torch.Tensor) -> torch.Tensor:
-    """(r − mean of the group) / std over the batch, of the rewards before they are centred (arXiv:2508.08221).
+    """A_i = (r_i − mean_g r) / std of r over the batch; 0 where all of them are equal.
 
     0 for everybody where all rewards of the batch are equal.
     """
@@ -59,16 +61,16 @@ def lite_ppo(rewards: torch.Tensor, group_id: torch.Tensor, in_statistics: torch
     return (_centred(rewards, group_statistics(rewards, group_id, in_statistics)) / inside.std()).to(torch.float32)
 
 
-@ADVANTAGES.register("reinforce_pp_baseline")
+@ADVANTAGES.register("reinforce_pp_baseline", "2501.03262")
 def reinforce_pp_baseline(rewards: torch.Tensor, group_id: torch.Tensor, in_statistics: torch.Tensor) -> torch.Tensor:
-    """r − mean over the group, then whitened over the samples of the batch (arXiv:2501.03262)."""
+    """A_i = x_i whitened over the samples of the batch, x_i = r_i − mean_g r; groups without spread stay 0."""
     group = group_statistics(rewards, group_id, in_statistics)
     return whiten(_centred(rewards, group), in_statistics).masked_fill(~group.has_spread, 0.0).to(torch.float32)
 
 
-@ADVANTAGES.register("remax")
+@ADVANTAGES.register("remax", "2310.10505")
 def remax(rewards: torch.Tensor, group_id: torch.Tensor, greedy: torch.Tensor) -> torch.Tensor:
-    """r − reward of the group's greedy sample, which itself gets 0 (arXiv:2310.10505).
+    """A_i = r_i − r(greedy answer to the same prompt).
 
     Raises:
         ValueError: a group has no greedy sample.
@@ -83,9 +85,9 @@ def remax(rewards: torch.Tensor, group_id: torch.Tensor, greedy: torch.Tensor) -
     return (rewards.double() - baseline).masked_fill(greedy, 0.0).to(torch.float32)
 
 
-@ADVANTAGES.register("opo")
+@ADVANTAGES.register("opo", "2505.23585", on_policy="its baseline is the best one only for the policy that sampled")
 def opo(rewards: torch.Tensor, group_id: torch.Tensor, in_statistics: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """r − Σ T·r / ΣT over the group: the baseline of least variance (arXiv:2505.23585). On-policy only."""
+    """A_i = r_i − Σ_g T_j·r_j / Σ_g T_j, the baseline of least variance."""
     group = group_statistics(rewards, group_id, in_statistics)
     weight = lengths.double() * in_statistics
     weighted = (rewards.double() * weight).masked_fill(~in_statistics, 0.0)
@@ -93,20 +95,25 @@ def opo(rewards: torch.Tensor, group_id: torch.Tensor, in_statistics: torch.Tens
     return (rewards.double() - baseline).masked_fill(~group.has_spread, 0.0).to(torch.float32)
 
 
-@ADVANTAGES.register("max_rl")
+@ADVANTAGES.register("max_rl", "2602.02710")
 def max_rl(rewards: torch.Tensor, group_id: torch.Tensor, in_statistics: torch.Tensor) -> torch.Tensor:
-    """(r − mean) / mean over the group, 0 where the mean is not positive (arXiv:2602.02710)."""
+    """A_i = (r_i − mean_g r) / mean_g r; 0 where the mean is not positive."""
     group = group_statistics(rewards, group_id, in_statistics)
     positive = group.mean > 0
     scaled = _centred(rewards, group) / group.mean.masked_fill(~positive, 1.0)
     return scaled.masked_fill(~positive, 0.0).to(torch.float32)
 
 
-@ADVANTAGES.register("gdpo")
+@ADVANTAGES.register(
+    "gdpo",
+    "2601.05242",
+    knobs={"weights": KnobRule(meaning="Weights of the named rewards, `correctness=1,format=0.5`; one left out counts 1.")},
+)
 def gdpo(
     named_rewards: Mapping[str, torch.Tensor], group_id: torch.Tensor, in_statistics: torch.Tensor, *, weights: str = ""
 ) -> torch.Tensor:
-    """Each named reward as a z-score in its group, their weighted sum, whitened over the samples (arXiv:2601.05242).
+    """A_i = Σ_k weight_k·(r_ik − mean_g r_k)/(std_g r_k + 1e-6), whitened over the samples of the batch; k: the named
+    rewards.
 
     ``weights``: ``correctness=1,format=0.5``; a name that is left out counts 1. A sample without a reward (NaN) has score 0
     in it and is not in its statistics. A group in which no reward differs stays 0.
@@ -138,11 +145,21 @@ def _weights(text: str, names: Mapping[str, torch.Tensor]) -> dict[str, float]:
     return found
 
 
-@ADVANTAGES.register("cpgd")
+@ADVANTAGES.register(
+    "cpgd",
+    "2505.12504",
+    knobs={
+        "weighting": KnobRule(
+            choices=("std", "groups", "none"),
+            meaning="Divide by the group's spread; or multiply all by groups ÷ groups with spread, at most 3; or neither.",
+        )
+    },
+)
 def cpgd(
     rewards: torch.Tensor, group_id: torch.Tensor, in_statistics: torch.Tensor, *, weighting: str = "std"
 ) -> torch.Tensor:
-    """ω·(r − mean over the group) (arXiv:2505.12504).
+    """A_i = ω·(r_i − mean_g r); ω = 1/(std_g r + 1e-6), or min(groups / groups with spread, 3), or 1, as `weighting`
+    says.
 
     ω is with ``weighting`` ``std`` 1/(std + 1e-6) of the group; with ``groups`` min(number of groups / number of groups that
     have spread, 3), 1 where none has; with ``none`` 1.

@@ -1,11 +1,13 @@
 """Policy losses that look at the policy which sampled: `rollout` log-probabilities. All tensors ``[T]``."""
 
-import torch
+from __future__ import annotations
 
+from tandem.algorithms.lazy_torch import torch
 from tandem.algorithms.policy_losses import Result
 from tandem.algorithms.ratios import log_ratio
 from tandem.algorithms.registry import POLICY_LOSSES, prepared_by
 from tandem.algorithms.selection import order
+from tandem.config.parts import KnobRule
 
 LARGEST_RATIO = 20.0
 TOTAL_VARIATION, BINARY_KL = 0.15, 0.05
@@ -39,21 +41,40 @@ def within_second_moment(
     return kept
 
 
-@POLICY_LOSSES.register("m2po")
+@POLICY_LOSSES.register(
+    "m2po",
+    "2510.01161",
+    knobs={
+        "threshold": KnobRule(low=0.0, meaning="Largest mean of (proximal − rollout)² over the candidates that are kept.")
+    },
+    no_weight="its ratio is that to the policy which sampled already",
+    corrects_itself=True,
+    proportional=True,
+)
 @prepared_by(within_second_moment)
 def m2po(
     policy: torch.Tensor, rollout: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, prepared: torch.Tensor
 ) -> Result:
-    """−M·r·A with r = exp(policy − rollout) (arXiv:2510.01161); M is `within_second_moment` of the whole batch.
+    """L_t = −M_t·exp(policy − rollout)·A. Candidates: A > 0 and proximal > rollout, or A < 0 and proximal < rollout; M
+    drops those of the largest (proximal − rollout)² until its mean over the remaining ones is at most the threshold.
 
-    The ratio is that to the sampler, so no further correction is applied. Dropped tokens stay in the denominators.
+    M is `within_second_moment` of the whole batch. The ratio is that to the sampler, so no further correction is applied.
+    Dropped tokens stay in the denominators.
     """
     ratio = log_ratio(policy, rollout, mask).exp()
     losses = -prepared * ratio * advantages
     return losses.masked_fill(~mask, 0.0), {"ratio": ratio.detach(), "dropped": (prepared == 0).float()}
 
 
-@POLICY_LOSSES.register("dppo")
+@POLICY_LOSSES.register(
+    "dppo",
+    "2602.04879",
+    knobs={
+        "divergence": KnobRule(choices=("tv", "kl"), meaning="Distance between the token's probabilities."),
+        "threshold": KnobRule(above=0.0, meaning="Tokens further away are dropped; unset takes 0.15 for tv, 0.05 for kl."),
+    },
+    proportional=True,
+)
 def dppo(
     policy: torch.Tensor,
     proximal: torch.Tensor,
@@ -64,7 +85,8 @@ def dppo(
     divergence: str = "tv",
     threshold: float | None = None,
 ) -> Result:
-    """−A·min(ρ, 20)·policy·M, the weight without gradient (arXiv:2602.04879).
+    """L_t = −A·sg[min(ρ, 20)]·policy·M_t; with p = exp(policy), q = exp(rollout), M drops tokens that A pushes further
+    away from q where |p − q| (tv) or the binary KL(q ‖ p) (kl) exceeds the threshold already.
 
     M drops a token whose probability an update would move further from the sampler's than allowed: A > 0 and
     p_policy − p_rollout > threshold, or A ≤ 0 and p_policy − p_rollout < −threshold (``divergence=tv``); with ``kl`` the

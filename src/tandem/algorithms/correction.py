@@ -3,10 +3,12 @@
 A dropped token has weight 0 and stays in the denominators.
 """
 
-import torch
+from __future__ import annotations
 
+from tandem.algorithms.lazy_torch import torch
 from tandem.algorithms.ratios import MAX_LOG_RATIO, log_ratio, mean_by_sequence, sum_by
 from tandem.algorithms.registry import IMPORTANCE_WEIGHTS, REJECTIONS
+from tandem.config.parts import KnobRule
 
 
 def behaviour_ratio(
@@ -21,29 +23,44 @@ def behaviour_ratio(
 
 @IMPORTANCE_WEIGHTS.register("none")
 def no_weight(ratio: torch.Tensor) -> torch.Tensor:
-    """1."""
+    """Tokens of older weights count as if they were new."""
     return torch.ones_like(ratio)
 
 
-@IMPORTANCE_WEIGHTS.register("truncate")
+@IMPORTANCE_WEIGHTS.register("truncate", knobs={"high": KnobRule(above=0.0, meaning="Largest weight.")})
 def truncate(ratio: torch.Tensor, *, high: float = 2.0) -> torch.Tensor:
-    """min(w, high): truncated importance sampling."""
+    """L_t × min(w, high), truncated importance sampling."""
     return ratio.clamp(max=high)
 
 
-@IMPORTANCE_WEIGHTS.register("mask")
+@IMPORTANCE_WEIGHTS.register(
+    "mask",
+    "2505.24298",
+    "2510.18855",
+    knobs={
+        "low": KnobRule(low=0.0, meaning="Tokens of a smaller ratio are dropped."),
+        "high": KnobRule(above=0.0, meaning="Tokens of a larger ratio are dropped."),
+    },
+    drops_outside=True,
+)
 def mask_outside(ratio: torch.Tensor, *, low: float = 0.0, high: float = 5.0) -> torch.Tensor:
-    """w inside [low, high], else 0 (IcePop, arXiv:2510.18855; decoupled PPO with ``high`` alone, arXiv:2505.24298)."""
+    """L_t × w where low ≤ w ≤ high, × 0 elsewhere: IcePop; with `high` alone, decoupled PPO."""
     return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
 
 
 @REJECTIONS.register("none")
 def keep_all(mask: torch.Tensor) -> torch.Tensor:
-    """Everything."""
+    """All trajectories are kept."""
     return torch.ones_like(mask)
 
 
-@REJECTIONS.register("product")
+@REJECTIONS.register(
+    "product",
+    knobs={
+        "low": KnobRule(low=0.0, high=1.0, meaning="Smallest product of exp(proximal − rollout) that is kept."),
+        "high": KnobRule(low=1.0, meaning="Largest product that is kept."),
+    },
+)
 def product(
     proximal: torch.Tensor,
     rollout: torch.Tensor,
@@ -53,12 +70,18 @@ def product(
     low: float = 0.5,
     high: float = 2.0,
 ) -> torch.Tensor:
-    """Trajectories whose product of exp(proximal − rollout) lies in [low, high]. ``[T]`` bool."""
+    """Trajectories whose product of w lies in [low, high]."""
     ratio = behaviour_ratio(proximal, rollout, mask, sequence, "sequence")
     return (ratio >= low) & (ratio <= high)
 
 
-@REJECTIONS.register("geometric")
+@REJECTIONS.register(
+    "geometric",
+    knobs={
+        "low": KnobRule(low=0.0, high=1.0, meaning="Smallest geometric mean of exp(proximal − rollout) that is kept."),
+        "high": KnobRule(low=1.0, meaning="Largest geometric mean that is kept."),
+    },
+)
 def geometric(
     proximal: torch.Tensor,
     rollout: torch.Tensor,
@@ -68,12 +91,16 @@ def geometric(
     low: float = 0.999,
     high: float = 1.001,
 ) -> torch.Tensor:
-    """Trajectories whose geometric mean of exp(proximal − rollout) lies in [low, high]. ``[T]`` bool."""
+    """Trajectories whose geometric mean of w lies in [low, high]."""
     ratio = mean_by_sequence(log_ratio(proximal.detach(), rollout, mask), mask, sequence).exp()
     return (ratio >= low) & (ratio <= high)
 
 
-@REJECTIONS.register("negative_drift")
+@REJECTIONS.register(
+    "negative_drift",
+    "2512.02556",
+    knobs={"threshold": KnobRule(low=0.0, meaning="Mean of (rollout − policy) above which bad answers are dropped.")},
+)
 def negative_drift(
     policy: torch.Tensor,
     rollout: torch.Tensor,
@@ -83,6 +110,6 @@ def negative_drift(
     *,
     threshold: float = 0.5,
 ) -> torch.Tensor:
-    """All but tokens with A < 0 whose trajectory has a mean of (rollout − policy) above the threshold (arXiv:2512.02556)."""
+    """All but tokens with A < 0 whose trajectory has a mean of (rollout − policy) above the threshold."""
     drift = mean_by_sequence(log_ratio(rollout, policy.detach(), mask), mask, sequence)
     return ~((advantages < 0) & (drift > threshold))

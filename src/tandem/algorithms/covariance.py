@@ -1,12 +1,14 @@
 """Policy losses that hold back the few tokens which drive the entropy down: those where advantage and log-probability are
 large together (arXiv:2505.22617). All tensors ``[T]``; the tokens are chosen once for the whole batch, from `proximal`."""
 
-import torch
+from __future__ import annotations
 
-from tandem.algorithms.policy_losses import Result, ppo_clip
+from tandem.algorithms.lazy_torch import torch
+from tandem.algorithms.policy_losses import CLIP, Result, ppo_clip
 from tandem.algorithms.ratios import log_ratio
 from tandem.algorithms.registry import POLICY_LOSSES, prepared_by
 from tandem.algorithms.selection import largest
+from tandem.config.parts import KnobRule
 
 
 def covariance(proximal: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -44,7 +46,17 @@ def highest_covariance(
     return largest(covariance(proximal, advantages, mask), mask, _count(share, mask), noise).float()
 
 
-@POLICY_LOSSES.register("clip_cov")
+@POLICY_LOSSES.register(
+    "clip_cov",
+    "2505.22617",
+    knobs={
+        **CLIP,
+        "share": KnobRule(above=0.0, high=1.0, meaning="Part of the tokens whose loss is set to 0; at least one."),
+        "low": KnobRule(at_most="high", meaning="Tokens of a smaller covariance are left alone."),
+        "high": KnobRule(meaning="Tokens of a larger covariance are left alone."),
+    },
+    proportional=True,
+)
 @prepared_by(random_high_covariance)
 def clip_cov(
     policy: torch.Tensor,
@@ -56,7 +68,8 @@ def clip_cov(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> Result:
-    """`ppo_clip`; the tokens of `random_high_covariance` that the ratio leaves unclipped have loss 0.
+    """The loss of ppo_clip, and 0 for a random part `share` of the tokens that are not clipped and have a covariance (A −
+    mean A)·(proximal − mean proximal) in (low, high).
 
     Clipped is what has no gradient: ρ above the range where A > 0, below it where A < 0.
     """
@@ -67,7 +80,14 @@ def clip_cov(
     return losses.masked_fill(taken, 0.0), metrics | {"dropped": taken.float()}
 
 
-@POLICY_LOSSES.register("kl_cov")
+@POLICY_LOSSES.register(
+    "kl_cov",
+    "2505.22617",
+    knobs={
+        "share": KnobRule(above=0.0, high=1.0, meaning="Part of the tokens that are held back; at least one."),
+        "coefficient": KnobRule(low=0.0, meaning="Weight of |log ρ| there."),
+    },
+)
 @prepared_by(highest_covariance)
 def kl_cov(
     policy: torch.Tensor,
@@ -78,7 +98,7 @@ def kl_cov(
     *,
     coefficient: float = 1.0,
 ) -> Result:
-    """−ρA, unclipped; plus coefficient·|log ρ| at the tokens of `highest_covariance`."""
+    """L_t = −ρA, plus coefficient·|log ρ| at the part `share` of largest such covariance."""
     logs = log_ratio(policy, proximal, mask)
     losses = -logs.exp() * advantages + coefficient * logs.abs() * prepared
     return losses.masked_fill(~mask, 0.0), {"ratio": logs.detach().exp(), "penalised": prepared}

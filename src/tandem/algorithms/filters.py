@@ -3,9 +3,12 @@
 Where a reward states no accuracy, the reward before shaping stands in for it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from tandem.algorithms.registry import FILTERS
+from tandem.config.parts import KnobRule
 
 Accuracies = Sequence[float | None]
 Verdict = tuple[bool, str]
@@ -15,15 +18,20 @@ RIGHT = 0.5
 
 @FILTERS.register("none")
 def keep_all(accuracies: Accuracies, rewards: Sequence[float]) -> Verdict:
-    """Every group."""
+    """All groups are trained on."""
     return True, ""
 
 
-@FILTERS.register("dynamic_sampling")
+@FILTERS.register(
+    "dynamic_sampling",
+    "2503.14476",
+    knobs={"max_draws": KnobRule(low=1, integer=True, meaning="Draws of one batch after which the run stops.")},
+)
 def dynamic_sampling(accuracies: Accuracies, rewards: Sequence[float], *, max_draws: int = 10) -> Verdict:
-    """Groups with 0 < #correct < G (arXiv:2503.14476), or, where accuracy is unknown, with different rewards.
+    """Groups with 0 < correct < all; more are drawn until the batch is full.
 
-    ``max_draws`` is for whoever draws: after so many draws for one batch it gives up. It does not change the verdict.
+    Where an accuracy is unknown: groups with different rewards. ``max_draws`` is for whoever draws: after so many draws
+    for one batch it gives up. It does not change the verdict.
     """
     known = [accuracy for accuracy in accuracies if accuracy is not None]
     if len(known) < len(accuracies):
@@ -34,9 +42,15 @@ def dynamic_sampling(accuracies: Accuracies, rewards: Sequence[float], *, max_dr
     return (False, "all_correct") if correct == len(known) else (True, "")
 
 
-@FILTERS.register("accuracy_band")
+@FILTERS.register(
+    "accuracy_band",
+    knobs={
+        "low": KnobRule(low=0.0, high=1.0, at_most="high", meaning="Lowest mean accuracy of a group that is kept."),
+        "high": KnobRule(low=0.0, high=1.0, meaning="Highest mean accuracy of a group that is kept."),
+    },
+)
 def accuracy_band(accuracies: Accuracies, rewards: Sequence[float], *, low: float = 0.1, high: float = 0.9) -> Verdict:
-    """Groups whose mean accuracy lies in [low, high]."""
+    """Groups with mean accuracy in [low, high]."""
     values = [reward if accuracy is None else accuracy for accuracy, reward in zip(accuracies, rewards, strict=True)]
     mean = sum(values) / len(values)
     if mean < low:

@@ -1,8 +1,10 @@
 """The gap between the engine that samples and the trainer that scores: the one definition of it."""
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
-import torch
+from tandem.algorithms.lazy_torch import torch
 
 
 def gap(scored: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -36,12 +38,12 @@ class Evidence:
     """The sequence of each token, int64. Noise is independent between sequences, not quite within one."""
 
     @classmethod
-    def of(cls, rollout: torch.Tensor, scored: torch.Tensor, older: torch.Tensor, sequence: torch.Tensor) -> "Evidence":
+    def of(cls, rollout: torch.Tensor, scored: torch.Tensor, older: torch.Tensor, sequence: torch.Tensor) -> Evidence:
         """Evidence of tokens ``[K]``, scored under the version that the sampler names and under the one before."""
         return cls((rollout - scored).double(), (older - scored).double(), sequence)
 
     @classmethod
-    def pooled(cls, several: "list[Evidence]") -> "Evidence":
+    def pooled(cls, several: list[Evidence]) -> Evidence:
         """The tokens of several verifications as one; their sequences stay apart."""
         sequences, offset = [], 0
         for one in several:

@@ -1,8 +1,10 @@
 """Statistics of the samples of each prompt, which are found by their group's number and never by position."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
-import torch
+from tandem.algorithms.lazy_torch import torch
 
 
 class GroupStatistics(NamedTuple):

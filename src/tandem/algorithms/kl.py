@@ -6,8 +6,9 @@ of each is that of the KL. Without the ratio the expected gradient of k1 is 0, a
 takes k1, of the proximal policy.
 """
 
-import torch
+from __future__ import annotations
 
+from tandem.algorithms.lazy_torch import torch
 from tandem.algorithms.ratios import log_ratio
 from tandem.algorithms.registry import KL
 
@@ -17,21 +18,21 @@ MOST_CHANGE = 0.2
 
 @KL.register("k1")
 def k1(policy: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor, ratio: torch.Tensor | None = None) -> torch.Tensor:
-    """d: unbiased, of high variance. All ``[T]``."""
+    """d, unbiased and of high variance."""
     d = log_ratio(policy, reference, mask)
     return d if ratio is None else ratio * d
 
 
 @KL.register("k2")
 def k2(policy: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor, ratio: torch.Tensor | None = None) -> torch.Tensor:
-    """d²/2: as a loss it has the gradient of the reverse KL. All ``[T]``."""
+    """d²/2, whose gradient is that of the reverse KL."""
     found = log_ratio(policy, reference, mask).square() / 2
     return found if ratio is None else ratio.detach() * found
 
 
 @KL.register("k3")
 def k3(policy: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor, ratio: torch.Tensor | None = None) -> torch.Tensor:
-    """exp(−d) − 1 + d: unbiased and never negative. All ``[T]``."""
+    """exp(−d) − 1 + d, unbiased and never negative."""
     d = log_ratio(policy, reference, mask)
     found = torch.expm1(-d) + d
     return found if ratio is None else ratio * found
@@ -41,7 +42,7 @@ def k3(policy: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor, ratio:
 def k3_plus(
     policy: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor, ratio: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The value of k3 with the gradient of k2. All ``[T]``."""
+    """Value of k3, gradient of k2."""
     second = k2(policy, reference, mask)
     found = second - second.detach() + k3(policy, reference, mask).detach()
     return found if ratio is None else ratio.detach() * found

@@ -1,14 +1,21 @@
 """Policy losses with a ratio for each token, ρ = exp(policy − proximal): unreduced, masked before `exp`, all ``[T]``."""
 
+from __future__ import annotations
+
 import math
+from typing import TypeAlias
 
-import torch
-
+from tandem.algorithms.lazy_torch import torch
 from tandem.algorithms.ratios import log_ratio
 from tandem.algorithms.registry import POLICY_LOSSES
+from tandem.config.parts import KnobRule
 
-Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
+Result: TypeAlias = "tuple[torch.Tensor, dict[str, torch.Tensor]]"
 TRUNCATION = 2.0
+CLIP = {
+    "clip_low": KnobRule(low=0.0, high=1.0, meaning="The ratio is clipped at 1 − clip_low from below."),
+    "clip_high": KnobRule(low=0.0, meaning="The ratio is clipped at 1 + clip_high from above."),
+}
 
 
 def outside(ratio: torch.Tensor, clip_low: float, clip_high: float) -> torch.Tensor:
@@ -16,7 +23,19 @@ def outside(ratio: torch.Tensor, clip_low: float, clip_high: float) -> torch.Ten
     return ((ratio < 1 - clip_low) | (ratio > 1 + clip_high)).float()
 
 
-@POLICY_LOSSES.register("ppo_clip")
+@POLICY_LOSSES.register(
+    "ppo_clip",
+    "1707.06347",
+    "2503.14476",
+    "1912.09729",
+    "2505.07291",
+    knobs={
+        **CLIP,
+        "dual_clip": KnobRule(above=1.0, also=(0.0,), meaning="Cap of the loss where A < 0, in |A|; 0 is off."),
+        "two_sided": KnobRule(above=1.0, also=(0.0,), meaning="Cap of the ratio on the unclipped branch; 0 is off."),
+    },
+    proportional=True,
+)
 def ppo_clip(
     policy: torch.Tensor,
     proximal: torch.Tensor,
@@ -28,10 +47,10 @@ def ppo_clip(
     dual_clip: float = 0.0,
     two_sided: float = 0.0,
 ) -> Result:
-    """−min(ρA, clip(ρ, 1 − clip_low, 1 + clip_high) A) (arXiv:1707.06347); ``clip_high > clip_low`` is DAPO's clip-higher.
+    """L_t = −min(ρA, clip(ρ, 1 − clip_low, 1 + clip_high)·A); with dual_clip = c > 1, where A < 0, at most c·|A|; with
+    two_sided = δ, min(ρ, δ) on the unclipped branch.
 
-    ``dual_clip`` > 1: the loss of a negative advantage is at most ``dual_clip``·|A| (arXiv:1912.09729). ``two_sided`` > 1:
-    min(ρ, two_sided) on the unclipped branch (arXiv:2505.07291). 0 is off for both.
+    ``clip_high > clip_low`` is DAPO's clip-higher.
 
     Raises:
         ValueError: one of them is neither 0 nor above 1.
@@ -49,15 +68,15 @@ def ppo_clip(
     return losses.masked_fill(~mask, 0.0), metrics
 
 
-@POLICY_LOSSES.register("reinforce")
+@POLICY_LOSSES.register("reinforce", proportional=True)
 def reinforce(policy: torch.Tensor, proximal: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor) -> Result:
-    """−min(ρ, 2)·A·policy, the weight without gradient: 1 at the first optimizer step of a batch."""
+    """L_t = −A·policy; from the second optimizer step of a batch on × sg[min(ρ, 2)]."""
     ratio = log_ratio(policy.detach(), proximal, mask).exp()
     losses = -ratio.clamp(max=TRUNCATION) * advantages * policy.masked_fill(~mask, 0.0)
     return losses.masked_fill(~mask, 0.0), {"ratio": ratio, "clip_fraction": (ratio > TRUNCATION).float()}
 
 
-@POLICY_LOSSES.register("cispo")
+@POLICY_LOSSES.register("cispo", "2506.13585", knobs=CLIP, proportional=True)
 def cispo(
     policy: torch.Tensor,
     proximal: torch.Tensor,
@@ -67,7 +86,7 @@ def cispo(
     clip_low: float = 1.0,
     clip_high: float = 4.0,
 ) -> Result:
-    """−clip(ρ, 1 − clip_low, 1 + clip_high)·A·policy, the weight without gradient (arXiv:2506.13585).
+    """L_t = −sg[clip(ρ, 1 − clip_low, 1 + clip_high)]·A·policy.
 
     No token's gradient is lost. ``clip_low=1`` is off.
     """
@@ -76,7 +95,16 @@ def cispo(
     return losses.masked_fill(~mask, 0.0), {"ratio": ratio, "clip_fraction": outside(ratio, clip_low, clip_high)}
 
 
-@POLICY_LOSSES.register("sapo")
+@POLICY_LOSSES.register(
+    "sapo",
+    "2511.20347",
+    knobs={
+        "tau_positive": KnobRule(above=0.0, meaning="Sharpness of the gate where A > 0."),
+        "tau_negative": KnobRule(above=0.0, meaning="Sharpness of the gate elsewhere."),
+    },
+    no_weight="its gate is a trust region of its own, which a weight in front of it would move",
+    proportional=True,
+)
 def sapo(
     policy: torch.Tensor,
     proximal: torch.Tensor,
@@ -86,9 +114,9 @@ def sapo(
     tau_positive: float = 1.0,
     tau_negative: float = 1.05,
 ) -> Result:
-    """−(4/τ)·σ(τ(ρ − 1))·A, a soft gate in place of a clip (arXiv:2511.20347); the gradient at ρ = 1 is −A.
+    """L_t = −(4/τ)·σ(τ(ρ − 1))·A, τ = tau_positive where A > 0, else tau_negative; the gradient at ρ = 1 is −A.
 
-    τ is ``tau_positive`` for A > 0, else ``tau_negative``.
+    A soft gate in place of a clip.
     """
     ratio = log_ratio(policy, proximal, mask).exp()
     tau = torch.where(advantages > 0, tau_positive, tau_negative).to(ratio.dtype)
@@ -96,7 +124,17 @@ def sapo(
     return losses.masked_fill(~mask, 0.0), {"ratio": ratio.detach()}
 
 
-@POLICY_LOSSES.register("cpgd")
+@POLICY_LOSSES.register(
+    "cpgd",
+    "2505.12504",
+    knobs={
+        "clip": KnobRule(
+            high=0.999, above=0.0, meaning="The log-probability is clipped at ln(1 ± clip) off the proximal one."
+        ),
+        "drift": KnobRule(low=0.0, meaning="Weight of the pull back to the proximal policy."),
+        "drift_cap": KnobRule(low=0.0, meaning="Largest ρ − 1 in that pull."),
+    },
+)
 def cpgd(
     policy: torch.Tensor,
     proximal: torch.Tensor,
@@ -107,10 +145,10 @@ def cpgd(
     drift: float = 1e-3,
     drift_cap: float = 2.0,
 ) -> Result:
-    """Policy gradient clipped in log-probability, and a pull back to the proximal policy (arXiv:2505.12504).
+    """L_t = −A·min(policy, proximal + ln(1 + clip)) where A > 0, −A·max(policy, proximal + ln(1 − clip)) where A < 0;
+    plus drift·sg[min(ρ − 1, drift_cap)]·policy.
 
-    −A·min(policy, proximal + ln(1 + clip)) for A > 0, −A·max(policy, proximal + ln(1 − clip)) otherwise, plus
-    drift·min(ρ − 1, drift_cap)·policy, the factor without gradient.
+    The log-probability is clipped, not the ratio, and the drift pulls it back to the proximal policy.
     """
     inside = policy.masked_fill(~mask, 0.0)
     anchor = proximal.masked_fill(~mask, 0.0)

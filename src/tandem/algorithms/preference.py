@@ -6,12 +6,14 @@ completion ``[N]`` where there are no pairs. Δ is the policy's sum minus the fr
 Each function returns the losses and what they compare, detached: a *score* for the better and one for the worse side.
 """
 
+from __future__ import annotations
+
 import math
+from typing import TypeAlias
 
-import torch
-from torch.nn.functional import logsigmoid
-
+from tandem.algorithms.lazy_torch import torch
 from tandem.algorithms.registry import Function, Registry
+from tandem.config.parts import KnobRule
 
 PAIRED: dict[str, str] = {
     "chosen": "[P] log-probability of the better completion, summed over its trained tokens; has the gradient",
@@ -28,30 +30,27 @@ UNPAIRED: dict[str, str] = {
     "baseline": "[N] or one number: KTO's z, see `mismatch_baseline`",
 }
 
-PREFERENCE_LOSSES: Registry[Function] = Registry("preference loss", PAIRED | UNPAIRED)
+PREFERENCE_LOSSES: Registry[Function] = Registry("preference loss", PAIRED | UNPAIRED, "loss")
 """→ losses, and scores of the better and of the worse side (paired) or of each completion twice (unpaired)."""
 
-Losses = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Losses: TypeAlias = "tuple[torch.Tensor, torch.Tensor, torch.Tensor]"
+BETA = KnobRule(
+    above=0.0, meaning="Strength of the pull towards the reference, inverse: a small value lets the policy go far."
+)
 MOST_CERTAIN = -1e-6
 """Largest mean log-probability whose odds are computed: those of certainty are infinite."""
 
 
-def is_paired(function: Function) -> bool:
-    """Whether a loss compares two completions of one prompt."""
-    return "chosen" in PREFERENCE_LOSSES.asked(function)
-
-
-def needs_reference(function: Function) -> bool:
-    """Whether a loss asks for log-probabilities of the frozen reference."""
-    return not {"reference", "chosen_reference", "rejected_reference"}.isdisjoint(PREFERENCE_LOSSES.asked(function))
-
-
-def needs_baseline(function: Function) -> bool:
-    """Whether a loss asks for the mean log-ratio of mismatched completions."""
-    return "baseline" in PREFERENCE_LOSSES.asked(function)
-
-
-@PREFERENCE_LOSSES.register("dpo")
+@PREFERENCE_LOSSES.register(
+    "dpo",
+    "2305.18290",
+    knobs={
+        "beta": BETA,
+        "label_smoothing": KnobRule(
+            low=0.0, high=0.5, meaning="Share of pairs that are believed to be the wrong way round."
+        ),
+    },
+)
 def dpo(
     chosen: torch.Tensor,
     rejected: torch.Tensor,
@@ -61,14 +60,19 @@ def dpo(
     beta: float = 0.1,
     label_smoothing: float = 0.0,
 ) -> Losses:
-    """−(1−ε) log σ(βh) − ε log σ(−βh), h = Δ_chosen − Δ_rejected (arXiv:2305.18290; ε: a label is wrong). ``[P]``."""
+    """−(1 − ε)·log σ(βh) − ε·log σ(−βh), h = Δ_chosen − Δ_rejected, ε = label_smoothing."""
     better, worse = beta * (chosen - chosen_reference), beta * (rejected - rejected_reference)
     h = better - worse
-    losses = -(1 - label_smoothing) * logsigmoid(h) - label_smoothing * logsigmoid(-h)
+    right, wrong = (torch.nn.functional.logsigmoid(x) for x in (h, -h))
+    losses = -(1 - label_smoothing) * right - label_smoothing * wrong
     return losses, better.detach(), worse.detach()
 
 
-@PREFERENCE_LOSSES.register("ipo")
+@PREFERENCE_LOSSES.register(
+    "ipo",
+    "2310.12036",
+    knobs={"beta": KnobRule(above=0.0, meaning="The difference of mean log-ratios is drawn to 1/(2·beta).")},
+)
 def ipo(
     chosen: torch.Tensor,
     rejected: torch.Tensor,
@@ -79,7 +83,7 @@ def ipo(
     *,
     beta: float = 0.1,
 ) -> Losses:
-    """(h̄ − 1/(2β))², h̄ the difference of the mean Δ a token (arXiv:2310.12036). ``[P]``.
+    """(h − 1/(2β))², h the difference of the mean Δ of a token.
 
     With means, not sums, the aim 1/(2β) does not depend on how long completions are.
     """
@@ -88,7 +92,14 @@ def ipo(
     return (better - worse - 1 / (2 * beta)).square(), beta * better.detach(), beta * worse.detach()
 
 
-@PREFERENCE_LOSSES.register("simpo")
+@PREFERENCE_LOSSES.register(
+    "simpo",
+    "2405.14734",
+    knobs={
+        "beta": KnobRule(above=0.0, meaning="Scale of the mean log-probabilities."),
+        "gamma": KnobRule(low=0.0, meaning="Margin by which the better side should lead."),
+    },
+)
 def simpo(
     chosen: torch.Tensor,
     rejected: torch.Tensor,
@@ -98,12 +109,16 @@ def simpo(
     beta: float = 2.5,
     gamma: float = 1.375,
 ) -> Losses:
-    """−log σ(β(mean log p_chosen − mean log p_rejected) − γ), without a reference (arXiv:2405.14734). ``[P]``."""
+    """−log σ(β·(mean log p_chosen − mean log p_rejected) − γ)."""
     better, worse = beta * chosen / chosen_length, beta * rejected / rejected_length
-    return -logsigmoid(better - worse - gamma), better.detach(), worse.detach()
+    return -torch.nn.functional.logsigmoid(better - worse - gamma), better.detach(), worse.detach()
 
 
-@PREFERENCE_LOSSES.register("orpo")
+@PREFERENCE_LOSSES.register(
+    "orpo",
+    "2403.07691",
+    knobs={"odds_weight": KnobRule(low=0.0, meaning="λ: weight of the odds ratio beside the likelihood.")},
+)
 def orpo(
     chosen: torch.Tensor,
     rejected: torch.Tensor,
@@ -112,16 +127,24 @@ def orpo(
     *,
     odds_weight: float = 0.1,
 ) -> Losses:
-    """NLL of the better completion, mean over its tokens, − λ log σ(log odds_chosen − log odds_rejected) (arXiv:2403.07691).
+    """−mean log p_chosen − odds_weight·log σ(log odds_chosen − log odds_rejected), odds of the mean log p.
 
     Odds are of the mean log-probability lp: log odds = lp − log(1 − e^lp). ``odds_weight`` is λ. ``[P]``.
     """
     likelihood = chosen / chosen_length
     better, worse = _log_odds(likelihood), _log_odds(rejected / rejected_length)
-    return -likelihood - odds_weight * logsigmoid(better - worse), better.detach(), worse.detach()
+    return -likelihood - odds_weight * torch.nn.functional.logsigmoid(better - worse), better.detach(), worse.detach()
 
 
-@PREFERENCE_LOSSES.register("kto")
+@PREFERENCE_LOSSES.register(
+    "kto",
+    "2402.01306",
+    knobs={
+        "beta": BETA,
+        "desirable_weight": KnobRule(low=0.0, meaning="Weight of completions with a true label."),
+        "undesirable_weight": KnobRule(low=0.0, meaning="Weight of completions with a false label."),
+    },
+)
 def kto(
     policy: torch.Tensor,
     reference: torch.Tensor,
@@ -132,7 +155,8 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Losses:
-    """1 − σ(β(Δ − z)) of a desirable completion, 1 − σ(β(z − Δ)) of an undesirable one (arXiv:2402.01306). ``[N]``."""
+    """weight·(1 − σ(β(Δ − z))) of a desirable completion, weight·(1 − σ(β(z − Δ))) of another; z: mean Δ of mismatched
+    completions, at least 0."""
     delta, z = policy - reference, torch.as_tensor(baseline).detach()
     gain = torch.where(desirable, delta - z, z - delta)
     weight = torch.where(desirable, desirable_weight, undesirable_weight).to(delta.dtype)

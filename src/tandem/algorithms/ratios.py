@@ -1,6 +1,8 @@
 """Exponentials that neither overflow nor leak NaN into a gradient."""
 
-import torch
+from __future__ import annotations
+
+from tandem.algorithms.lazy_torch import torch
 
 MAX_LOG_RATIO = 20.0
 

@@ -1,4 +1,4 @@
-"""Functions by name, and what each kind of function may ask for.
+"""Functions by name, each with its record, and what each kind of function may ask for.
 
 A function names its tensors as positional parameters, any subset of its registry's ``inputs``, and its knobs as keyword-only
 parameters. Whoever calls it reads the signature, gives the tensors by name and the knobs from the configuration; so a later
@@ -7,8 +7,11 @@ algorithm that needs one more tensor is one more function.
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, Generic, TypeVar
+
+from tandem.config.parts import PARTS, Part
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -18,7 +21,7 @@ class UnknownName(ValueError):
 
 
 class WrongSignature(ValueError):
-    """A function asks for a tensor that its kind is not given."""
+    """A function asks for a tensor that its kind is not given, or has another knob than its record."""
 
 
 class Registry(Generic[F]):
@@ -26,30 +29,63 @@ class Registry(Generic[F]):
 
     Example::
 
-        @POLICY_LOSSES.register("mine")
-        def mine(policy, advantages, mask, *, strength=1.0): ...
+        @POLICY_LOSSES.register("mine", knobs={"strength": KnobRule(low=0.0, meaning="Factor.")}, proportional=True)
+        def mine(policy, advantages, mask, *, strength=1.0):
+            "L_t = −strength·A·policy."
+
+    A function in a file of the user's, ``my_file.py:mine``, gets its record from ``describe``, with the same arguments but
+    for the name.
     """
 
-    def __init__(self, kind: str, inputs: Mapping[str, str]):
-        """``kind``: for messages. ``inputs``: tensors that a function may ask for, with their shape and meaning."""
-        self.kind, self.inputs = kind, inputs
+    def __init__(self, kind: str, inputs: Mapping[str, str], key: str = ""):
+        """``kind``: for messages. ``inputs``: tensors that a function may ask for, with their shape and meaning. ``key``:
+        where records go, one of `PARTS`; empty if the configuration names no function of this kind."""
+        self.kind, self.inputs, self.key = kind, inputs, key
+        self._parts = PARTS[key] if key else {}
         self._functions: dict[str, F] = {}
 
-    def register(self, name: str) -> Callable[[F], F]:
-        """Registers the decorated function.
+    def register(self, name: str, *sources: str, **facts: Any) -> Callable[[F], F]:
+        """Registers the decorated function with its record: see `describe`.
 
         Raises:
-            ValueError: the name is taken, or the function asks for an input that this kind is not given.
+            ValueError: the name is taken.
+            WrongSignature: see `describe`.
         """
 
         def put(function: F) -> F:
             if name in self._functions:
                 raise ValueError(f"a {self.kind} called {name!r} is registered already")
-            self.asked(function)
-            self._functions[name] = function
+            self._functions[name] = self.describe(*sources, **facts)(function)
+            self._parts[name] = self.part_of(function)
             return function
 
         return put
+
+    def describe(self, *sources: str, **facts: Any) -> Callable[[F], F]:
+        """Gives the decorated function its record, and no name. ``sources``: arXiv numbers. ``facts``: further fields of
+        `Part`; its signature gives the others, and the first paragraph of its docstring is the formula.
+
+        Raises:
+            WrongSignature: it asks for an input that this kind is not given, or has not the knobs that the record says.
+        """
+        part = Part(sources=sources, **facts)
+
+        def attach(function: F) -> F:
+            own = {name: None if default is REQUIRED else default for name, default in knobs_of(function).items()}
+            for name in sorted(own.keys() ^ part.knobs.keys()):
+                has, lacks = ("record", "signature") if name in part.knobs else ("signature", "record")
+                raise WrongSignature(f"{self.kind} {function.__name__}: its {has} has a knob {name!r}, its {lacks} has none")
+            knobs = {name: replace(rule, default=own[name]) for name, rule in part.knobs.items()}
+            formula = " ".join((function.__doc__ or "").partition("\n\n")[0].split()).removesuffix(".")
+            full = replace(part, formula=formula, knobs=knobs, asks=self.asked(function))
+            function.part = full  # type: ignore[attr-defined]
+            return function
+
+        return attach
+
+    def part_of(self, function: Callable[..., Any]) -> Part:
+        """The record of a function; of one without a record, what its signature says."""
+        return getattr(function, "part", None) or Part(asks=self.asked(function))
 
     def get(self, name: str) -> F:
         """The function of that name.
@@ -153,6 +189,7 @@ ADVANTAGES: Registry[Function] = Registry(
         "bootstrap_value": "[N] float, of the critic, after the trajectory's last token",
         "cut": "[N] bool, the trajectory was ended by its length, by its stop reason",
     },
+    "advantage",
 )
 """Sample level, → ``[M]``; or, where a tensor of `TOKEN_LEVEL` is asked for, token level, → ``[T]`` or
 ``(advantages, returns)``, ``[T]`` each; always both with `values`."""
@@ -170,6 +207,7 @@ POLICY_LOSSES: Registry[Function] = Registry(
         "sample_lengths": "[T] int, trained tokens of the token's sample, all trajectories together",
         "prepared": "[T] what the function of `prepared_by` returned for the whole batch",
     },
+    "policy_loss",
 )
 """→ losses ``[T]`` and metrics ``{name: [T]}``, detached, both 0 outside the mask. A metric ``dropped`` is 1 at the tokens
 that the loss itself leaves out."""
@@ -186,7 +224,7 @@ _BEFORE = {
 PREPARATIONS: Registry[Function] = Registry("preparation", _BEFORE)
 """→ ``[T]``, over the whole batch. Nothing is registered here: a policy loss brings its own, see `prepared_by`."""
 
-TOKEN_FILTERS: Registry[Function] = Registry("token filter", _BEFORE)
+TOKEN_FILTERS: Registry[Function] = Registry("token filter", _BEFORE, "token_filter")
 """→ kept ``[T]`` bool, over the whole batch; the other tokens get weight 0 and stay in the denominators."""
 
 AGGREGATIONS: Registry[Function] = Registry(
@@ -195,12 +233,14 @@ AGGREGATIONS: Registry[Function] = Registry(
         "mask": "[T] bool, tokens that count in denominators",
         "sample": "[T] int, the sample that the token belongs to",
     },
+    "aggregation",
 )
 """→ weight of each token's loss ``[T]``, 0 outside the mask."""
 
 SHAPING: Registry[Function] = Registry(
     "shaping",
     PER_SAMPLE | {"truncated": "[M] bool, the sample was cut by its length", "accuracy": "[M] float, NaN where unknown"},
+    "shaping",
 )
 """→ new rewards ``[M]``, or a pair of them and ``kept [M]`` bool: the other samples get weight 0."""
 
@@ -210,6 +250,7 @@ FILTERS: Registry[Function] = Registry(
         "accuracies": "G floats, None where unknown",
         "rewards": "G floats, before shaping",
     },
+    "filter",
 )
 """→ whether the group is trained on, and if not a short reason to count it by."""
 
@@ -219,10 +260,12 @@ _LOG_PROBABILITIES = {
     "rollout": "[T]",
     "advantages": "[T]",
 }
-IMPORTANCE_WEIGHTS: Registry[Function] = Registry("correction weight", {"ratio": "[T], exp(proximal − rollout)"})
+IMPORTANCE_WEIGHTS: Registry[Function] = Registry(
+    "correction weight", {"ratio": "[T], exp(proximal − rollout)"}, "correction.weight"
+)
 """→ weights ``[T]``."""
 
-REJECTIONS: Registry[Function] = Registry("rejection rule", PER_TOKEN | _LOG_PROBABILITIES)
+REJECTIONS: Registry[Function] = Registry("rejection rule", PER_TOKEN | _LOG_PROBABILITIES, "correction.reject")
 """→ kept ``[T]`` bool."""
 
 KL: Registry[Function] = Registry(
@@ -233,5 +276,6 @@ KL: Registry[Function] = Registry(
         "mask": "[T] bool",
         "ratio": "[T] exp(policy − rollout), has a gradient; 1 where tokens are not reweighted",
     },
+    "kl.estimator",
 )
 """→ ``[T]``, 0 outside the mask."""

@@ -1,21 +1,23 @@
 """Advantages of single tokens, from rewards of tokens. All tensors ``[T]`` unless it says otherwise."""
 
-import torch
+from __future__ import annotations
 
+from tandem.algorithms.lazy_torch import torch
 from tandem.algorithms.registry import ADVANTAGES
 from tandem.algorithms.whitening import whiten
+from tandem.config.parts import KnobRule
 
 
 @ADVANTAGES.register("reinforce")
 def reinforce(token_rewards: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
-    """Return-to-go at γ = 1: everything earned from the token on, in its trajectory.
+    """A_t = sum of the rewards of token t and later ones; the sample's stands on its last trained token.
 
     A reward that falls on an untrained token so counts for the trained ones before it.
     """
     return _returns_to_go(token_rewards, sequence).to(torch.float32)
 
 
-@ADVANTAGES.register("reinforce_pp")
+@ADVANTAGES.register("reinforce_pp", "2501.03262", whitens=True)
 def reinforce_pp(
     token_rewards: torch.Tensor,
     sequence: torch.Tensor,
@@ -23,7 +25,8 @@ def reinforce_pp(
     sample: torch.Tensor,
     in_statistics: torch.Tensor,
 ) -> torch.Tensor:
-    """Return-to-go at γ = 1, whitened over the trained tokens of the batch (arXiv:2501.03262).
+    """A_t = x_t whitened over the tokens of the batch, (x − μ)/√(σ² + 1e-8), x_t the return-to-go of the tokens' rewards,
+    γ = 1.
 
     The penalty for leaving the reference belongs into the reward: ``algorithm.kl.where=reward``.
     """
@@ -31,7 +34,16 @@ def reinforce_pp(
     return whiten(returns, mask & in_statistics[sample]).masked_fill(~mask, 0.0).to(torch.float32)
 
 
-@ADVANTAGES.register("gae")
+@ADVANTAGES.register(
+    "gae",
+    "1506.02438",
+    knobs={
+        "gamma": KnobRule(low=0.0, high=1.0, meaning="Discount of later rewards, per trained token."),
+        "lam": KnobRule(low=0.0, high=1.0, meaning="λ: 1 is the return minus the value, 0 the error of one token."),
+        "whitened": KnobRule(meaning="Bring advantages to mean 0 and variance 1 over the batch's tokens."),
+    },
+    whitens=True,
+)
 def gae(
     token_rewards: torch.Tensor,
     values: torch.Tensor,
@@ -46,7 +58,9 @@ def gae(
     lam: float = 1.0,
     whitened: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advantages and returns of generalised advantage estimation (arXiv:1506.02438), 0 outside the mask.
+    """δ_t = r_t + γ·V_{t+1} − V_t,  A_t = δ_t + γλ·A_{t+1},  R_t = A_t + V_t; over trained tokens only. After the last
+    token V is 0 if the answer ended by itself, the critic's value if it was cut. A is then whitened over the tokens of
+    the batch.
 
     δ_t = r_t + γV_{t+1} − V_t, A_t = δ_t + γλA_{t+1}, returns = A + V, over trained tokens only: other tokens are skipped
     and do not decay, and a reward that falls on one is credited to the trained token before it. After the last trained token

@@ -1,7 +1,8 @@
 """Losses of reward models: pairs that were ranked, steps that were judged."""
 
-import torch
-from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
+from __future__ import annotations
+
+from tandem.algorithms.lazy_torch import torch
 
 
 def bradley_terry(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor) -> torch.Tensor:
@@ -9,11 +10,11 @@ def bradley_terry(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Te
 
     Bradley and Terry's model of comparisons (arXiv:2203.02155), its margin as in arXiv:2307.09288.
     """
-    return -logsigmoid(chosen - rejected - margin)
+    return -torch.nn.functional.logsigmoid(chosen - rejected - margin)
 
 
 def step_cross_entropy(scores: torch.Tensor, right: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """−log σ(±score) at the end of each judged step, 0 elsewhere (arXiv:2305.20050). All ``[T]``; ``right`` is bool."""
     target = right.to(scores.dtype)
-    losses = binary_cross_entropy_with_logits(scores.masked_fill(~mask, 0.0), target, reduction="none")
+    losses = torch.nn.functional.binary_cross_entropy_with_logits(scores.masked_fill(~mask, 0.0), target, reduction="none")
     return losses.masked_fill(~mask, 0.0)

@@ -1,10 +1,12 @@
 """Choosing some of a batch's tokens: once for the whole batch, and the same ones in whatever order they stand."""
 
+from __future__ import annotations
+
 import math
 
-import torch
-
+from tandem.algorithms.lazy_torch import torch
 from tandem.algorithms.registry import TOKEN_FILTERS
+from tandem.config.parts import KnobRule
 
 
 def order(scores: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -23,11 +25,16 @@ def largest(scores: torch.Tensor, among: torch.Tensor, count: int, noise: torch.
 
 @TOKEN_FILTERS.register("none")
 def keep_all(mask: torch.Tensor) -> torch.Tensor:
-    """Every token."""
+    """All trained tokens count."""
     return torch.ones_like(mask)
 
 
-@TOKEN_FILTERS.register("top_entropy")
+@TOKEN_FILTERS.register(
+    "top_entropy",
+    "2506.01939",
+    knobs={"share": KnobRule(above=0.0, high=1.0, meaning="Part of the batch's trained tokens that is kept, rounded up.")},
+)
 def top_entropy(entropy: torch.Tensor, mask: torch.Tensor, noise: torch.Tensor, *, share: float = 0.2) -> torch.Tensor:
-    """The share of the batch's trained tokens at which the policy is least certain, rounded up (arXiv:2506.01939)."""
+    """The part `share` of the batch's tokens with the largest entropy, by the pass before the update; the others get
+    weight 0 and stay in the denominators."""
     return largest(entropy, mask, math.ceil(share * int(mask.sum()) - 1e-9), noise)

@@ -1,10 +1,12 @@
 """Policy losses with a ratio for each trajectory. All tensors ``[T]``: a trajectory's ratio stands at each of its tokens."""
 
-import torch
+from __future__ import annotations
 
-from tandem.algorithms.policy_losses import Result, outside
+from tandem.algorithms.lazy_torch import torch
+from tandem.algorithms.policy_losses import CLIP, Result, outside
 from tandem.algorithms.ratios import MAX_LOG_RATIO, log_ratio, mean_by_sequence, sum_by
 from tandem.algorithms.registry import POLICY_LOSSES
+from tandem.config.parts import KnobRule
 
 MAX_LOG_SEQUENCE_RATIO = 10.0
 SMALLEST_LOG_WEIGHT = -18.420680743952367
@@ -25,7 +27,7 @@ def _clipped(ratio: torch.Tensor, advantages: torch.Tensor, mask: torch.Tensor, 
     return losses.masked_fill(~mask, 0.0), {"ratio": ratio.detach(), "clip_fraction": outside(ratio, clip_low, clip_high)}
 
 
-@POLICY_LOSSES.register("gspo")
+@POLICY_LOSSES.register("gspo", "2507.18071", knobs=CLIP, sequence_ratio=True, proportional=True)
 def gspo(
     policy: torch.Tensor,
     proximal: torch.Tensor,
@@ -36,12 +38,12 @@ def gspo(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> Result:
-    """`ppo_clip` with s = exp(mean of log ρ over the trajectory) as the ratio (arXiv:2507.18071)."""
+    """L_t = −min(s_i·A, clip(s_i, 1 − clip_low, 1 + clip_high)·A), s_i = exp(mean of log ρ over the sequence)."""
     ratio = _sequence_ratio(policy, proximal, mask, sequence)
     return _clipped(ratio, advantages, mask, clip_low, clip_high)
 
 
-@POLICY_LOSSES.register("gspo_token")
+@POLICY_LOSSES.register("gspo_token", "2507.18071", knobs=CLIP, sequence_ratio=True, proportional=True)
 def gspo_token(
     policy: torch.Tensor,
     proximal: torch.Tensor,
@@ -52,7 +54,7 @@ def gspo_token(
     clip_low: float = 3e-4,
     clip_high: float = 4e-4,
 ) -> Result:
-    """`gspo` with the ratio sg[s]·π/sg[π]: its value, and a gradient of each token's own (arXiv:2507.18071).
+    """The loss of gspo with sg[s_i]·exp(policy − sg[policy]) for s_i, so that A may differ by token.
 
     For advantages that differ within a trajectory; with equal ones the gradient is that of `gspo`.
     """
@@ -61,7 +63,7 @@ def gspo_token(
     return _clipped(ratio, advantages, mask, clip_low, clip_high)
 
 
-@POLICY_LOSSES.register("luspo")
+@POLICY_LOSSES.register("luspo", "2602.05261", knobs=CLIP, sequence_ratio=True, proportional=True)
 def luspo(
     policy: torch.Tensor,
     proximal: torch.Tensor,
@@ -73,12 +75,18 @@ def luspo(
     clip_low: float = 2e-3,
     clip_high: float = 2.5e-3,
 ) -> Result:
-    """`gspo` times the sample's number of trained tokens, so that `sequence_mean` favours no short ones (2602.05261)."""
+    """L_t = T_i × the loss of gspo, so that `sequence_mean` favours no short answers."""
     losses, metrics = gspo(policy, proximal, advantages, mask, sequence, clip_low=clip_low, clip_high=clip_high)
     return losses * sample_lengths, metrics
 
 
-@POLICY_LOSSES.register("gmpo")
+@POLICY_LOSSES.register(
+    "gmpo",
+    "2507.20673",
+    knobs={"clip": KnobRule(above=0.0, meaning="Bound of each token's log-ratio, on the side that A pushes to.")},
+    sequence_ratio=True,
+    proportional=True,
+)
 def gmpo(
     policy: torch.Tensor,
     proximal: torch.Tensor,
@@ -88,7 +96,7 @@ def gmpo(
     *,
     clip: float = 0.4,
 ) -> Result:
-    """−A·exp(mean of c over the trajectory), the geometric mean of clipped ratios (arXiv:2507.20673).
+    """L_i = −A·exp(mean_t c_t), c_t = min(log ρ_t, +clip) where A > 0, max(log ρ_t, −clip) where A < 0.
 
     c = min(log ρ, +clip) for A > 0, else max(log ρ, −clip).
     """
@@ -100,7 +108,19 @@ def gmpo(
     return losses.masked_fill(~mask, 0.0), metrics
 
 
-@POLICY_LOSSES.register("vespo")
+@POLICY_LOSSES.register(
+    "vespo",
+    "2602.10693",
+    knobs={
+        "power_positive": KnobRule(low=0.0, meaning="k where A ≥ 0."),
+        "rate_positive": KnobRule(above=0.0, meaning="λ where A ≥ 0."),
+        "power_negative": KnobRule(low=0.0, meaning="k where A < 0."),
+        "rate_negative": KnobRule(above=0.0, meaning="λ where A < 0."),
+    },
+    no_weight="its weight is made from the ratio to the policy which sampled already",
+    corrects_itself=True,
+    proportional=True,
+)
 def vespo(
     policy: torch.Tensor,
     rollout: torch.Tensor,
@@ -113,7 +133,7 @@ def vespo(
     power_negative: float = 3.0,
     rate_negative: float = 2.0,
 ) -> Result:
-    """−φ·A·policy, φ = e^λ·W^k·e^(−λW) without gradient (arXiv:2602.10693); (k, λ) = (power, rate), by the sign of A.
+    """L_t = −sg[φ]·A·policy, φ = e^λ·W^k·e^(−λW), W = Π exp(policy − rollout) over the sequence; (k, λ) by the sign of A.
 
     W is the product of exp(policy − rollout) over the trajectory, its logarithm within [ln 1e-8, 20]: φ is 1 on policy and
     falls on both sides, so this corrects for the behaviour policy itself.

@@ -1,6 +1,8 @@
 """Supervised fine-tuning, and distillation: learning from what another one wrote, or would have written."""
 
-import torch
+from __future__ import annotations
+
+from tandem.algorithms.lazy_torch import torch
 
 
 def negative_log_likelihood(logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,8 @@
 """The critic's loss."""
 
-import torch
+from __future__ import annotations
+
+from tandem.algorithms.lazy_torch import torch
 
 
 def clipped_value_loss(

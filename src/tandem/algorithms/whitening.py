@@ -1,8 +1,9 @@
 """To mean 0 and variance 1, over the entries that count."""
 
-import torch
+from __future__ import annotations
 
 from tandem.algorithms.groups import group_statistics
+from tandem.algorithms.lazy_torch import torch
 
 EPSILON = 1e-8
 

@@ -12,13 +12,11 @@ import argparse
 import json
 import textwrap
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
+from tandem.algorithms.presets.notes import NOTES
+from tandem.algorithms.presets.pages import NOTATION, Algorithm, algorithm, all_parts, as_yaml, summary
 from tandem.config.errors import ConfigError
-from tandem.config.formulas import NOTATION
-from tandem.config.notes import NOTES
-from tandem.config.pages import Algorithm, Part, algorithm, all_parts, as_yaml, summary
 from tandem.config.presets import PRESETS
 from tandem.tracking.catalog import SECTIONS
 from tandem.tracking.metrics.metric import Metric
@@ -40,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.name is not None:
             raise ConfigError(f"--parts lists the parts of all algorithms; leave {arguments.name!r} out")
         found_parts = list(all_parts())
-        print(json.dumps([asdict(part) for part in found_parts]) if arguments.json else "\n".join(parts_text(found_parts)))
+        print(json.dumps(found_parts) if arguments.json else "\n".join(parts_text(found_parts)))
         return 0
     if arguments.name is None:
         print(json.dumps(overview(), ensure_ascii=False) if arguments.json else listing())
@@ -79,16 +77,16 @@ def listing() -> str:
     return "\n".join([*lines, "", f"tandem algorithms {more}"])
 
 
-def parts_text(parts: Sequence[Part]) -> Iterator[str]:
+def parts_text(parts: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Every part, under the key that sets it."""
     key = ""
     for part in parts:
-        if part.key != key:
-            yield from ("", part.key) if key else (part.key,)
-            key = part.key
-        knobs = f" [{', '.join(f'{name}={value}' for name, value in part.knobs.items())}]" if part.knobs else ""
-        sources = f" (arXiv:{', '.join(part.sources)})" if part.sources else ""
-        yield from _wrapped(f"  {part.name}", f"{part.formula}{knobs}{sources}")
+        if part["key"] != key:
+            yield from ("", part["key"]) if key else (part["key"],)
+            key = part["key"]
+        knobs = f" [{', '.join(f'{name}={value}' for name, value in part['knobs'].items())}]" if part["knobs"] else ""
+        sources = f" (arXiv:{', '.join(part['sources'])})" if part["sources"] else ""
+        yield from _wrapped(f"  {part['name']}", f"{part['formula']}{knobs}{sources}")
     yield from ("", *textwrap.wrap(NOTATION, WIDTH))
 
 

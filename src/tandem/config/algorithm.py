@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Knob = float | int | bool | str
+from tandem.config.parts import Knob, part_of
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,13 @@ class KLConfig:
     """How slowly the coefficient is adapted: over this many samples it changes by at most a fifth."""
 
 
-HIGHEST = {"truncate": 2.0, "mask": 5.0}
-"""Upper bound of a correction's weights where none is given: 2 is usual for truncated importance sampling, 5 that of AReaL's
-decoupled objective (arXiv:2505.24298) and of IcePop (arXiv:2510.18855)."""
-
-
 @dataclass(frozen=True)
 class CorrectionConfig:
     """Behaviour correction: importance weights for tokens that were sampled by older weights."""
 
-    weight: Literal["none", "truncate", "mask"] = "none"
-    """Use of the ratio exp(proximal − rollout). `none`: not used; `truncate`: the loss is multiplied by it, at most by
-    `high`; `mask`: the loss is multiplied by it, and tokens outside [low, high] leave the loss."""
+    weight: str = "none"
+    """Use of the ratio exp(proximal − rollout), by name or `my_file.py:function`. `none`: not used; `truncate`: the loss is
+    multiplied by it, at most by `high`; `mask`: the loss is multiplied by it, and tokens outside [low, high] leave it."""
 
     level: Literal["token", "sequence"] = "token"
     """`token`: each token has its ratio; `sequence`: the product of all ratios of a sequence."""
@@ -71,7 +66,9 @@ class CorrectionConfig:
     @property
     def highest(self) -> float:
         """`high`, or what it is where nothing was given."""
-        return HIGHEST.get(self.weight, math.inf) if self.high is None else self.high
+        rule = part_of("correction.weight", self.weight).knobs.get("high")
+        given = rule.default if self.high is None and rule is not None else self.high
+        return float(given) if isinstance(given, int | float) else math.inf
 
 
 @dataclass(frozen=True)

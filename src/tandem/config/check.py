@@ -5,20 +5,19 @@ import re
 from collections.abc import Container, Iterator
 
 from tandem.config import preference
-from tandem.config.algorithm import AlgorithmConfig, Component
+from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.arithmetic import arithmetic, max_head_offpolicyness, placement, total_steps
 from tandem.config.backend import layout_problems, parse_layout
-from tandem.config.check_algorithm import combinations, corrects_itself
+from tandem.config.check_algorithm import corrects_itself, part_problems
 from tandem.config.check_critic import critic_problems
 from tandem.config.check_groups import groups
 from tandem.config.data import COLUMNS, DatasetConfig, ValidDatasetConfig
 from tandem.config.delivery import delivery_problems
-from tandem.config.errors import ConfigError
+from tandem.config.errors import ConfigError, refuse
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import fleet_problems
 from tandem.config.generation import truncations
 from tandem.config.keys import leaves
-from tandem.config.knobs import CHOICES, GROUP_RELATIVE
 from tandem.config.limits import LIMITS
 from tandem.config.lora import lora_problems
 from tandem.config.nearest import nearest_names
@@ -59,9 +58,14 @@ def check(config: BaseConfig, written: Container[str] = ()) -> None:
     problems = [*_limits(config), *_texts(config), *_common(config), *unused(config, written)]
     problems += lora_problems(config, compares=isinstance(config, (TrainConfig, DistillConfig, PreferenceConfig)))
     if isinstance(config, TrainConfig):
-        problems += [*_rollout(config), *_algorithm(config), *_correction(config, written), *_sampling(config)]
+        problems += [
+            *_rollout(config),
+            *_algorithm(config),
+            *part_problems(config),
+            *_correction(config, written),
+            *_sampling(config),
+        ]
         problems += groups(config, written)
-        problems += combinations(config)
         problems += critic_problems(config)
     if not isinstance(config, (TrainConfig, DistillConfig)):
         problems += _rewards_of_sources(config)
@@ -70,10 +74,7 @@ def check(config: BaseConfig, written: Container[str] = ()) -> None:
     if isinstance(config, DistillConfig):
         trained = training_config(config)
         problems += [*_rollout(trained), *_sampling(trained), *groups(trained, written)]
-    problems = list(dict.fromkeys(problems))
-    if problems:
-        one = len(problems) == 1
-        raise ConfigError(problems[0] if one else f"{len(problems)} problems:\n" + "\n".join(f"- {p}" for p in problems))
+    refuse(problems)
 
 
 def _limits(config: BaseConfig) -> Iterator[str]:
@@ -244,54 +245,7 @@ def _algorithm(config: TrainConfig) -> Iterator[str]:
     algorithm = config.algorithm
     if algorithm.preset not in PRESETS:
         yield f"algorithm.preset={algorithm.preset} is not known; {nearest_names(algorithm.preset, PRESETS)}"
-    for field in ("advantage", "policy_loss", "aggregation", "filter", "token_filter"):
-        yield from _component(field, f"algorithm.{field}", getattr(algorithm, field))
-    yield from _component("correction.reject", "algorithm.correction.reject", algorithm.correction.reject)
-    for i, shaping in enumerate(algorithm.shaping):
-        yield from _component("shaping", f"algorithm.shaping[{i}]", shaping)
     yield from _kl(algorithm)
-    if algorithm.advantage.name in GROUP_RELATIVE and config.gconfig.n_samples < 2:
-        yield (
-            f"gconfig.n_samples must be at least 2 for algorithm.advantage={algorithm.advantage.name}, which compares the "
-            f"samples of a prompt, got {config.gconfig.n_samples}; every advantage would be 0"
-        )
-    band = algorithm.filter
-    if band.name == "accuracy_band":
-        yield from _ordered("algorithm.filter", band, 0.1, 0.9, "no group would pass")
-    for i, shaping in enumerate(algorithm.shaping):
-        if shaping.name == "clip":
-            yield from _ordered(f"algorithm.shaping[{i}]", shaping, -1.0, 1.0, "there is nothing between them")
-        if shaping.name == "overlong":
-            yield from _overlong(f"algorithm.shaping[{i}]", shaping, config.gconfig.max_new_tokens)
-
-
-def _ordered(key: str, component: Component, low: float, high: float, otherwise: str) -> Iterator[str]:
-    """``low`` and ``high``: the defaults."""
-    given = component.knobs.get("low", low), component.knobs.get("high", high)
-    if all(isinstance(value, (int, float)) for value in given) and float(given[0]) > float(given[1]):
-        yield f"{key}.low must be at most {key}.high ({given[1]:g}), got {given[0]:g}; {otherwise}"
-
-
-def _overlong(key: str, component: Component, max_new_tokens: int) -> Iterator[str]:
-    most, buffer = component.knobs.get("max_tokens", max_new_tokens), component.knobs.get("buffer_tokens", 1)
-    if isinstance(most, (int, float)) and isinstance(buffer, (int, float)) and buffer > most:
-        yield f"{key}.buffer_tokens must be at most {key}.max_tokens ({most}), got {buffer}"
-
-
-def _component(field: str, key: str, component: Component) -> Iterator[str]:
-    if component.name.rpartition(":")[0].endswith(".py"):
-        return  # my_file.py:function, whose signature is checked when it is loaded
-    choices = CHOICES[field]
-    if component.name not in choices:
-        yield f"{key}={component.name} is not known; {nearest_names(component.name, choices)}, or my_file.py:function"
-        return
-    knobs = choices[component.name]
-    for name, value in component.knobs.items():
-        if name not in knobs:
-            there = f"it has {', '.join(knobs)}" if knobs else "it has no knobs"
-            yield f"{key}.{name}={value} is not used by {component.name}; {there}. Leave it out, or choose another {field}"
-        elif not knobs[name].allows(value):
-            yield f"{key}.{name} must be {knobs[name].rule()}, got {value}"
 
 
 def _kl(algorithm: AlgorithmConfig) -> Iterator[str]:
@@ -315,16 +269,6 @@ def _correction(config: TrainConfig, written: Container[str]) -> Iterator[str]:
         yield (
             "async_training=true trains on tokens of older versions, but algorithm.correction.weight is none; "
             "use truncate or mask, or write algorithm.correction.weight=none to go without"
-        )
-    if correction.weight == "mask" and correction.highest < 1:
-        yield (
-            f"algorithm.correction.high must be at least 1 with weight=mask, got {correction.highest:g}; "
-            "tokens of the current policy have ratio 1 and would all be dropped"
-        )
-    if correction.weight == "mask" and correction.low >= correction.highest:
-        yield (
-            f"algorithm.correction.low must be below algorithm.correction.high ({correction.highest:g}), "
-            f"got {correction.low:g}; every token would be dropped"
         )
 
 

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 
-from tandem.config.compatibility import NEEDS_CRITIC
 from tandem.config.experiment import TrainConfig
 from tandem.config.keys import leaves
+from tandem.config.parts import part_of
 from tandem.config.roles import CriticConfig
 
 SHARED = {"shared", "loss_weight", "value_clip"}
@@ -16,7 +16,8 @@ def critic_problems(config: TrainConfig) -> Iterator[str]:
     advantage, critic, steps = config.algorithm.advantage.name, config.critic, config.total_train_steps
     default = dict(leaves(CriticConfig()))
     changed = {name: value for name, value in leaves(critic) if value != default[name]}
-    if advantage not in NEEDS_CRITIC and ":" not in advantage:  # a function in a file may ask for values too
+    part = part_of("advantage", advantage)
+    if part.known and not part.needs_critic:
         for name, value in changed.items():
             yield (
                 f"critic.{name}={value} is not used, because algorithm.advantage={advantage} needs no critic; "

@@ -2,16 +2,14 @@
 
 from collections.abc import Container, Iterator
 
-from tandem.config.check_algorithm import corrects_itself
-from tandem.config.compatibility import NEEDS_GREEDY, demands
+from tandem.config.check_algorithm import NAMED, corrects_itself
 from tandem.config.experiment import TrainConfig
-from tandem.config.knobs import ADVANTAGES, GROUP_RELATIVE
+from tandem.config.parts import part_of
 
 
 def groups(config: TrainConfig, written: Container[str] = ()) -> Iterator[str]:
     """What contradicts what. ``written``: the keys that the user set himself."""
     yield from _part(config)
-    yield from _whitening(config)
     if config.algorithm.labels == "majority":
         yield from _majority(config, written)
     yield from _curriculum(config)
@@ -23,37 +21,6 @@ def _part(config: TrainConfig) -> Iterator[str]:
     algorithm, n = config.algorithm, config.gconfig.n_samples
     if algorithm.update_samples is not None and algorithm.update_samples > n:
         yield f"algorithm.update_samples must be at most gconfig.n_samples ({n}), got {algorithm.update_samples}"
-    if algorithm.update_samples == 1 and algorithm.advantage.name in GROUP_RELATIVE:
-        yield (
-            f"algorithm.update_samples must be at least 2 for algorithm.advantage={algorithm.advantage.name}, which "
-            "compares the samples of a prompt, got 1; every advantage would be 0"
-        )
-
-
-def _whitening(config: TrainConfig) -> Iterator[str]:
-    algorithm, advantage = config.algorithm, config.algorithm.advantage
-    samples = min(config.gconfig.n_samples, algorithm.update_samples or config.gconfig.n_samples)
-    if algorithm.whitening == "group" and samples < 2:
-        key = "gconfig.n_samples" if config.gconfig.n_samples < 2 else "algorithm.update_samples"
-        yield (
-            f"{key} must be at least 2 for algorithm.whitening=group, which compares the samples of a prompt, got "
-            f"{samples}; raise it, or use algorithm.whitening=batch"
-        )
-    whitened = (
-        advantage.knobs.get("whitened", ADVANTAGES["gae"]["whitened"].default)
-        if advantage.name == "gae"
-        else advantage.name == "reinforce_pp"
-    )
-    if algorithm.whitening == "batch" and whitened:
-        yield (
-            f"algorithm.whitening=batch changes nothing with algorithm.advantage={advantage.name}, which whitens over the "
-            "batch's tokens itself; leave it out, or use algorithm.whitening=group"
-        )
-    if algorithm.whitening != "none" and advantage.name == "gae" and advantage.knobs.get("whitened") is False:
-        yield (
-            f"algorithm.advantage.whitened=false changes nothing with algorithm.whitening={algorithm.whitening}, which "
-            "whitens afterwards; leave one of them out"
-        )
 
 
 def _curriculum(config: TrainConfig) -> Iterator[str]:
@@ -68,17 +35,17 @@ def _majority(config: TrainConfig, written: Container[str]) -> Iterator[str]:
     algorithm, key = config.algorithm, "algorithm.labels=majority"
     if config.gconfig.n_samples < 2:
         yield f"gconfig.n_samples must be at least 2 for {key}, got {config.gconfig.n_samples}; one sample has no majority"
-    if algorithm.advantage.name in NEEDS_GREEDY:
+    advantage = part_of("advantage", algorithm.advantage.name)
+    if advantage.needs_greedy:
         yield (
             f"algorithm.advantage={algorithm.advantage.name} compares with a greedy answer, which does not vote; with {key} "
             "use algorithm.advantage=grpo"
         )
-    for choice, demand in demands(algorithm.advantage.name, algorithm.policy_loss.name):
-        if demand.named_rewards:
-            yield (
-                f"{choice} contradicts {key}, because {demand.named_rewards}, and a vote is one reward without a name; use "
-                "algorithm.advantage=grpo"
-            )
+    if advantage.needs_named_rewards:
+        yield (
+            f"algorithm.advantage={algorithm.advantage.name} contradicts {key}, because {NAMED}, and a vote is one reward "
+            "without a name; use algorithm.advantage=grpo"
+        )
     if config.workflow == "multi_turn":
         yield (
             f"workflow=multi_turn asks after each turn whether the answer is right, which {key} cannot know; "

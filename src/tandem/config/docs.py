@@ -13,8 +13,8 @@ from tandem.config.data import SourceConfig
 from tandem.config.evaluation import EvaluationConfig, EvaluationData
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.keys import field_types, section
-from tandem.config.knobs import CHOICES, Knobs
-from tandem.config.preference import PREFERENCE_LOSSES, DistillConfig, PreferenceConfig, RewardModelConfig
+from tandem.config.parts import PARTS, Part
+from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
 from tandem.config.presets import PRESETS
 
 HEAD = """# Configuration
@@ -107,7 +107,7 @@ def _judged(base: frozenset[str]) -> Iterator[str]:
     head = "has the same shared keys, and:"
     yield from ("", "## `tandem preference`", "", f"Preference learning {head}")
     yield from _table(PreferenceConfig, PreferenceConfig(), "", base)
-    yield from ("", "| `loss` | knobs |", "|---|---|", *_knobs(PREFERENCE_LOSSES))
+    yield from ("", "| `loss` | knobs |", "|---|---|", *_knobs(PARTS["loss"]))
     yield from ("", "## `tandem reward`", "", f"Training a reward model {head}")
     yield from _table(RewardModelConfig, RewardModelConfig(), "", base)
     shared = base | {"gconfig", "rollout"}
@@ -118,15 +118,17 @@ def _judged(base: frozenset[str]) -> Iterator[str]:
 
 def _choices() -> Iterator[str]:
     yield from ("", "## Choices and their knobs")
-    for field, choices in CHOICES.items():
+    for field, choices in PARTS.items():
+        if field in ("loss", "kl.estimator"):
+            continue
         yield from ("", f"### `algorithm.{field}`", "", "| choice | knobs |", "|---|---|", *_knobs(choices))
 
 
-def _knobs(choices: Mapping[str, Knobs]) -> Iterator[str]:
+def _knobs(choices: Mapping[str, Part]) -> Iterator[str]:
     """A row for each choice."""
-    for name, knobs in choices.items():
+    for name, part in choices.items():
         cells = []
-        for knob, rule in knobs.items():
+        for knob, rule in part.knobs.items():
             default = "" if rule.default is None else f" = {rule.default}"
             cells.append(f"`{knob}`{default} ({rule.rule()}): {rule.meaning}".replace("|", "\\|"))
         yield f"| `{name}` | {'<br>'.join(cells) or '—'} |"

@@ -1,5 +1,6 @@
 """The error that every wrong configuration ends in."""
 
+from collections.abc import Iterable
 from typing import ClassVar
 
 
@@ -12,3 +13,14 @@ class TandemError(Exception):
 
 class ConfigError(TandemError, ValueError):
     """A configuration that cannot work; the message names the key, the value, the rule and the remedy."""
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Passes if there are none.
+
+    Raises:
+        ConfigError: all of them together, each once.
+    """
+    found = list(dict.fromkeys(problems))
+    if found:
+        raise ConfigError(found[0] if len(found) == 1 else f"{len(found)} problems:\n" + "\n".join(f"- {p}" for p in found))

@@ -9,9 +9,9 @@ from typing import Any, Literal
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.config.keys import leaves
-from tandem.config.knobs import KnobRule
 from tandem.config.limits import LIMITS
 from tandem.config.load import Resolved
+from tandem.config.parts import KnobRule
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.config.tree import Draft
 from tandem.config.yaml_file import Assignment, read_file, read_override

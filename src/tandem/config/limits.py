@@ -1,6 +1,6 @@
 """Bounds of single values, by key."""
 
-from tandem.config.knobs import KnobRule
+from tandem.config.parts import KnobRule
 
 
 def _count(low: int = 1, high: int | None = None) -> KnobRule:

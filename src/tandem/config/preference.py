@@ -1,42 +1,16 @@
 """Learning from judged completions: preference losses, reward models, and distillation from a teacher."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from tandem.config.algorithm import AlgorithmConfig, Component, CorrectionConfig
+from tandem.config.check_algorithm import component_problems
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.generation import GenerationConfig
 from tandem.config.keys import field_types
-from tandem.config.knobs import KnobRule, Knobs
-from tandem.config.nearest import nearest_names
+from tandem.config.parts import part_of
 from tandem.config.rollout import RolloutConfig
-
-BETA = "Strength of the pull towards the reference, inverse: a small value lets the policy go far."
-
-PREFERENCE_LOSSES: Mapping[str, Knobs] = {
-    "dpo": {
-        "beta": KnobRule(0.1, above=0.0, meaning=BETA),
-        "label_smoothing": KnobRule(
-            0.0, low=0.0, high=0.5, meaning="Share of pairs that are believed to be the wrong way round."
-        ),
-    },
-    "ipo": {"beta": KnobRule(0.1, above=0.0, meaning="The difference of mean log-ratios is drawn to 1/(2·beta).")},
-    "kto": {
-        "beta": KnobRule(0.1, above=0.0, meaning=BETA),
-        "desirable_weight": KnobRule(1.0, low=0.0, meaning="Weight of completions with a true label."),
-        "undesirable_weight": KnobRule(1.0, low=0.0, meaning="Weight of completions with a false label."),
-    },
-    "simpo": {
-        "beta": KnobRule(2.5, above=0.0, meaning="Scale of the mean log-probabilities."),
-        "gamma": KnobRule(1.375, low=0.0, meaning="Margin by which the better side should lead."),
-    },
-    "orpo": {"odds_weight": KnobRule(0.1, low=0.0, meaning="λ: weight of the odds ratio beside the likelihood.")},
-}
-"""Loss → its knobs; a test compares them with the functions' signatures."""
-
-REFERENCE_FREE = ("simpo", "orpo")
-"""Losses that never load a reference."""
 
 
 @dataclass(frozen=True)
@@ -154,12 +128,12 @@ def training_config(config: DistillConfig) -> TrainConfig:
 def problems(config: BaseConfig) -> Iterator[str]:
     """Rules that join several keys of the configurations here."""
     if isinstance(config, PreferenceConfig):
-        if config.loss.name == "kto" and config.batch_size < 2:
+        if part_of("loss", config.loss.name).needs_baseline and config.batch_size < 2:
             yield (
-                f"batch_size must be at least 2 for loss=kto, which compares with other rows' completions, "
+                f"batch_size must be at least 2 for loss={config.loss.name}, which compares with other rows' completions, "
                 f"got {config.batch_size}"
             )
-        yield from _loss(config.loss)
+        yield from component_problems("loss", "loss", config.loss)
         for name, data in (("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset)):
             if "margin" in data.columns:
                 yield (
@@ -170,19 +144,3 @@ def problems(config: BaseConfig) -> Iterator[str]:
         yield "step_separator is empty; steps would run into each other: leave it out, or give the text between steps"
     if isinstance(config, DistillConfig) and config.teacher.path is None:
         yield "teacher.path is missing: give the model to learn from, a folder, a hub name or a built-in name"
-
-
-def _loss(loss: Component) -> Iterator[str]:
-    if ":" in loss.name:
-        return  # my_file.py:function, whose signature is checked when it is loaded
-    if loss.name not in PREFERENCE_LOSSES:
-        yield f"loss={loss.name} is not known; {nearest_names(loss.name, PREFERENCE_LOSSES)}, or my_file.py:function"
-        return
-    knobs = PREFERENCE_LOSSES[loss.name]
-    for name, value in loss.knobs.items():
-        if name not in knobs:
-            users = [other for other, own in PREFERENCE_LOSSES.items() if name in own]
-            hint = f"; {', '.join(users)} would use it" if users else ""
-            yield f"loss.{name}={value} is not used by {loss.name}, which has {', '.join(knobs)}{hint}. Leave it out"
-        elif not knobs[name].allows(value):
-            yield f"loss.{name} must be {knobs[name].rule()}, got {value}"

@@ -14,8 +14,8 @@ from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import kinds_of
 from tandem.config.generation import truncations
 from tandem.config.keys import leaves
+from tandem.config.parts import part_of
 from tandem.config.preference import (
-    REFERENCE_FREE,
     DistillConfig,
     PreferenceConfig,
     RewardModelConfig,
@@ -35,6 +35,12 @@ def paths(data: DatasetConfig | ValidDatasetConfig) -> tuple[str, ...]:
 def _no_evaluation(config: BaseConfig, written: Written) -> bool:
     """Writing `evaluate.every_steps=null` turns it off on purpose, whatever else stands in a file."""
     return config.evaluate.every_steps is None and "evaluate.every_steps" not in written
+
+
+def _reference_free(loss: str) -> bool:
+    """True if a preference loss is known to compare with no reference."""
+    part = part_of("loss", loss)
+    return part.known and not part.needs_reference
 
 
 def _no_procedural_rows(config: BaseConfig, valid: bool) -> bool:
@@ -131,11 +137,6 @@ REINFORCEMENT = (
         ("algorithm.correction.low", "algorithm.correction.high", "algorithm.correction.level"),
         lambda config, _: config.algorithm.correction.weight == "none",
         "with weight=none: set algorithm.correction.weight to truncate or mask, or leave it out",
-    ),
-    Unused(
-        ("algorithm.correction.low",),
-        lambda config, _: config.algorithm.correction.weight == "truncate",
-        "with weight=truncate: set algorithm.correction.weight=mask, or leave it out",
     ),
     Unused(
         ("rollout.engine.keep_kv_on_update",),
@@ -243,7 +244,7 @@ SUPERVISED = (
     ),
     Unused(
         ("reference.path", "reference.dtype", "reference.backend"),
-        lambda config, _: isinstance(config, PreferenceConfig) and config.loss.name in REFERENCE_FREE,
+        lambda config, _: isinstance(config, PreferenceConfig) and _reference_free(config.loss.name),
         "because this loss compares with no reference: leave it out, or set loss=dpo",
     ),
     Unused(

@@ -28,7 +28,6 @@ from tandem.flow.plan import plan_run
 from tandem.rewards.build import build_reward, worker_counts
 from tandem.rewards.majority import AnswerOnly, MajorityVote
 from tandem.rewards.pool import most_workers
-from tandem.roles.actor import choose_parts
 from tandem.roles.components import choose
 from tandem.rollout.executor import MAX_DRAWS, GroupFilter, GroupObserver, GroupScorer, Rollout
 from tandem.rollout.groups import FirstSamples, MajorityLabels, WholeGroup, WithGreedyBaseline
@@ -199,8 +198,6 @@ def check_names(config: TrainConfig) -> None:
             f"algorithm.advantage={config.algorithm.advantage.name} compares with a greedy answer of one sample, and "
             f"workflow={config.workflow} makes a whole group; use algorithm.advantage=grpo, or a workflow of one sample"
         )
-    make_filter(config)
-    choose_parts(config.algorithm, config.gconfig.max_new_tokens)
     check_sinks(config)
 
 

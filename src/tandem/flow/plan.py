@@ -10,19 +10,20 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tandem.algorithms.preference import PREFERENCE_LOSSES, is_paired, needs_baseline, needs_reference
-from tandem.algorithms.registry import ADVANTAGES
+from tandem.algorithms.preference import PREFERENCE_LOSSES
 from tandem.api.scoring import FrozenModel, Score
 from tandem.config.arithmetic import rewards_of
-from tandem.config.errors import ConfigError
+from tandem.config.check_algorithm import component_problems, part_problems
+from tandem.config.errors import ConfigError, refuse
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.lora import LoRAConfig
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
 from tandem.config.roles import CriticConfig, ReferenceConfig, critic_engine_config
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.rewards.build import build_scores
+from tandem.roles.actor import choose_parts
 from tandem.roles.components import choose
-from tandem.roles.tokens import TokenChoice, needs_proximal
+from tandem.roles.tokens import needs_proximal
 
 Head = Literal["lm", "scalar", "both"]
 
@@ -163,7 +164,9 @@ def plan_run(config: BaseConfig) -> RunPlan:
 
 def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunPlan:
     actor, critic, kl = config.actor, config.critic, config.algorithm.kl
-    asked = choose(ADVANTAGES, config.algorithm.advantage, "algorithm.advantage", {"max_tokens": 1}).asked
+    credit, tokens, _ = choose_parts(config.algorithm, config.gconfig.max_new_tokens, config.seed)
+    refuse(part_problems(config))  # again, now that the records of functions in files are known
+    asked = credit.advantage.asked
     values = _has_critic(config, asked)
     residents = [
         Resident(
@@ -186,7 +189,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
     names = {resident.name for resident in residents}
     updates = actor.mini_batches * actor.epochs_per_batch
     rests = f"the actor rests in the first {critic.warmup_steps} steps" if critic.warmup_steps else ""
-    proximal = teacher is not None or needs_proximal(config.algorithm, updates, TokenChoice(config.algorithm, config.seed))
+    proximal = teacher is not None or needs_proximal(config.algorithm, updates, tokens)
     stages = [
         Stage("generate", "rollout", "prepare_batch", "collect", "generate", ("engine",)),
         *(Stage(one.stage, one.name, "score", "score", "score", (one.resident,)) for one in scores),
@@ -237,17 +240,18 @@ def _distillation(config: DistillConfig) -> RunPlan:
 
 
 def _preference(config: PreferenceConfig) -> RunPlan:
-    loss = choose(PREFERENCE_LOSSES, config.loss, "loss").function
+    loss = choose(PREFERENCE_LOSSES, config.loss, "loss").part
+    refuse(component_problems("loss", "loss", config.loss))
     actor = Resident("actor", config.actor, trained=True)
-    residents = (actor, _reference(config)) if needs_reference(loss) else (actor,)
+    residents = (actor, _reference(config)) if loss.needs_reference else (actor,)
     stages = (
         Stage("rows", "batches", "next_batch", "collect", "train"),
-        *([_pass("reference", "learner", "compute_reference", "reference")] if needs_reference(loss) else []),
-        *([_pass("baseline", "learner", "compute_baseline", "actor")] if needs_baseline(loss) else []),
+        *([_pass("reference", "learner", "compute_reference", "reference")] if loss.needs_reference else []),
+        *([_pass("baseline", "learner", "compute_baseline", "actor")] if loss.needs_baseline else []),
         Stage("update", "learner", "train_preference", "update", "train", ("actor",)),
         *_keeping(config, ("actor",)),
     )
-    return RunPlan(residents, stages, paired=is_paired(loss))
+    return RunPlan(residents, stages, paired=loss.is_paired)
 
 
 def _supervised(config: SFTConfig | RewardModelConfig) -> RunPlan:

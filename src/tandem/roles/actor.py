@@ -8,7 +8,7 @@ import torch
 from tensordict import TensorDict
 
 from tandem.algorithms.kl import adapted
-from tandem.algorithms.registry import AGGREGATIONS
+from tandem.algorithms.registry import AGGREGATIONS, FILTERS
 from tandem.api.batch import per_token, select
 from tandem.api.engines import TrainEngine
 from tandem.api.failures import BatchError
@@ -277,4 +277,5 @@ def choose_parts(
     credit, tokens = Credit(algorithm, max_new_tokens), TokenChoice(algorithm, seed)
     aggregation = choose(AGGREGATIONS, algorithm.aggregation, "algorithm.aggregation", {"max_tokens": max_new_tokens})
     Objective.of(algorithm)
+    choose(FILTERS, algorithm.filter, "algorithm.filter")
     return credit, tokens, aggregation

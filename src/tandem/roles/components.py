@@ -12,6 +12,7 @@ from tandem.api.failures import UserCodeFailed
 from tandem.api.plugins import is_file_spec, load_object, run_user_code
 from tandem.config.algorithm import Component
 from tandem.config.errors import ConfigError
+from tandem.config.parts import Part, keep_part
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class Choice:
 
     knobs: Mapping[str, Any]
     """Those that were set, and the defaults of the others."""
+
+    part: Part
+    """Its record."""
 
     preparation: "Choice | None" = None
     """What is called once for the whole batch before it; its result is the tensor ``prepared``."""
@@ -62,10 +66,12 @@ def choose(registry: Registry[Any], component: Component, key: str, filled: Mapp
         function = load_object(component.name) if is_file_spec(component.name) else registry.get(component.name)
         if not callable(function):
             raise ConfigError(f"it is a {type(function).__name__}, and must be a function")
-        asked = registry.asked(function)
+        part = registry.part_of(function)
     except (TypeError, ValueError) as error:  # unknown, or nothing that can be called with these tensors
         raise ConfigError(f"{key}={component.name}: {error}") from error
-    knobs = knobs_of(function)
+    if is_file_spec(component.name):
+        keep_part(registry.key, component.name, part)
+    asked, knobs = part.asks, knobs_of(function)
     for name in component.knobs:
         if name not in knobs:
             near = get_close_matches(name, knobs, n=1, cutoff=0.5)
@@ -81,9 +87,9 @@ def choose(registry: Registry[Any], component: Component, key: str, filled: Mapp
     preparation = None
     if before is not None:
         mine = {name: settings[name] for name in own_knobs(before)}
-        preparation = Choice(component.name, before, PREPARATIONS.asked(before), mine)
+        preparation = Choice(component.name, before, PREPARATIONS.asked(before), mine, part)
     elif "prepared" in asked:
         raise ConfigError(
             f"{key}={component.name} asks for `prepared`, and nothing prepares it; decorate it with prepared_by"
         )
-    return Choice(component.name, function, asked, {name: settings[name] for name in own_knobs(function)}, preparation)
+    return Choice(component.name, function, asked, {name: settings[name] for name in own_knobs(function)}, part, preparation)

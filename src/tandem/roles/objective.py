@@ -16,22 +16,6 @@ from tandem.config.algorithm import AlgorithmConfig, Component
 from tandem.roles.components import Choice, choose
 from tandem.roles.samples import trained_tokens
 
-PROPORTIONAL = (
-    "ppo_clip",
-    "reinforce",
-    "cispo",
-    "sapo",
-    "gspo",
-    "gspo_token",
-    "luspo",
-    "gmpo",
-    "vespo",
-    "m2po",
-    "dppo",
-    "clip_cov",
-)
-"""Policy losses without a gradient where there is no advantage; of a user's own one that is not known."""
-
 
 @dataclass(frozen=True)
 class Objective:
@@ -60,13 +44,11 @@ class Objective:
     def of(cls, config: AlgorithmConfig, version: int = 0, kl_coefficient: float | None = None) -> "Objective":
         """The parts that a configuration names. ``kl_coefficient``: what it has become; None takes the configured one."""
         correction, kl = config.correction, config.kl
-        bounds = {"low": correction.low, "high": correction.highest}
-        weight = choose(IMPORTANCE_WEIGHTS, Component(correction.weight), "algorithm.correction.weight")
-        weight = Choice(weight.name, weight.function, weight.asked, {name: bounds[name] for name in weight.knobs})
+        bounds = {name: value for name, value in (("low", correction.low), ("high", correction.high)) if value}
         in_loss = kl.coefficient > 0 and kl.where == "loss"
         return cls(
             policy_loss=choose(POLICY_LOSSES, config.policy_loss, "algorithm.policy_loss"),
-            weight=weight,
+            weight=choose(IMPORTANCE_WEIGHTS, Component(correction.weight, bounds), "algorithm.correction.weight"),
             rejection=choose(REJECTIONS, correction.reject, "algorithm.correction.reject"),
             level=correction.level,
             kl=choose(KL, Component(kl.estimator or "k3"), "algorithm.kl.estimator") if in_loss else None,
@@ -79,7 +61,7 @@ class Objective:
     @property
     def has_other_terms(self) -> bool:
         """Whether there is a gradient without any advantage."""
-        return self.kl is not None or self.entropy_coefficient > 0 or self.policy_loss.name not in PROPORTIONAL
+        return self.kl is not None or self.entropy_coefficient > 0 or not self.policy_loss.part.proportional
 
     def __call__(self, outputs: Outputs, view: TensorDict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Losses ``[T]`` and metrics ``[T]``."""

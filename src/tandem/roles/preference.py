@@ -7,10 +7,7 @@ from tensordict import TensorDict
 
 from tandem.algorithms.preference import (
     PREFERENCE_LOSSES,
-    is_paired,
     mismatch_baseline,
-    needs_baseline,
-    needs_reference,
 )
 from tandem.api.batch import num_sequences, sum_by_sequence
 from tandem.api.engines import Outputs, TrainEngine
@@ -45,9 +42,9 @@ class PreferenceLearner:
         """
         self.engine, self.reference = engine, reference
         self.loss = choose(PREFERENCE_LOSSES, loss, "loss")
-        self.is_paired = is_paired(self.loss.function)
-        self.needs_reference = needs_reference(self.loss.function)
-        self.needs_baseline = needs_baseline(self.loss.function)
+        self.is_paired = self.loss.part.is_paired
+        self.needs_reference = self.loss.part.needs_reference
+        self.needs_baseline = self.loss.part.needs_baseline
         self._said = False
         if self.needs_reference and reference is None:
             raise ConfigError(

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tandem.algorithms.preference import PREFERENCE_LOSSES, is_paired
+from tandem.algorithms.preference import PREFERENCE_LOSSES
 from tandem.api.engines import TrainEngine
 from tandem.api.failures import DataFailure
 from tandem.config.load import Resolved
@@ -73,12 +73,12 @@ def make_loss(config: PreferenceConfig) -> Choice:
 
 def reader_of(config: PreferenceConfig) -> Reader:
     """The row format that the loss wants: pairs, or judged completions."""
-    return pairs if is_paired(make_loss(config).function) else judged
+    return pairs if make_loss(config).part.is_paired else judged
 
 
 def make_encoder(tokenizer: PreTrainedTokenizerBase, config: PreferenceConfig) -> Encoder:
     """The encoder of those rows."""
-    return (PairEncoder if is_paired(make_loss(config).function) else JudgedEncoder)(tokenizer, config)
+    return (PairEncoder if make_loss(config).part.is_paired else JudgedEncoder)(tokenizer, config)
 
 
 def make_reference(config: PreferenceConfig, device: str, actor: TrainEngine | None = None) -> Reference | None:

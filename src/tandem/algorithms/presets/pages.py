@@ -1,4 +1,4 @@
-"""What there is to know of an algorithm, put together from the preset, the knobs, the formulas and the notes.
+"""What there is to know of an algorithm, put together from the preset, the records of its parts and the notes.
 
 `tandem algorithms` prints it; scripts/algorithm_pages.py writes it into docs/algorithms/.
 """
@@ -9,20 +9,24 @@ from typing import Any
 
 import yaml
 
+from tandem.algorithms.presets.notes import NOTES, Note, needs_of
 from tandem.config.algorithm import AlgorithmConfig, Component
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
-from tandem.config.formulas import CORRECTIONS, FORMULAS, KL_FORMS
-from tandem.config.knobs import CHOICES
 from tandem.config.load import load_config, plain_data
 from tandem.config.nearest import nearest_names
-from tandem.config.notes import NOTES, Note, needs_of
+from tandem.config.parts import PARTS, part_of
 from tandem.config.presets import PRESETS
+
+NOTATION = """r_i: reward of sample i; T_i: its trained tokens; g: its group, its prompt's samples; N: samples in the loss.
+ρ = exp(policy − proximal), w = exp(proximal − rollout), d = policy − reference, from log-probabilities by: `rollout` the
+inference engine, `proximal` the trainer just before this update, `policy` the weights being optimised, `reference` the
+frozen model. sg: without gradient. Log-ratios are clamped to ±20."""
 
 SOME_DATA = "train_dataset.path=addition"
 """A configuration is whole with data only; which data does not matter here."""
 
-PARTS = ("advantage", "policy_loss", "aggregation", "filter", "token_filter")
+SHOWN = ("advantage", "policy_loss", "aggregation", "filter", "token_filter")
 NONE = {"name": "none"}
 
 
@@ -55,7 +59,7 @@ class Algorithm:
         plain = plain_data(AlgorithmConfig())
         shown: dict[str, Any] = {}
         for key, value in self.values.items():
-            if key in PARTS:
+            if key in SHOWN:
                 shown |= {} if value == NONE else {key: value}
             elif isinstance(value, Mapping):
                 inner = {name: item for name, item in value.items() if item != plain[key][name]}
@@ -73,10 +77,10 @@ def algorithm(name: str, overrides: Sequence[str] = ()) -> Algorithm:
     """
     if name not in PRESETS:
         for part in all_parts():
-            if part.name == name:
+            if part["name"] == name:
                 raise ConfigError(
-                    f"{name!r} is no algorithm but a part of one: train with {part.key}={name}; `tandem algorithms --parts` "
-                    "says what it does"
+                    f"{name!r} is no algorithm but a part of one: train with {part['key']}={name}; `tandem algorithms "
+                    "--parts` says what it does"
                 )
         raise ConfigError(f"no algorithm is called {name!r}; {nearest_names(name, PRESETS)}")
     config = _load(name, overrides).algorithm
@@ -92,32 +96,19 @@ def algorithm(name: str, overrides: Sequence[str] = ()) -> Algorithm:
     )
 
 
-@dataclass(frozen=True)
-class Part:
-    """One named choice that presets are put together from."""
-
-    key: str
-    """Where it is set: `algorithm.policy_loss`."""
-
-    name: str
-    formula: str
-    sources: tuple[str, ...]
-    """arXiv numbers."""
-
-    knobs: Mapping[str, Any]
-    """Knob → default."""
-
-
-def all_parts() -> Iterator[Part]:
-    """Every named choice of every part of an algorithm, in the order in which a batch meets them."""
-    tables = [(key, FORMULAS[key]) for key in ("shaping", "filter", "advantage", "policy_loss", "token_filter")]
-    tables += [("correction.weight", CORRECTIONS), ("correction.reject", FORMULAS["correction.reject"])]
-    tables += [("kl.estimator", KL_FORMS), ("aggregation", FORMULAS["aggregation"])]
-    for key, formulas in tables:
-        for name, formula in formulas.items():
+def all_parts() -> Iterator[dict[str, Any]]:
+    """Every named choice of every part of an algorithm, in the order in which a batch meets them: the ``key`` that sets
+    it, ``name``, ``formula``, ``sources`` (arXiv numbers), ``knobs`` (name → default)."""
+    for kind, parts in PARTS.items():
+        for name, part in parts.items():
             if name != "none":
-                knobs = {knob: rule.default for knob, rule in CHOICES.get(key, {}).get(name, {}).items()}
-                yield Part(f"algorithm.{key}", name, formula.text, formula.sources, knobs)
+                yield {
+                    "key": kind if kind == "loss" else f"algorithm.{kind}",
+                    "name": name,
+                    "formula": part.formula,
+                    "sources": part.sources,
+                    "knobs": {knob: rule.default for knob, rule in part.knobs.items()},
+                }
 
 
 def summary(name: str) -> str:
@@ -132,14 +123,14 @@ def _load(name: str, overrides: Sequence[str]) -> TrainConfig:
 def _with_knobs(config: AlgorithmConfig) -> dict[str, Any]:
     """The section as plain data, where a component shows its knobs, also those at their defaults."""
     values = plain_data(config)
-    for part in PARTS:
+    for part in SHOWN:
         values[part] = _component(part, getattr(config, part))
     values["shaping"] = [_component("shaping", shaping) for shaping in config.shaping]
     return values
 
 
 def _component(part: str, component: Component) -> dict[str, Any]:
-    defaults = {name: rule.default for name, rule in CHOICES[part].get(component.name, {}).items()}
+    defaults = {name: rule.default for name, rule in part_of(part, component.name).knobs.items()}
     return {"name": component.name, **defaults, **component.knobs}
 
 
@@ -152,23 +143,25 @@ def _formulas(config: AlgorithmConfig) -> Iterator[tuple[str, str]]:
     if config.labels == "majority":
         yield "labels", "r_i = 1 where the answer of sample i equals the answer that most samples of g gave, else 0"
     for part, component in parts:
-        formula = FORMULAS[part].get(component.name)  # none for a function of the user's
-        if formula is not None and component.name != "none":
-            yield (f"{part}: {component.name}" if part == "shaping" else part), _without_off(part, component, formula.text)
+        formula = part_of(part, component.name).formula  # empty for a function of the user's
+        if formula and component.name != "none":
+            yield (f"{part}: {component.name}" if part == "shaping" else part), _without_off(part, component, formula)
     if config.whitening != "none":
         yield "whitening", f"A_t whitened over the trained tokens of {'g' if config.whitening == 'group' else 'the batch'}"
     correction, kl = config.correction, config.kl
     if correction.weight != "none":
-        text = CORRECTIONS[correction.weight].text
-        bounds = f"low = {correction.low:g}, high = {correction.highest:g}" if correction.weight == "mask" else (
-            f"high = {correction.highest:g}"
-        )  # fmt: skip
-        yield "correction", f"{text}; {bounds}, of each {correction.level}"
+        weight = part_of("correction.weight", correction.weight)
+        bounds = [
+            f"{bound} = {value:g}"
+            for bound, value in (("low", correction.low), ("high", correction.highest))
+            if bound in weight.knobs
+        ]
+        yield "correction", f"{weight.formula}; {', '.join(bounds)}, of each {correction.level}"
     if kl.coefficient > 0:
         what = {"loss": "added to L_t", "reward": "subtracted from the reward of each token"}[kl.where]
         form = kl.estimator or ("k1" if kl.where == "reward" else "k3")
         ratio = " × exp(policy − rollout)" if kl.importance else ""
-        yield "kl", f"{kl.coefficient:g} × {form}{ratio} {what}; {form} = {KL_FORMS[form].text}"
+        yield "kl", f"{kl.coefficient:g} × {form}{ratio} {what}; {form} = {part_of('kl.estimator', form).formula}"
     if config.entropy_coefficient:
         yield "entropy", f"L_t ← L_t − {config.entropy_coefficient:g} × entropy of token t"
 

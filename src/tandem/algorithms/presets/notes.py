@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tandem.config.algorithm import AlgorithmConfig
-from tandem.config.compatibility import ADVANTAGES, NEEDS_CRITIC, NEEDS_GREEDY, Demands
-from tandem.config.knobs import GROUP_RELATIVE
+from tandem.config.parts import part_of
 
 
 @dataclass(frozen=True)
@@ -307,10 +306,12 @@ NOTES: Mapping[str, Note] = {
 
 def needs_of(config: AlgorithmConfig) -> tuple[str, ...]:
     """What an algorithm needs besides the actor: critic, reference, group, several rewards, greedy answer."""
-    advantage = config.advantage.name
-    found = ["critic"] if advantage in NEEDS_CRITIC else []
-    found += ["reference"] if config.kl.coefficient > 0 else []
-    found += ["group"] if advantage in GROUP_RELATIVE else []
-    found += ["several rewards"] if ADVANTAGES.get(advantage, Demands()).named_rewards else []
-    found += ["greedy answer"] if advantage in NEEDS_GREEDY else []
-    return tuple(found)
+    advantage = part_of("advantage", config.advantage.name)
+    needs = {
+        "critic": advantage.needs_critic,
+        "reference": config.kl.coefficient > 0,
+        "group": advantage.needs_group,
+        "several rewards": advantage.needs_named_rewards,
+        "greedy answer": advantage.needs_greedy,
+    }
+    return tuple(name for name, needed in needs.items() if needed)

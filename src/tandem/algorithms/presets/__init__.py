@@ -1,0 +1,1 @@
+"""The presets, described: their papers, what to watch, and their pages."""
