@@ -107,23 +107,27 @@ _MODULES = {
 _HOMES = {name: f"tandem.{module}" for module, names in _MODULES.items() for name in names}
 
 
-def __getattr__(name: str) -> Any:
-    """Loads a public name.
+if not TYPE_CHECKING:  # a type checker would take any name for one that is there
 
-    Raises:
-        AttributeError: there is none; tells the nearest.
-        ImportError: the same, of `from tandem import …`, which would swallow the words of an AttributeError.
-    """
-    if name in _HOMES:
-        value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
-        return value
-    if name.startswith("__") or importlib.util.find_spec(f"tandem.{name}") is not None:  # a room: the import goes on to it
-        raise AttributeError(f"module 'tandem' has no attribute {name!r}")
-    from tandem.config.nearest import nearest_names  # noqa: PLC0415 — an import that only an error needs
+    def __getattr__(name: str) -> Any:
+        """Loads a public name.
 
-    words = f"tandem has no public name {name!r}; {nearest_names(name, __all__)}"
-    imports = sys._getframe(1).f_code.co_name == "_handle_fromlist"  # Python's own, of `from … import`
-    raise ImportError(words, name=__name__) if imports else AttributeError(words)
+        Raises:
+            AttributeError: there is none; tells the nearest.
+            ImportError: the same, of `from tandem import …`, which would swallow the words of an AttributeError.
+        """
+        if name in _HOMES:
+            value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+            return value
+        if (
+            name.startswith("__") or importlib.util.find_spec(f"tandem.{name}") is not None
+        ):  # a room: the import goes on to it
+            raise AttributeError(f"module 'tandem' has no attribute {name!r}")
+        from tandem.config.nearest import nearest_names  # noqa: PLC0415 — an import that only an error needs
+
+        words = f"tandem has no public name {name!r}; {nearest_names(name, __all__)}"
+        imports = sys._getframe(1).f_code.co_name == "_handle_fromlist"  # Python's own, of `from … import`
+        raise ImportError(words, name=__name__) if imports else AttributeError(words)
 
 
 def __dir__() -> list[str]:
