@@ -119,9 +119,8 @@ if not TYPE_CHECKING:  # a type checker would take any name for one that is ther
         if name in _HOMES:
             value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
             return value
-        if (
-            name.startswith("__") or importlib.util.find_spec(f"tandem.{name}") is not None
-        ):  # a room: the import goes on to it
+        is_room = not name.startswith("__") and importlib.util.find_spec(f"tandem.{name}") is not None
+        if is_room or name.startswith("__"):  # `from tandem import flow` goes on to load the module after this error
             raise AttributeError(f"module 'tandem' has no attribute {name!r}")
         from tandem.config.nearest import nearest_names  # noqa: PLC0415 — an import that only an error needs
 
