@@ -8,23 +8,9 @@ never tokenised again. Where a chat template rewrites earlier turns (as those do
 in a new trajectory. The script prints one sample token by token: those in [brackets] are trained on.
 """
 
-from contextlib import ExitStack
 from pathlib import Path
 
-from tandem.cli.main import run_script
-from tandem.config.arithmetic import total_steps
-from tandem.config.errors import ConfigError
-from tandem.config.experiment import TrainConfig
-from tandem.config.load import load_config
-from tandem.evaluation import evaluate_if_due
-from tandem.flow.parts import check_names, open_rows
-from tandem.flow.plan import plan_run
-from tandem.flow.process import start_process
-from tandem.flow.session import open_session
-from tandem.lifecycle.summary import open_run, run_id, save_if_due
-from tandem.rollout.workflows import ChatWorkflow
-from tandem.tracking.statistics import PhaseTimer
-from tandem.trainers.start import check_start
+from tandem import ChatWorkflow, PhaseTimer, TrainConfig, load_config, open_training, run_script
 
 HERE = Path(__file__).parent
 MAX_TURNS = 3
@@ -61,44 +47,34 @@ def show(sample, tokenizer) -> str:
 def main(overrides: list[str]) -> None:
     own = f"workflow={__file__}:RetryUntilCorrect"  # another `workflow=` on the command line comes later, and wins
     config = load_config(TrainConfig, HERE / "multi_turn.yaml", [own, *overrides]).config
-    check_names(config)
-    rows = open_rows(config)
-    check_start(config, rows)  # what cannot work is refused here, before there is a run folder
-    if plan_run(config).stage("values") is not None:
-        raise ConfigError(f"{config.algorithm.preset} needs a critic, which this script has not; use `tandem train`")
-    process = start_process(config)
-    steps = total_steps(config, len(rows.train))
-
-    with ExitStack() as stack:
-        run, tracker = open_run(config, process, stack, steps=steps)  # None on ranks other than 0
-        session = stack.enter_context(open_session(config, process, rows, steps, run_id(run)))
-        rollout, actor = session.rollout, session.actor
+    with open_training(config, passes=("reference", "proximal", "advantages")) as (run, session):
+        rollout, actor, reference, publisher = session.rollout, session.actor, session.reference, session.publisher
         timer = PhaseTimer()
 
-        if before := evaluate_if_due(config, session, rows, 0, steps):
-            tracker.log(0, before)
-        for step in range(1, steps + 1):
+        run.log(0, run.evaluate_if_due(session, 0))
+        for step in range(1, run.steps + 1):
             with timer("generate"):
                 batch = rollout.prepare_batch(session.loader, session.workflow)  # groups of this file's episodes
             proof = session.verifier.verify_if_due(batch, step)
+
             with timer("train"):
-                if session.reference is not None:
-                    batch = session.reference.compute_logprobs(batch)
+                if reference is not None:
+                    batch = reference.compute_logprobs(batch)
                 batch = actor.compute_proximal(batch)
                 batch = actor.compute_advantages(batch)
                 metrics = actor.ppo_update(batch)
-                if session.reference is not None:
-                    session.reference.refresh_if_due(session.trainer, actor.version)
+                if reference is not None:
+                    reference.refresh_if_due(session.trainer, actor.version)
+
             with timer("update_weights"):
-                session.publisher.publish()
+                publisher.publish()
             rollout.end_step()
 
-            save_if_due(config, run, step, steps, session.trainer, session.tokenizer.save_pretrained)
-            metrics |= proof | rollout.metrics() | timer.metrics() | evaluate_if_due(config, session, rows, step, steps)
-            if tracker is not None:
-                tracker.log(step, metrics, rollout.last_groups, session.publisher.history)
+            metrics |= proof | rollout.metrics() | timer.metrics() | run.evaluate_if_due(session, step)
+            run.log(step, metrics, rollout.last_groups, publisher.history)
+            run.save_if_due(step, session.models)
 
-        if run is not None:
+        if run.folder is not None:  # on rank 0
             longest = max((s for g in rollout.last_groups for s in g.samples), key=lambda s: s.metrics.get("turns", 1))
             print(show(longest, session.tokenizer))
 

@@ -1,10 +1,139 @@
-"""Tandem: reinforcement learning of language models, on a CPU or on GPUs."""
+"""Tandem: reinforcement learning of language models, on a CPU or on GPUs.
 
+`from tandem import …` gives the names of `__all__`: what a script needs. They stay what they are within a minor version. All
+other modules are private: they may change at any time.
+
+A name is loaded when it is asked for, so that `import tandem` stays cheap and comes before torch.
+"""
+
+import importlib
+import importlib.util
+import sys
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from tandem.config.libraries import set_up
 
+if TYPE_CHECKING:
+    from tandem.algorithms.registry import prepared_by
+    from tandem.api.engines import InferenceEngine, TrainEngine
+    from tandem.api.requests import LLMRequest
+    from tandem.api.samples import Group, Sample, Trajectory
+    from tandem.api.workflow import RewardFn, RewardResult, RolloutWorkflow
+    from tandem.cli.main import run_script
+    from tandem.config.errors import ConfigError
+    from tandem.config.experiment import SFTConfig, TrainConfig
+    from tandem.config.load import load_config
+    from tandem.config.preference import PreferenceConfig, RewardModelConfig
+    from tandem.data.loader import Loader
+    from tandem.flow.plan import plan_run
+    from tandem.flow.session import Session
+    from tandem.rewards.build import build_reward
+    from tandem.roles.actor import Actor
+    from tandem.roles.language_model import LanguageModel
+    from tandem.roles.preference import PreferenceLearner
+    from tandem.roles.reward_model import RewardModel
+    from tandem.rollout.executor import Rollout
+    from tandem.rollout.workflows import ChatWorkflow
+    from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
+    from tandem.trainers.opening import Run
+    from tandem.trainers.script import open_training
+    from tandem.weights.publisher import WeightPublisher
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "Actor",
+    "ChatWorkflow",
+    "ConfigError",
+    "Group",
+    "InferenceEngine",
+    "LLMRequest",
+    "LanguageModel",
+    "Loader",
+    "PhaseTimer",
+    "PreferenceConfig",
+    "PreferenceLearner",
+    "RewardFn",
+    "RewardModel",
+    "RewardModelConfig",
+    "RewardResult",
+    "Rollout",
+    "RolloutWorkflow",
+    "Run",
+    "SFTConfig",
+    "Sample",
+    "Session",
+    "TrainConfig",
+    "TrainEngine",
+    "Trajectory",
+    "WeightPublisher",
+    "build_reward",
+    "load_config",
+    "open_training",
+    "peak_memory_gib",
+    "plan_run",
+    "prepared_by",
+    "run_script",
+]
+
+_MODULES = {
+    "algorithms.registry": ("prepared_by",),
+    "api.engines": ("InferenceEngine", "TrainEngine"),
+    "api.requests": ("LLMRequest",),
+    "api.samples": ("Group", "Sample", "Trajectory"),
+    "api.workflow": ("RewardFn", "RewardResult", "RolloutWorkflow"),
+    "cli.main": ("run_script",),
+    "config.errors": ("ConfigError",),
+    "config.experiment": ("SFTConfig", "TrainConfig"),
+    "config.load": ("load_config",),
+    "config.preference": ("PreferenceConfig", "RewardModelConfig"),
+    "data.loader": ("Loader",),
+    "flow.plan": ("plan_run",),
+    "flow.session": ("Session",),
+    "rewards.build": ("build_reward",),
+    "roles.actor": ("Actor",),
+    "roles.language_model": ("LanguageModel",),
+    "roles.preference": ("PreferenceLearner",),
+    "roles.reward_model": ("RewardModel",),
+    "rollout.executor": ("Rollout",),
+    "rollout.workflows": ("ChatWorkflow",),
+    "tracking.statistics": ("PhaseTimer", "peak_memory_gib"),
+    "trainers.opening": ("Run",),
+    "trainers.script": ("open_training",),
+    "weights.publisher": ("WeightPublisher",),
+}
+"""Where each public name is, for `__getattr__`; the imports above say the same to editors and to mypy. A test compares."""
+
+_HOMES = {name: f"tandem.{module}" for module, names in _MODULES.items() for name in names}
+
+
+if not TYPE_CHECKING:  # a type checker would take any name for one that is there
+
+    def __getattr__(name: str) -> Any:
+        """Loads a public name.
+
+        Raises:
+            AttributeError: there is none; tells the nearest.
+            ImportError: the same, of `from tandem import …`, which would swallow the words of an AttributeError.
+        """
+        if name in _HOMES:
+            value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+            return value
+        is_room = not name.startswith("__") and importlib.util.find_spec(f"tandem.{name}") is not None
+        if is_room or name.startswith("__"):  # `from tandem import flow` goes on to load the module after this error
+            raise AttributeError(f"module 'tandem' has no attribute {name!r}")
+        from tandem.config.nearest import nearest_names  # noqa: PLC0415 — an import that only an error needs
+
+        words = f"tandem has no public name {name!r}; {nearest_names(name, __all__)}"
+        imports = sys._getframe(1).f_code.co_name == "_handle_fromlist"  # Python's own, of `from … import`
+        raise ImportError(words, name=__name__) if imports else AttributeError(words)
+
+
+def __dir__() -> list[str]:
+    """The names that are loaded, and the public ones."""
+    return sorted({*globals(), *__all__})
+
 
 set_up()  # before anything imports torch
 import_module("tandem.algorithms")  # registers the parts whose names the configuration checks; torch waits

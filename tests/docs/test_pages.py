@@ -1,6 +1,7 @@
 """Every snippet in the documentation works, and pages that are made from code are up to date."""
 
 import argparse
+import ast
 import importlib
 import re
 import runpy
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import tandem
 from tandem.cli import compare as cli_compare
 from tandem.cli import eval as cli_eval
 from tandem.cli.arguments import split_arguments
@@ -39,6 +41,13 @@ def test_python_snippets_run(code, first, tmp_path, monkeypatch):
     file.write_text(code)
     monkeypatch.chdir(tmp_path)
     assert runpy.run_path(str(file))
+
+
+@pytest.mark.parametrize(("code", "first"), snippets("python"))
+def test_a_snippet_takes_a_public_name_from_tandem_itself(code, first):
+    deeper = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.ImportFrom) and node.module != "tandem"]
+    names = {alias.name for node in deeper if str(node.module).startswith("tandem.") for alias in node.names}
+    assert not names & set(tandem.__all__)
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.stem)

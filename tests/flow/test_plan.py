@@ -150,10 +150,12 @@ REFERENCE = ["algorithm.kl.coefficient=0.1", "reference.refresh_every_steps=2", 
 def test_an_example_script_calls_the_stages_of_its_plan_in_order(script, kind, keys):
     plan = plan_run(load_config(kind, EXAMPLES / script.replace(".py", ".yaml"), keys).config)
     wanted = [stage.call for stage in plan.stages if stage.kind in ("collect", "pass", "update", "deliver")]
+    whole = ast.walk(ast.parse((EXAMPLES / script).read_text()))
+    (steps,) = [node for node in whole if isinstance(node, ast.For) and "run.steps" in ast.unparse(node.iter)]
     called = [
         node.func.attr
         for node in sorted(
-            (n for n in ast.walk(ast.parse((EXAMPLES / script).read_text())) if isinstance(n, ast.Call)),
+            (n for n in ast.walk(steps) if isinstance(n, ast.Call)),
             key=lambda node: (node.lineno, node.col_offset),
         )
         if isinstance(node.func, ast.Attribute) and node.func.attr in wanted

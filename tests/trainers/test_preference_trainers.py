@@ -11,10 +11,10 @@ from tandem.config.load import load_config
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
 from tandem.data.examples import pairs
 from tandem.engines.train.build import build_train_engine
+from tandem.flow.plan import plan_run
 from tandem.roles.reward_model import RewardModel
 from tandem.trainers import preference, reward
 from tandem.trainers.distill import check_teacher
-from tandem.trainers.preference import make_reference
 from tandem.trainers.supervised import batch_of, open_examples
 from tests.tiny import tiny_model_folder
 
@@ -87,7 +87,8 @@ def test_a_loss_of_ones_own_is_a_function_in_a_file(items, tmp_path):
 
 def test_simpo_and_orpo_load_no_reference(items):
     for loss in ("simpo", "orpo"):
-        assert make_reference(load_config(PreferenceConfig, None, [*items, f"loss={loss}"]).config, "cpu") is None
+        config = load_config(PreferenceConfig, None, [*items, f"loss={loss}"]).config
+        assert plan_run(config).resident("reference") is None
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -124,6 +125,17 @@ def test_a_script_and_the_trainer_give_the_same_weights(overrides, tmp_path, scr
 
     by_script = load_file(trained.folder.parent / "script/checkpoints/step_3/model.safetensors")
     assert same(by_script, weights(trained))
+
+
+@pytest.mark.parametrize(
+    ("keys", "needed"),
+    [(["algorithm.kl.coefficient=0.1"], r"reference \(reference.compute_logprobs\)"), (["algorithm=ppo"], "values")],
+)
+def test_a_script_refuses_a_configuration_whose_passes_its_loop_does_not_make(overrides, tmp_path, keys, needed):
+    script = runpy.run_path(str(ROOT / "examples/addition_grpo.py"))
+    with pytest.raises(ConfigError, match=f"does not make: .*{needed}.* use `tandem train`"):
+        script["main"]([*overrides, *keys])
+    assert not list(tmp_path.glob("*/*"))
 
 
 def test_asynchronous_training_stays_within_the_staleness_bound_and_meets_it(overrides):

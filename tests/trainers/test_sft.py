@@ -90,13 +90,24 @@ def test_conversations_of_several_turns_are_learnt_whole(items, tmp_path):
     assert rows[-1]["loss"] < rows[0]["loss"]
 
 
-def test_the_preference_and_reward_scripts_give_the_weights_of_their_trainers(items):
+def test_the_preference_and_reward_scripts_leave_what_their_trainers_leave(items):
     for name, kind, trainer in (("preference", PreferenceConfig, preference), ("reward", RewardModelConfig, reward)):
         config = ROOT / f"examples/addition_{name}.yaml"
         more = [*items, "total_train_steps=2", "train_dataset.path=addition_pairs", "deterministic=true"]
-        more = list({item.partition("=")[0]: item for item in [*more, "evaluate.every_steps=null"]}.values())
+        more += ["evaluate.every_steps=1", "evaluate.max_rows=4", "valid_dataset.path=addition_pairs"]
+        more = list({item.partition("=")[0]: item for item in more}.values())
         summary = trainer.train(load_config(kind, config, [*more, f"trial_name={name}-trainer"]))
         runpy.run_path(str(ROOT / f"examples/addition_{name}.py"))["main"]([*more, f"trial_name={name}-script"])
-        ours = load_file(summary.checkpoint / "model.safetensors")
-        scripts = load_file(summary.folder.parent / f"{name}-script/checkpoints/step_2/model.safetensors")
+        script = summary.folder.parent / f"{name}-script"
+        saved = script / "checkpoints/step_2"
+        ours, scripts = (load_file(folder / "model.safetensors") for folder in (summary.checkpoint, saved))
         assert all(torch.equal(ours[key], scripts[key]) for key in ours)
+        words = [(folder / "tokenizer_config.json").read_text() for folder in (summary.checkpoint, saved)]
+        assert words[0] == words[1]  # a classifier's row ends with the token that it was trained to pad with
+        assert evaluations(script) == evaluations(summary.folder) and len(evaluations(script)) == 3
+
+
+def evaluations(folder: Path) -> dict[int, dict[str, float]]:
+    """Step → figures of the validation rows."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: {name: row[name] for name in row if name.startswith("eval/")} for row in rows if "eval/loss" in row}

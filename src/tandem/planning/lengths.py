@@ -2,10 +2,8 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -13,14 +11,13 @@ from tandem.api.failures import DataFailure
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, SFTConfig
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
-from tandem.data.examples import Reader
 from tandem.flow.parts import Rows, open_rows
 from tandem.models.catalog import BUILT_IN, resolve
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.planning.job import Lengths
 from tandem.rollout.chat import Chat
-from tandem.trainers import preference, reward, sft
-from tandem.trainers.supervised import Encoder, open_examples
+from tandem.trainers.recipes import recipe_of
+from tandem.trainers.supervised import open_examples
 
 ASSUMED_PROMPT = 256
 """Tokens, where the data cannot be read."""
@@ -98,8 +95,8 @@ def _folder(path: str) -> Path:
 
 
 def _examples(config: BaseConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, int | None, int, int]:
-    reader, make_encoder = _format(config)
-    rows, encoder = open_examples(config, reader), make_encoder(tokenizer, config)
+    recipe = recipe_of(config)
+    rows, encoder = open_examples(config, recipe.reader), recipe.encoder(tokenizer, config)
     prompts, rest = [], []
     for row in itertools.islice(rows.train.rows, LOOKED_AT):
         with contextlib.suppress(DataFailure):  # such a row is dropped in training, too
@@ -110,11 +107,3 @@ def _examples(config: BaseConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[i
     if not prompts:
         raise ConfigError(f"none of the first {LOOKED_AT} rows of train_dataset can be used")
     return round(sum(prompts) / len(prompts)), max(1, round(sum(rest) / len(rest))), len(rows.train), len(prompts)
-
-
-def _format(config: BaseConfig) -> tuple[Reader, Callable[[PreTrainedTokenizerBase, Any], Encoder]]:
-    """The format of the rows, and what turns them into sequences."""
-    if isinstance(config, PreferenceConfig):
-        return preference.reader_of(config), preference.make_encoder
-    recipe = reward.RECIPES[config.supervision] if isinstance(config, RewardModelConfig) else sft.RECIPE
-    return recipe.reader, recipe.encoder

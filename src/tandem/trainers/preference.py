@@ -6,21 +6,16 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tandem.algorithms.preference import PREFERENCE_LOSSES
-from tandem.api.engines import TrainEngine
 from tandem.api.failures import DataFailure
 from tandem.config.load import Resolved
 from tandem.config.preference import PreferenceConfig
 from tandem.data.encoding import ChatEncoder, Encoded, sequence
-from tandem.data.examples import Reader, judged, pairs
-from tandem.flow.plan import plan_run
-from tandem.flow.process import Process
-from tandem.flow.residents import open_reference
+from tandem.data.examples import judged, pairs
 from tandem.lifecycle.summary import Summary
 from tandem.roles.components import Choice, choose
 from tandem.roles.preference import PreferenceLearner
-from tandem.roles.reference import Reference
 from tandem.trainers.sft import chat_encoder
-from tandem.trainers.supervised import Encoder, Recipe, Sequences, Stages, train_on_rows
+from tandem.trainers.supervised import Recipe, RowSession, Sequences, Stages, train_on_rows
 
 
 def encode_sides(chat: ChatEncoder, row: Mapping[str, Any]) -> tuple[Encoded, Encoded]:
@@ -71,23 +66,14 @@ def make_loss(config: PreferenceConfig) -> Choice:
     return choose(PREFERENCE_LOSSES, config.loss, "loss")
 
 
-def reader_of(config: PreferenceConfig) -> Reader:
-    """The row format that the loss wants: pairs, or judged completions."""
-    return pairs if make_loss(config).part.is_paired else judged
+def recipe_of(config: PreferenceConfig) -> Recipe:
+    """The recipe for the rows that the loss wants."""
+    paired = make_loss(config).part.is_paired
+    return Recipe(reader=pairs if paired else judged, encoder=PairEncoder if paired else JudgedEncoder, stages=_stages)
 
 
-def make_encoder(tokenizer: PreTrainedTokenizerBase, config: PreferenceConfig) -> Encoder:
-    """The encoder of those rows."""
-    return (PairEncoder if make_loss(config).part.is_paired else JudgedEncoder)(tokenizer, config)
-
-
-def make_reference(config: PreferenceConfig, device: str, actor: TrainEngine | None = None) -> Reference | None:
-    """The frozen policy, where the loss compares with one; else nothing is loaded. ``actor``: may be its own reference."""
-    return open_reference(plan_run(config), device, actor)
-
-
-def _stages(engine: TrainEngine, config: PreferenceConfig, process: Process) -> Stages:
-    learner = PreferenceLearner(engine, config.loss, reference=make_reference(config, process.device, engine))
+def _stages(session: RowSession, config: PreferenceConfig) -> Stages:
+    learner = PreferenceLearner(session.engine, config.loss, reference=session.reference)
     return Stages(
         prepare=learner.compute_reference,
         train=lambda batch: learner.train_preference(learner.compute_baseline(batch)),
@@ -99,5 +85,4 @@ def train(
     resolved: Resolved[PreferenceConfig], *, dry_run: bool = False, override: bool = False, until: int | None = None
 ) -> Summary:
     """Runs preference learning; ``dry_run`` says what it would do."""
-    recipe = Recipe(reader_of(resolved.config), make_encoder, _stages)
-    return train_on_rows(resolved, recipe, dry_run=dry_run, override=override, until=until)
+    return train_on_rows(resolved, recipe_of(resolved.config), dry_run=dry_run, override=override, until=until)

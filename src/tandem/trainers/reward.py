@@ -6,17 +6,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.engines import TrainEngine
 from tandem.config.load import Resolved
 from tandem.config.preference import RewardModelConfig
 from tandem.data.encoding import sequence
 from tandem.data.examples import pairs, steps
-from tandem.flow.process import Process
 from tandem.lifecycle.summary import Summary
 from tandem.roles.reward_model import RewardModel
 from tandem.trainers.preference import encode_sides
 from tandem.trainers.sft import chat_encoder
-from tandem.trainers.supervised import Recipe, Sequences, Stages, train_on_rows
+from tandem.trainers.supervised import Recipe, RowSession, Sequences, Stages, train_on_rows
 
 
 class ScoredPairEncoder:
@@ -52,13 +50,13 @@ class StepEncoder:
         return [sequence(encoded, step_end=end, step_right=right)]
 
 
-def _pair_stages(engine: TrainEngine, config: RewardModelConfig, process: Process) -> Stages:
-    model = RewardModel(engine)
+def _pair_stages(session: RowSession, config: RewardModelConfig) -> Stages:
+    model = RewardModel(session.engine)
     return Stages(train=model.train_pairs, evaluate=model.evaluate_pairs)
 
 
-def _step_stages(engine: TrainEngine, config: RewardModelConfig, process: Process) -> Stages:
-    model = RewardModel(engine)
+def _step_stages(session: RowSession, config: RewardModelConfig) -> Stages:
+    model = RewardModel(session.engine)
     return Stages(train=model.train_steps, evaluate=model.evaluate_steps)
 
 

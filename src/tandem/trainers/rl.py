@@ -10,25 +10,24 @@ from typing import Any
 
 from tandem.api.activity import enter, within
 from tandem.api.collective import together
-from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import Resolved
 from tandem.data.curriculum import Curriculum
 from tandem.evaluation import evaluate_if_due
-from tandem.flow.parts import Rows, check_names, open_rows
+from tandem.flow.parts import Rows
 from tandem.flow.plan import plan_run
-from tandem.flow.process import start_process
 from tandem.flow.session import Session, open_session
 from tandem.lifecycle.oversight import Oversight
 from tandem.lifecycle.recovery import Recovery, recovery_of_session
 from tandem.lifecycle.saving import Saving
-from tandem.lifecycle.summary import Summary, announce, check_run_folder, ended, open_run, run_id, tell_limit, telling_step
+from tandem.lifecycle.summary import Summary, announce, check_run_folder, ended, telling_step
 from tandem.lifecycle.weight_record import weight_record
 from tandem.state.resuming import may_go_on
 from tandem.state.run_folder import RunFolder
 from tandem.tracking.statistics import peak_memory_gib
 from tandem.tracking.tracker import Tracker
-from tandem.trainers.start import check_start, fetch_weights
+from tandem.trainers.opening import start_run
+from tandem.trainers.start import prepare_rows
 
 
 def train(resolved: Resolved, *, dry_run: bool = False, override: bool = False, until: int | None = None) -> Summary:
@@ -52,24 +51,18 @@ def run_session(
     until: int | None = None,
 ) -> Summary:
     """Opens the run of ``resolved``, and trains with its models as ``config`` says."""
-    check_names(config)
-    rows = open_rows(config)
     plan = plan_run(resolved.config)
-    check_start(config, rows, plan)
+    rows = prepare_rows(config, plan)
     if dry_run:
         check_run_folder(resolved.config, may_go_on(resolved.config, override=override))
         return announce(resolved, config, len(rows.train), plan)
-    process = start_process(config)
-    if process.is_main:
-        tell_limit(config, len(rows.train))
-    fetch_weights(plan)
-    steps = total_steps(config, len(rows.train))
-    last = min(steps, until or steps)
     with contextlib.ExitStack() as stack:
         examine = may_go_on(resolved.config, override=override)
-        run, tracker = open_run(resolved.config, process, stack, steps=steps, examine=examine)
+        begun = stack.enter_context(start_run(config, rows, plan, recorded=resolved.config, examine=examine))
+        run, tracker, process, steps = begun.folder, begun.tracker, begun.process, begun.steps
+        last = min(steps, until or steps)
         oversight = stack.enter_context(Oversight(resolved.config, run))
-        session = stack.enter_context(open_session(config, process, rows, steps, run_id(run), plan))
+        session = stack.enter_context(open_session(config, process, rows, steps, begun.id, plan))
         models = session.models
         record = weight_record(config, run, models.named_weights)
         recovery = recovery_of_session(session, run, tracker, stack, process.device, record)

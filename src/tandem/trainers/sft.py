@@ -5,18 +5,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.engines import TrainEngine
 from tandem.config.experiment import BaseConfig, SFTConfig
 from tandem.config.load import Resolved
 from tandem.data.encoding import ChatEncoder, sequence
 from tandem.data.examples import conversations
-from tandem.flow.process import Process
 from tandem.lifecycle.summary import Summary
 from tandem.models.tokenizer import check_chat_template
 from tandem.roles.language_model import LanguageModel
-from tandem.trainers.supervised import BatchMaker, Recipe, Sequences, Stages, train_on_rows
-
-__all__ = ["RECIPE", "BatchMaker", "Encoder", "train"]
+from tandem.trainers.supervised import Recipe, RowSession, Sequences, Stages, train_on_rows
 
 
 def chat_encoder(tokenizer: PreTrainedTokenizerBase, config: BaseConfig) -> ChatEncoder:
@@ -51,8 +47,8 @@ class Encoder:
         return [sequence(encoded) for encoded in self.chat.conversation(row["messages"], row["train_from"])]
 
 
-def _stages(engine: TrainEngine, config: SFTConfig, process: Process) -> Stages:
-    model = LanguageModel(engine)
+def _stages(session: RowSession, config: SFTConfig) -> Stages:
+    model = LanguageModel(session.engine)
     return Stages(train=model.train_lm, evaluate=model.evaluate_lm)
 
 

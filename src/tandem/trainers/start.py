@@ -20,12 +20,14 @@ from tandem.flow.delivery import weights_folder
 from tandem.flow.parts import (
     WORKFLOWS,
     Rows,
+    check_names,
     check_rows,
     make_reward,
     make_workflow,
+    open_rows,
     training_workflow,
 )
-from tandem.flow.plan import RunPlan, plan_run
+from tandem.flow.plan import RunPlan
 from tandem.flow.process import choose_device
 from tandem.flow.residents import open_reader
 from tandem.models.architecture import Architecture
@@ -43,14 +45,26 @@ LOOKED_AT = 16
 """Rows whose prompts are measured at most; one that fits is enough, and the others are dropped when they are drawn."""
 
 
-def check_start(config: TrainConfig, rows: Rows, plan: RunPlan | None = None) -> None:
+def prepare_rows(config: TrainConfig, plan: RunPlan) -> Rows:
+    """The rows of a run that can start on this machine. ``plan``: the models that it opens.
+
+    Raises:
+        ConfigError: see `check_names`, `open_rows` and `check_start`.
+    """
+    check_names(config)
+    rows = open_rows(config)
+    check_start(config, rows, plan)
+    return rows
+
+
+def check_start(config: TrainConfig, rows: Rows, plan: RunPlan) -> None:
     """Passes if a run by ``config`` can start on this machine. Of a model on the hub no weights are downloaded for it.
-    ``plan``: the models that it opens; None takes the plan of ``config``.
+    ``plan``: the models that it opens.
 
     Raises:
         ConfigError: anything about the device, the models, the engine, the rows or the user's functions.
     """
-    device, plan = choose_device(config), plan or plan_run(config)
+    device = choose_device(config)
     folder = describing(config.actor.path)
     tokenizer = load_tokenizer(folder)
     check_chat_template(tokenizer)

@@ -8,7 +8,8 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from tensordict import TensorDict
@@ -28,19 +29,20 @@ from tandem.data.examples import Reader
 from tandem.data.loader import Loader
 from tandem.flow.parts import Rows, check_sinks, validation_config
 from tandem.flow.plan import RunPlan, plan_run
-from tandem.flow.process import Process, choose_device, start_process
-from tandem.flow.residents import open_model
+from tandem.flow.process import choose_device
+from tandem.flow.residents import open_model, open_reference
 from tandem.lifecycle.oversight import Oversight
 from tandem.lifecycle.recovery import Progress, Recovery, parts_of_rows
 from tandem.lifecycle.saving import Saving
-from tandem.lifecycle.summary import Summary, announce, check_run_folder, ended, open_run, tell_limit, telling_step
+from tandem.lifecycle.summary import Summary, announce, check_run_folder, ended, telling_step
 from tandem.lifecycle.weight_record import weight_record
 from tandem.models.catalog import describing
 from tandem.models.tokenizer import check_chat_template, load_tokenizer, save_classifier_tokenizer
+from tandem.roles.reference import Reference
 from tandem.state.resuming import may_go_on
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
-from tandem.tracking.tracker import Tracker
-from tandem.trainers.start import check_models, fetch_weights
+from tandem.trainers.opening import Run, start_run
+from tandem.trainers.start import check_models
 
 log = logging.getLogger(__name__)
 
@@ -81,8 +83,8 @@ class Recipe:
     encoder: Callable[[PreTrainedTokenizerBase, Any], Encoder]
     """From the tokenizer and the configuration."""
 
-    stages: Callable[[TrainEngine, Any, Process], Stages]
-    """From the engine, the configuration and this process."""
+    stages: Callable[["RowSession", Any], Stages]
+    """From the session and the configuration."""
 
 
 class BatchMaker:
@@ -160,6 +162,62 @@ def open_examples(config: BaseConfig, reader: Reader) -> Rows:
     return Rows(train, valid[: config.evaluate.max_rows])
 
 
+@dataclass(frozen=True)
+class RowSession:
+    """The objects of a loop that learns from rows."""
+
+    run: Run[Any]
+    tokenizer: PreTrainedTokenizerBase
+    engine: TrainEngine
+    reference: Reference | None
+    """The frozen policy; None if nothing compares with one."""
+
+    batches: BatchMaker
+
+    @cached_property
+    def valid(self) -> TensorDict:
+        """The validation rows as one batch; rows that cannot be used are left out, and not counted as training rows.
+
+        Raises:
+            ConfigError: none can.
+        """
+        return validation_batches(self.batches).all_of(self.run.rows.valid)
+
+    def is_evaluation_due(self, step: int) -> bool:
+        """True if `evaluate.every_steps` asks for an evaluation at this step; 0 is before the first."""
+        return is_evaluation_due(self.run.config.evaluate.every_steps, step, self.run.steps)
+
+    def evaluate_if_due(self, evaluate: Callable[[TensorDict], Mapping[str, float]], step: int) -> dict[str, float]:
+        """The figures of `valid` as ``eval/…``; empty where none are due at this step."""
+        return examined(evaluate, self.valid) if self.is_evaluation_due(step) else {}
+
+    def save(self, folder: Path) -> None:
+        """See `TrainEngine.save`."""
+        self.engine.save(folder)
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Writes the tokenizer beside the model; beside a classifier with the padding that this takes for padding."""
+        model = self.run.plan.resident("actor")
+        if model is not None and model.head == "scalar":
+            save_classifier_tokenizer(self.tokenizer, folder)
+        else:
+            self.tokenizer.save_pretrained(folder)
+
+
+def open_row_session(run: Run[Any], recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> RowSession:
+    """Opens the models of a run that learns from rows, and the maker of its batches.
+
+    Raises:
+        ConfigError: see `open_model`.
+    """
+    config, model = run.config, run.plan.resident("actor")
+    assert model is not None, "every plan has an actor"
+    engine = open_model(model, run.process.device, optimizer_steps=run.steps)
+    loader = Loader(run.rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
+    batches = BatchMaker(loader, recipe.encoder(tokenizer, config), config.batch_size)
+    return RowSession(run, tokenizer, engine, open_reference(run.plan, run.process.device, engine), batches)
+
+
 def train_on_rows(
     resolved: Resolved[Any], recipe: Recipe, *, dry_run: bool = False, override: bool = False, until: int | None = None
 ) -> Summary:
@@ -171,49 +229,46 @@ def train_on_rows(
         ConfigError: anything about the configuration or the rows.
     """
     config = resolved.config
-    check_sinks(config)
-    rows = open_examples(config, recipe.reader)
-    steps = total_steps(config, len(rows.train))
-    last = min(steps, until or steps)
     plan = plan_run(config)
-    model = plan.resident("actor")
-    assert model is not None, "every plan has an actor"
-    tokenizer = check_examples(config, recipe, rows, steps, plan)
+    rows, tokenizer = prepare_examples(config, recipe, plan)
     if dry_run:
         check_run_folder(config, may_go_on(config, override=override))
         return announce(resolved, config, len(rows.train), plan)
-    process = start_process(config)
-    if process.is_main:
-        tell_limit(config, len(rows.train))
-    fetch_weights(plan)
     with contextlib.ExitStack() as stack:
-        examine = may_go_on(config, override=override)
-        run, tracker = open_run(config, process, stack, steps=steps, examine=examine)
+        begun = stack.enter_context(start_run(config, rows, plan, examine=may_go_on(config, override=override)))
+        run, tracker, steps = begun.folder, begun.tracker, begun.steps
         oversight = stack.enter_context(Oversight(config, run))
-        engine = open_model(model, process.device, optimizer_steps=steps)
-        loader = Loader(rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
-        batches = BatchMaker(loader, recipe.encoder(tokenizer, config), config.batch_size)
-        stages = recipe.stages(engine, config, process)
-        scores = model.head == "scalar"
-        save = partial(save_classifier_tokenizer, tokenizer) if scores else tokenizer.save_pretrained
-        progress = Progress()
+        session = open_row_session(begun, recipe, tokenizer)
+        engine, progress = session.engine, Progress()
         parts, record = (
-            parts_of_rows(engine, batches, progress, tracker, process.device),
+            parts_of_rows(engine, session.batches, progress, tracker, begun.process.device),
             weight_record(config, run, engine.weights),
         )
+        stages = recipe.stages(session, config)
         recovery = Recovery(run, parts, progress, record=record)
-        saving = Saving(config, run, steps, engine, save, recovery, lambda states: engine.late_writer(states["trainer"]))
+        saving = Saving(
+            config,
+            run,
+            steps,
+            session,
+            session.save_tokenizer,
+            recovery,
+            late_writer=lambda states: engine.late_writer(states["trainer"]),
+        )
         stack.enter_context(saving)
-        summary = loop(config, Parts(batches, stages), run, tracker, rows, steps, last, recovery, saving, oversight)
+        summary = loop(session, stages, min(steps, until or steps), recovery, saving, oversight)
         return ended(summary, run, steps)
 
 
-def check_examples(config: Any, recipe: Recipe, rows: Rows, steps: int, plan: RunPlan) -> PreTrainedTokenizerBase:
-    """Passes if a run can start on this machine; returns the tokenizer. Of a model on the hub no weights are downloaded.
+def prepare_examples(config: Any, recipe: Recipe, plan: RunPlan) -> tuple[Rows, PreTrainedTokenizerBase]:
+    """The rows of a run that can start on this machine, and its tokenizer. Of a model on the hub no weights are downloaded.
 
     Raises:
-        ConfigError: anything about the device, the models, or rows of which too few can be used.
+        ConfigError: anything about sinks, data, device and models, or rows of which too few can be used.
     """
+    check_sinks(config)
+    rows = open_examples(config, recipe.reader)
+    steps = total_steps(config, len(rows.train))
     device = choose_device(config)
     tokenizer = load_tokenizer(describing(config.actor.path))
     check_chat_template(tokenizer)
@@ -223,40 +278,23 @@ def check_examples(config: Any, recipe: Recipe, rows: Rows, steps: int, plan: Ru
     batches.next_batch()
     if is_evaluation_due(config.evaluate.every_steps, 0, steps):
         validation_batches(batches).all_of(rows.valid)
-    return tokenizer
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What the loop uses."""
-
-    batches: BatchMaker
-    stages: Stages
+    return rows, tokenizer
 
 
 def loop(
-    config: Any,
-    parts: Parts,
-    run: Any,
-    tracker: Tracker | None,
-    rows: Rows,
-    steps: int,
-    last: int,
-    recovery: Recovery,
-    saving: Saving,
-    oversight: Oversight,
+    session: RowSession, stages: Stages, last: int, recovery: Recovery, saving: Saving, oversight: Oversight
 ) -> Summary:
     """All steps up to ``last`` that are not done yet, with evaluation before the first one and between them, tracking and
-    saving; ``steps``: of the whole run."""
-    stages, batches, every = parts.stages, parts.batches, config.evaluate.every_steps
+    saving."""
+    batches, run, tracker = session.batches, session.run.folder, session.run.tracker
     timer, progress, valid = PhaseTimer(), recovery.progress, None
     checkpoint = saving.checkpoint = recovery.resume()
     metrics: dict[str, float] = {} if tracker is None else dict(tracker.last)
-    if is_evaluation_due(every, 0, steps):
-        valid = stages.prepare(validation_batches(batches).all_of(rows.valid))
+    if session.is_evaluation_due(0):
+        valid = stages.prepare(session.valid)
         if checkpoint is None:
             with within("evaluate"):
-                found = examined(stages, valid)
+                found = examined(stages.evaluate, valid)
             with together():
                 if tracker is not None:
                     tracker.log(0, found)
@@ -269,14 +307,14 @@ def loop(
         saving.persist(partial(recovery.commit, step))
         metrics |= {f"rows/dropped/{reason}": float(count) for reason, count in batches.dropped.items()}
         metrics["tokens_per_s/train"] = int(batch["cu_seqlens"][-1]) / max(timer.seconds("train"), 1e-9)
-        if valid is not None and is_evaluation_due(every, step, steps):
+        if valid is not None and session.is_evaluation_due(step):
             with timer("evaluate"):
-                metrics |= examined(stages, valid)
+                metrics |= examined(stages.evaluate, valid)
         metrics |= timer.metrics() | saving.metrics() | oversight.metrics() | {"memory/peak_gib": peak_memory_gib()}
         saving.persist(partial(tracker.log, step, metrics) if tracker is not None else None)
         with timer("save"):  # after the line of this step, which a run that goes on from here does not make again
             asked = oversight.asked() and step < last
-            saving.after_step(step, metrics, leaving=asked or step == last < steps)
+            saving.after_step(step, metrics, leaving=asked or step == last < session.run.steps)
         if asked:
             oversight.leave()
     return Summary(run.path if run else None, progress.step, metrics, saving.finish())
@@ -287,6 +325,6 @@ def validation_batches(batches: BatchMaker) -> BatchMaker:
     return BatchMaker(batches.loader, batches.encoder, batches.batch_size, quiet=batches.quiet)
 
 
-def examined(stages: Stages, valid: TensorDict) -> dict[str, float]:
+def examined(evaluate: Callable[[TensorDict], Mapping[str, float]], valid: TensorDict) -> dict[str, float]:
     """The metrics of the validation rows, as ``eval/…``."""
-    return {f"eval/{name}": value for name, value in stages.evaluate(valid).items()}
+    return {f"eval/{name}": value for name, value in evaluate(valid).items()}

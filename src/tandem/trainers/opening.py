@@ -1,0 +1,107 @@
+"""Opens a run: its process, folder and tracker. Trainers and scripts begin here."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+from tandem.api.samples import Group
+from tandem.api.weights import WeightVersion
+from tandem.config.arithmetic import total_steps
+from tandem.config.experiment import BaseConfig, TrainConfig
+from tandem.evaluation import evaluate_if_due
+from tandem.flow.parts import Rows
+from tandem.flow.plan import RunPlan
+from tandem.flow.process import Process, start_process
+from tandem.flow.session import Session
+from tandem.lifecycle.summary import open_run, run_id, save_if_due, tell_limit
+from tandem.state.resuming import Examine, refuse_existing
+from tandem.state.run_folder import RunFolder
+from tandem.tracking.tracker import Tracker
+from tandem.trainers.start import fetch_weights
+
+C = TypeVar("C", bound=BaseConfig)
+
+
+class Models(Protocol):
+    """The models of a run that are saved together, and their tokenizer."""
+
+    def save(self, folder: Path) -> None:
+        """See `TrainEngine.save`."""
+        ...
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Writes the tokenizer beside them."""
+        ...
+
+
+@dataclass(frozen=True)
+class Run(Generic[C]):
+    """A run that has begun: its folder is open, and its process is set up. The models are in its session."""
+
+    config: C
+    plan: RunPlan
+    rows: Rows
+    steps: int
+    """Training steps of the whole run."""
+
+    process: Process
+    folder: RunFolder | None
+    """None on ranks other than 0, like the tracker: one rank writes for all."""
+
+    tracker: Tracker | None
+    id: str
+    """Names the run to servers that several runs may reach; the same on all ranks."""
+
+    def evaluate_if_due(self: "Run[TrainConfig]", session: Session, step: int) -> dict[str, float]:
+        """The figures of the validation rows by metric name; empty where `evaluate.every_steps` asks for none at this step
+        (0 is before the first), and on ranks other than 0. Collective."""
+        return evaluate_if_due(self.config, session, self.rows, step, self.steps)
+
+    def log(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        groups: Iterable[Group] = (),
+        history: Mapping[int, WeightVersion] | None = None,
+    ) -> None:
+        """Records a step, on rank 0 (`Tracker.log`). Without any metrics nothing is recorded."""
+        if self.tracker is not None and metrics:
+            self.tracker.log(step, metrics, groups, history)
+
+    def save_if_due(self, step: int, models: Models) -> None:
+        """Saves a checkpoint where `checkpoint` asks for one at this step: the models, without what resuming needs.
+        Collective.
+
+        Raises:
+            CheckpointFailed: the disk refuses, unless `checkpoint.on_error` lets training go on.
+        """
+        save_if_due(self.config, self.folder, step, self.steps, models, models.save_tokenizer)
+
+
+@contextlib.contextmanager
+def start_run(
+    config: C,
+    rows: Rows,
+    plan: RunPlan,
+    *,
+    recorded: BaseConfig | None = None,
+    examine: Examine = refuse_existing,
+) -> Iterator[Run[C]]:
+    """Sets up this process, downloads what is missing of the plan's models, and opens the run folder. Collective.
+
+    ``recorded``: the configuration that the folder tells of, if it is another one than the run trains by. ``examine``: says
+    whether a run that is in the folder goes on (`may_go_on`); none does unless it is given.
+
+    Raises:
+        ConfigError: see `start_process`, `fetch_weights` and `open_run`.
+    """
+    process = start_process(config)
+    if process.is_main:
+        tell_limit(config, len(rows.train))
+    fetch_weights(plan)
+    steps = total_steps(config, len(rows.train))
+    with contextlib.ExitStack() as stack:
+        folder, tracker = open_run(recorded or config, process, stack, steps=steps, examine=examine)
+        yield Run(config, plan, rows, steps, process, folder, tracker, run_id(folder))

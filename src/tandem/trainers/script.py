@@ -1,0 +1,81 @@
+"""The one function with which a script opens a run: checks, folder, tracker, models; the loop is the script's own."""
+
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, overload
+
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
+from tandem.config.preference import PreferenceConfig, RewardModelConfig
+from tandem.flow.plan import RunPlan, plan_run
+from tandem.flow.session import Session, open_session
+from tandem.trainers.opening import Run, start_run
+from tandem.trainers.recipes import recipe_of
+from tandem.trainers.start import prepare_rows
+from tandem.trainers.supervised import RowSession, open_row_session, prepare_examples
+
+RowConfig = SFTConfig | PreferenceConfig | RewardModelConfig
+
+
+@overload
+def open_training(
+    config: TrainConfig, *, passes: Collection[str] | None = None
+) -> AbstractContextManager[tuple[Run[TrainConfig], Session]]: ...
+
+
+@overload
+def open_training(config: RowConfig) -> AbstractContextManager[tuple[Run[Any], RowSession]]: ...
+
+
+def open_training(config: BaseConfig, *, passes: Collection[str] | None = None) -> AbstractContextManager[tuple[Any, Any]]:
+    """Opens a run and its models; on leaving everything is closed, and the run folder says how the run ended.
+
+    The *run* has the folder and the tracker: `run.steps`, `run.log`, `run.save_if_due`. The *session* has the models and
+    what feeds them. What cannot work is refused before there is a run folder, as by the commands. ``passes``: those that the
+    script's loop makes before the update, by their names in `plan_run(config)`; None: whatever the plan has.
+
+    Example::
+
+        with open_training(config) as (run, session):
+            for step in range(1, run.steps + 1):
+                …
+
+    Raises:
+        ConfigError: anything about the configuration; or it needs a pass that is not among ``passes``.
+    """
+    return _reinforcement(config, passes) if isinstance(config, TrainConfig) else _rows(config)
+
+
+@contextmanager
+def _reinforcement(config: TrainConfig, passes: Collection[str] | None) -> Iterator[tuple[Run[TrainConfig], Session]]:
+    plan = plan_run(config)
+    if passes is not None:
+        check_passes(plan, passes)
+    rows = prepare_rows(config, plan)
+    with (
+        start_run(config, rows, plan) as run,
+        open_session(config, run.process, rows, run.steps, run.id, plan) as session,
+    ):
+        yield run, session
+
+
+@contextmanager
+def _rows(config: Any) -> Iterator[tuple[Run[Any], RowSession]]:
+    plan, recipe = plan_run(config), recipe_of(config)
+    rows, tokenizer = prepare_examples(config, recipe, plan)
+    with start_run(config, rows, plan) as run:
+        yield run, open_row_session(run, recipe, tokenizer)
+
+
+def check_passes(plan: RunPlan, passes: Collection[str]) -> None:
+    """Passes if a loop that makes these passes makes all of the plan's.
+
+    Raises:
+        ConfigError: it leaves some out; names them.
+    """
+    missing = [f"{stage.name} ({stage.role}.{stage.call})" for stage in plan.passes if stage.name not in passes]
+    if missing:
+        raise ConfigError(
+            f"this configuration needs passes that the script's loop does not make: {', '.join(missing)}; use `tandem "
+            "train`, which makes all of them, or change algorithm.*"
+        )
