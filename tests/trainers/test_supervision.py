@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.trainers.test_resume import assert_same, ledger
+from tests.zygote import gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.invariant]
 
@@ -58,8 +59,7 @@ class Command:
 
     def left(self) -> list[int]:
         """Processes of the run that are still there."""
-        alive = [psutil.Process(pid) for pid in self.seen if psutil.pid_exists(pid)]
-        return [process.pid for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        return [pid for pid in self.seen if not gone(pid)]
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -135,7 +135,7 @@ def test_a_rank_that_is_stopped_is_found_and_nothing_is_lost(start):
     while first[0].status() != psutil.STATUS_STOPPED:  # the system stops it when it next gets a core
         assert time.monotonic() - began < 5, first[0].status()
         time.sleep(0.01)
-    while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in first):
+    while not all(gone(rank) for rank in first):
         assert time.monotonic() - began < 30, command.words()
         time.sleep(0.1)
     assert command.end(150) == 0, command.words()
@@ -193,7 +193,7 @@ def test_a_rank_that_never_reaches_a_collective_call_is_found_and_nothing_is_los
         assert command.process.poll() is None, command.words()
         time.sleep(0.05)
     first, began = command.ranks(), float((tmp_path / "stuck").read_text())
-    while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in first):
+    while not all(gone(rank) for rank in first):
         assert time.monotonic() - began < 30, command.words()
         time.sleep(0.1)
     assert command.end(200) == 0, command.words()
