@@ -30,7 +30,7 @@ def start(overrides, tmp_path, monkeypatch):
     commands = []
     items = [*overrides, "rollout.backend=tandem:d1", "rollout.engine.threads=1", "recover.max_restarts=1"]
     items += ["checkpoint.every_steps=1", f"total_train_steps={STEPS}", "tracking.trajectories_per_step=16"]
-    items += ["tracking.plot_every_steps=1000"]
+    items += ["tracking.plot_every_steps=null"]
 
     def run(trial, *more):
         commands.append(Command(tmp_path / "runs", "train", trial, [*items, *more]))

@@ -83,7 +83,7 @@ def start(model, tmp_path):
     commands = []
     items = [f"actor.path={model}", "actor.dtype=float32", "actor.optimizer.lr=0.01", "train_dataset.path=addition"]
     items += ["train_dataset.size=60", f"total_train_steps={STEPS}", "batch_size=8", "threads=1", "deterministic=true"]
-    items += ["checkpoint.every_steps=1", "tracking.plot_every_steps=1000"]
+    items += ["checkpoint.every_steps=1", "tracking.plot_every_steps=null"]
 
     def run(kind, trial, *more, of=None):
         command = Command(tmp_path, kind, trial, [*(items if of is None else of), *more])
@@ -182,7 +182,7 @@ def poisoned(policy, proximal, advantages, mask):
 def learning(overrides, tmp_path):
     """Items of a run of reinforcement learning on two ranks, its loss a user's."""
     (tmp_path / "my_loss.py").write_text(LOSS)
-    items = [*overrides, TWO, "deterministic=true", "checkpoint.every_steps=1", "tracking.plot_every_steps=1000"]
+    items = [*overrides, TWO, "deterministic=true", "checkpoint.every_steps=1", "tracking.plot_every_steps=null"]
     return [*items, "total_train_steps=4"]
 
 
