@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import multiprocessing
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+LIBRARIES = ["torch", "transformers", "tandem.engines.train.engine", "tandem.trainers.rl"]
+"""What nearly all ranks import, which takes seconds: one process does, and each rank is forked from it."""
+
+
+def start(work: Callable[..., None], arguments: tuple, ranks: int) -> mp.ProcessContext:
+    """Starts ``work(rank, *arguments)`` in a process for each rank, as `torch.multiprocessing.spawn` does, but sooner."""
+    multiprocessing.set_forkserver_preload(LIBRARIES)
+    return mp.start_processes(work, arguments, nprocs=ranks, join=False, start_method="forkserver")
+
+
+def finish(context: mp.ProcessContext) -> None:
+    """Waits for all ranks; what one raised is raised here."""
+    while not context.join():
+        pass
 
 
 def _child(rank: int, ranks: int, work: Callable[..., Any], arguments: tuple, out: Path) -> None:
@@ -24,10 +40,9 @@ def alone_and_on(ranks: int, work: Callable[..., Any], *arguments: Any, out: Pat
 
     ``work`` is a function of a module; ``arguments`` and results are what pickle and `torch.load` take.
     """
-    context = mp.spawn(_child, (ranks, work, arguments, out), nprocs=ranks, join=False)
+    context = start(_child, (ranks, work, arguments, out), ranks)
     alone = work(*arguments, ranks=1)
-    while not context.join():
-        pass
+    finish(context)
     return alone, _found(out, ranks)
 
 
@@ -38,7 +53,7 @@ def alone_and_on_two(work: Callable[..., Any], *arguments: Any, out: Path) -> tu
 
 def on(ranks: int, work: Callable[..., Any], *arguments: Any, out: Path) -> list[Any]:
     """The second half of `alone_and_on`."""
-    mp.spawn(_child, (ranks, work, arguments, out), nprocs=ranks)
+    finish(start(_child, (ranks, work, arguments, out), ranks))
     return _found(out, ranks)
 
 

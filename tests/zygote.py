@@ -1,4 +1,5 @@
-"""Processes that can be killed, many of them, without importing torch in each: one process forks itself for each call."""
+"""Processes that can be killed, many of them, without importing torch in each (one process forks itself for each call), and
+the question if one has ended."""
 
 import json
 import os
@@ -10,7 +11,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def gone(process: int | psutil.Process, within_s: float = 0.0) -> bool:
+    """Tells if a process has ended, or does so in time. One that ends during the question has ended; so has a zombie."""
+    deadline = time.monotonic() + within_s
+    try:
+        process = psutil.Process(process) if isinstance(process, int) else process
+        while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.02)
+    except psutil.NoSuchProcess:
+        pass
+    return True
 
 
 class Zygote:

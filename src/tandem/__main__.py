@@ -21,7 +21,7 @@ def _end_once_closed(status: list[int]) -> None:
         for file in gc.get_objects():  # those of a user's code too, which nobody closes now
             # `isinstance` would ask each object for its class, and one of torch's warns when it is asked
             if issubclass(type(file), io.TextIOWrapper | io.BufferedWriter):
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(Exception):  # the boundary of a user's code: its file raises what it likes
                     file.flush()
         os._exit(status[0])
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from tandem.api.collective import from_main, together, whole
 from tandem.api.failures import ConfigError, EngineDied, RankFailed, TandemError
@@ -23,6 +22,7 @@ from tandem.state.run_folder import RunFolder
 from tandem.weights.channel import LocalChannel
 from tandem.weights.publisher import WeightPublisher
 from tests.engines_train.steps import engine_on
+from tests.ranks import finish, start
 from tests.rollout.clockwork import ClockworkEngine
 from tests.tiny import tiny_model_folder
 
@@ -146,7 +146,7 @@ def one_rank(rank, out, folder):
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     out = tmp_path_factory.mktemp("ranks")
-    mp.spawn(one_rank, (str(out), tiny_model_folder(out)), nprocs=2)
+    finish(start(one_rank, (str(out), tiny_model_folder(out)), 2))
     return [torch.load(out / f"{rank}.pt", weights_only=True) for rank in range(2)]
 
 

@@ -71,7 +71,7 @@ def rl(tandem, root):
 
 def common(root, model):
     common = [f"run.root={root}", f"actor.path={model}", "actor.dtype=float32", "actor.optimizer.lr=0.01", "threads=1"]
-    common += ["train_dataset.path=addition", "deterministic=true"]
+    common += ["train_dataset.path=addition", "deterministic=true", "tracking.plot_every_steps=null"]
     return common
 
 

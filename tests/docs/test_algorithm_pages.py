@@ -113,7 +113,7 @@ def test_the_command_of_a_page_runs(preset, model, tmp_path, monkeypatch):
         "total_train_steps=1",
         "evaluate.every_steps=1",
         "evaluate.max_rows=2",
-        "tracking.plot_every_steps=1000",
+        "tracking.plot_every_steps=null",
         "checkpoint.at_end=false",
         "threads=1",
         *([] if preset in OWN_REWARD else [f"reward={EVEN}"]),

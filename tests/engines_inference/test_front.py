@@ -21,6 +21,7 @@ from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine, engine_threads
 from tests.tiny import tiny_model_folder
+from tests.zygote import gone
 
 ROLLOUT = RolloutConfig(dtype="float32", engine=EmbeddedEngineConfig(max_running=8, kv_cache_gib=0.01, threads=1))
 PLACEMENTS = ("colocate", "decoupled")
@@ -320,7 +321,7 @@ class TestProcess:
             assert child.is_running() and child.ppid() == parent.pid
             parent.send_signal(how)
             parent.wait(30)
-            until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE, 5)
+            until(lambda: gone(child), 5)
             if how == signal.SIGKILL:  # else its parent took it along
                 os.kill(orphan, signal.SIGKILL)
             complaints = parent.stderr.read()

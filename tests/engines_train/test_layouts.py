@@ -17,22 +17,28 @@ ZERO = pytest.mark.skipif(find_spec("deepspeed") is None, reason="DeepSpeed, an 
 PARAMS = [
     "2",
     pytest.param("2 more", marks=SLOW),
-    pytest.param("2 offloaded", marks=SLOW),
     pytest.param("1 zero", marks=[ZERO, *SLOW]),
     pytest.param("2 zero", marks=[ZERO, *SLOW]),
     pytest.param("4", marks=SLOW),
 ]
 
 
-@pytest.fixture(scope="module", params=PARAMS)
-def runs(request, tmp_path_factory):
-    """(cases, what one process found, what each rank found, where the models were saved)."""
-    out, cases = tmp_path_factory.mktemp("layouts"), CASES[request.param]
-    folders = {
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Models that all groups of ranks train, and beside them what is saved of it."""
+    out = tmp_path_factory.mktemp("layouts")
+    models = {
         name: tiny_model_folder(out, name, **{"num_key_value_heads": 4} | overrides) for name, overrides in MODELS.items()
     }
-    folders["deep"] = tiny_model_folder(out, "llama", num_hidden_layers=8)
-    return cases, *alone_and_on(int(request.param[0]), all_steps, folders, cases, out, out=out), out
+    return models | {"deep": tiny_model_folder(out, "llama", num_hidden_layers=8)}
+
+
+@pytest.fixture(scope="module", params=PARAMS)
+def runs(request, folders, tmp_path_factory):
+    """(cases, what one process found, what each rank found, where the models were saved)."""
+    out, cases = folders["deep"].parent, CASES[request.param]
+    meeting = tmp_path_factory.mktemp("ranks")
+    return cases, *alone_and_on(int(request.param[0]), all_steps, folders, cases, out, out=meeting), out
 
 
 def compared(runs):

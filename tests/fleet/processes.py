@@ -10,6 +10,7 @@ import psutil
 
 from tandem.config.fleet import FleetConfig
 from tests.fleet.fleets import engine, fleet_of, generate, healthy, rows, server, until
+from tests.zygote import gone
 
 DETECTED_S = 5.0
 """Time in which a fault must be noticed."""
@@ -49,11 +50,6 @@ class Processes:
     def kill(self, name, how=signal.SIGKILL):
         os.kill(self.pids[name], how)
         return time.time()
-
-
-def gone(pid):
-    """Whether a process has ended."""
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def reference(folder, requests):

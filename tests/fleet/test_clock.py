@@ -14,6 +14,7 @@ import tandem
 from tests.fleet.fleets import rows, until
 from tests.fleet.training import items_of
 from tests.tiny import tiny_model_folder
+from tests.zygote import gone
 
 SOURCE = Path(tandem.__file__).parent
 FOLDER = Path(__file__).parent / "wall_clock"
@@ -126,4 +127,4 @@ def test_the_clock_of_the_run_and_those_of_its_servers_jump_by_an_hour_and_nobod
     assert not [name for name in last if name.startswith("episodes/dropped")]
     assert all(row["staleness/max"] <= 2 for row in table)
     assert json.loads((folder / "run.json").read_text())["seconds"] < 600
-    assert not [one.pid for one in family if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+    assert all(gone(one) for one in family)

@@ -17,9 +17,10 @@ from tandem.engines.inference.fleet.members import Server
 from tandem.engines.inference.fleet.pool import Fleet
 from tandem.engines.inference.remote.tandem_start import start_tandem_server
 from tests.fleet.fleets import Asking, ask, generate, healthy, passed, publish, rows, running, same, until
-from tests.fleet.processes import PATIENCE, Processes, fault, gone, reference
+from tests.fleet.processes import PATIENCE, Processes, fault, reference
 from tests.fleet.training import engines
 from tests.tiny import tiny_model_folder
+from tests.zygote import gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.invariant]
 

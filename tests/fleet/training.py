@@ -35,6 +35,7 @@ def items_of(model, root, *items):
         "evaluate.every_steps=null",
         "tracking.trajectories_per_step=16",
         f"total_train_steps={STEPS}",
+        "tracking.plot_every_steps=null",
         f"reward={REWARDS}:even",
         "threads=1",
         *items,

@@ -15,6 +15,7 @@ import pytest
 from tandem.engines.inference.remote.kept import Place, take_over
 from tandem.launch import local
 from tandem.launch.local import run_ranks
+from tests.zygote import gone
 
 RANK = """
 import os, pathlib, signal, sys, time
@@ -56,10 +57,6 @@ from tandem.launch import local
 local.RESTART_S = float(sys.argv[1])
 sys.exit(local.run_ranks([sys.executable, "-c", sys.argv[2]], 1, max_restarts=1))
 """
-
-
-def gone(pid):
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def until(condition, seconds=20.0):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tandem.launch.local import run_ranks
+from tests.zygote import gone
 
 QUICK = 20.0
 """Seconds within which a group must have ended; each wait inside is far shorter."""
@@ -18,14 +19,6 @@ QUICK = 20.0
 def ranks(code: str, count: int = 2) -> int:
     """Runs a few lines on each rank."""
     return run_ranks([sys.executable, "-c", code], count)
-
-
-def gone(pid: int) -> bool:
-    """Whether a process has ended, also where nobody has collected it yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 def wait_for(what, seconds: float = QUICK) -> None:

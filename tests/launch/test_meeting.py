@@ -12,6 +12,7 @@ import pytest
 
 from tandem.launch.local import run_ranks
 from tandem.launch.meeting import LOCK, PREFIX, meeting_folder, remove_left
+from tests.zygote import gone
 
 LAUNCHER = """
 import sys
@@ -47,13 +48,6 @@ def launch(temporary):
         process.wait(30)
 
 
-def _runs(process):
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
 def until(condition):
     deadline = time.monotonic() + 20
     while not condition():
@@ -70,7 +64,7 @@ def test_what_a_killed_launcher_left_is_removed_by_the_next_and_nothing_of_one_t
     remove_left()
     assert rank.is_running() and (left / LOCK).exists()  # its rank may still need it
     rank.kill()
-    until(lambda: not _runs(rank))
+    until(lambda: gone(rank))
     for folder in (temporary / f"{PREFIX}without", tmp_path / "mine"):
         folder.mkdir()
     (tmp_path / "mine" / LOCK).touch()

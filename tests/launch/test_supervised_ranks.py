@@ -4,11 +4,11 @@ import os
 import sys
 import time
 
-import psutil
 import pytest
 
 from tandem.launch import local, rank
 from tandem.launch.local import RENDEZVOUS, run_ranks
+from tests.zygote import gone
 
 TRIES = """
 import os, sys, time, pathlib, signal, subprocess
@@ -42,10 +42,6 @@ def ranks(tmp_path, monkeypatch):
 
 def pids(folder, attempt=0):
     return [int((folder / f"{attempt}-{rank}").read_text()) for rank in range(2)]
-
-
-def gone(pid):
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_rank_that_is_stopped_is_found_and_the_stacks_of_all_are_kept(ranks, tmp_path, capfd):

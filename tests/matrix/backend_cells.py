@@ -104,6 +104,7 @@ def overrides(cell: Cell, model: Path) -> list[str]:
         "actor.optimizer.lr=0.01",
         "train_dataset.size=40",
         "total_train_steps=2",
+        "tracking.plot_every_steps=null",
         "evaluate.every_steps=null",
         "checkpoint.resumable=false",
         "threads=1",

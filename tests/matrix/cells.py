@@ -78,6 +78,7 @@ def overrides(cell: Cell, model: Path) -> list[str]:
         "train_dataset.path=addition",
         "train_dataset.size=40",
         "total_train_steps=2",
+        "tracking.plot_every_steps=null",
         "threads=1",
     ]
     if "labels" in preset.values:

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from tandem.flow.process import Process
+from tests.ranks import start
 
 SIZES = (1, 2)
 PATIENCE_S = 300.0
@@ -52,7 +52,7 @@ def results(matrix: str, model: Path, out: Path, cells: list[Any] | None = None)
     groups = []
     for ranks in SIZES:
         own = [cell for cell in cells if cell.ranks == ranks]
-        groups.append(mp.spawn(work, (ranks, matrix, own, model, out), nprocs=ranks, join=False))
+        groups.append(start(work, (ranks, matrix, own, model, out), ranks))
     try:
         while sum(group.join(timeout=1.0) for group in groups) < len(groups):
             pass

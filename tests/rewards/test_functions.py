@@ -15,6 +15,7 @@ from tandem.config.errors import ConfigError
 from tandem.rewards.build import build_reward
 from tandem.rewards.pool import most_workers
 from tandem.rewards.processes import usable_cores
+from tests.zygote import gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="worker processes are watched through Linux's process table")
 
@@ -121,18 +122,6 @@ def failure_of(function, **row):
     return caught.value
 
 
-def gone(pid):
-    """Dead, or a zombie that only waits for whoever inherited it."""
-    for _ in range(100):
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
-            return True
-        time.sleep(0.05)
-    return False
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -212,7 +201,7 @@ def test_close_kills_a_call_under_way_with_its_children_also_detached_ones(rewar
         return started
 
     started = asyncio.run(hang())
-    assert len(started) == 3 and all(gone(pid) for pid in started)
+    assert len(started) == 3 and all(gone(pid, within_s=5) for pid in started)
 
 
 def test_the_deadline_kills_the_children_too(reward, tmp_path):
@@ -221,12 +210,12 @@ def test_the_deadline_kills_the_children_too(reward, tmp_path):
     started = [int(pid) for pid in pids.read_text().split()]
 
     assert failure.reason == "reward_timeout"
-    assert len(started) == 3 and all(gone(pid) for pid in started)
+    assert len(started) == 3 and all(gone(pid, within_s=5) for pid in started)
 
 
 def test_children_left_behind_end_with_the_call(reward, tmp_path):
     assert call(reward("leaves_children"), path=str(tmp_path / "pid")).value == 1.0
-    assert gone(int((tmp_path / "pid").read_text()))
+    assert gone(int((tmp_path / "pid").read_text()), within_s=5)
 
 
 def test_a_reward_that_forks_answers_once(reward):
@@ -304,7 +293,7 @@ def test_workers_are_reused_and_close_leaves_no_process(reward):
     process.close()
     process.close()
 
-    assert all(gone(pid) for pid in [*workers, *keepers])
+    assert all(gone(pid, within_s=5) for pid in [*workers, *keepers])
     with pytest.raises(RuntimeError, match="closed"):
         call(process)
 
@@ -326,7 +315,7 @@ asyncio.run(reward(prompt="", completion="", prompt_ids=(), completion_ids=(), r
     run.kill()
     run.wait()
 
-    assert len(family) >= 5 and all(gone(pid) for pid in family)
+    assert len(family) >= 5 and all(gone(pid, within_s=5) for pid in family)
 
 
 def test_a_worker_does_not_import_torch():

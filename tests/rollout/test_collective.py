@@ -3,12 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from tandem.api.failures import DataFailure
 from tandem.config.rollout import RolloutConfig
 from tandem.rollout.executor import Rollout
 from tandem.rollout.pool import NoBatch
+from tests.ranks import finish, start
 from tests.rollout.clockwork import ClockworkEngine, OneAnswer, prompts, rows
 
 
@@ -33,7 +33,7 @@ def one_rank(rank, folder):
 @pytest.mark.slow
 @pytest.mark.invariant
 def test_every_rank_has_the_same_batch_and_the_same_error(tmp_path):
-    mp.spawn(one_rank, (str(tmp_path),), nprocs=2)
+    finish(start(one_rank, (str(tmp_path),), 2))
     one, two = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name].nan_to_num(), two[name].nan_to_num()) for name in one)

@@ -103,6 +103,13 @@ def test_pictures_are_drawn_every_so_many_steps_and_at_the_end(tmp_path):
     assert [path.name for path in tmp_path.iterdir() if "partial" in path.name] == []
 
 
+def test_no_pictures_are_drawn_where_nobody_wants_any(tmp_path):
+    with tracker(tmp_path, plot_every_steps=None) as track:
+        track.log(1, {"reward/mean": 0.1, "loss": 1.0})
+
+    assert [path.name for path in tmp_path.iterdir() if path.suffix == ".png"] == []
+
+
 def test_a_run_without_rewards_has_no_picture_of_them(tmp_path):
     with tracker(tmp_path) as track:
         track.log(1, {"loss": 1.0})

@@ -29,6 +29,7 @@ def overrides(model, tmp_path):
         "valid_dataset.path=addition",
         "evaluate.every_steps=null",
         "total_train_steps=3",
+        "tracking.plot_every_steps=null",
         f"reward={Path(__file__).parent / 'small_rewards.py'}:even",
         "threads=1",
     ]

@@ -37,6 +37,7 @@ def run(model, tmp_path_factory):
         "evaluate.every_steps=null",
         "tracking.trajectories_per_step=16",
         f"total_train_steps={STEPS}",
+        "tracking.plot_every_steps=null",
     ]
     folder = train(load_config(TrainConfig, None, items)).folder
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

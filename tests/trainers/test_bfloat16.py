@@ -37,6 +37,7 @@ def small(model, tmp_path):
         "rollout.dtype=bfloat16",
         "rollout.engine.kv_cache_gib=0.05",
         "rollout.verify.every_steps=1",
+        "tracking.plot_every_steps=null",
         "gconfig.max_new_tokens=16",
         "threads=1",
     ]

@@ -62,6 +62,7 @@ def test_the_run_has_the_shape_of_reinforcement_learning_and_the_teacher_is_froz
         "gconfig.max_new_tokens=8",
         "train_dataset.path=addition",
         "total_train_steps=8",
+        "tracking.plot_every_steps=null",
         "threads=1",
     ]
     summary = distill.train(load_config(DistillConfig, None, items))
@@ -98,6 +99,7 @@ def test_a_student_that_writes_while_it_learns_keeps_within_the_staleness_bound(
         "gconfig.max_new_tokens=8",
         "train_dataset.path=addition",
         "total_train_steps=4",
+        "tracking.plot_every_steps=null",
         "threads=2",
     ]
     summary = distill.train(load_config(DistillConfig, None, items))

@@ -9,6 +9,8 @@ import time
 import psutil
 import pytest
 
+from tests.zygote import gone
+
 pytestmark = [pytest.mark.slow, pytest.mark.invariant]
 
 
@@ -46,7 +48,7 @@ def test_a_rank_that_is_killed_ends_the_run_within_seconds_and_is_named(run):
     assert process.wait(60) == 1
     assert time.monotonic() - began < 30
     assert "rank 1 of 2 ended by signal SIGKILL" in words(process)
-    assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+    assert all(gone(rank) for rank in ranks)
 
 
 def test_ctrl_c_ends_all_ranks_and_says_where_the_files_are(run):
@@ -54,11 +56,11 @@ def test_ctrl_c_ends_all_ranks_and_says_where_the_files_are(run):
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     assert "Interrupted." in words(process) and "Traceback" not in words(process)
-    assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+    assert all(gone(rank) for rank in ranks)
 
 
 def test_ranks_do_not_outlive_the_command(run):
     process, ranks = run
     process.kill()
-    gone, alive = psutil.wait_procs(ranks, timeout=45)
-    assert len(gone) == 2 and not alive
+    ended, alive = psutil.wait_procs(ranks, timeout=45)
+    assert len(ended) == 2 and not alive

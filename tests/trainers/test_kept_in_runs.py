@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tests.fleet.fleets import rows
 from tests.trainers.test_resume import ledger
 from tests.trainers.test_supervision import Command, last_step
+from tests.zygote import gone
 
 pytestmark = pytest.mark.slow
 
@@ -29,7 +30,7 @@ def start(overrides, tmp_path, monkeypatch):
     commands = []
     items = [*overrides, "rollout.backend=tandem:d1", "rollout.engine.threads=1", "recover.max_restarts=1"]
     items += ["checkpoint.every_steps=1", f"total_train_steps={STEPS}", "tracking.trajectories_per_step=16"]
-    items += ["tracking.plot_every_steps=1000"]
+    items += ["tracking.plot_every_steps=null"]
 
     def run(trial, *more):
         commands.append(Command(tmp_path / "runs", "train", trial, [*items, *more]))
@@ -45,10 +46,6 @@ def server(tmp_path):
     """The one that is kept: its process, by the file that says so."""
     (file,) = (tmp_path / "temporary").glob("tandem-servers-*/tandem-0.json")
     return psutil.Process(json.loads(file.read_text())["pid"])
-
-
-def alive(process):
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
 
 
 def nothing_is_left(command, tmp_path):
@@ -79,7 +76,7 @@ def test_a_server_outlives_a_rank_that_is_killed_and_the_run_ends_as_if_nobody_h
     (rank,), before = command.ranks(), server(tmp_path)
     rank.kill()
     command.until_step(last_step(command.folder) + 1)
-    assert command.process.poll() is None and server(tmp_path) == before and alive(before)
+    assert command.process.poll() is None and server(tmp_path) == before and not gone(before)
     assert command.end(150) == 0, command.words()
 
     log = (command.folder / "log.txt").read_text()
@@ -88,7 +85,7 @@ def test_a_server_outlives_a_rank_that_is_killed_and_the_run_ends_as_if_nobody_h
     assert (command.folder / "servers-logs" / "tandem-0.log").read_text().count("serving") == 1
     way = [(row["to"], row["why"]) for row in rows(command.folder / "fleet.jsonl")]  # of the second group of ranks
     assert way[1:3] == [("stale", "it was taken over as it runs"), ("healthy", "current weights, empty cache")]
-    assert "restart 1 of 1" in command.words() and not alive(before)
+    assert "restart 1 of 1" in command.words() and gone(before)
     nothing_is_left(command, tmp_path)
 
     whole = start("whole", "rollout.backend=embedded", "recover.max_restarts=0")
@@ -121,14 +118,14 @@ def test_one_that_dies_with_its_rank_is_started_anew_and_ends_with_a_command_tha
     rank.kill()
     command.until_step(last_step(command.folder) + 1)
     after = server(tmp_path)
-    assert after.pid != before.pid and alive(after) and command.ranks()
+    assert after.pid != before.pid and not gone(after) and command.ranks()
     log = (command.folder / "log.txt").read_text()
     assert "tandem-0 is started anew: no server of that name runs any more" in log and "taken over" not in log
 
     command.process.kill()
     began = time.monotonic()
     command.process.wait()
-    while command.left() or alive(after):
+    while command.left() or not gone(after):
         assert time.monotonic() - began < 45, command.words()
         time.sleep(0.1)
     nothing_is_left(command, tmp_path)

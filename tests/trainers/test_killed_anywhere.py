@@ -68,7 +68,7 @@ def wholes(tmp_path_factory):
 @pytest.fixture
 def rl_items(overrides):
     items = [*overrides, *SAVED_EACH_STEP, "total_train_steps=4", "evaluate.every_steps=2", "evaluate.max_rows=4"]
-    return [*items, "tracking.plot_every_steps=1000", "tracking.trajectories_per_step=1", "rollout.verify.every_steps=3"]
+    return [*items, "tracking.trajectories_per_step=1", "rollout.verify.every_steps=3"]
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ ODD = [
     "!!int abc",
     "=",
     "2024-01-01",
-    "12:30:45",
+    "12:45",
 ]
 """Values as they may stand behind `key=`."""
 

@@ -26,6 +26,7 @@ KEYS = [
     "rollout.engine.kv_cache_gib=0.25",
     "checkpoint.at_end=false",
     "total_train_steps=10",
+    "tracking.plot_every_steps=null",
 ]
 
 

@@ -27,6 +27,7 @@ def common(tmp_path, steps, rows=8):
         "actor.max_tokens_per_micro_batch=2048",
         "system_prompt=Add.",
         "checkpoint.at_end=false",
+        "tracking.plot_every_steps=null",
         f"total_train_steps={steps}",
         f"evaluate.every_steps={steps}",
         "evaluate.max_rows=16",

@@ -16,7 +16,12 @@ from tests.zygote import Zygote
 MODULES = ("tests.trainers.killing", "tandem.trainers.rl", "tandem.trainers.sft", "tandem.trainers.preference")
 CLOCK = ("time", "tokens_per_s/", "memory/", "time/")
 
-SAVED_EACH_STEP = ["deterministic=true", "checkpoint.every_steps=1", "checkpoint.keep_last=2"]
+SAVED_EACH_STEP = [
+    "deterministic=true",
+    "checkpoint.every_steps=1",
+    "checkpoint.keep_last=2",
+    "tracking.plot_every_steps=null",
+]
 OF_LOOP = [name for name in INSTANTS if "recovery" not in name]
 OF_SAVES_WAITED_FOR = [(name, "false") for name, (module, *_) in INSTANTS.items() if module == "tandem.state.checkpoint"]
 OF_RECOVERY = [name for name in INSTANTS if "recovery" in name]
@@ -79,7 +84,7 @@ def assert_same(one: Path, two: Path, step: int) -> None:
 @pytest.fixture
 def rl(zygote, overrides, tmp_path):
     items = [*overrides, *SAVED_EACH_STEP, "total_train_steps=4", "evaluate.every_steps=2", "evaluate.max_rows=4"]
-    items += ["tracking.plot_every_steps=1000", "tracking.trajectories_per_step=1", "rollout.verify.every_steps=3"]
+    items += ["tracking.trajectories_per_step=1", "rollout.verify.every_steps=3"]
     return Runs(zygote, tmp_path, "rl", items)
 
 

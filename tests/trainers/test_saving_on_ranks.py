@@ -73,6 +73,7 @@ def test_so_it_is_under_other_layouts(layouts, tmp_path):
 def test_killed_while_two_ranks_train_and_one_writes_the_run_goes_on_to_the_bit(lora, model, tmp_path):
     items = [f"actor.path={model}", "actor.dtype=bfloat16", "actor.optimizer.lr=0.01", "train_dataset.path=addition"]
     items += ["batch_size=8", "threads=1", "deterministic=true", "train_dataset.size=20", "total_train_steps=4"]
+    items += ["tracking.plot_every_steps=null"]
     items += ["checkpoint.every_steps=1", "checkpoint.keep_last=null", *(["actor.lora.rank=4"] if lora else [])]
 
     def run(trial, out, instant=None, nth=0):

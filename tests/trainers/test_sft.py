@@ -31,6 +31,7 @@ def items(model, tmp_path):
         "actor.optimizer.lr=0.01",
         "train_dataset.path=addition",
         "total_train_steps=12",
+        "tracking.plot_every_steps=null",
         "batch_size=8",
         "threads=1",
     ]

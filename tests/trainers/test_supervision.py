@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from tests.trainers.test_resume import assert_same, ledger
+from tests.zygote import gone
 
 pytestmark = [pytest.mark.slow, pytest.mark.invariant]
 
@@ -58,8 +59,7 @@ class Command:
 
     def left(self) -> list[int]:
         """Processes of the run that are still there."""
-        alive = [psutil.Process(pid) for pid in self.seen if psutil.pid_exists(pid)]
-        return [process.pid for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        return [pid for pid in self.seen if not gone(pid)]
 
     def close(self) -> None:
         if self.process.poll() is None:
@@ -77,13 +77,17 @@ def last_step(folder: Path) -> int:
     return json.loads(lines[-1])["step"] if lines else 0
 
 
-@pytest.fixture
-def start(model, tmp_path):
-    """Starts a command; ended here if the test did not."""
-    commands = []
+@pytest.fixture(scope="module")
+def items(model):
     items = [f"actor.path={model}", "actor.dtype=float32", "actor.optimizer.lr=0.01", "train_dataset.path=addition"]
     items += ["train_dataset.size=60", f"total_train_steps={STEPS}", "batch_size=8", "threads=1", "deterministic=true"]
-    items += ["checkpoint.every_steps=1", "tracking.plot_every_steps=1000"]
+    return [*items, "checkpoint.every_steps=1", "tracking.plot_every_steps=null"]
+
+
+@pytest.fixture
+def start(items, tmp_path):
+    """Starts a command; ended here if the test did not."""
+    commands = []
 
     def run(kind, trial, *more, of=None):
         command = Command(tmp_path, kind, trial, [*(items if of is None else of), *more])
@@ -98,7 +102,20 @@ def start(model, tmp_path):
 TWO = "actor.backend=fsdp:d2"
 
 
-def ended_like_an_uninterrupted_run(start, command, cause, *more):
+@pytest.fixture(scope="module")
+def whole(items, tmp_path_factory):
+    """The folder of a run on two ranks that nobody interrupts, its metrics as after no restart; made once for all tests."""
+    command = Command(tmp_path_factory.mktemp("whole"), "sft", "whole", [*items, TWO])
+    try:
+        assert command.end(150) == 0, command.words()
+    finally:
+        command.close()
+    rows = (command.folder / "metrics.jsonl").read_text().splitlines()
+    (command.folder / "metrics.jsonl").write_text("".join(f'{row[:-1]}, "recover/restarts": 0.0}}\n' for row in rows))
+    return command.folder
+
+
+def ended_like_an_uninterrupted_run(whole, command, cause):
     info = json.loads((command.folder / "run.json").read_text())
     assert info["status"] == "finished" and len(info["restarts"]) == 1
     assert cause in info["restarts"][0]["cause"] and cause in (command.folder / "log.txt").read_text()
@@ -106,27 +123,23 @@ def ended_like_an_uninterrupted_run(start, command, cause, *more):
     rows = [json.loads(line) for line in (command.folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert {row["recover/restarts"] for row in rows} == {0.0, 1.0}
-    whole = start("sft", "whole", *more)
-    assert whole.end(150) == 0, whole.words()
     (command.folder / "metrics.jsonl").write_text(
         (command.folder / "metrics.jsonl").read_text().replace('"recover/restarts": 1.0', '"recover/restarts": 0.0')
     )
-    rows = (whole.folder / "metrics.jsonl").read_text().splitlines()
-    (whole.folder / "metrics.jsonl").write_text("".join(f'{row[:-1]}, "recover/restarts": 0.0}}\n' for row in rows))
-    assert_same(whole.folder, command.folder, STEPS)
+    assert_same(whole, command.folder, STEPS)
     assert command.left() == []
 
 
-def test_a_rank_that_is_killed_is_started_again_and_nothing_is_lost(start):
+def test_a_rank_that_is_killed_is_started_again_and_nothing_is_lost(start, whole):
     command = start("sft", "faulty", TWO, "recover.max_restarts=1")
     command.until_step(2)
     victim = command.ranks()[1]
     victim.kill()
     assert command.end(150) == 0, command.words()
-    ended_like_an_uninterrupted_run(start, command, "rank 1 of 2 ended by signal SIGKILL", TWO)
+    ended_like_an_uninterrupted_run(whole, command, "rank 1 of 2 ended by signal SIGKILL")
 
 
-def test_a_rank_that_is_stopped_is_found_and_nothing_is_lost(start):
+def test_a_rank_that_is_stopped_is_found_and_nothing_is_lost(start, whole):
     command = start("sft", "faulty", TWO, "recover.max_restarts=1")
     command.until_step(2)
     first = command.ranks()
@@ -135,13 +148,13 @@ def test_a_rank_that_is_stopped_is_found_and_nothing_is_lost(start):
     while first[0].status() != psutil.STATUS_STOPPED:  # the system stops it when it next gets a core
         assert time.monotonic() - began < 5, first[0].status()
         time.sleep(0.01)
-    while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in first):
+    while not all(gone(rank) for rank in first):
         assert time.monotonic() - began < 30, command.words()
         time.sleep(0.1)
     assert command.end(150) == 0, command.words()
     stacks = (command.folder / "stacks-1.txt").read_text()
     assert "--- rank 0" in stacks and "--- rank 1" in stacks and stacks.count("most recent call first") >= 4
-    ended_like_an_uninterrupted_run(start, command, "rank 0 of 2 has not answered", TWO)
+    ended_like_an_uninterrupted_run(whole, command, "rank 0 of 2 has not answered")
 
 
 LOSS = """
@@ -182,7 +195,7 @@ def poisoned(policy, proximal, advantages, mask):
 def learning(overrides, tmp_path):
     """Items of a run of reinforcement learning on two ranks, its loss a user's."""
     (tmp_path / "my_loss.py").write_text(LOSS)
-    items = [*overrides, TWO, "deterministic=true", "checkpoint.every_steps=1", "tracking.plot_every_steps=1000"]
+    items = [*overrides, TWO, "deterministic=true", "checkpoint.every_steps=1", "tracking.plot_every_steps=null"]
     return [*items, "total_train_steps=4"]
 
 
@@ -193,7 +206,7 @@ def test_a_rank_that_never_reaches_a_collective_call_is_found_and_nothing_is_los
         assert command.process.poll() is None, command.words()
         time.sleep(0.05)
     first, began = command.ranks(), float((tmp_path / "stuck").read_text())
-    while any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in first):
+    while not all(gone(rank) for rank in first):
         assert time.monotonic() - began < 30, command.words()
         time.sleep(0.1)
     assert command.end(200) == 0, command.words()

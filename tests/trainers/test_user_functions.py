@@ -115,6 +115,7 @@ def test_so_does_a_preference_loss(model, tmp_path):
         "evaluate.every_steps=null",
         "batch_size=2",
         "total_train_steps=4",
+        "tracking.plot_every_steps=null",
         f"loss={file}:pairs",
         "threads=1",
     ]

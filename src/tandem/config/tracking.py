@@ -13,8 +13,8 @@ class TrackingConfig:
     trajectories_per_step: int = 2
     """How many samples a step are written with text, reward and versions."""
 
-    plot_every_steps: int = 10
-    """Draw the curves again every so many steps, and at the end."""
+    plot_every_steps: int | None = 10
+    """Draw the curves again every so many steps, and at the end; `null`: no pictures, which saves a second."""
 
     project: str = "tandem"
     """Project name given to Weights & Biases and trackio."""

@@ -115,9 +115,10 @@ class Credit:
         except ValueError as error:
             raise BatchError(f"algorithm.advantage={self.advantage.name}: {error}") from error
 
-    def _sized(self, result: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def _sized(self, result: object, like: torch.Tensor) -> torch.Tensor:
         fine = isinstance(result, torch.Tensor) and result.shape == like.shape
         self.advantage.require(fine, f"a tensor of shape {list(like.shape)}", result)
+        assert isinstance(result, torch.Tensor)
         return result.to(torch.float32)
 
 

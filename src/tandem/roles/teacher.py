@@ -56,6 +56,7 @@ class Student:
     def compute_proximal(self, batch: TensorDict) -> TensorDict:
         """Adds ``proximal_logprobs`` and ``entropy`` of the student before this update."""
         outputs = self.engine.forward(batch, entropy=True)
+        assert outputs.entropy is not None
         return with_fields(batch, proximal_logprobs=outputs.logprobs, entropy=outputs.entropy)
 
     @stage(

@@ -14,7 +14,6 @@ from tandem.api.lines import append_line, not_written
 from tandem.api.samples import Group
 from tandem.api.weights import WeightVersion
 from tandem.config.tracking import TrackingConfig
-from tandem.tracking.plots import draw_curves, draw_reward
 from tandem.tracking.progress import ProgressDisplay, line
 from tandem.tracking.sinks.base import Sink, SinkRun, find_sink
 from tandem.tracking.trajectories import write_trajectories
@@ -121,17 +120,19 @@ class Tracker:
 
     def draw(self) -> None:
         """Draws both pictures from all steps so far."""
+        from tandem.tracking.plots import draw_curves, draw_reward  # noqa: PLC0415 - matplotlib takes a second to import
+
         self._drawn_at = self._step
         self._try("reward.png", draw_reward, self.series, self.folder / "reward.png", self.run_name)
         self._try("curves.png", draw_curves, self.series, self.folder / "curves.png", self.run_name)
 
     def close(self) -> None:
-        """Draws a last time and closes everything; idempotent."""
+        """Draws a last time, unless there are to be no pictures, and closes everything; idempotent."""
         if self._metrics.closed:
             return
         if self._display is not None:
             self._display.close()
-        if self.series:
+        if self.series and self.config.plot_every_steps:
             self.draw()
         for name, sink in self._sinks.items():
             self._try(f"sink {name}", sink.close)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -198,12 +198,13 @@ class Group:
 
     def __init__(self, backend: str, store: dist.Store, rank: int, size: int, timeout_s: float, host: str):
         wait, self._timeout_s = timedelta(seconds=timeout_s), timeout_s
-        self._group: dist.ProcessGroupGloo | dist.ProcessGroupNCCL | None
+        self._group: Any  # torch's stubs of both kinds lack their collective calls
         if backend == "gloo":
-            options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+            gloo: Any = dist.ProcessGroupGloo  # and the options of this one
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname=host)]
             options._timeout = wait
-            self._group = dist.ProcessGroupGloo(store, rank, size, options)
+            self._group = gloo(store, rank, size, options)
         else:
             self._group = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
 

@@ -50,8 +50,8 @@ class WeightPublisher:
             ConfigError: an engine reads from a folder, and there is no ``disk``.
         """
         self._train_engine = train_engine
-        single = isinstance(inference_engine, InferenceEngine)
-        self._engines: tuple[InferenceEngine, ...] = (inference_engine,) if single else tuple(inference_engine)
+        engines = (inference_engine,) if isinstance(inference_engine, InferenceEngine) else inference_engine
+        self._engines: tuple[InferenceEngine, ...] = tuple(engines)
         self._run, self._model, self._dtype = run, model, dtype
         self._channel, self._archive = channel or channel_for(self._engines, disk), archive
         self._streams = from_main(lambda: self._channel.streams)  # then every rank reads the stream twice
@@ -93,7 +93,8 @@ class WeightPublisher:
                 with whole(self._weights()) as stream:
                     delivery = self._channel.put(stream, self._dtype)
                 version = WeightVersion(number, version_digest(delivery.digests), self._run, self._model)
-                update = WeightUpdate(version, delivery.source, delivery.digests, self._adapter and self._adapter.terms)
+                adapter = None if self._adapter is None else self._adapter.terms
+                update = WeightUpdate(version, delivery.source, delivery.digests, adapter)
                 if not self._streams:
                     self._each(lambda engine: engine.prepare_weights(update))
             if self._streams:

@@ -69,6 +69,7 @@ class Segment:
     """Memory that other processes of this user can map by its path; grows as tensors are laid down one after another."""
 
     def __init__(self) -> None:
+        self._finalize: weakref.finalize[..., Segment]
         if hasattr(os, "memfd_create"):
             self._fd = os.memfd_create("tandem-weights")
             self.path = f"/proc/{os.getpid()}/fd/{self._fd}"

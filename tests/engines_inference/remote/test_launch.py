@@ -7,12 +7,12 @@ import subprocess
 import sys
 import time
 
-import psutil
 import pytest
 
 from tandem.api.failures import EngineDied, ServerFailed, WaitTimeout
 from tandem.config.errors import ConfigError
 from tandem.engines.inference.remote.launch import ServerProcess, free_port, wait_ready
+from tests.zygote import gone
 
 FAMILY = """
 import subprocess, sys, time, pathlib
@@ -37,13 +37,6 @@ def until(condition, timeout_s=15.0):
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.02)
-
-
-def gone(pid):
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 @pytest.fixture

@@ -46,7 +46,8 @@ def build_inference_engine(
     """
     servers = parse_backend(rollout.backend)
     refuse_classifier(folder, read_hf_config(folder))
-    config = replace(rollout.engine, threads=engine_threads(rollout, placement=placement, threads=threads))
+    count = engine_threads(rollout, placement=placement, threads=threads)
+    config = replace(rollout.engine, threads=count)
     dtype, version = resolve_dtype(rollout.dtype, device), WeightVersion(0)
     if servers is not None:
         named = replace(version, run=run or "tandem")
@@ -55,11 +56,11 @@ def build_inference_engine(
         return build_fleet(terms, servers)
     if placement == "decoupled":
         return EmbeddedProcess.start(
-            folder, config, dtype, device, version=version, threads=config.threads, deterministic=deterministic
+            folder, config, dtype, device, version=version, threads=count, deterministic=deterministic
         )
     core = EngineCore(folder, config, dtype, device, version)
     return EmbeddedEngine(
-        core, version=version, threads=config.threads, deterministic=deterministic, keep_kv=config.keep_kv_on_update
+        core, version=version, threads=count, deterministic=deterministic, keep_kv=config.keep_kv_on_update
     )
 
 

@@ -20,6 +20,7 @@ from tandem.engines.inference.fused_weights import FusedWeights, FusedWeightsBui
 from tandem.engines.inference.kv_cache import make_cache
 from tandem.engines.inference.passes import Passes
 from tandem.engines.inference.requests import check_request
+from tandem.engines.inference.sampler import SamplingRows
 from tandem.engines.inference.scheduler import Scheduler
 from tandem.engines.inference.sequences import Job, Sequence, SharedPrompt
 from tandem.engines.inference.slots import Slots
@@ -104,7 +105,7 @@ class EngineCore:
         deadline = None if request.deadline_s is None else time.monotonic() + request.deadline_s
         if gconfig.stop and self._tokenizer is None:
             self._tokenizer = load_tokenizer(self.folder)
-        stop = StopText(self._tokenizer, gconfig.stop) if gconfig.stop else None
+        stop = StopText(self._tokenizer, gconfig.stop) if gconfig.stop and self._tokenizer is not None else None
         limit = min(gconfig.max_new_tokens, self._max_model_len - len(ids))
         sequence = Sequence(request_id, request, limit, deadline, stop)
         needed = self._scheduler.needed(sequence)
@@ -185,7 +186,7 @@ class EngineCore:
         scheduler.jobs = [job for job in scheduler.jobs if job.done < len(job.tokens)]
         if not starting:
             return []
-        hidden = [s.prompt.hidden if s.prompt is not None else self._last_hidden[s] for s in starting]
+        hidden = [self._hidden_of(sequence) for sequence in starting]
         assert self._weights is not None
         logits = self._passes.logits(self._weights, hidden)
         self._last_hidden = {}
@@ -227,7 +228,16 @@ class EngineCore:
         self._passes.plan(batch, self._slots.positions[self._batch_slots].tolist())
         self._scheduler.changed = False
 
-    def _draw(self, batch: list[Sequence], slots: torch.Tensor, logits: torch.Tensor, rows=None) -> Finished:
+    def _hidden_of(self, sequence: Sequence) -> torch.Tensor:
+        """Hidden state ``[hidden]`` of the last token of its prompt, which has been computed."""
+        if sequence.prompt is None:
+            return self._last_hidden[sequence]
+        assert sequence.prompt.hidden is not None
+        return sequence.prompt.hidden
+
+    def _draw(
+        self, batch: list[Sequence], slots: torch.Tensor, logits: torch.Tensor, rows: SamplingRows | None = None
+    ) -> Finished:
         """Draws a token for each sequence of the batch and ends those that are done."""
         rows = self._slots.sampling(slots) if rows is None else rows
         stopped, full = self._slots.draw(slots, logits, rows, self._version.number)

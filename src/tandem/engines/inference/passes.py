@@ -45,7 +45,7 @@ class Passes:
     def logits(self, weights: FusedWeights, hidden: SequenceOf[torch.Tensor]) -> torch.Tensor:
         """A row for each hidden state ``[hidden]``, ``[len(hidden), V]``; the same tensor given twice is computed once."""
         places: dict[int, int] = {}
-        unique = []
+        unique: list[torch.Tensor] = []
         for one in hidden:
             if id(one) not in places:
                 places[id(one)] = len(unique)

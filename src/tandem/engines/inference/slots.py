@@ -3,7 +3,7 @@
 Lists are made of them once, when a sequence ends.
 """
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
@@ -20,7 +20,7 @@ _NO_TOKEN = -1
 class Slots:
     """State of up to ``count`` running sequences."""
 
-    def __init__(self, count: int, vocab_size: int, eos: SequenceOf[int], device: torch.device):
+    def __init__(self, count: int, vocab_size: int, eos: Iterable[int], device: torch.device):
         self._vocab_size = vocab_size
         self._eos = tuple(eos)
         self._free = list(range(count - 1, -1, -1))

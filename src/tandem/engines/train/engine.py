@@ -142,7 +142,7 @@ class SpreadEngine(TrainEngine):
         if not indices:
             # another rank has one more: take part in the communication, add nothing
             outputs = self._compute(filler(self.device), entropy)
-            return sum(x.sum() for x in outputs if x is not None) * 0.0
+            return sum((x.sum() for x in outputs if x is not None), start=torch.zeros((), device=self.device)) * 0.0
         view = select(batch, indices).to(self.device)
         losses, metrics = loss_fn(self._compute(view, entropy), view)
         weights = view["loss_weights"]

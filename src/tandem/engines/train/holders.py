@@ -196,8 +196,9 @@ def _moved(tensor: DTensor, device: str) -> DTensor:
     local = tensor.to_local()
     if local.device.type == device:
         return tensor
-    sizes = {"shape": tensor.shape, "stride": tensor.stride()}
-    return DTensor.from_local(local.to(device), tensor.device_mesh, tensor.placements, run_check=False, **sizes)
+    shape, stride = tensor.shape, tensor.stride()
+    there, placements = local.to(device), tensor.placements
+    return DTensor.from_local(there, tensor.device_mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _parted(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
@@ -224,8 +225,9 @@ class Replica(Holder):
                 parameter.register_post_accumulate_grad_hook(self._collector(self.masters[name]))
 
     @staticmethod
-    def _collector(master: nn.Parameter):
+    def _collector(master: nn.Parameter) -> Callable[[torch.Tensor], None]:
         def collect(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
             if master.grad is None:
                 master.grad = parameter.grad.to(master.dtype)
             else:
@@ -303,6 +305,7 @@ class Sharded(Holder):
 
     def accumulate(self, *, last: bool) -> None:
         """Until they are summed over ranks, each rank has all gradients of its own sequences; after it, its shard."""
+        assert isinstance(self.model, FSDPModule)
         if self._gradient_sync == "step":
             self.model.set_requires_gradient_sync(last)
         else:
@@ -324,6 +327,7 @@ class Sharded(Holder):
     @torch.no_grad()
     def _put(self, name: str, value: torch.Tensor) -> None:
         held = self.held(name)
+        assert isinstance(held, DTensor)
         _local(held).copy_(_local(_divided(value.to(held.dtype), held)))
 
     def state_of(self, name: str, tensor: torch.Tensor) -> torch.Tensor | Parted:

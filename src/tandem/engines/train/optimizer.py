@@ -20,7 +20,8 @@ class Optimizer:
     def __init__(self, holder: Holder, options: OptimizerConfig, total_steps: int, ranks: Ranks):
         """``total_steps``: of the run, for the schedule. ``ranks``: those over which the model is spread."""
         self._holder, self._options, self._total_steps, self._ranks = holder, options, total_steps, ranks
-        matrices, vectors = [], []
+        matrices: list[torch.Tensor] = []
+        vectors: list[torch.Tensor] = []
         for name, p in holder.masters.items():
             (matrices if len(holder.shape(name)) >= 2 else vectors).append(p)
         groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": vectors, "weight_decay": 0.0}]

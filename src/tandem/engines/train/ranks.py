@@ -89,8 +89,8 @@ def form_ranks(backend: str, group: dist.ProcessGroup | None, device: torch.devi
     rank = dist.get_rank(group)
     if layout.zero is None and layout.tensor == layout.context == layout.replicas == 1:
         whole = group is dist.group.WORLD
-        shards = init_device_mesh(device.type, (there,)) if whole else DeviceMesh.from_group(group, device.type)
-        return Ranks(layout, group, rank, shards, key=key)
+        line = init_device_mesh(device.type, (there,)) if whole else DeviceMesh.from_group(group, device.type)
+        return Ranks(layout, group, rank, line, key=key)
     if group is not dist.group.WORLD:
         raise ConfigError(f"{key}={backend} needs all processes; a part of them can be fsdp:d{there}")
     if layout.zero is not None:

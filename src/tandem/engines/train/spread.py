@@ -58,7 +58,8 @@ def open_spread(
         if unfilled is not None:
             unfilled.fill(module, pieces)
 
-    layers = model.model.model.layers
+    layers = model.model.get_submodule("model.layers")
+    assert isinstance(layers, nn.ModuleList)
     if ranks.layout.zero is not None:
         return model, ZeroHolder(model, layers, dtype, ranks.layout, device, fill)
     shards = _alone(device) if config.offload and ranks.group is None else ranks.shards

@@ -185,7 +185,8 @@ class ZeroHolder(Holder):
 
     def _held_part(self, name: str, moment: str | None = None) -> Part:
         """This rank's part of a master, or of one of its moments: some of the row of its entries."""
-        parameter, shape, utils = self.masters[name], self._shapes[name], self._deepspeed.utils
+        parameter: Any = self.masters[name]  # with attributes of DeepSpeed's
+        shape, utils = self._shapes[name], self._deepspeed.utils
         if self._stage == 3:
             state, master = utils.safe_get_local_optimizer_state, utils.safe_get_local_fp32_param
             values = master(parameter) if moment is None else state(parameter, moment)
@@ -222,9 +223,10 @@ class ZeroHolder(Holder):
         adamw.state.clear()
         if not moments:
             return
+        (count,) = steps
         for piece in self._pieces():
             zeros = {what: torch.zeros_like(piece) for what in _MOMENTS}
-            adamw.state[piece] = {"step": torch.tensor(*steps, device=piece.device)} | zeros
+            adamw.state[piece] = {"step": torch.tensor(count, device=piece.device)} | zeros
         self._link_moments()
         for name, found in moments.items():
             for what in _MOMENTS:

@@ -223,6 +223,7 @@ class Threads:
                     future.set_exception(error)
 
         def run() -> None:
+            outcome: tuple[T | None, Exception | None]
             try:
                 outcome = (function(*arguments), None)
             except Exception as error:  # the worker boundary: whoever waits gets the cause

@@ -8,7 +8,7 @@ not depend on which server answered. What a server that was given up answers lat
 import asyncio
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -59,7 +59,7 @@ class Fleet(InferenceEngine):
         needed = (capabilities & {"shared_memory"}) or (capabilities & {"disk"})
         self._joiner = Joiner(self.roster, self._updates, needed)
         self._watcher = Watcher(self.roster, self._joiner, watched, attach)
-        self._totals: Counter[str] = Counter()
+        self._totals: defaultdict[str, float] = defaultdict(float)
         self._counting = threading.Lock()
         self._ended = False
 
@@ -270,7 +270,7 @@ class Fleet(InferenceEngine):
         """
         with self._counting:
             read = self._read_statistics()
-            held: Counter[str] = Counter()
+            held: defaultdict[str, float] = defaultdict(float)
             busy: list[float] = []
             for member, counters in read.items():
                 for name, value in counters.items():

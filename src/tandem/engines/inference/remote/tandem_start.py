@@ -7,7 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -74,7 +74,7 @@ def start_tandem_server(
         server = wait_ready(process, ask, what=what, timeout_s=startup_timeout_s, progress=progress)
         server.process = process
         if place is not None:
-            keep(place, process, settings, {"url": server.url} | _tokens(private))
+            keep(place, process, settings, {"url": server.url, **_tokens(private)})
         shutil.rmtree(private, ignore_errors=True)  # both sides have read it: nothing is left should this run be killed
         return server
     except BaseException:
@@ -125,8 +125,14 @@ def _attach(private: Path, run: str, request_timeout_s: float, end: Callable[[],
     return server
 
 
-def _tokens(private: Path) -> dict[str, str]:
-    return {name: (private / name).read_text().strip() for name in (_TOKEN, _ADMIN)}
+class _Tokens(TypedDict):
+    token: str
+    admin_token: str
+
+
+def _tokens(private: Path) -> _Tokens:
+    token, admin_token = ((private / name).read_text().strip() for name in (_TOKEN, _ADMIN))
+    return _Tokens(token=token, admin_token=admin_token)
 
 
 def _attach_kept(facts: Mapping[str, Any], process: ServerProcess, run: str, request_timeout_s: float) -> TandemServer:
@@ -135,7 +141,7 @@ def _attach_kept(facts: Mapping[str, Any], process: ServerProcess, run: str, req
     Raises:
         EpisodeFailure: it is another run's, does not answer, or generates nothing.
     """
-    tokens = {name: str(facts[name]) for name in (_TOKEN, _ADMIN)}
+    tokens = _Tokens(token=str(facts[_TOKEN]), admin_token=str(facts[_ADMIN]))
     server = TandemServer.attach(
         facts["url"],
         run=run,

@@ -150,11 +150,9 @@ class Server:
         except Refusal as refusal:
             return web.json_response(refusal.body(), status=refusal.status, headers=refusal.headers)
         except web.HTTPException as error:  # what the library refuses by itself
-            refusal = Refusal(error.status, error.reason)
-            return web.json_response(refusal.body(), status=error.status)
+            return web.json_response(Refusal(error.status, error.reason).body(), status=error.status)
         except (EpisodeFailure, WaitTimeout) as error:
-            refusal = Refusal(503, str(error))
-            return web.json_response(refusal.body(), status=503)
+            return web.json_response(Refusal(503, str(error)).body(), status=503)
         except (asyncio.CancelledError, ConnectionError):
             raise  # the client left
         except Exception:  # the request boundary: one request must not end the server, nor show its inside

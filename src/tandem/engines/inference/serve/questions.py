@@ -94,7 +94,7 @@ def chat_schema(name: str, vocab_size: int, limits: Limits) -> Schema:
     part = record({"type": {"enum": ["text"]}, "text": text(limits.max_body_bytes)}, ("type", "text"))
     called = record({"name": text(256, 1), "arguments": text(limits.max_body_bytes)}, ("name", "arguments"))
     call = record({"id": text(256), "type": {"enum": ["function"]}, "function": called}, ("type", "function"))
-    message = {
+    message: dict[str, Schema] = {
         "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
         "content": {"anyOf": [text(limits.max_body_bytes), array(part, 0, 256), {"type": "null"}]},
         "name": optional(text(256)),

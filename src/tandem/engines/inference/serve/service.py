@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tandem.api.engines import InferencePart
 from tandem.api.failures import DataFailure, EngineDied, WaitTimeout
 from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey, StopReason
 from tandem.api.weights import WeightVersion
@@ -55,7 +56,7 @@ class Service:
 
     draining: bool = False
     paused: bool = False
-    asleep: frozenset[str] = frozenset()
+    asleep: frozenset[InferencePart] = frozenset()
     weights_missing: bool = False
     """The weights slept and none were delivered since."""
 
@@ -83,7 +84,7 @@ class Service:
             self._last_token = time.monotonic()
         return responses
 
-    async def stream(self, requests: Sequence[LLMRequest]) -> AsyncIterator[tuple[int, Piece | LLMResponse]]:
+    async def stream(self, requests: Sequence[LLMRequest]) -> AsyncGenerator[tuple[int, Piece | LLMResponse], None]:
         """(number of the request, what is new of it), and last of each its whole response. Close it to cancel.
 
         Raises:

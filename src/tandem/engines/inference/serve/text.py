@@ -120,7 +120,8 @@ class _Encoder:
     def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
         """The text of a conversation with the model's turn opened. Raises `Refusal` where the template does not take it."""
         try:
-            text = self._tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+            given: list[dict[Any, Any] | Callable[..., Any]] | None = None if tools is None else [*tools]
+            text = self._tokenizer.apply_chat_template(messages, tools=given, add_generation_prompt=True, tokenize=False)
         except Exception as error:  # the request boundary: a template may fail in any way on what a client sends
             message = f"the model's chat template does not take these messages: {type(error).__name__}: {error}"
             raise Refusal(400, message, param="messages") from error

@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 
@@ -36,6 +36,9 @@ IN_SERVER = Path(__file__).with_name("in_server")
 
 _KEY = "key"
 """A kept server's key stands under this name among its facts, beside its address."""
+
+
+S = TypeVar("S", bound="ForeignServer")
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,7 @@ class ForeignServer(InferenceEngine):
 
     @classmethod
     def start(
-        cls,
+        cls: type[S],
         folder: Path,
         *,
         python: str,
@@ -144,7 +147,7 @@ class ForeignServer(InferenceEngine):
         request_timeout_s: float = 600.0,
         progress: Callable[[str], None] = lambda words: None,
         place: Place | None = None,
-    ) -> Self:
+    ) -> S:
         """Starts a server and waits until it has generated a token; it ends with this object, or with this process.
 
         ``cpus``: the cores that it may use; None lets it compute on ``settings.threads`` of them, the next server on others.
@@ -160,7 +163,7 @@ class ForeignServer(InferenceEngine):
         words, others = cls.command(terms, 0)  # without what differs from one start to the next
         same, url = fingerprint([*words, *options], others), f"http://127.0.0.1:{port}"
 
-        def attach(url: str, key: str) -> Self:
+        def attach(url: str, key: str) -> S:
             return cls.attach(
                 url, folder=folder, dtype=dtype, version=version, token=key, request_timeout_s=request_timeout_s
             )
@@ -169,13 +172,13 @@ class ForeignServer(InferenceEngine):
             found = take_over(place, same, lambda facts, process: cls.attach_kept(facts, process, attach))
             if found is not None:
                 return found
-        cores = tuple(cpus) if cpus is not None else CORES.take(settings.threads, place and place.file)
+        cores = tuple(cpus) if cpus is not None else CORES.take(settings.threads, None if place is None else place.file)
         command, environment = cls.command(replace(terms, cpus=cores), port)
         environment[KEY_VARIABLE] = key  # not among its words, which every user of the machine can read
         told = None if place is None else (place.pipe, place.file)
         process = ServerProcess.start([*command, *options], log_file=log_file, environment=environment, cpus=cpus, keep=told)
 
-        def ask() -> Self:
+        def ask() -> S:
             server = attach(url, key)
             try:
                 server._protocol.check_locked(server.name)

@@ -36,10 +36,11 @@ class UpdateGroup:
             store: dist.Store = dist.TCPStore(host, port, 2, True, wait, master_listen_fd=listening.detach())
             for prefix in (self._name, f"{self._name}/", "cpu/"):
                 store = dist.PrefixStore(prefix, store)
-            options = dist.ProcessGroupGloo._Options()
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+            gloo: Any = dist.ProcessGroupGloo  # torch's stub lacks its options and its collective calls
+            options = gloo._Options()
+            options._devices = [gloo.create_device(hostname=host)]
             options._timeout = wait
-            self._group = dist.ProcessGroupGloo(store, 0, 2, options)
+            self._group = gloo(store, 0, 2, options)
             joined.result()
 
     def send(self, named_tensors: Iterable[tuple[str, torch.Tensor]], label: str) -> None:

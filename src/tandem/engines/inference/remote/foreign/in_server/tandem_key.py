@@ -7,6 +7,8 @@ SGLang's is written into its log; here the key comes in the environment, which n
 import hashlib
 import hmac
 import os
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
 KEY_VARIABLE = "TANDEM_SERVER_KEY"
 
@@ -14,11 +16,13 @@ KEY_VARIABLE = "TANDEM_SERVER_KEY"
 class RequireKey:
     """ASGI middleware: ``Authorization: Bearer KEY``, once, compared in constant time. Without a key it does not start."""
 
-    def __init__(self, app):
+    def __init__(self, app: Callable[..., Awaitable[None]]):
         self._app = app
         self._right = _digest(b"Bearer " + os.environ[KEY_VARIABLE].encode())
 
-    async def __call__(self, scope, receive, send):
+    async def __call__(
+        self, scope: Mapping[str, Any], receive: Callable[..., Awaitable[Any]], send: Callable[..., Awaitable[None]]
+    ) -> None:
         given = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
         right = len(given) == 1 and hmac.compare_digest(_digest(given[0]), self._right)
         if scope["type"] == "lifespan" or right:
@@ -31,6 +35,6 @@ class RequireKey:
             await send({"type": "websocket.close", "code": 1008})
 
 
-def _digest(value):
+def _digest(value: bytes) -> bytes:
     """The hash of a value. All hashes have one length; comparing the values would tell how long the right one is."""
     return hashlib.sha256(value).digest()

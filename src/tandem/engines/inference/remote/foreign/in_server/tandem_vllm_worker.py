@@ -6,14 +6,19 @@ It runs in vLLM's environment (``--worker-extension-cls``), where there is no Ta
 
 import mmap
 import os
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
 
 class TandemWorker:
-    """Joined to the server's worker class."""
+    """Joined to the server's worker class, which has these already."""
 
-    def tandem_load(self, place):
+    reload_weights: Callable[..., None]
+    model_runner: Any
+
+    def tandem_load(self, place: dict[str, Any]) -> None:
         """Takes the weights that lie at a `WeightSource.place`; the server is paused meanwhile."""
         if "memory" in place:
             self.reload_weights(weights_iterator=mapped(place["memory"], place["tensors"]))
@@ -21,13 +26,13 @@ class TandemWorker:
             self.reload_weights(weights_path=place["folder"])
         pack_again(self.model_runner.get_model())
 
-    def tandem_whole_logprobs(self):
+    def tandem_whole_logprobs(self) -> None:
         """From now on log-probabilities are those of softmax(logits / temperature), before anything narrows what is drawn.
 
         Once is enough. With a sampler that has neither form nothing changes; whoever asked for this finds that out by asking
         for a token.
         """
-        sampler = getattr(self.model_runner, "sampler", None)
+        sampler: Any = getattr(self.model_runner, "sampler", None)
         if hasattr(sampler, "tandem_whole"):
             return
         if hasattr(sampler, "topk_topp_sampler"):  # of the first model runner
@@ -36,10 +41,12 @@ class TandemWorker:
             sampler.sample, sampler.tandem_whole = whole_logits(sampler, sampler.sample), True
 
 
-def whole_logits(sampler, inner):
+def whole_logits(sampler: Any, inner: Callable[..., Any]) -> Callable[..., Any]:
     """A sampler's ``sample`` that gives back the logits divided by the temperature, which log-probabilities are made of."""
 
-    def sample(logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, *args, **kwargs):
+    def sample(
+        logits: torch.Tensor, expanded_idx_mapping: Any, idx_mapping: Any, idx_mapping_np: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         tokens, processed = inner(logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, *args, **kwargs)
         if not sampler.needs_logits_processing[idx_mapping_np].any():
             return tokens, processed  # the logits as they came
@@ -50,10 +57,10 @@ def whole_logits(sampler, inner):
     return sample
 
 
-def whole_logprobs(forward):
+def whole_logprobs(forward: Callable[..., Any]) -> Callable[..., Any]:
     """A sampler's ``forward`` whose log-probabilities are read before anything is taken away from ``logits [B, V]``."""
 
-    def sample(logits, sampling_metadata, *args, **kwargs):
+    def sample(logits: torch.Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         if sampling_metadata.max_num_logprobs is None or not narrows(sampling_metadata):
             return forward(logits, sampling_metadata, *args, **kwargs)
         temperature, whole = sampling_metadata.temperature, logits.float()
@@ -68,14 +75,14 @@ def whole_logprobs(forward):
     return sample
 
 
-def narrows(sampling_metadata):
+def narrows(sampling_metadata: Any) -> bool:
     """Whether some row of a step draws from fewer tokens than there are."""
     if sampling_metadata.top_p is not None or sampling_metadata.top_k is not None:
         return True
     return any(getattr(one, "min_toks", None) for one in sampling_metadata.logitsprocs.non_argmax_invariant)
 
 
-def mapped(path, entries):
+def mapped(path: str, entries: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields (name, tensor), each backed by the segment; nothing is copied here."""
     fd = os.open(path, os.O_RDWR)
     try:
@@ -89,12 +96,13 @@ def mapped(path, entries):
 
 
 @torch.no_grad()
-def pack_again(model):
+def pack_again(model: torch.nn.Module) -> None:
     """On a CPU each layer multiplies with a packed copy of its matrix, made when the layer is loaded.
 
     An output layer that shares the embedding's matrix is not loaded itself, so vLLM 0.32.0 leaves it the old copy. Here each
     layer that still has its matrix beside the copy makes the copy anew, and raises `RuntimeError` if they differ then.
     """
+    layer: Any
     for layer in model.modules():
         weight = getattr(layer, "weight", None)
         if not hasattr(layer, "cpu_linear") or weight is None or weight.dim() != 2 or not weight.numel():
