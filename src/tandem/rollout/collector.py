@@ -1,56 +1,100 @@
 """Taking a batch of finished groups out of the pool: when there are enough, which ones, and when waiting is in vain."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tandem.api.activity import waiting
+from tandem.api.collective import from_main
 from tandem.api.engines import InferenceEngine
-from tandem.api.failures import WaitTimeout
+from tandem.api.failures import DataFailure, WaitTimeout
+from tandem.api.samples import Group
 from tandem.config.rollout import RolloutConfig
 from tandem.rollout.collate import expired
-from tandem.rollout.episodes import Episode
+from tandem.rollout.episodes import Episode, finished
 from tandem.rollout.pool import EpisodePool, NoBatch
+
+GroupScorer = Callable[[Sequence[Group]], list[Group | DataFailure]]
+"""Groups → the same with more rewards, or why one cannot be trained on. Collective; other ranks than 0 bring none."""
+
+
+@dataclass
+class Wish:
+    """One batch that is asked for."""
+
+    begin: Callable[[], int]
+    """Queues what there is to queue; says how many groups are wanted."""
+
+    patience_s: float
+    partial: bool
+    """Fewer groups will do when no more can come."""
+
+    count: int | None = None
+    waited_s: float = 0.0
+    episodes: list[Episode] = field(default_factory=list)
+    """Those that were taken."""
 
 
 class Collector:
     """The oldest groups first, as `on_expiry`, `oversample` and ``deterministic`` say; see `Rollout` for what they mean.
 
-    Waits for the pool's episodes, at most until the deadline. ``taken``: the episodes of steps that have not ended.
+    Waits as long as a wish is patient. ``taken``: the episodes of steps that have not ended.
     """
 
     def __init__(
         self,
-        engine: InferenceEngine,
+        engine: InferenceEngine | None,
         config: RolloutConfig,
         pool: EpisodePool,
         max_head_offpolicyness: int,
         deterministic: bool,
     ):
+        """``engine``: on rank 0, which collects."""
         self._engine, self._config, self._pool = engine, config, pool
         self._eta, self._deterministic = max_head_offpolicyness, deterministic
         self.taken: list[Episode] = []
         self.metrics: dict[str, float] = {}
         """Of the pool, when the last batch was taken."""
 
-    def collect(self, count: int, *, timeout_s: float, partial: bool = False) -> list[Episode]:
-        """Waits for ``count`` groups and takes them; leaves them where they are if one of them still has to be judged by a
-        model, so that the caller sees to that and asks again. ``partial``: fewer, when no more can come.
+    def collect(self, wish: Wish) -> list[Episode]:
+        """Waits for as many groups as are wished for and takes them; leaves them where they are if one of them still has to
+        be judged by a model.
 
         Raises:
-            WaitTimeout: after ``timeout_s``; says what it waited for.
+            WaitTimeout: after the patience of the wish; says what it waited for.
             NoBatch: so many will never come.
             Exception: what broke the pool, such as `EngineDied`.
         """
+        count = wish.count = wish.begin() if wish.count is None else wish.count
         began = time.monotonic()
-        deadline = began + timeout_s
         with self._pool.changed:
             self._pool.wanted = count
         try:
             with waiting(f"{count} groups"):
-                return self._wait(count, partial, began, deadline)
+                return self._wait(count, wish.partial, began - wish.waited_s, began + wish.patience_s - wish.waited_s)
         finally:
+            wish.waited_s += time.monotonic() - began
             with self._pool.changed:
                 self._pool.wanted = 0
+
+    def collect_scored(self, wish: Wish, scorer: GroupScorer) -> None:
+        """Collects candidates, has all ranks score them, filters them, and again until enough stand: `Wish.episodes`.
+
+        Collective. Raises as `collect`.
+        """
+
+        def unjudged() -> int:
+            wish.episodes = self.collect(wish)
+            return sum(not episode.judged for episode in wish.episodes)
+
+        while from_main(unjudged):
+            candidates = [episode for episode in wish.episodes if not episode.judged]
+            outcomes = scorer([episode.group for episode in candidates if episode.group is not None])
+            for episode, outcome in zip(candidates, outcomes, strict=True):
+                if isinstance(outcome, Group) and episode.workflow.reads_scores:
+                    outcome = self._pool.loop.run(finished(episode.workflow, outcome))
+                with self._pool.changed:
+                    self._pool.judge(episode, outcome)
 
     def _wait(self, count: int, partial: bool, began: float, deadline: float) -> list[Episode]:
         while True:
@@ -84,6 +128,7 @@ class Collector:
         return chosen
 
     def _choose(self, count: int) -> list[Episode] | None:
+        assert self._engine is not None, "rank 0 needs an engine"
         oldest = self._engine.version.number - self._eta
         if self._config.on_expiry == "drop":
             for episode in [e for e in self._pool.waiting.values() if _has_expired(e, oldest)]:
@@ -135,6 +180,7 @@ class Collector:
             episodes = [] if self._pool.running else self._pool.admit()
         if not episodes:
             return
+        assert self._engine is not None, "rank 0 needs an engine"
         self._engine.pause()
         try:
             self._pool.loop.call(self._pool.spawn, episodes)

@@ -6,24 +6,19 @@ while the caller trains. A batch waits for its episodes, at most `rollout.wait_t
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tensordict import TensorDict
 
-from tandem.api.collective import from_main
 from tandem.api.engines import InferenceEngine
-from tandem.api.failures import DataFailure
 from tandem.api.samples import Group
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import RolloutConfig
 from tandem.rollout.collate import collate
 from tandem.rollout.collective import is_collector, share
-from tandem.rollout.collector import Collector
-from tandem.rollout.episodes import Episode, finished
+from tandem.rollout.collector import Collector, GroupScorer, Wish
 from tandem.rollout.gate import StalenessGate
 from tandem.rollout.pool import EpisodePool, GroupFilter, GroupObserver, Row
 from tandem.rollout.replay import Replay
@@ -31,24 +26,8 @@ from tandem.rollout.statistics import batch_metrics
 
 T = TypeVar("T")
 
-GroupScorer = Callable[[Sequence[Group]], list[Group | DataFailure]]
-"""Groups → the same with more rewards, or why one cannot be trained on. Collective; other ranks than 0 bring none."""
-
 MAX_DRAWS = 10
 """Times the batch size that are drawn for one batch before a filter that keeps too few ends the run."""
-
-
-@dataclass
-class _Wish:
-    """One batch that is asked for."""
-
-    begin: Callable[[], int]
-    """Queues what there is to queue; says how many groups are wanted."""
-
-    patience_s: float
-    partial: bool
-    count: int | None = None
-    waited_s: float = 0.0
 
 
 class Rollout:
@@ -103,7 +82,7 @@ class Rollout:
         )
         self._scorer = scorer
         self.ledger = self._pool.ledger
-        self._collector = None if engine is None else Collector(engine, config, self._pool, self._eta, deterministic)
+        self._collector = Collector(engine, config, self._pool, self._eta, deterministic)
         self.replay = Replay(config.replay, seed=seed)
         self.last_groups: tuple[Group, ...] = ()
         self._metrics: dict[str, float] = {}
@@ -163,46 +142,15 @@ class Rollout:
         stand. Rank 0 collects; collective.
         """
         patience_s = self._config.wait_timeout_s if timeout_s is None else timeout_s
-        wish = _Wish(begin, patience_s, partial)
-        if self._scorer is None:
-            return share(lambda: self._packed(self._collect(wish), wish.waited_s))
-        episodes: list[Episode] = []
+        wish = Wish(begin, patience_s, partial)
+        if self._scorer is not None:
+            self._collector.collect_scored(wish, self._scorer)
+        return share(lambda: self._packed(wish))
 
-        def unjudged() -> int:
-            nonlocal episodes
-            episodes = self._collect(wish)
-            return sum(not episode.judged for episode in episodes)
-
-        while from_main(unjudged):
-            waiting = [episode for episode in episodes if not episode.judged]
-            outcomes = self._scorer([episode.group for episode in waiting if episode.group is not None])
-            if is_collector():
-                self._judge(waiting, outcomes)
-        return share(lambda: self._packed(episodes, wish.waited_s))
-
-    def _judge(self, episodes: Sequence[Episode], outcomes: Sequence[Group | DataFailure]) -> None:
-        """What the models said of groups: those that read it are finished now, and the filter sees them."""
-        for episode, outcome in zip(episodes, outcomes, strict=True):
-            if isinstance(outcome, Group) and episode.workflow.reads_scores:
-                outcome = self.run(finished(episode.workflow, outcome))
-            with self._pool.changed:
-                self._pool.judge(episode, outcome)
-
-    def _collect(self, wish: "_Wish") -> list[Episode]:
-        """Rank 0: the oldest groups, at the latest when the patience of this batch is at its end."""
-        assert self._collector is not None, "rank 0 needs an engine"
-        if wish.count is None:
-            wish.count = wish.begin()
-        began = time.monotonic()
-        left_s = max(0.0, wish.patience_s - wish.waited_s)
-        episodes = self._collector.collect(wish.count, timeout_s=left_s, partial=wish.partial)
-        wish.waited_s += time.monotonic() - began
-        return episodes
-
-    def _packed(self, episodes: Sequence[Episode], waited_s: float) -> TensorDict:
-        """The batch of episodes that were taken."""
-        assert self._engine is not None and self._collector is not None, "rank 0 needs an engine"
-        version = self._engine.version.number
+    def _packed(self, wish: Wish) -> TensorDict:
+        """Rank 0: takes the episodes that are wished for, and makes a batch of their groups."""
+        assert self._engine is not None, "rank 0 needs an engine"
+        episodes, version = wish.episodes or self._collector.collect(wish), self._engine.version.number
         self.last_groups = tuple(episode.group for episode in episodes if episode.group is not None)
         batch = collate(
             self.last_groups,
@@ -212,7 +160,7 @@ class Rollout:
             max_age=self._config.replay.max_age,
         )
         self.replay.add(self.last_groups)
-        self._metrics = self._collector.metrics | {"time/wait_s": waited_s}
+        self._metrics = self._collector.metrics | {"time/wait_s": wish.waited_s}
         self._metrics |= batch_metrics(self.last_groups, batch, version=version) | self.replay.metrics(version)
         return batch
 
@@ -221,10 +169,9 @@ class Rollout:
         if not is_collector():
             return
         with self._pool.changed:
-            if self._collector is not None:
-                for episode in self._collector.taken:
-                    self.ledger.move(episode.prompt, "trained")
-                self._collector.taken = []
+            for episode in self._collector.taken:
+                self.ledger.move(episode.prompt, "trained")
+            self._collector.taken = []
             self.gate.end_step()
             self.ledger.check(self.gate)
             if not self._deterministic:
