@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tandem.api.engines import InferenceEngine, TrainEngine
     from tandem.api.requests import LLMRequest
     from tandem.api.samples import Group, Sample, Trajectory
+    from tandem.api.scoring import FrozenModel, Score
     from tandem.api.workflow import RewardFn, RewardResult, RolloutWorkflow
     from tandem.cli.main import run_script
     from tandem.config.errors import ConfigError
@@ -46,6 +47,7 @@ __all__ = [
     "Actor",
     "ChatWorkflow",
     "ConfigError",
+    "FrozenModel",
     "Group",
     "InferenceEngine",
     "LLMRequest",
@@ -63,6 +65,7 @@ __all__ = [
     "Run",
     "SFTConfig",
     "Sample",
+    "Score",
     "Session",
     "TrainConfig",
     "TrainEngine",
@@ -82,6 +85,7 @@ _MODULES = {
     "api.engines": ("InferenceEngine", "TrainEngine"),
     "api.requests": ("LLMRequest",),
     "api.samples": ("Group", "Sample", "Trajectory"),
+    "api.scoring": ("FrozenModel", "Score"),
     "api.workflow": ("RewardFn", "RewardResult", "RolloutWorkflow"),
     "cli.main": ("run_script",),
     "config.errors": ("ConfigError",),

@@ -3,17 +3,21 @@
 import itertools
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.presets import PRESETS
 from tandem.flow.parts import open_rows
+from tandem.flow.plan import Stage
 from tandem.flow.process import Process
+from tandem.flow.run import Runner
 from tandem.flow.session import open_session
+from tandem.planning.job import Lengths, job_of
 from tandem.trainers.rl import step
 from tests.matrix.pairing import pairwise
+from tests.trainers.planning import HAND, round_machine
 
 HERE = Path(__file__).parent
 RAN = "runs"
@@ -96,6 +100,18 @@ def overrides(cell: Cell, model: Path) -> list[str]:
     return items
 
 
+def stages_called(runner: Runner) -> list[Stage]:
+    """A list that grows by each stage that the runner is asked for."""
+    called, call = [], runner.call
+
+    def listed(stage: Stage, *handles: Any) -> Any:
+        called.append(stage)
+        return call(stage, *handles)
+
+    runner.call = listed  # type: ignore[method-assign]
+    return called
+
+
 def try_cell(cell: Cell, model: Path, process: Process) -> str:
     """`RAN`, or why it is refused. Anything but a refusal raises; so does a step that is not finite or learns nothing."""
     keys = {item.partition("=")[0]: item for item in overrides(cell, model)}
@@ -103,9 +119,13 @@ def try_cell(cell: Cell, model: Path, process: Process) -> str:
         config = load_config(TrainConfig, None, list(keys.values())).config
         rows = open_rows(config)
         with open_session(config, process, rows, 2, "matrix") as session:
+            called = stages_called(session.runner)
             found = [step(session) for _ in range(2)]
     except ConfigError as refusal:
         return " ".join(str(refusal).split())
+    passes = [(stage.name, stage.awake[0]) for stage in called if stage.kind in ("score", "pass") and stage.awake]
+    assert called == [*session.plan.step] * 2, (cell, called)
+    assert passes == [*job_of(config, round_machine(), Lengths(8, 4, 4), lambda _: HAND).passes] * 2, (cell, passes)
     for metrics in found:
         assert math.isfinite(metrics["loss"]), (cell, metrics)
         assert math.isfinite(metrics["grad_norm"]), (cell, metrics)

@@ -11,7 +11,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.evaluation import evaluate
-from tandem.flow.parts import check_names, make_reward, open_rows, training_workflow, validation_config
+from tandem.flow.parts import check_names, make_reward, make_workflow, open_rows, training_workflow, validation_config
 from tandem.rollout.groups import WholeGroup
 from tandem.rollout.workflows import Repeated
 from tandem.trainers.rl import train
@@ -109,6 +109,22 @@ def config(*items):
 def test_a_workflow_that_cannot_be_made_or_would_ignore_a_key_is_refused_at_start(mine, name, items, words):
     with pytest.raises(ConfigError, match=words):
         check_names(config(f"workflow={mine}:{name}", *items))
+
+
+def test_knobs_of_a_workflow_are_given_in_its_name_or_beside_it_and_reach_it(mine):
+    own, multi_turn = (
+        config(f"workflow={mine}:TakesAll", "workflow_args.depth=3"),
+        config("workflow=multi_turn(max_turns=5)"),
+    )
+    assert make_workflow(own, None, None, own.gconfig).given["depth"] == 3
+    assert make_workflow(multi_turn, None, None, multi_turn.gconfig).max_turns == 5
+    for items, words in (
+        (["workflow=multi_turn", "workflow_args.maxturns=5"], "did you mean 'max_turns'"),
+        (["workflow=multi_turn(max_turns=2)", "workflow_args.max_turns=5"], "both give max_turns"),
+        (["workflow=rlvr", "workflow_args.max_turns=5"], "it has none"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            check_names(config(*items))
 
 
 @pytest.mark.parametrize(

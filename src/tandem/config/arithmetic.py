@@ -4,8 +4,10 @@ import math
 from dataclasses import replace
 from typing import Literal
 
+from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.generation import GenerationConfig
+from tandem.config.terms import Term, read_term
 
 Placement = Literal["colocate", "decoupled"]
 
@@ -32,6 +34,19 @@ def placement(config: TrainConfig) -> Placement:
 def samples_together(config: TrainConfig) -> int:
     """Samples that are generated and judged for one step, those included that `rollout.oversample` may abort."""
     return math.ceil(config.rollout.batch_size * config.rollout.oversample) * config.gconfig.n_samples
+
+
+def workflow_of(config: TrainConfig) -> Term:
+    """The workflow with all its knobs: those in its own spelling, and `workflow_args`.
+
+    Raises:
+        ConfigError: it cannot be read, or a knob is given twice.
+    """
+    term = read_term(config.workflow, "workflow")
+    for name in config.workflow_args:
+        if name in term.knobs:
+            raise ConfigError(f"workflow={config.workflow} and workflow_args.{name} both give {name}: leave one of them out")
+    return replace(term, knobs={**term.knobs, **config.workflow_args})
 
 
 def rewards_of(config: TrainConfig) -> tuple[str, ...]:

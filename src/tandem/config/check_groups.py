@@ -2,6 +2,7 @@
 
 from collections.abc import Container, Iterator
 
+from tandem.config.arithmetic import workflow_of
 from tandem.config.check_algorithm import NAMED, corrects_itself
 from tandem.config.experiment import TrainConfig
 from tandem.config.parts import part_of
@@ -46,7 +47,7 @@ def _majority(config: TrainConfig, written: Container[str]) -> Iterator[str]:
             f"algorithm.advantage={algorithm.advantage.name} contradicts {key}, because {NAMED}, and a vote is one reward "
             "without a name; use algorithm.advantage=grpo"
         )
-    if config.workflow == "multi_turn":
+    if workflow_of(config).name == "multi_turn":
         yield (
             f"workflow=multi_turn asks after each turn whether the answer is right, which {key} cannot know; "
             "use workflow=rlvr"

@@ -88,7 +88,7 @@ class EvaluationConfig:
     """Use only the first rows of each data set; null uses all."""
 
     workflow: str = "rlvr"
-    """Registered workflow of one sample, or `my_file.py:ClassOrFunction`."""
+    """Registered workflow of one sample, such as `multi_turn(max_turns=5)`, or `my_file.py:ClassOrFunction`."""
 
     system_prompt: str | None = None
     """System message before each prompt; null: none."""

@@ -108,10 +108,15 @@ class TrainConfig(BaseConfig):
     their own."""
 
     workflow: str = "rlvr"
-    """Name of a workflow, or your own as `my_file.py:ClassOrFunction` (docs/writing_a_workflow.md)."""
+    """Name of a workflow, such as `multi_turn(max_turns=5)`, or your own as `my_file.py:ClassOrFunction`
+    (docs/writing_a_workflow.md)."""
+
+    workflow_args: Mapping[str, Any] = field(default_factory=dict)
+    """Knobs of the workflow, by the names of its arguments: `workflow_args.max_turns=5`."""
 
     reward: str = "math"
-    """Name of a reward, or your own as `my_file.py:function` (docs/writing_a_reward.md)."""
+    """Name of a reward, your own as `my_file.py:function`, the folder of a reward model, or a sum such as
+    `math + 0.5*model(path=FOLDER)` (docs/writing_a_reward.md)."""
 
     reward_timeout_s: float = 15.0
     """A reward call that takes longer is killed, and its sample counts as failed, not as 0."""

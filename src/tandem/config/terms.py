@@ -38,19 +38,31 @@ class Term:
         return self.name.rpartition(":")[2]
 
 
-def read_terms(spec: str) -> list[Term]:
+def read_term(spec: str, key: str) -> Term:
+    """A single name with its knobs, such as ``multi_turn(max_turns=5)``, written at the configuration key ``key``.
+
+    Raises:
+        ConfigError: it cannot be read, or it is a sum.
+    """
+    terms = read_terms(spec, key)
+    if len(terms) != 1 or terms[0].weight != 1.0:
+        raise ConfigError(f"{key} {spec!r} must be one name, as in name(knob=value) or my_file.py:name")
+    return terms[0]
+
+
+def read_terms(spec: str, key: str = "reward") -> list[Term]:
     """The terms of a sum of names.
 
     Example: ``0.7*model(path=runs/helpful/step_20) + 0.3*my_file.py:Polite(path=gpt2)``; the folder of a reward model alone
-    is ``model(path=FOLDER)``.
+    is ``model(path=FOLDER)``. ``key``: where it was written, for errors.
 
     Raises:
         ConfigError: it cannot be read, a weight is no number, or a name stands there twice.
     """
     text = spec.strip()
-    if re.fullmatch(r"[^(*]*\.py:\w+", text) and (" + " not in text or Path(text.rpartition(":")[0]).is_file()):
+    if re.fullmatch(r"[^(*]*\.py:\w+", text) and (" + " not in text or _is_file(text.rpartition(":")[0])):
         return [Term(text)]
-    if text and (Path(text).expanduser() / "config.json").is_file():
+    if key == "reward" and text and _is_file(f"{text}/config.json"):
         return [Term("model", knobs={"path": text})]
     files: list[str] = []
 
@@ -62,15 +74,22 @@ def read_terms(spec: str) -> list[Term]:
     try:
         expression = ast.parse(plain, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ConfigError(f"reward {spec!r} cannot be read; it is {GRAMMAR}") from error
-    terms = list(_terms(expression, spec, files))
+        raise ConfigError(f"{key} {spec!r} cannot be read; it is {GRAMMAR}") from error
+    terms = list(_terms(expression, spec, files, key))
     names = [term.knobs.get("name") or term.short_name for term in terms]
     if len(set(names)) < len(names):
         raise ConfigError(
-            f"reward {spec!r} names a reward twice; add their weights up, or give each model a name of its own: "
+            f"{key} {spec!r} names a reward twice; add their weights up, or give each model a name of its own: "
             "model(path=…, name=helpful)"
         )
     return terms
+
+
+def _is_file(path: str) -> bool:
+    try:
+        return Path(path).expanduser().is_file()
+    except (OSError, RuntimeError, ValueError):  # too long for a name, a home that nobody has, a zero byte
+        return False
 
 
 def _quoted(match: re.Match[str]) -> str:
@@ -85,18 +104,18 @@ def _quoted(match: re.Match[str]) -> str:
     return match[0]
 
 
-def _terms(node: ast.expr, spec: str, files: list[str]) -> Iterator[Term]:
+def _terms(node: ast.expr, spec: str, files: list[str], key: str) -> Iterator[Term]:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        yield from _terms(node.left, spec, files)
-        yield from _terms(node.right, spec, files)
+        yield from _terms(node.left, spec, files, key)
+        yield from _terms(node.right, spec, files, key)
     elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         try:
             factor = float(ast.literal_eval(node.left))
             if not math.isfinite(factor):
                 raise ValueError(factor)
         except (ValueError, TypeError, OverflowError):
-            raise ConfigError(f"reward {spec!r}: a weight is a finite number before a name; it is {GRAMMAR}") from None
-        for term in _terms(node.right, spec, files):
+            raise ConfigError(f"{key} {spec!r}: a weight is a finite number before a name; it is {GRAMMAR}") from None
+        for term in _terms(node.right, spec, files, key):
             yield Term(term.name, factor * term.weight, term.knobs)
     elif isinstance(node, ast.Name):
         yield Term(_name(node, files))
@@ -105,10 +124,10 @@ def _terms(node: ast.expr, spec: str, files: list[str]) -> Iterator[Term]:
         try:
             knobs = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
         except ValueError:
-            raise ConfigError(f"reward {spec!r}: knobs of {name} must be plain values, as in name(knob=3)") from None
+            raise ConfigError(f"{key} {spec!r}: knobs of {name} must be plain values, as in name(knob=3)") from None
         yield Term(name, knobs=knobs)
     else:
-        raise ConfigError(f"reward {spec!r} cannot be read; it is {GRAMMAR}")
+        raise ConfigError(f"{key} {spec!r} cannot be read; it is {GRAMMAR}")
 
 
 def _name(node: ast.Name, files: list[str]) -> str:

@@ -14,10 +14,12 @@ import torch
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.workflow import RolloutWorkflow
+from tandem.config.arithmetic import workflow_of
 from tandem.config.evaluation import EvaluationConfig
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import Resolved, plain_data
 from tandem.config.rollout import RolloutConfig
+from tandem.config.terms import read_term
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.check import check_inference_engine
 from tandem.evaluation.asking import Answer, Ask, Terms, ask_together
@@ -92,7 +94,7 @@ def check_evaluation(config: EvaluationConfig) -> Checked:
         chat_template_kwargs=config.chat_template_kwargs,
         gconfig=config.gconfig,
     )
-    taken_arguments(find_workflow(config.workflow), asked)
+    taken_arguments(find_workflow(workflow_of(asked).name), asked)
     machine = settle_machine(config)
     questions = open_questions(config)
     folder = describing(config.model)
@@ -221,7 +223,7 @@ def plan(questions: Sequence[Questions], config: EvaluationConfig) -> list[list[
 
 def settings(config: EvaluationConfig, questions: Sequence[Questions], model: Path, machine: Machine) -> dict[str, Any]:
     """Everything that the answers depend on; an evaluation goes on only where it agrees."""
-    specs = [config.workflow, *(one.reward for one in questions)]
+    specs = [read_term(config.workflow, "workflow").name, *(one.reward for one in questions)]
     return {
         "config": plain_data(config),
         "data": {one.name: {"rows": len(one.rows), "digest": one.digest, "reward": one.reward} for one in questions},

@@ -6,7 +6,8 @@ from tandem.api.engines import InferenceEngine
 
 
 class EngineMeter:
-    """Hears of each stage that begins; knows how much of the training time the engine was generating.
+    """Hears of each stage that begins, or is a ``with`` block around training; knows how much of that time the engine was
+    generating.
 
     Without an engine (ranks other than 0) all figures are 0.
     """
@@ -29,6 +30,12 @@ class EngineMeter:
             trained_s = max(time.perf_counter() - self._began, 1e-9)
             self._overlap = min(1.0, (self._statistics("busy_s") - self._busy_s) / trained_s)
             self._began = None
+
+    def __enter__(self) -> None:
+        self.begins("train")
+
+    def __exit__(self, *_: object) -> None:
+        self.begins("after training")
 
     def metrics(self) -> dict[str, float]:
         """``time/overlap``: share of the last training time during which the engine was generating, 0 to 1.

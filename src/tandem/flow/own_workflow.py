@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tandem.api.workflow import RolloutWorkflow
+from tandem.config.arithmetic import workflow_of
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.generation import GenerationConfig
+from tandem.config.nearest import nearest_names
 
 AVAILABLE = ("reward", "gconfig", "tokenizer", "system_prompt", "chat_template_kwargs")
 """Arguments that a workflow's constructor, or a workflow that is a function, may ask for by name."""
@@ -32,9 +34,10 @@ def taken_arguments(make: Any, config: TrainConfig) -> tuple[str, ...]:
     """Which of `AVAILABLE` a workflow takes.
 
     Raises:
-        ConfigError: it is no class or function, it needs an argument that nobody has, or a key of the configuration is set
-            that it would ignore.
+        ConfigError: it is no class or function, it needs an argument that nobody has, it has no such knob, or a key of the
+            configuration is set that it would ignore.
     """
+    knobs = workflow_of(config).knobs
     key = f"workflow={config.workflow}"
     if not callable(make) or isinstance(make, RolloutWorkflow):
         what = "an object of one: name the class itself" if isinstance(make, RolloutWorkflow) else f"a {type(make).__name__}"
@@ -51,12 +54,17 @@ def taken_arguments(make: Any, config: TrainConfig) -> tuple[str, ...]:
     rest = any(p.kind is p.VAR_KEYWORD for p in parameters)
     variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     needed = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
-    unknown = [name for name in needed if name not in AVAILABLE or name not in {p.name for p in named}]
+    own = {p.name for p in named} - set(AVAILABLE)
+    wrong = next((name for name in knobs if name not in own and (not rest or name in AVAILABLE)), None)
+    if wrong is not None:
+        there = f"it has: {', '.join(sorted(own))}" if own else "it has none"
+        raise ConfigError(f"{key} has no knob {wrong!r}; {nearest_names(wrong, own) if own else there}")
+    unknown = [name for name in needed if name not in (*AVAILABLE, *knobs) or name not in {p.name for p in named}]
     if unknown:
         hint = "; a function must be `async def`" if {"engine", "data"} & set(unknown) else ""
         raise ConfigError(
             f"{key} needs the argument {unknown[0]!r}, which nobody gives it{hint}. A workflow is given by name whichever "
-            f"it takes of: {', '.join(AVAILABLE)}; give {unknown[0]!r} a default"
+            f"it takes of: {', '.join(AVAILABLE)}; give {unknown[0]!r} a default, or set workflow_args.{unknown[0]}"
         )
     taken = AVAILABLE if rest else tuple(name for name in AVAILABLE if name in {p.name for p in named})
     _refuse_ignored(config, taken)

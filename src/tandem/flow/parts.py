@@ -14,7 +14,7 @@ from tandem.api.engines import InferenceEngine
 from tandem.api.plugins import in_user_code, is_file_spec, load_object
 from tandem.api.samples import Group
 from tandem.api.workflow import RewardFn, RewardResult, RolloutWorkflow
-from tandem.config.arithmetic import max_head_offpolicyness, rewards_of, samples_together
+from tandem.config.arithmetic import max_head_offpolicyness, rewards_of, samples_together, workflow_of
 from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
@@ -192,7 +192,7 @@ def check_names(config: TrainConfig) -> None:
     Raises:
         ConfigError: a workflow, part of the algorithm or sink that is not there.
     """
-    workflow = find_workflow(config.workflow)
+    workflow = find_workflow(workflow_of(config).name)
     taken_arguments(workflow, config)
     if plan_run(config).greedy_baseline and getattr(workflow, "makes_group", False):
         raise ConfigError(
@@ -217,13 +217,14 @@ def make_workflow(
 ) -> RolloutWorkflow:
     """The workflow of one sample that `workflow` names: a registered one, or a class or function in a file.
 
-    It is given whichever of ``reward, gconfig, tokenizer, system_prompt, chat_template_kwargs`` its signature takes. A
-    function ``async def episode(engine, data, …)`` is a workflow too.
+    It is given whichever of ``reward, gconfig, tokenizer, system_prompt, chat_template_kwargs`` its signature takes, and its
+    knobs. A function ``async def episode(engine, data, …)`` is a workflow too.
 
     Raises:
         ConfigError: see `taken_arguments`; or its constructor raises, or makes something else.
     """
-    make = find_workflow(config.workflow)
+    term = workflow_of(config)
+    make = find_workflow(term.name)
     available = {
         "reward": reward,
         "gconfig": gconfig,
@@ -231,10 +232,10 @@ def make_workflow(
         "system_prompt": config.system_prompt,
         "chat_template_kwargs": dict(config.chat_template_kwargs),
     }
-    taken = {name: available[name] for name in taken_arguments(make, config)}
+    taken = {name: available[name] for name in taken_arguments(make, config)} | term.knobs
     if inspect.iscoroutinefunction(make):
         return FunctionWorkflow(make, taken)
-    return checked_workflow(in_user_code(config.workflow, make, **taken), config)
+    return checked_workflow(in_user_code(term.name, make, **taken), config)
 
 
 def training_workflow(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, reward: RewardFn) -> RolloutWorkflow:

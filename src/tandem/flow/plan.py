@@ -140,6 +140,11 @@ class RunPlan:
         return tuple(stage for stage in self.stages if stage.kind == "pass")
 
     @property
+    def forwards(self) -> tuple[Stage, ...]:
+        """The passes through a model without gradients: those of scores, and those that add fields to a batch."""
+        return tuple(stage for stage in self.stages if stage.kind in ("score", "pass") and stage.awake)
+
+    @property
     def step(self) -> tuple[Stage, ...]:
         """The stages of a step that the loop calls one after another; those of scores are part of collecting."""
         return tuple(stage for stage in self.stages if stage.kind not in ("score", "keep"))

@@ -130,7 +130,7 @@ def job_of(
         generated=0,
         trained=2 if plan.paired else 1,
         together=plan.paired,
-        passes=tuple((stage.name, stage.awake[0]) for stage in plan.passes if stage.awake),
+        passes=tuple((stage.name, stage.awake[0]) for stage in plan.forwards),
         verifies=plan.stage("verify") is not None,
         saves=saves_of(config, rows),
         saves_beside=_saves_beside(config),

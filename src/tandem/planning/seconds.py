@@ -139,7 +139,7 @@ def _training(job: Job, batches: Batches, machine: Machine) -> list[Phase]:
 def _fitted(phase: Phase, machine: Machine, *, whole: bool = False) -> Phase:
     """``whole``: its rows are data's, each by itself; generated ones share their prompts, and a process with an engine."""
     family = "update" if phase.name.startswith("update") else phase.name
-    family = "score" if family in SCORES else family
+    family = "score" if family in SCORES or family.startswith("score: ") else family
     family = f"{family} of rows" if whole else family
     return Phase(phase.name, phase.cost * machine.factors.get(family, 1.0), phase.tokens)
 

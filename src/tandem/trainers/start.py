@@ -8,7 +8,7 @@ import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from tandem.config.arithmetic import evaluation_gconfig
+from tandem.config.arithmetic import evaluation_gconfig, workflow_of
 from tandem.config.backend import parse_layout
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
@@ -97,7 +97,7 @@ def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokeni
         return
     first = plan.scores[0]
     why = f"reward {first.spec!r} has {first.name!r}, which a model scores when the episode has ended"
-    if config.workflow == "multi_turn":
+    if workflow_of(config).name == "multi_turn":
         raise ConfigError(f"{why}, and workflow=multi_turn asks for the reward after each turn; use workflow=rlvr")
     if config.algorithm.labels == "majority":
         raise ConfigError(f"{why}, and algorithm.labels=majority judges by a vote; leave one of them out")
@@ -124,7 +124,7 @@ def check_prompts(
     """
     room = config.rollout.engine.max_model_len or Architecture.from_config(read_hf_config(folder)).max_position_embeddings
     lengths = []
-    for row in rows[:LOOKED_AT] if config.workflow in WORKFLOWS else ():
+    for row in rows[:LOOKED_AT] if workflow_of(config).name in WORKFLOWS else ():
         try:
             chat = Chat(
                 tokenizer,

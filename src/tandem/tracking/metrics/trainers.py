@@ -10,7 +10,7 @@ TIME: Section = {
     ),
     "time/generate_s": Metric(
         "s",
-        "From asking for a batch to having it: generating when synchronous, waiting when asynchronous.",
+        "From asking for a batch to having it, less `time/score_s`: generating when synchronous, waiting when asynchronous.",
         "Most of the step when synchronous: see `tokens_per_s/generate`, or train asynchronously.",
     ),
     "time/train_s": Metric(
@@ -29,6 +29,11 @@ TIME: Section = {
         "s",
         "The longest of them.",
         "Near `reward_timeout_s`: see `samples/failed/reward_timeout`.",
+    ),
+    "time/score_s": Metric(
+        "s",
+        "Rewards that need a model: their forward passes, between the end of the episodes and the update.",
+        "Large: a smaller model, a larger `actor.max_tokens_per_micro_batch`, or shorter answers.",
     ),
     "time/update_weights_s": Metric(
         "s",
