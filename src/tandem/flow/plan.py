@@ -51,6 +51,11 @@ class Resident:
     refresh_every_steps: int | None = None
     """It takes over the actor's weights every so many steps; None if it never does."""
 
+    @property
+    def changes(self) -> bool:
+        """True if its weights are others at some later step: a model that never changes needs no float32 masters."""
+        return self.trained or self.refresh_every_steps is not None
+
 
 @dataclass(frozen=True)
 class Stage:

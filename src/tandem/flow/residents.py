@@ -24,7 +24,12 @@ def open_model(resident: Resident, device: str, *, optimizer_steps: int = 0) -> 
     """
     assert resident.engine is not None, f"{resident.name} has no train engine"
     return build_train_engine(
-        resident.engine, total_steps=optimizer_steps, device=device, head=resident.head, key=resident.key
+        resident.engine,
+        total_steps=optimizer_steps,
+        device=device,
+        head=resident.head,
+        key=resident.key,
+        trained=resident.changes,
     )
 
 

@@ -68,6 +68,9 @@ class Held:
     """Ranks that share tokens gather keys and values, instead of exchanging heads for tokens."""
 
     compiled: bool = False
+    frozen: bool = False
+    """Its weights never change, so there is no float32 copy of them."""
+
     own: bool = True
     """False: the actor's model without its adapters, which is no second one."""
 
@@ -105,13 +108,17 @@ class Held:
     def masters(self) -> int:
         """What has a float32 master on one rank, or over those that shard: all parameters of its piece, or its adapters and
         new heads."""
+        if self.frozen:
+            return 0
         if self.adapters is None:
             return self.piece.parameters(self.head)
         return self.adapters.parameters(self.shape) + self._new_head
 
     @property
     def base(self) -> int:
-        """Frozen parameters without masters: those beside adapters."""
+        """Frozen parameters without masters: all of a frozen model, and those beside adapters."""
+        if self.frozen:
+            return self.piece.parameters(self.head)
         return 0 if self.adapters is None else self.parameters - self._new_head
 
     @property
@@ -127,12 +134,14 @@ def held(
     *,
     head: Head = "lm",
     trained: bool = True,
+    changes: bool = True,
     mini_batches: int = 1,
     epochs: int = 1,
     entropy: bool = False,
     key: str = "actor.backend",
 ) -> Held:
-    """A model in a training engine of this configuration. ``key``: where its backend was written.
+    """A model in a training engine of this configuration. ``key``: where its backend was written. ``changes``: False for a
+    model whose weights stay what they are.
 
     Raises:
         ConfigError: what the engine itself would refuse.
@@ -157,6 +166,7 @@ def held(
         offload=config.offload,
         gathers_keys=layout.context > 1 and not exchanges,
         compiled=config.compile,
+        frozen=not changes and layout.zero is None,
         mini_batches=mini_batches,
         epochs=epochs,
         entropy=entropy,

@@ -165,6 +165,7 @@ def _held(
         read(resident.engine.path),
         head=resident.head,
         trained=resident.trained,
+        changes=resident.changes,
         mini_batches=resident.mini_batches,
         epochs=resident.epochs,
         entropy=with_entropy and resident.name == "actor",

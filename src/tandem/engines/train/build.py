@@ -16,13 +16,15 @@ def build_train_engine(
     device: str | torch.device = "cpu",
     head: Head = "lm",
     key: str = "actor.backend",
+    trained: bool = True,
 ) -> TrainEngine:
     """The engine of ``config.backend``, over all processes of torch.distributed where it is initialised.
 
     ``head``: ``lm`` gives log-probabilities, ``scalar`` one number a token (critics, reward models), ``both`` both.
-    ``key``: where ``config.backend`` was written, for errors.
+    ``key``: where ``config.backend`` was written, for errors. ``trained``: False for a model that only computes `forward`:
+    it has no float32 masters, and neither steps nor states.
 
     Raises:
         ConfigError: another backend than is there, or another number of ranks than it says.
     """
-    return SpreadEngine(config, total_steps=total_steps, device=device, head=head, key=key)
+    return SpreadEngine(config, total_steps=total_steps, device=device, head=head, key=key, trained=trained)

@@ -39,11 +39,13 @@ class SpreadEngine(TrainEngine):
         process_group: dist.ProcessGroup | None = None,
         head: Head = "lm",
         key: str = "actor.backend",
+        trained: bool = True,
     ):
         """``total_steps``: optimizer steps of the run, for the schedule. ``process_group``: None takes the default group
         where torch.distributed is initialised, else this process alone. ``head``: ``scalar`` gives ``scores`` and neither
         log-probabilities nor entropy; it is saved as a sequence classifier. ``both``: a language model that gives scores
         too; it is saved as a language model, and the second head in a file of its own. ``key``: of ``config.backend``.
+        ``trained``: False for a model that only computes `forward`, which takes a third of the memory in bfloat16.
 
         Raises:
             ConfigError: the model cannot be opened, or the group has another size than ``config.backend`` says.
@@ -53,7 +55,7 @@ class SpreadEngine(TrainEngine):
         self.ranks = form_ranks(config.backend, process_group, self.device, key)
         self.world_size = self.ranks.layout.ranks
         self.head = head
-        self.model, self._holder = open_spread(config, self.ranks, self.device, self.dtype, head)
+        self.model, self._holder = open_spread(config, self.ranks, self.device, self.dtype, head, trained)
         self._optimizer = Optimizer(self._holder, config.optimizer, total_steps, self.ranks)
         self._weights = named_weights(config, self._holder, self.model, self.ranks.group)
         self.adapter = self._weights.adapter
@@ -67,6 +69,8 @@ class SpreadEngine(TrainEngine):
         have no gradient: they are in the metrics, and cost a forward pass only.
         """
         self._require("parameters", "optimizer")
+        if not self._holder.masters:
+            raise RuntimeError("this engine was built with trained=False, so it has nothing that a step could change")
         self._optimizer.zero_grad()
         totals, weighted = Totals(), has_weight(batch)
         planned = self._micro_batches(batch, weighted)

@@ -43,7 +43,7 @@ class Holder(ABC):
     @property
     def device(self) -> torch.device:
         """On which ranks exchange numbers."""
-        return next(iter(self.masters.values())).device
+        return next(iter((self.masters or self.frozen).values())).device
 
     @abstractmethod
     def publish(self) -> None:

@@ -29,11 +29,12 @@ Head = Literal["lm", "scalar", "both"]
 
 
 def open_spread(
-    config: TrainEngineConfig, ranks: Ranks, device: torch.device, dtype: torch.dtype, head: Head
+    config: TrainEngineConfig, ranks: Ranks, device: torch.device, dtype: torch.dtype, head: Head, trained: bool = True
 ) -> tuple[PackedModel, Holder]:
     """The model of ``config`` on this rank, computing in ``dtype``, and what holds its weights.
 
-    With ``config.lora`` its own weights are frozen in ``dtype``, and adapters lie beside them.
+    With ``config.lora`` its own weights are frozen in ``dtype``, and adapters lie beside them. A model that is not
+    ``trained`` is frozen as a whole, and has no float32 masters; under DeepSpeed it is held as a trained one.
 
     Raises:
         ConfigError: it cannot be opened, or not be divided so.
@@ -41,9 +42,14 @@ def open_spread(
     check_train_engine(config, resolve(config.path), ranks.layout, device, dtype, head, ranks.key)
     # what is kept in host memory is read layer by layer too: it may not fit on the GPU as a whole
     unfilled = None if ranks.group is None and not config.offload else _open_unfilled(config, device, head)
-    held = torch.float32 if config.lora.rank is None else dtype
+    frozen = not trained and ranks.layout.zero is None
+    held = torch.float32 if config.lora.rank is None and not frozen else dtype
     model = _load(config, device, head, held) if unfilled is None else unfilled.model
-    if config.lora.rank is not None:
+    if frozen:
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(dtype)
+    elif config.lora.rank is not None:
         drawn = put_adapters(model, config.lora, dtype, _common_seed(ranks, device))
         if unfilled is not None:
             files = {**unfilled.files, **{name.removeprefix(PREFIX): values for name, values in drawn.items()}}
