@@ -81,6 +81,12 @@ def test_each_stage_says_all_the_steps_at_which_it_runs():
     assert plan_of().stage("save").when == "at the end" and plan_of().stage("update").when == ""
 
 
+def test_the_plan_says_how_a_batch_comes_together():
+    assert plan_of("algorithm=dapo").stage("generate").when == "each step, again until enough groups pass dynamic_sampling"
+    beside = plan_of("async_training=true").stage("generate").when
+    assert beside == "each step, beside training, at most 1 version behind"
+
+
 def test_a_critic_that_nothing_asks_for_is_refused():
     with pytest.raises(ConfigError, match=r"critic\.\* is not used, because algorithm\.advantage=grpo asks for no values"):
         plan_run(TrainConfig(critic=CriticConfig(value_clip=None)))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from tandem.algorithms.preference import PREFERENCE_LOSSES
 from tandem.api.scoring import FrozenModel, Score
-from tandem.config.arithmetic import rewards_of
+from tandem.config.arithmetic import max_head_offpolicyness, rewards_of
 from tandem.config.check_algorithm import component_problems, part_problems
 from tandem.config.errors import ConfigError, refuse
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
@@ -201,7 +201,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
     rests = f"the actor rests in the first {critic.warmup_steps} steps" if critic.warmup_steps else ""
     proximal = teacher is not None or needs_proximal(config.algorithm, updates, tokens)
     stages = [
-        Stage("generate", "rollout", "prepare_batch", "collect", "generate", ("engine",)),
+        Stage("generate", "rollout", "prepare_batch", "collect", "generate", ("engine",), _collecting(config)),
         *(Stage(one.stage, one.name, "score", "score", "score", (one.resident,)) for one in scores),
         *_verification(config),
         *([_pass("reference", "reference", "compute_logprobs", "reference")] if "reference" in names else []),
@@ -217,6 +217,14 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
         *_keeping(config, ("engine",)),
     ]
     return RunPlan((*residents, Resident("engine")), tuple(stages), greedy_baseline="greedy" in asked, scores=scores)
+
+
+def _collecting(config: TrainConfig) -> str:
+    """How a batch comes together, where it is more than one round of generation."""
+    filter_, eta = config.algorithm.filter.name, max_head_offpolicyness(config)
+    words = [f"again until enough groups pass {filter_}"] if filter_ != "none" else []
+    words += [f"beside training, at most {eta} version{'s' if eta > 1 else ''} behind"] if eta else []
+    return ", ".join(["each step", *words]) if words else ""
 
 
 def _scores(config: TrainConfig, taken: set[str]) -> tuple[tuple[PlannedScore, ...], list[Resident]]:
