@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 
 from tandem.algorithms.presets.notes import NOTES
 from tandem.config.arithmetic import total_steps
@@ -21,7 +20,9 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.evaluation import evaluate_if_due
 from tandem.flow.parts import check_names, open_rows
+from tandem.flow.plan import Stage
 from tandem.flow.process import start_process
+from tandem.flow.run import Runner
 from tandem.flow.session import open_session
 from tandem.roles.samples import with_fields
 from tandem.trainers.rl import step
@@ -111,18 +112,20 @@ class Curve:
 
 
 class ShuffledRewards:
-    """A rollout whose batches have their rewards dealt out anew among all samples: nothing is left to learn from."""
+    """A runner whose batches have their rewards dealt out anew among all samples: nothing is left to learn from."""
 
-    def __init__(self, rollout: Any, seed: int):
-        self._rollout = rollout
+    def __init__(self, runner: Runner, seed: int):
+        self._runner = runner
         self._draw = torch.Generator().manual_seed(seed)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._rollout, name)
+        return getattr(self._runner, name)
 
-    def prepare_batch(self, loader: Any, workflow: Any) -> TensorDict:
-        """See `Rollout.prepare_batch`. One answer is one sequence in this task."""
-        batch = self._rollout.prepare_batch(loader, workflow)
+    def call(self, stage: Stage, *handles: Any) -> Any:
+        """See `Runner`. One answer is one sequence in this task."""
+        batch = self._runner.call(stage, *handles)
+        if stage.kind != "collect":
+            return batch
         order = torch.randperm(len(batch["reward"]), generator=self._draw)
         names = [name for name in batch.keys() if name in ("reward", "accuracy") or str(name).startswith("rewards/")]
         return with_fields(batch, **{str(name): batch[name][order] for name in names})
@@ -152,7 +155,7 @@ def learn(
     with ExitStack() as stack:
         session = stack.enter_context(open_session(config, process, rows, total_steps(config, len(rows.train)), "learning"))
         if shuffled:
-            session = dataclasses.replace(session, rollout=ShuffledRewards(session.rollout, seed))
+            session = dataclasses.replace(session, runner=ShuffledRewards(session.runner, seed))
 
         def measure(number: int) -> None:
             curve.measured[number] = evaluate_if_due(config, session, rows, 0, steps)["eval/accuracy"]

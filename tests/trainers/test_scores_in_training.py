@@ -1,16 +1,19 @@
 """Rewards that need a model, from a user's file: no line of the trainers knows them."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
 from tandem.api.batch import pack
+from tandem.api.failures import UserCodeFailed
 from tandem.api.samples import Sample
 from tandem.cli.main import main
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
+from tandem.config.terms import read_terms
 from tandem.engines.train.build import build_train_engine
 from tandem.flow.plan import plan_run
 from tandem.flow.residents import open_reader
@@ -69,6 +72,28 @@ class WrongShape(Polite):
 class Unreadable(Polite):
     def read(self, sample, row, reader):
         raise DataFailure("nothing_to_judge")
+
+class NoModel(Polite):
+    def __init__(self, path):
+        pass
+
+class NoPath(Polite):
+    def __init__(self, path):
+        self.model = FrozenModel(None)
+
+class Garbled(Polite):
+    def read(self, sample, row, reader):
+        return {"input_ids": [1, 2]}
+
+class Even(Polite):
+    name = "even"
+
+class Spoils(RLVRWorkflow):
+    reads_scores = True
+
+    async def finish_group(self, samples, data):
+        from dataclasses import replace
+        return tuple(replace(sample, reward=float("nan")) for sample in samples)
 
 class Ranks(RLVRWorkflow):
     """The reward of a sample is its place in its group by what the judge said."""
@@ -171,9 +196,37 @@ def test_what_a_model_cannot_judge_is_counted_and_never_a_reward_of_0(overrides,
                 overrides,
                 f"reward={models}/mine.py:Unreadable(path={models}/tiny-llama-1)",
                 "trial_name=unreadable",
-                "rollout.max_data_failures=4",
+                "rollout.max_data_failures=10",  # more than one batch
             )
         )
+
+
+def test_what_a_workflow_makes_of_scores_is_checked_like_all_it_returns(overrides, models):
+    keys = [f"reward={models}/mine.py:Polite(path={models}/tiny-llama-1)", f"workflow={models}/mine.py:Spoils"]
+    with pytest.raises(NoBatch, match="reward_not_finite"):
+        train(resolved(overrides, *keys, "rollout.max_data_failures=10"))
+
+
+def test_what_a_score_reads_must_be_a_sequence_of_the_model(overrides, models):
+    with pytest.raises(UserCodeFailed, match=r"read must give a dict of at least input_ids, loss_mask, temperature"):
+        train(resolved(overrides, f"reward={models}/mine.py:Garbled(path={models}/tiny-llama-1)"))
+
+
+def test_the_samples_that_are_trained_on_are_chosen_behind_the_scores(overrides, models):
+    """The first one of each group fails, and another takes its place."""
+    keys = [f"reward={models}/mine.py:NotFinite(path={models}/tiny-llama-1)", "algorithm.update_samples=2"]
+    assert "loss" in steps(train(resolved(overrides, *keys)))[-1]
+
+
+def test_spellings_of_terms():
+    knobs = read_terms("mine.py:Polite(path=x, judge=other.py:Model)")[0].knobs
+    assert knobs == {"path": "x", "judge": "other.py:Model"}
+    assert [(t.name, t.weight) for t in read_terms("math - 0.1*my.py:Short + 0.5*(format + model(path='a b'))")] == [
+        ("math", 1.0),
+        ("my.py:Short", -0.1),
+        ("format", 0.5),
+        ("model", 0.5),
+    ]
 
 
 def test_a_group_is_finished_behind_the_scores_that_its_workflow_reads(overrides, models):
@@ -204,11 +257,17 @@ def test_a_run_with_scores_is_the_same_whatever_the_order_of_its_models(override
         (["reward=model(path=JUDGE, name=actor)"], "'actor' is the name of another reward's model or of a role"),
         (["reward=model(paht=JUDGE)"], "paht"),
         (["reward=model(path=JUDGE, scale=0)"], "scale must be above 0"),
+        (["reward=model(path=JUDGE, scale=abc)"], "scale must be a finite number, got 'abc'"),
+        (["reward=MINE:NoModel(path=x)"], "its attribute `model` is missing"),
+        (["reward=MINE:NoPath(path=x)"], "must be a folder or a name, got None"),
+        (["reward=EVEN + MINE:Even(path=POLICY)"], "'even' is the name of another reward"),
         (["reward=model(path=POLICY)"], "is no reward model, because it has no trained head"),
     ],
 )
 def test_a_score_that_cannot_be_had_is_refused_before_the_run(overrides, models, keys, words):
     keys = [key.replace("JUDGE", str(models / "judge")).replace("POLICY", str(models / "tiny-llama-0")) for key in keys]
+    small = Path(__file__).parent / "small_rewards.py"
+    keys = [key.replace("MINE", f"{models}/mine.py").replace("EVEN", f"{small}:even") for key in keys]
     with pytest.raises(ConfigError, match=words):
         train(resolved(overrides, *keys), dry_run=True)
 

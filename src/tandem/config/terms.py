@@ -10,9 +10,12 @@ from typing import Any
 
 from tandem.config.errors import ConfigError
 
-GRAMMAR = "a name, name(knob=value), a sum such as math + 0.2*format, my_file.py:name, or the folder of a reward model"
+GRAMMAR = (
+    "a name, name(knob=value), a sum such as math + 0.2*format, my_file.py:name, or the folder of a reward model alone; "
+    "in a sum that is model(path=FOLDER), quoted if the path has a space or a sign: model(path='a b')"
+)
 
-_FILE = re.compile(r"[^\s+*(),=]+\.py:\w+")
+_FILE = re.compile(r"(?<![^\s+*(-])[^\s+*(),='\"]+\.py:\w+")
 _BARE = re.compile(r"(?<=[(,])(\s*\w+\s*=\s*)([^\s'\"(),\[\]{}]+)(?=\s*[,)])")
 _WORDS = {"true": True, "false": False, "null": None}
 
@@ -76,7 +79,7 @@ def read_terms(spec: str, key: str = "reward") -> list[Term]:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{key} {spec!r} cannot be read; it is {GRAMMAR}") from error
     terms = list(_terms(expression, spec, files, key))
-    names = [term.knobs.get("name") or term.short_name for term in terms]
+    names = [str(term.knobs.get("name") or term.short_name) for term in terms]
     if len(set(names)) < len(names):
         raise ConfigError(
             f"{key} {spec!r} names a reward twice; add their weights up, or give each model a name of its own: "
@@ -108,6 +111,10 @@ def _terms(node: ast.expr, spec: str, files: list[str], key: str) -> Iterator[Te
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         yield from _terms(node.left, spec, files, key)
         yield from _terms(node.right, spec, files, key)
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub):
+        yield from _terms(node.left, spec, files, key)
+        for term in _terms(node.right, spec, files, key):
+            yield Term(term.name, -term.weight, term.knobs)
     elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
         try:
             factor = float(ast.literal_eval(node.left))
@@ -123,7 +130,7 @@ def _terms(node: ast.expr, spec: str, files: list[str], key: str) -> Iterator[Te
         name = _name(node.func, files)
         try:
             knobs = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
-        except ValueError:
+        except (ValueError, TypeError):
             raise ConfigError(f"{key} {spec!r}: knobs of {name} must be plain values, as in name(knob=3)") from None
         yield Term(name, knobs=knobs)
     else:

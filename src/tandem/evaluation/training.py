@@ -139,8 +139,9 @@ def evaluate_if_due(config: TrainConfig, session: Session, rows: Rows, step: int
                 )
             )
     if session.scorer is not None:
-        outcomes = session.scorer([group for _, group in made.values()])
-        scored = {place: _scored(item, outcome) for (place, (item, _)), outcome in zip(made.items(), outcomes, strict=True)}
+        ordered = sorted(made.items())  # not as they arrived: how they are packed must not depend on timing
+        outcomes = session.scorer([group for _, (_, group) in ordered])
+        scored = {place: _scored(item, outcome) for (place, (item, _)), outcome in zip(ordered, outcomes, strict=True)}
         answers = [scored.get((answer.row, answer.sample), answer) for answer in answers]
     return summarise(answers, config.evaluate.n_samples, len(rows.valid)).metrics() if answers else {}
 

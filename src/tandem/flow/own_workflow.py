@@ -24,6 +24,10 @@ class FunctionWorkflow(RolloutWorkflow):
         self.function, self.arguments = function, arguments
         self.name = getattr(function, "__name__", "function")
         self.makes_group = bool(getattr(function, "makes_group", False))
+        if getattr(function, "reads_scores", False):
+            raise ConfigError(
+                f"{self.name} is a function, which has no finish_group to read scores in: leave reads_scores out"
+            )
 
     async def arun_episode(self, engine: Any, data: Mapping[str, Any]) -> Any:
         """See `RolloutWorkflow`."""

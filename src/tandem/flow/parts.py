@@ -251,7 +251,7 @@ def training_workflow(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, r
     if algorithm.update_samples is not None:
         one = FirstSamples(one, algorithm.update_samples)
     plan = plan_run(config)
-    later = one.reads_scores and bool(plan.scores)
+    later = bool(plan.scores) and (one.reads_scores or algorithm.update_samples is not None)
     group = (
         WholeGroup(one, smallest, finish_later=later)
         if whole

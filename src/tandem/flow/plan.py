@@ -19,8 +19,9 @@ from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.lora import LoRAConfig
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
 from tandem.config.roles import CriticConfig, ReferenceConfig, critic_engine_config
+from tandem.config.terms import read_terms
 from tandem.config.train_engine import TrainEngineConfig
-from tandem.rewards.build import build_scores
+from tandem.rewards.build import build_scores, needs_model
 from tandem.roles.actor import choose_parts
 from tandem.roles.components import choose
 from tandem.roles.tokens import needs_proximal
@@ -236,6 +237,7 @@ def _scores(config: TrainConfig, taken: set[str]) -> tuple[tuple[PlannedScore, .
     scores: list[PlannedScore] = []
     residents: dict[FrozenModel, Resident] = {}
     for spec in rewards_of(config):
+        taken = taken | {term.short_name for term in read_terms(spec) if not needs_model(term)}
         for name, term, weight, score in build_scores(spec):
             if name in taken | {"engine", "rollout", "verifier", "publisher"}:
                 raise ConfigError(

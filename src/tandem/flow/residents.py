@@ -3,6 +3,7 @@
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.engines import TrainEngine
+from tandem.api.scoring import Score
 from tandem.config.experiment import TrainConfig
 from tandem.engines.train.build import build_train_engine
 from tandem.flow.critic import check_same_tokens, differing_token
@@ -47,20 +48,24 @@ def open_scores(plan: RunPlan, device: str, tokenizer: PreTrainedTokenizerBase, 
         assert resident is not None and resident.engine is not None, "the plan names the model of each score"
         if resident.name not in engines:
             engines[resident.name] = open_model(resident, device)
-        reader = open_reader(resident.engine.path, tokenizer) if reads else None
-        roles[planned.name] = ScoreRole(planned, engines[resident.name], reader)
+        path, chats = resident.engine.path, type(planned.score).read is Score.read
+        reader = open_reader(path, tokenizer, chats=chats) if reads else None
+        vocabulary = Architecture.from_config(read_hf_config(describing(path))).vocab_size
+        roles[planned.name] = ScoreRole(planned, engines[resident.name], reader, vocabulary)
     return roles
 
 
-def open_reader(path: str, actor: PreTrainedTokenizerBase) -> ModelReader:
-    """Reads samples in the tokens of the model in ``path``; no weights are needed for it.
+def open_reader(path: str, actor: PreTrainedTokenizerBase, *, chats: bool = True) -> ModelReader:
+    """Reads samples in the tokens of the model in ``path``; no weights are needed for it. ``chats``: conversations, which
+    needs a chat template.
 
     Raises:
         ConfigError: its tokenizer cannot be read, or has no chat template.
     """
     folder = describing(path)
     own = load_tokenizer(folder)
-    check_chat_template(own)
+    if chats:
+        check_chat_template(own)
     context = Architecture.from_config(read_hf_config(folder)).max_position_embeddings
     return ModelReader(own, same_tokens=differing_token(own, actor) is None, max_length=context)
 

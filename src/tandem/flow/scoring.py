@@ -19,7 +19,7 @@ from tandem.data.encoding import ChatEncoder, Encoded
 from tandem.flow.plan import PlannedScore, RunPlan, Stage
 from tandem.flow.run import Runner
 from tandem.rollout.collective import share
-from tandem.rollout.failed_samples import least_samples, too_few
+from tandem.rollout.failed_samples import FailureLog, least_samples, too_few
 
 T = TypeVar("T")
 
@@ -69,18 +69,42 @@ def _fields(encoded: Encoded) -> dict[str, Any]:
 class ScoreRole:
     """A `Score` with the model that it asked for."""
 
-    def __init__(self, planned: PlannedScore, engine: TrainEngine, reader: ModelReader | None):
-        """``reader``: on rank 0, where the samples are."""
-        self.planned, self.engine, self.reader = planned, engine, reader
+    def __init__(self, planned: PlannedScore, engine: TrainEngine, reader: ModelReader | None, vocabulary: int):
+        """``reader``: on rank 0, where the samples are. ``vocabulary``: number of the model's tokens."""
+        self.planned, self.engine, self.reader, self.vocabulary = planned, engine, reader, vocabulary
 
     def read(self, sample: Sample, row: Mapping[str, Any]) -> Mapping[str, Any] | DataFailure:
         """What the model reads of a sample, or why it cannot. Rank 0."""
         assert self.reader is not None, "rank 0 reads"
         planned = self.planned
+        if planned.name in sample.rewards:
+            raise ConfigError(
+                f"two rewards are called {planned.name!r}: a model's, and a part of another reward; rename one of them"
+            )
         try:
-            return _called(planned, planned.score.read, sample=sample, row=row, reader=self.reader)
+            sequence = _called(planned, planned.score.read, sample=sample, row=row, reader=self.reader)
         except DataFailure as failure:
             return failure
+        self._check(sequence)
+        return sequence
+
+    def _check(self, sequence: Any) -> None:
+        """Passes what a model can read.
+
+        Raises:
+            UserCodeFailed: it is something else.
+        """
+        names, wrong = ("input_ids", "loss_mask", "temperature"), ""
+        if not isinstance(sequence, Mapping) or not set(names) <= set(sequence):
+            given = sorted(sequence) if isinstance(sequence, Mapping) else type(sequence).__name__
+            wrong = f"must give a dict of at least {', '.join(names)}, as the methods of reader do; it gave {given}"
+        elif not 0 < len(sequence["input_ids"]) == len(sequence["loss_mask"]):
+            sizes = [len(sequence[name]) for name in names[:2]]
+            wrong = f"must give input_ids and loss_mask of one length above 0; it gave {sizes[0]} and {sizes[1]}"
+        elif not 0 <= min(map(int, sequence["input_ids"])) <= max(map(int, sequence["input_ids"])) < self.vocabulary:
+            wrong = f"gave a token that the model does not have; it has {self.vocabulary}"
+        if wrong:
+            raise UserCodeFailed(f"reward {self.planned.name!r} ({self.planned.term}): read {wrong}")
 
     def score(self, batch: TensorDict) -> torch.Tensor:
         """``[N]``, on every rank.
@@ -108,6 +132,7 @@ class GroupScorer:
 
     def __init__(self, plan: RunPlan, roles: Mapping[str, ScoreRole], runner: Runner, min_group_size: int | None):
         self.plan, self.roles, self.runner, self.min_group_size = plan, roles, runner, min_group_size
+        self._log = FailureLog()
 
     def __call__(self, groups: Sequence[Group]) -> list[Group | DataFailure]:
         """The groups with their rewards, or why a group cannot be trained on. Collective; other ranks than 0 bring none.
@@ -124,17 +149,24 @@ class GroupScorer:
     def _add(
         self, planned: PlannedScore, stage: Stage, groups: Sequence[Group], judged: list[list[Sample | DataFailure]]
     ) -> None:
-        role, places, sequences = self.roles[planned.name], [], []
-        for i, group in enumerate(groups):
-            for j, sample in enumerate(judged[i]):
-                if isinstance(sample, Sample) and planned.judges(group.data):
-                    read = role.read(sample, group.data)
-                    if isinstance(read, DataFailure):
-                        judged[i][j] = read
+        role = self.roles[planned.name]
+        places: list[tuple[int, int]] = []
+        sequences: list[Mapping[str, Any]] = []
+
+        def read() -> int:
+            for i, group in enumerate(groups):
+                for j, sample in enumerate(judged[i]):
+                    if not isinstance(sample, Sample) or not planned.judges(group.data):
+                        continue
+                    sequence = role.read(sample, group.data)
+                    if isinstance(sequence, DataFailure):
+                        judged[i][j] = sequence
                     else:
                         places.append((i, j))
-                        sequences.append(read)
-        if not from_main(lambda: len(sequences)):
+                        sequences.append(sequence)
+            return len(sequences)
+
+        if not from_main(read):
             return
         values = self.runner.call(stage, share(lambda: pack(sequences)))
         for (i, j), value in zip(places, values.tolist(), strict=False):  # ranks other than 0 have no places
@@ -145,9 +177,13 @@ class GroupScorer:
         failed = [sample for sample in samples if isinstance(sample, DataFailure)]
         if not failed:
             return replace(group, samples=fine)
+        self._log.warn(failed)
         reasons = (*group.failures, *(failure.reason for failure in failed))
-        n, lost_baseline = len(fine) + len(reasons), any(s.greedy for s in group.samples) > any(s.greedy for s in fine)
-        if lost_baseline or len(fine) < (least := least_samples(self.min_group_size, n)):
+        lost_baseline = any(s.greedy for s in group.samples) and not any(s.greedy for s in fine)
+        count = sum(not s.greedy for s in fine)
+        n = count + len(reasons)
+        least = least_samples(self.min_group_size, n)
+        if lost_baseline or count < least or not any(s.in_loss for s in fine):
             lost = failed[-1] if lost_baseline else too_few(failed, n, least)
             lost.failed_samples = reasons
             return lost

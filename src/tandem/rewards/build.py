@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tandem.api.plugins import in_user_code, load_object
-from tandem.api.scoring import Score
+from tandem.api.scoring import FrozenModel, Score
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
 from tandem.config.terms import Term, read_terms
@@ -61,6 +61,9 @@ class SumReward(RewardFn):
             reward.close()
 
 
+DTYPES = ("auto", "bfloat16", "float32")
+
+
 def build_reward(spec: str, *, timeout_s: float, workers: int | None = None, models_later: bool = False) -> RewardFn:
     """The reward that a configuration names. ``workers``: most processes of one that runs in workers; None: `most_workers`.
     ``models_later``: the terms that need a model are left out here, for `build_scores` gives them.
@@ -91,8 +94,23 @@ def build_scores(spec: str) -> list[tuple[str, str, float, Score]]:
         if needs_model(term):
             score = _made(term)
             assert isinstance(score, Score), "needs_model has seen to it"
+            _check_score(term, score)
             scores.append((str(score.name) or term.short_name, term.name, term.weight, score))
     return scores
+
+
+def _check_score(term: Term, score: Score) -> None:
+    model = getattr(score, "model", None)
+    if not isinstance(model, FrozenModel):
+        given = "is missing" if model is None else f"is a {type(model).__name__}"
+        raise ConfigError(f"reward {term.name!r}: its attribute `model` {given}; set self.model = FrozenModel(path, head=…)")
+    if not isinstance(model.path, str) or not model.path:
+        raise ConfigError(f"reward {term.name!r}: FrozenModel.path must be a folder or a name, got {model.path!r}")
+    for name, value, allowed in (("head", model.head, ("lm", "scalar")), ("dtype", model.dtype, (None, *DTYPES))):
+        if value not in allowed:
+            raise ConfigError(f"reward {term.name!r}: FrozenModel.{name} must be one of {allowed}, got {value!r}")
+    if not isinstance(score.name, str):
+        raise ConfigError(f"reward {term.name!r}: its attribute `name` must be a text, got {score.name!r}")
 
 
 def needs_model(term: Term) -> bool:

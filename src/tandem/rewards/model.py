@@ -1,5 +1,7 @@
 """A reward model as a reward: the folder that `tandem reward` wrote, or any classifier of one label."""
 
+import math
+
 import torch
 from tensordict import TensorDict
 
@@ -19,7 +21,10 @@ class ModelReward(Score):
     """
 
     def __init__(self, path: str, name: str = "model", center: float = 0.0, scale: float = 1.0):
-        if not scale > 0:
+        for knob, value in (("center", center), ("scale", scale)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ConfigError(f"reward model({path}): {knob} must be a finite number, got {value!r}")
+        if scale <= 0:
             raise ConfigError(f"reward model({path}): scale must be above 0, got {scale}")
         self.model = FrozenModel(str(path), head="scalar")
         self.name, self.center, self.scale = name, center, scale

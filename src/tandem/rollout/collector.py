@@ -83,18 +83,25 @@ class Collector:
         Collective. Raises as `collect`.
         """
 
-        def unjudged() -> int:
-            wish.episodes = self.collect(wish)
-            return sum(not episode.judged for episode in wish.episodes)
+        candidates: list[Episode] = []
+        outcomes: list[Group | DataFailure] = []
 
-        while from_main(unjudged):
-            candidates = [episode for episode in wish.episodes if not episode.judged]
+        def next_candidates() -> int:
+            self._judge(candidates, outcomes)  # here, so that all ranks hear of what it raises
+            wish.episodes = self.collect(wish)
+            candidates[:] = [episode for episode in wish.episodes if not episode.judged]
+            return len(candidates)
+
+        while from_main(next_candidates):
             outcomes = scorer([episode.group for episode in candidates if episode.group is not None])
-            for episode, outcome in zip(candidates, outcomes, strict=True):
-                if isinstance(outcome, Group) and episode.workflow.reads_scores:
-                    outcome = self._pool.loop.run(finished(episode.workflow, outcome))
-                with self._pool.changed:
-                    self._pool.judge(episode, outcome)
+
+    def _judge(self, candidates: Sequence[Episode], outcomes: Sequence[Group | DataFailure]) -> None:
+        """The scores of these groups are there: workflows that read them finish the groups, and the filter sees them."""
+        for episode, outcome in zip(candidates, outcomes, strict=True):
+            if isinstance(outcome, Group) and episode.workflow.reads_scores:
+                outcome = self._pool.loop.run(finished(episode.workflow, outcome))
+            with self._pool.changed:
+                self._pool.judge(episode, outcome)
 
     def _wait(self, count: int, partial: bool, began: float, deadline: float) -> list[Episode]:
         while True:

@@ -80,11 +80,19 @@ async def run_episode(
 async def finished(workflow: RolloutWorkflow, group: Group) -> Group | DataFailure:
     """The group after its workflow's `finish_group`, where that had to wait for rewards that need a model."""
     try:
-        return replace(group, samples=tuple(await workflow.finish_group(group.samples, group.data)))
+        samples = tuple(await workflow.finish_group(group.samples, group.data))
+        if not samples:
+            raise DataFailure("empty_group", "finish_group left no sample")
+        for sample in samples:
+            check_sample(sample)
+        return replace(group, samples=samples)
+    except WrongWorkflow:
+        raise
     except Exception as error:  # the episode boundary
         failure = as_failure(error)
         if not isinstance(failure, DataFailure):
             raise failure from error
+        failure.failed_samples = group.failures
         return failure
 
 

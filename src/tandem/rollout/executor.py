@@ -87,8 +87,6 @@ class Rollout:
         self.last_groups: tuple[Group, ...] = ()
         self._metrics: dict[str, float] = {}
 
-    # ------------------------------------------------------------------ what a script calls
-
     def submit(self, data: Row, workflow: RolloutWorkflow) -> None:
         """Queues one episode; it starts as soon as the gate admits it. Rank 0 only."""
         with self._pool.changed:
@@ -149,7 +147,7 @@ class Rollout:
 
     def _packed(self, wish: Wish) -> TensorDict:
         """Rank 0: takes the episodes that are wished for, and makes a batch of their groups."""
-        assert self._engine is not None, "rank 0 needs an engine"
+        assert self._engine is not None
         episodes, version = wish.episodes or self._collector.collect(wish), self._engine.version.number
         self.last_groups = tuple(episode.group for episode in episodes if episode.group is not None)
         batch = collate(

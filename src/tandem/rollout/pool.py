@@ -201,12 +201,8 @@ class EpisodePool:
 
     def _finished(self, episode: Episode, group: Group) -> None:
         self._in_a_row["infrastructure"] = 0
-        failed, n = len(group.failures), len(group.failures) + len(group.samples)
-        if 2 * failed > n:  # it may be trained on (rollout.min_group_size), and yet the judge or the data is at fault
-            self._remember(episode, f"{failed} of {n} samples failed: {dict(Counter(group.failures))}")
-            self._spend("data")
-        else:
-            self._in_a_row["data"] = 0
+        if not self._judges_later:
+            self._count_failed(episode, group)
         keep, reason = (True, "") if self._judges_later else self._verdict(group)
         if keep:
             del self.running[episode.number]
@@ -223,15 +219,27 @@ class EpisodePool:
         """The rewards that need a model are there, or could not be had: the group goes on waiting, or is dropped."""
         if isinstance(outcome, DataFailure):
             self._remember(episode, str(outcome))
+            if outcome.reason not in self.ledger.dropped:
+                logger.warning("an episode was dropped (%s)", ": ".join(self._failures[-1]))
             self.ledger.failed_samples.update(outcome.failed_samples)
             self.discard(episode, outcome.reason, counts=False)
             self._spend("data")
             return
+        self._count_failed(episode, outcome)
         episode.group, episode.judged = outcome, True
         keep, reason = self._verdict(outcome)
         if not keep:
             self.discard(episode, f"filter/{reason}")
             self._turned_down(reason)
+
+    def _count_failed(self, episode: Episode, group: Group) -> None:
+        """A group stands: it ends a row of data failures, unless it lost most of its samples."""
+        failed, n = len(group.failures), len(group.failures) + len(group.samples)
+        if 2 * failed > n:  # it may be trained on (rollout.min_group_size), and yet the judge or the data is at fault
+            self._remember(episode, f"{failed} of {n} samples failed: {dict(Counter(group.failures))}")
+            self._spend("data")
+        else:
+            self._in_a_row["data"] = 0
 
     def _verdict(self, group: Group) -> tuple[bool, str]:
         return (True, "") if self._filter is None else self._filter(group)

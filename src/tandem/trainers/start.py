@@ -1,5 +1,6 @@
 """Everything that a start refuses before its run folder exists. A dry run calls the same functions and then stops."""
 
+import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from tandem.api.scoring import Score
 from tandem.config.arithmetic import evaluation_gconfig, workflow_of
 from tandem.config.backend import parse_layout
 from tandem.config.errors import ConfigError
@@ -22,6 +24,7 @@ from tandem.flow.parts import (
     Rows,
     check_names,
     check_rows,
+    find_workflow,
     make_reward,
     make_workflow,
     open_rows,
@@ -39,6 +42,7 @@ from tandem.models.precision import resolve_dtype
 from tandem.models.shape import Shape
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.rollout.chat import Chat
+from tandem.rollout.multi_turn import MultiTurnWorkflow
 from tandem.state.run_folder import require_writable
 
 LOOKED_AT = 16
@@ -97,8 +101,9 @@ def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokeni
         return
     first = plan.scores[0]
     why = f"reward {first.spec!r} has {first.name!r}, which a model scores when the episode has ended"
-    if workflow_of(config).name == "multi_turn":
-        raise ConfigError(f"{why}, and workflow=multi_turn asks for the reward after each turn; use workflow=rlvr")
+    workflow = find_workflow(workflow_of(config).name)
+    if inspect.isclass(workflow) and issubclass(workflow, MultiTurnWorkflow):
+        raise ConfigError(f"{why}, and workflow={config.workflow} asks for the reward after each turn; use workflow=rlvr")
     if config.algorithm.labels == "majority":
         raise ConfigError(f"{why}, and algorithm.labels=majority judges by a vote; leave one of them out")
     for planned in plan.scores:
@@ -110,7 +115,7 @@ def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokeni
                 f"reward {planned.spec!r}: {path} is no reward model, because it has no trained head that scores; give the "
                 "folder of a checkpoint that `tandem reward` wrote, or a sequence classifier of one label"
             )
-        open_reader(resident.engine.path, tokenizer)
+        open_reader(resident.engine.path, tokenizer, chats=type(planned.score).read is Score.read)
 
 
 def check_prompts(
