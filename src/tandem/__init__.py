@@ -17,6 +17,7 @@ from tandem.config.libraries import set_up
 if TYPE_CHECKING:
     from tandem.algorithms.registry import prepared_by
     from tandem.api.engines import InferenceEngine, TrainEngine
+    from tandem.api.failures import DataFailure, InfrastructureFailure, RewardFailure
     from tandem.api.requests import LLMRequest
     from tandem.api.samples import Group, Sample, Trajectory
     from tandem.api.scoring import FrozenModel, Score
@@ -47,15 +48,18 @@ __all__ = [
     "Actor",
     "ChatWorkflow",
     "ConfigError",
+    "DataFailure",
     "FrozenModel",
     "Group",
     "InferenceEngine",
+    "InfrastructureFailure",
     "LLMRequest",
     "LanguageModel",
     "Loader",
     "PhaseTimer",
     "PreferenceConfig",
     "PreferenceLearner",
+    "RewardFailure",
     "RewardFn",
     "RewardModel",
     "RewardModelConfig",
@@ -83,6 +87,7 @@ __all__ = [
 _MODULES = {
     "algorithms.registry": ("prepared_by",),
     "api.engines": ("InferenceEngine", "TrainEngine"),
+    "api.failures": ("DataFailure", "InfrastructureFailure", "RewardFailure"),
     "api.requests": ("LLMRequest",),
     "api.samples": ("Group", "Sample", "Trajectory"),
     "api.scoring": ("FrozenModel", "Score"),
