@@ -234,8 +234,6 @@ class SpreadEngine(TrainEngine):
             self._optimizer.move(device)
 
     def _require(self, *parts: TrainPart) -> None:
-        missing = sorted(self._offloaded & set(parts))
-        if missing:
-            raise RuntimeError(
-                f"{' and '.join(missing)} of the train engine are offloaded; call onload({tuple(missing)}) first"
-            )
+        if missing := sorted(self._offloaded & set(parts)):
+            words = f"{' and '.join(missing)} of the train engine are offloaded"
+            raise RuntimeError(f"{words}; call onload({tuple(missing)}) first")
