@@ -5,6 +5,7 @@ from pathlib import Path
 from tandem.config.evaluation import load_evaluation
 from tandem.evaluation.asking import Answer
 from tandem.evaluation.run import evaluate_model
+from tandem.evaluation.training import Evaluation, ask_rows, summarise
 
 DATA = Path(__file__).resolve().parents[1] / "data_files"
 FILES = ("evaluation.json", "samples.jsonl", "results.json")
@@ -42,3 +43,8 @@ def answer(row: int, score: float | None, *, sample: int = 0, data: str = "d", s
     """A judged sample."""
     given = {"reward": score or 0.0, "accuracy": score, "answer": said, "extracted": said is not None, "stop_reason": "stop"}
     return Answer(data, row, sample, **given | more)
+
+
+async def evaluate(engine, workflow, rows, *, n_samples: int = 1, **terms) -> Evaluation:
+    """The figures of an evaluation beside training."""
+    return summarise(await ask_rows(engine, workflow, rows, n_samples=n_samples, **terms), n_samples, len(rows))

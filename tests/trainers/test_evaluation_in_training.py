@@ -12,13 +12,13 @@ from tandem.config.generation import GenerationConfig
 from tandem.config.load import load_config
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine
-from tandem.evaluation import evaluate
 from tandem.evaluation.asking import EVALUATION_EPOCH
 from tandem.models.tokenizer import load_tokenizer
 from tandem.rollout.executor import Rollout
 from tandem.rollout.workflows import Repeated, RLVRWorkflow
 from tandem.trainers.rl import train
 from tests.rollout.clockwork import Constant
+from tests.trainers.evaluating import evaluate
 from tests.trainers.test_rl import rows, run
 
 

@@ -10,11 +10,11 @@ from tandem.api.workflow import RolloutWorkflow
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.evaluation import evaluate
 from tandem.flow.parts import check_names, make_reward, make_workflow, open_rows, training_workflow, validation_config
 from tandem.rollout.groups import WholeGroup
 from tandem.rollout.workflows import Repeated
 from tandem.trainers.rl import train
+from tests.trainers.evaluating import evaluate
 
 SOURCE = """
 from tandem.api.samples import Group

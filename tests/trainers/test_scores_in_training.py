@@ -218,6 +218,15 @@ def test_the_samples_that_are_trained_on_are_chosen_behind_the_scores(overrides,
     assert "loss" in steps(train(resolved(overrides, *keys)))[-1]
 
 
+def test_an_empty_answer_is_read_and_judged(models):
+    reader = open_reader(str(models / "judge"), load_tokenizer(models / "judge"))
+    row = {"messages": [{"role": "user", "content": "3 + 4?"}]}
+    said, silent = (reader.conversation(Sample((), 0.0, completion_text=text), row) for text in ("7", ""))
+    assert 0 < len(silent["input_ids"]) < len(said["input_ids"]) and silent["loss_mask"][-1]
+    decoded = reader.tokenizer.decode(silent["input_ids"])
+    assert decoded == reader.tokenizer.decode(said["input_ids"]).replace("7", "", 1)
+
+
 def test_spellings_of_terms():
     knobs = read_terms("mine.py:Polite(path=x, judge=other.py:Model)")[0].knobs
     assert knobs == {"path": "x", "judge": "other.py:Model"}

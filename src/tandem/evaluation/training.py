@@ -70,31 +70,6 @@ async def ask_rows(
     return await ask(engine, workflow, asks, terms)
 
 
-async def evaluate(
-    engine: GeneratesTokens,
-    workflow: RolloutWorkflow,
-    rows: Sequence[dict[str, Any]],
-    seed: int = 0,
-    deadline_s: float = 600.0,
-    *,
-    n_samples: int = 1,
-    max_concurrent: int | None = None,
-    together: bool = False,
-) -> Evaluation:
-    """The figures of `ask_rows`."""
-    answers = await ask_rows(
-        engine,
-        workflow,
-        rows,
-        seed,
-        deadline_s,
-        n_samples=n_samples,
-        max_concurrent=max_concurrent,
-        together=together,
-    )
-    return summarise(answers, n_samples, len(rows))
-
-
 def summarise(answers: Sequence[Answer], n_samples: int, rows: int) -> Evaluation:
     """The figures of an evaluation beside training."""
     values = metrics_of(answers, n_samples)

@@ -15,7 +15,7 @@ from tandem.api.failures import DataFailure, UserCodeFailed
 from tandem.api.plugins import is_file_spec, run_user_code
 from tandem.api.samples import Group, Sample
 from tandem.config.errors import ConfigError
-from tandem.data.encoding import ChatEncoder, Encoded
+from tandem.data.encoding import TEMPLATE_ERRORS, ChatEncoder, Encoded
 from tandem.flow.plan import PlannedScore, RunPlan, Stage
 from tandem.flow.run import Runner
 from tandem.rollout.collective import share
@@ -38,7 +38,17 @@ class ModelReader:
             if not row.get("messages"):
                 raise DataFailure("no_messages", "the workflow gave a sample without messages, and its row has none")
             messages = [*row["messages"], {"role": "assistant", "content": sample.completion_text}]
+        if not str(messages[-1].get("content") or "").strip():
+            return self._silence(messages)
         return _fields(self._chat.completion(messages[:-1], messages[-1:]))
+
+    def _silence(self, messages: list[Mapping[str, Any]]) -> dict[str, Any]:
+        """A conversation that ends with an empty reply. It is judged too: otherwise silence would cost the policy nothing."""
+        try:
+            rendered = str(self.tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False))
+        except TEMPLATE_ERRORS as error:
+            raise DataFailure("template_refuses", f"the chat template refuses an empty reply: {error}") from error
+        return self.text(rendered)
 
     def text(self, text: str) -> dict[str, Any]:
         """See `Reader`."""
