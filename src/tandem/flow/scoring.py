@@ -43,7 +43,7 @@ class ModelReader:
         return _fields(self._chat.completion(messages[:-1], messages[-1:]))
 
     def _silence(self, messages: list[Mapping[str, Any]]) -> dict[str, Any]:
-        """A conversation that ends with an empty reply. It is judged too: otherwise silence would cost the policy nothing."""
+        """A conversation that ends with an empty reply. It is judged too, or silence would cost the policy nothing."""
         try:
             rendered = str(self.tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False))
         except TEMPLATE_ERRORS as error:
