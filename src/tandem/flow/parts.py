@@ -314,7 +314,7 @@ def make_rollout(
     rows come from; a curriculum is told what became of them. ``scorer``: gives the rewards that need a model."""
     if scorer is None and (scores := plan_run(config).scores):
         raise ConfigError(
-            f"reward {scores[0].spec!r} needs a model, and make_rollout was given no scorer; open_session gives it one"
+            f"reward {scores[0].name!r} needs a model, and make_rollout was given no scorer; open_session gives it one"
         )
     group_filter, max_draws = make_filter(config)
     return Rollout(

@@ -19,7 +19,7 @@ from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.lora import LoRAConfig
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
 from tandem.config.roles import CriticConfig, ReferenceConfig, critic_engine_config
-from tandem.config.terms import read_terms
+from tandem.config.terms import Term, read_terms
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.rewards.build import build_scores, needs_model
 from tandem.roles.actor import choose_parts
@@ -89,32 +89,28 @@ class Stage:
 
 @dataclass(frozen=True)
 class PlannedScore:
-    """A term of a reward that needs a model."""
+    """A term of one reward, or of those of several data sets, that needs a model."""
 
     name: str
-    term: str
-    """As the configuration spells it, without weight and knobs."""
-
-    weight: float
+    term: Term
     score: Score
     resident: str
     """The model that it reads; several scores share one that they ask for alike."""
 
-    spec: str
-    """The whole reward that it is a term of."""
+    weights: Mapping[str, float]
+    """The whole rewards that it is a term of, and its weight in each."""
 
-    default: bool
-    """True if that is the reward of the rows that name none."""
+    default: str
+    """The reward of the rows that name none."""
 
     @property
     def stage(self) -> str:
         """Name of its stage."""
         return f"score: {self.name}"
 
-    def judges(self, row: Mapping[str, Any]) -> bool:
-        """True if the reward of this row has this term."""
-        named = row.get("reward_name")
-        return self.default if not named else named == self.spec
+    def weight(self, row: Mapping[str, Any]) -> float | None:
+        """Its weight in the reward of this row; None if that has no such term."""
+        return self.weights.get(row.get("reward_name") or self.default)
 
 
 @dataclass(frozen=True)
@@ -234,11 +230,15 @@ def _scores(config: TrainConfig, taken: set[str]) -> tuple[tuple[PlannedScore, .
     Raises:
         ConfigError: a reward cannot be read, or has the name of another one or of a role.
     """
-    scores: list[PlannedScore] = []
+    scores: dict[str, PlannedScore] = {}
     residents: dict[FrozenModel, Resident] = {}
     for spec in rewards_of(config):
         taken = taken | {term.short_name for term in read_terms(spec) if not needs_model(term)}
-        for name, term, weight, score in build_scores(spec):
+        for name, term, score in build_scores(spec):
+            same = scores.get(name)
+            if same is not None and (same.term.name, same.term.knobs) == (term.name, term.knobs):
+                scores[name] = dataclasses.replace(same, weights={**same.weights, spec: term.weight})
+                continue
             if name in taken | {"engine", "rollout", "verifier", "publisher"}:
                 raise ConfigError(
                     f"reward {spec!r}: {name!r} is the name of another reward's model or of a role; give it one of its own: "
@@ -249,8 +249,8 @@ def _scores(config: TrainConfig, taken: set[str]) -> tuple[tuple[PlannedScore, .
             if wanted not in residents:
                 engine = _frozen(config.actor, path=wanted.path, dtype=wanted.dtype, backend=None)
                 residents[wanted] = Resident(name, engine, wanted.head)
-            scores.append(PlannedScore(name, term, weight, score, residents[wanted].name, spec, spec == config.reward))
-    return tuple(scores), list(residents.values())
+            scores[name] = PlannedScore(name, term, score, residents[wanted].name, {spec: term.weight}, config.reward)
+    return tuple(scores.values()), list(residents.values())
 
 
 def _distillation(config: DistillConfig) -> RunPlan:

@@ -12,7 +12,7 @@ from tandem.api.batch import num_sequences, pack
 from tandem.api.collective import from_main
 from tandem.api.engines import TrainEngine
 from tandem.api.failures import DataFailure, UserCodeFailed
-from tandem.api.plugins import is_file_spec, run_user_code
+from tandem.api.plugins import run_user_code
 from tandem.api.samples import Group, Sample
 from tandem.config.errors import ConfigError
 from tandem.data.encoding import TEMPLATE_ERRORS, ChatEncoder, Encoded
@@ -114,7 +114,7 @@ class ScoreRole:
         elif not 0 <= min(map(int, sequence["input_ids"])) <= max(map(int, sequence["input_ids"])) < self.vocabulary:
             wrong = f"gave a token that the model does not have; it has {self.vocabulary}"
         if wrong:
-            raise UserCodeFailed(f"reward {self.planned.name!r} ({self.planned.term}): read {wrong}")
+            raise UserCodeFailed(f"reward {self.planned.name!r} ({self.planned.term.name}): read {wrong}")
 
     def score(self, batch: TensorDict) -> torch.Tensor:
         """``[N]``, on every rank.
@@ -134,7 +134,7 @@ class ScoreRole:
 
 def _called(planned: PlannedScore, function: Callable[..., T], **named: Any) -> T:
     """Calls a method of a score; what a user's own raises names his file."""
-    return run_user_code(planned.term, function, **named) if is_file_spec(planned.term) else function(**named)
+    return run_user_code(planned.term.name, function, **named) if planned.term.is_file else function(**named)
 
 
 class GroupScorer:
@@ -166,7 +166,7 @@ class GroupScorer:
         def read() -> int:
             for i, group in enumerate(groups):
                 for j, sample in enumerate(judged[i]):
-                    if not isinstance(sample, Sample) or not planned.judges(group.data):
+                    if not isinstance(sample, Sample) or planned.weight(group.data) is None:
                         continue
                     sequence = role.read(sample, group.data)
                     if isinstance(sequence, DataFailure):
@@ -180,7 +180,7 @@ class GroupScorer:
             return
         values = self.runner.call(stage, share(lambda: pack(sequences)))
         for (i, j), value in zip(places, values.tolist(), strict=False):  # ranks other than 0 have no places
-            judged[i][j] = _with_score(judged[i][j], planned, value)
+            judged[i][j] = _with_score(judged[i][j], planned, value, planned.weight(groups[i].data))
 
     def _whole(self, group: Group, samples: Sequence[Sample | DataFailure]) -> Group | DataFailure:
         fine = tuple(sample for sample in samples if isinstance(sample, Sample))
@@ -200,9 +200,11 @@ class GroupScorer:
         return replace(group, samples=fine, failures=reasons)
 
 
-def _with_score(sample: Sample | DataFailure, planned: PlannedScore, value: float) -> Sample | DataFailure:
-    assert isinstance(sample, Sample), "only samples that stand are scored"
+def _with_score(
+    sample: Sample | DataFailure, planned: PlannedScore, value: float, weight: float | None
+) -> Sample | DataFailure:
+    assert isinstance(sample, Sample) and weight is not None, "only samples that stand and have this reward are scored"
     if value != value or value in (float("inf"), float("-inf")):
         return DataFailure("reward_not_finite", f"the model of reward {planned.name!r} gave {value}")
-    weighted = planned.weight * value
+    weighted = weight * value
     return replace(sample, reward=sample.reward + weighted, rewards={**sample.rewards, planned.name: weighted})

@@ -83,8 +83,8 @@ def build_reward(spec: str, *, timeout_s: float, workers: int | None = None, mod
     return made[0][2] if len(terms) == 1 and made and made[0][1] == 1.0 else SumReward(made)
 
 
-def build_scores(spec: str) -> list[tuple[str, str, float, Score]]:
-    """The terms that need a model: name, the term as it is spelt, weight, and what scores.
+def build_scores(spec: str) -> list[tuple[str, Term, Score]]:
+    """The terms that need a model: name, the term as it is spelt, and what scores.
 
     Raises:
         ConfigError: as `build_reward`.
@@ -95,7 +95,7 @@ def build_scores(spec: str) -> list[tuple[str, str, float, Score]]:
             score = _made(term)
             assert isinstance(score, Score), "needs_model has seen to it"
             _check_score(term, score)
-            scores.append((str(score.name) or term.short_name, term.name, term.weight, score))
+            scores.append((str(score.name) or term.short_name, term, score))
     return scores
 
 

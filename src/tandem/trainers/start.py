@@ -100,7 +100,7 @@ def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokeni
     if not plan.scores:
         return
     first = plan.scores[0]
-    why = f"reward {first.spec!r} has {first.name!r}, which a model scores when the episode has ended"
+    why = f"the reward has {first.name!r}, which a model scores when the episode has ended"
     workflow = find_workflow(workflow_of(config).name)
     if inspect.isclass(workflow) and issubclass(workflow, MultiTurnWorkflow):
         raise ConfigError(f"{why}, and workflow={config.workflow} asks for the reward after each turn; use workflow=rlvr")
@@ -112,7 +112,7 @@ def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokeni
         path = resident.engine.path
         if resident.head == "scalar" and not is_classifier(read_hf_config(describing(path))):
             raise ConfigError(
-                f"reward {planned.spec!r}: {path} is no reward model, because it has no trained head that scores; give the "
+                f"reward {planned.name!r}: {path} is no reward model, because it has no trained head that scores; give the "
                 "folder of a checkpoint that `tandem reward` wrote, or a sequence classifier of one label"
             )
         open_reader(resident.engine.path, tokenizer, chats=type(planned.score).read is Score.read)
