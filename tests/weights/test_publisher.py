@@ -311,9 +311,9 @@ def test_a_folder_and_a_process_group_deliver_while_requests_run(engine, trainer
     models = {engine.version.number: trainer.model}
 
     async def update_under_way():
-        tasks = [asyncio.ensure_future(engine.agenerate(ask(i, tokens=200))) for i in range(4)]
+        tasks = [asyncio.ensure_future(engine.agenerate(ask(i, tokens=400))) for i in range(4)]
         made = engine.statistics()["generated_tokens"]
-        while engine.statistics()["generated_tokens"] < made + 100:
+        while engine.statistics()["generated_tokens"] < made + 20:
             await asyncio.sleep(0.005)
         trainer.become(21)
         models[engine.version.number + 1] = trainer.model
