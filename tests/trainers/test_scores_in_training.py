@@ -305,4 +305,4 @@ def test_the_graph_and_the_plan_show_the_models_that_score(models, capsys):
     file.write_text("\n".join(key.replace("=", ": ", 1) for key in keys[1:]).replace("actor.path:", "actor:\n  path:"))
     assert main(["graph", str(file), keys[0], "train_dataset.path=addition"]) == 0
     shown = capsys.readouterr().out
-    assert "score: model" in shown and "model (frozen)" in shown
+    assert "score: model" in shown and "model (frozen)" in shown and "rewards/model" in shown

@@ -34,6 +34,8 @@ def declaration(plan: RunPlan, stage: Stage) -> Declaration | None:
 
 def added(plan: RunPlan, stage: Stage) -> tuple[str, ...]:
     """The fields that a stage gives the batch: all of a pass that is there because it adds them, else those for sure."""
+    if stage.kind == "score":
+        return (f"rewards/{stage.role}",)
     declared = declaration(plan, stage)
     if declared is None:
         return ("batch",) if stage.kind == "collect" else ()
