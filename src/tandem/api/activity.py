@@ -34,7 +34,7 @@ ACTIVITY = Activity()
 
 
 def activity() -> Mapping[str, Any]:
-    """What this process is doing, as the launcher hears it."""
+    """The state of this process, in the form in which the launcher is told."""
     now = ACTIVITY
     return {"count": now.count, "phase": now.phase, "step": now.step, "waits": now.waits}
 

@@ -159,7 +159,7 @@ def _supervised(config: BaseConfig) -> list[str]:
 
 
 def is_evaluation_due(every_steps: int | None, step: int, steps: int) -> bool:
-    """Whether `evaluate.every_steps` asks for an evaluation after ``step``: also before the first (0) and after the last."""
+    """True if an evaluation follows ``step``: every `evaluate.every_steps`, before step 1 (0), and after the last."""
     return every_steps is not None and (step % every_steps == 0 or step == steps)
 
 

@@ -186,8 +186,8 @@ def find_workflow(name: str) -> Callable[..., Any]:
 
 
 def check_names(config: TrainConfig) -> None:
-    """Resolves everything that the configuration names, before a folder is made or a model is loaded; but for the rewards,
-    which `check_start` makes.
+    """Resolves everything that the configuration names, before a folder is made or a model is loaded; except the rewards
+    that judge inside episodes, which `check_start` makes.
 
     Raises:
         ConfigError: a workflow, part of the algorithm or sink that is not there.

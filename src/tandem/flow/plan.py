@@ -217,7 +217,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
 
 
 def _collecting(config: TrainConfig) -> str:
-    """How a batch comes together, where it is more than one round of generation."""
+    """Words for a batch that takes more than one round of generation; empty if one round gives it."""
     filter_, eta = config.algorithm.filter.name, max_head_offpolicyness(config)
     words = [f"again until enough groups pass {filter_}"] if filter_ != "none" else []
     words += [f"beside training, at most {eta} version{'s' if eta > 1 else ''} behind"] if eta else []

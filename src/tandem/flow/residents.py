@@ -35,7 +35,7 @@ def open_model(resident: Resident, device: str, *, optimizer_steps: int = 0) -> 
 
 
 def open_scores(plan: RunPlan, device: str, tokenizer: PreTrainedTokenizerBase, *, reads: bool) -> dict[str, ScoreRole]:
-    """The rewards that need a model, each with its model, which those share that ask for the same. ``tokenizer``: the
+    """Opens the models of the rewards that need one. Rewards that ask for the same model share it. ``tokenizer``: the
     actor's. ``reads``: on rank 0, where the samples are.
 
     Raises:

@@ -32,7 +32,7 @@ class ModelReader:
         self._chat = ChatEncoder(tokenizer, max_length=max_length)
 
     def conversation(self, sample: Sample, row: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Reader`."""
+        """Implements `Reader.conversation`: the messages of the sample, or those of its row and the completion."""
         messages = list(sample.messages)
         if not messages:
             if not row.get("messages"):
@@ -51,7 +51,7 @@ class ModelReader:
         return self.text(rendered)
 
     def text(self, text: str) -> dict[str, Any]:
-        """See `Reader`."""
+        """Implements `Reader.text`."""
         ids = self._chat.encode(text)
         if not ids:
             raise DataFailure("empty_text", "there is nothing for the model to read")
@@ -60,7 +60,7 @@ class ModelReader:
         return _fields(Encoded(ids, [False] + [True] * (len(ids) - 1)))
 
     def trajectory(self, sample: Sample) -> dict[str, Any]:
-        """See `Reader`."""
+        """Implements `Reader.trajectory`."""
         if not self.same_tokens:
             raise ConfigError(
                 "this model has other tokens than the actor, so it cannot read the actor's: use conversation()"
@@ -84,7 +84,7 @@ class ScoreRole:
         self.planned, self.engine, self.reader, self.vocabulary = planned, engine, reader, vocabulary
 
     def read(self, sample: Sample, row: Mapping[str, Any]) -> Mapping[str, Any] | DataFailure:
-        """What the model reads of a sample, or why it cannot. Rank 0."""
+        """The sequence that the model reads for a sample, or the failure that says why it cannot. Rank 0."""
         assert self.reader is not None, "rank 0 reads"
         planned = self.planned
         if planned.name in sample.rewards:

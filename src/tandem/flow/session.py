@@ -154,7 +154,7 @@ def _measured(stage: Stage, timer: PhaseTimer, meter: EngineMeter) -> Iterator[N
 
 
 def _work(session: Session, scores: Mapping[str, ScoreRole]) -> dict[str, Callable[..., Any]]:
-    """What each stage of the plan calls: its role's method on the batch, or one of these that take none."""
+    """The function behind each stage of the plan: the method of its role, or one of those below."""
 
     def update(batch: TensorDict) -> dict[str, float]:
         actor, critic = session.actor, session.critic

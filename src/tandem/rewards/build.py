@@ -1,4 +1,4 @@
-"""From what a configuration says to rewards: ``math``, ``math + 0.2*length(target_tokens=100)``, ``my_file.py:name``."""
+"""Builds rewards from their spelling: ``math``, ``math + 0.2*length(target_tokens=100)``, ``my_file.py:name``."""
 
 import asyncio
 import inspect

@@ -23,7 +23,7 @@ class Wish:
     """One batch that is asked for."""
 
     begin: Callable[[], int]
-    """Queues what there is to queue; says how many groups are wanted."""
+    """Queues the rows that the caller brought, if any, and returns how many groups are wanted."""
 
     patience_s: float
     partial: bool
@@ -32,7 +32,7 @@ class Wish:
     count: int | None = None
     waited_s: float = 0.0
     episodes: list[Episode] = field(default_factory=list)
-    """Those that were taken."""
+    """The episodes that were taken for it."""
 
 
 class Collector:
@@ -57,8 +57,8 @@ class Collector:
         """Of the pool, when the last batch was taken."""
 
     def collect(self, wish: Wish) -> list[Episode]:
-        """Waits for as many groups as are wished for and takes them; leaves them where they are if one of them still has to
-        be judged by a model.
+        """Waits for as many groups as are wished for, and takes them if all are judged. If a model still has to judge one of
+        them, it takes none and returns them as candidates.
 
         Raises:
             WaitTimeout: after the patience of the wish; says what it waited for.
