@@ -10,9 +10,9 @@ ROOT = Path(__file__).resolve().parent.parent
 WALK = [
     (
         "src/tandem/rollout/executor.py",
-        "Rows come from the loader (`data/loader.py`) as the gate (`gate.py`) lets episodes start, and the ledger "
-        "(`ledger.py`) writes down which. They run in the pool (`pool.py`), with retries and a deadline; finished groups "
-        "are consumed oldest first (`collector.py`).",
+        "Rows come from the loader (`data/loader.py`). Their episodes (`episodes.py`) run in the pool (`pool.py`) as the "
+        "gate (`gate.py`) lets them start, with retries and a deadline, and the ledger (`ledger.py`) writes down which. "
+        "Finished groups are taken oldest first; rewards that need a model come before the filter, from all ranks.",
     ),
     (
         "src/tandem/rollout/workflows.py",

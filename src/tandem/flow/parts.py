@@ -29,8 +29,7 @@ from tandem.rewards.build import build_reward, worker_counts
 from tandem.rewards.majority import AnswerOnly, MajorityVote
 from tandem.rewards.pool import most_workers
 from tandem.roles.components import choose
-from tandem.rollout.collector import GroupScorer
-from tandem.rollout.executor import MAX_DRAWS, GroupFilter, GroupObserver, Rollout
+from tandem.rollout.executor import MAX_DRAWS, GroupFilter, GroupObserver, GroupScorer, Rollout
 from tandem.rollout.groups import FirstSamples, MajorityLabels, WholeGroup, WithGreedyBaseline
 from tandem.rollout.multi_turn import MultiTurnWorkflow
 from tandem.rollout.workflows import Repeated, RLVRWorkflow

@@ -19,7 +19,7 @@ from tandem.data.encoding import TEMPLATE_ERRORS, ChatEncoder, Encoded
 from tandem.flow.plan import PlannedScore, RunPlan, Stage
 from tandem.flow.run import Runner
 from tandem.rollout.collective import share
-from tandem.rollout.failed_samples import FailureLog, least_samples, too_few
+from tandem.rollout.failure_budget import FailureLog, least_samples, too_few
 
 T = TypeVar("T")
 

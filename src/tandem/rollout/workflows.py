@@ -14,7 +14,7 @@ from tandem.api.workflow import GeneratesTokens, RewardFn, RewardResult, Rollout
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.rollout.chat import Chat
-from tandem.rollout.failed_samples import FailureLog, counted, least_samples, too_few
+from tandem.rollout.failure_budget import FailureLog, counted, least_samples, too_few
 from tandem.rollout.returned import check_sample
 
 
