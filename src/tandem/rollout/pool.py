@@ -215,7 +215,7 @@ class EpisodePool:
         if not episodes:
             return
         assert self._engine is not None, "rank 0 needs an engine"
-        self._engine.pause()
+        self._engine.pause()  # so that the order in which requests arrive does not decide what is computed together
         try:
             self.loop.call(self._spawn, episodes)
             with self.changed:
@@ -467,7 +467,7 @@ class EpisodePool:
         did(*GENERATING)
         try:
             with self.changed:
-                if episode.number not in self._running:  # it was aborted meanwhile
+                if episode.number not in self._running:  # it was aborted while this thread waited for the lock
                     return
                 if isinstance(outcome, EpisodeFailure):
                     self._failed(episode, outcome)

@@ -89,6 +89,8 @@ class WeightPublisher:
         number = self._version.number + 1
         delivery: Delivery | None = None
         try:
+            # Phase 1 may fail on any rank or engine: each engine lays the tensors beside the weights that it serves and
+            # verifies them; none switches.
             with together():
                 with whole(self._weights()) as stream:
                     delivery = self._channel.put(stream, self._dtype)
@@ -107,6 +109,8 @@ class WeightPublisher:
                 raise
             raise WeightUpdateFailed(f"version {number} was not published, {self._version.number} stays: {error}") from error
         prepared = time.perf_counter()
+        # Phase 2: the engines switch, each between two decode steps. Once one has, there is no way back: another that fails
+        # to is closed.
         with together():
             report = self._commit(version)
         self._version = self._history[number] = version
