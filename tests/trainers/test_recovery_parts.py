@@ -62,7 +62,7 @@ FORGOTTEN = {
     "critic.engine._holder._parameters": "likewise",
     "reference.engine._holder._parameters": "likewise",
     "publisher._engines": "see the engine in STATELESS",
-    "publisher._channel": "where tensors lie until the engine has taken them",
+    "publisher.channel": "where tensors lie until the engine has taken them",
 }
 """Not saved, and why that changes nothing."""
 
