@@ -10,7 +10,7 @@ from tandem.api.scoring import FrozenModel, Score
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
 from tandem.config.terms import Term, read_terms
-from tandem.rewards import model, reasoning_gym, remote, verifiable
+from tandem.rewards import judge, model, reasoning_gym, remote, verifiable
 from tandem.rewards.function import AsyncReward, OwnReward, WorkerReward
 from tandem.rewards.outcome import is_async
 from tandem.rewards.pool import WorkerPool
@@ -22,6 +22,7 @@ __all__ = [
     "SumReward",
     "build_reward",
     "build_scores",
+    "judge",
     "model",
     "reasoning_gym",
     "remote",

@@ -2,21 +2,15 @@
 
 import asyncio
 import math
-import os
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import urlsplit
 
-from tandem.api.failures import DataFailure, RewardFailure, ServerFailed
+from tandem.api.failures import RewardFailure
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
-from tandem.protocol.client import HttpClient
 from tandem.protocol.rewards import LAYOUTS, NotJudged, Question, Verdict
+from tandem.rewards.asking import ask_patiently, client_and_path, finite_knobs, token_of
 from tandem.rewards.registry import register
-
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
-"""Between two tries of a request; each pause is twice the one before."""
 
 _GATHER_S = 0.01
 """The first question of a request waits this long for others, unless the request is full before."""
@@ -38,9 +32,7 @@ class RewardServer:
     ):
         """``request_timeout_s``: of one request. ``patience_s``: of a question, all tries of its request together."""
         self._layout, self._model = LAYOUTS[layout], model
-        parts = urlsplit(url)
-        self._path = parts.path.rstrip("/") or self._layout.path
-        self._client = HttpClient(url.removesuffix(parts.path) if parts.path else url, token=token)
+        self._client, self._path = client_and_path(url, token, self._layout.path)
         self._batch_size = batch_size if self._layout.at_once else 1
         self._request_timeout_s, self._patience_s = request_timeout_s, patience_s
         self._waiting: list[tuple[Question, asyncio.Future[Verdict]]] = []
@@ -73,12 +65,10 @@ class RewardServer:
         try:
             verdicts: Sequence[Verdict | Exception] = await self._ask([question for question, _ in waiting])
         except RewardFailure as failure:
-            verdicts = [failure] * len(waiting)
-        except DataFailure as failure:
-            if len(waiting) > 1:  # one bad question must not cost the others their verdict
+            if failure.reason == "reward_refused" and len(waiting) > 1:  # one bad question must not cost the others theirs
                 await asyncio.gather(*(self._answer([one]) for one in waiting))
                 return
-            verdicts = [RewardFailure("reward_refused", str(failure))]
+            verdicts = [failure] * len(waiting)
         except Exception as error:  # the reward boundary: whoever waits for the verdict raises it
             verdicts = [error] * len(waiting)
         for (_, future), verdict in zip(waiting, verdicts, strict=True):
@@ -90,24 +80,14 @@ class RewardServer:
                 future.set_result(verdict)
 
     async def _ask(self, questions: Sequence[Question]) -> list[Verdict]:
-        """One request, repeated until it is answered or the patience ends."""
-        body, until, pause_s, tries = self._layout.ask(questions, self._model), time.monotonic() + self._patience_s, 0.0, 0
-        while True:
-            tries += 1
-            left_s = max(until - time.monotonic(), 1e-3)
-            try:
-                answer = await self._client.post(self._path, body, deadline_s=min(self._request_timeout_s, left_s))
-                try:
-                    return self._layout.read(answer, len(questions))
-                except ValueError as error:
-                    raise ServerFailed(f"{self._client.base_url}{self._path}: its answer cannot be read: {error}") from error
-            except ServerFailed as error:
-                pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
-                final = error.status is not None and 400 <= error.status < 500 and error.status not in (408, 429)
-                if final or time.monotonic() + pause_s >= until:
-                    after = f"after {tries} tries in {self._patience_s:g} s" if tries > 1 else "at once"
-                    raise RewardFailure("reward_server_failed", f"{error} (given up {after})") from error
-                await asyncio.sleep(pause_s)
+        return await ask_patiently(
+            self._client,
+            self._path,
+            self._layout.ask(questions, self._model),
+            lambda answer: self._layout.read(answer, len(questions)),
+            request_timeout_s=self._request_timeout_s,
+            patience_s=self._patience_s,
+        )
 
     def close(self) -> None:
         """Drops all connections."""
@@ -143,21 +123,15 @@ class RemoteReward(RewardFn):
     ):
         if layout not in LAYOUTS:
             raise ConfigError(f"reward {name!r}: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-        numbers = {"patience_s": patience_s, "center": center, "scale": scale}
-        for knob, value in numbers.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ConfigError(f"reward {name!r}: {knob} must be a finite number, got {value!r}")
+        finite_knobs(name, patience_s=patience_s, center=center, scale=scale)
         if patience_s <= 0 or scale <= 0:
             raise ConfigError(f"reward {name!r}: patience_s and scale must be above 0, got {patience_s} and {scale}")
-        token = None
-        if token_env is not None and not (token := os.environ.get(str(token_env))):
-            raise ConfigError(f"reward {name!r}: token_env={token_env}, and the environment has no variable {token_env}")
         self.name, self.center, self.scale = name, center, scale
         self._server = RewardServer(
             str(url),
             layout=layout,
             model=model,
-            token=token,
+            token=token_of(name, token_env),
             batch_size=batch_size,
             request_timeout_s=timeout_s,
             patience_s=patience_s,
