@@ -83,6 +83,7 @@ class RewardBySource(RewardFn):
 
     def __init__(self, default: RewardFn, by_name: Mapping[str, RewardFn], vote: MajorityVote | None = None):
         self.default, self.by_name, self.vote = default, by_name, vote
+        self.reads_messages = any(reward.reads_messages for reward in (default, *by_name.values()))
         self._waits = (0, 0.0, 0.0)  # since the last call of `metrics`: samples, seconds of all of them, of the slowest
 
     def of(self, row: Mapping[str, Any]) -> RewardFn:
@@ -90,11 +91,13 @@ class RewardBySource(RewardFn):
         name = row.get("reward_name")
         return self.by_name[name] if name else self.default
 
-    async def __call__(self, *, row: Mapping[str, Any], **rest: Any) -> RewardResult:
+    async def __call__(
+        self, *, row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]] = (), **rest: Any
+    ) -> RewardResult:
         """See `RewardFn`."""
-        began = time.perf_counter()
+        began, reward = time.perf_counter(), self.of(row)
         try:
-            return await self.of(row)(row=row, **rest)
+            return await reward(row=row, **rest, **reward.and_messages(messages))
         finally:
             waited_s = time.perf_counter() - began
             samples, total_s, longest_s = self._waits

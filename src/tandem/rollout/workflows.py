@@ -50,6 +50,7 @@ class ChatWorkflow(RolloutWorkflow):
             prompt_ids=chat.prompt_ids,
             completion_ids=chat.completion_ids,
             row=data,
+            **self.reward.and_messages(chat.messages),
         )
 
     async def reply(self, engine: GeneratesTokens, chat: Chat) -> StopReason:
