@@ -13,7 +13,7 @@ from tandem.algorithms.registry import FILTERS
 from tandem.api.engines import InferenceEngine
 from tandem.api.plugins import in_user_code, is_file_spec, load_object
 from tandem.api.samples import Group
-from tandem.api.workflow import RewardFn, RewardResult, RolloutWorkflow
+from tandem.api.workflow import RewardFn, RewardResult, RolloutWorkflow, messages_for
 from tandem.config.arithmetic import max_head_offpolicyness, rewards_of, samples_together, workflow_of
 from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
@@ -97,7 +97,7 @@ class RewardBySource(RewardFn):
         """See `RewardFn`."""
         began, reward = time.perf_counter(), self.of(row)
         try:
-            return await reward(row=row, **rest, **reward.and_messages(messages))
+            return await reward(row=row, **rest, **messages_for(reward, messages))
         finally:
             waited_s = time.perf_counter() - began
             samples, total_s, longest_s = self._waits
