@@ -9,8 +9,8 @@ from typing import Any
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.collective import together
 from tandem.api.engines import InferenceEngine, TrainEngine
+from tandem.api.team import Team
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.arithmetic import evaluation_gconfig, max_token_age, placement
 from tandem.config.experiment import TrainConfig
@@ -72,6 +72,8 @@ class Session:
     timer: PhaseTimer
     runner: Runner
     scorer: GroupScorer | None
+    team: Team
+    """All ranks."""
 
     @property
     def models(self) -> Models:
@@ -95,7 +97,7 @@ def open_session(
     tokenizer = load_tokenizer(folder)
     check_chat_template(tokenizer)
     with contextlib.ExitStack() as stack:
-        with together():
+        with process.team.together():
             engine = make_engine(config, process, folder, run)
             if engine is not None:
                 stack.callback(engine.close)
@@ -110,15 +112,15 @@ def open_session(
         archive, verifier = make_proof(config, process, trainer, tokenizer, folder)
         publisher = make_publisher(config, process, trainer, engine, folder, run=run, archive=archive)
         stack.callback(publisher.close)
-        with together():
+        with process.team.together():
             reward = make_reward(config)
             stack.callback(reward.close)
             loader = make_loader(config, rows)
             timer, meter = PhaseTimer(), EngineMeter(engine)
             work: dict[str, Callable[..., Any]] = {}
             runner = LocalRunner(work, lambda stage: _measured(stage, timer, meter))
-            scorer = GroupScorer(plan, scores, runner, config.rollout.min_group_size) if scores else None
-            rollout = make_rollout(config, engine, loader, scorer)
+            scorer = GroupScorer(plan, scores, runner, process.team, config.rollout.min_group_size) if scores else None
+            rollout = make_rollout(config, engine, loader, scorer, process.team)
             stack.callback(rollout.close)
         session = Session(
             tokenizer=tokenizer,
@@ -140,6 +142,7 @@ def open_session(
             timer=timer,
             runner=runner,
             scorer=scorer,
+            team=process.team,
         )
         work |= _work(session, scores)
         yield session

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tandem.api.activity import waiting
-from tandem.api.collective import from_main
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import DataFailure, WaitTimeout
 from tandem.api.samples import Group
+from tandem.api.team import Team
 from tandem.config.rollout import RolloutConfig
 from tandem.rollout.collate import expired
 from tandem.rollout.episodes import Episode, finished
@@ -46,11 +46,12 @@ class Collector:
         engine: InferenceEngine | None,
         config: RolloutConfig,
         pool: EpisodePool,
+        team: Team,
         max_head_offpolicyness: int,
         deterministic: bool,
     ):
         """``engine``: on rank 0, which collects."""
-        self._engine, self._config, self._pool = engine, config, pool
+        self._engine, self._config, self._pool, self._team = engine, config, pool, team
         self._eta, self._deterministic = max_head_offpolicyness, deterministic
         self.taken: list[Episode] = []
         self.metrics: dict[str, float] = {}
@@ -92,7 +93,7 @@ class Collector:
             candidates[:] = [episode for episode in wish.episodes if not episode.judged]
             return len(candidates)
 
-        while from_main(next_candidates):
+        while self._team.share(next_candidates):
             outcomes = scorer([episode.group for episode in candidates if episode.group is not None])
 
     def _judge(self, candidates: Sequence[Episode], outcomes: Sequence[Group | DataFailure]) -> None:

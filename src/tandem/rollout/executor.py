@@ -13,11 +13,11 @@ from tensordict import TensorDict
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.samples import Group
+from tandem.api.team import Team
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import RolloutConfig
 from tandem.rollout.collate import collate
-from tandem.rollout.collective import is_collector, share
 from tandem.rollout.collector import Collector, GroupScorer, Wish
 from tandem.rollout.gate import StalenessGate
 from tandem.rollout.pool import EpisodePool, GroupFilter, GroupObserver, Row
@@ -60,8 +60,11 @@ class Rollout:
         observer: GroupObserver | None = None,
         max_head_offpolicyness: int | None = None,
         scorer: GroupScorer | None = None,
+        team: Team | None = None,
     ):
-        """``scorer``: gives finished groups the rewards that need a model, before the filter and the batch."""
+        """``scorer``: gives finished groups the rewards that need a model, before the filter and the batch. ``team``: the
+        ranks that get each batch, of which the first one collects; None: all."""
+        self._team = team or Team()
         eta = config.max_head_offpolicyness if max_head_offpolicyness is None else max_head_offpolicyness
         self._eta = eta or 0
         if self._eta and (deterministic or config.oversample > 1):
@@ -82,7 +85,7 @@ class Rollout:
         )
         self._scorer = scorer
         self.ledger = self._pool.ledger
-        self._collector = Collector(engine, config, self._pool, self._eta, deterministic)
+        self._collector = Collector(engine, config, self._pool, self._team, self._eta, deterministic)
         self.replay = Replay(config.replay, seed=seed)
         self.last_groups: tuple[Group, ...] = ()
         self._metrics: dict[str, float] = {}
@@ -143,7 +146,7 @@ class Rollout:
         wish = Wish(begin, patience_s, partial)
         if self._scorer is not None:
             self._collector.collect_scored(wish, self._scorer)
-        return share(lambda: self._packed(wish))
+        return self._team.share(lambda: self._packed(wish))
 
     def _packed(self, wish: Wish) -> TensorDict:
         """Rank 0: takes the episodes that are wished for, and makes a batch of their groups."""
@@ -164,7 +167,7 @@ class Rollout:
 
     def end_step(self) -> None:
         """The batch was trained on and its weights are published: its episodes make room for others."""
-        if not is_collector():
+        if not self._team.main:
             return
         with self._pool.changed:
             for episode in self._collector.taken:
@@ -177,7 +180,7 @@ class Rollout:
 
     def metrics(self) -> dict[str, float]:
         """Of the last batch, and counts of episodes and failed samples since the start; empty on ranks other than 0."""
-        if not is_collector():
+        if not self._team.main:
             return {}
         with self._pool.changed:
             counts = {"episodes/trained": float(self.ledger.total("trained"))}
@@ -200,14 +203,14 @@ class Rollout:
 
         Prompts that have begun and not ended are those that begin anew; what ended stands in `ledger`, which is saved apart.
         """
-        if not is_collector():
+        if not self._team.main:
             return {}
         with self._pool.changed:
             return {"pool": self._pool.state_dict(), "replay": self.replay.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Before the first batch."""
-        if is_collector():
+        if self._team.main:
             with self._pool.changed:
                 self._pool.load_state_dict(state["pool"])
             self.replay.load_state_dict(state["replay"])
