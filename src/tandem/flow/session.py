@@ -102,13 +102,13 @@ def open_session(
             if engine is not None:
                 stack.callback(engine.close)
         optimizer_steps = (steps - config.critic.warmup_steps) * config.actor.mini_batches * config.actor.epochs_per_batch
-        trainer = open_model(policy, process.device, optimizer_steps=optimizer_steps)
-        reference = open_reference(plan, process.device, trainer)
-        critic = open_critic(plan, config, process.device, trainer, steps, tokenizer)
+        trainer = open_model(policy, process, optimizer_steps=optimizer_steps)
+        reference = open_reference(plan, process, trainer)
+        critic = open_critic(plan, config, process, trainer, steps, tokenizer)
         actor = make_actor(config, trainer, reference, critic)
         judge = plan.resident("teacher")
-        teacher = None if judge is None else Teacher(open_model(judge, process.device))
-        scores = open_scores(plan, process.device, tokenizer, reads=process.is_main)
+        teacher = None if judge is None else Teacher(open_model(judge, process))
+        scores = open_scores(plan, process, tokenizer)
         archive, verifier = make_proof(config, process, trainer, tokenizer, folder)
         publisher = make_publisher(config, process, trainer, engine, folder, run=run, archive=archive)
         stack.callback(publisher.close)

@@ -211,10 +211,10 @@ def open_row_session(run: Run[Any], recipe: Recipe, tokenizer: PreTrainedTokeniz
     """
     config, model = run.config, run.plan.resident("actor")
     assert model is not None, "every plan has an actor"
-    engine = open_model(model, run.process.device, optimizer_steps=run.steps)
+    engine = open_model(model, run.process, optimizer_steps=run.steps)
     loader = Loader(run.rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
     batches = BatchMaker(loader, recipe.encoder(tokenizer, config), config.batch_size)
-    return RowSession(run, tokenizer, engine, open_reference(run.plan, run.process.device, engine), batches)
+    return RowSession(run, tokenizer, engine, open_reference(run.plan, run.process, engine), batches)
 
 
 def train_on_rows(
