@@ -62,11 +62,8 @@ class Rollout:
         scorer: GroupScorer | None = None,
         team: Team | None = None,
     ):
-        """``scorer``: gives finished groups the rewards that need a model, before the filter and the batch. ``team``: the
-        ranks that get each batch, of which the first one collects; None: all."""
-        self._team = team or Team()
-        eta = config.max_head_offpolicyness if max_head_offpolicyness is None else max_head_offpolicyness
-        self._eta = eta or 0
+        """``scorer``: gives finished groups the rewards that need a model. ``team``: the ranks that get batches, or all."""
+        self._eta = (config.max_head_offpolicyness if max_head_offpolicyness is None else max_head_offpolicyness) or 0
         if self._eta and (deterministic or config.oversample > 1):
             what = "deterministic=true" if deterministic else f"rollout.oversample={config.oversample:g}"
             raise ConfigError(f"{what} is for synchronous training, got rollout.max_head_offpolicyness={self._eta}")
@@ -83,7 +80,7 @@ class Rollout:
             observer=observer,
             judges_later=scorer is not None,
         )
-        self._scorer = scorer
+        self._scorer, self._team = scorer, team or Team()
         self.ledger = self._pool.ledger
         self._collector = Collector(engine, config, self._pool, self._team, self._eta, deterministic)
         self.replay = Replay(config.replay, seed=seed)
