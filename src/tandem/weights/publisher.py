@@ -55,8 +55,8 @@ class WeightPublisher:
         engines = (inference_engine,) if isinstance(inference_engine, InferenceEngine) else inference_engine
         self._engines: tuple[InferenceEngine, ...] = tuple(engines)
         self._run, self._model, self._dtype = run, model, dtype
-        self._channel, self._archive = channel or channel_for(self._engines, disk), archive
-        self._streams = self._team.share(lambda: self._channel.streams)  # then every rank reads the stream twice
+        self.channel, self._archive = channel or channel_for(self._engines, disk), archive
+        self._streams = self._team.share(lambda: self.channel.streams)  # then every rank reads the stream twice
         takes_adapters = self._team.share(self._takes_adapters)
         self._adapter = train_engine.adapter if takes_adapters else None  # then it alone is delivered
         if self._adapter is not None:
@@ -92,9 +92,11 @@ class WeightPublisher:
         number = self._version.number + 1
         delivery: Delivery | None = None
         try:
+            # Phase 1 may fail on any rank or engine: each engine lays the tensors beside the weights that it serves and
+            # verifies them; none switches.
             with self._team.together():
                 with self._team.whole(self._weights()) as stream:
-                    delivery = self._channel.put(stream, self._dtype)
+                    delivery = self.channel.put(stream, self._dtype)
                 version = WeightVersion(number, version_digest(delivery.digests), self._run, self._model)
                 adapter = None if self._adapter is None else self._adapter.terms
                 update = WeightUpdate(version, delivery.source, delivery.digests, adapter)
@@ -105,11 +107,13 @@ class WeightPublisher:
         except Exception as error:  # the worker boundary: whatever it was, no engine may keep half an update
             self._discard()
             if delivery is not None:
-                self._channel.withdraw()
+                self.channel.withdraw()
             if isinstance(error, EngineDied) and len(self._engines) <= 1:
                 raise
             raise WeightUpdateFailed(f"version {number} was not published, {self._version.number} stays: {error}") from error
         prepared = time.perf_counter()
+        # Phase 2: the engines switch, each between two decode steps. Once one has, there is no way back: another that fails
+        # to is closed.
         with self._team.together():
             report = self._commit(version)
         self._version = self._history[number] = version
@@ -153,7 +157,7 @@ class WeightPublisher:
 
     def close(self) -> None:
         """Gives the channel's memory back; idempotent. The engines are not closed."""
-        self._channel.close()
+        self.channel.close()
 
     def _initial_digest(self) -> str:
         return version_digest({n: digest_of(pieces(tensor, self._dtype)) for n, tensor in self._weights()})
@@ -161,7 +165,7 @@ class WeightPublisher:
     def _takes_adapters(self) -> bool:
         """Whether all engines take an adapter, over this channel."""
         taken = all("adapter" in engine.capabilities for engine in self._engines)
-        return bool(self._engines) and taken and self._channel.for_adapters
+        return bool(self._engines) and taken and self.channel.for_adapters
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What is delivered. Collective."""
@@ -183,14 +187,11 @@ class WeightPublisher:
 
     def _send(self, update: WeightUpdate) -> None:
         """The tensors go out while the engines prepare. What fails on either side ends the other. Collective."""
-        with (
-            self._team.together(),
-            self._team.whole(self._weights()) as stream,
-            ThreadPoolExecutor(1, "weight-update") as pool,
-        ):
+        team, beside = self._team, ThreadPoolExecutor(1, "weight-update")
+        with team.together(), team.whole(self._weights()) as stream, beside as pool:
             asked = pool.submit(self._each, lambda engine: engine.prepare_weights(update))
             try:
-                self._channel.send(stream, self._dtype, lambda: asked.done() and asked.exception() is not None)
+                self.channel.send(stream, self._dtype, lambda: asked.done() and asked.exception() is not None)
             except WeightUpdateFailed:
                 if asked.done():
                     asked.result()  # the engine's own reason says more
@@ -219,7 +220,7 @@ class WeightPublisher:
                     engine.close()
         if failures and not reports:
             self._discard()
-            self._channel.withdraw()
+            self.channel.withdraw()
             cause = failures[0][1]
             raise WeightUpdateFailed(
                 f"version {version.number} was not published, {self._version.number} stays: {cause}"
