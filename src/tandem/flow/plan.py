@@ -22,8 +22,8 @@ from tandem.config.roles import CriticConfig, ReferenceConfig, critic_engine_con
 from tandem.config.terms import Term, read_terms
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.rewards.build import build_scores, needs_model
-from tandem.roles.actor import choose_parts
 from tandem.roles.components import choose
+from tandem.roles.parts import AlgorithmParts, choose_parts
 from tandem.roles.tokens import needs_proximal
 
 Head = Literal["lm", "scalar", "both"]
@@ -128,6 +128,9 @@ class RunPlan:
     scores: tuple[PlannedScore, ...] = ()
     """The rewards that need a model, in the order of their stages."""
 
+    algorithm: AlgorithmParts | None = dataclasses.field(default=None, compare=False, repr=False)
+    """The functions that the algorithm names; None where no actor learns from rewards."""
+
     def resident(self, name: str) -> Resident | None:
         """The resident of this name; None if the run has none."""
         return next((resident for resident in self.residents if resident.name == name), None)
@@ -171,9 +174,9 @@ def plan_run(config: BaseConfig) -> RunPlan:
 
 def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunPlan:
     actor, critic, kl = config.actor, config.critic, config.algorithm.kl
-    credit, tokens, _ = choose_parts(config.algorithm, config.gconfig.max_new_tokens, config.seed)
+    parts = choose_parts(config.algorithm, config.gconfig.max_new_tokens, config.seed)
     refuse(part_problems(config))  # again, now that the records of functions in files are known
-    asked = credit.advantage.asked
+    asked = parts.credit.advantage.asked
     values = _has_critic(config, asked)
     residents = [
         Resident(
@@ -196,7 +199,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
     names = {resident.name for resident in residents}
     updates = actor.mini_batches * actor.epochs_per_batch
     rests = f"the actor rests in the first {critic.warmup_steps} steps" if critic.warmup_steps else ""
-    proximal = teacher is not None or needs_proximal(config.algorithm, updates, tokens)
+    proximal = teacher is not None or needs_proximal(config.algorithm, updates, parts.tokens)
     stages = [
         Stage("generate", "rollout", "prepare_batch", "collect", "generate", ("engine",), _collecting(config)),
         *(Stage(one.stage, one.name, "score", "score", "score", (one.resident,)) for one in scores),
@@ -213,7 +216,8 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
         Stage("publish", "publisher", "publish", "deliver", "update_weights", ("actor", "engine")),
         *_keeping(config, ("engine",)),
     ]
-    return RunPlan((*residents, Resident("engine")), tuple(stages), greedy_baseline="greedy" in asked, scores=scores)
+    every = (*residents, Resident("engine"))
+    return RunPlan(every, tuple(stages), greedy_baseline="greedy" in asked, scores=scores, algorithm=parts)
 
 
 def _collecting(config: TrainConfig) -> str:
