@@ -82,8 +82,8 @@ class Checked:
 
 
 def check_evaluation(config: EvaluationConfig) -> Checked:
-    """Passes if an evaluation can start on this machine; of a model on the hub no weights are downloaded for it. The services
-    are the caller's to close.
+    """Passes if an evaluation can start on this machine; of a model on the hub no weights are downloaded for it. The
+    services are the caller's to close.
 
     Raises:
         ConfigError: anything about device, data, model, reward or workflow.

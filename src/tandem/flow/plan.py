@@ -17,8 +17,9 @@ from tandem.config.check_algorithm import component_problems, part_problems
 from tandem.config.errors import ConfigError, refuse
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.lora import LoRAConfig
+from tandem.config.overlay import either, key_of, overlay
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
-from tandem.config.roles import CriticConfig, ReferenceConfig, critic_engine_config
+from tandem.config.roles import CriticConfig, ReferenceConfig
 from tandem.config.terms import Term, read_terms
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.rewards.build import build_scores, needs_model
@@ -251,16 +252,14 @@ def _scores(config: TrainConfig, taken: set[str]) -> tuple[tuple[PlannedScore, .
             taken = taken | {name}
             wanted = score.model
             if wanted not in residents:
-                engine = _frozen(config.actor, path=wanted.path, dtype=wanted.dtype, backend=None)
-                residents[wanted] = Resident(name, engine, wanted.head)
+                residents[wanted] = Resident(name, _frozen(config.actor, wanted), wanted.head)
             scores[name] = PlannedScore(name, term, score, residents[wanted].name, {spec: term.weight}, config.reward)
     return tuple(scores.values()), list(residents.values())
 
 
 def _distillation(config: DistillConfig) -> RunPlan:
-    key, own = layout_key(config, "teacher"), config.teacher
-    engine = _frozen(config.actor, path=own.path, dtype=own.dtype, backend=own.backend)
-    return _reinforcement(training_config(config), Resident("teacher", engine, key=key))
+    teacher = Resident("teacher", _frozen(config.actor, config.teacher), key=key_of(config, "teacher", "backend"))
+    return _reinforcement(training_config(config), teacher)
 
 
 def _preference(config: PreferenceConfig) -> RunPlan:
@@ -330,31 +329,24 @@ def _critic(config: TrainConfig) -> Resident:
     actor, own = config.actor, config.critic
     return Resident(
         "critic",
-        critic_engine_config(actor, own),
+        overlay(TrainEngineConfig, own, actor),
         "scalar",
         True,
-        layout_key(config, "critic"),
-        mini_batches=own.mini_batches or actor.mini_batches,
-        epochs=own.epochs_per_batch or actor.epochs_per_batch,
+        key_of(config, "critic", "backend"),
+        mini_batches=either(own, actor, "mini_batches"),
+        epochs=either(own, actor, "epochs_per_batch"),
     )
 
 
 def _reference(config: TrainConfig | PreferenceConfig) -> Resident:
     """The frozen policy: the base of an actor with adapters if `reference` says nothing else, otherwise a model."""
     own = config.reference
-    engine = _frozen(config.actor, path=own.path, dtype=own.dtype, backend=own.backend)
     base_of = "actor" if config.actor.lora.rank is not None and own == type(own)() else None
     every = own.refresh_every_steps if isinstance(own, ReferenceConfig) else None
-    return Resident("reference", engine, key=layout_key(config, "reference"), base_of=base_of, refresh_every_steps=every)
+    key = key_of(config, "reference", "backend")
+    return Resident("reference", _frozen(config.actor, own), key=key, base_of=base_of, refresh_every_steps=every)
 
 
-def _frozen(actor: TrainEngineConfig, *, path: str | None, dtype: str | None, backend: str | None) -> TrainEngineConfig:
-    """A model that nobody trains: what it leaves open is the actor's, but for adapters, which it never has."""
-    fields = {field.name: getattr(actor, field.name) for field in dataclasses.fields(TrainEngineConfig)}
-    own = {"path": path, "dtype": dtype, "backend": backend}
-    return TrainEngineConfig(**fields | {name: value for name, value in own.items() if value} | {"lora": LoRAConfig()})
-
-
-def layout_key(config: BaseConfig, role: str) -> str:
-    """The key that a role's layout was written at: its own, or the actor's if it follows that."""
-    return f"{role}.backend" if getattr(getattr(config, role), "backend", None) else "actor.backend"
+def _frozen(actor: TrainEngineConfig, own: object) -> TrainEngineConfig:
+    """A model that nobody trains, which never has adapters; what it leaves open is the actor's."""
+    return overlay(TrainEngineConfig, own, actor, lora=LoRAConfig())
