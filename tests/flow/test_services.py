@@ -1,5 +1,6 @@
 """Services by name: one spelling for all of them, given by argument name, made once, and closed in reverse order."""
 
+import asyncio
 import json
 
 import pytest
@@ -124,6 +125,10 @@ class Lines:
         pass
 
 
+async def says(text, *, word: str = "0"):
+    return float(word in text)
+
+
 class Circle:
     def __init__(self, judge):
         pass
@@ -189,6 +194,13 @@ def test_a_later_service_is_one_file_and_one_registration(mine):
             Services({"environment": "countign"}).get("environment", "a test")
     finally:
         del SERVICES["environment"]["counting"]
+
+
+def test_an_async_function_is_a_service_with_knobs(mine):
+    judge = Services({"judge": f"{mine}:says(word=7)"}).get("judge", "a test")
+    assert asyncio.run(judge("3 + 4 = 7")) == 1.0
+    with pytest.raises(ConfigError, match="did you mean 'word'"):
+        Services({"judge": f"{mine}:says(wrod=7)"}).get("judge", "a test")
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,6 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 CLOSING_S = 10.0
 """The longest that the end of a run waits for an asynchronous `close`."""
 
-ALWAYS_ASKED = ("engine",)
-"""Arguments that only those get who name them, and `**rest` does not."""
-
 
 def factory_of(kind: Kind, name: str, key: str = "") -> Callable[..., Any]:
     """The class or function behind a name, registered or `my_file.py:Name`; imports it. ``key``: where it was written.
@@ -219,11 +216,13 @@ class Services:
                     f"{who} asks for {name!r}, which nobody gives it; {nearest_names(name, {*there, *NAMED})}. "
                     f"Give {name!r} a default, or set it as a knob"
                 )
-        asked = [name for name in there if name in arguments.names or (arguments.open and name not in ALWAYS_ASKED)]
+        asked = [name for name in there if name in arguments.names or (arguments.open)]
         return tuple(dict.fromkeys(asked)), read
 
     def get(self, name: str, who: str) -> Any:
-        """What is given under an argument's name; a service that the configuration names is made at the first call."""
+        """What is given under an argument's name. A service that the configuration names is made at the first call: an
+        ``async def`` is given as it is, with its knobs; an environment as a function that makes one (`PerEpisode`).
+        """
         if name in self._given:
             return self._given[name]
         if name in self._asking:
@@ -234,7 +233,9 @@ class Services:
         factory, knobs = factory_of(kind, term.name, name), term.arguments
         self._asking.append(name)
         try:
-            if kind == "environment":
+            if inspect.iscoroutinefunction(factory):
+                self._given[name] = partial(factory, **read_knobs(who, arguments_of(factory, who), knobs))
+            elif kind == "environment":
                 self._given[name] = PerEpisode(partial(factory, **self.arguments(who, factory, knobs)))
             else:
                 self._given[name] = self.keep(self.make(who, factory, knobs))
