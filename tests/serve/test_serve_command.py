@@ -25,9 +25,10 @@ from tandem.cli.main import main
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.remote.tandem_start import start_tandem_server
-from tandem.engines.inference.serve.access import Access
-from tandem.engines.inference.serve.app import Server
-from tandem.engines.inference.serve.token_files import token_from
+from tandem.engines.inference.serve.routes import ServedEngine
+from tandem.protocol.access import Access
+from tandem.protocol.server import Server
+from tandem.protocol.token_files import token_from
 from tests.serve.served import TOKEN, Served, one_by_one, request_of, update_of
 from tests.tiny import tiny_model_folder
 
@@ -226,7 +227,7 @@ def test_an_address_that_is_taken_is_said(folder):
 
 
 async def listen_again(served):
-    server = Server(served.service, Access.of("127.0.0.1", token=None, admin_token=TOKEN))
+    server = Server(ServedEngine(served.service), Access.of("127.0.0.1", token=None, admin_token=TOKEN))
     async with server.listening("127.0.0.1", served.port):
         raise AssertionError("two servers at one address")
 

@@ -27,16 +27,17 @@ from tandem.api.weights import WeightVersion
 from tandem.config.errors import ConfigError, TandemError
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.process import EmbeddedProcess
-from tandem.engines.inference.serve.access import Access, is_loopback
-from tandem.engines.inference.serve.app import Server
 from tandem.engines.inference.serve.limits import Limits
+from tandem.engines.inference.serve.routes import ServedEngine
 from tandem.engines.inference.serve.service import Service
 from tandem.engines.inference.serve.text import Tokenizers
-from tandem.engines.inference.serve.token_files import token_from
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import resolve
 from tandem.models.foreign import read_hf_config
 from tandem.models.precision import resolve_dtype
+from tandem.protocol.access import Access, is_loopback
+from tandem.protocol.server import Server
+from tandem.protocol.token_files import token_from
 from tandem.state.machine import usable_cores
 
 DEFAULTS = Limits(max_tokens=1)
@@ -205,7 +206,7 @@ async def _until_told(service: Service, access: Access, arguments: argparse.Name
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told)
     try:
-        async with Server(service, access).listening(arguments.host, arguments.port) as port:
+        async with Server(ServedEngine(service), access).listening(arguments.host, arguments.port) as port:
             url = f"http://{_shown(arguments.host)}:{port}"
             with _address_file(arguments.address_file, {"url": url, "pid": os.getpid(), "instance": service.instance}):
                 print(f"serving {service.name} at {url} (OpenAI clients: {url}/v1)", flush=True)

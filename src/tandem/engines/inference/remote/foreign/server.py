@@ -27,9 +27,9 @@ from tandem.engines.inference.remote.foreign.in_server.tandem_key import KEY_VAR
 from tandem.engines.inference.remote.foreign.labels import Labels
 from tandem.engines.inference.remote.foreign.protocol import Facts, ServerProtocol
 from tandem.engines.inference.remote.foreign.trials import PROBE_IDS, Whole, ask, try_logprobs
-from tandem.engines.inference.remote.http import HttpClient
 from tandem.engines.inference.remote.kept import Place, fingerprint, keep, take_over
 from tandem.engines.inference.remote.launch import ServerProcess, free_port, wait_ready
+from tandem.protocol.client import HttpClient
 
 IN_SERVER = Path(__file__).with_name("in_server")
 """All of Tandem that the environment of a server gets to see."""

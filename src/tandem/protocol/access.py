@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from tandem.engines.inference.serve.refusal import Refusal
+from tandem.protocol.refusal import Refusal
 
 Audience = Literal["data", "control"]
 
