@@ -20,8 +20,9 @@ SOURCE = '''
 import asyncio
 from pathlib import Path
 
-from tandem import ChatWorkflow, RewardFn, RewardResult
+from tandem import ChatWorkflow, LLMRequest, RewardFn, RewardResult
 from tandem.api.workflow import Environment, StepResult
+from tandem.config.generation import GenerationConfig
 from tandem.rollout.workflows import RLVRWorkflow
 
 NOTES = Path(__file__).with_name("notes")
@@ -129,6 +130,17 @@ async def says(text, *, word: str = "0"):
     return float(word in text)
 
 
+class AsksThePolicy:
+    """A judge that lets the run's own model speak."""
+
+    def __init__(self, engine, tokenizer):
+        self.engine, self.tokenizer = engine, tokenizer
+
+    async def share(self, text):
+        request = LLMRequest(tuple(self.tokenizer.encode("Good?")), GenerationConfig(max_new_tokens=2, greedy=True))
+        return float(len((await self.engine.agenerate(request)).output_ids))
+
+
 class Circle:
     def __init__(self, judge):
         pass
@@ -182,6 +194,11 @@ def test_a_workflow_plays_with_services_of_a_users_file_which_are_made_once_and_
     assert order[-3:] == ["reward closed", "judge closed", "sandbox closed"]
     rows = [json.loads(line) for line in (summary.folder / "metrics.jsonl").read_text().splitlines()]
     assert any(row["reward/mean"] > 0 for row in rows)
+
+
+def test_a_judge_may_ask_the_engine_of_the_run(overrides, mine):  # noqa: F811
+    keys = [*overrides, f"reward={mine}:Mine", f"judge={mine}:AsksThePolicy", "total_train_steps=1"]
+    assert train(load_config(TrainConfig, None, keys)).metrics["reward/mean"] == 2.0
 
 
 def test_a_later_service_is_one_file_and_one_registration(mine):

@@ -21,6 +21,9 @@ from tandem.config.terms import Term, read_term
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
+ONLY_BY_NAME = ("engine",)
+"""Arguments that a factory gets only if it names them; `**rest` alone does not ask for them."""
+
 CLOSING_S = 10.0
 """The longest that the end of a run waits for an asynchronous `close`."""
 
@@ -216,7 +219,7 @@ class Services:
                     f"{who} asks for {name!r}, which nobody gives it; {nearest_names(name, {*there, *NAMED})}. "
                     f"Give {name!r} a default, or set it as a knob"
                 )
-        asked = [name for name in there if name in arguments.names or (arguments.open)]
+        asked = [name for name in there if name in arguments.names or (arguments.open and name not in ONLY_BY_NAME)]
         return tuple(dict.fromkeys(asked)), read
 
     def get(self, name: str, who: str) -> Any:

@@ -9,8 +9,10 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from tandem.api.failures import InfrastructureFailure
+from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.services import Services, factory_of
-from tandem.api.workflow import RewardFn, RewardResult, RolloutWorkflow
+from tandem.api.workflow import GeneratesTokens, RewardFn, RewardResult, RolloutWorkflow
 from tandem.config.arithmetic import evaluation_gconfig, rewards_of, samples_together, workflow_of
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
@@ -26,10 +28,37 @@ from tandem.tracking.tracker import check_sinks
 
 log = logging.getLogger(__name__)
 
-GIVEN = ("reward", "gconfig", "tokenizer", "system_prompt", "chat_template_kwargs")
+GIVEN = ("reward", "gconfig", "tokenizer", "system_prompt", "chat_template_kwargs", "engine")
 """Arguments that every workflow may ask for by name, besides the services that the configuration names."""
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_new_tokens", "stop", "stop_token_ids")
+
+
+class RunEngine:
+    """The inference engine of the run, for services, which are made before it starts: the argument ``engine``.
+
+    A request says itself how long it may take and which noise it is sampled with; an episode has an engine of its own that
+    fills in both.
+    """
+
+    def __init__(self) -> None:
+        self._engine: GeneratesTokens | None = None
+
+    def start(self, engine: GeneratesTokens | None) -> None:
+        """From now on requests go to this engine."""
+        self._engine = engine
+
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        """Implements `GeneratesTokens.agenerate`.
+
+        Raises:
+            InfrastructureFailure: the engine has not started.
+        """
+        if self._engine is None:
+            raise InfrastructureFailure(
+                "no_engine", "a service asked the engine before the first episode; ask in an episode"
+            )
+        return await self._engine.agenerate(request)
 
 
 @dataclass(frozen=True)
@@ -67,7 +96,8 @@ def make_parts(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokenize
 
 def open_services(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Services:
     """What rewards, workflows and services may ask for by argument name. The caller's to close."""
-    return Services({name: getattr(config, name) for name in NAMED}, tokenizer=tokenizer, **_settings(config))
+    named = {name: getattr(config, name) for name in NAMED}
+    return Services(named, tokenizer=tokenizer, engine=RunEngine(), **_settings(config))
 
 
 def refuse_unused(config: TrainConfig, services: Services) -> None:
