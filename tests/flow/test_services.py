@@ -206,18 +206,18 @@ def test_a_later_service_is_one_file_and_one_registration(mine):
     try:
         settings = config("environment=counting:maze-v1", f"workflow={mine}:Knows")
         services = Services(dict.fromkeys(["environment"], settings.environment))
-        assert services.get("environment", "a test").make().id == "maze-v1"
+        assert services.get("environment").make().id == "maze-v1"
         with pytest.raises(ConfigError, match="did you mean 'counting'"):
-            Services({"environment": "countign"}).get("environment", "a test")
+            Services({"environment": "countign"}).get("environment")
     finally:
         del SERVICES["environment"]["counting"]
 
 
 def test_an_async_function_is_a_service_with_knobs(mine):
-    judge = Services({"judge": f"{mine}:says(word=7)"}).get("judge", "a test")
+    judge = Services({"judge": f"{mine}:says(word=7)"}).get("judge")
     assert asyncio.run(judge("3 + 4 = 7")) == 1.0
     with pytest.raises(ConfigError, match="did you mean 'word'"):
-        Services({"judge": f"{mine}:says(wrod=7)"}).get("judge", "a test")
+        Services({"judge": f"{mine}:says(wrod=7)"}).get("judge")
 
 
 @pytest.mark.parametrize(
@@ -234,6 +234,10 @@ def test_an_async_function_is_a_service_with_knobs(mine):
         (["judge=nothing", "reward=FILE:Mine"], r"no judge is called 'nothing'; give one of your own as my_file.py:Name"),
         (["sandbox=FILE:Circle", "judge=FILE:Judge", "reward=FILE:Mine"], r"judge and sandbox ask for each other"),
         (["judge=FILE:Judge(word=1, w=2)", "sandbox=FILE:Sandbox", "reward=FILE:Mine"], r"no knob 'w'; did you mean 'word'"),
+        (
+            ["judge=FILE:Judge(sandbox=x)", "sandbox=FILE:Sandbox", "reward=FILE:Mine"],
+            r"sandbox is no knob, because it is given",
+        ),
         (["tracking.sinks=[FILE:Lines(fiel=x)]"], r"no knob 'fiel'; did you mean 'file'"),
         (["reward=FILE:Mine(factor=much)"], r"factor must be a number, got 'much'"),
     ],

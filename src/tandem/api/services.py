@@ -5,6 +5,7 @@ import contextlib
 import importlib
 import importlib.util
 import inspect
+import logging
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +17,10 @@ from tandem.config.coerce import coerce, without_none
 from tandem.config.errors import ConfigError
 from tandem.config.extras import install_extra
 from tandem.config.nearest import nearest_names
-from tandem.config.services import NAMED, Kind, service_of
+from tandem.config.services import Kind, service_of
 from tandem.config.terms import Term, read_term
+
+log = logging.getLogger(__name__)
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -108,6 +111,8 @@ def read_knobs(who: str, arguments: Arguments, knobs: Mapping[str, Any], given: 
     own = [name for name in arguments.names if name not in given]
     read = {}
     for name, value in knobs.items():
+        if name in given and name in arguments.names:
+            raise ConfigError(f"{who}: {name} is no knob, because it is given to whoever asks for it by name; leave it out")
         if name in given or (name not in own and not arguments.open):
             words = nearest_names(name, own)
             there = words if words.startswith("did") else f"it has: {', '.join(sorted(own)) or 'none'}"
@@ -161,26 +166,30 @@ class Services:
     """
 
     def __init__(self, named: Mapping[str, str | None] | None = None, **given: Any):
-        """``named``: argument → the spelling of the service that is given under it, made when somebody first asks.
+        """``named``: argument → the spelling of the service that is given under it, made when somebody first asks; None if
+        the configuration names none.
         ``given``: argument → an object that is there."""
+        self._named = tuple(named or ())
         self._terms = {name: read_term(spec, name) for name, spec in (named or {}).items() if spec is not None}
         self._given = dict(given)
         self._asking: list[str] = []
         self._stack = contextlib.ExitStack()
 
-    def make(self, who: str, make: Callable[..., Any], knobs: Mapping[str, Any], more: Mapping[str, Any] = NOTHING) -> Any:
+    def make(
+        self, who: str, factory: Callable[..., Any], knobs: Mapping[str, Any], more: Mapping[str, Any] = NOTHING
+    ) -> Any:
         """Calls a factory with its knobs and with what it asks for by argument name. ``who``: it in words, for errors.
         ``more``: objects that are there for this call only.
 
         Raises:
             ConfigError: see `check`; or it raises.
         """
-        return in_user_code(who.partition("=")[2] or who, make, **self.arguments(who, make, knobs, more))
+        return in_user_code(who.partition("=")[2] or who, factory, **self.arguments(who, factory, knobs, more))
 
     def arguments(
         self,
         who: str,
-        make: Callable[..., Any],
+        factory: Callable[..., Any],
         knobs: Mapping[str, Any],
         more: Mapping[str, Any] = NOTHING,
         *,
@@ -191,13 +200,13 @@ class Services:
         Raises:
             ConfigError: see `check`.
         """
-        asked, read = self.check(who, make, knobs, more, skip=skip)
-        return {name: more[name] if name in more else self.get(name, who) for name in asked} | read
+        asked, read = self.check(who, factory, knobs, more, skip=skip)
+        return {name: more[name] if name in more else self.get(name) for name in asked} | read
 
     def check(
         self,
         who: str,
-        make: Callable[..., Any],
+        factory: Callable[..., Any],
         knobs: Mapping[str, Any],
         more: Collection[str] = (),
         *,
@@ -208,21 +217,22 @@ class Services:
         Raises:
             ConfigError: it asks for what nobody has, or a knob is wrong.
         """
-        arguments = arguments_of(make, who, skip)
+        arguments = arguments_of(factory, who, skip)
         there = [*more, *self._given, *self._terms]
-        read = read_knobs(who, arguments, knobs, {*there, *NAMED})
+        names = {*there, *self._named}
+        read = read_knobs(who, arguments, knobs, names)
         for name in arguments.required:
-            if name in NAMED and name not in there:
+            if name in self._named and name not in there:
                 raise ConfigError(f"{who} asks for {name!r}, and the configuration names none: set {name}=my_file.py:Name")
             if name not in (*there, *knobs):
+                others = f"; {nearest_names(name, names)}" if names else ""
                 raise ConfigError(
-                    f"{who} asks for {name!r}, which nobody gives it; {nearest_names(name, {*there, *NAMED})}. "
-                    f"Give {name!r} a default, or set it as a knob"
+                    f"{who} asks for {name!r}, which nobody gives it{others}. Give {name!r} a default, or set it as a knob"
                 )
         asked = [name for name in there if name in arguments.names or (arguments.open and name not in ONLY_BY_NAME)]
         return tuple(dict.fromkeys(asked)), read
 
-    def get(self, name: str, who: str) -> Any:
+    def get(self, name: str) -> Any:
         """What is given under an argument's name. A service that the configuration names is made at the first call: an
         ``async def`` is given as it is, with its knobs; an environment as a function that makes one (`PerEpisode`).
         """
@@ -275,4 +285,7 @@ def _close(service: Any) -> None:
             async with asyncio.timeout(CLOSING_S):
                 await ended
 
-        asyncio.run(wait())
+        try:
+            asyncio.run(wait())
+        except TimeoutError:
+            log.warning("a %s took longer than %g s to close, and was left", type(service).__name__, CLOSING_S)

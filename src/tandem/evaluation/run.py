@@ -154,7 +154,7 @@ def evaluate_model(resolved: Resolved[Any]) -> Finished:
         if len(answers) < total:
             warn_of_comparisons(workflow)
             engine = make_engine(config, machine, model)
-            checked.services.get("engine", "the evaluation").start(engine)
+            checked.services.get("engine").start(engine)
             stack.callback(engine.close)
             with contextlib.closing(BackgroundLoop()) as loop:  # bounded at its end, whatever a user's coroutine does
                 loop.run(_go_on(engine, workflow, waves, answers, folder, config, progress))

@@ -95,7 +95,7 @@ def make_parts(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokenize
 
 
 def open_services(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Services:
-    """What rewards, workflows and services may ask for by argument name. The caller's to close."""
+    """The objects that rewards, workflows and services may ask for by argument name. They are the caller's to close."""
     named = {name: getattr(config, name) for name in NAMED}
     return Services(named, tokenizer=tokenizer, engine=RunEngine(), **_settings(config))
 
@@ -127,7 +127,7 @@ class RewardBySource(RewardFn):
         return self.by_name[name] if name else self.default
 
     async def __call__(self, *, row: Mapping[str, Any], **rest: Any) -> RewardResult:
-        """See `RewardFn`."""
+        """Implements `RewardFn.__call__`."""
         began = time.perf_counter()
         try:
             return await self.of(row)(row=row, **rest)
@@ -137,7 +137,7 @@ class RewardBySource(RewardFn):
             self._waits = samples + 1, total_s + waited_s, max(longest_s, waited_s)
 
     def metrics(self) -> dict[str, float]:
-        """Of the samples that were judged since the last call: seconds until their reward was there. Empty without any."""
+        """Seconds until the reward was there, for the samples judged since the last call. Empty if there were none."""
         (samples, total_s, longest_s), self._waits = self._waits, (0, 0.0, 0.0)
         return {"time/judge_s": total_s / samples, "time/judge_max_s": longest_s} if samples else {}
 

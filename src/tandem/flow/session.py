@@ -98,7 +98,7 @@ def open_session(
             parts = parts or make_parts(config, plan, load_tokenizer(folder))
             stack.callback(parts.close)
             engine = make_engine(config, process, folder, run)
-            parts.services.get("engine", "the session").start(engine)
+            parts.services.get("engine").start(engine)
             if engine is not None:
                 stack.callback(engine.close)
         tokenizer = parts.tokenizer

@@ -34,7 +34,7 @@ def check_sinks(config: TrackingConfig) -> None:
     """
     for sink in config.sinks:
         term = read_term(sink, KEY)
-        Services().check(f"{KEY}={sink}", factory_of("sink", term.name, KEY), term.arguments, ("run",))
+        Services().check(f"{KEY}={term.name}", factory_of("sink", term.name, KEY), term.arguments, ("run",))
 
 
 class Tracker:
@@ -162,7 +162,7 @@ class Tracker:
 
     def _open(self, sink: str, services: Services) -> None:
         term = read_term(sink, KEY)
-        self._sinks[sink] = services.make(f"{KEY}={sink}", factory_of("sink", term.name, KEY), term.arguments)
+        self._sinks[sink] = services.make(f"{KEY}={term.name}", factory_of("sink", term.name, KEY), term.arguments)
 
     def _try(self, what: str, function: Callable[..., object], *arguments: object) -> bool:
         """Calls it; False and, the first time, a warning where it raises.
