@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from tandem.cli import chat, serve
+from tandem.cli.listening import access_of
 from tandem.cli.main import main
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import EmbeddedEngineConfig
@@ -198,7 +199,7 @@ def test_a_token_file_that_protects_nothing_is_refused(tmp_path, content, mode, 
 
 def access(*argv):
     with contextlib.ExitStack() as stack:
-        rules, files = serve._access(parsed(serve, "m", *argv), stack)
+        rules, files = access_of(parsed(serve, "m", *argv), stack, control=True)
         return rules, {name: mode(file) for name, file in files.items()}, [Path(file).parent for file in files.values()]
 
 

@@ -17,7 +17,7 @@ from tandem.config.load import load_config
 from tandem.flow.parts import make_loader, make_observer, make_rollout, open_rows
 from tandem.flow.plan import plan_run
 from tandem.rewards.extraction import final_answer
-from tandem.rollout.pool import NoBatch
+from tandem.rollout.failure_budget import NoBatch
 from tandem.rollout.workflows import Repeated
 from tandem.trainers.rl import train
 from tests.rollout.clockwork import ClockworkEngine, OneAnswer

@@ -1,7 +1,7 @@
 """Episodes: how one prompt becomes a group of samples, and who judges them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -40,6 +40,9 @@ class RewardResult:
 class RewardFn(ABC):
     """Judges one completion of one row."""
 
+    reads_messages: bool = False
+    """True: it is also given ``messages``, the conversation so far, with the completion as the last reply."""
+
     @abstractmethod
     async def __call__(
         self,
@@ -51,6 +54,10 @@ class RewardFn(ABC):
         row: Mapping[str, Any],
     ) -> RewardResult:
         """Raises `RewardFailure`: ``reward_raised``, ``reward_timeout``, ``reward_not_finite`` or ``reward_wrong_type``."""
+
+    def and_messages(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The further argument of a call: the conversation, if this reward reads it."""
+        return {"messages": tuple(messages)} if self.reads_messages else {}
 
     def close(self) -> None:
         """End worker processes; idempotent."""

@@ -18,7 +18,11 @@ GRAMMAR = (
 Spec = Annotated[str, "spec"]
 """The type of a key that names a service: text; or in YAML ``{name: …, knob: …}``, which becomes the same text."""
 
-_FILE = re.compile(r"(?<![^\s+*(-])(?:[^\s+*(),='\"]+\.py:\w+|[A-Za-z_]\w*:\w[\w./]*(?:-[\w./]+)*)")
+_FILE = re.compile(
+    r"""'[^']*'|"[^"]*"|(?P<file>(?<![^\s+*(-])[^\s+*(),='"]+\.py:\w+|(?<![^\s*(])[A-Za-z_]\w*:\w[\w./]*(?:-[\w./]+)*)"""
+)
+"""A user's file or ``name:ID``; texts in quotes are passed over."""
+
 _BARE = re.compile(r"(?<=[(,])(\s*\w+\s*=\s*)([^\s'\"(),\[\]{}]+)(?=\s*[,)])")
 _WORDS = {"true": True, "false": False, "null": None}
 
@@ -97,6 +101,8 @@ def read_terms(spec: str, key: str = "reward") -> list[Term]:
     files: list[str] = []
 
     def name_file(match: re.Match[str]) -> str:
+        if match["file"] is None:
+            return match[0]
         files.append(match[0])
         return f"_file{len(files) - 1}"
 

@@ -14,8 +14,7 @@ from tandem.data.curriculum import Curriculum
 from tandem.data.dataset import Dataset, load_dataset
 from tandem.data.loader import Loader
 from tandem.roles.components import Choice
-from tandem.rollout.collector import GroupScorer
-from tandem.rollout.executor import MAX_DRAWS, GroupFilter, GroupObserver, Rollout
+from tandem.rollout.executor import MAX_DRAWS, GroupFilter, GroupObserver, GroupScorer, Rollout
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import inspect
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,6 +119,7 @@ class RewardBySource(RewardFn):
 
     def __init__(self, default: RewardFn, by_name: Mapping[str, RewardFn], vote: MajorityVote | None = None):
         self.default, self.by_name, self.vote = default, by_name, vote
+        self.reads_messages = any(reward.reads_messages for reward in (default, *by_name.values()))
         self._waits = (0, 0.0, 0.0)  # since the last call of `metrics`: samples, seconds of all of them, of the slowest
 
     def of(self, row: Mapping[str, Any]) -> RewardFn:
@@ -126,11 +127,13 @@ class RewardBySource(RewardFn):
         name = row.get("reward_name")
         return self.by_name[name] if name else self.default
 
-    async def __call__(self, *, row: Mapping[str, Any], **rest: Any) -> RewardResult:
+    async def __call__(
+        self, *, row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]] = (), **rest: Any
+    ) -> RewardResult:
         """Implements `RewardFn.__call__`."""
-        began = time.perf_counter()
+        began, reward = time.perf_counter(), self.of(row)
         try:
-            return await self.of(row)(row=row, **rest)
+            return await reward(row=row, **rest, **reward.and_messages(messages))
         finally:
             waited_s = time.perf_counter() - began
             samples, total_s, longest_s = self._waits

@@ -86,8 +86,7 @@ def open_session(
     """Makes the objects of a run. On leaving, engine, workers and shared memory are gone, also after an error.
 
     ``run``: names it to servers that several runs may reach, so no other run may have it; the same on all ranks. ``plan``:
-    says which models there are; None takes that of ``config``. ``parts``: what episodes need, which is closed too; None
-    makes it.
+    says which models there are; None takes that of ``config``. ``parts``: of the episodes, closed too; None makes them.
     """
     plan = plan or plan_run(config)
     policy = plan.resident("actor")

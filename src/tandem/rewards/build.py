@@ -2,7 +2,7 @@
 
 import asyncio
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from tandem.api.scoring import FrozenModel, Score
@@ -21,6 +21,7 @@ class SumReward(RewardFn):
 
     def __init__(self, terms: list[tuple[str, float, RewardFn]]):
         self.terms = terms
+        self.reads_messages = any(reward.reads_messages for _, _, reward in terms)
 
     async def __call__(
         self,
@@ -30,6 +31,7 @@ class SumReward(RewardFn):
         prompt_ids: tuple[int, ...],
         completion_ids: tuple[int, ...],
         row: Mapping[str, Any],
+        messages: Sequence[Mapping[str, Any]] = (),
     ) -> RewardResult:
         """See `RewardFn`; fails if one of the rewards fails."""
         given = {
@@ -39,7 +41,8 @@ class SumReward(RewardFn):
             "completion_ids": completion_ids,
             "row": row,
         }
-        results = await asyncio.gather(*(reward(**given) for _, _, reward in self.terms))
+        calls = [reward(**given, **reward.and_messages(messages)) for _, _, reward in self.terms]
+        results = await asyncio.gather(*calls)
         rewards = {name: weight * result.value for (name, weight, _), result in zip(self.terms, results, strict=True)}
         known = [result.accuracy for result in results if result.accuracy is not None]
         looking = next((result for result in results if result.extracted is not None), RewardResult(0.0))
@@ -138,7 +141,12 @@ def worker_counts(reward: RewardFn) -> set[int]:
 def _judge(term: Term, timeout_s: float, workers: int | None, services: Services) -> RewardFn:
     make, name, key = factory_of("reward", term.name, "reward"), term.short_name, f"reward={term.name}"
     if not term.is_file:
-        knobs = ({"workers": workers} if "workers" in inspect.signature(make).parameters else {}) | term.arguments
+        parameters = inspect.signature(make).parameters
+        for knob, value in term.knobs.items():
+            counts = knob in parameters and parameters[knob].annotation in (int, int | None)
+            if counts and isinstance(value, int) and value < 1:
+                raise ConfigError(f"{key}: {knob} must be a whole number, at least 1, got {value}")
+        knobs = ({"workers": workers} if "workers" in parameters else {}) | term.arguments
         return cast(RewardFn, services.make(key, make, knobs, {"timeout_s": timeout_s}))
     if inspect.isclass(make) and issubclass(make, RewardFn):
         make = services.make(key, make, term.arguments, {"timeout_s": timeout_s})

@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tandem.api.failures import RewardFailure
-from tandem.config.errors import ConfigError
 from tandem.rewards.outcome import Outcome, RemoteError
 from tandem.rewards.processes import computes, kill_tree, usable_cores
 from tandem.rewards.worker import HEADER
@@ -152,8 +151,6 @@ class WorkerPool:
 
     def __init__(self, spec: str, *, name: str, timeout_s: float, size: int | None = None):
         self.spec, self.name, self.timeout_s = spec, name, timeout_s
-        if size is not None and size < 1:
-            raise ConfigError(f"reward {name!r}: workers must be a whole number, at least 1, got {size}")
         self.size = size or most_workers()
         self._threads = ThreadPoolExecutor(self.size, thread_name_prefix=f"reward {name}")
         self._cores = usable_cores()

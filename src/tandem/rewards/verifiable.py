@@ -131,8 +131,6 @@ def build_gsm8k(*, timeout_s: float) -> RewardFn:
 
 def build_length(*, timeout_s: float, target_tokens: int = 256) -> RewardFn:
     """1 up to ``target_tokens`` tokens, then falling in a straight line to 0 at twice as many."""
-    if target_tokens < 1:
-        raise ConfigError(f"reward 'length': target_tokens must be a whole number, at least 1, got {target_tokens}")
 
     def length(completion_ids: tuple[int, ...]) -> float:
         return min(1.0, max(0.0, 2.0 - len(completion_ids) / target_tokens))
