@@ -55,12 +55,13 @@ class RewardFn(ABC):
     ) -> RewardResult:
         """Raises `RewardFailure`: ``reward_raised``, ``reward_timeout``, ``reward_not_finite`` or ``reward_wrong_type``."""
 
-    def and_messages(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """The further argument of a call: the conversation, if this reward reads it."""
-        return {"messages": tuple(messages)} if self.reads_messages else {}
-
     def close(self) -> None:
         """End worker processes; idempotent."""
+
+
+def messages_for(reward: object, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The further argument of a call of this reward: the conversation, if it reads it."""
+    return {"messages": tuple(messages)} if getattr(reward, "reads_messages", False) else {}
 
 
 class RolloutWorkflow(ABC):

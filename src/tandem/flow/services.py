@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from tandem.api.failures import InfrastructureFailure
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.services import Services, factory_of
-from tandem.api.workflow import GeneratesTokens, RewardFn, RewardResult, RolloutWorkflow
+from tandem.api.workflow import GeneratesTokens, RewardFn, RewardResult, RolloutWorkflow, messages_for
 from tandem.config.arithmetic import evaluation_gconfig, rewards_of, samples_together, workflow_of
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
@@ -133,7 +133,7 @@ class RewardBySource(RewardFn):
         """Implements `RewardFn.__call__`."""
         began, reward = time.perf_counter(), self.of(row)
         try:
-            return await reward(row=row, **rest, **reward.and_messages(messages))
+            return await reward(row=row, **rest, **messages_for(reward, messages))
         finally:
             waited_s = time.perf_counter() - began
             samples, total_s, longest_s = self._waits

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from tandem.api.scoring import FrozenModel, Score
 from tandem.api.services import Services, factory_of
-from tandem.api.workflow import RewardFn, RewardResult
+from tandem.api.workflow import RewardFn, RewardResult, messages_for
 from tandem.config.errors import ConfigError
 from tandem.config.services import service_of
 from tandem.config.terms import Term, read_terms
@@ -41,7 +41,7 @@ class SumReward(RewardFn):
             "completion_ids": completion_ids,
             "row": row,
         }
-        calls = [reward(**given, **reward.and_messages(messages)) for _, _, reward in self.terms]
+        calls = [reward(**given, **messages_for(reward, messages)) for _, _, reward in self.terms]
         results = await asyncio.gather(*calls)
         rewards = {name: weight * result.value for (name, weight, _), result in zip(self.terms, results, strict=True)}
         known = [result.accuracy for result in results if result.accuracy is not None]

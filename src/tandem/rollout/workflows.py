@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from tandem.api.failures import DataFailure, EpisodeFailure, InfrastructureFailure, WrongWorkflow, as_failure
 from tandem.api.requests import StopReason
 from tandem.api.samples import Group, Sample
-from tandem.api.workflow import GeneratesTokens, RewardFn, RewardResult, RolloutWorkflow
+from tandem.api.workflow import GeneratesTokens, RewardFn, RewardResult, RolloutWorkflow, messages_for
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.rollout.chat import Chat
@@ -50,7 +50,7 @@ class ChatWorkflow(RolloutWorkflow):
             prompt_ids=chat.prompt_ids,
             completion_ids=chat.completion_ids,
             row=data,
-            **self.reward.and_messages(chat.messages),
+            **messages_for(self.reward, chat.messages),
         )
 
     async def reply(self, engine: GeneratesTokens, chat: Chat) -> StopReason:
