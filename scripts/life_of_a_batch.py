@@ -97,7 +97,6 @@ BESIDE = {
         "roles/components",
         "roles/parts",
     ),
-    "for several ranks": ("rollout/collective",),
     "for an option": ("engines/inference/stopping", "roles/critic", "roles/reference", "rollout/replay"),
     "to check, or when something failed": ("engines/inference/requests", "rollout/failure_budget", "rollout/returned"),
     "for metrics": ("engines/train/totals", "roles/averages", "roles/batch_metrics", "rollout/statistics"),

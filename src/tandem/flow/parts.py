@@ -6,6 +6,7 @@ from typing import Any
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.samples import Group
+from tandem.api.team import Team
 from tandem.config.arithmetic import max_head_offpolicyness
 from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
@@ -104,10 +105,11 @@ def make_rollout(
     engine: InferenceEngine | None,
     loader: Iterable[Any] = (),
     scorer: GroupScorer | None = None,
+    team: Team | None = None,
 ) -> Rollout:
     """The executor with the run's staleness bound and ``filter_`` of groups; ``engine`` is None on ranks other than 0.
     ``loader``: what the rows come from; a curriculum is told what became of them. ``scorer``: gives the rewards that need a
-    model."""
+    model. ``team``: the ranks that get the batches; None: all."""
     group_filter, max_draws = make_filter(filter_)
     return Rollout(
         engine,
@@ -119,4 +121,5 @@ def make_rollout(
         observer=make_observer(loader),
         max_head_offpolicyness=max_head_offpolicyness(config),
         scorer=scorer,
+        team=team,
     )
