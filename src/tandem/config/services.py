@@ -67,6 +67,7 @@ for _service in (
     Service("reward", "reasoning_gym", "tandem.rewards.reasoning_gym:build_reasoning_gym"),
     Service("reward", "model", "tandem.rewards.model:ModelReward", needs_model=True),
     Service("reward", "judge", "tandem.rewards.judge:JudgeReward"),
+    Service("reward", "compare", "tandem.rewards.compare:CompareReward"),
     Service("reward", "remote", "tandem.rewards.remote:RemoteReward"),
     Service("workflow", "rlvr", "tandem.rollout.workflows:RLVRWorkflow"),
     Service("workflow", "multi_turn", "tandem.rollout.multi_turn:MultiTurnWorkflow"),
