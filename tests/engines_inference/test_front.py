@@ -297,7 +297,7 @@ class TestProcess:
         engine = build(folder, "decoupled")
         os.kill(engine.pid, signal.SIGSTOP)
         with pytest.raises(WaitTimeout, match=r"did not answer statistics within 0\.3 s"):
-            engine._link.call("statistics", (), 0.3)
+            engine._worker.call("statistics", timeout_s=0.3)
         monkeypatch.setattr("tandem.engines.inference.link.CLOSE_TIMEOUT_S", 0.3)
         engine.close()
         assert not psutil.pid_exists(engine.pid)

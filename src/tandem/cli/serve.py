@@ -26,7 +26,7 @@ import torch
 from tandem.api.weights import WeightVersion
 from tandem.config.errors import ConfigError, TandemError
 from tandem.config.rollout import EmbeddedEngineConfig
-from tandem.engines.inference.process import EmbeddedProcess
+from tandem.engines.inference.embedded import EmbeddedProcess
 from tandem.engines.inference.serve.access import Access, is_loopback
 from tandem.engines.inference.serve.app import Server
 from tandem.engines.inference.serve.limits import Limits

@@ -10,11 +10,10 @@ from tandem.config.fleet import parse_address, parse_backend
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.engines.inference.core import EngineCore
-from tandem.engines.inference.embedded import CAPABILITIES, EmbeddedEngine
+from tandem.engines.inference.embedded import CAPABILITIES, EmbeddedEngine, EmbeddedProcess
 from tandem.engines.inference.fleet.addresses import DEFAULT_NAME, JOURNAL_NAME
 from tandem.engines.inference.fleet.kinds import Terms, attached, started
 from tandem.engines.inference.fleet.pool import Fleet
-from tandem.engines.inference.process import EmbeddedProcess
 from tandem.engines.inference.remote.kept import Keeping
 from tandem.models.foreign import read_hf_config
 from tandem.models.heads import refuse_classifier

@@ -226,6 +226,10 @@ class Driver:
 
     # ------------------------------------------------------------------ control
 
+    def call(self, method: str, *arguments: Any) -> dict[str, float]:
+        """Calls a method of this object by its name, as `Link.call` does from another process."""
+        return getattr(self, method)(*arguments) or {}
+
     def pause(self) -> None:
         """See `InferenceEngine.pause`. Requests that arrive are queued and counted as waiting.
 
@@ -234,7 +238,6 @@ class Driver:
         self._call("pause", lambda: self._set_paused(True))
 
     def resume(self) -> None:
-        """See `InferenceEngine.resume`."""
         self._call("resume", lambda: self._set_paused(False))
 
     def _set_paused(self, paused: bool) -> None:
@@ -266,7 +269,6 @@ class Driver:
         return {"pause_s": time.perf_counter() - began - recompute_s, "recompute_s": recompute_s}
 
     def discard_weights(self) -> None:
-        """See `InferenceEngine.discard_weights`."""
         with self._lock:
             self._staged = None
 
@@ -275,7 +277,6 @@ class Driver:
         self._call("flush", self._core.flush)
 
     def sleep(self, parts: tuple[InferencePart, ...]) -> None:
-        """See `InferenceEngine.sleep`."""
         self._call("sleep", lambda: self._sleep(parts))
 
     def _sleep(self, parts: tuple[InferencePart, ...]) -> None:
@@ -287,11 +288,9 @@ class Driver:
         self._core.sleep(parts)
 
     def wake(self, parts: tuple[InferencePart, ...]) -> None:
-        """See `InferenceEngine.wake`."""
         self._call("wake", lambda: self._core.wake(parts))
 
     def statistics(self) -> dict[str, float]:
-        """See `InferenceEngine.statistics`."""
         return self._call("statistics", self._statistics)
 
     def _statistics(self) -> dict[str, float]:

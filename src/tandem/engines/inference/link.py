@@ -16,8 +16,10 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tandem.api.failures import EngineDied, WaitTimeout
+from tandem.api.requests import LLMRequest
 from tandem.engines.inference.callers import Callers
-from tandem.engines.inference.messages import Answer, Call, Close, Died, Finished, Progress, Ready, Start
+from tandem.engines.inference.driver import COMMIT_TIMEOUT_S, CONTROL_TIMEOUT_S
+from tandem.engines.inference.messages import Answer, Call, Died, Finished, Progress, Ready, Start
 
 WATCH_S = 0.25
 """How often the process is looked at while the pipe is silent: its end can be hidden when someone forked us."""
@@ -25,9 +27,18 @@ WATCH_S = 0.25
 CLOSE_TIMEOUT_S = 5.0
 """An engine that has not ended by itself after this is killed."""
 
+PREPARE_TIMEOUT_S = 300.0
+"""Reading, checking and laying out all weights while generation goes on."""
+
+TIMEOUTS_S = {"prepare_weights": PREPARE_TIMEOUT_S, "commit_weights": COMMIT_TIMEOUT_S}
+"""Method of the driver → how long it may take; the others `CONTROL_TIMEOUT_S`."""
+
+FIRST_WORD_S = 5.0
+"""The driver over there has the same deadlines and knows better what it waits for, so it may speak first."""
+
 
 class Link:
-    """A running engine process. `send` never blocks; results go to ``callers``."""
+    """A running engine process. Nothing but `call` waits for it; results go to ``callers``."""
 
     def __init__(self, process: subprocess.Popen[bytes], connection: Connection, callers: Callers):
         self._process, self._connection, self._callers = process, connection, callers
@@ -71,26 +82,36 @@ class Link:
         """Process number of the engine."""
         return self._process.pid
 
-    def send(self, message: Any) -> None:
-        """Queues a message; all that wait are sent as one. What cannot be pickled raises here, at its sender."""
-        self._outbox.put(pickle.dumps(message))
+    def submit(self, number: int, request: LLMRequest, stream: bool = False) -> None:
+        """`Driver.submit`."""
+        self._send("submit", number, request, stream)
 
-    def call(self, method: str, arguments: tuple[Any, ...], timeout_s: float) -> Mapping[str, float] | None:
-        """Runs a method of the driver in the engine's process.
+    def cancel(self, number: int) -> None:
+        """`Driver.cancel`."""
+        self._send("cancel", number)
+
+    def _send(self, method: str, *arguments: Any, number: int | None = None) -> None:
+        """Queues a call; all that wait are sent as one. What cannot be pickled raises here, at its sender."""
+        self._outbox.put(pickle.dumps(Call(number, method, arguments)))
+
+    def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> dict[str, float]:
+        """Runs a method of the driver in the engine's process; see `TIMEOUTS_S`.
 
         Raises:
             EngineDied: the process is gone, or goes.
             WaitTimeout: no answer within ``timeout_s``.
         """
+        if timeout_s is None:
+            timeout_s = TIMEOUTS_S.get(method, CONTROL_TIMEOUT_S) + FIRST_WORD_S
         answer: Future[Mapping[str, float] | None] = Future()
         with self._lock:
             if self._ended is not None:
                 raise EngineDied(self._ended)
             number = next(self._numbers)
             self._calls[number] = answer
-        self.send(Call(number, method, arguments))
+        self._send(method, *arguments, number=number)
         try:
-            return answer.result(timeout_s)
+            return dict(answer.result(timeout_s) or {})
         except TimeoutError:
             if answer.done():  # the method's own
                 raise
@@ -103,7 +124,7 @@ class Link:
         """Ends the process, kindly at first. Idempotent."""
         self._closing = True
         self._end("the engine was closed", None)
-        self.send(Close())
+        self._send("stop")
         try:
             self._process.wait(CLOSE_TIMEOUT_S)
         except subprocess.TimeoutExpired:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from tandem.api.portable import survives_pickling
-from tandem.api.requests import LLMRequest
 from tandem.api.weights import WeightVersion
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.callers import Piece, Result
@@ -29,33 +28,12 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Add:
-    """To the child: a request."""
-
-    number: int
-    request: LLMRequest
-    stream: bool = False
-
-
-@dataclass(frozen=True)
-class Cancel:
-    """To the child: nobody wants the rest."""
-
-    number: int
-
-
-@dataclass(frozen=True)
 class Call:
-    """To the child: a method of `Driver`, answered under this number."""
+    """To the child: a method of `Driver`, answered under its number if it has one."""
 
-    number: int
+    number: int | None
     method: str
     arguments: tuple[Any, ...] = ()
-
-
-@dataclass(frozen=True)
-class Close:
-    """To the child: end."""
 
 
 @dataclass(frozen=True)

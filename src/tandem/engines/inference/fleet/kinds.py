@@ -15,8 +15,8 @@ from tandem.api.weights import WeightVersion
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
+from tandem.engines.inference.embedded import EmbeddedProcess
 from tandem.engines.inference.fleet.members import Server
-from tandem.engines.inference.process import EmbeddedProcess
 from tandem.engines.inference.remote.foreign.server import ForeignServer
 from tandem.engines.inference.remote.foreign.sglang import SGLangServer
 from tandem.engines.inference.remote.foreign.vllm import VllmServer

@@ -12,12 +12,14 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from tandem.api.engines import InferenceEngine, InferencePart
 from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.config.fleet import FleetConfig
+from tandem.engines.inference.controlled import Controlled
 from tandem.engines.inference.driver import cancelled
 from tandem.engines.inference.fleet.addresses import Wanted
 from tandem.engines.inference.fleet.health import State
@@ -35,7 +37,7 @@ HELD = frozenset({"running", "waiting", "shared_prompt_tokens", "kv_reserved_tok
 """Statistics that say what is, not what was done so far."""
 
 
-class Fleet(InferenceEngine):
+class Fleet(Controlled):
     """One engine over many; made by `start`.
 
     ``capabilities``: what all its servers can do. ``first`` gives the weights of version 0 for servers of which nobody
@@ -114,7 +116,7 @@ class Fleet(InferenceEngine):
     # ------------------------------------------------------------------ requests
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
-        """See `InferenceEngine`.
+        """Asks one server after another until one answers.
 
         Raises:
             InfrastructureFailure: ``servers_failed`` after `rollout.fleet.max_server_retries` other servers.
@@ -191,59 +193,52 @@ class Fleet(InferenceEngine):
 
     @property
     def version(self) -> WeightVersion:
-        """See `InferenceEngine`: the version that servers must hold to be given requests."""
+        """The version that servers must hold to be given requests."""
         return self.roster.version
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """See `InferenceEngine`: what all of its servers can do."""
+        """Those that all of its servers have."""
         return self._capabilities
 
     def prepare_weights(self, update: WeightUpdate) -> None:
-        """See `InferenceEngine`; `Updates.prepare`."""
         self._check()
         self._updates.prepare(update)
 
     def commit_weights(self, version: WeightVersion) -> dict[str, float]:
-        """See `InferenceEngine`; `Updates.commit`."""
         self._check()
         return self._updates.commit(version)
 
     def discard_weights(self) -> None:
-        """See `InferenceEngine`."""
         self._updates.discard()
 
     # ------------------------------------------------------------------ control
 
-    def pause(self) -> None:
-        """See `InferenceEngine`. Nobody is expected to make tokens until `resume`."""
+    def control(self, name: str, *arguments: Any) -> dict[str, float]:
+        """Calls the method of this name of all servers that serve; one that fails is fenced."""
         self._check()
+        self._updates.everywhere_or_fence(name, lambda engine: getattr(engine, name)(*arguments))
+        return {}
+
+    def pause(self) -> None:
+        """Nobody is expected to make tokens until `resume`."""
         self.roster.paused = True
-        self._updates.everywhere_or_fence("pause", lambda engine: engine.pause())
+        super().pause()
 
     def resume(self) -> None:
-        """See `InferenceEngine`."""
-        self._check()
-        self._updates.everywhere_or_fence("resume", lambda engine: engine.resume())
+        super().resume()
         self.roster.paused = False
 
-    def flush(self) -> None:
-        """See `InferenceEngine`."""
-        self._check()
-        self._updates.everywhere_or_fence("flush", lambda engine: engine.flush())
-
     def sleep(self, parts: tuple[InferencePart, ...]) -> None:
-        """See `InferenceEngine`. Raises `RuntimeError` while requests are under way."""
+        """Raises `RuntimeError` while requests are under way."""
         if self.roster.requests():
             raise RuntimeError(f"sleep is refused while {self.roster.requests()} requests are under way")
-        self._check()
-        self._updates.everywhere_or_fence("sleep", lambda engine: engine.sleep(parts))
+        super().sleep(parts)
         self.roster.asleep |= set(parts)
 
     def wake(self, parts: tuple[InferencePart, ...]) -> None:
-        """See `InferenceEngine`. Servers whose weights slept are looked after again once new ones are committed."""
-        self._check()
-        self._updates.everywhere_or_fence("wake", lambda engine: engine.wake(parts))
+        """Servers whose weights slept are looked after again once new ones are committed."""
+        super().wake(parts)
         self.roster.asleep -= set(parts) - {"weights"}
 
     # ------------------------------------------------------------------ joining and leaving
@@ -264,7 +259,7 @@ class Fleet(InferenceEngine):
     # ------------------------------------------------------------------ figures and the end
 
     def statistics(self) -> dict[str, float]:
-        """See `InferenceEngine`: sums over the servers, those that are gone included, and metrics ``fleet/…``.
+        """Sums over the servers, those that are gone included, and metrics ``fleet/…``.
 
         ``busy_s`` is that of the busiest: they work side by side.
         """
@@ -316,8 +311,7 @@ class Fleet(InferenceEngine):
         self._watcher.check()
 
     def close(self) -> None:
-        """See `InferenceEngine`. Servers that this run started end, or are left to whoever keeps them; attached ones are let
-        go."""
+        """Servers that this run started end, or are left to whoever keeps them; attached ones are let go."""
         if self._ended:
             return
         self._ended = True

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from tandem.api.engines import InferenceEngine, InferencePart
 from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, ServerFailed, WeightUpdateFailed
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion
 from tandem.config.errors import ConfigError
+from tandem.engines.inference.controlled import Controlled
 from tandem.engines.inference.remote.http import HttpClient
 from tandem.engines.inference.remote.launch import ServerProcess
 from tandem.engines.inference.requests import refuse_unsupported
@@ -42,7 +42,7 @@ _SAMPLING = (
 )
 
 
-class TandemServer(InferenceEngine):
+class TandemServer(Controlled):
     """One server that this run has attached to; made by `attach`. `close` gives it back as it was found.
 
     Every request names the run, and the server refuses those of another. Every answer names the process, and nothing of
@@ -126,7 +126,7 @@ class TandemServer(InferenceEngine):
         return str(self._identity["instance"])
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
-        """See `InferenceEngine`. Raises `ServerFailed` for all that is no answer of this run's server."""
+        """Raises `ServerFailed` for all that is no answer of this run's server."""
         answer = await self._client.post("/generate", self._body(request), deadline_s=self._patience(request))
         try:
             return _response(request, answer, self._run)
@@ -157,23 +157,22 @@ class TandemServer(InferenceEngine):
 
     @property
     def version(self) -> WeightVersion:
-        """See `InferenceEngine`; what the server said when it was attached to, and at the last commit."""
+        """What the server said when it was attached to, and at the last commit."""
         return self._version
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """See `InferenceEngine`."""
         return self._capabilities
 
     def prepare_weights(self, update: WeightUpdate) -> None:
-        """See `InferenceEngine`; the server reads the folder, so it must see it under the same path."""
+        """The server reads the folder, so it must see it under the same path."""
         if not isinstance(update.source, FolderSource):
             raise WeightUpdateFailed(f"{self.url} reads weights from a folder only, got {type(update.source).__name__}")
         body = {"version": asdict(update.version), "folder": str(update.source.folder), "digests": dict(update.digests)}
         self._weights("prepare", body)
 
     def commit_weights(self, version: WeightVersion) -> dict[str, float]:
-        """See `InferenceEngine`. Where the answer is lost, the server is asked what it serves now."""
+        """Where the answer is lost, the server is asked what it serves now."""
         try:
             report = self._weights("commit", {"version": asdict(version)})
         except ServerFailed:
@@ -189,32 +188,15 @@ class TandemServer(InferenceEngine):
         except (InfrastructureFailure, DataFailure, KeyError, TypeError):
             return None
 
-    def discard_weights(self) -> None:
-        """See `InferenceEngine`."""
-        self._control("discard")
-
-    def pause(self) -> None:
-        """See `InferenceEngine`."""
-        self._control("pause")
-
-    def resume(self) -> None:
-        """See `InferenceEngine`."""
-        self._control("resume")
-
-    def flush(self) -> None:
-        """Requests to come share nothing that was computed of prompts before."""
-        self._control("flush")
-
-    def sleep(self, parts: tuple[InferencePart, ...]) -> None:
-        """See `InferenceEngine`."""
-        self._control("sleep", {"parts": list(parts)})
-
-    def wake(self, parts: tuple[InferencePart, ...]) -> None:
-        """See `InferenceEngine`."""
-        self._control("wake", {"parts": list(parts)})
+    def control(self, name: str, *arguments: Any) -> dict[str, float]:
+        """Calls the control route of this name."""
+        parts = {"parts": list(arguments[0])} if arguments else {}
+        route, body = name.removesuffix("_weights"), {"run": self._run, **parts}
+        self._check_taken()
+        self._client.call(f"/control/{route}", body, deadline_s=CONTROL_TIMEOUT_S, admin=True)
+        return {}
 
     def statistics(self) -> dict[str, float]:
-        """See `InferenceEngine`."""
         return dict(self._client.call("/control/statistics", deadline_s=CONTROL_TIMEOUT_S, admin=True))
 
     def ready(self, deadline_s: float = 15.0) -> bool:
@@ -230,7 +212,7 @@ class TandemServer(InferenceEngine):
         return int(self._client.call("/health", deadline_s=ASK_TIMEOUT_S)["under_way"])
 
     def close(self) -> None:
-        """See `InferenceEngine`; the server goes on. Given back, it has the weights that it began with."""
+        """The server goes on. Given back, it has the weights that it began with."""
         if self._closed:
             return
         self._closed = True
@@ -253,10 +235,6 @@ class TandemServer(InferenceEngine):
             raise EngineDied(f"the client of {self.url} was closed")
         if not self._run:
             raise ServerFailed(f"{self.url} is another's to change: this client only asks (no run)", url=self.url)
-
-    def _control(self, name: str, body: dict[str, Any] | None = None, deadline_s: float = CONTROL_TIMEOUT_S) -> Any:
-        self._check_taken()
-        return self._client.call(f"/control/{name}", {"run": self._run, **(body or {})}, deadline_s=deadline_s, admin=True)
 
     def _weights(self, name: str, body: dict[str, Any]) -> Any:
         """A refusal means that nothing was changed: the server serves what it served."""

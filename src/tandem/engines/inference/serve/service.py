@@ -16,8 +16,7 @@ from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey, StopReason
 from tandem.api.weights import WeightVersion
 from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.callers import Piece
-from tandem.engines.inference.embedded import EmbeddedEngine
-from tandem.engines.inference.process import EmbeddedProcess
+from tandem.engines.inference.embedded import EmbeddedEngine, EmbeddedProcess
 from tandem.engines.inference.serve.limits import Limits
 from tandem.engines.inference.serve.refusal import Refusal
 from tandem.engines.inference.serve.text import Tokenizers
