@@ -44,7 +44,6 @@ ANSWER_TIMEOUT_S = 3600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("model", metavar="MODEL|URL", help="a folder, a hub name, smollm2-135m, or a server's address")
     parser.add_argument("--system", metavar="TEXT", help="a system message put before the conversation")
     parser.add_argument("--max-new-tokens", type=int, default=512, help="longest answer in tokens (default: 512)")
@@ -60,7 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check(arguments: argparse.Namespace) -> None:
-    """Raises `ConfigError` for values that cannot be."""
     rules = (
         ("--max-new-tokens", arguments.max_new_tokens, arguments.max_new_tokens >= 1, "at least 1"),
         ("--temperature", arguments.temperature, 0.01 <= arguments.temperature < math.inf, "at least 0.01 (0 is --greedy)"),
@@ -116,16 +114,13 @@ class LocalPartner(Partner):
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The conversation so far."""
         return () if self._chat is None else self._chat.input_ids
 
     def begin(self) -> None:
-        """See `Partner`."""
         self._chat = None
         self._conversations += 1
 
     async def answer(self, text: str) -> AsyncGenerator[str, None]:
-        """See `Partner`."""
         if self._chat is None:
             self._chat = Chat(self._tokenizer, [{"role": "user", "content": text}], system_prompt=self._system)
         else:
@@ -143,7 +138,6 @@ class LocalPartner(Partner):
                     yield words.add(piece.output_ids)
 
     def close(self) -> None:
-        """See `Partner`."""
         self._engine.close()
 
 
@@ -171,11 +165,9 @@ class RemotePartner(Partner):
         self._messages: list[dict[str, str]] = []
 
     def begin(self) -> None:
-        """See `Partner`."""
         self._messages = []
 
     async def answer(self, text: str) -> AsyncGenerator[str, None]:
-        """See `Partner`."""
         self._messages.append({"role": "user", "content": text})
         said = []
         body = {**self._sampling, "messages": self._opening + self._messages}
@@ -205,7 +197,6 @@ def _first_model(base: str, answer: Any) -> str:
 
 
 def partner_of(arguments: argparse.Namespace) -> Partner:
-    """The model behind MODEL|URL."""
     remote = arguments.model.startswith(("http://", "https://"))
     return RemotePartner(arguments) if remote else LocalPartner(arguments)
 
@@ -234,7 +225,6 @@ def converse(partner: Partner, read: Callable[[], str]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`tandem chat`."""
     check(arguments)
     partner = partner_of(arguments)
     terminal = sys.stdin.isatty()

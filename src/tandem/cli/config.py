@@ -27,7 +27,6 @@ KINDS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_config_arguments(parser)
     parser.add_argument("--for", dest="kind", choices=KINDS, default="train", help="the command whose configuration it is")
     parser.add_argument("--sft", action="store_const", const="sft", dest="kind", help="the same as --for sft")
@@ -60,7 +59,6 @@ def _has_unknown_key(arguments: argparse.Namespace, kind: str) -> bool:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`tandem config`."""
     resolved = resolve_kind(arguments)
     if arguments.json:
         shown = {"config": asdict(resolved.config), "sources": dict(resolved.sources)}

@@ -21,20 +21,17 @@ FOLDER_KEYS = ("run.root", "experiment_name", "trial_name")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, such as runs/addition/first")
     parser.add_argument("keys", nargs="*", metavar="key=value", help="values to change from here on")
     add_choices_of_a_run(parser)
 
 
 def interrupted(arguments: argparse.Namespace) -> str:
-    """After Ctrl-C: what the run has."""
     found = existing_run(arguments.run.expanduser())
     return f"{found.folder} has what was done: {found.describe()}." if found else "Nothing was written."
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`tandem continue`."""
     folder = arguments.run.expanduser().resolve()
     if existing_run(folder) is None or not (folder / "config.yaml").is_file():
         raise ConfigError(

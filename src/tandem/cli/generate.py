@@ -30,7 +30,6 @@ from tandem.state.machine import usable_cores
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("model", metavar="MODEL", help="a folder (a checkpoint), a hub name, or smollm2-135m")
     parser.add_argument("prompt", metavar="PROMPT", help="the question; - reads it from standard input")
     parser.add_argument("--n", type=int, default=1, help="number of answers (default: 1)")
@@ -102,7 +101,6 @@ async def answer(engine: InferenceEngine, ids: tuple[int, ...], gconfig: Generat
 
 
 def as_json(prompt: str, texts: list[str], responses: list[LLMResponse], seconds: float) -> dict[str, Any]:
-    """What `--json` prints."""
     answers = [
         {
             "text": text,
@@ -120,7 +118,6 @@ def as_json(prompt: str, texts: list[str], responses: list[LLMResponse], seconds
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`tandem generate`."""
     gconfig = sampling(arguments)
     prompt = sys.stdin.read().rstrip("\n") if arguments.prompt == "-" else arguments.prompt
     if arguments.device == "cuda" and not torch.cuda.is_available():

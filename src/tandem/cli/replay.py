@@ -35,7 +35,6 @@ DIFFERENT = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, such as runs/addition/first")
     parser.add_argument("keys", nargs="*", metavar="key=value", help="values to change in the replay")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step to run again; the first is 1")
@@ -43,12 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def interrupted(arguments: argparse.Namespace) -> str:
-    """After Ctrl-C."""
     return f"{arguments.run} is as it was."
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`tandem replay`."""
     from tandem.state import replaying  # noqa: PLC0415 — imports torch
 
     folder, step = arguments.run.expanduser().resolve(), arguments.step

@@ -28,7 +28,6 @@ SHOWN = ("reward/mean", "loss", "eval/accuracy", "completion_length/mean")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of a training command."""
     add_config_arguments(parser)
     add_choices_of_a_run(parser)
 
@@ -60,7 +59,6 @@ def _step(text: str) -> int:
 
 
 def resolve(arguments: argparse.Namespace, kind: type[BaseConfig]) -> Resolved:
-    """The configuration of these arguments."""
     file, overrides = split_arguments(arguments.arguments)
     return load_config(kind, file, overrides)
 

@@ -43,7 +43,6 @@ DEFAULTS = Limits(max_tokens=1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("model", metavar="MODEL", help="a folder (a checkpoint), a hub name, or smollm2-135m")
     parser.add_argument("--name", help="the model's name in requests (default: the last part of MODEL)")
     address = parser.add_argument_group("address and access")
@@ -125,7 +124,6 @@ def check(arguments: argparse.Namespace) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`tandem serve`."""
     check(arguments)
     folder = resolve(arguments.model)
     with ExitStack() as stack:
@@ -224,7 +222,6 @@ async def _until_told(service: Service, access: Access, arguments: argparse.Name
 
 
 def _shown(host: str) -> str:
-    """The host in a URL."""
     return f"[{host}]" if ":" in host else host
 
 

@@ -31,7 +31,6 @@ from tandem.state.machine import usable_cores
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("model", metavar="MODEL|RUN", help="what should be served: a model, or a run folder")
     parser.add_argument(
         "servers", nargs="*", metavar="KIND=URL", help="servers to ask: tandem=, vllm= or sglang= and an address"
@@ -78,7 +77,6 @@ def connect(address: str | None, model: Model, rollout: RolloutConfig, device: s
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`tandem verify-weights`."""
     check(arguments)
     for address in arguments.servers:
         parse_address(address)
@@ -110,7 +108,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def describe(who: str, folder: Path, found: dict[str, float]) -> str:
-    """The proof in a sentence."""
     return (
         f"{who} serves the weights of {folder}: {found['tokens']:.0f} tokens scored again, mean difference "
         f"{found['gap/numeric']:.2g} nats; it calls them version {found['version']:.0f}."

@@ -27,12 +27,10 @@ class Recorded:
 
     @property
     def label(self) -> str:
-        """Its name in the table."""
         return str(self.settings["config"].get("label") or self.path.name)
 
     @property
     def samples(self) -> int:
-        """Of each row."""
         return int(self.settings["config"]["gconfig"]["n_samples"])
 
 
@@ -69,7 +67,6 @@ class Comparison:
     """Keys in which the two evaluations differ, with both values."""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
         return asdict(self)
 
 
@@ -173,7 +170,6 @@ def _difference(
 
 
 def describe(comparison: Comparison) -> str:
-    """The comparison for people."""
     lines = [["data", "measure", "rows", comparison.first, comparison.second, "difference", "p"]]
     for one in comparison.differences:
         gap = f"{100 * one.difference:+.1f} [{100 * one.low:+.1f}, {100 * one.high:+.1f}]"

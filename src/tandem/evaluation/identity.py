@@ -15,5 +15,4 @@ def file_digests(specs: Iterable[str]) -> dict[str, str]:
 
 
 def library_versions() -> dict[str, str | None]:
-    """Those that decide about bits."""
     return versions(("tandem-rl", "torch", "transformers", "numpy", "math-verify"))

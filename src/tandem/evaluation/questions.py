@@ -33,7 +33,6 @@ class Questions:
 
     @property
     def digest(self) -> str:
-        """Of all rows in their order."""
         return hashlib.sha256("\n".join(self.digests).encode()).hexdigest()[:16]
 
 

@@ -67,7 +67,6 @@ class Finished:
 
 
 def evaluation_path(config: EvaluationConfig) -> Path:
-    """The folder of an evaluation."""
     return Path(config.out).expanduser() / str(config.label)
 
 
@@ -198,7 +197,6 @@ def rollout_of(config: EvaluationConfig, machine: Machine) -> RolloutConfig:
 
 
 def make_engine(config: EvaluationConfig, machine: Machine, model: Path) -> InferenceEngine:
-    """The same engine as in training."""
     return build_inference_engine(
         rollout_of(config, machine),
         folder=model,

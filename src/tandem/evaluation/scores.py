@@ -117,7 +117,6 @@ def _majority(answers: Sequence[Answer], scores: Sequence[float | None], k: int)
 
 
 def score_data(answers: Sequence[Answer], ks: Sequence[int], *, confidence: float, seed: int) -> DataScores:
-    """The figures of one data set."""
     rows = by_row(answers)
     judged = [answer for answer in answers if answer.failed is None]
     looked = [answer.extracted for answer in judged if answer.extracted is not None]
@@ -169,5 +168,4 @@ def metrics_of(answers: Sequence[Answer], n_samples: int) -> dict[str, float]:
 
 
 def plain(scores: DataScores) -> dict[str, Any]:
-    """As JSON."""
     return asdict(scores)

@@ -131,7 +131,6 @@ class Ranks:
         self._words: dict[int, bytes] = {}
 
     def start(self, command: Sequence[str], count: int, restarts: int = 0) -> None:
-        """Starts all of them."""
         for rank in range(count):
             with contextlib.ExitStack() as stack:
                 said: IO[bytes] | None = None if rank == 0 else stack.enter_context(self._output(rank).open("wb"))
@@ -278,7 +277,7 @@ class Ranks:
                     self._watch.hear(rank, Told.of(json.loads(lines[-1])), used)
 
     def _is_held(self, rank: int, seconds: float) -> bool:
-        """See `Watch.look`. One that writes to a slow disk is neither stopped nor asleep."""
+        """One that writes to a slow disk is neither stopped nor asleep."""
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(self.processes[rank].pid)
             stopped = process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
@@ -333,7 +332,6 @@ class Ranks:
 
 
 def rank_environment(rank: int, count: int, rendezvous: Path) -> dict[str, str]:
-    """Variables of one rank."""
     variables = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -55,7 +55,6 @@ class Told(NamedTuple):
 
     @classmethod
     def of(cls, words: Mapping[str, Any]) -> "Told":
-        """From a message."""
         return cls(**{name: words[name] for name in cls._fields if name in words})
 
 

@@ -17,7 +17,7 @@ class RandomStates:
         self._device = device
 
     def state_dict(self) -> dict[str, Any]:
-        """See `tandem.api.state.Stateful`. Collective."""
+        """Collective."""
         own = self._here()
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return {"ranks": [own]}
@@ -26,7 +26,6 @@ class RandomStates:
         return {"ranks": every}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `tandem.api.state.Stateful`."""
         rank = dist.get_rank() if dist.is_initialized() else 0
         mine = state["ranks"][rank if rank < len(state["ranks"]) else 0]
         version, words, gauss = mine["python"]

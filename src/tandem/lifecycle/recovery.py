@@ -40,15 +40,12 @@ class Progress:
     """Step → accuracy on the validation rows."""
 
     def remaining(self, last: int) -> range:
-        """The steps up to ``last`` that are not done yet."""
         return range(self.step + 1, last + 1)
 
     def state_dict(self) -> State:
-        """See `Stateful`."""
         return {"step": self.step, "evaluations": [[step, value] for step, value in self.evaluations.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Stateful`."""
         self.step = int(state["step"])
         self.evaluations = {int(step): float(value) for step, value in state["evaluations"]}
 
@@ -71,7 +68,6 @@ class DurableLedger:
         self._file.roll_back(0)
 
     def state_dict(self) -> State:
-        """See `Stateful`."""
         self.commit()
         return {"records": self._file.records, "digest": self._file.digest}
 
@@ -166,7 +162,6 @@ class Recovery:
         return from_main(lambda: list(self._parts))
 
     def _choose(self) -> Path | None:
-        """On rank 0."""
         run = self._run
         assert run is not None, "rank 0 has the run folder"
         remove_leftovers(run.checkpoints)

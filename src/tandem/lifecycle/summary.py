@@ -28,7 +28,6 @@ class Saves(Protocol):
     """A training engine, or several."""
 
     def save(self, folder: Path) -> None:
-        """See `TrainEngine.save`."""
         ...
 
 

@@ -64,7 +64,6 @@ class Case:
 
     @property
     def rollout(self) -> torch.Tensor:
-        """What the engine said."""
         return self.batch["rollout_logprobs"]
 
     def off(self, scored: torch.Tensor, among: torch.Tensor | None = None) -> float:

@@ -41,7 +41,6 @@ class ExistingRun:
     """The run's own name; empty where run.json is lost."""
 
     def describe(self) -> str:
-        """One or two sentences."""
         words = {"running": "was killed before it could end", "unknown": "left no run.json"}
         ended = words.get(self.status, self.status)
         numbers = {name: self.metrics.get(name) for name in SHOWN}

@@ -158,7 +158,6 @@ class LedgerFile:
         return ((epoch, place, bool(trained), reason) for epoch, place, trained, reason in rows)
 
     def close(self) -> None:
-        """Closes the file; idempotent."""
         self._db.close()
 
     def __enter__(self) -> "LedgerFile":

@@ -35,7 +35,6 @@ class Found:
 
     @property
     def step(self) -> int:
-        """After which it was saved."""
         return self.manifest.step
 
 

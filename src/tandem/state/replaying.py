@@ -49,7 +49,6 @@ class Start:
 
     @property
     def name(self) -> str:
-        """For people."""
         return "the beginning" if self.checkpoint is None else self.checkpoint.name
 
 
@@ -78,7 +77,6 @@ class Outcome:
     """In words, one a kind; empty where the step came out the same."""
 
     def describe(self) -> str:
-        """For people."""
         counted = f"{self.tensors} tensors, {self.metrics} metrics, {self.samples} samples"
         told = f"Step {self.step}, run again from {self.begun_from}: "
         if not self.differences:

@@ -237,7 +237,6 @@ class RunFolder:
 
 
 def _info(experiment: str, trial: str, seed: int | None, command: str | None) -> dict[str, Any]:
-    """What `run.json` says at the beginning."""
     return {
         "id": f"{experiment}/{trial}/{secrets.token_hex(4)}",
         "experiment": experiment,

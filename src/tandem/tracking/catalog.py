@@ -37,7 +37,6 @@ def explain(name: str) -> Metric | None:
 
 
 def markdown() -> str:
-    """The text of docs/metrics.md."""
     lines = [
         "# Metrics",
         "",

@@ -87,7 +87,7 @@ class Tracker:
             self.draw()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `tandem.api.state.Stateful`: where `metrics.jsonl` stands. What was logged is on the disk from here on."""
+        """Where `metrics.jsonl` stands. What was logged is on the disk from here on."""
         try:
             os.fsync(self._metrics.fileno())
         except OSError as error:
@@ -119,7 +119,6 @@ class Tracker:
                 self.series.setdefault(name, []).append((row["step"], value))
 
     def draw(self) -> None:
-        """Draws both pictures from all steps so far."""
         from tandem.tracking.plots import draw_curves, draw_reward  # noqa: PLC0415 - matplotlib takes a second to import
 
         self._drawn_at = self._step

@@ -25,7 +25,6 @@ def _version_runs(sample: Sample, history: Mapping[int, WeightVersion]) -> list[
 
 
 def describe_sample(group: Group, index: int, history: Mapping[int, WeightVersion]) -> dict[str, Any]:
-    """One sample in plain values."""
     sample = group.samples[index]
     return {
         "group": group.group_id,

@@ -231,7 +231,7 @@ class Driver:
         return getattr(self, method)(*arguments) or {}
 
     def pause(self) -> None:
-        """See `InferenceEngine.pause`. Requests that arrive are queued and counted as waiting.
+        """Requests that arrive are queued and counted as waiting.
 
         A deadline that passes meanwhile ends a queued request at once, and one that was running at the next step.
         """
@@ -244,7 +244,7 @@ class Driver:
         self._paused = paused
 
     def prepare_weights(self, update: WeightUpdate) -> None:
-        """See `InferenceEngine.prepare_weights`; the work is done in the thread that calls."""
+        """The work is done in the thread that calls."""
         self.discard_weights()
         staged = stage_update(self._core, update)
         with self._lock:

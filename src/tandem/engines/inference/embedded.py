@@ -126,7 +126,6 @@ class EmbeddedProcess(Embedded):
 
     @property
     def pid(self) -> int:
-        """Number of the engine's process."""
         assert isinstance(self._worker, Link)
         return self._worker.pid
 

@@ -79,7 +79,6 @@ class Link:
 
     @property
     def pid(self) -> int:
-        """Process number of the engine."""
         return self._process.pid
 
     def submit(self, number: int, request: LLMRequest, stream: bool = False) -> None:

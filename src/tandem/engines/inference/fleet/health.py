@@ -99,7 +99,6 @@ class Health:
     # ------------------------------------------------------------------ coming
 
     def starts(self, now: float, why: str = "started again") -> "Health":
-        """It is being started again."""
         return self._to(State.STARTING, now, why) if self.state == State.FENCED else self
 
     def answers(self, now: float, why: str = "it answers") -> "Health":
@@ -167,7 +166,6 @@ class Health:
     # ------------------------------------------------------------------ going
 
     def retires(self, now: float, why: str) -> "Health":
-        """It is gone for good."""
         if self.state == State.RETIRED:
             return self
         after = self._to(State.RETIRED, now, why)

@@ -58,7 +58,6 @@ class Terms:
     """Where servers that the run starts are kept beyond its process; None: they end with it."""
 
     def place(self, name: str) -> Place | None:
-        """Where the server of this name is kept."""
         return None if self.keeping is None else self.keeping.place(name)
 
 

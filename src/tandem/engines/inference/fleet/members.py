@@ -178,7 +178,6 @@ class Member:
 
     @property
     def name(self) -> str:
-        """Its name."""
         return self.server.name
 
     def took(self, tokens: int, seconds: float) -> None:

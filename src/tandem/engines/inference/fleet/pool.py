@@ -253,7 +253,6 @@ class Fleet(Controlled):
         self.roster.leave(name, "it was asked to leave")
 
     def follow(self, wanted: Wanted) -> None:
-        """Takes over a list of attached servers."""
         self._watcher.follow(wanted)
 
     # ------------------------------------------------------------------ figures and the end

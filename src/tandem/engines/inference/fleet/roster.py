@@ -206,14 +206,12 @@ class Roster:
                 self.changed.notify_all()
 
     def answered(self, attempt: Attempt, response: LLMResponse) -> None:
-        """A request was answered in time."""
         if response.output_ids:
             now = time.monotonic()
             attempt.member.took(len(response.output_ids), now - attempt.began)
             self.alive(attempt.member, attempt.incarnation, now)
 
     def alive(self, member: Member, incarnation: int, now: float) -> None:
-        """A member made a token."""
         health = member.health
         if health.state == State.HEALTHY and not health.failures and now - health.progress < PROGRESS_STEP_S:
             return
@@ -231,7 +229,6 @@ class Roster:
                 self.change(member, member.health.fails(time.monotonic(), why, self.rules, fatal=fatal))
 
     def fence(self, member: Member, incarnation: int, why: str) -> None:
-        """Gives a member up."""
         self.failed(member, incarnation, EngineDied(why))
 
     def late(self, attempt: Attempt) -> None:
@@ -266,7 +263,6 @@ class Roster:
         return self.paused or bool(self.asleep)
 
     def requests(self) -> int:
-        """Requests under way."""
         with self.lock:
             return sum(len(member.attempts) for member in self.members.values())
 
@@ -281,7 +277,6 @@ class Roster:
                 self.router.set_pace(member.name, 2.0 ** max(0, math.floor(math.log2((member.token_s or usual) / usual))))
 
     def metrics(self) -> dict[str, float]:
-        """Metrics ``fleet/…``."""
         with self.lock:
             work = list(self.router.work().values())
             names = ("fenced", "restarts", "moved", "late_answers", "interrupted")

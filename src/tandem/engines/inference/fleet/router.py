@@ -39,7 +39,6 @@ class Lease(NamedTuple):
 
     @property
     def server(self) -> str:
-        """Name of the server."""
         return self.place.name
 
 
@@ -110,11 +109,9 @@ class Router:
             self._push(place)
 
     def work(self) -> Mapping[str, int]:
-        """Work under way at each server."""
         return {name: place.work for name, place in self._places.items()}
 
     def requests(self) -> Mapping[str, int]:
-        """Requests under way at each server."""
         return {name: place.requests for name, place in self._places.items()}
 
     def _remember(self, affinity: str, place: _Place) -> None:

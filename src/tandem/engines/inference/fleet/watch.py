@@ -56,7 +56,6 @@ class Watcher:
         self._broken: Exception | None = None
 
     def start(self) -> None:
-        """Begins."""
         self._thread.start()
 
     def stop(self, timeout_s: float = 10.0) -> None:

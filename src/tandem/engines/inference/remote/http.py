@@ -118,7 +118,6 @@ class HttpClient:
         return await asyncio.wrap_future(self._start("POST", path, body, deadline_s, admin))
 
     async def get(self, path: str, *, deadline_s: float, admin: bool = False) -> Any:
-        """The same without a body."""
         return await asyncio.wrap_future(self._start("GET", path, None, deadline_s, admin))
 
     def call(self, path: str, body: dict[str, Any] | None = None, *, deadline_s: float, admin: bool = False) -> Any:
@@ -126,7 +125,6 @@ class HttpClient:
         return self._wait(self._start("GET" if body is None else "POST", path, body, deadline_s, admin), deadline_s)
 
     def call_text(self, path: str, *, deadline_s: float) -> str:
-        """The blocking twin of `get_text`."""
         return str(self._wait(self._start("GET", path, None, deadline_s, False, text=True), deadline_s))
 
     def _wait(self, future: Future[Any], deadline_s: float) -> Any:

@@ -52,7 +52,6 @@ class Keeping:
     """With its end they end."""
 
     def place(self, name: str) -> "Place":
-        """That of the server of this name."""
         return Place(name, self.folder / f"{name}.json", self.pipe)
 
 
@@ -79,7 +78,6 @@ class Stranger:
         return -1
 
     def terminate(self) -> None:
-        """Asks it to end its server."""
         if self.poll() is None:
             with contextlib.suppress(psutil.Error):
                 psutil.Process(self.pid).terminate()

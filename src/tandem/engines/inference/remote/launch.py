@@ -137,7 +137,6 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the server has not ended."""
         return self._poll() is None
 
     def how_it_ended(self) -> str | None:

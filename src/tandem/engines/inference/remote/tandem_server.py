@@ -112,7 +112,6 @@ class TandemServer(Controlled):
 
     @property
     def url(self) -> str:
-        """Where it is."""
         return self._client.base_url
 
     @property

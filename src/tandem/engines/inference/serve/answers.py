@@ -243,5 +243,4 @@ class Chat(Answer):
 
 
 def finish_reason(response: LLMResponse) -> str:
-    """OpenAI's word."""
     return "length" if response.truncated else "stop"

@@ -200,7 +200,6 @@ class Control:
         return await self._toggle(body, self._service.engine.pause, True)
 
     async def resume(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
-        """Goes on."""
         return await self._toggle(body, self._service.engine.resume, False)
 
     async def _toggle(self, body: dict[str, Any], function: Callable[[], None], paused: bool) -> dict[str, Any]:
@@ -261,13 +260,11 @@ class Control:
         return await self._shielded(act())
 
     async def statistics(self, body: dict[str, Any], request: web.Request) -> Mapping[str, float]:
-        """Counters since the start."""
         return await self._engine(self._service.engine.statistics)
 
     # ------------------------------------------------------------------ how
 
     async def _alone(self, act: Callable[[], Any]) -> Any:
-        """One change after another."""
 
         async def in_turn() -> Any:
             async with self._my_turn():

@@ -42,7 +42,6 @@ class Route:
 
 
 async def health(service: Service, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
-    """`/health`."""
     return service.identity()
 
 
@@ -55,7 +54,6 @@ async def ready(service: Service, body: dict[str, Any], request: web.Request) ->
 
 
 def table(service: Service, control: Control, metrics: Metrics) -> tuple[Route, ...]:
-    """All routes of a server."""
     limits = service.limits
     facts = service.name, service.vocab_size, limits
     routes: list[Route] = []

@@ -119,7 +119,6 @@ class Service:
 
     @contextlib.contextmanager
     def _admitted(self, count: int) -> Iterator[None]:
-        """Counts the completions in and out."""
         if self.draining:
             raise Refusal(503, "the server is shutting down", code="draining", headers={"Connection": "close"})
         if self.weights_missing or "weights" in self.asleep:
@@ -135,7 +134,6 @@ class Service:
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
-        """Turns the engine's failures into refusals."""
         try:
             yield
         except DataFailure as failure:
@@ -196,7 +194,6 @@ class Service:
         return reasons
 
     def heard(self) -> None:
-        """The run that has the server said something."""
         self._heard = time.monotonic()
 
     def abandoned(self) -> bool:

@@ -41,7 +41,6 @@ class Tokenizers:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether messages can become a prompt."""
         return bool(self.decoder.chat_template)
 
     async def encode(self, text: str, room: int) -> tuple[int, ...]:
@@ -114,7 +113,6 @@ class _Encoder:
         return await asyncio.get_running_loop().run_in_executor(self._thread, encode, self)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Tokens of a text."""
         return tuple(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:

@@ -56,7 +56,7 @@ class Completions:
         self._url = protocol.http.base_url
 
     async def complete(self, request: LLMRequest) -> LLMResponse:
-        """See `InferenceEngine.agenerate`. Raises `DataFailure` or `ServerFailed`."""
+        """Raises `DataFailure` or `ServerFailed`."""
         judge = self._admit(request)
         expires = None if request.deadline_s is None else time.monotonic() + request.deadline_s
         tokens: list[int] = []
