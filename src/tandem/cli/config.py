@@ -12,18 +12,9 @@ from typing import Any
 
 from tandem.cli.arguments import add_config_arguments
 from tandem.cli.running import resolve
+from tandem.cli.training import KINDS
 from tandem.config.errors import ConfigError
-from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import Resolved, describe
-from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
-
-KINDS = {
-    "train": TrainConfig,
-    "sft": SFTConfig,
-    "preference": PreferenceConfig,
-    "reward": RewardModelConfig,
-    "distill": DistillConfig,
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

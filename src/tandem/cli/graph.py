@@ -10,7 +10,8 @@ import argparse
 from pathlib import Path
 
 from tandem.cli.arguments import add_config_arguments
-from tandem.cli.config import KINDS, resolve_kind
+from tandem.cli.config import resolve_kind
+from tandem.cli.training import KINDS
 from tandem.config.errors import ConfigError
 
 

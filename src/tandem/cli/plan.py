@@ -13,7 +13,8 @@ import json
 from typing import Any
 
 from tandem.cli.arguments import add_config_arguments, split_arguments
-from tandem.cli.config import KINDS, resolve_kind
+from tandem.cli.config import resolve_kind
+from tandem.cli.training import KINDS
 from tandem.config.arithmetic import arithmetic
 from tandem.config.errors import ConfigError
 from tandem.config.load import load_config

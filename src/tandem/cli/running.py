@@ -140,7 +140,11 @@ def where(arguments: argparse.Namespace, kind: type[BaseConfig]) -> str:
         config = resolve(arguments, kind).config
     except TandemError:
         return "Nothing was started."
-    folder = run_path(config.run.root, config.experiment_name, config.trial_name)
+    return left_in(run_path(config.run.root, config.experiment_name, config.trial_name))
+
+
+def left_in(folder: Path) -> str:
+    """A sentence about what a run has left in its folder."""
     found = existing_run(folder)
     return f"{folder} has what was done: {found.describe()}." if found else "Nothing was written."
 

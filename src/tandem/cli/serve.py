@@ -21,9 +21,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tandem.api.weights import WeightVersion
+from tandem.cli.sampling import add_device_arguments, device_of
 from tandem.config.errors import ConfigError, TandemError
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.embedded import EmbeddedProcess
@@ -81,13 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_engine_arguments(engine: Any) -> None:
     own = EmbeddedEngineConfig()
-    engine.add_argument(
-        "--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="default: what is fast here"
-    )
-    engine.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU where there is one"
-    )
-    engine.add_argument("--threads", type=int, help="CPU threads (default: all)")
+    add_device_arguments(engine)
     engine.add_argument("--max-running", type=int, default=own.max_running, help=f"default: {own.max_running}")
     engine.add_argument("--kv-cache-gib", type=float, default=own.kv_cache_gib, help=f"default: {own.kv_cache_gib:g}")
     chunk = own.prefill_chunk_tokens
@@ -114,8 +107,7 @@ def check(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"{name} must be above 0, got {value}")
     if arguments.run is not None and not 1 <= len(arguments.run) <= 256:
         raise ConfigError(f"--run must have 1 to 256 characters, got {len(arguments.run)}")
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda, but torch sees no GPU here; use --device cpu, or install a CUDA build of torch")
+    device_of(arguments)
     if arguments.address_file is not None and not arguments.address_file.absolute().parent.is_dir():
         raise ConfigError(f"--address-file must be in a folder that exists, got {arguments.address_file}")
     for root in arguments.weights_root:
@@ -150,7 +142,7 @@ def _access(arguments: argparse.Namespace, stack: ExitStack) -> tuple[Access, di
 
 def _service(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> Service:
     """Loads the model in a process of its own, which ends with the stack."""
-    device = "cuda" if arguments.device != "cpu" and torch.cuda.is_available() else "cpu"
+    device = device_of(arguments)
     threads = arguments.threads or usable_cores()
     config = EmbeddedEngineConfig(
         max_running=arguments.max_running,

@@ -19,6 +19,7 @@ import torch
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.weights import WeightVersion
+from tandem.cli.sampling import require
 from tandem.config.errors import ConfigError
 from tandem.config.fleet import FleetConfig, parse_address
 from tandem.config.generation import GenerationConfig
@@ -49,15 +50,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check(arguments: argparse.Namespace) -> None:
     """Raises `ConfigError` for a value that cannot be."""
-    rules = (
-        ("--questions", arguments.questions, arguments.questions >= 1, "at least 1"),
-        ("--max-new-tokens", arguments.max_new_tokens, arguments.max_new_tokens >= 1, "at least 1"),
-        ("--temperature", arguments.temperature, 0 < arguments.temperature < math.inf, "above 0"),
-        ("--tolerance", arguments.tolerance, arguments.tolerance is None or arguments.tolerance > 0, "above 0"),
+    require(
+        (
+            ("--questions", arguments.questions, arguments.questions >= 1, "at least 1"),
+            ("--max-new-tokens", arguments.max_new_tokens, arguments.max_new_tokens >= 1, "at least 1"),
+            ("--temperature", arguments.temperature, 0 < arguments.temperature < math.inf, "above 0"),
+            ("--tolerance", arguments.tolerance, arguments.tolerance is None or arguments.tolerance > 0, "above 0"),
+        )
     )
-    for name, value, right, rule in rules:
-        if not right:
-            raise ConfigError(f"{name} must be {rule}, got {value}")
 
 
 def connect(address: str | None, model: Model, rollout: RolloutConfig, device: str) -> InferenceEngine:
