@@ -88,6 +88,10 @@ class Joiner:
             member.engine, member.steps, member.seen, member.switching = engine, 0.0, {}, False
             self._roster.change(member, health if holds is None else health.delivered(holds).emptied(holds))
 
+    def begin(self, member: Member) -> None:
+        """Starts it, or connects to it, in a thread; for the beginning of a fleet."""
+        self.take(member, self.make(member.server))
+
     def make(self, server: Server) -> InferenceEngine:
         """In a thread; what comes after the end is closed again."""
         engine = server.make()

@@ -2,19 +2,15 @@
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import EpisodeFailure, InfrastructureFailure
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.engines.inference.fleet.health import Health
 from tandem.engines.inference.fleet.router import Lease
-
-T = TypeVar("T")
 
 PACE_MEMORY = 0.9
 """Share of the past in the running mean of seconds a token."""
@@ -185,59 +181,3 @@ class Member:
         if tokens >= 8:
             pace = seconds / tokens
             self.token_s = pace if self.token_s is None else PACE_MEMORY * self.token_s + (1 - PACE_MEMORY) * pace
-
-
-class Threads:
-    """Blocking calls in threads of their own: one that hangs holds nobody else up, nor the end of the interpreter."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._alive: set[threading.Thread] = set()
-
-    def start(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Runs it in a thread; what it raises is its own business."""
-
-        def run() -> None:
-            try:
-                function(*arguments)
-            finally:
-                with self._lock:
-                    self._alive.discard(thread)
-
-        thread = threading.Thread(target=run, name="fleet-call", daemon=True)
-        with self._lock:
-            self._alive.add(thread)
-        thread.start()
-
-    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Runs it in a thread and waits on this event loop; a cancelled caller leaves the thread to itself."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-
-        def settle(result: T | None, error: Exception | None) -> None:
-            if not future.done():
-                if error is None:
-                    future.set_result(result)  # type: ignore[arg-type]
-                else:
-                    future.set_exception(error)
-
-        def run() -> None:
-            outcome: tuple[T | None, Exception | None]
-            try:
-                outcome = (function(*arguments), None)
-            except Exception as error:  # the worker boundary: whoever waits gets the cause
-                outcome = (None, error)
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(settle, *outcome)
-
-        self.start(run)
-        return await future
-
-    def join(self, timeout_s: float) -> None:
-        """Waits until all have ended, or the time is over."""
-        until = time.monotonic() + timeout_s
-        with self._lock:
-            threads = list(self._alive)
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, until - time.monotonic()))

@@ -10,11 +10,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tandem.api.engines import InferenceEngine, InferencePart
+from tandem.api.engines import InferencePart
 from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.weights import WeightUpdate, WeightVersion
@@ -94,24 +95,10 @@ class Fleet(Controlled):
             )
 
     def _start(self, members: Sequence[Member]) -> None:
-        roster, failures = self.roster, []
-
-        def make(member: Member) -> None:
-            try:
-                self._joiner.take(member, self._joiner.make(member.server))
-            except Exception as error:  # the worker boundary: whoever starts the fleet gets the cause
-                failures.append(error)
-            with roster.changed:
-                done.append(member)
-                roster.changed.notify_all()
-
-        done: list[Member] = []
-        for member in members:
-            roster.threads.start(make, member)
-        with roster.changed:
-            roster.changed.wait_for(lambda: failures or len(done) == len(members))  # each has its own deadline
-        if failures:
-            raise failures[0]
+        starts = [self.roster.threads.start(self._joiner.begin, member) for member in members]
+        done, _ = wait(starts, return_when=FIRST_EXCEPTION)  # each has its own deadline
+        for start in done:
+            start.result()
 
     # ------------------------------------------------------------------ requests
 
@@ -281,28 +268,15 @@ class Fleet(Controlled):
             return {"generated_tokens": 0.0, **self._totals, **held, **self.roster.metrics()}
 
     def _read_statistics(self) -> dict[Member, dict[str, float]]:
-        roster, found = self.roster, {}
-
-        def read(member: Member, engine: InferenceEngine) -> None:
-            try:
-                counters = engine.statistics()
-            except Exception:  # the worker boundary: requests and probes find out what is wrong with it
-                counters = dict(member.seen)
-            with roster.changed:
-                if member.engine is engine:
-                    found[member] = counters
-                asked.discard(member)
-                roster.changed.notify_all()
-
+        roster = self.roster
         with roster.lock:
-            asked = set(roster.serving())
-            engines = [(member, member.engine) for member in asked]
-        for member, engine in engines:
-            if engine is not None:
-                roster.threads.start(read, member, engine)
-        with roster.changed:
-            roster.changed.wait_for(lambda: not asked, STATISTICS_TIMEOUT_S)
-            return dict(found)
+            engines = [(member, member.engine) for member in roster.serving() if member.engine is not None]
+        reads = [(member, engine, roster.threads.start(engine.statistics)) for member, engine in engines]
+        wait([read for _, _, read in reads], STATISTICS_TIMEOUT_S)
+        with roster.lock:
+            there = [(member, read) for member, engine, read in reads if read.done() and member.engine is engine]
+        # requests and probes find out what is wrong with one that gives none
+        return {member: read.result() if read.exception() is None else dict(member.seen) for member, read in there}
 
     def _check(self) -> None:
         if self.roster.closed:

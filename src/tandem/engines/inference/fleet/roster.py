@@ -18,8 +18,9 @@ from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.config.fleet import FleetConfig
 from tandem.engines.inference.fleet.health import SERVING, Health, Rules, State
 from tandem.engines.inference.fleet.journal import Journal
-from tandem.engines.inference.fleet.members import Attempt, Member, Server, Threads, kept
+from tandem.engines.inference.fleet.members import Attempt, Member, Server, kept
 from tandem.engines.inference.fleet.router import Router, work_of
+from tandem.engines.inference.threads import Threads
 
 logger = logging.getLogger("tandem.fleet")
 
@@ -48,7 +49,7 @@ class Roster:
         self.changed = threading.Condition(self.lock)
         self.members: dict[str, Member] = {}
         self.router = Router()
-        self.threads = Threads()
+        self.threads = Threads("fleet-call")
         self.counts: Counter[str] = Counter()
         self.update: WeightUpdate | None = None
         """The last one that was committed: what a member that joins is given."""

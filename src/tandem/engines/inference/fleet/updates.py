@@ -4,6 +4,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import EngineDied, InfrastructureFailure, WeightUpdateFailed
@@ -159,30 +160,18 @@ class Updates:
         is suspect `rollout.fleet.suspect_after_s` later; but not in a commit, where it may compute keys and values anew.
         """
         roster = self._roster
-        outcomes: dict[Member, Outcome] = {}
-
-        def run(member: Member, engine: InferenceEngine) -> None:
-            try:
-                outcome: Outcome = action(engine)
-            except Exception as error:  # the worker boundary: the other members decide what becomes of it
-                outcome = error
-            with roster.changed:
-                outcomes[member] = outcome
-                member.switching = False
-                roster.changed.notify_all()
-
         with roster.lock:
             engines = {m: m.engine for m, i in starts.items() if m.engine is not None and m.health.incarnation == i}
             for member in engines:
                 member.switching = what == "commit"
-        for member, engine in engines.items():
-            roster.threads.start(run, member, engine)
+        calls = {member: roster.threads.start(self._act, member, action, engine) for member, engine in engines.items()}
         first_at: float | None = None
-        with roster.changed:
-            while True:
-                waiting = [m for m in engines if m not in outcomes and m.health.incarnation == starts[m]]
+        while True:
+            outcomes = {member: call.result() for member, call in calls.items() if call.done()}
+            with roster.lock:
+                waiting = [m for m in calls if m not in outcomes and m.health.incarnation == starts[m]]
                 if not waiting or roster.closed:
-                    return dict(outcomes)
+                    return outcomes
                 if first_at is None and any(isinstance(outcome, dict) for outcome in outcomes.values()):
                     first_at = time.monotonic()
                 if first_at is not None:
@@ -193,7 +182,17 @@ class Updates:
                         if late or (member.health.state == State.SUSPECT and not grace):
                             why = f"it did not {what} though others did; {member.health.why}"
                             roster.fence(member, starts[member], why)
-                roster.changed.wait(LOOK_S)
+            wait([calls[member] for member in waiting], LOOK_S, FIRST_COMPLETED)
+
+    def _act(
+        self, member: Member, action: Callable[[InferenceEngine], dict[str, float]], engine: InferenceEngine
+    ) -> Outcome:
+        try:
+            return action(engine)
+        except Exception as error:  # the worker boundary: the other members decide what becomes of it
+            return error
+        finally:
+            member.switching = False
 
     # ------------------------------------------------------------------ one member that does not serve
 
