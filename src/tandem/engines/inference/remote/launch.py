@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import threading
@@ -23,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 from tandem.api.failures import EngineDied, InfrastructureFailure, WaitTimeout
 from tandem.config.errors import ConfigError
 from tandem.config.libraries import of_others
-from tandem.engines.inference.remote.keeper import END, KEEP, KILL_S
+from tandem.engines.inference.remote.keeper import END, KEEP, KILL_S, is_private
 
 T = TypeVar("T")
 
@@ -195,8 +194,7 @@ def private_folder(folder: Path) -> None:
         ConfigError: what is there is somebody else's, or open to others.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if not is_private(folder):
         raise ConfigError(f"{folder} must be a folder of this user's alone, for it will hold tokens; remove it")
 
 

@@ -17,12 +17,15 @@ from transformers import PreTrainedTokenizerBase
 from tandem.api.failures import DataFailure, ServerFailed
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.config.generation import GenerationConfig
+from tandem.engines.inference.folder import eos_ids
 from tandem.engines.inference.noise import stream_of
 from tandem.engines.inference.remote.foreign.counters import Counters
-from tandem.engines.inference.remote.foreign.judge import Judge, eos_ids, stop_text
+from tandem.engines.inference.remote.foreign.judge import Judge
 from tandem.engines.inference.remote.foreign.labels import Labels
 from tandem.engines.inference.remote.foreign.protocol import Draw, Facts, Piece, ServerProtocol
-from tandem.engines.inference.requests import refuse_unsupported
+from tandem.engines.inference.requests import check_request
+from tandem.engines.inference.stopping import StopText
+from tandem.models.foreign import read_hf_config
 from tandem.models.tokenizer import load_tokenizer
 
 ABORT_TIMEOUT_S = 5.0
@@ -52,7 +55,7 @@ class Completions:
         self._protocol, self._facts, self._labels, self._counters = protocol, facts, labels, counters
         self._folder, self._request_timeout_s, self._cannot = folder, request_timeout_s, cannot
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._eos = eos_ids(folder)
+        self._eos = frozenset(eos_ids(folder, read_hf_config(folder)))
         self._url = protocol.http.base_url
 
     async def complete(self, request: LLMRequest) -> LLMResponse:
@@ -82,26 +85,16 @@ class Completions:
 
     def _admit(self, request: LLMRequest) -> Judge:
         """Refuses what cannot be sampled, as the embedded engine does."""
-        refuse_unsupported(request)
-        ids, gconfig, limit = request.input_ids, request.gconfig, self._facts.max_model_len
-        if len(ids) >= limit:
-            raise DataFailure("prompt_too_long", f"{len(ids)} tokens leave no room in the context of {limit}")
-        hot = gconfig.first_token_temperature
-        cold = gconfig.temperature <= 0 or (hot is not None and hot <= 0)
-        if cold or not ids or gconfig.max_new_tokens < 1 or gconfig.top_p <= 0 or gconfig.top_k < 0:
-            raise DataFailure(
-                "bad_request",
-                "a prompt has at least one token; temperatures, top_p and max_new_tokens must be above 0 and top_k not "
-                f"below, got {gconfig}",
-            )
+        gconfig, limit = request.gconfig, self._facts.max_model_len
+        check_request(request, None, limit)
         reason = self._cannot(gconfig) if request.needs_logprobs else None
         if reason is not None:
             raise DataFailure("refused_by_server", f"{self._facts.name} {reason}")
         if gconfig.stop and self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._folder)
-        watch = stop_text(self._tokenizer, gconfig.stop) if self._tokenizer is not None else None
+        watch = StopText(self._tokenizer, gconfig.stop) if gconfig.stop and self._tokenizer is not None else None
         stop_ids = self._eos | frozenset(gconfig.stop_token_ids)
-        return Judge(stop_ids, min(gconfig.max_new_tokens, limit - len(ids)), watch, gconfig.min_new_tokens)
+        return Judge(stop_ids, min(gconfig.max_new_tokens, limit - len(request.input_ids)), watch, gconfig.min_new_tokens)
 
     def _look(self, judge: Judge, piece: Piece) -> tuple[int, StopReason | None]:
         try:

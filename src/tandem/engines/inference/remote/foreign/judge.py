@@ -1,14 +1,9 @@
 """When a completion ends: the embedded engine's rules, applied to tokens of any server."""
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
 
 from tandem.api.requests import StopReason
 from tandem.engines.inference.stopping import StopText
-from tandem.models.foreign import read_hf_config
 
 
 class Judge:
@@ -45,16 +40,3 @@ class Judge:
             if self._count >= self._limit:
                 return place, StopReason.LENGTH
         return len(tokens), None
-
-
-def eos_ids(folder: Path) -> frozenset[int]:
-    """Tokens that end a completion: those of the generation config, else of the model's. As in the embedded engine."""
-    file = folder / "generation_config.json"
-    ids = json.loads(file.read_text()).get("eos_token_id") if file.is_file() else None
-    ids = ids if ids is not None else getattr(read_hf_config(folder), "eos_token_id", None)
-    return frozenset(() if ids is None else (ids,) if isinstance(ids, int) else ids)
-
-
-def stop_text(tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> StopText | None:
-    """Watches for stop strings; None where there are none."""
-    return StopText(tokenizer, stop) if stop else None
