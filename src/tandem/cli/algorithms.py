@@ -18,8 +18,7 @@ from tandem.algorithms.presets.notes import NOTES
 from tandem.algorithms.presets.pages import NOTATION, Algorithm, algorithm, all_parts, as_yaml, summary
 from tandem.config.errors import ConfigError
 from tandem.config.presets import PRESETS
-from tandem.tracking.catalog import SECTIONS
-from tandem.tracking.metrics.metric import Metric
+from tandem.tracking.catalog import SECTIONS, Metric
 
 WIDTH = 118
 
