@@ -17,8 +17,8 @@ from tandem.config.backend import parse_layout
 from tandem.config.errors import TandemError
 from tandem.config.experiment import BaseConfig
 from tandem.config.load import Resolved, load_config
-from tandem.launch.ended import Ended
 from tandem.launch.local import is_rank, run_ranks
+from tandem.launch.watch import Ended
 from tandem.state.existing import existing_run, is_held
 from tandem.state.resuming import may_go_on
 from tandem.state.run_folder import RunFolderInUse, run_path

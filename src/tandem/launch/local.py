@@ -17,12 +17,10 @@ from typing import IO, Any
 
 import psutil
 
-from tandem.launch.ended import Ended, Record
 from tandem.launch.kept import KEPT, KeptServers
 from tandem.launch.meeting import Meeting, meeting_folder
 from tandem.launch.requests import each_request_once
-from tandem.launch.system import waits_for_disk, work_of
-from tandem.launch.watch import Fault, Told, Watch
+from tandem.launch.watch import Ended, Fault, Record, Told, Watch, waits_for_disk, work_of
 
 RENDEZVOUS, LAUNCHER, TELL, RESTARTS = "TANDEM_RENDEZVOUS", "TANDEM_LAUNCHER", "TANDEM_TELL", "TANDEM_RESTARTS"
 """What a rank is told: the file to meet in, the process that it must not outlive, the pipe in which it says what it does,

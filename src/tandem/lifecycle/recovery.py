@@ -20,8 +20,7 @@ from tandem.rollout.ledger import Ledger
 from tandem.state.checkpoint import remove_leftovers
 from tandem.state.existing import step_of
 from tandem.state.ledger import FILE, LedgerFile, Record
-from tandem.state.manifest import STATE
-from tandem.state.newest import newest_valid
+from tandem.state.manifest import STATE, newest_valid
 from tandem.state.run_folder import RunFolder
 from tandem.state.tree import load_part, read_tree, write_tree
 from tandem.tracking.tracker import Tracker

@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from tandem.config.errors import ConfigError
 from tandem.config.lora import LoRAConfig
-from tandem.models.catalog import BUILT_IN, resolve
-from tandem.models.identity import WEIGHTS as WEIGHT_FILES
-from tandem.models.identity import fingerprint
+from tandem.models.catalog import BUILT_IN, fingerprint, resolve
+from tandem.models.catalog import WEIGHTS as WEIGHT_FILES
 from tandem.models.lora import merged
 from tandem.models.streaming import tensors_of
 

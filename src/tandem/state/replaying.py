@@ -15,7 +15,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.resume import differences, is_free
 from tandem.state.existing import checkpoints, is_held, run_info, step_of, times_resumed
 from tandem.state.ledger import FILE as LEDGER
-from tandem.state.newest import newest_of
+from tandem.state.manifest import newest_of
 from tandem.state.weight_digests import FILE as WEIGHTS
 from tandem.state.weight_digests import read_digests
 

@@ -6,6 +6,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import secrets
 import socket
 import sys
@@ -17,8 +18,25 @@ from typing import IO, Any, Literal, Self
 from tandem.config.errors import ConfigError
 from tandem.state.existing import is_held, last_metrics, run_info, times_resumed
 from tandem.state.machine import git_commit, machine, versions
-from tandem.state.names import check_name
 from tandem.state.resuming import Examine, Going, RunFolderTaken, refuse_existing
+
+_ALLOWED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+MAX_LENGTH = 100
+
+
+def check_name(key: str, name: str) -> str:
+    """Returns the name if it can be one folder's name.
+
+    Raises:
+        ConfigError: names the key, the value and the rule.
+    """
+    if not isinstance(name, str) or not _ALLOWED.fullmatch(name) or len(name) > MAX_LENGTH:
+        raise ConfigError(
+            f"{key} must be the name of one folder: letters, digits, '.', '_' and '-', not starting with '.' or '-', "
+            f"at most {MAX_LENGTH} characters; got {name!r}"
+        )
+    return name
+
 
 __all__ = ["RunFolder", "RunFolderInUse", "RunFolderTaken", "refuse_existing", "run_path", "write_atomically"]
 

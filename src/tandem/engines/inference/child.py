@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from tandem.api.failures import EngineDied
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.driver import Driver
-from tandem.engines.inference.messages import Answer, Died, Finished, Progress, Ready, Start, portable
+from tandem.engines.inference.link import Answer, Died, Finished, Progress, Ready, Start, portable
 
 WATCH_S = 0.5
 """How often the parent's number is looked at while the pipe is silent."""

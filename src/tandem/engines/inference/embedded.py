@@ -24,8 +24,7 @@ from tandem.engines.inference.callers import Callers, Piece
 from tandem.engines.inference.controlled import Controlled
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.driver import Driver
-from tandem.engines.inference.link import Link
-from tandem.engines.inference.messages import Start
+from tandem.engines.inference.link import Link, Start
 
 CLOSE_TIMEOUT_S = 30.0
 

@@ -1,4 +1,5 @@
-"""The parent's end of the pipe to an engine's process: starts it, talks to it, notices its end, ends it."""
+"""The pipe to an engine's process: what travels over it (both ends are ours, so it is pickled), and the parent's end, which
+starts the process, talks to it, notices its end, and ends it."""
 
 import itertools
 import os
@@ -10,16 +11,89 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from tandem.api.failures import EngineDied, WaitTimeout
+from tandem.api.portable import survives_pickling
 from tandem.api.requests import LLMRequest
-from tandem.engines.inference.callers import Callers
+from tandem.api.weights import WeightVersion
+from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.engines.inference.callers import Callers, Piece, Result
 from tandem.engines.inference.driver import COMMIT_TIMEOUT_S, CONTROL_TIMEOUT_S
-from tandem.engines.inference.messages import Answer, Call, Died, Finished, Progress, Ready, Start
+
+
+@dataclass(frozen=True)
+class Start:
+    """To the child, first: what to make."""
+
+    folder: Path
+    config: EmbeddedEngineConfig
+    dtype: torch.dtype
+    device: str
+    version: WeightVersion
+    threads: int
+    deterministic: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """To the child: a method of `Driver`, answered under its number if it has one."""
+
+    number: int | None
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ready:
+    """From the child, first: the model is loaded."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """From the child: results of requests, in one message a step."""
+
+    results: tuple[Result, ...]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """From the child: new tokens of requests that are streamed, in one message a step."""
+
+    drawn: tuple[tuple[int, Piece], ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """From the child: what a call gave, or raised."""
+
+    number: int
+    value: Mapping[str, float] | None = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class Died:
+    """From the child, last: what ended it, with its traceback."""
+
+    reason: str
+    trace: str
+
+
+def portable(error: Exception) -> Exception:
+    """The error itself if it survives pickling, else a `RuntimeError` that carries its text and traceback."""
+    if survives_pickling(error):
+        return error
+    return RuntimeError("".join(traceback.format_exception(error)))
+
 
 WATCH_S = 0.25
 """How often the process is looked at while the pipe is silent: its end can be hidden when someone forked us."""

@@ -1,7 +1,7 @@
 """One completion from another maker's server, made of pieces: one request each.
 
 Usually there is one piece; there are more where the first token has a temperature of its own, and where the server ended a
-request that is not done by our rules (`judge.py`): it was aborted, or it knows an end token that we do not.
+request that is not done by our rules (`Judge`): it was aborted, or it knows an end token that we do not.
 """
 
 import asyncio
@@ -20,13 +20,49 @@ from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.folder import eos_ids
 from tandem.engines.inference.noise import stream_of
 from tandem.engines.inference.remote.foreign.counters import Counters
-from tandem.engines.inference.remote.foreign.judge import Judge
 from tandem.engines.inference.remote.foreign.labels import Labels
 from tandem.engines.inference.remote.foreign.protocol import Draw, Facts, Piece, ServerProtocol
 from tandem.engines.inference.requests import check_request
 from tandem.engines.inference.stopping import StopText
 from tandem.models.foreign import read_hf_config
 from tandem.models.tokenizer import load_tokenizer
+
+
+class Judge:
+    """Looks at the tokens of one completion, in pieces.
+
+    A stop token ends it and stays in it; so does the token that completes a stop string. A server may stop earlier or
+    later than that, for a token of its own or because it reads only what is new: its word is not asked. ``minimum``: so many
+    tokens are no stop tokens, and no stop string counts that is complete before them.
+    """
+
+    def __init__(self, stop_ids: frozenset[int], limit: int, stop_text: StopText | None = None, minimum: int = 0):
+        self._stop_ids, self._limit, self._stop_text, self._minimum = stop_ids, limit, stop_text, minimum
+        self._count = 0
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still come."""
+        return self._limit - self._count
+
+    def look(self, tokens: Sequence[int]) -> tuple[int, StopReason | None]:
+        """How many of these tokens belong to the completion, and why it ends with the last of them; None: it goes on.
+
+        Raises:
+            ValueError: a stop token came that was to be suppressed.
+        """
+        for place, token in enumerate(tokens, 1):
+            self._count += 1
+            if self._stop_text is not None and self._stop_text.add(token) and self._count >= self._minimum:
+                return place, StopReason.STOP
+            if token in self._stop_ids:
+                if self._count <= self._minimum:
+                    raise ValueError(f"drew stop token {token} as token {self._count}, with {self._minimum} to come before")
+                return place, StopReason.STOP
+            if self._count >= self._limit:
+                return place, StopReason.LENGTH
+        return len(tokens), None
+
 
 ABORT_TIMEOUT_S = 5.0
 """How long a request that passed its deadline may take to give what it has; then it counts as having nothing."""
