@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tandem.api.engines import InferenceEngine
-from tandem.api.failures import EpisodeFailure, InfrastructureFailure
+from tandem.api.failures import EngineDied, EpisodeFailure, InfrastructureFailure, WeightUpdateFailed
 from tandem.api.requests import LLMRequest, LLMResponse
+from tandem.config.errors import ConfigError
 from tandem.engines.inference.fleet.health import Health
 from tandem.engines.inference.fleet.router import Lease
 
@@ -181,3 +182,10 @@ class Member:
         if tokens >= 8:
             pace = seconds / tokens
             self.token_s = pace if self.token_s is None else PACE_MEMORY * self.token_s + (1 - PACE_MEMORY) * pace
+
+
+def first_line(error: Exception) -> str:
+    """An error in one line; of one that is not ours also its kind."""
+    text = str(error).partition("\n")[0] or type(error).__name__
+    ours = isinstance(error, EngineDied | InfrastructureFailure | WeightUpdateFailed | ConfigError)
+    return text if ours else f"{type(error).__name__}: {text}"

@@ -24,7 +24,6 @@ from tandem.engines.inference.controlled import Controlled
 from tandem.engines.inference.driver import cancelled
 from tandem.engines.inference.fleet.addresses import Wanted
 from tandem.engines.inference.fleet.health import State
-from tandem.engines.inference.fleet.joining import Joiner
 from tandem.engines.inference.fleet.members import Attempt, Member, Server
 from tandem.engines.inference.fleet.roster import Roster
 from tandem.engines.inference.fleet.updates import Updates
@@ -60,8 +59,7 @@ class Fleet(Controlled):
         self.roster = Roster(config, version, journal)
         self._updates = Updates(self.roster, first)
         needed = (capabilities & {"shared_memory"}) or (capabilities & {"disk"})
-        self._joiner = Joiner(self.roster, self._updates, needed)
-        self._watcher = Watcher(self.roster, self._joiner, watched, attach)
+        self._watcher = Watcher(self.roster, self._updates, needed, watched, attach)
         self._totals: defaultdict[str, float] = defaultdict(float)
         self._counting = threading.Lock()
         self._ended = False
@@ -95,7 +93,7 @@ class Fleet(Controlled):
             )
 
     def _start(self, members: Sequence[Member]) -> None:
-        starts = [self.roster.threads.start(self._joiner.begin, member) for member in members]
+        starts = [self.roster.threads.start(self._watcher.begin, member) for member in members]
         done, _ = wait(starts, return_when=FIRST_EXCEPTION)  # each has its own deadline
         for start in done:
             start.result()

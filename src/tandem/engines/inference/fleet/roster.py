@@ -18,7 +18,7 @@ from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.config.fleet import FleetConfig
 from tandem.engines.inference.fleet.health import SERVING, Health, Rules, State
-from tandem.engines.inference.fleet.members import Attempt, Member, Server, kept
+from tandem.engines.inference.fleet.members import Attempt, Member, Server, first_line, kept
 from tandem.engines.inference.fleet.router import Router, work_of
 from tandem.engines.inference.threads import Threads
 
@@ -272,7 +272,7 @@ class Roster:
         """A member failed a request or a call; of an earlier incarnation that is no news."""
         with self.lock:
             if member.health.incarnation == incarnation:
-                why = str(failure).partition("\n")[0] or type(failure).__name__
+                why = first_line(failure)
                 fatal = isinstance(failure, EngineDied)
                 self.change(member, member.health.fails(time.monotonic(), why, self.rules, fatal=fatal))
 

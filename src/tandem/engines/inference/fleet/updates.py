@@ -10,7 +10,7 @@ from tandem.api.engines import InferenceEngine
 from tandem.api.failures import EngineDied, InfrastructureFailure, WeightUpdateFailed
 from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.engines.inference.fleet.health import SERVING, State
-from tandem.engines.inference.fleet.members import Member
+from tandem.engines.inference.fleet.members import Member, first_line
 from tandem.engines.inference.fleet.roster import Roster
 
 logger = logging.getLogger("tandem.fleet")
@@ -147,7 +147,7 @@ class Updates:
     def _fence_failed(self, starts: dict[Member, int], outcomes: dict[Member, Outcome], what: str) -> None:
         for member, outcome in outcomes.items():
             if isinstance(outcome, Exception):
-                self._roster.fence(member, starts[member], f"{what}: {_first_line(outcome)}")
+                self._roster.fence(member, starts[member], f"{what}: {first_line(outcome)}")
 
     def _everywhere(
         self, what: str, starts: Mapping[Member, int], action: Callable[[InferenceEngine], dict[str, float]]
@@ -237,12 +237,3 @@ def _let_go(member: Member) -> None:
     while member.orphans and time.monotonic() < until:
         time.sleep(LOOK_S)
     member.orphans.clear()
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).partition("\n")[0] or type(error).__name__
-    return (
-        text
-        if isinstance(error, (EngineDied, InfrastructureFailure, WeightUpdateFailed))
-        else f"{type(error).__name__}: {text}"
-    )

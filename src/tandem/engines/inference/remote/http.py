@@ -117,14 +117,12 @@ class HttpClient:
         """
         return await asyncio.wrap_future(self._start("POST", path, body, deadline_s, admin))
 
-    async def get(self, path: str, *, deadline_s: float, admin: bool = False) -> Any:
-        return await asyncio.wrap_future(self._start("GET", path, None, deadline_s, admin))
-
     def call(self, path: str, body: dict[str, Any] | None = None, *, deadline_s: float, admin: bool = False) -> Any:
-        """Blocks until the answer is there: `post` where there is a body (``{}`` is one), else `get`."""
+        """Blocks until the answer is there: `post` where there is a body (``{}`` is one), else GET."""
         return self._wait(self._start("GET" if body is None else "POST", path, body, deadline_s, admin), deadline_s)
 
     def call_text(self, path: str, *, deadline_s: float) -> str:
+        """A page that is no JSON, such as Prometheus' metrics."""
         return str(self._wait(self._start("GET", path, None, deadline_s, False, text=True), deadline_s))
 
     def _wait(self, future: Future[Any], deadline_s: float) -> Any:
@@ -134,10 +132,6 @@ class HttpClient:
         except BaseException:
             future.cancel()
             raise
-
-    async def get_text(self, path: str, *, deadline_s: float) -> str:
-        """A page that is no JSON, such as Prometheus' metrics."""
-        return await asyncio.wrap_future(self._start("GET", path, None, deadline_s, False, text=True))
 
     def close(self) -> None:
         """Drops all connections; requests under way fail with `EngineDied`. Idempotent."""

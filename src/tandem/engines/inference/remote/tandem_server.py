@@ -18,8 +18,10 @@ from tandem.engines.inference.remote.launch import ServerProcess
 from tandem.engines.inference.requests import refuse_unsupported
 
 PROTOCOL = 2
+"""Of the token and control routes; a client refuses a server with another one."""
+
 INSTANCE_HEADER = "Tandem-Instance"
-"""Of every answer: which process gave it."""
+"""Of every answer: which process gave it. A restarted server is another one."""
 
 CONTROL_TIMEOUT_S = 70.0
 """Pause, resume, sleep, wake, flush: the server's own 60 s, and the way."""

@@ -14,6 +14,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from tandem.api.failures import EpisodeFailure, WaitTimeout
 from tandem.config.errors import ConfigError
+from tandem.engines.inference.remote.tandem_server import INSTANCE_HEADER
 from tandem.engines.inference.serve.access import Access
 from tandem.engines.inference.serve.control import Control
 from tandem.engines.inference.serve.limits import Limits
@@ -21,7 +22,7 @@ from tandem.engines.inference.serve.metrics import Metrics
 from tandem.engines.inference.serve.refusal import Refusal
 from tandem.engines.inference.serve.routes import Route, table
 from tandem.engines.inference.serve.schema import Invalid, Schema, check_text, checked
-from tandem.engines.inference.serve.service import INSTANCE_HEADER, Service
+from tandem.engines.inference.serve.service import Service
 
 _LARGE_BYTES = 1 << 16
 """A body above this is parsed in a thread, so that other requests need not wait."""

@@ -17,15 +17,10 @@ from tandem.api.weights import WeightVersion
 from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.callers import Piece
 from tandem.engines.inference.embedded import EmbeddedEngine, EmbeddedProcess
+from tandem.engines.inference.remote.tandem_server import PROTOCOL
 from tandem.engines.inference.serve.limits import Limits
 from tandem.engines.inference.serve.refusal import Refusal
 from tandem.engines.inference.serve.text import Tokenizers
-
-PROTOCOL = 2
-"""Of the token and control routes; a client refuses a server with another one."""
-
-INSTANCE_HEADER = "Tandem-Instance"
-"""Of every answer: which process gave it. A restarted server is another one."""
 
 
 @dataclass
