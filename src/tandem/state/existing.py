@@ -60,6 +60,13 @@ def _json(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def rows_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects in a file of lines; a line that a kill has torn is passed over. None where there is no file."""
+    if path.is_file():
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            yield from filter(None, map(_json, lines))
+
+
 def run_info(folder: Path) -> dict[str, Any]:
     """What `run.json` says; empty where there is none, or it is torn."""
     record = folder / "run.json"

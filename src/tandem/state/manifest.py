@@ -155,11 +155,8 @@ class Found:
     def set_skipped_aside(self) -> None:
         """Renames them, so that their steps can be saved again. Nothing is removed: somebody may want to look."""
         for path, _ in self.skipped:
-            for number in itertools.count():
-                aside = path.with_name(f"{path.name}.skipped" + (f".{number}" if number else ""))
-                if not aside.exists():
-                    os.rename(path, aside)
-                    break
+            names = (f"{path.name}.skipped" + (f".{number}" if number else "") for number in itertools.count())
+            os.rename(path, next(aside for name in names if not (aside := path.with_name(name)).exists()))
 
     @property
     def step(self) -> int:

@@ -13,7 +13,7 @@ import yaml
 
 from tandem.config.errors import ConfigError
 from tandem.config.resume import differences, is_free
-from tandem.state.existing import checkpoints, is_held, run_info, step_of, times_resumed
+from tandem.state.existing import checkpoints, is_held, rows_of, run_info, step_of, times_resumed
 from tandem.state.ledger import FILE as LEDGER
 from tandem.state.manifest import newest_of
 from tandem.state.weight_digests import FILE as WEIGHTS
@@ -219,27 +219,14 @@ def _told(what: str, different: set[str], total: int) -> Iterator[str]:
         yield f"{what}: {len(different)} of {total} differ: {', '.join(sorted(different)[:SHOWN])}{more}"
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                row = json.loads(line)
-            except ValueError:  # a line that a kill has torn
-                continue
-            if isinstance(row, dict):
-                yield row
-
-
 def _recorded(folder: Path) -> set[int]:
     """The steps of which both files speak: one that a run went back behind is in the first alone."""
-    digests = {row["step"] for row in _rows(folder / WEIGHTS) if "tensors" in row and isinstance(row.get("step"), int)}
-    return digests & {row["step"] for row in _rows(folder / "metrics.jsonl") if isinstance(row.get("step"), int)}
+    digests = {row["step"] for row in rows_of(folder / WEIGHTS) if "tensors" in row and isinstance(row.get("step"), int)}
+    return digests & {row["step"] for row in rows_of(folder / "metrics.jsonl") if isinstance(row.get("step"), int)}
 
 
 def _row(folder: Path, step: int) -> dict[str, Any] | None:
-    return next((row for row in _rows(folder / "metrics.jsonl") if row.get("step") == step), None)
+    return next((row for row in rows_of(folder / "metrics.jsonl") if row.get("step") == step), None)
 
 
 def _measured(folder: Path, step: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """What a sink is, which there are, and how one is opened."""
 
-import importlib
 import importlib.util
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,22 +36,22 @@ class SinkRun:
 
 
 SINKS = {
-    "tensorboard": ("tensorboard", "tandem.tracking.sinks.tensorboard"),
-    "wandb": ("wandb", "tandem.tracking.sinks.wandb"),
-    "trackio": ("trackio", "tandem.tracking.sinks.trackio"),
+    "tensorboard": ("tensorboard", "tandem.tracking.sinks.tensorboard:TensorBoardSink"),
+    "wandb": ("wandb", "tandem.tracking.sinks.wandb:WandbSink"),
+    "trackio": ("trackio", "tandem.tracking.sinks.trackio:TrackioSink"),
 }
-"""Name → (package it needs, which is also the extra that installs it; module with `open_sink`)."""
+"""Name → (package it needs, which is also the extra that installs it; module and class)."""
 
 
 def find_sink(name: str) -> Callable[[SinkRun], Sink]:
-    """The function that opens this sink; imports its library.
+    """The class of this sink; imports its library.
 
     Raises:
         ConfigError: no such sink (names the nearest), or its package is missing (says what to install).
     """
     if name not in SINKS:
         raise ConfigError(f"tracking.sinks has {name!r}; {nearest_names(name, SINKS)}")
-    package, module = SINKS[name]
+    package, place = SINKS[name]
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"tracking.sinks has {name!r}, whose package is not installed: {install_extra(name)}")
-    return importlib.import_module(module).open_sink
+    return pkgutil.resolve_name(place)

@@ -22,7 +22,3 @@ class TensorBoardSink:
 
     def close(self) -> None:
         self._writer.close()
-
-
-def open_sink(run: SinkRun) -> TensorBoardSink:
-    return TensorBoardSink(run)

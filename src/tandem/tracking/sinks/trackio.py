@@ -17,7 +17,3 @@ class TrackioSink:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def open_sink(run: SinkRun) -> TrackioSink:
-    return TrackioSink(run)

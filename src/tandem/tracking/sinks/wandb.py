@@ -16,7 +16,3 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def open_sink(run: SinkRun) -> WandbSink:
-    return WandbSink(run)
