@@ -24,7 +24,7 @@ from tandem.cli import chat, serve
 from tandem.cli.main import main
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import EmbeddedEngineConfig
-from tandem.engines.inference.remote.tandem_start import start_tandem_server
+from tandem.engines.inference.remote.tandem_server import start_tandem_server
 from tandem.engines.inference.serve.access import Access
 from tandem.engines.inference.serve.app import Server
 from tandem.engines.inference.serve.token_files import token_from

@@ -142,9 +142,9 @@ class Breaks:
 
 
 def test_a_sink_that_fails_is_left_out_from_then_on(tmp_path, caplog, monkeypatch):
-    monkeypatch.setitem(SINKS, "breaks", ("json", "tests_breaking_sink"))
+    monkeypatch.setitem(SINKS, "breaks", ("json", "tests_breaking_sink:Breaks"))
     module = type(json)("tests_breaking_sink")
-    module.open_sink = Breaks
+    module.Breaks = Breaks
     monkeypatch.setitem(__import__("sys").modules, "tests_breaking_sink", module)
     with caplog.at_level(logging.WARNING), tracker(tmp_path, sinks=("breaks",)) as track:
         track.log(1, {"loss": 1.0})
@@ -173,7 +173,7 @@ def test_a_sink_that_does_not_exist_is_refused_with_the_nearest_name(tmp_path):
 
 
 def test_a_sink_that_is_not_installed_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(SINKS, "wandb", ("a_package_that_is_not_there", "tandem.tracking.sinks.wandb"))
+    monkeypatch.setitem(SINKS, "wandb", ("a_package_that_is_not_there", "tandem.tracking.sinks.wandb:WandbSink"))
 
     with pytest.raises(ConfigError, match=r"-m pip install -e '.*\[wandb\]'"):
         find_sink("wandb")

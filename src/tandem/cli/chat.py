@@ -27,8 +27,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.embedded import EmbeddedEngine
-from tandem.engines.inference.remote.events import stream_events
-from tandem.engines.inference.remote.http import HttpClient
+from tandem.engines.inference.remote.http import HttpClient, stream_events
 from tandem.engines.inference.serve.text import TextStream
 from tandem.models.catalog import resolve
 from tandem.models.precision import resolve_dtype

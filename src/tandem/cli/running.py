@@ -21,8 +21,7 @@ from tandem.launch.local import is_rank, run_ranks
 from tandem.launch.watch import Ended
 from tandem.state.existing import existing_run, is_held
 from tandem.state.resuming import may_go_on
-from tandem.state.run_folder import RunFolderInUse, run_path
-from tandem.state.supervision import record_failure
+from tandem.state.run_folder import RunFolderInUse, record_failure, run_path
 
 SHOWN = ("reward/mean", "loss", "eval/accuracy", "completion_length/mean")
 

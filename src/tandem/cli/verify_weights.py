@@ -24,8 +24,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.fleet import FleetConfig, parse_address
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
-from tandem.engines.inference.build import build_inference_engine
-from tandem.engines.inference.fleet.kinds import KINDS, Terms
+from tandem.engines.inference.build import KINDS, Terms, build_inference_engine
 from tandem.models.precision import DTYPES, resolve_dtype
 from tandem.proof.verify_server import Model, find_model, verify_engine
 from tandem.state.machine import usable_cores

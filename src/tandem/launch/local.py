@@ -5,22 +5,72 @@ in a file, so no port is taken. Rank 0 speaks to the terminal; what the others s
 """
 
 import contextlib
+import fcntl
 import json
 import os
+import shutil
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
 
 from tandem.launch.kept import KEPT, KeptServers
-from tandem.launch.meeting import Meeting, meeting_folder
 from tandem.launch.requests import each_request_once
 from tandem.launch.watch import Ended, Fault, Record, Told, Watch, waits_for_disk, work_of
+
+PREFIX = "tandem-ranks-"
+
+LOCK = "launcher"
+"""A file in it that is locked as long as its launcher lives, or a rank."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A folder, and the open file that keeps it: it is for those who inherit that, too."""
+
+    folder: Path
+    lock: int
+
+
+@contextlib.contextmanager
+def meeting_folder() -> Iterator[Meeting]:
+    """An empty folder of this process' own, gone after the block; where this process is killed, with the next launcher,
+    once the ranks, which may outlive theirs for a while, are gone too."""
+    remove_left()
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
+        folder = Path(name)
+        with (folder / f".{LOCK}").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (folder / f".{LOCK}").rename(folder / LOCK)  # nobody sees it before it is locked
+            yield Meeting(folder, lock.fileno())
+
+
+def remove_left() -> None:
+    """Removes folders of this user's launchers that are dead, and whose ranks are. One without a lock is left alone."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # somebody else removes it at this moment, or may not be asked
+            found = folder.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and _is_left(folder / LOCK):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_left(file: Path) -> bool:
+    """Raises `OSError` where there is no such lock."""
+    with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
 
 RENDEZVOUS, LAUNCHER, TELL, RESTARTS = "TANDEM_RENDEZVOUS", "TANDEM_LAUNCHER", "TANDEM_TELL", "TANDEM_RESTARTS"
 """What a rank is told: the file to meet in, the process that it must not outlive, the pipe in which it says what it does,

@@ -1,22 +1,78 @@
-"""The table of routes: the server, its documentation and its tests are all made from it."""
+"""The table of routes: the server, its documentation (`/openapi.json`) and its tests are all made from it."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
+from tandem import __version__
 from tandem.engines.inference.serve import answers
 from tandem.engines.inference.serve.access import Audience
+from tandem.engines.inference.serve.answers import ERROR
 from tandem.engines.inference.serve.control import DIGESTS, PARTS_SCHEMA, RUN, Control, of_run
 from tandem.engines.inference.serve.generate import ANSWER as GENERATED
 from tandem.engines.inference.serve.generate import VERSION, generate, request_schema
 from tandem.engines.inference.serve.metrics import Metrics
-from tandem.engines.inference.serve.openapi import document
 from tandem.engines.inference.serve.questions import chat_schema, completion_schema
 from tandem.engines.inference.serve.refusal import Refusal
 from tandem.engines.inference.serve.schema import Schema, record, text
 from tandem.engines.inference.serve.service import Service
+
+REFUSALS = {
+    "400": "the request is at fault",
+    "401": "no token, or a wrong one",
+    "403": "wrong Host or Origin, or a folder that is not allowed",
+    "408": "the body came too slowly",
+    "409": "the server belongs to another run, or its state forbids it",
+    "413": "the body is too long",
+    "415": "the body is not JSON by its Content-Type",
+    "422": "weights that do not fit",
+    "503": "the server cannot answer now",
+    "504": "not done in time",
+}
+
+
+def document(routes: Sequence["Route"]) -> dict[str, Any]:
+    """An OpenAPI 3.1 document of these routes."""
+    paths: dict[str, dict[str, Any]] = {}
+    for route in routes:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "tandem serve", "version": __version__},
+        "paths": paths,
+        "components": {
+            "securitySchemes": {
+                "data": {"type": "http", "scheme": "bearer", "description": "The token, where the server has one."},
+                "control": {"type": "http", "scheme": "bearer", "description": "The admin token."},
+            },
+            "schemas": {"Error": ERROR},
+        },
+    }
+
+
+def _operation(route: "Route") -> dict[str, Any]:
+    if route.answer is None:
+        content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
+    else:
+        content = {"application/json": {"schema": route.answer}}
+        if route.body is not None and "stream" in route.body.get("properties", {}):
+            content["text/event-stream"] = {}  # events have no words in this version of OpenAPI
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    operation: dict[str, Any] = {
+        "summary": route.summary,
+        "operationId": route.path.strip("/").replace("/", "_").replace(".", "_"),
+        "security": [{route.audience: []}],
+        "responses": {
+            "200": {"description": "done", "content": content},
+            **{status: {"description": why, "content": error} for status, why in REFUSALS.items()},
+        },
+    }
+    if route.body is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": route.body}}}
+    return operation
+
 
 Handler = Callable[[Service, dict[str, Any], web.Request], Awaitable[Any]]
 """Gets the checked body; returns the answer's JSON, or a whole response."""

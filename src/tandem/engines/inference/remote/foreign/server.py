@@ -19,7 +19,6 @@ from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
-from tandem.engines.inference.remote.cores import CORES, CORES_WORD
 from tandem.engines.inference.remote.foreign.completions import Completions
 from tandem.engines.inference.remote.foreign.counters import Counters
 from tandem.engines.inference.remote.foreign.in_place import InPlaceUpdates
@@ -29,7 +28,7 @@ from tandem.engines.inference.remote.foreign.protocol import Facts, ServerProtoc
 from tandem.engines.inference.remote.foreign.trials import PROBE_IDS, Whole, ask, try_logprobs
 from tandem.engines.inference.remote.http import HttpClient
 from tandem.engines.inference.remote.kept import Place, fingerprint, keep, take_over
-from tandem.engines.inference.remote.launch import ServerProcess, free_port, wait_ready
+from tandem.engines.inference.remote.launch import CORES, CORES_WORD, ServerProcess, free_port, wait_ready
 
 IN_SERVER = Path(__file__).with_name("in_server")
 """All of Tandem that the environment of a server gets to see."""
