@@ -23,7 +23,6 @@ class Recorded:
     path: Path
     settings: Mapping[str, Any]
     answers: Mapping[str, Sequence[Answer]]
-    """By data set."""
 
     @property
     def label(self) -> str:

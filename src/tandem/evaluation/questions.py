@@ -29,7 +29,6 @@ class Questions:
     """Of each row as it stands in its file: what makes two evaluations' rows the same."""
 
     reward: str
-    """Who judges."""
 
     @property
     def digest(self) -> str:

@@ -68,11 +68,7 @@ class Finished:
 
     folder: Path
     results: Mapping[str, Any]
-    """What `results.json` holds."""
-
     text: str
-    """The table and what belongs to it."""
-
     judged: int
     """Samples that did not fail."""
 

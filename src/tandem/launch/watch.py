@@ -77,8 +77,6 @@ class Told(NamedTuple):
     """What a rank says of itself, twice a second."""
 
     count: int = 0
-    """What it has done."""
-
     phase: str = "start"
     step: int = 0
     waits: str = ""

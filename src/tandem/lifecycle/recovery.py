@@ -33,8 +33,6 @@ class Progress:
     """Where the loop is."""
 
     step: int = 0
-    """The last step that is done."""
-
     evaluations: dict[int, float] = field(default_factory=dict)
     """Step → accuracy on the validation rows."""
 

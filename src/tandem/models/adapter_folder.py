@@ -27,8 +27,6 @@ class Base(NamedTuple):
     """The frozen weights that an adapter was trained beside."""
 
     path: str
-    """As the user named the model."""
-
     digest: str
     """Of its files; see `digest_of_base`."""
 

@@ -29,8 +29,6 @@ class PackagedModel:
     package: str
     version: str
     gguf: str
-    """Path inside the installed packages."""
-
     sha256: str
     licence: str
 

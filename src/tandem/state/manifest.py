@@ -30,8 +30,6 @@ class Manifest:
     """Of one checkpoint."""
 
     run: str
-    """The id of the run that made it."""
-
     step: int
     files: Mapping[str, tuple[int, str]]
     """Path below the checkpoint → (bytes, SHA-256)."""

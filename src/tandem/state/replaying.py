@@ -68,8 +68,6 @@ class Outcome:
     """The checkpoint, or `the beginning`."""
 
     skipped: tuple[str, ...]
-    """See `Start`."""
-
     tensors: int
     metrics: int
     samples: int
@@ -111,7 +109,6 @@ class Leg:
 
     last: int
     config: Mapping[str, Any]
-    """As plain data."""
 
 
 def legs(folder: Path, start: Start, step: int, config: Mapping[str, Any], given: Sequence[Sequence[str]] = ()) -> list[Leg]:

@@ -18,7 +18,6 @@ from tandem.config.tracking import TrackingConfig
 from tandem.tracking.progress import ProgressDisplay, line
 from tandem.tracking.sinks.base import Sink, SinkRun, find_sink
 
-
 log = logging.getLogger(__name__)
 
 
@@ -104,7 +103,6 @@ class Tracker:
         self.run_name = run_name or folder.name
         self.series: dict[str, list[tuple[int, float]]] = {}
         self.last: dict[str, float] = {}
-        """The newest value of each metric."""
         self._warned: set[str] = set()
         openers = {name: find_sink(name) for name in dict.fromkeys(config.sinks)}  # all of them, before any is opened
         run = SinkRun(folder, config.project, self.run_name, dict(config_dict or {}))

@@ -42,8 +42,6 @@ class Terms:
     """Settings of one server, its threads settled."""
 
     folder: Path
-    """The model."""
-
     dtype: torch.dtype
     device: str
     deterministic: bool
@@ -52,8 +50,6 @@ class Terms:
     asked, and stay their owners'."""
 
     run_folder: Path | None = None
-    """Where servers write their logs."""
-
     weights_folder: Path | None = None
     """Below it lie the weights that servers read from a disk."""
 

@@ -83,13 +83,10 @@ class Health:
     """Since its last token; those of one moment count as one."""
 
     failed_at: float | None = None
-    """When it last failed."""
-
     tokens: int = 0
     """Signs of life since it became suspect."""
 
     why: str = ""
-    """Why it is in this state, in a few words."""
 
     @classmethod
     def new(cls, now: float, why: str = "added") -> "Health":

@@ -132,8 +132,6 @@ class Member:
     health: Health
     engine: InferenceEngine | None = None
     attempts: set[Attempt] = field(default_factory=set)
-    """Requests under way."""
-
     orphans: set[Attempt] = field(default_factory=set)
     """Requests that were moved when it was fenced, and that it may still answer."""
 
@@ -141,8 +139,6 @@ class Member:
     """It is leaving: no new requests, and those that it has are moved at this time."""
 
     switching: bool = False
-    """It is committing weights."""
-
     restarts: list[float] = field(default_factory=list)
     """When it was started again."""
 
@@ -162,8 +158,6 @@ class Member:
     """A token that it is asked for; of the watcher."""
 
     counting: bool = False
-    """Its counters are being asked for."""
-
     steps: float = 0.0
     """Its counters of work when they were last looked at."""
 

@@ -23,17 +23,11 @@ class Limits:
     """Most prompts of more than 32,768 characters that are tokenised or wait for it; the next is refused with status 503."""
 
     max_connections: int = 4096
-    """Most open connections; the next is closed at once."""
-
     max_body_bytes: int = 8 << 20
-    """Longest body of a request."""
-
     max_weights_body_bytes: int = 64 << 20
     """Longest body of the route that announces weights: a name and a digest for each tensor."""
 
     max_depth: int = 32
-    """Deepest nesting of a body."""
-
     body_timeout_s: float = 30.0
     """A body must have arrived whole after this long."""
 

@@ -37,7 +37,6 @@ class Tokenizers:
         self._fewest = fewest_tokens(self.decoder)
         self._max_long = max_long
         self.num_long = 0
-        """Long texts that wait or are being tokenised."""
 
     @property
     def has_chat_template(self) -> bool:

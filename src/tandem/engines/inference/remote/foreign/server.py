@@ -45,8 +45,6 @@ class StartTerms:
     """What a server is started with."""
 
     python: str
-    """Interpreter of the environment that has it."""
-
     folder: Path
     dtype: str
     device: str
@@ -54,7 +52,6 @@ class StartTerms:
     """``max_running``, ``kv_cache_gib`` and ``max_model_len`` are the server's too."""
 
     cpus: tuple[int, ...]
-    """Cores that it computes on."""
 
 
 class ForeignServer(InferenceEngine):
