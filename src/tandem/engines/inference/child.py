@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -19,7 +18,7 @@ from typing import Any, NoReturn
 from tandem.api.failures import EngineDied
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.driver import Driver
-from tandem.engines.inference.link import Answer, Died, Finished, Progress, Ready, Start, portable
+from tandem.engines.inference.link import Answer, Call, Died, Finished, Progress, Ready, Start, portable
 
 WATCH_S = 0.5
 """How often the parent's number is looked at while the pipe is silent."""
@@ -76,12 +75,11 @@ class Child:
         with ThreadPoolExecutor(4, "engine-call") as pool:
             while True:
                 for call in map(pickle.loads, self._receive()):
-                    method = getattr(driver, call.method)
                     if call.number is not None:
-                        pool.submit(self._answer, method, call.number, call.arguments)
+                        pool.submit(self._answer, driver, call)
                         continue
                     with contextlib.suppress(EngineDied):  # the end itself is said by the main thread
-                        method(*call.arguments)
+                        getattr(driver, call.method)(*call.arguments)
                     if call.method == "stop":
                         return
 
@@ -90,11 +88,12 @@ class Child:
         self.send(Died(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))))
         _vanish()
 
-    def _answer(self, method: Callable[..., Any], number: int, arguments: tuple[Any, ...]) -> None:
+    def _answer(self, driver: Driver, call: Call) -> None:
+        assert call.number is not None
         try:
-            self.send(Answer(number, value=method(*arguments)))
+            self.send(Answer(call.number, value=driver.call(call.method, *call.arguments)))
         except Exception as error:  # the worker boundary: the caller gets it
-            self.send(Answer(number, error=portable(error)))
+            self.send(Answer(call.number, error=portable(error)))
 
 
 def _portable_result(result: Any) -> Any:

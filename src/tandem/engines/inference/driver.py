@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -227,18 +228,23 @@ class Driver:
     # ------------------------------------------------------------------ control
 
     def call(self, method: str, *arguments: Any) -> dict[str, float]:
-        """Calls a method of this object by its name, as `Link.call` does from another process."""
-        return getattr(self, method)(*arguments) or {}
+        """Does what this method of `InferenceEngine` asks for: an update is prepared in the thread that calls, all else is
+        done in the driving thread, between two steps.
 
-    def pause(self) -> None:
-        """Requests that arrive are queued and counted as waiting.
-
-        A deadline that passes meanwhile ends a queued request at once, and one that was running at the next step.
+        While paused, requests that arrive are queued and counted as waiting. A deadline that passes meanwhile ends a queued
+        request at once, and one that was running at the next step.
         """
-        self._call("pause", lambda: self._set_paused(True))
-
-    def resume(self) -> None:
-        self._call("resume", lambda: self._set_paused(False))
+        between_steps: dict[str, Callable[..., Any]] = {
+            "pause": partial(self._set_paused, True),
+            "resume": partial(self._set_paused, False),
+            "flush": self._core.flush,
+            "sleep": self._sleep,
+            "wake": self._core.wake,
+            "statistics": self._statistics,
+        }
+        if method in between_steps:
+            return self._call(method, partial(between_steps[method], *arguments)) or {}
+        return getattr(self, method)(*arguments) or {}
 
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
@@ -272,13 +278,6 @@ class Driver:
         with self._lock:
             self._staged = None
 
-    def flush(self) -> None:
-        """What was computed of prompts so far is not shared with requests to come."""
-        self._call("flush", self._core.flush)
-
-    def sleep(self, parts: tuple[InferencePart, ...]) -> None:
-        self._call("sleep", lambda: self._sleep(parts))
-
     def _sleep(self, parts: tuple[InferencePart, ...]) -> None:
         if self._pending or self._core.has_work:
             raise RuntimeError(
@@ -286,12 +285,6 @@ class Driver:
                 "wait for them or cancel them first"
             )
         self._core.sleep(parts)
-
-    def wake(self, parts: tuple[InferencePart, ...]) -> None:
-        self._call("wake", lambda: self._core.wake(parts))
-
-    def statistics(self) -> dict[str, float]:
-        return self._call("statistics", self._statistics)
 
     def _statistics(self) -> dict[str, float]:
         counters = self._core.statistics()

@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -21,6 +21,7 @@ from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, 
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion
 from tandem.config.errors import ConfigError
+from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.controlled import Controlled
 from tandem.engines.inference.remote.http import HttpClient
@@ -41,18 +42,7 @@ WEIGHTS_TIMEOUT_S = 660.0
 """Reading and checking all weights, or the switch with its recompute."""
 
 ASK_TIMEOUT_S = 5.0
-_SAMPLING = (
-    "max_new_tokens",
-    "min_new_tokens",
-    "temperature",
-    "first_token_temperature",
-    "train_first_token",
-    "top_p",
-    "top_k",
-    "greedy",
-    "stop",
-    "stop_token_ids",
-)
+_SAMPLING = [field.name for field in fields(GenerationConfig) if field.name != "n_samples"]
 
 
 class TandemServer(Controlled):

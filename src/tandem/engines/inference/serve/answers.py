@@ -103,9 +103,7 @@ class Answer(ABC):
         first = await anext(news)
         if isinstance(first[1], LLMResponse):
             check_finished([first[1]])
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-        )
+        response = web.StreamResponse(headers=EVENTS)
         await response.prepare(request)
         try:
             async for event in self._events(first, news):

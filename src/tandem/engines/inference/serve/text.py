@@ -10,10 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.engines.inference.serve.prompt_length import fewest_tokens
 from tandem.engines.inference.serve.refusal import Refusal
+from tandem.engines.inference.stopping import UNFINISHED
 from tandem.models.tokenizer import load_tokenizer
-
-_UNFINISHED = "�"
-"""What a tokenizer decodes the first bytes of a character to."""
 
 _PATIENCE = 3
 """Tokens that may wait for the rest of their character, which has at most four bytes; what waits longer is no text."""
@@ -144,9 +142,9 @@ class TextStream:
         """Takes tokens of a completion that goes on; returns text that is certain."""
         self._ids += ids
         end = len(self._ids)
-        while end > self._read and len(self._ids) - end < _PATIENCE and self._new(end).endswith(_UNFINISHED):
+        while end > self._read and len(self._ids) - end < _PATIENCE and self._new(end).endswith(UNFINISHED):
             end -= 1
-        if self._new(end).endswith(_UNFINISHED):
+        if self._new(end).endswith(UNFINISHED):
             end = len(self._ids)
         if end == self._read:
             return ""
