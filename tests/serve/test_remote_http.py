@@ -10,7 +10,7 @@ import pytest
 
 from tandem.api.failures import DataFailure, EngineDied, ServerFailed
 from tandem.config.errors import ConfigError
-from tandem.engines.inference.remote.http import HttpClient, stream_events
+from tandem.protocol.client import HttpClient, stream_events
 
 
 @contextlib.contextmanager

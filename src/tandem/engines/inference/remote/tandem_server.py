@@ -24,10 +24,10 @@ from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.controlled import Controlled
-from tandem.engines.inference.remote.http import HttpClient
 from tandem.engines.inference.remote.kept import CALM_S, Place, fingerprint, keep, take_over, until_calm
 from tandem.engines.inference.remote.launch import ServerProcess, wait_ready
 from tandem.engines.inference.requests import refuse_unsupported
+from tandem.protocol.client import HttpClient
 
 PROTOCOL = 2
 """Of the token and control routes; a client refuses a server with another one."""

@@ -19,8 +19,8 @@ from tandem.engines.inference.callers import Piece
 from tandem.engines.inference.embedded import EmbeddedEngine, EmbeddedProcess
 from tandem.engines.inference.remote.tandem_server import PROTOCOL
 from tandem.engines.inference.serve.limits import Limits
-from tandem.engines.inference.serve.refusal import Refusal
 from tandem.engines.inference.serve.text import Tokenizers
+from tandem.protocol.refusal import Refusal
 
 
 @dataclass

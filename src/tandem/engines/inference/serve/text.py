@@ -9,9 +9,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tandem.engines.inference.serve.prompt_length import fewest_tokens
-from tandem.engines.inference.serve.refusal import Refusal
 from tandem.engines.inference.stopping import UNFINISHED
 from tandem.models.tokenizer import load_tokenizer
+from tandem.protocol.refusal import Refusal
 
 _PATIENCE = 3
 """Tokens that may wait for the rest of their character, which has at most four bytes; what waits longer is no text."""
