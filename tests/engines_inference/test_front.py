@@ -13,7 +13,6 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from tandem.engines.inference.messages import Start
 
 from tandem.api.failures import DataFailure, EngineDied, WaitTimeout, WeightUpdateFailed
 from tandem.api.requests import LLMRequest, NoiseKey, StopReason
@@ -23,7 +22,7 @@ from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine, engine_threads
 from tandem.engines.inference.callers import Callers
-from tandem.engines.inference.link import Link
+from tandem.engines.inference.link import Link, Start
 from tests.tiny import tiny_model_folder
 from tests.zygote import gone
 
