@@ -54,7 +54,7 @@ BACK = [
 
 CONFIGURATION = [
     ("src/tandem/cli/main.py", "Finds the command, and turns errors into messages."),
-    ("src/tandem/cli/train.py", "Names the kind of configuration and the loop."),
+    ("src/tandem/cli/training.py", "Names the kind of configuration and the loop."),
     ("src/tandem/cli/running.py", "Loads the configuration, and starts one process for each rank."),
     (
         "src/tandem/config/load.py",
