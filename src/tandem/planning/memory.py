@@ -6,6 +6,7 @@ embedded engine has a copy of its own, and a second one while an update is stage
 
 from collections.abc import Iterator
 
+from tandem.models.footprint import FLOAT32, cache_bytes, engine_bytes, row_capacity
 from tandem.models.shape import BYTES
 from tandem.planning import activations
 from tandem.planning.activations import Spread
@@ -17,7 +18,6 @@ from tandem.planning.job import Generator, Job
 from tandem.planning.machine import Machine
 from tandem.planning.states import (
     BUCKET,
-    FLOAT32,
     gathered,
     gradients_at_the_end,
     gradients_between,
@@ -28,9 +28,6 @@ from tandem.planning.states import (
 
 TOKENIZER_BYTES = 1000
 """Of each token of the vocabulary: the library held 46 MiB for one of 49,152, measured once."""
-
-SMALLEST_ROW = 32
-"""Smallest row of the KV cache, tokens."""
 
 
 def batches_of(job: Job, length: int) -> Batches:
@@ -109,18 +106,8 @@ def delivered_bytes(generator: Generator) -> float:
 
 
 def engine_weights(generator: Generator, machine: Machine) -> float:
-    """Bytes of one copy; on a CPU a tied head is laid out anew for its kernels."""
-    shape = generator.shape
-    packed_head = shape.embedding if shape.tied and machine.kind == "cpu" else 0
-    return BYTES[generator.dtype] * (shape.parameters() + packed_head)
-
-
-def row_capacity(tokens: int) -> int:
-    """Tokens of the KV cache row that holds so many: see `KVCache.capacity_for`."""
-    step = SMALLEST_ROW
-    while tokens > 4 * step:
-        step *= 2
-    return -(-tokens // step) * step
+    """Bytes of one copy."""
+    return engine_bytes(generator.shape, generator.dtype, cpu=machine.kind == "cpu")
 
 
 def kv_tokens(job: Job, generator: Generator) -> tuple[int, int]:
@@ -143,12 +130,12 @@ def kv_tokens(job: Job, generator: Generator) -> tuple[int, int]:
 def kv_needed(job: Job, generator: Generator) -> float:
     """Bytes of cache that the longest sample needs alone; with less the engine refuses it."""
     tokens = row_capacity(job.lengths.prompt + job.lengths.longest - 1)
-    return float(tokens * BYTES[generator.dtype] * generator.shape.kv_values)
+    return cache_bytes(generator.shape, generator.dtype, tokens)
 
 
 def kv_cache(job: Job, generator: Generator) -> float:
     """Bytes of one engine's cache."""
-    return kv_tokens(job, generator)[1] * BYTES[generator.dtype] * generator.shape.kv_values
+    return cache_bytes(generator.shape, generator.dtype, kv_tokens(job, generator)[1])
 
 
 def _processes(job: Job, machine: Machine, room: Room) -> Iterator[Item]:

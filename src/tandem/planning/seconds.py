@@ -149,5 +149,14 @@ def dense_step(shape: Shape, *, length: int, sequences: int, ranks: int, machine
     published. ``sequences``: of each rank. ``recompute``: the share of the forward pass that is done again."""
     most = length * sequences
     step = cut(sequences, 1, 0, length, most=most)
-    model = Held("actor", shape, "lm", "bfloat16", Layout(data=ranks), True, most, 1024)
+    model = Held(
+        role="actor",
+        shape=shape,
+        head="lm",
+        dtype="bfloat16",
+        layout=Layout(data=ranks),
+        trained=True,
+        max_tokens=most,
+        chunk_tokens=1024,
+    )
     return updating(model, step, machine, recompute=recompute)
