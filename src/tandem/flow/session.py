@@ -30,11 +30,14 @@ from tandem.flow.parts import (
     make_workflow,
     training_workflow,
 )
-from tandem.flow.plan import RunPlan, Stage, plan_run
+from tandem.flow.plan import Resident, RunPlan, Stage, plan_run
 from tandem.flow.process import Process
+from tandem.flow.residency import Residency
 from tandem.flow.residents import open_critic, open_model, open_reference, open_scores
 from tandem.flow.run import LocalRunner, Runner
 from tandem.flow.scoring import GroupScorer, ScoreRole
+from tandem.flow.sleep_plan import AGAIN, BEGIN
+from tandem.flow.state_parts import sleep_plan_here
 from tandem.launch.rank import kept_servers
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
@@ -70,6 +73,7 @@ class Session:
     verifier: Verifier
     meter: EngineMeter
     timer: PhaseTimer
+    residency: Residency
     runner: Runner
     scorer: GroupScorer | None
 
@@ -94,29 +98,38 @@ def open_session(
     folder = resolve(config.actor.path)
     tokenizer = load_tokenizer(folder)
     check_chat_template(tokenizer)
+    timer = PhaseTimer()
+    residency = make_residency(config, plan, timer)
+
+    def open_engine(resident: Resident, device: str, *, optimizer_steps: int = 0) -> TrainEngine:
+        return residency.open(resident, lambda: open_model(resident, device, optimizer_steps=optimizer_steps))
+
     with contextlib.ExitStack() as stack:
-        with together():
+        with together(), residency.making(AGAIN):
             engine = make_engine(config, process, folder, run)
             if engine is not None:
                 stack.callback(engine.close)
+        residency.add_engine(engine)
         optimizer_steps = (steps - config.critic.warmup_steps) * config.actor.mini_batches * config.actor.epochs_per_batch
-        trainer = open_model(policy, process.device, optimizer_steps=optimizer_steps)
-        reference = open_reference(plan, process.device, trainer)
-        critic = open_critic(plan, config, process.device, trainer, steps, tokenizer)
+        trainer = open_engine(policy, process.device, optimizer_steps=optimizer_steps)
+        reference = open_reference(plan, process.device, trainer, open_engine)
+        critic = open_critic(plan, config, process.device, trainer, steps, tokenizer, open_engine)
         actor = make_actor(config, trainer, reference, critic)
         judge = plan.resident("teacher")
-        teacher = None if judge is None else Teacher(open_model(judge, process.device))
-        scores = open_scores(plan, process.device, tokenizer, reads=process.is_main)
+        teacher = None if judge is None else Teacher(open_engine(judge, process.device))
+        scores = open_scores(plan, process.device, tokenizer, reads=process.is_main, open_engine=open_engine)
+        residency.enter(BEGIN)
         archive, verifier = make_proof(config, process, trainer, tokenizer, folder)
         publisher = make_publisher(config, process, trainer, engine, folder, run=run, archive=archive)
         stack.callback(publisher.close)
+        residency.deliver_by(publisher.deliver_again)
         with together():
             reward = make_reward(config)
             stack.callback(reward.close)
             loader = make_loader(config, rows)
-            timer, meter = PhaseTimer(), EngineMeter(engine)
+            meter = EngineMeter(engine)
             work: dict[str, Callable[..., Any]] = {}
-            runner = LocalRunner(work, lambda stage: _measured(stage, timer, meter))
+            runner = LocalRunner(work, lambda stage: _measured(stage, timer, meter), residency)
             scorer = GroupScorer(plan, scores, runner, config.rollout.min_group_size) if scores else None
             rollout = make_rollout(config, engine, loader, scorer)
             stack.callback(rollout.close)
@@ -138,6 +151,7 @@ def open_session(
             verifier=verifier,
             meter=meter,
             timer=timer,
+            residency=residency,
             runner=runner,
             scorer=scorer,
         )
@@ -186,6 +200,12 @@ def _work(session: Session, scores: Mapping[str, ScoreRole]) -> dict[str, Callab
             role = scores[stage.role] if stage.kind == "score" else getattr(session, stage.role)
             work[stage.name] = getattr(role, stage.call)
     return work
+
+
+def make_residency(config: TrainConfig, plan: RunPlan, timer: PhaseTimer) -> Residency:
+    """What puts models to sleep under `memory_limit_gib`; what sleeps on disk is in the run folder."""
+    scratch = run_path(config.run.root, config.experiment_name, config.trial_name) / "asleep"
+    return Residency(sleep_plan_here(config, plan), scratch, timer)
 
 
 def make_actor(

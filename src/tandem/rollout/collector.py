@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from tandem.api.activity import waiting
 from tandem.api.collective import from_main
@@ -14,8 +15,17 @@ from tandem.rollout.collate import expired
 from tandem.rollout.episodes import Episode, finished
 from tandem.rollout.pool import EpisodePool, NoBatch
 
-GroupScorer = Callable[[Sequence[Group]], list[Group | DataFailure]]
-"""Groups → the same with more rewards, or why one cannot be trained on. Collective; other ranks than 0 bring none."""
+
+class GroupScorer(Protocol):
+    """Gives finished groups the rewards that need a model."""
+
+    def __call__(self, groups: Sequence[Group]) -> list[Group | DataFailure]:
+        """Groups → the same with more rewards, or why one cannot be trained on. Collective; rank 0 alone brings any."""
+        ...
+
+    def generate_again(self) -> None:
+        """More groups are generated: the engine must be there. Collective."""
+        ...
 
 
 @dataclass
@@ -86,14 +96,20 @@ class Collector:
         candidates: list[Episode] = []
         outcomes: list[Group | DataFailure] = []
 
-        def next_candidates() -> int:
+        def lacks_groups() -> bool:
             self._judge(candidates, outcomes)  # here, so that all ranks hear of what it raises
+            with self._pool.changed:
+                return wish.count is not None and len(self._pool.waiting) < wish.count
+
+        def next_candidates() -> int:
             wish.episodes = self.collect(wish)
             candidates[:] = [episode for episode in wish.episodes if not episode.judged]
             return len(candidates)
 
         while from_main(next_candidates):
             outcomes = scorer([episode.group for episode in candidates if episode.group is not None])
+            if from_main(lacks_groups):
+                scorer.generate_again()
 
     def _judge(self, candidates: Sequence[Episode], outcomes: Sequence[Group | DataFailure]) -> None:
         """The scores of these groups are there: workflows that read them finish the groups, and the filter sees them."""

@@ -40,6 +40,11 @@ TIME: Section = {
         "Publishing the new weights to the inference engine.",
         "More than a tenth of the step: the machine is short of memory bandwidth.",
     ),
+    "time/switch_s": Metric(
+        "s",
+        "Waking models for their stages and putting others to sleep, with `memory_limit_gib`; not part of the other times.",
+        "Above a twentieth of the step: raise `memory_limit_gib`. `tandem graph` shows what moves, stage by stage.",
+    ),
     "time/evaluate_s": Metric(
         "s",
         "Evaluation, where this step had one.",
