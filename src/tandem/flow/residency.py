@@ -41,13 +41,15 @@ class Residency:
         self._deliver_again = deliver_again
 
     def open(self, resident: Resident, make: Callable[[], TrainEngine]) -> TrainEngine:
-        """Makes room for a model, and the model by ``make``; its memory can be given back one tensor at a time."""
+        """Makes room for a model, and the model by ``make``. It sleeps until a stage needs it."""
         part = Part(resident.name, "parameters")
         if self.plan is None or part not in self.plan.parts:
             return make()
         self._do(self.plan.opening(part, self._state))
         with mapped_blocks():
             engine = self._trained[resident.name] = make()
+            self._sleep(part)
+        give_back()
         return engine
 
     def enter(self, name: str) -> None:
@@ -55,6 +57,7 @@ class Residency:
         if self.plan is None:
             return
         with self._timer("switch"):
+            give_back()  # gradients and activations of the stage before are no part of what is planned
             moves = self.plan.moves(name, self._state)
             if moves.again is not None:
                 self._do(moves.again)
@@ -79,8 +82,6 @@ class Residency:
         """Sleeps first, so that there is room for what wakes."""
         for part in moves.sleep:
             self._sleep(part)
-        if moves.sleep:
-            give_back()
         for part in moves.wake:
             if part.resident == ENGINE:
                 if self._engine is not None:

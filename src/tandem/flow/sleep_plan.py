@@ -2,7 +2,7 @@
 
 A part is asleep when its memory is given back. Before each stage what it needs wakes, and if that does not fit beside what
 is awake, something else goes to sleep first. So the most that is awake at once is the *largest* stage, never the sum of all
-models. Three orders of choosing are simulated over a few steps, and the one that moves the fewest bytes is taken.
+models. Several orders of choosing are simulated over a few steps, and the one that moves the fewest bytes is taken.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -64,7 +64,8 @@ class StageNeeds:
     """Parts that exist only while it runs, and their bytes: gradients."""
 
     each_step: bool = True
-    """False of a stage that follows a step now and then."""
+    now_and_then: bool = False
+    """It follows a step now and then. A stage that does neither belongs to the start of a run."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,8 @@ Order = Callable[[int, int, int], tuple[float, ...]]
 
 ORDERS: tuple[Order, ...] = (
     lambda distance, cost, size: (float(cost == 0), float(distance), float(size)),  # furthest next use first
-    lambda distance, cost, size: (-cost / size, float(distance), float(size)),  # the cheapest first
+    lambda distance, cost, size: (-cost / size, float(distance), float(size)),  # the cheapest byte first
+    lambda distance, cost, size: (float(-cost), float(distance), float(size)),  # the cheapest part first
     lambda distance, cost, size: (float(cost == 0), distance * size / max(cost, 1), float(size)),
 )
 STEPS = 3
@@ -198,11 +200,11 @@ class SleepPlan:
         return Moves(asleep, woken, again, moved)
 
     def opening(self, part: Part, state: State) -> Moves:
-        """What happens before a model is opened."""
+        """What happens before a model is opened, which sleeps again until a stage needs it."""
         stage = StageNeeds(f"open {part}", frozenset({part}), each_step=False)
         asleep = self._make_room(stage, state, self.order)
-        state.awake = (state.awake - set(asleep)) | {part}
-        state.copied |= {part for part in asleep if self.parts[part].leaving}
+        state.awake -= set(asleep)
+        state.copied |= {part for part in (*asleep, part) if self.parts[part].leaving}
         return Moves(asleep)
 
     def _make_room(self, stage: StageNeeds, state: State, order: Order) -> tuple[Part, ...]:
@@ -235,14 +237,15 @@ class SleepPlan:
     @cached_property
     def order(self) -> Order:
         """The order of choosing that moves the fewest bytes in a step."""
-        return min(ORDERS, key=lambda order: sum(moves.total for moves in self.steps(order)[-1]))
+        return min(ORDERS, key=lambda order: moved_bytes(self.steps(order)[-1]))
 
     def steps(self, order: Order | None = None, count: int = STEPS) -> list[list["Done"]]:
-        """The stages of so many steps from the beginning, each with what happens before it and what is awake in it."""
-        state = State(set(self.beginning))
-        return [
-            [self._done(stage, state, order or self.order) for stage in self.stages if stage.each_step] for _ in range(count)
-        ]
+        """The stages of so many steps from the beginning, each with what happens before it and what is awake in it. Stages
+        that follow a step now and then follow the last one."""
+        state, order = State(set(self.beginning)), order or self.order
+        steps = [[self._done(stage, state, order) for stage in self.stages if stage.each_step] for _ in range(count)]
+        steps[-1] += [self._done(stage, state, order) for stage in self.stages if stage.now_and_then]
+        return steps
 
     @property
     def beginning(self) -> frozenset[Part]:
@@ -252,12 +255,11 @@ class SleepPlan:
     def _done(self, stage: StageNeeds, state: State, order: Order) -> "Done":
         given = stage.gives & state.awake
         moves = self.moves(stage.name, state, order)
-        kept = given - set(moves.sleep)
-        peak = self._total(state.awake) + self._total(kept) + sum(size for _, size in stage.passing)
-        return Done(stage, moves, frozenset(state.awake), peak)
+        old = frozenset(state.awake - (stage.gives - (given - set(moves.sleep))))
+        return Done(stage, moves, old, self._total(old) + self._beside(stage))
 
     def steady(self) -> list["Done"]:
-        """One step of many."""
+        """One step of many, and the stages that follow it now and then."""
         return self.steps()[-1]
 
     def _total(self, parts: Iterable[Part]) -> int:
@@ -274,6 +276,8 @@ class Done:
     stage: StageNeeds
     moves: Moves
     awake: frozenset[Part]
+    """Parts that are there besides those that it makes anew and those that pass."""
+
     peak: int
     """Bytes of all parts while it runs."""
 
@@ -289,5 +293,5 @@ def _rounded_up(num_bytes: int) -> str:
 
 
 def moved_bytes(step: Sequence[Done]) -> int:
-    """Of all stages of a step."""
-    return sum(done.total for done in step)
+    """Of the stages that each step has."""
+    return sum(done.total for done in step if done.stage.each_step)

@@ -7,8 +7,8 @@ from tandem.api.engines import TrainPart
 from tandem.config.backend import parse_layout
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.preference import DistillConfig, training_config
-from tandem.flow.process import choose_device
 from tandem.flow.plan import Resident, RunPlan, Stage
+from tandem.flow.process import choose_device
 from tandem.flow.sleep_plan import AGAIN, BEGIN, GIB, Cost, Part, SleepPlan, StageNeeds, moved_bytes
 from tandem.models.footprint import Footprint, adapters_of, cache_bytes, engine_bytes, row_capacity
 from tandem.models.precision import resolve_dtype
@@ -89,7 +89,9 @@ def sleep_plan_here(config: BaseConfig, plan: RunPlan) -> SleepPlan | None:
     Raises:
         ConfigError: see `sleep_plan`.
     """
-    return None if getattr(config, "memory_limit_gib", None) is None else sleep_plan(config, plan, here(choose_device(config)))
+    return (
+        None if getattr(config, "memory_limit_gib", None) is None else sleep_plan(config, plan, here(choose_device(config)))
+    )
 
 
 def _parts(resident: Resident, found: Footprint, where: Where, ranks: int) -> dict[Part, Cost]:
@@ -153,6 +155,7 @@ def _stages(config: BaseConfig, plan: RunPlan, parts: dict[Part, Cost], gradient
             weights if stage.name == "publish" else frozenset(),
             tuple((Part(name, "gradients"), gradients[name]) for name in residents if stage.kind == "update"),
             each_step=stage.kind != "keep" or stage.name == "record",
+            now_and_then=stage.kind == "keep" and stage.name != "record",
         )
 
 
@@ -192,8 +195,9 @@ def told(plan: SleepPlan) -> str:
         if moves.again is not None:
             sleeps, wakes = [*moves.again.sleep, *sleeps], [*moves.again.wake, Part(ENGINE, "weights"), *wakes]
         cells = [", ".join(map(str, dict.fromkeys(some))) or "-" for some in (sleeps, wakes)]
-        rows.append((done.stage.name, *cells, f"{done.total / 2**20:.1f}", f"{done.peak / 2**20:.1f}"))
+        name = done.stage.name if done.stage.each_step else f"({done.stage.name})"
+        rows.append((name, *cells, f"{done.total / 2**20:.1f}", f"{done.peak / 2**20:.1f}"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines += ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    lines.append(f"A step moves {moved_bytes(plan.steady()) / GIB:.4g} GiB.")
+    lines.append(f"A step moves {moved_bytes(plan.steady()) / GIB:.4g} GiB, without the stages in brackets.")
     return "\n".join(lines)

@@ -1,11 +1,15 @@
 """Memory of a run: what exists in each phase, who holds it, and which instant is the worst.
 
 Counted as the code holds it: what a model keeps over its ranks is in `states`, what a pass makes in `activations`; the
-embedded engine has a copy of its own, and a second one while an update is staged. Nothing sleeps between phases.
+embedded engine has a copy of its own, and a second one while an update is staged. Under `memory_limit_gib` each phase has
+what is awake in it (`tandem.flow.sleep_plan`); otherwise nothing sleeps between phases.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
+from tandem.api.engines import InferencePart, TrainPart
+from tandem.flow.sleep_plan import Part
 from tandem.models.footprint import FLOAT32, cache_bytes, engine_bytes, row_capacity
 from tandem.models.shape import BYTES
 from tandem.planning import activations
@@ -75,7 +79,39 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
         add("publish", *_publishing(job, machine))
     add("save", *_saving(job, room))
     steady += of_heap(job, machine, room, worst, coming.values())
-    return tuple(Instant(phase, (*steady, *items, *of_what_comes(items, machine, room))) for phase, items in coming.items())
+    return tuple(
+        _worst(phase, steady, (*items, *of_what_comes(items, machine, room)), job.awake.get(phase), machine)
+        for phase, items in coming.items()
+    )
+
+
+PARTS: dict[str, TrainPart] = {"parameters": "parameters", "parameters, rounded": "parameters", "optimizer": "optimizer"}
+ENGINE_PARTS: dict[str, InferencePart] = {"parameters": "weights", "KV cache": "kv_cache"}
+"""Item → the part that it sleeps with."""
+
+
+def _worst(
+    phase: str,
+    steady: Sequence[Item],
+    coming: tuple[Item, ...],
+    awake: tuple[frozenset[Part], ...] | None,
+    machine: Machine,
+) -> Instant:
+    """The phase in that of its stages in which most is awake. ``awake``: of each of them; None: everything."""
+    if awake is None:
+        return Instant(phase, (*steady, *coming))
+    instants = [Instant(phase, (*_without_sleepers(steady, one, machine), *coming)) for one in awake]
+    return max(instants, key=lambda instant: instant.total())
+
+
+def _without_sleepers(steady: Sequence[Item], awake: frozenset[Part], machine: Machine) -> Iterator[Item]:
+    """What sleeps is on a disk where the device is the host, and in host memory beside a GPU."""
+    for item in steady:
+        what = ENGINE_PARTS.get(item.what) if item.role == "engine" else PARTS.get(item.what)
+        if what is None or Part(item.role, what) in awake:
+            yield item
+        elif machine.kind != "cpu" and item.role != "engine":
+            yield replace(item, place="host", devices=1)
 
 
 def _engine(job: Job, machine: Machine) -> Iterator[Item]:

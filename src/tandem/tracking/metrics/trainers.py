@@ -147,6 +147,12 @@ EPISODES: Section = {
         "At most max(1, η) times the weights, around verified steps. Too much: `rollout.weights.channel=disk`, or "
         "`rollout.verify.every_steps=null`.",
     ),
+    "memory/moved_gib": Metric(
+        "GiB",
+        "Weights and optimizer state that were read, written or moved to wake models and to put them to sleep, with "
+        "`memory_limit_gib`.",
+        "Much: raise `memory_limit_gib` until `tandem plan` says that less moves.",
+    ),
     "memory/peak_gib": Metric(
         "GiB",
         "Sum of the largest resident sizes of this process and its children; shared pages count in each, so it is"
