@@ -63,6 +63,7 @@ class Residency:
                 self._do(moves.again)
                 with mapped_blocks():
                     self._deliver_again()
+                self._moved += self.plan.parts[Part(ENGINE, "weights")].coming
             self._do(moves)
 
     @contextlib.contextmanager
@@ -87,8 +88,7 @@ class Residency:
                 if self._engine is not None:
                     self._engine.wake((part.what,))  # type: ignore[arg-type]
             elif part.resident in self._trained:
-                self._trained[part.resident].onload((part.what,))  # type: ignore[arg-type]
-        self._moved += moves.num_bytes
+                self._moved += self._trained[part.resident].onload((part.what,))  # type: ignore[arg-type]
 
     def _sleep(self, part: Part) -> None:
         if part.resident == ENGINE:
@@ -96,7 +96,7 @@ class Residency:
                 self._wait_until_idle(self._engine)
                 self._engine.sleep((part.what,))  # type: ignore[arg-type]
         elif part.resident in self._trained:
-            self._trained[part.resident].offload((part.what,), self._scratch)  # type: ignore[arg-type]
+            self._moved += self._trained[part.resident].offload((part.what,), self._scratch)  # type: ignore[arg-type]
 
     def _wait_until_idle(self, engine: InferenceEngine) -> None:
         """Requests that were cancelled, or drawn beside those that were needed, may still be under way."""

@@ -78,9 +78,13 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
     if job.generator is not None and job.generator.foreign is None:
         add("publish", *_publishing(job, machine))
     add("save", *_saving(job, room))
-    steady += of_heap(job, machine, room, worst, coming.values())
+
+    def kept(items: tuple[Item, ...]) -> Iterator[Item]:
+        # where models sleep, the heap is given back before each stage, and has what comes in that one alone
+        return of_heap(job, machine, room, worst, [items] if job.awake else coming.values())
+
     return tuple(
-        _worst(phase, steady, (*items, *of_what_comes(items, machine, room)), job.awake.get(phase), machine)
+        _worst(phase, steady, (*kept(items), *items, *of_what_comes(items, machine, room)), job.awake.get(phase), machine)
         for phase, items in coming.items()
     )
 

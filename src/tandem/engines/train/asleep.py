@@ -9,6 +9,7 @@ is what slept.
 import ctypes
 import secrets
 import tempfile
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,6 +90,7 @@ class EngineMemory:
         self._copies: dict[tuple[TrainPart, str], _Copy] = {}
         self._file: IO[bytes] | None = None
         self._stored: Mapping[str, Stored] | None = None
+        self._moved = 0
 
     def require(self, *parts: TrainPart) -> None:
         """Passes if these parts are awake."""
@@ -108,8 +110,9 @@ class EngineMemory:
         sizes["gradients"] = sum(gradient.nbytes for gradient in self._holder.local_gradients())
         return sizes
 
-    def offload(self, parts: Iterable[TrainPart], scratch: Path | None) -> None:
+    def offload(self, parts: Iterable[TrainPart], scratch: Path | None) -> int:
         """See `TrainEngine.offload`."""
+        self._moved = 0
         if "gradients" in parts:
             self._optimizer.zero_grad()
         for part in parts:
@@ -124,9 +127,11 @@ class EngineMemory:
                 self._asleep[part] = [self._put_away(part, *found, scratch) for found in self._storages(part)]
                 for tensor in self._holder.copies() if part == "parameters" else []:
                     tensor.untyped_storage().resize_(0)
+        return self._moved
 
-    def onload(self, parts: Iterable[TrainPart]) -> None:
+    def onload(self, parts: Iterable[TrainPart]) -> int:
         """See `TrainEngine.onload`."""
+        self._moved = 0
         for part in parts:
             if part not in self._asleep:
                 continue
@@ -142,9 +147,12 @@ class EngineMemory:
                             tensor.untyped_storage().resize_(tensor.nbytes)
                         self._holder.publish()
             del self._asleep[part]
+        return self._moved
 
     def _move(self, part: TrainPart, device: torch.device) -> None:
         (self._holder if part == "parameters" else self._optimizer).move(device)
+        copies = self._holder.copies() if part == "parameters" else []
+        self._moved += sum(storage.nbytes() for _, storage, _ in self._storages(part)) + sum(x.nbytes for x in copies)
 
     def _storages(self, part: TrainPart) -> Iterator[tuple[str, torch.UntypedStorage, torch.dtype]]:
         """Each storage once, by the name of one of its tensors."""
@@ -198,9 +206,11 @@ class EngineMemory:
         if self._file is None:
             scratch.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=scratch, buffering=0)  # noqa: SIM115 — open while the engine lives
+            weakref.finalize(self, self._file.close)
         if not isinstance(copy.place, int):  # else its room in the file is used again
             copy.place = self._file.seek(0, 2)
         self._file.seek(copy.place)
+        self._moved += flat.nbytes
         left = _bytes(flat)
         while left:
             left = left[self._file.write(left) :]
@@ -208,6 +218,7 @@ class EngineMemory:
     def _take_back(self, storage: torch.UntypedStorage, dtype: torch.dtype, copy: _Copy) -> None:
         did()
         storage.resize_(copy.num_bytes)
+        self._moved += copy.num_bytes
         flat, where = _flat(storage, dtype), "the file that it was written to"
         try:
             if isinstance(copy.place, Stored):

@@ -216,13 +216,13 @@ class SpreadEngine(TrainEngine):
         """See `TrainEngine.late_writer`."""
         return self._weights.writer(state["masters"], self.dtype)
 
-    def offload(self, parts: tuple[TrainPart, ...], scratch: Path | None = None) -> None:
+    def offload(self, parts: tuple[TrainPart, ...], scratch: Path | None = None) -> int:
         """See `TrainEngine.offload`."""
-        self._memory.offload(parts, scratch)
+        return self._memory.offload(parts, scratch)
 
-    def onload(self, parts: tuple[TrainPart, ...]) -> None:
+    def onload(self, parts: tuple[TrainPart, ...]) -> int:
         """See `TrainEngine.onload`."""
-        self._memory.onload(parts)
+        return self._memory.onload(parts)
 
     def num_bytes(self) -> dict[TrainPart, int]:
         """See `TrainEngine.num_bytes`."""
