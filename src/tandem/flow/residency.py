@@ -21,10 +21,19 @@ class Residency:
     On several ranks each makes the same calls and comes to the same decisions, for they follow from the plan alone.
     """
 
-    def __init__(self, plan: SleepPlan | None, scratch: Path, timer: PhaseTimer, *, idle_timeout_s: float = 600.0):
-        """``scratch``: a folder for what sleeps on disk. ``idle_timeout_s``: how long the inference engine may take to end
-        what was cancelled, before it sleeps."""
+    def __init__(
+        self,
+        plan: SleepPlan | None,
+        scratch: Path,
+        timer: PhaseTimer,
+        open_model: Callable[..., TrainEngine],
+        *,
+        idle_timeout_s: float = 600.0,
+    ):
+        """``scratch``: a folder for what sleeps on disk. ``open_model``: opens what `open` is given. ``idle_timeout_s``: for
+        the inference engine to end what was cancelled, before it sleeps."""
         self.plan = plan if plan is not None and plan.sleeps else None
+        self._open_model = open_model
         self._scratch, self._timer, self._idle_timeout_s = scratch, timer, idle_timeout_s
         self._state = State(set(self.plan.beginning) if self.plan is not None else set())
         self._trained: dict[str, TrainEngine] = {}
@@ -40,14 +49,14 @@ class Residency:
         """``deliver_again``: brings the weights that the inference engine served back to it. Collective."""
         self._deliver_again = deliver_again
 
-    def open(self, resident: Resident, make: Callable[[], TrainEngine]) -> TrainEngine:
-        """Makes room for a model, and the model by ``make``. It sleeps until a stage needs it."""
+    def open(self, resident: Resident, device: str, *, optimizer_steps: int = 0) -> TrainEngine:
+        """Makes room for a model and opens it as `open_model` does. Under a budget it sleeps until a stage needs it."""
         part = Part(resident.name, "parameters")
         if self.plan is None or part not in self.plan.parts:
-            return make()
+            return self._open_model(resident, device, optimizer_steps=optimizer_steps)
         self._do(self.plan.opening(part, self._state))
         with mapped_blocks():
-            engine = self._trained[resident.name] = make()
+            engine = self._trained[resident.name] = self._open_model(resident, device, optimizer_steps=optimizer_steps)
             self._sleep(part)
         give_back()
         return engine

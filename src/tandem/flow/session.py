@@ -30,7 +30,7 @@ from tandem.flow.parts import (
     make_workflow,
     training_workflow,
 )
-from tandem.flow.plan import Resident, RunPlan, Stage, plan_run
+from tandem.flow.plan import RunPlan, Stage, plan_run
 from tandem.flow.process import Process
 from tandem.flow.residency import Residency
 from tandem.flow.residents import open_critic, open_model, open_reference, open_scores
@@ -100,10 +100,6 @@ def open_session(
     check_chat_template(tokenizer)
     timer = PhaseTimer()
     residency = make_residency(config, plan, timer)
-
-    def open_engine(resident: Resident, device: str, *, optimizer_steps: int = 0) -> TrainEngine:
-        return residency.open(resident, lambda: open_model(resident, device, optimizer_steps=optimizer_steps))
-
     with contextlib.ExitStack() as stack:
         with together(), residency.making(AGAIN):
             engine = make_engine(config, process, folder, run)
@@ -111,13 +107,13 @@ def open_session(
                 stack.callback(engine.close)
         residency.add_engine(engine)
         optimizer_steps = (steps - config.critic.warmup_steps) * config.actor.mini_batches * config.actor.epochs_per_batch
-        trainer = open_engine(policy, process.device, optimizer_steps=optimizer_steps)
-        reference = open_reference(plan, process.device, trainer, open_engine)
-        critic = open_critic(plan, config, process.device, trainer, steps, tokenizer, open_engine)
+        trainer = residency.open(policy, process.device, optimizer_steps=optimizer_steps)
+        reference = open_reference(plan, process.device, trainer, residency.open)
+        critic = open_critic(plan, config, process.device, trainer, steps, tokenizer, residency.open)
         actor = make_actor(config, trainer, reference, critic)
         judge = plan.resident("teacher")
-        teacher = None if judge is None else Teacher(open_engine(judge, process.device))
-        scores = open_scores(plan, process.device, tokenizer, reads=process.is_main, open_engine=open_engine)
+        teacher = None if judge is None else Teacher(residency.open(judge, process.device))
+        scores = open_scores(plan, process.device, tokenizer, reads=process.is_main, open_engine=residency.open)
         residency.enter(BEGIN)
         archive, verifier = make_proof(config, process, trainer, tokenizer, folder)
         publisher = make_publisher(config, process, trainer, engine, folder, run=run, archive=archive)
@@ -205,7 +201,7 @@ def _work(session: Session, scores: Mapping[str, ScoreRole]) -> dict[str, Callab
 def make_residency(config: TrainConfig, plan: RunPlan, timer: PhaseTimer) -> Residency:
     """What puts models to sleep under `memory_limit_gib`; what sleeps on disk is in the run folder."""
     scratch = run_path(config.run.root, config.experiment_name, config.trial_name) / "asleep"
-    return Residency(sleep_plan_here(config, plan), scratch, timer)
+    return Residency(sleep_plan_here(config, plan), scratch, timer, open_model)
 
 
 def make_actor(

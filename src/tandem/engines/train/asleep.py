@@ -33,6 +33,9 @@ WORDS = 1 << 16
 _KEYS = torch.tensor([secrets.randbits(63) | 1 for _ in range(WORDS)], dtype=torch.int64)
 """Of this process: no file can be made to have a certain sum."""
 
+CACHE_LINE = 64
+"""Bytes; torch begins each storage of its own at a whole one."""
+
 _STEP = 0x9E3779B97F4A7C15
 
 
@@ -72,11 +75,28 @@ class _Copy:
     """In the model's folder, or at this byte of the written file."""
 
 
-class _Asleep(NamedTuple):
-    """A storage without memory."""
+class _Region(NamedTuple):
+    """A storage from some element on to its end."""
 
     storage: torch.UntypedStorage
     dtype: torch.dtype
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the region, as long as the storage has its memory."""
+        return max(0, self.storage.nbytes() - self.start * self.dtype.itemsize)
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """Its numbers."""
+        return torch.empty(0, dtype=self.dtype).set_(self.storage, self.start, (self.num_bytes // self.dtype.itemsize,))
+
+
+class _Asleep(NamedTuple):
+    """A region without memory."""
+
+    region: _Region
     copy: _Copy
 
 
@@ -102,9 +122,10 @@ class EngineMemory:
         """Bytes of each part on the device now, measured."""
         sizes: dict[TrainPart, int] = {}
         for part in ("parameters", "optimizer"):
-            tensors = {storage.data_ptr(): storage.nbytes() for _, storage, _ in self._storages(part) if storage.nbytes()}
+            tensors = self._holder.tensors() if part == "parameters" else self._optimizer.tensors()
+            kept = sum(tensor.nbytes for _, tensor in tensors if tensor.untyped_storage().nbytes())
             copies = self._holder.copies() if part == "parameters" else []
-            sizes[part] = sum(tensors.values()) + sum(tensor.untyped_storage().nbytes() for tensor in copies)
+            sizes[part] = kept + sum(tensor.untyped_storage().nbytes() for tensor in copies)
             if self._device.type != "cpu" and part in self._asleep:
                 sizes[part] = 0
         sizes["gradients"] = sum(gradient.nbytes for gradient in self._holder.local_gradients())
@@ -124,7 +145,7 @@ class EngineMemory:
             elif scratch is not None:
                 if part == "parameters":
                     self._leave_mapped_files()
-                self._asleep[part] = [self._put_away(part, *found, scratch) for found in self._storages(part)]
+                self._asleep[part] = [self._put_away(part, *found, scratch) for found in self._regions(part)]
                 for tensor in self._holder.copies() if part == "parameters" else []:
                     tensor.untyped_storage().resize_(0)
         return self._moved
@@ -152,9 +173,9 @@ class EngineMemory:
     def _move(self, part: TrainPart, device: torch.device) -> None:
         (self._holder if part == "parameters" else self._optimizer).move(device)
         copies = self._holder.copies() if part == "parameters" else []
-        self._moved += sum(storage.nbytes() for _, storage, _ in self._storages(part)) + sum(x.nbytes for x in copies)
+        self._moved += sum(region.num_bytes for _, region in self._regions(part)) + sum(copy.nbytes for copy in copies)
 
-    def _storages(self, part: TrainPart) -> Iterator[tuple[str, torch.UntypedStorage, torch.dtype]]:
+    def _regions(self, part: TrainPart) -> Iterator[tuple[str, _Region]]:
         """Each storage once, by the name of one of its tensors."""
         tensors = self._holder.tensors() if part == "parameters" else self._optimizer.tensors()
         seen: set[int] = set()
@@ -162,32 +183,37 @@ class EngineMemory:
             storage = tensor.untyped_storage()
             if storage._cdata not in seen:
                 seen.add(storage._cdata)
-                yield name, storage, tensor.dtype
+                yield name, _Region(storage, tensor.dtype, tensor.storage_offset())
 
     def _leave_mapped_files(self) -> None:
-        """Parameters that transformers left in the mapped file get memory of their own, which can be given back."""
+        """Parameters that transformers left in the mapped file get memory of their own, which can be given back.
+
+        It begins as far from a cache line as in the file: kernels may round otherwise for another alignment, and a run that
+        sleeps would not be the one that does not.
+        """
         for name in self._holder.masters | self._holder.frozen:
             parameter = self._holder.held(name)
-            if not isinstance(parameter.data, DTensor) and not parameter.untyped_storage().resizable():
-                with mapped_blocks():
-                    parameter.data = parameter.data.clone()
+            if isinstance(parameter.data, DTensor) or parameter.untyped_storage().resizable():
+                continue
+            beside = parameter.data_ptr() % CACHE_LINE // parameter.dtype.itemsize
+            with mapped_blocks():
+                own = torch.empty(beside + parameter.numel(), dtype=parameter.dtype)
+                parameter.data = own[beside:].view(parameter.shape).copy_(parameter.data)
 
-    def _put_away(
-        self, part: TrainPart, name: str, storage: torch.UntypedStorage, dtype: torch.dtype, scratch: Path
-    ) -> _Asleep:
+    def _put_away(self, part: TrainPart, name: str, region: _Region, scratch: Path) -> _Asleep:
         did()
         copy = self._copies.get((part, name))
-        if copy is None or copy.num_bytes != storage.nbytes():
-            copy = self._copies[part, name] = _Copy(name, storage.nbytes())
-        flat = _flat(storage, dtype)
+        if copy is None or copy.num_bytes != region.num_bytes:
+            copy = self._copies[part, name] = _Copy(name, region.num_bytes)
+        flat = region.flat
         total = keyed_sum(flat)
         if copy.place is None and part == "parameters":
-            self._look_into_folder(copy, dtype, total)
+            self._look_into_folder(copy, region.dtype, total)
         if copy.sum != total:
             self._write(copy, flat, scratch)
             copy.sum = total
-        storage.resize_(0)
-        return _Asleep(storage, dtype, copy)
+        region.storage.resize_(0)
+        return _Asleep(region, copy)
 
     def _look_into_folder(self, copy: _Copy, dtype: torch.dtype, total: int) -> None:
         """If the folder has the same numbers under the tensor's name, they need not be written."""
@@ -215,15 +241,15 @@ class EngineMemory:
         while left:
             left = left[self._file.write(left) :]
 
-    def _take_back(self, storage: torch.UntypedStorage, dtype: torch.dtype, copy: _Copy) -> None:
+    def _take_back(self, region: _Region, copy: _Copy) -> None:
         did()
-        storage.resize_(copy.num_bytes)
+        region.storage.resize_(region.start * region.dtype.itemsize + copy.num_bytes)
         self._moved += copy.num_bytes
-        flat, where = _flat(storage, dtype), "the file that it was written to"
+        flat, where = region.flat, "the file that it was written to"
         try:
             if isinstance(copy.place, Stored):
                 where, start = str(copy.place.file), 0
-                for piece in copy.place.pieces(dtype):
+                for piece in copy.place.pieces(region.dtype):
                     flat[start : start + len(piece)] = piece
                     start += len(piece)
             else:
@@ -237,11 +263,6 @@ class EngineMemory:
                 f"{copy.name!r} slept, and {where} has other numbers for it now: files that a run reads must not change "
                 "while it runs; start it anew"
             )
-
-
-def _flat(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
-    """All of a storage."""
-    return torch.empty(0, dtype=dtype).set_(storage)
 
 
 def _bytes(flat: torch.Tensor) -> memoryview:
