@@ -1,7 +1,6 @@
 """Models that take turns in one memory: the run is the one in which all of them stay awake, in less memory."""
 
 import functools
-import hashlib
 import json
 import math
 import os
@@ -12,7 +11,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
+from tandem.api.weights import tensor_digest
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
@@ -56,8 +57,9 @@ def outcome(folder):
         tables = [name for (name,) in ledger.execute("select name from sqlite_master where type='table' order by name")]
         records = {table: ledger.execute(f"select * from {table}").fetchall() for table in tables if table != "run"}
     saved = {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        f"{path.relative_to(folder)} {name}": tensor_digest(tensor)
         for path in sorted(folder.glob("checkpoints/**/*.safetensors"))
+        for name, tensor in load_file(path).items()
     }
     return {
         "weights": (folder / "weights.jsonl").read_text(),
