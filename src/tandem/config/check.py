@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator
 from tandem.config import preference
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.arithmetic import arithmetic, max_head_offpolicyness, placement, total_steps
-from tandem.config.backend import layout_problems, parse_layout
+from tandem.config.backend import fewer_ranks_problems, layout_problems, parse_layout
 from tandem.config.check_algorithm import corrects_itself, part_problems
 from tandem.config.check_critic import critic_problems
 from tandem.config.check_groups import groups
@@ -23,13 +23,14 @@ from tandem.config.lora import lora_problems
 from tandem.config.nearest import nearest_names
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
 from tandem.config.presets import PRESETS
+from tandem.config.services import SERVICES
+from tandem.config.terms import read_term
 from tandem.config.unused import paths, unused
 
 __all__ = ["arithmetic", "check", "max_head_offpolicyness", "placement", "total_steps"]
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 FILE_ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
-SINKS = ("tensorboard", "wandb", "trackio")
 MAY_BE_EMPTY = ("system_prompt", "step_separator", "train_dataset.prompt_suffix", "valid_dataset.prompt_suffix")
 GIVEN_TO_TEMPLATES = (
     "conversation",
@@ -117,8 +118,10 @@ def _common(config: BaseConfig) -> Iterator[str]:
         )
     yield from _backends(config)
     for sink in config.tracking.sinks:
-        if sink not in SINKS:
-            yield f"tracking.sinks has {sink!r}; {nearest_names(sink, SINKS)}. A list is written [tensorboard, wandb]"
+        term = read_term(sink, "tracking.sinks")
+        if not term.is_file and term.name not in SERVICES["sink"]:
+            near = nearest_names(term.name, SERVICES["sink"])
+            yield f"tracking.sinks has {sink!r}; {near}, and my_file.py:Name. A list is written [tensorboard, wandb]"
     for sink in sorted({sink for sink in config.tracking.sinks if config.tracking.sinks.count(sink) > 1}):
         yield f"tracking.sinks names {sink} more than once; once is enough"
 
@@ -160,8 +163,8 @@ def _dataset(key: str, data: DatasetConfig | ValidDatasetConfig) -> Iterator[str
 
 
 def _backends(config: BaseConfig) -> Iterator[str]:
-    """How each model is spread: all of them over the same ranks."""
-    ranks = None
+    """How each model is spread: over the actor's ranks, or the first few of them."""
+    fits = False
     for role in ("actor", "critic", "reference", "teacher"):
         backend = getattr(getattr(config, role, None), "backend", None)
         if backend is None:
@@ -171,12 +174,9 @@ def _backends(config: BaseConfig) -> Iterator[str]:
         except ConfigError as problem:
             yield str(problem)
             continue
-        ranks = layout.ranks if role == "actor" else ranks
-        if ranks is not None and layout.ranks != ranks:
-            yield (
-                f"{role}.backend={backend} is {layout.ranks} rank(s), but all models share the same ranks, and there "
-                f"are {ranks} of them (actor.backend={config.actor.backend}); use as many, or leave it out"
-            )
+        fits = fits or role == "actor"  # else the actor's own backend is wrong, which says enough
+        if fits:
+            yield from fewer_ranks_problems(layout, f"{role}.backend={backend}", config.actor)
         yield from layout_problems(layout, f"{role}.backend={backend}", config.actor)
 
 

@@ -11,6 +11,7 @@ from tandem.config.generation import GenerationConfig
 from tandem.config.keys import field_types
 from tandem.config.parts import part_of
 from tandem.config.rollout import RolloutConfig
+from tandem.config.terms import Spec
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class FrozenConfig:
     """Model to load as the reference; null takes the actor's initial weights."""
 
     backend: str | None = None
-    """Layout over the ranks, in the form of `actor.backend`; null takes the actor's."""
+    """Layout over all ranks, or `fsdp:dN` over the first N, in the form of `actor.backend`; null takes the actor's."""
 
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
     """Precision of its forward pass; null takes the actor's."""
@@ -73,7 +74,7 @@ class TeacherConfig:
     """Model folder, hub name, or a built-in name; it must have the student's tokenizer."""
 
     backend: str | None = None
-    """Layout over the ranks, in the form of `actor.backend`; null takes the student's."""
+    """Layout over all ranks, or `fsdp:dN` over the first N, in the form of `actor.backend`; null takes the student's."""
 
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
     """Precision of its forward pass; null takes the actor's."""
@@ -93,10 +94,10 @@ class DistillConfig(BaseConfig):
     """Most memory of a device, over all processes, that the models may keep at once: parameters, gradients, optimizer state
     and KV cache, but not activations. null keeps everything awake (docs/colocation.md)."""
 
-    workflow: str = "rlvr"
+    workflow: Spec = "rlvr"
     """Registered workflow, or `my_file.py:ClassOrFunction`."""
 
-    reward: str = "math"
+    reward: Spec = "math"
     """Only measured, never trained on: a registered reward, or `my_file.py:function`."""
 
     reward_timeout_s: float = 15.0

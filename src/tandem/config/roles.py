@@ -1,6 +1,5 @@
 """What the roles add to the training engine they are given."""
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -27,7 +26,7 @@ class ReferenceConfig:
     """Model to load as the reference; null takes the actor's initial weights."""
 
     backend: str | None = None
-    """Layout over the ranks, in the form of `actor.backend`; null takes the actor's."""
+    """Layout over all ranks, or `fsdp:dN` over the first N, in the form of `actor.backend`; null takes the actor's."""
 
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
     """Precision of its forward pass; null takes the actor's."""
@@ -45,7 +44,7 @@ class CriticConfig:
     """Initial weights: a language model or a reward model; null takes the actor's initial weights."""
 
     backend: str | None = None
-    """Layout over the ranks, in the form of `actor.backend`; null takes the actor's."""
+    """Layout over all ranks, or `fsdp:dN` over the first N, in the form of `actor.backend`; null takes the actor's."""
 
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
     """Precision of its forward and backward pass; null takes the actor's."""
@@ -80,10 +79,3 @@ class CriticConfig:
 
     warmup_steps: int = 0
     """Number of first steps in which only the critic is trained and the actor's weights do not change."""
-
-
-def critic_engine_config(actor: ActorConfig, critic: CriticConfig) -> TrainEngineConfig:
-    """The critic's training engine: what it leaves open is the actor's."""
-    names = {f.name for f in dataclasses.fields(TrainEngineConfig)}
-    own = {name: value for name, value in vars(critic).items() if name in names and value is not None}
-    return TrainEngineConfig(**{name: getattr(actor, name) for name in names} | own)

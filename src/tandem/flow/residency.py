@@ -9,6 +9,7 @@ from tandem.api.activity import waiting
 from tandem.api.engines import InferenceEngine, TrainEngine
 from tandem.api.failures import WaitTimeout
 from tandem.flow.plan import Resident
+from tandem.flow.process import Process
 from tandem.flow.sleep_plan import GIB, Moves, Part, SleepPlan, State
 from tandem.flow.state_parts import ENGINE
 from tandem.models.allocator import give_back, mapped_blocks
@@ -49,14 +50,14 @@ class Residency:
         """``deliver_again``: brings the weights that the inference engine served back to it. Collective."""
         self._deliver_again = deliver_again
 
-    def open(self, resident: Resident, device: str, *, optimizer_steps: int = 0) -> TrainEngine:
+    def open(self, resident: Resident, process: Process, *, optimizer_steps: int = 0) -> TrainEngine:
         """Makes room for a model and opens it as `open_model` does. Under a budget it sleeps until a stage needs it."""
         part = Part(resident.name, "parameters")
         if self.plan is None or part not in self.plan.parts:
-            return self._open_model(resident, device, optimizer_steps=optimizer_steps)
+            return self._open_model(resident, process, optimizer_steps=optimizer_steps)
         self._do(self.plan.opening(part, self._state))
         with mapped_blocks():
-            engine = self._trained[resident.name] = self._open_model(resident, device, optimizer_steps=optimizer_steps)
+            engine = self._trained[resident.name] = self._open_model(resident, process, optimizer_steps=optimizer_steps)
             self._sleep(part)
         give_back()
         return engine

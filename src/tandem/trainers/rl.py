@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from tandem.api.activity import enter, within
-from tandem.api.collective import together
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import Resolved
 from tandem.data.curriculum import Curriculum
@@ -28,7 +27,7 @@ from tandem.state.run_folder import RunFolder
 from tandem.tracking.statistics import peak_memory_gib
 from tandem.tracking.tracker import Tracker
 from tandem.trainers.opening import start_run
-from tandem.trainers.start import prepare_rows
+from tandem.trainers.start import prepare
 
 
 def train(resolved: Resolved, *, dry_run: bool = False, override: bool = False, until: int | None = None) -> Summary:
@@ -53,24 +52,24 @@ def run_session(
 ) -> Summary:
     """Opens the run of ``resolved``, and trains with its models as ``config`` says."""
     plan = plan_run(resolved.config)
-    rows = prepare_rows(config, plan)
-    sleep_plan_here(config, plan)  # a budget that is too small is refused before there is a run folder
-    if dry_run:
-        check_run_folder(resolved.config, may_go_on(resolved.config, override=override))
-        return announce(resolved, config, len(rows.train), plan)
     with contextlib.ExitStack() as stack:
+        rows, parts = stack.enter_context(prepare(config, plan))
+        sleep_plan_here(config, plan)  # a budget that is too small is refused before there is a run folder
+        if dry_run:
+            check_run_folder(resolved.config, may_go_on(resolved.config, override=override))
+            return announce(resolved, config, len(rows.train), plan)
         examine = may_go_on(resolved.config, override=override)
         begun = stack.enter_context(start_run(config, rows, plan, recorded=resolved.config, examine=examine))
         run, tracker, process, steps = begun.folder, begun.tracker, begun.process, begun.steps
         last = min(steps, until or steps)
-        oversight = stack.enter_context(Oversight(resolved.config, run))
-        session = stack.enter_context(open_session(config, process, rows, steps, begun.id, plan))
+        oversight = stack.enter_context(Oversight(resolved.config, run, process.team))
+        session = stack.enter_context(open_session(config, process, rows, steps, begun.id, plan, parts))
         models = session.models
-        prepare = session.runner.prepare
-        record = weight_record(config, run, models.named_weights, partial(prepare, "record"))
-        recovery = recovery_of_session(session, run, tracker, stack, process.device, record)
-        wake = partial(prepare, "save")
-        saving = Saving(config, run, steps, models, models.save_tokenizer, recovery, models.late_writer, wake)
+        wake = session.runner.prepare
+        record = weight_record(process.team, config, run, models.named_weights, partial(wake, "record"))
+        recovery = recovery_of_session(session, run, tracker, stack, process, record)
+        late, to_save = models.late_writer, partial(wake, "save")
+        saving = Saving(config, run, steps, models, models.save_tokenizer, recovery, late, to_save)
         stack.enter_context(saving)
         return ended(loop(config, session, run, tracker, rows, steps, last, recovery, saving, oversight), run, steps)
 
@@ -117,7 +116,7 @@ def loop(
     with within("evaluate"):
         found = evaluate_if_due(config, session, rows, 0, steps) if checkpoint is None else {}
     progress.evaluations |= _accuracy(0, found)
-    with together():  # every rank, for only rank 0 has found anything
+    with session.team.together():  # every rank, for only rank 0 has found anything
         if tracker is not None and found:
             tracker.log(0, found)
     timer.metrics()  # what came before the first step is not part of it

@@ -90,7 +90,8 @@ class _Region(NamedTuple):
     @property
     def flat(self) -> torch.Tensor:
         """Its numbers."""
-        return torch.empty(0, dtype=self.dtype).set_(self.storage, self.start, (self.num_bytes // self.dtype.itemsize,))
+        count = self.num_bytes // self.dtype.itemsize
+        return torch.empty(0, dtype=self.dtype).set_(self.storage, self.start, (count,), (1,))
 
 
 class _Asleep(NamedTuple):
@@ -183,7 +184,7 @@ class EngineMemory:
             storage = tensor.untyped_storage()
             if storage._cdata not in seen:
                 seen.add(storage._cdata)
-                yield name, _Region(storage, tensor.dtype, tensor.storage_offset())
+                yield name, _Region(storage, tensor.dtype, int(tensor.storage_offset()))
 
     def _leave_mapped_files(self) -> None:
         """Parameters that transformers left in the mapped file get memory of their own, which can be given back.
