@@ -95,8 +95,8 @@ def open_session(
     says which models there are; None takes that of ``config``. ``parts``: of the episodes, closed too; None makes them.
     """
     plan = plan or plan_run(config)
-    policy, folder = plan.resident("actor"), resolve(config.actor.path)
-    assert policy is not None and plan.algorithm is not None, "every plan of such a run has an actor and its algorithm"
+    folder = resolve(config.actor.path)
+    assert plan.algorithm is not None, "every plan of such a run has an algorithm"
     timer = PhaseTimer()
     residency = make_residency(config, plan, timer)
     with contextlib.ExitStack() as stack:
@@ -109,15 +109,8 @@ def open_session(
                 stack.callback(engine.close)
         residency.add_engine(engine)
         tokenizer = parts.tokenizer
-        optimizer_steps = (steps - config.critic.warmup_steps) * config.actor.mini_batches * config.actor.epochs_per_batch
-        trainer = residency.open(policy, process, optimizer_steps=optimizer_steps)
-        reference = open_reference(plan, process, trainer, residency.open)
-        critic = open_critic(plan, config, process, trainer, steps, tokenizer, residency.open)
+        trainer, reference, critic, teacher, scores = open_models(config, plan, process, steps, tokenizer, residency)
         actor = make_actor(config, trainer, reference, critic, plan.algorithm)
-        judge = plan.resident("teacher")
-        teacher = None if judge is None else Teacher(residency.open(judge, process))
-        scores = open_scores(plan, process, tokenizer, residency.open)
-        residency.enter(BEGIN)
         archive, verifier = make_proof(config, process, trainer, tokenizer, folder)
         publisher = make_publisher(config, process, trainer, engine, folder, run=run, archive=archive)
         stack.callback(publisher.close)
@@ -199,6 +192,30 @@ def _work(session: Session, scores: Mapping[str, ScoreRole]) -> dict[str, Callab
             role = scores[stage.role] if stage.kind == "score" else getattr(session, stage.role)
             work[stage.name] = getattr(role, stage.call)
     return work
+
+
+Opened = tuple[TrainEngine, Reference | None, Critic | SharedCritic | None, Teacher | None, dict[str, ScoreRole]]
+
+
+def open_models(
+    config: TrainConfig,
+    plan: RunPlan,
+    process: Process,
+    steps: int,
+    tokenizer: PreTrainedTokenizerBase,
+    residency: Residency,
+) -> Opened:
+    """The models of the plan in a training engine, one after another, so that each finds room. ``steps``: of the run."""
+    policy, judge = plan.resident("actor"), plan.resident("teacher")
+    assert policy is not None, "every plan has an actor"
+    optimizer_steps = (steps - config.critic.warmup_steps) * config.actor.mini_batches * config.actor.epochs_per_batch
+    trainer = residency.open(policy, process, optimizer_steps=optimizer_steps)
+    reference = open_reference(plan, process, trainer, residency.open)
+    critic = open_critic(plan, config, process, trainer, steps, tokenizer, residency.open)
+    teacher = None if judge is None else Teacher(residency.open(judge, process))
+    scores = open_scores(plan, process, tokenizer, residency.open)
+    residency.enter(BEGIN)
+    return trainer, reference, critic, teacher, scores
 
 
 def make_residency(config: TrainConfig, plan: RunPlan, timer: PhaseTimer) -> Residency:
