@@ -25,9 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from tandem.flow.draw import mermaid, picture, text  # noqa: PLC0415 — imports torch
     from tandem.flow.plan import plan_run  # noqa: PLC0415
+    from tandem.flow.state_parts import sleep_plan_here, told  # noqa: PLC0415
 
-    plan = plan_run(resolve_kind(arguments).config)
+    config = resolve_kind(arguments).config
+    plan = plan_run(config)
+    sleeping = sleep_plan_here(config, plan)
     print(mermaid(plan) if arguments.mermaid else text(plan))
+    if sleeping is not None and not arguments.mermaid:
+        print(told(sleeping))
     if arguments.png is not None:
         try:
             picture(plan, arguments.png)

@@ -57,6 +57,7 @@ def evaluate_if_due(config: TrainConfig, session: Session, rows: Rows, step: int
     """
     if not is_evaluation_due(config.evaluate.every_steps, step, steps):
         return {}
+    session.runner.prepare("evaluate")
     answers: list[Answer] = []
     made: dict[tuple[int, int], tuple[Ask, Group]] = {}
 
