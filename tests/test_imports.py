@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "roles": {"api", "config", "algorithms"},
     "rollout": {"api", "config"},
     "rewards": {"api", "config", "models"},
+    "sandbox": {"api", "config"},
     "data": {"api", "config"},
     "weights": {"api", "config"},
     "state": {"api", "config"},
@@ -33,7 +34,7 @@ MAY_IMPORT = {
     "planning": EVERYTHING - {"cli"},
     "cli": EVERYTHING,
 }
-WITHOUT_TORCH = ("config", "launch")
+WITHOUT_TORCH = ("config", "launch", "sandbox")
 
 
 def room_of(module):
