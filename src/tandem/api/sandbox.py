@@ -12,8 +12,8 @@ Status = Literal["ok", "exit", "signal", "timeout", "memory", "output", "refused
 """How a program ended.
 
 ok: exit code 0. exit: another exit code. signal: killed by a signal that the sandbox did not send. timeout: wall or CPU time
-was used up. memory, output: more than the limit. refused: it never began, for example because the program to execute does not
-exist. lost: the sandbox was killed from outside on every attempt; says nothing about the program.
+was used up. memory, output: more than the limit. refused: it never began, for example because the command to execute is not
+there. lost: the sandbox was killed from outside on every attempt; says nothing about the program.
 """
 
 
@@ -125,7 +125,7 @@ class Snapshot:
 class Workspace(ABC):
     """A working directory that stays between programs, for agents. Processes do not stay: each `exec` ends with a kill.
 
-    All methods but `close` raise `SandboxLost` when the sandbox was killed from outside: its files are gone, so nothing can be
+    All methods but `close` raise `SandboxLost` if the sandbox was killed from outside: its files are gone, so nothing can be
     retried here. Open another one and `restore` a snapshot.
     """
 
