@@ -77,7 +77,7 @@ class Server:
         if not self._walls.has_namespaces:
             os.mkdir(root, 0o700)
         try:
-            child = kernel.clone(_NAMESPACES) if self._walls.has_namespaces else os.fork()
+            child = kernel.clone(_NAMESPACES if self._walls.has_namespaces else 0)
         except OSError as error:
             with contextlib.suppress(OSError), socket.socket(fileno=channel) as answers:
                 answers.send(json.dumps({"error": str(error)}).encode())

@@ -126,9 +126,11 @@ class Session:
 
     def _other_tasks(self) -> int:
         """Processes and threads that the kernel counts for this user beside those of the program."""
+        own = os.getuid()
         if self._walls.has_namespaces:
             return 1  # this process: the count begins anew in a user namespace
-        own = os.getuid()
+        if own == 0:
+            return 0  # the kernel counts nothing for root
         count = 0
         for name in os.listdir("/proc"):
             with contextlib.suppress(OSError):
