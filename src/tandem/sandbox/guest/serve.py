@@ -97,7 +97,7 @@ class Server:
             if self._walls.has_namespaces:
                 enter_namespaces(message["file_mib"], self._user, self._group)
             Session(channel, self._walls, root, wake_on_children()).serve()
-        except OSError as error:
+        except BaseException as error:  # boundary: this process may never go on as the server that it was forked from
             with contextlib.suppress(OSError):
                 os.write(channel, json.dumps({"error": str(error)}).encode())
         os._exit(1)
