@@ -1,9 +1,11 @@
 """Hostile programs in each back end: none escapes, and nothing is left behind. The table of docs/sandbox.md is made from them."""
 
 import asyncio
+import contextlib
 import json
 import os
 import platform
+import signal
 import socket
 import subprocess
 import threading
@@ -26,22 +28,26 @@ def processes_with(mark: str) -> list[int]:
     """Processes on this machine that have the mark in their command line."""
     left = []
     for folder in Path("/proc").glob("[0-9]*"):
-        try:
+        with contextlib.suppress(OSError):
             if mark.encode() in folder.joinpath("cmdline").read_bytes():
                 left.append(int(folder.name))
-        except OSError:
-            continue
     return left
+
+
+def lives(pid: int) -> bool:
+    """Whether a process is there and is no zombie, which waits for pid 1 of this machine."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def descendants(pid: int) -> set[int]:
     """Processes below one."""
     below = set()
     for thread in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
+        with contextlib.suppress(OSError):
             below |= {int(child) for child in thread.read_text().split()}
-        except OSError:
-            continue
     return below | {grandchild for child in below for grandchild in descendants(child)}
 
 
@@ -54,6 +60,7 @@ class Machine:
         self.secret.write_text("secret")
         self.secret.chmod(0o600)
         self.mark = f"{os.getpid()}987654.{int.from_bytes(os.urandom(3), 'big')}"
+        self.old_handler = signal.signal(signal.SIGWINCH, lambda *_: self.heard.append(b"a signal"))
         self.victim = subprocess.Popen(["sleep", "600"])
         self.heard: list[bytes] = []
         tcp = socket.create_server(("127.0.0.1", 0))
@@ -90,6 +97,7 @@ class Machine:
         return json.dumps(facts | {"victim": self.victim.pid, "parent": os.getpid()}).encode() + b"\n"
 
     def close(self) -> None:
+        signal.signal(signal.SIGWINCH, self.old_handler)
         self.victim.kill()
         self.victim.wait()
         for listener in self.listeners:
@@ -134,7 +142,7 @@ def trial(request, tmp_path_factory):
         wrong.append("the victim was killed, or is slower")
     if machine.heard:
         wrong.append(f"heard: {machine.heard}")
-    if left := processes_with(machine.mark) + [pid for pid in workers if Path(f"/proc/{pid}").exists()]:
+    if left := processes_with(machine.mark) + [pid for pid in workers if lives(pid)]:
         wrong.append(f"processes are left: {left}")
     if files := set(os.listdir(folder)) - {"secret", "socket", "datagrams"}:
         wrong.append(f"files are left: {files}")

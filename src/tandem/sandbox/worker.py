@@ -5,7 +5,6 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 import socket
 import struct
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 
 from tandem.api.failures import SandboxLost, WaitTimeout
 from tandem.api.sandbox import Limits, Outcome, Program, SandboxProcess, Status
+from tandem.sandbox.guest.folders import remove
 from tandem.sandbox.jail import ENVIRONMENT, Jail
 
 START_S = 60.0
@@ -140,7 +140,7 @@ class Worker:
             self._process.kill()
             self._process.wait()
         if self._start.base:
-            shutil.rmtree(self._start.base, ignore_errors=True)
+            remove(self._start.base)
         if self._words >= 0:
             os.close(self._words)
             self._words = -1

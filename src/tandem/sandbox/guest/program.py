@@ -51,6 +51,7 @@ def become(message: dict[str, Any], descriptors: list[int], reason: int, confine
         os.environ.update(HOME=work, PWD=work, TMPDIR=root)
         _bound(message["limits"])
         confine()
+        kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # its own /proc/self is for it to read
         os.chdir(work)
         _begin(message["op"], message["limits"]["file_mib"] * _MIB)
     except BaseException as error:  # boundary: this process may never go on as the session that it was forked from

@@ -10,12 +10,12 @@ import importlib
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 from typing import Any, NoReturn
 
 from tandem.sandbox.guest import kernel, processes, syscall_filter
+from tandem.sandbox.guest.folders import remove
 from tandem.sandbox.guest.session import MESSAGE, Session, Walls, enter_namespaces, reset_signals, wake_on_children
 
 WARM = (
@@ -101,19 +101,6 @@ class Server:
             with contextlib.suppress(OSError):
                 os.write(channel, json.dumps({"error": str(error)}).encode())
         os._exit(1)
-
-
-def remove(folder: str) -> None:
-    """Removes a folder whatever the modes of those inside, without following links."""
-
-    def open_up(_: Any, path: str, __: Any) -> None:
-        with contextlib.suppress(OSError):
-            os.chmod(os.path.dirname(path), 0o700)
-            if os.path.isdir(path) and not os.path.islink(path):
-                os.chmod(path, 0o700)
-
-    shutil.rmtree(folder, onerror=open_up)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def main(settings: dict[str, Any]) -> None:

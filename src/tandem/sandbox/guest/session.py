@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from tandem.sandbox.guest import kernel, landlock, processes, syscall_filter
+from tandem.sandbox.guest.folders import MAX_FILES, is_full
 from tandem.sandbox.guest.program import become
 
 LOOK_EVERY_S = 0.02
 MESSAGE = 1 << 16
-MAX_FILES = 20_000
 _MIB = 1 << 20
 INNER_ID = 1000
 
@@ -61,6 +61,7 @@ def enter_namespaces(file_mib: int, user: int, group: int) -> None:
     kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     os.mkdir("/tmp/.shm")
     kernel.mount("/tmp/.shm", "/dev/shm", "", kernel.MS_BIND)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # nobody inside may look at this process
 
 
 class Session:
@@ -174,21 +175,9 @@ class Session:
             return "cpu"
         if tasks > limits["processes"]:
             return "processes"
-        if not self._walls.has_namespaces and self._is_full(limits["file_mib"] * _MIB):
+        if not self._walls.has_namespaces and is_full(self._root, limits["file_mib"] * _MIB):
             return "files"
         return ""
-
-    def _is_full(self, most_bytes: int) -> bool:
-        """Whether the folder has more than it may; a file system in memory watches itself."""
-        used = files = 0
-        for folder, folders, names in os.walk(self._root):
-            files += len(names) + len(folders)
-            for name in names:
-                with contextlib.suppress(OSError):
-                    used += os.lstat(os.path.join(folder, name)).st_blocks * 512
-            if used > most_bytes or files > MAX_FILES:
-                return True
-        return False
 
 
 def reset_signals() -> None:
