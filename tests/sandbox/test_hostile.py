@@ -21,7 +21,9 @@ from tests.sandbox.hostile import read_table
 TABLE = read_table()
 BACK_ENDS = ("bubblewrap", "landlock")
 ids = [f"{each.group}: {each.name}" for each in TABLE]
-pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="the programs use system calls by their numbers of x86_64")
+pytestmark = pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="the programs use system calls by their numbers of x86_64"
+)
 
 
 def processes_with(mark: str) -> list[int]:

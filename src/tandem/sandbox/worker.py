@@ -291,8 +291,8 @@ class Running:
     def _status(self, code: int | None, killed: str | None, stderr: bytes) -> Status:
         if self._too_much:
             return "output"
-        if killed in ("wall", "cpu", "asked") or code == -24:  # SIGXCPU
-            return "timeout"
+        if (killed in ("wall", "cpu", "asked") and code in (None, -9)) or code == -24:  # SIGXCPU
+            return "timeout"  # one that has another code had ended by itself before
         if killed == "memory" or (code not in (0, None) and b"MemoryError" in stderr[-200:]):
             return "memory"
         return "ok" if code == 0 else "exit" if code is not None and code > 0 else "signal"
