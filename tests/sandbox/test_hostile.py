@@ -1,4 +1,4 @@
-"""Hostile programs in each back end: none escapes, and nothing is left behind. The table of docs/sandbox.md is made from them."""
+"""Hostile programs in each back end: none escapes, and nothing is left behind. They are the table of docs/sandbox.md."""
 
 import asyncio
 import contextlib
@@ -149,7 +149,7 @@ def trial(request, tmp_path_factory):
     if files := set(os.listdir(folder)) - {"secret", "socket", "datagrams"}:
         wrong.append(f"files are left: {files}")
     machine.close()
-    yield dict(zip(ids, outcomes, strict=True)), wrong
+    return dict(zip(ids, outcomes, strict=True)), wrong
 
 
 @pytest.mark.parametrize("hostile", TABLE, ids=ids)

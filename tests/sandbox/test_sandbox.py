@@ -146,7 +146,7 @@ def test_a_program_can_be_spoken_to(sandbox):
         await process.send(b"second\n", 20)
         answers.append(await process.receive(3, 20))
         answers.append(await process.receive(100, 20))
-        with pytest.raises(WaitTimeout, match="wrote nothing within 0.1 s"):
+        with pytest.raises(WaitTimeout, match=r"wrote nothing within 0\.1 s"):
             await process.receive(100, 0.1)
         return answers, await process.close(), await process.close()
 

@@ -338,13 +338,13 @@ class Interactive(SandboxProcess):
     async def close(self) -> Outcome:
         """Kills it, and says how it ended if it had ended by itself."""
         if self._outcome is None:
-            os.close(self._stdin)
             self._running.session.ask_kill()
             try:
                 self._outcome = await self._running.finish()
             except SandboxLost as error:
                 self._outcome = Outcome("lost", stderr=error.message.encode())
             finally:
+                os.close(self._stdin)  # not before: the end of its input might end the program first
                 self._running.release()
                 self._running.session.close()
         return self._outcome

@@ -39,6 +39,7 @@ def become(message: dict[str, Any], descriptors: list[int], reason: int, confine
     """Turns this forked process into the program. ``reason`` takes the cause if it cannot; ``confine`` raises the walls."""
     try:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, int(signal.SIGKILL))
         content, stdin, stdout, stderr = (os.dup2(fd, 20 + i) for i, fd in enumerate(descriptors))
         os.dup2(reason, 24, inheritable=False)
@@ -142,7 +143,6 @@ def run_source(source: bytes) -> NoReturn:
     sys.argv[:] = ["program.py"]
     sys.path.insert(0, os.getcwd())
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     text = source.decode("utf-8", errors="replace")
     linecache.cache["program.py"] = (len(source), None, text.splitlines(keepends=True), "program.py")
     gc.unfreeze()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from tandem.sandbox.guest import kernel, landlock, processes, syscall_filter
-from tandem.sandbox.guest.folders import MAX_FILES, is_full
+from tandem.sandbox.guest.folders import MAX_FILES, is_full, remove
 from tandem.sandbox.guest.program import become
 
 LOOK_EVERY_S = 0.02
@@ -67,9 +67,9 @@ def enter_namespaces(file_mib: int, user: int, group: int) -> None:
 class Session:
     """Serves the messages of one tenant until its socket closes."""
 
-    def __init__(self, channel: int, walls: Walls, root: str, woken: int):
+    def __init__(self, channel: int, walls: Walls, root: str, woken: int, parent: int):
         self._channel = socket.socket(fileno=channel)
-        self._walls, self._root, self._woken = walls, root, woken
+        self._walls, self._root, self._woken, self._parent = walls, root, woken, parent
         self._poll = select.poll()
         self._poll.register(channel, select.POLLIN)
         self._poll.register(woken, select.POLLIN)
@@ -78,13 +78,23 @@ class Session:
         """Never returns: the process ends with the session."""
         os.mkdir(os.path.join(self._root, "work"))
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+        if self._walls.has_namespaces:
+            processes.end_with_parent(0, signal.SIGKILL)  # and the kernel kills all others of the namespace
+        else:
+            signal.signal(signal.SIGTERM, lambda *_: self._end())
+            processes.end_with_parent(self._parent, signal.SIGTERM)
         self._send({"ready": True})
         with contextlib.suppress(EOFError):
             while True:
                 message, descriptors = self._receive()
                 if message["op"] != "kill":  # a kill that came after the end
                     self._send(self._program(message, descriptors))
+        self._end()
+
+    def _end(self) -> NoReturn:
         processes.end_all()
+        if not self._walls.has_namespaces:
+            remove(self._root)
         os._exit(0)
 
     def _receive(self) -> tuple[dict[str, Any], list[int]]:
