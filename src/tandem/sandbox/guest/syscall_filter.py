@@ -165,8 +165,8 @@ def compile_filter(*, own_files_change: bool) -> bytes:
         for position, value in arguments.items():
             lines += [_line(_LOAD, _ARGUMENTS[position]), _line(_EQUAL, value, 1, 0), _line(_RETURN, _ERRNO | errno.EPERM)]
         lines += [_line(_RETURN, _ALLOW)]
-    for number, position, bits in ((_CLONE, 0, _NEW_NAMESPACES), (_SOCKETPAIR, 1, _DATAGRAMS)):
-        lines += [_line(_EQUAL, number[column], 0, 4), _line(_LOAD, _ARGUMENTS[position])]
+    for numbers_of_call, position, bits in ((_CLONE, 0, _NEW_NAMESPACES), (_SOCKETPAIR, 1, _DATAGRAMS)):
+        lines += [_line(_EQUAL, numbers_of_call[column], 0, 4), _line(_LOAD, _ARGUMENTS[position])]
         lines += [_line(_ANY_BIT, bits, 0, 1), _line(_RETURN, _ERRNO | errno.EPERM), _line(_RETURN, _ALLOW)]
     lines += [_line(_EQUAL, _IOCTL[column], 0, 4), _line(_LOAD, _ARGUMENTS[1])]
     lines += [_line(_EQUAL, _TERMINAL_INPUT[0], 1, 0), _line(_EQUAL, _TERMINAL_INPUT[1], 0, 1)]
