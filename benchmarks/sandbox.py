@@ -1,12 +1,12 @@
-"""How many short Python programs a sandbox runs in a second, by back end, and what starting an interpreter for each would cost.
+"""How many short Python programs a sandbox runs in a second, by back end, and what starting an interpreter for each costs.
 
     python benchmarks/sandbox.py                                 # each back end that works here
     python benchmarks/sandbox.py --programs 20 --rounds 1        # only to see that it starts
 
-Warm: programs of one line that print a number, each in a session of its own, forked from a fork server that has imported the
-common modules already; as many at once as there are workers. Cold: the same programs, each in a Python that the command inside
-the sandbox starts. CPU time is that of all processes of the workers and of this one, so it says what an idle machine could do
-when this one is not idle. Prints one JSON object.
+Warm: programs of one line that print a number, each in a session of its own, forked from a fork server that has imported
+the common modules already; as many at once as there are workers. Cold: the same programs, each in a Python that is started
+inside. CPU time is that of all processes of the workers and of this one, so it says what an idle machine could do when this
+one is not idle. Prints one JSON object.
 """
 
 import argparse

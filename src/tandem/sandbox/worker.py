@@ -72,7 +72,10 @@ def packed(program: Program | None, files: Mapping[str, bytes], path: str) -> by
 
 
 class Worker:
-    """One fork server in its jail. Usable at once: what is asked waits in its socket until it has started."""
+    """One fork server in its jail. Usable at once: what is asked waits in its socket until it has started.
+
+    The kernel ends it with the *thread* that made it, and so with the process, whatever way that ends.
+    """
 
     def __init__(self, jail: Jail):
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
