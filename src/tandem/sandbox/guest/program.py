@@ -74,8 +74,6 @@ def _bound(limits: dict[str, Any]) -> None:
     for what in (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_RTPRIO, resource.RLIMIT_MEMLOCK):
         kernel.bound(what, 0)
     kernel.bound(resource.RLIMIT_SIGPENDING, 256)
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, 10)  # what watches and kills it comes first
 
 
 def _begin(operation: str, most_bytes: int) -> None:
