@@ -11,6 +11,7 @@ one is not idle. Prints one JSON object.
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import statistics
@@ -29,8 +30,9 @@ def cpu_seconds(sandbox: SandboxPool) -> float:
     """CPU time of this process and of all workers, with what their ended children used."""
     ticks = 0
     for pid in {pid for worker in sandbox.pids for pid in {worker} | descendants_of(worker)}:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += sum(map(int, fields[11:15]))
+        with contextlib.suppress(OSError):  # a session that has just ended
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, fields[11:15]))
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 

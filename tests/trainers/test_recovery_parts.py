@@ -14,7 +14,7 @@ from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.flow.parts import open_rows
-from tandem.flow.process import start_process
+from tandem.flow.process import Process, start_process
 from tandem.flow.session import Session, open_session
 from tandem.lifecycle.recovery import SAVED, STATELESS, Progress, parts_of_session
 from tandem.trainers.rl import step
@@ -50,11 +50,10 @@ FORGOTTEN = {
     "rollout._metrics": "of the last batch; its line is written",
     "rollout.last_groups": "of the last batch; its line is written",
     "rollout.replay._last": "of the last batch; its line is written",
-    "rollout._collector.metrics": "of the last batch; its line is written",
-    "rollout._collector.taken": "empty between two steps",
-    "rollout._pool.waiting": "begun and not consumed: begins anew",
-    "rollout._pool.running": "begun and not consumed: begins anew",
-    "rollout._pool.source": "the loader, which is a part, and the workflow, which has no state",
+    "rollout._pool._taken": "empty between two steps",
+    "rollout._pool._waiting": "begun and not consumed: begins anew",
+    "rollout._pool._running": "begun and not consumed: begins anew",
+    "rollout._pool._source": "the loader, which is a part, and the workflow, which has no state",
     "rollout.gate.running": "counts what begins anew",
     "rollout.gate.waiting": "counts what begins anew",
     "rollout.gate.taken": "0 between two steps",
@@ -63,7 +62,7 @@ FORGOTTEN = {
     "critic.engine._holder._parameters": "likewise",
     "reference.engine._holder._parameters": "likewise",
     "publisher._engines": "see the engine in STATELESS",
-    "publisher._channel": "where tensors lie until the engine has taken them",
+    "publisher.channel": "where tensors lie until the engine has taken them",
 }
 """Not saved, and why that changes nothing."""
 
@@ -142,7 +141,7 @@ def test_whatever_changes_while_a_run_trains_is_saved_or_has_a_reason_not_to_be(
     for name in [field.name for field in dataclasses.fields(session)]:
         if isinstance(getattr(session, name), Stateful):
             assert name in SAVED
-    parts = parts_of_session(session, Progress(), None, None, "cpu")
+    parts = parts_of_session(session, Progress(), None, None, Process("cpu", 1))
     assert list(parts) == ["progress", *SAVED, "random"]
     with contextlib.ExitStack() as stack:
         stack.enter_context(session.rollout.standing_still())

@@ -12,6 +12,7 @@ from tandem.api.batch import pack
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import DeliveryDisproved
 from tandem.api.requests import LLMRequest, NoiseKey
+from tandem.api.team import Team
 from tandem.config.delivery import VerifyConfig
 from tandem.config.experiment import TrainConfig
 from tandem.config.generation import GenerationConfig
@@ -57,7 +58,7 @@ class World:
         return [engine._driver._core for engine in self.engines]
 
     def verifier(self, **options):
-        scorer = Scorer(self.trainer, self.archive, self.dtype, rounds=False)
+        scorer = Scorer(self.trainer, self.archive, self.dtype, Team(), rounds=False)
         return Verifier(scorer, VerifyConfig(trajectories=64), self.tokenizer, self.dtype, **options)
 
     def move(self, step=STEP):
@@ -205,7 +206,7 @@ def test_tokens_of_versions_that_are_not_kept_are_counted_and_not_judged(model):
     world.close()
 
 
-def test_an_update_too_small_to_see_token_by_token_is_no_false_alarm_and_ends_a_run_when_two_verifications_miss_it(world):
+def test_an_update_too_small_to_see_by_token_is_no_false_alarm_and_ends_a_run_when_missed_twice(world):
     world.learn()
     world.learn(step=1e-5)
     assert world.verify(world.generate(tokens=48))["gap/update_sigmas"] > 5

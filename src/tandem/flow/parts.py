@@ -13,7 +13,8 @@ from tandem.algorithms.registry import FILTERS
 from tandem.api.engines import InferenceEngine
 from tandem.api.plugins import in_user_code, is_file_spec, load_object
 from tandem.api.samples import Group
-from tandem.api.workflow import RewardFn, RewardResult, RolloutWorkflow
+from tandem.api.team import Team
+from tandem.api.workflow import RewardFn, RewardResult, RolloutWorkflow, messages_for
 from tandem.config.arithmetic import max_head_offpolicyness, rewards_of, samples_together, workflow_of
 from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
@@ -29,8 +30,7 @@ from tandem.rewards.build import build_reward, worker_counts
 from tandem.rewards.majority import AnswerOnly, MajorityVote
 from tandem.rewards.pool import most_workers
 from tandem.roles.components import choose
-from tandem.rollout.collector import GroupScorer
-from tandem.rollout.executor import MAX_DRAWS, GroupFilter, GroupObserver, Rollout
+from tandem.rollout.executor import MAX_DRAWS, GroupFilter, GroupObserver, GroupScorer, Rollout
 from tandem.rollout.groups import FirstSamples, MajorityLabels, WholeGroup, WithGreedyBaseline
 from tandem.rollout.multi_turn import MultiTurnWorkflow
 from tandem.rollout.workflows import Repeated, RLVRWorkflow
@@ -84,6 +84,7 @@ class RewardBySource(RewardFn):
 
     def __init__(self, default: RewardFn, by_name: Mapping[str, RewardFn], vote: MajorityVote | None = None):
         self.default, self.by_name, self.vote = default, by_name, vote
+        self.reads_messages = any(reward.reads_messages for reward in (default, *by_name.values()))
         self._waits = (0, 0.0, 0.0)  # since the last call of `metrics`: samples, seconds of all of them, of the slowest
 
     def of(self, row: Mapping[str, Any]) -> RewardFn:
@@ -91,11 +92,13 @@ class RewardBySource(RewardFn):
         name = row.get("reward_name")
         return self.by_name[name] if name else self.default
 
-    async def __call__(self, *, row: Mapping[str, Any], **rest: Any) -> RewardResult:
+    async def __call__(
+        self, *, row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]] = (), **rest: Any
+    ) -> RewardResult:
         """See `RewardFn`."""
-        began = time.perf_counter()
+        began, reward = time.perf_counter(), self.of(row)
         try:
-            return await self.of(row)(row=row, **rest)
+            return await reward(row=row, **rest, **messages_for(reward, messages))
         finally:
             waited_s = time.perf_counter() - began
             samples, total_s, longest_s = self._waits
@@ -308,10 +311,15 @@ def make_observer(loader: Iterable[Any]) -> GroupObserver | None:
 
 
 def make_rollout(
-    config: TrainConfig, engine: InferenceEngine | None, loader: Iterable[Any] = (), scorer: GroupScorer | None = None
+    config: TrainConfig,
+    engine: InferenceEngine | None,
+    loader: Iterable[Any] = (),
+    scorer: GroupScorer | None = None,
+    team: Team | None = None,
 ) -> Rollout:
     """The executor with the run's staleness bound and filter; ``engine`` is None on ranks other than 0. ``loader``: what the
-    rows come from; a curriculum is told what became of them. ``scorer``: gives the rewards that need a model."""
+    rows come from; a curriculum is told what became of them. ``scorer``: gives the rewards that need a model. ``team``: the
+    ranks that get the batches; None: all."""
     if scorer is None and (scores := plan_run(config).scores):
         raise ConfigError(
             f"reward {scores[0].name!r} needs a model, and make_rollout was given no scorer; open_session gives it one"
@@ -327,4 +335,5 @@ def make_rollout(
         observer=make_observer(loader),
         max_head_offpolicyness=max_head_offpolicyness(config),
         scorer=scorer,
+        team=team,
     )

@@ -148,7 +148,7 @@ class OwnReward(AsyncReward):
 
     def __init__(self, reward: RewardFn, name: str, *, timeout_s: float):
         super().__init__(reward.__call__, name, timeout_s=timeout_s)
-        self.reward = reward
+        self.reward, self.reads_messages = reward, reward.reads_messages
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """The reward's own check, where it has one."""
