@@ -3,6 +3,7 @@
 Its content comes over a descriptor of its own, so nothing of one program lies in the memory from which the next is forked.
 """
 
+import _sitebuiltins
 import atexit
 import builtins
 import contextlib
@@ -39,7 +40,9 @@ def become(message: dict[str, Any], descriptors: list[int], reason: int, confine
     """Turns this forked process into the program. ``reason`` takes the cause if it cannot; ``confine`` raises the walls."""
     try:
         os.setsid()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, int(signal.SIGKILL))
         content, stdin, stdout, stderr = (os.dup2(fd, 20 + i) for i, fd in enumerate(descriptors))
         os.dup2(reason, 24, inheritable=False)
@@ -86,6 +89,8 @@ def _begin(operation: str, most_bytes: int) -> None:
         if source is not None:
             os.close(_REASON)
             run_source(source)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and who is executed would inherit that
+            signal.signal(number, signal.SIG_DFL)
         try:
             os.execvpe(header["argv"][0], header["argv"], os.environ)
         except OSError as error:
@@ -139,6 +144,9 @@ def run_source(source: bytes) -> NoReturn:
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__="program.py", __builtins__=builtins)
     sys.modules["__main__"] = main
+    for name in ("exit", "quit"):  # as the module site does, which is not loaded
+        setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
+    builtins.help = _sitebuiltins._Helper()
     sys.argv[:] = ["program.py"]
     sys.path.insert(0, os.getcwd())
     signal.signal(signal.SIGINT, signal.default_int_handler)
