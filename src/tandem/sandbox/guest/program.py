@@ -19,7 +19,6 @@ import stat
 import struct
 import sys
 import tarfile
-import threading
 import traceback
 import types
 from typing import Any, NoReturn
@@ -154,12 +153,17 @@ def run_source(source: bytes) -> NoReturn:
     linecache.cache["program.py"] = (len(source), None, text.splitlines(keepends=True), "program.py")
     gc.unfreeze()
     code = _run(source, main)
-    for finish in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):  # type: ignore[attr-defined]
+    for finish in (_join_threads, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
         try:
             finish()
         except BaseException:  # boundary: foreign code may have replaced or closed anything
             code = code or 120  # what Python itself answers when it cannot flush
     os._exit(code)
+
+
+def _join_threads() -> None:
+    if (threading := sys.modules.get("threading")) is not None:
+        threading._shutdown()  # type: ignore[attr-defined]
 
 
 def _run(source: bytes, main: types.ModuleType) -> int:
