@@ -10,12 +10,12 @@ import argparse
 from pathlib import Path
 
 from tandem.cli.arguments import add_config_arguments
-from tandem.cli.config import KINDS, resolve_kind
+from tandem.cli.config import resolve_kind
+from tandem.cli.training import KINDS
 from tandem.config.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_config_arguments(parser)
     parser.add_argument("--for", dest="kind", choices=KINDS, default="train", help="the command whose configuration it is")
     parser.add_argument("--mermaid", action="store_true", help="print a Mermaid flowchart, for a Markdown page")
@@ -23,7 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`tandem graph`."""
     from tandem.flow.draw import mermaid, picture, text  # noqa: PLC0415 — imports torch
     from tandem.flow.plan import plan_run  # noqa: PLC0415
 

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem.api.services import Services
 from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
 from tandem.config.evaluation import EvaluationConfig, EvaluationData
 from tandem.data.dataset import load_dataset
 from tandem.data.known import Benchmark, find_benchmark, locate, recognise
-from tandem.flow.parts import RewardBySource
+from tandem.flow.services import RewardBySource
 from tandem.rewards.build import build_reward
 
 PROCEDURAL_ROWS = 500
@@ -29,11 +30,9 @@ class Questions:
     """Of each row as it stands in its file: what makes two evaluations' rows the same."""
 
     reward: str
-    """Who judges."""
 
     @property
     def digest(self) -> str:
-        """Of all rows in their order."""
         return hashlib.sha256("\n".join(self.digests).encode()).hexdigest()[:16]
 
 
@@ -125,13 +124,16 @@ def _digest(row: Mapping[str, Any], suffix: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def make_judges(questions: Sequence[Questions], timeout_s: float) -> RewardBySource:
-    """The reward of each data set, as one; every row is checked.
+def make_judges(questions: Sequence[Questions], timeout_s: float, services: Services | None = None) -> RewardBySource:
+    """The reward of each data set, as one; every row is checked. ``services``: what a reward may ask for by name.
 
     Raises:
         ConfigError: an unknown reward, or a row that lacks what it needs, an answer for example; says which row.
     """
-    by_name = {name: build_reward(name, timeout_s=timeout_s) for name in dict.fromkeys(one.reward for one in questions)}
+    by_name = {
+        name: build_reward(name, timeout_s=timeout_s, services=services)
+        for name in dict.fromkeys(one.reward for one in questions)
+    }
     judges = RewardBySource(by_name[questions[0].reward], by_name)
     try:
         for one in questions:

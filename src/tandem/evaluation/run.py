@@ -4,8 +4,9 @@ Consumes rows; produces `samples.jsonl` and `results.json`. A wave waits for its
 """
 
 import contextlib
+import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,31 +14,41 @@ from typing import Any
 import torch
 
 from tandem.api.engines import InferenceEngine
+from tandem.api.plugins import is_file_spec
+from tandem.api.services import Services
 from tandem.api.workflow import RolloutWorkflow
-from tandem.config.arithmetic import workflow_of
 from tandem.config.evaluation import EvaluationConfig
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import Resolved, plain_data
 from tandem.config.rollout import RolloutConfig
+from tandem.config.services import NAMED
 from tandem.config.terms import read_term
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.check import check_inference_engine
 from tandem.evaluation.asking import Answer, Ask, Terms, ask_together
 from tandem.evaluation.folder import RESULTS, EvaluationFolder
-from tandem.evaluation.identity import file_digests, library_versions
 from tandem.evaluation.numbers import mean_interval
 from tandem.evaluation.questions import Questions, make_judges, open_questions
 from tandem.evaluation.report import Progress, notes, table
 from tandem.evaluation.scores import DataScores, Estimate, plain, score_data
-from tandem.flow.own_workflow import taken_arguments
-from tandem.flow.parts import RewardBySource, find_workflow, make_workflow
 from tandem.flow.process import uses_gpu
-from tandem.models.catalog import describing, resolve
-from tandem.models.identity import fingerprint
+from tandem.flow.services import check_names, make_workflow, open_services, refuse_unused
+from tandem.models.catalog import describing, fingerprint, resolve
 from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.rollout.event_loop import BackgroundLoop
-from tandem.state.machine import usable_cores
+from tandem.state.machine import usable_cores, versions
+
+
+def file_digests(specs: Iterable[str]) -> dict[str, str]:
+    """`my_file.py` → digest, of those specs that name a user's file."""
+    files = sorted({Path(spec.rpartition(":")[0]) for spec in specs if is_file_spec(spec)})
+    return {str(file): hashlib.sha256(file.expanduser().read_bytes()).hexdigest()[:16] for file in files if file.exists()}
+
+
+def library_versions() -> dict[str, str | None]:
+    return versions(("tandem-rl", "torch", "transformers", "numpy", "math-verify"))
+
 
 log = logging.getLogger(__name__)
 
@@ -57,17 +68,12 @@ class Finished:
 
     folder: Path
     results: Mapping[str, Any]
-    """What `results.json` holds."""
-
     text: str
-    """The table and what belongs to it."""
-
     judged: int
     """Samples that did not fail."""
 
 
 def evaluation_path(config: EvaluationConfig) -> Path:
-    """The folder of an evaluation."""
     return Path(config.out).expanduser() / str(config.label)
 
 
@@ -77,35 +83,40 @@ class Checked:
 
     machine: Machine
     questions: Sequence[Questions]
-    judges: RewardBySource
+    services: Services
     workflow: RolloutWorkflow
 
 
 def check_evaluation(config: EvaluationConfig) -> Checked:
-    """Passes if an evaluation can start on this machine; of a model on the hub no weights are downloaded for it. The judges
-    are the caller's to close.
+    """Passes if an evaluation can start on this machine; of a model on the hub no weights are downloaded for it. The
+    services are the caller's to close.
 
     Raises:
         ConfigError: anything about device, data, model, reward or workflow.
     """
     asked = TrainConfig(
         workflow=config.workflow,
+        **{name: getattr(config, name) for name in NAMED},
         system_prompt=config.system_prompt,
         chat_template_kwargs=config.chat_template_kwargs,
         gconfig=config.gconfig,
     )
-    taken_arguments(find_workflow(workflow_of(asked).name), asked)
+    check_names(asked)
     machine = settle_machine(config)
     questions = open_questions(config)
     folder = describing(config.model)
     tokenizer = load_tokenizer(folder)
     check_chat_template(tokenizer)
     check_inference_engine(rollout_of(config, machine), folder, machine.device)
-    judges = make_judges(questions, config.reward_timeout_s)
+    services = open_services(asked, tokenizer)
     try:
-        return Checked(machine, questions, judges, make_workflow(asked, tokenizer, judges, config.gconfig))
+        judges = services.keep(make_judges(questions, config.reward_timeout_s, services))
+        workflow = make_workflow(asked, Services(tokenizer=tokenizer), judges, config.gconfig)
+        workflow = make_workflow(asked, services, judges, config.gconfig)
+        refuse_unused(asked, services)
+        return Checked(machine, questions, services, workflow)
     except BaseException:
-        judges.close()
+        services.close()
         raise
 
 
@@ -116,7 +127,7 @@ def try_evaluation(config: EvaluationConfig) -> None:
         ConfigError: as `evaluate_model`.
     """
     checked = check_evaluation(config)
-    checked.judges.close()
+    checked.services.close()
     path = evaluation_path(config)
     if path.exists():
         model = resolve(config.model)  # what its folder was made with can only be compared with all of the model
@@ -138,7 +149,7 @@ def evaluate_model(resolved: Resolved[Any]) -> Finished:
     waves = plan(questions, config)
     total = sum(map(len, waves))
     with contextlib.ExitStack() as stack:
-        stack.callback(checked.judges.close)
+        stack.callback(checked.services.close)
         model = resolve(config.model)
         torch.set_num_threads(machine.threads)
         folder = stack.enter_context(
@@ -149,6 +160,7 @@ def evaluate_model(resolved: Resolved[Any]) -> Finished:
         if len(answers) < total:
             warn_of_comparisons(workflow)
             engine = make_engine(config, machine, model)
+            checked.services.get("engine").start(engine)
             stack.callback(engine.close)
             with contextlib.closing(BackgroundLoop()) as loop:  # bounded at its end, whatever a user's coroutine does
                 loop.run(_go_on(engine, workflow, waves, answers, folder, config, progress))
@@ -198,7 +210,6 @@ def rollout_of(config: EvaluationConfig, machine: Machine) -> RolloutConfig:
 
 
 def make_engine(config: EvaluationConfig, machine: Machine, model: Path) -> InferenceEngine:
-    """The same engine as in training."""
     return build_inference_engine(
         rollout_of(config, machine),
         folder=model,
@@ -223,7 +234,8 @@ def plan(questions: Sequence[Questions], config: EvaluationConfig) -> list[list[
 
 def settings(config: EvaluationConfig, questions: Sequence[Questions], model: Path, machine: Machine) -> dict[str, Any]:
     """Everything that the answers depend on; an evaluation goes on only where it agrees."""
-    specs = [read_term(config.workflow, "workflow").name, *(one.reward for one in questions)]
+    named = [spec for name in NAMED if (spec := getattr(config, name)) is not None]
+    specs = [*(read_term(spec, "workflow").name for spec in (config.workflow, *named)), *(one.reward for one in questions)]
     return {
         "config": plain_data(config),
         "data": {one.name: {"rows": len(one.rows), "digest": one.digest, "reward": one.reward} for one in questions},

@@ -21,8 +21,7 @@ from tandem.rollout.ledger import Ledger
 from tandem.state.checkpoint import remove_leftovers
 from tandem.state.existing import step_of
 from tandem.state.ledger import FILE, LedgerFile, Record
-from tandem.state.manifest import STATE
-from tandem.state.newest import newest_valid
+from tandem.state.manifest import STATE, newest_valid
 from tandem.state.run_folder import RunFolder
 from tandem.state.tree import load_part, read_tree, write_tree
 from tandem.tracking.tracker import Tracker
@@ -35,21 +34,16 @@ class Progress:
     """Where the loop is."""
 
     step: int = 0
-    """The last step that is done."""
-
     evaluations: dict[int, float] = field(default_factory=dict)
     """Step → accuracy on the validation rows."""
 
     def remaining(self, last: int) -> range:
-        """The steps up to ``last`` that are not done yet."""
         return range(self.step + 1, last + 1)
 
     def state_dict(self) -> State:
-        """See `Stateful`."""
         return {"step": self.step, "evaluations": [[step, value] for step, value in self.evaluations.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Stateful`."""
         self.step = int(state["step"])
         self.evaluations = {int(step): float(value) for step, value in state["evaluations"]}
 
@@ -72,7 +66,6 @@ class DurableLedger:
         self._file.roll_back(0)
 
     def state_dict(self) -> State:
-        """See `Stateful`."""
         self.commit()
         return {"records": self._file.records, "digest": self._file.digest}
 
@@ -170,7 +163,6 @@ class Recovery:
         return self.team.share(lambda: list(self._parts))
 
     def _choose(self) -> Path | None:
-        """On rank 0."""
         run = self._run
         assert run is not None, "rank 0 has the run folder"
         remove_leftovers(run.checkpoints)

@@ -27,9 +27,7 @@ log = logging.getLogger(__name__)
 class Saves(Protocol):
     """A training engine, or several."""
 
-    def save(self, folder: Path) -> None:
-        """See `TrainEngine.save`."""
-        ...
+    def save(self, folder: Path) -> None: ...
 
 
 @dataclass(frozen=True)

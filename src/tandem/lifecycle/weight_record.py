@@ -10,7 +10,6 @@ from tandem.state.run_folder import RunFolder
 from tandem.state.weight_digests import append_digests, digests_of
 
 Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
-"""A stream of all weights, whole; collective."""
 
 
 def weight_record(team: Team, config: BaseConfig, run: RunFolder | None, weights: Weights) -> Callable[[int], None]:

@@ -2,39 +2,33 @@
 
 import asyncio
 import inspect
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
-from tandem.api.plugins import in_user_code, load_object
+from tandem.api.failures import RewardFailure
+from tandem.api.samples import Sample
 from tandem.api.scoring import FrozenModel, Score
-from tandem.api.workflow import RewardFn, RewardResult, messages_for
+from tandem.api.services import Services, factory_of
+from tandem.api.workflow import GroupReward, RewardFn, RewardResult, messages_for
 from tandem.config.errors import ConfigError
+from tandem.config.services import service_of
 from tandem.config.terms import Term, read_terms
-from tandem.rewards import judge, model, reasoning_gym, remote, verifiable
 from tandem.rewards.function import AsyncReward, OwnReward, WorkerReward
 from tandem.rewards.outcome import is_async
 from tandem.rewards.pool import WorkerPool
-from tandem.rewards.registry import REWARDS, SCORES, make
-
-__all__ = [
-    "REWARDS",
-    "SCORES",
-    "SumReward",
-    "build_reward",
-    "build_scores",
-    "judge",
-    "model",
-    "reasoning_gym",
-    "remote",
-    "verifiable",
-]
 
 
 class SumReward(RewardFn):
-    """The weighted sum of several rewards; each is a named part. Accuracy and answer are the first one's that knows."""
+    """The weighted sum of several rewards; each is a named part. Accuracy and answer are the first one's that knows.
 
-    def __init__(self, terms: list[tuple[str, float, RewardFn]]):
-        self.terms = terms
+    ``together``: the terms that judge the samples of a prompt together.
+    """
+
+    def __init__(
+        self, terms: list[tuple[str, float, RewardFn]], together: list[tuple[str, float, GroupReward]] | None = None
+    ):
+        self.terms, self.together = terms, together or []
         self.reads_messages = any(reward.reads_messages for _, _, reward in terms)
 
     async def __call__(
@@ -62,6 +56,17 @@ class SumReward(RewardFn):
         looking = next((result for result in results if result.extracted is not None), RewardResult(0.0))
         return RewardResult(sum(rewards.values()), rewards, known[0] if known else None, looking.answer, looking.extracted)
 
+    async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[dict[str, float]]:
+        """The parts of each sample's reward that come from terms which judge a group; empty without such terms."""
+        results = await asyncio.gather(*(reward.compare(samples, row) for _, _, reward in self.together))
+        parts: list[dict[str, float]] = [{} for _ in samples]
+        for (name, weight, _), values in zip(self.together, results, strict=True):
+            if len(values) != len(samples) or not all(math.isfinite(value) for value in values):
+                raise RewardFailure("reward_wrong_type", f"{name} must give each of {len(samples)} samples a finite number")
+            for part, value in zip(parts, values, strict=True):
+                part[name] = weight * value
+        return parts
+
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Asks each term that can tell whether the row has what it needs."""
         for _, _, reward in self.terms:
@@ -71,21 +76,30 @@ class SumReward(RewardFn):
 
     def close(self) -> None:
         """Closes all of them."""
-        for _, _, reward in self.terms:
+        for _, _, reward in (*self.terms, *self.together):
             reward.close()
 
 
 DTYPES = ("auto", "bfloat16", "float32")
 
 
-def build_reward(spec: str, *, timeout_s: float, workers: int | None = None, models_later: bool = False) -> RewardFn:
+def build_reward(
+    spec: str,
+    *,
+    timeout_s: float,
+    workers: int | None = None,
+    models_later: bool = False,
+    services: Services | None = None,
+) -> RewardFn:
     """The reward that a configuration names. ``workers``: most processes of one that runs in workers; None: `most_workers`.
-    ``models_later``: the terms that need a model are left out here, for `build_scores` gives them.
+    ``models_later``: the terms that need a model are left out here, for `build_scores` gives them. ``services``: what
+    a class of the user's may ask for by argument name, besides ``timeout_s``.
 
     Raises:
         ConfigError: no such name (tells the nearest), file, function or knob, or a spec that cannot be read; or a term needs
             a model, and nobody scores with it later.
     """
+    services = services or Services()
     terms = read_terms(spec)
     model = next((term for term in terms if needs_model(term)), None)
     if model is not None and not models_later:
@@ -93,8 +107,12 @@ def build_reward(spec: str, *, timeout_s: float, workers: int | None = None, mod
             f"reward {spec!r}: {model.short_name} needs a model, which only `tandem train` holds; leave it out"
         )
     cheap = [term for term in terms if not needs_model(term)]
-    made = [(term.short_name, term.weight, _judge(term, timeout_s, workers)) for term in cheap]
-    return made[0][2] if len(terms) == 1 and made and made[0][1] == 1.0 else SumReward(made)
+    made = [(term.short_name, term.weight, _judge(term, timeout_s, workers, services)) for term in cheap]
+    alone = [(name, weight, reward) for name, weight, reward in made if isinstance(reward, RewardFn)]
+    together = [(name, weight, reward) for name, weight, reward in made if isinstance(reward, GroupReward)]
+    if len(terms) == len(alone) == 1 and alone[0][1] == 1.0:
+        return alone[0][2]
+    return SumReward(alone, together)
 
 
 def build_scores(spec: str) -> list[tuple[str, Term, Score]]:
@@ -106,7 +124,7 @@ def build_scores(spec: str) -> list[tuple[str, Term, Score]]:
     scores = []
     for term in read_terms(spec):
         if needs_model(term):
-            score = _made(term)
+            score = Services().make(f"reward={term.name}", factory_of("reward", term.name, "reward"), term.arguments)
             assert isinstance(score, Score), "needs_model has seen to it"
             _check_score(term, score)
             scores.append((str(score.name) or term.short_name, term, score))
@@ -132,9 +150,9 @@ def _check_score(term: Term, score: Score) -> None:
 def needs_model(term: Term) -> bool:
     """True if a term is scored by a model that the run holds, and not inside its episode."""
     if term.is_file:
-        found = load_object(term.name)
+        found = factory_of("reward", term.name)
         return inspect.isclass(found) and issubclass(found, Score)
-    return term.name in SCORES
+    return service_of("reward", term.name.partition(":")[0], "reward").needs_model
 
 
 def worker_counts(reward: RewardFn) -> set[int]:
@@ -145,39 +163,30 @@ def worker_counts(reward: RewardFn) -> set[int]:
     return {pool.size} if isinstance(pool, WorkerPool) else set()
 
 
-def _judge(term: Term, timeout_s: float, workers: int | None) -> RewardFn:
+def _judge(term: Term, timeout_s: float, workers: int | None, services: Services) -> RewardFn | GroupReward:
+    make, name, key = factory_of("reward", term.name, "reward"), term.short_name, f"reward={term.name}"
     if not term.is_file:
-        return make(term.name, timeout_s, term.knobs, workers)
-    found, spec, name = load_object(term.name), term.name, term.short_name
-    if inspect.isclass(found) and issubclass(found, RewardFn):
-        found = _made(term)
-    if isinstance(found, RewardFn):
-        return OwnReward(found, name, timeout_s=timeout_s)
-    if not callable(found):
-        raise ConfigError(f"reward {spec!r} is a {type(found).__name__}; it must be a function, sync or async")
+        parameters = inspect.signature(make).parameters
+        for knob, value in term.knobs.items():
+            counts = knob in parameters and parameters[knob].annotation in (int, int | None)
+            if counts and isinstance(value, int) and value < 1:
+                raise ConfigError(f"{key}: {knob} must be a whole number, at least 1, got {value}")
+        knobs = ({"workers": workers} if "workers" in parameters else {}) | term.arguments
+        return cast(RewardFn | GroupReward, services.make(key, make, knobs, {"timeout_s": timeout_s}))
+    if inspect.isclass(make) and issubclass(make, RewardFn | GroupReward):
+        make = services.make(key, make, term.arguments, {"timeout_s": timeout_s})
+    if isinstance(make, GroupReward):
+        return make
+    if isinstance(make, RewardFn):
+        return OwnReward(make, name, timeout_s=timeout_s)
+    if not callable(make):
+        raise ConfigError(f"{key} is a {type(make).__name__}; it must be a function, sync or async")
     if term.knobs:
-        raise ConfigError(f"reward {spec!r} is a function, and only a class takes knobs: leave {next(iter(term.knobs))} out")
+        raise ConfigError(f"{key} is a function, and only a class takes knobs: leave {next(iter(term.knobs))} out")
     try:
-        inspect.signature(found)
+        inspect.signature(make)
     except (TypeError, ValueError):
-        raise ConfigError(f"reward {spec!r} does not say which arguments it takes; wrap it in a function") from None
-    if is_async(found):
-        return AsyncReward(found, name, timeout_s=timeout_s)
-    return WorkerReward(found, spec, name=name, timeout_s=timeout_s, workers=workers)
-
-
-def _made(term: Term) -> Any:
-    """The object of a class with knobs.
-
-    Raises:
-        ConfigError: it has no such knob, or lacks one; or its constructor raises.
-    """
-    make = load_object(term.name) if term.is_file else SCORES[term.name]
-    knobs = inspect.signature(make)
-    unknown = next((name for name in term.knobs if name not in knobs.parameters), None)
-    try:
-        knobs.bind(**term.knobs)
-    except TypeError as error:
-        wrong = f"has no knob {unknown!r}" if unknown else str(error)
-        raise ConfigError(f"reward {term.name!r} {wrong}; it has: {', '.join(knobs.parameters) or 'none'}") from None
-    return in_user_code(term.name, make, **term.knobs) if term.is_file else make(**term.knobs)
+        raise ConfigError(f"{key} does not say which arguments it takes; wrap it in a function") from None
+    if is_async(make):
+        return AsyncReward(make, name, timeout_s=timeout_s)
+    return WorkerReward(make, term.name, name=name, timeout_s=timeout_s, workers=workers)
