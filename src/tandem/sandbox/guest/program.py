@@ -163,7 +163,7 @@ def run_source(source: bytes) -> NoReturn:
 
 def _join_threads() -> None:
     if (threading := sys.modules.get("threading")) is not None:
-        threading._shutdown()  # type: ignore[attr-defined]
+        threading._shutdown()
 
 
 def _run(source: bytes, main: types.ModuleType) -> int:
