@@ -21,6 +21,7 @@ MAY_IMPORT = {
     "roles": {"api", "config", "algorithms"},
     "rollout": {"api", "config", "protocol"},
     "rewards": {"api", "config", "models", "protocol"},
+    "sandbox": {"api", "config"},
     "data": {"api", "config"},
     "weights": {"api", "config"},
     "state": {"api", "config"},
@@ -34,7 +35,7 @@ MAY_IMPORT = {
     "planning": EVERYTHING - {"cli"},
     "cli": EVERYTHING,
 }
-WITHOUT_TORCH = ("config", "launch")
+WITHOUT_TORCH = ("config", "launch", "sandbox")
 
 
 def room_of(module):

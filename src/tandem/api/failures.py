@@ -18,6 +18,7 @@ TandemError
     │   └── RewardFailure               raised, timeout, not_finite, wrong_type
     └── InfrastructureFailure           engine or machine: retried
         ├── EngineDied (RuntimeError)   the inference engine is gone
+        ├── SandboxLost (RuntimeError)  a sandbox was killed from outside
         └── ServerFailed                a server did not answer as it should; `status`, `url`
 """
 
@@ -35,6 +36,7 @@ __all__ = [
     "NotWritten",
     "RankFailed",
     "RewardFailure",
+    "SandboxLost",
     "ServerFailed",
     "Stalled",
     "TandemError",
@@ -134,6 +136,18 @@ class EngineDied(InfrastructureFailure, RuntimeError):
         self.message = message
 
     def __reduce__(self) -> tuple[type["EngineDied"], tuple[str]]:
+        """Pickled as it was made: by its message alone."""
+        return type(self), (self.message,)
+
+
+class SandboxLost(InfrastructureFailure, RuntimeError):
+    """A sandbox was killed from outside, or could not be made; it says nothing about the program inside."""
+
+    def __init__(self, message: str = ""):
+        super().__init__("sandbox_lost", message)
+        self.message = message
+
+    def __reduce__(self) -> tuple[type["SandboxLost"], tuple[str]]:
         """Pickled as it was made: by its message alone."""
         return type(self), (self.message,)
 

@@ -1,0 +1,189 @@
+"""Running code that nobody trusts: what a caller gives, what it gets back, and the contract of a sandbox."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Literal
+
+from tandem.config.errors import ConfigError
+
+Status = Literal["ok", "exit", "signal", "timeout", "memory", "output", "refused", "lost"]
+"""How a program ended.
+
+ok: exit code 0. exit: another exit code. signal: killed by a signal that the sandbox did not send. timeout: wall or CPU time
+was used up. memory, output: more than the limit. refused: it never began, for example because the command to execute is not
+there. lost: the sandbox was killed from outside on every attempt; says nothing about the program.
+"""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of one program and everything that it starts. What each back end promises of them is in docs/sandbox.md."""
+
+    wall_s: float = 10.0
+    cpu_s: float = 10.0
+    memory_mib: int = 512
+    processes: int = 32
+    """Processes and threads together."""
+
+    output_bytes: int = 1 << 20
+    """Of standard output and of standard error, each."""
+
+    file_mib: int = 64
+    """All files together; they lie in memory where the back end can do that, beside `memory_mib`."""
+
+    def __post_init__(self) -> None:
+        for name in ("wall_s", "cpu_s", "memory_mib", "processes", "output_bytes", "file_mib"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"Limits.{name} must be positive, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A command (`argv`) or the text of a Python program (`source`); one of the two.
+
+    Python source runs in a forked interpreter that is already warm, with the standard library and nothing else.
+    """
+
+    argv: tuple[str, ...] = ()
+    source: str | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Files to write into the working directory first, by relative path."""
+
+    stdin: bytes = b""
+
+    def __post_init__(self) -> None:
+        if bool(self.argv) == (self.source is not None):
+            raise ConfigError("a Program has either argv or source, and not both")
+        for path in self.files:
+            check_path(path)
+
+
+def check_path(path: str) -> None:
+    """Accepts a relative path that stays below the working directory.
+
+    Raises:
+        ConfigError: it is absolute, climbs with ``..``, is empty or has a NUL byte.
+    """
+    pure = PurePosixPath(path)
+    if pure.is_absolute() or ".." in pure.parts or not pure.parts or "\0" in path:
+        raise ConfigError(f"a path in a sandbox must be relative and stay below the working directory, got {path!r}")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a program."""
+
+    status: Status
+    exit_code: int | None = None
+    """The exit code; minus the number of the signal that ended it; None if it never ran to an end."""
+
+    stdout: bytes = b""
+    stderr: bytes = b""
+    """At most `Limits.output_bytes` of each. For ``refused`` and ``lost``, stderr has the sandbox's own reason."""
+
+    seconds: float = 0.0
+
+
+class SandboxProcess(ABC):
+    """A program that runs and is spoken to over its standard input and output."""
+
+    @abstractmethod
+    async def send(self, data: bytes, deadline_s: float) -> None:
+        """Writes to its standard input.
+
+        Raises:
+            WaitTimeout: it did not read all of it within ``deadline_s`` seconds.
+            BrokenPipeError: it ended or closed its standard input.
+        """
+
+    @abstractmethod
+    async def receive(self, max_bytes: int, deadline_s: float) -> bytes:
+        """The next bytes of its standard output, at least one and at most ``max_bytes``; ``b""`` at the end.
+
+        Raises:
+            WaitTimeout: nothing came within ``deadline_s`` seconds.
+        """
+
+    @abstractmethod
+    async def close(self) -> Outcome:
+        """Kills it with everything that it started, and says how it ended if it had ended by itself. Twice is fine.
+
+        The outcome has the standard output that nobody received, and the standard error from the beginning.
+        ``timeout``: it was still running, or its `Limits.wall_s` had passed.
+        """
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The files of a workspace at one moment. Held by the caller, so it outlives the sandbox that made it."""
+
+    archive: bytes
+
+
+class Workspace(ABC):
+    """A working directory that stays between programs, for agents. Processes do not stay: each `exec` ends with a kill.
+
+    All methods but `close` raise `SandboxLost` if the sandbox was killed from outside: its files are gone, so nothing can be
+    retried here. Open another one and `restore` a snapshot.
+    """
+
+    @abstractmethod
+    async def exec(self, program: Program, limits: Limits | None = None) -> Outcome:
+        """Runs a program in the working directory; ``limits``: other than those of the workspace. ``file_mib`` stays."""
+
+    @abstractmethod
+    async def read(self, path: str) -> bytes:
+        """The content of a file.
+
+        Raises:
+            OSError: it is not there, or no regular file, or larger than the limit of files.
+        """
+
+    @abstractmethod
+    async def write(self, path: str, data: bytes) -> None:
+        """Writes a file, and the folders above it."""
+
+    @abstractmethod
+    async def snapshot(self) -> Snapshot:
+        """All files of the working directory."""
+
+    @abstractmethod
+    async def restore(self, snapshot: Snapshot) -> None:
+        """Replaces all files of the working directory."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Ends it; nothing stays. Idempotent."""
+
+
+class Sandbox(ABC):
+    """Runs programs that nobody trusts. Bound to no event loop."""
+
+    name: str
+    """The back end: ``bubblewrap``, ``landlock`` or ``none``."""
+
+    @abstractmethod
+    async def run(self, program: Program, limits: Limits | None = None) -> Outcome:
+        """Runs a program to its end. A sandbox that was killed from outside is tried again on another worker."""
+
+    @abstractmethod
+    async def start(self, program: Program, limits: Limits | None = None) -> SandboxProcess:
+        """Begins a program to speak with; `Program.stdin` is sent first.
+
+        Raises:
+            SandboxLost: the sandbox was killed from outside before it began.
+        """
+
+    @abstractmethod
+    async def open(self, files: Mapping[str, bytes] | None = None, limits: Limits | None = None) -> Workspace:
+        """Makes a workspace with these files.
+
+        Raises:
+            SandboxLost: the sandbox was killed from outside before it began.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Kills all that runs; idempotent."""

@@ -1,0 +1,1 @@
+"""Running code and tools that nobody trusts."""

@@ -1,0 +1,86 @@
+"""Which back end works on this machine, tried by running something in it."""
+
+import asyncio
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+
+from tandem.api.sandbox import Limits, Outcome, Program, Sandbox
+from tandem.config.errors import ConfigError
+from tandem.sandbox.bubblewrap import Bubblewrap
+from tandem.sandbox.jail import Jail
+from tandem.sandbox.landlock import Landlock, Unconfined
+from tandem.sandbox.pool import SandboxPool
+
+BACK_ENDS: dict[str, Callable[[], Jail]] = {"bubblewrap": Bubblewrap, "landlock": Landlock, "none": Unconfined}
+"""In order of preference; ``none`` is taken only if it is asked for by name."""
+CHOICES = ("auto", *BACK_ENDS)
+
+TRIAL = """
+import os, socket, subprocess, sys
+open("own", "w").write("x")
+def must_fail(what, attempt):
+    try:
+        attempt()
+    except OSError:
+        return
+    sys.exit(what)
+secret, parent = sys.stdin.read().split()
+must_fail("a file of the machine can be read", lambda: open(secret).read())
+must_fail("a file of the machine can be written", lambda: open(secret, "r+"))
+must_fail("a socket can be made", lambda: socket.socket())
+must_fail("the parent can be signalled", lambda: os.kill(int(parent), 0))
+print(subprocess.run(["/bin/sh", "-c", "echo walls"], capture_output=True, text=True, check=True).stdout.strip())
+"""
+
+
+def choose_sandbox(name: str = "auto", *, size: int | None = None) -> Sandbox:
+    """The sandbox of this name; ``auto``: the first back end that works here, and never none at all.
+
+    Raises:
+        ConfigError: the name is not known, or no back end works; says why each does not, and what to do.
+    """
+    if name not in CHOICES:
+        raise ConfigError(f"sandbox must be one of {', '.join(CHOICES)}, got {name!r}")
+    if name == "none":
+        return SandboxPool(Unconfined(), size)
+    problems = []
+    for each in ("bubblewrap", "landlock") if name == "auto" else (name,):
+        jail = BACK_ENDS[each]()
+        problem = jail.missing() or try_out(jail)
+        if not problem:
+            return SandboxPool(jail, size)
+        problems.append(f"{each}: {problem}. It needs: {jail.remedy}")
+    raise ConfigError(
+        f"sandbox={name}: code that nobody trusts cannot be run safely on this machine:\n- "
+        + "\n- ".join(problems)
+        + "\nsandbox=none runs it without any wall, with all rights of your user: only for code that you would run yourself"
+    )
+
+
+def try_out(jail: Jail) -> str:
+    """Runs a program in it that tries the walls; returns what is wrong, nothing if all is well."""
+    outcomes: list[Outcome] = []
+
+    def trial() -> None:
+        pool = SandboxPool(jail, 1)
+        with tempfile.NamedTemporaryFile("w") as secret:
+            secret.write("secret")
+            secret.flush()
+            program = Program(source=TRIAL, stdin=f"{secret.name} {os.getpid()}".encode())
+            try:
+                outcomes.append(asyncio.run(pool.run(program, Limits(wall_s=30, cpu_s=30))))
+            finally:
+                pool.close()
+
+    thread = threading.Thread(target=trial, name=f"trial of {jail.name}")  # a loop may be running in this one
+    thread.start()
+    thread.join()
+    if not outcomes:
+        return "the trial failed"
+    outcome = outcomes[0]
+    if outcome.status == "ok" and outcome.stdout.strip() == b"walls":
+        return ""
+    words = (outcome.stderr or outcome.stdout).decode(errors="replace").strip()
+    return f"a trial program ended as {outcome.status}: {words.splitlines()[-1] if words else 'no word of why'}"

@@ -1,0 +1,209 @@
+"""One tenant's place: its namespaces or folder, one program at a time, and nothing left after each.
+
+Its process forks every program of the tenant and owns all orphans. Where there are namespaces it is pid 1 of one, so one
+signal ends all processes at once; elsewhere they fall to it because it is a subreaper.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import time
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from tandem.sandbox.guest import kernel, landlock, processes, syscall_filter
+from tandem.sandbox.guest.folders import MAX_FILES, is_full, remove
+from tandem.sandbox.guest.program import become
+
+LOOK_EVERY_S = 0.02
+MESSAGE = 1 << 16
+_MIB = 1 << 20
+INNER_ID = 1000
+
+
+@dataclass(frozen=True)
+class Walls:
+    """The walls of this back end, prepared once."""
+
+    kind: str
+    """``bubblewrap``, ``landlock`` or ``none``."""
+
+    readable: tuple[str, ...]
+    filter: bytes
+    """Compiled; empty for ``none``."""
+
+    @property
+    def has_namespaces(self) -> bool:
+        """Whether each session lives in namespaces of its own."""
+        return self.kind == "bubblewrap"
+
+    def confine(self, root: str) -> None:
+        """Walls this process in, for good."""
+        if self.kind == "none":
+            return
+        kernel.drop_capabilities()
+        kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+        if self.kind == "landlock":
+            landlock.confine(root, self.readable)
+        syscall_filter.install(self.filter)
+
+
+def enter_namespaces(file_mib: int, user: int, group: int) -> None:
+    """Makes this process, cloned into new namespaces, their owner, with empty files of its own."""
+    for name, text in (("setgroups", "deny"), ("uid_map", f"{INNER_ID} {user} 1"), ("gid_map", f"{INNER_ID} {group} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+    size = f"size={file_mib}m,nr_inodes={MAX_FILES},mode=0755"
+    kernel.mount("tmpfs", "/tmp", "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, size)
+    kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+    os.mkdir("/tmp/.shm")
+    kernel.mount("/tmp/.shm", "/dev/shm", "", kernel.MS_BIND)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # nobody inside may look at this process
+
+
+class Session:
+    """Serves the messages of one tenant until its socket closes."""
+
+    def __init__(self, channel: int, walls: Walls, root: str, woken: int, parent: int):
+        self._channel = socket.socket(fileno=channel)
+        self._walls, self._root, self._woken, self._parent = walls, root, woken, parent
+        self._poll = select.poll()
+        self._poll.register(channel, select.POLLIN)
+        self._poll.register(woken, select.POLLIN)
+
+    def serve(self) -> NoReturn:
+        """Never returns: the process ends with the session."""
+        os.mkdir(os.path.join(self._root, "work"))
+        kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+        if self._walls.has_namespaces:
+            processes.end_with_parent(0, signal.SIGKILL)  # and the kernel kills all others of the namespace
+        else:
+            signal.signal(signal.SIGTERM, lambda *_: self._end())
+            processes.end_with_parent(self._parent, signal.SIGTERM)
+        self._send({"ready": True})
+        with contextlib.suppress(EOFError):
+            while True:
+                message, descriptors = self._receive()
+                if message["op"] != "kill":  # a kill that came after the end
+                    self._send(self._program(message, descriptors))
+        self._end()
+
+    def _end(self) -> NoReturn:
+        processes.end_all()
+        if not self._walls.has_namespaces:
+            remove(self._root)
+        os._exit(0)
+
+    def _receive(self) -> tuple[dict[str, Any], list[int]]:
+        data, descriptors, _, _ = socket.recv_fds(self._channel, MESSAGE, 4)
+        if not data:
+            raise EOFError
+        return json.loads(data), descriptors
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the other end has gone: the next receive says so
+            self._channel.send(json.dumps(message).encode())
+
+    def _program(self, message: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+        """Forks a program, watches it to its end, and kills what it leaves."""
+        limits = message["limits"]
+        limits["tasks"] = limits["processes"] + self._other_tasks()
+        reason, give_reason = os.pipe()
+        try:
+            child = os.fork()
+        except OSError as error:
+            return {"reason": f"it could not be forked: {error}", "seconds": 0.0}
+        if child == 0:
+            become(message, descriptors, give_reason, lambda: self._walls.confine(self._root), self._root)
+        for descriptor in (*descriptors, give_reason):
+            os.close(descriptor)
+        began = time.monotonic()
+        try:
+            end = self._watch(child, limits)
+            return end | {"reason": self._text(reason), "seconds": time.monotonic() - began}
+        finally:
+            processes.end_all()
+            os.close(reason)
+
+    @staticmethod
+    def _text(descriptor: int) -> str:
+        """What is in the pipe; nothing if another process holds its other end."""
+        os.set_blocking(descriptor, False)
+        try:
+            return os.read(descriptor, 4096).decode(errors="replace")
+        except BlockingIOError:
+            return ""
+
+    def _other_tasks(self) -> int:
+        """Processes and threads that the kernel counts for this user beside those of the program."""
+        own = os.getuid()
+        if self._walls.has_namespaces:
+            return 1  # this process: the count begins anew in a user namespace
+        if own == 0:
+            return 0  # the kernel counts nothing for root
+        count = 0
+        for name in os.listdir("/proc"):
+            with contextlib.suppress(OSError):
+                if name.isdigit() and os.stat(f"/proc/{name}").st_uid == own:
+                    count += len(os.listdir(f"/proc/{name}/task"))
+        return count
+
+    def _watch(self, child: int, limits: dict[str, Any]) -> dict[str, Any]:
+        killed = ""
+        end = time.monotonic() + limits["wall_s"]
+        while True:
+            events = dict(self._poll.poll(min(LOOK_EVERY_S, max(0.0, end - time.monotonic())) * 1000))
+            if self._woken in events:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._woken, 4096)
+            if self._channel.fileno() in events:
+                self._receive()  # a kill; or EOFError, and the session ends
+                killed = killed or "asked"
+            if time.monotonic() >= end:
+                killed = killed or "wall"
+            killed = killed or ("" if events else self._excess(limits))
+            if killed:
+                processes.kill_below()
+            try:
+                while (ended := os.waitpid(-1, 0 if killed else os.WNOHANG))[0]:
+                    if ended[0] == child:
+                        return {"code": os.waitstatus_to_exitcode(ended[1]), "killed": killed}
+            except ChildProcessError:
+                return {"code": None, "killed": killed}
+
+    def _excess(self, limits: dict[str, Any]) -> str:
+        """The limit that all processes together exceed; nothing if they keep within all."""
+        if self._walls.has_namespaces:
+            below = {int(name) for name in os.listdir("/proc") if name.isdigit()} - {os.getpid()}
+        else:
+            below = processes.descendants_of(os.getpid())
+        memory, seconds, tasks = processes.usage(below)
+        if memory > limits["memory_mib"] * _MIB:
+            return "memory"
+        if seconds > limits["cpu_s"]:
+            return "cpu"
+        if tasks > limits["processes"]:
+            return "processes"
+        if not self._walls.has_namespaces and is_full(self._root, limits["file_mib"] * _MIB):
+            return "files"
+        return ""
+
+
+def reset_signals() -> None:
+    """No handler of the fork server's stays; pid 1 of a namespace ignores what it has no handler for."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def wake_on_children() -> int:
+    """A descriptor that can be read when a child has ended."""
+    woken, wake = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(woken, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake)
+    return woken

@@ -1,0 +1,183 @@
+"""A seccomp filter: system calls that a program in a sandbox may not make. It is a wall of its own behind the other walls.
+
+No program needs them to compute: they make sockets, look into other processes, change mounts, namespaces, clocks or modules,
+keep things in the kernel that no limit counts (System V and POSIX queues, memfd, keyrings), or have had many of the kernel's
+holes (io_uring, bpf, userfaultfd, perf).
+"""
+
+import ctypes
+import errno
+import struct
+
+from tandem.sandbox.guest import kernel
+
+_ARCHITECTURE = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column in the tables, AUDIT_ARCH
+LAST_KNOWN = 462
+"""Calls that the kernel has got since this file was written do not exist inside."""
+
+# name: (number on x86_64, on aarch64)
+DENIED: dict[str, tuple[int | None, int | None]] = {
+    "socket": (41, 198),
+    "connect": (42, 203),
+    "bind": (49, 200),
+    "listen": (50, 201),
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "process_madvise": (440, 440),
+    "pidfd_getfd": (438, 438),
+    "kcmp": (312, 272),
+    "bpf": (321, 280),
+    "perf_event_open": (298, 241),
+    "userfaultfd": (323, 282),
+    "keyctl": (250, 219),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsmount": (432, 432),
+    "fsconfig": (431, 431),
+    "fspick": (433, 433),
+    "open_tree": (428, 428),
+    "mount_setattr": (442, 442),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "open_by_handle_at": (304, 265),
+    "name_to_handle_at": (303, 264),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "mq_open": (240, 180),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "reboot": (169, 142),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "acct": (163, 89),
+    "quotactl": (179, 60),
+    "quotactl_fd": (443, 443),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "clock_adjtime": (305, 266),
+    "adjtimex": (159, 171),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "iopl": (172, None),
+    "ioperm": (173, None),
+    "modify_ldt": (154, None),
+    "personality": (135, 92),
+    "vhangup": (153, 58),
+    "syslog": (103, 116),
+    "fanotify_init": (300, 262),
+    "move_pages": (279, 239),
+    "migrate_pages": (256, 238),
+    "process_mrelease": (448, 448),
+}
+ABSENT: dict[str, tuple[int | None, int | None]] = {  # programs fall back to something else if the kernel lacks these
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "memfd_create": (319, 279),
+    "memfd_secret": (447, 447),
+    "clone3": (435, 435),  # its flags lie in memory, where no filter can look
+}
+UNWATCHED_BY_LANDLOCK: dict[str, tuple[int | None, int | None]] = {
+    "chmod": (90, None),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "fchmodat2": (452, 452),
+    "chown": (92, None),
+    "fchown": (93, 55),
+    "lchown": (94, None),
+    "fchownat": (260, 54),
+    "utime": (132, None),
+    "utimes": (235, None),
+    "futimesat": (261, None),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "inotify_add_watch": (254, 27),
+}
+"""Without namespaces the files of the user who runs Tandem would be the program's own here."""
+
+ONLY_ITSELF: dict[str, tuple[int, int, dict[int, int]]] = {  # arguments that must have these values
+    "prlimit64": (302, 261, {0: 0}),
+    "setpriority": (141, 140, {0: 0, 1: 0}),
+    "ioprio_set": (251, 30, {0: 1, 1: 0}),
+    "sched_setaffinity": (203, 122, {0: 0}),
+    "sched_setparam": (142, 118, {0: 0}),
+    "sched_setscheduler": (144, 119, {0: 0}),
+    "sched_setattr": (314, 274, {0: 0}),
+}
+"""A process may do these to itself, and otherwise to all processes of its user."""
+
+_CLONE, _IOCTL, _SOCKETPAIR = (56, 220), (16, 29), (53, 199)
+_DATAGRAMS = 2  # the bit that kinds of socket have whose messages may be sent to any address
+_NEW_NAMESPACES = (
+    kernel.CLONE_NEWNS
+    | kernel.CLONE_NEWCGROUP
+    | kernel.CLONE_NEWUTS
+    | kernel.CLONE_NEWIPC
+    | kernel.CLONE_NEWUSER
+    | kernel.CLONE_NEWPID
+    | kernel.CLONE_NEWNET
+    | kernel.CLONE_NEWTIME
+)
+_TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: they type into a terminal
+
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_NUMBER, _ARCH, _ARGUMENTS = 0, 4, (16, 24)  # offsets in struct seccomp_data
+
+
+def _line(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("=HBBI", code, if_true, if_false, value)
+
+
+def is_known() -> bool:
+    """Whether the numbers of this machine's calls are in the tables."""
+    return kernel.MACHINE in _ARCHITECTURE
+
+
+def compile_filter(*, by_landlock: bool) -> bytes:
+    """The filter as a program of the kernel's. ``by_landlock``: the files of the machine are not out of sight."""
+    column, architecture = _ARCHITECTURE[kernel.MACHINE]
+    lines = [_line(_LOAD, _ARCH), _line(_EQUAL, architecture, 1, 0), _line(_RETURN, _KILL), _line(_LOAD, _NUMBER)]
+    lines += [_line(_AT_LEAST, LAST_KNOWN + 1, 0, 1), _line(_RETURN, _ERRNO | errno.ENOSYS)]  # those of x32 as well
+    tables = [(DENIED, errno.EPERM), (ABSENT, errno.ENOSYS)]
+    tables += [(UNWATCHED_BY_LANDLOCK, errno.EPERM)] if by_landlock else []
+    for table, error in tables:
+        for numbers in table.values():
+            if (number := numbers[column]) is not None:
+                lines += [_line(_EQUAL, number, 0, 1), _line(_RETURN, _ERRNO | error)]
+    for x86_64, aarch64, arguments in ONLY_ITSELF.values():
+        lines += [_line(_EQUAL, (x86_64, aarch64)[column], 0, 3 * len(arguments) + 1)]
+        for position, value in arguments.items():
+            lines += [_line(_LOAD, _ARGUMENTS[position]), _line(_EQUAL, value, 1, 0), _line(_RETURN, _ERRNO | errno.EPERM)]
+        lines += [_line(_RETURN, _ALLOW)]
+    for numbers_of_call, position, bits in ((_CLONE, 0, _NEW_NAMESPACES), (_SOCKETPAIR, 1, _DATAGRAMS)):
+        lines += [_line(_EQUAL, numbers_of_call[column], 0, 4), _line(_LOAD, _ARGUMENTS[position])]
+        lines += [_line(_ANY_BIT, bits, 0, 1), _line(_RETURN, _ERRNO | errno.EPERM), _line(_RETURN, _ALLOW)]
+    lines += [_line(_EQUAL, _IOCTL[column], 0, 4), _line(_LOAD, _ARGUMENTS[1])]
+    lines += [_line(_EQUAL, _TERMINAL_INPUT[0], 1, 0), _line(_EQUAL, _TERMINAL_INPUT[1], 0, 1)]
+    lines += [_line(_RETURN, _ERRNO | errno.EPERM), _line(_RETURN, _ALLOW)]
+    return b"".join(lines)
+
+
+def install(program: bytes) -> None:
+    """From here on the filter holds for this process and all that it starts; no privilege can be gained any more."""
+    text = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("@HxxxxxxP", len(program) // 8, ctypes.addressof(text))
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    kernel.prctl(22, 2, ctypes.c_char_p(header))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
