@@ -117,8 +117,12 @@ class Worker:
         session = Session(self, ours)
         try:
             with theirs:
-                if not await ready({self._control.fileno(): True}, START_S):
-                    raise SandboxLost("a worker does not read what it is asked")
+                own = os.dup(self._control.fileno())  # a loop has one waiter for each descriptor, and several may wait here
+                try:
+                    if not await ready({own: True}, START_S):
+                        raise SandboxLost("a worker does not read what it is asked")
+                finally:
+                    os.close(own)
                 socket.send_fds(self._control, [json.dumps({"file_mib": limits.file_mib}).encode()], [theirs.fileno()])
             answer = await session.receive(START_S)
             if "error" in answer:
