@@ -34,6 +34,7 @@ from tandem.rollout.executor import MAX_DRAWS, GroupFilter, GroupObserver, Rollo
 from tandem.rollout.groups import FirstSamples, MajorityLabels, WholeGroup, WithGreedyBaseline
 from tandem.rollout.multi_turn import MultiTurnWorkflow
 from tandem.rollout.workflows import Repeated, RLVRWorkflow
+from tandem.sandbox.choose import choose_sandbox
 from tandem.tracking.sinks.base import find_sink
 
 log = logging.getLogger(__name__)
@@ -102,9 +103,16 @@ class RewardBySource(RewardFn):
             self._waits = samples + 1, total_s + waited_s, max(longest_s, waited_s)
 
     def metrics(self) -> dict[str, float]:
-        """Of the samples that were judged since the last call: seconds until their reward was there. Empty without any."""
+        """Of the samples that were judged since the last call: seconds until their reward was there, and what the rewards
+        count themselves. Empty without any."""
         (samples, total_s, longest_s), self._waits = self._waits, (0, 0.0, 0.0)
-        return {"time/judge_s": total_s / samples, "time/judge_max_s": longest_s} if samples else {}
+        times = {"time/judge_s": total_s / samples, "time/judge_max_s": longest_s} if samples else {}
+        own = {
+            name: value
+            for one in dict.fromkeys((self.default, *self.by_name.values()))
+            for name, value in one.metrics().items()
+        }
+        return times | own
 
     def close(self) -> None:
         """Closes all of them."""
@@ -157,7 +165,8 @@ def make_reward(config: TrainConfig) -> RewardBySource:
     """
     timeout_s, workers = config.reward_timeout_s, config.reward_workers or most_workers(samples_together(config))
     by_name = {
-        spec: build_reward(spec, timeout_s=timeout_s, workers=workers, models_later=True) for spec in rewards_of(config)
+        spec: build_reward(spec, timeout_s=timeout_s, workers=workers, models_later=True, sandbox=choose_sandbox)
+        for spec in rewards_of(config)
     }
     default = by_name[config.reward]
     vote = MajorityVote(timeout_s=timeout_s, workers=workers) if config.algorithm.labels == "majority" else None

@@ -2,21 +2,23 @@
 
 import asyncio
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tandem.api.plugins import in_user_code, load_object
+from tandem.api.sandbox import Sandbox
 from tandem.api.scoring import FrozenModel, Score
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
 from tandem.config.terms import Term, read_terms
 from tandem.rewards import model, reasoning_gym, verifiable
+from tandem.rewards.code import reward as code
 from tandem.rewards.function import AsyncReward, OwnReward, WorkerReward
 from tandem.rewards.outcome import is_async
 from tandem.rewards.pool import WorkerPool
 from tandem.rewards.registry import REWARDS, SCORES, make
 
-__all__ = ["REWARDS", "SCORES", "SumReward", "build_reward", "build_scores", "model", "reasoning_gym", "verifiable"]
+__all__ = ["REWARDS", "SCORES", "SumReward", "build_reward", "build_scores", "code", "model", "reasoning_gym", "verifiable"]
 
 
 class SumReward(RewardFn):
@@ -55,6 +57,10 @@ class SumReward(RewardFn):
             if check is not None:
                 check(row)
 
+    def metrics(self) -> dict[str, float]:
+        """What the terms count."""
+        return {name: value for _, _, reward in self.terms for name, value in reward.metrics().items()}
+
     def close(self) -> None:
         """Closes all of them."""
         for _, _, reward in self.terms:
@@ -64,9 +70,17 @@ class SumReward(RewardFn):
 DTYPES = ("auto", "bfloat16", "float32")
 
 
-def build_reward(spec: str, *, timeout_s: float, workers: int | None = None, models_later: bool = False) -> RewardFn:
+def build_reward(
+    spec: str,
+    *,
+    timeout_s: float,
+    workers: int | None = None,
+    models_later: bool = False,
+    sandbox: Callable[[], Sandbox] | None = None,
+) -> RewardFn:
     """The reward that a configuration names. ``workers``: most processes of one that runs in workers; None: `most_workers`.
-    ``models_later``: the terms that need a model are left out here, for `build_scores` gives them.
+    ``models_later``: the terms that need a model are left out here, for `build_scores` gives them. ``sandbox``: opens one,
+    for rewards that run programs.
 
     Raises:
         ConfigError: no such name (tells the nearest), file, function or knob, or a spec that cannot be read; or a term needs
@@ -79,7 +93,7 @@ def build_reward(spec: str, *, timeout_s: float, workers: int | None = None, mod
             f"reward {spec!r}: {model.short_name} needs a model, which only `tandem train` holds; leave it out"
         )
     cheap = [term for term in terms if not needs_model(term)]
-    made = [(term.short_name, term.weight, _judge(term, timeout_s, workers)) for term in cheap]
+    made = [(term.short_name, term.weight, _judge(term, timeout_s, workers, sandbox)) for term in cheap]
     return made[0][2] if len(terms) == 1 and made and made[0][1] == 1.0 else SumReward(made)
 
 
@@ -129,9 +143,9 @@ def worker_counts(reward: RewardFn) -> set[int]:
     return {pool.size} if isinstance(pool, WorkerPool) else set()
 
 
-def _judge(term: Term, timeout_s: float, workers: int | None) -> RewardFn:
+def _judge(term: Term, timeout_s: float, workers: int | None, sandbox: Callable[[], Sandbox] | None) -> RewardFn:
     if not term.is_file:
-        return make(term.name, timeout_s, term.knobs, workers)
+        return make(term.name, timeout_s, term.knobs, workers, sandbox)
     found, spec, name = load_object(term.name), term.name, term.short_name
     if inspect.isclass(found) and issubclass(found, RewardFn):
         found = _made(term)

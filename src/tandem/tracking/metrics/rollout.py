@@ -43,6 +43,23 @@ REWARD: Section = {
         "Below 0.9: the model does not write its answer as the reward expects it; say in the prompt how, or see "
         "`truncated`.",
     ),
+    "code/passed_cases": Metric(
+        "share",
+        "Reward `code`: tests that the answers judged since the last line passed, of all their tests.",
+        "Above 0 while `accuracy` stays 0: `code(credit=share)` rewards it.",
+    ),
+    "code/retried": Metric(
+        "per answer",
+        "Reward `code`: judgements that were begun again because their sandbox was lost.",
+        "Above 0: the machine is short of memory or processes; see `samples/failed/sandbox_lost`.",
+    ),
+    "code/<reason>": Metric(
+        "share",
+        "Reward `code`: answers that failed for this reason: `wrong`, `error`, `timeout`, `memory`, `output`, `exit`, "
+        "`signal`, `protocol`, `no_code` (docs/code.md).",
+        "`no_code` or `error`: the form is not learnt yet, show it in the prompt. `timeout`: raise `code(seconds=…)`. "
+        "`protocol` or `exit`: the policy attacks the judge; nothing is gained by it.",
+    ),
     "groups/without_spread": Metric(
         "share",
         "Groups whose samples all have the same reward; in group-relative algorithms their advantages are 0 and they teach "
