@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem.config.data import PROCEDURAL, is_procedural
 from tandem.config.errors import ConfigError
 from tandem.config.nearest import nearest_names
 from tandem.data.programs import APPS, HUMANEVAL, LIVECODEBENCH, MBPP
@@ -166,7 +167,7 @@ def locate(path: str, root: str | None) -> tuple[str, bool]:
     Raises:
         ConfigError: a single word that is neither a folder nor known; tells the nearest.
     """
-    if Path(path).expanduser().exists() or path == "addition" or path.startswith("reasoning_gym:"):
+    if Path(path).expanduser().exists() or is_procedural(path):
         return path, False
     known = named(path)
     if known is not None:
@@ -179,7 +180,7 @@ def locate(path: str, root: str | None) -> tuple[str, bool]:
         raise ConfigError(f"data_root={root} has no folder {known.name}; there are: {', '.join(sorted(folders)) or 'none'}")
     if "/" not in path and not Path(path).suffix:
         raise ConfigError(
-            f"no data set is called {path!r}; {nearest_names(path, [*KNOWN, 'addition'])}, reasoning_gym:NAME, "
+            f"no data set is called {path!r}; {nearest_names(path, [*KNOWN, *PROCEDURAL])}, reasoning_gym:NAME, "
             "a folder, a file, and hub names (owner/name)"
         )
     return path, "/" in path
