@@ -1,4 +1,4 @@
-"""Walls of namespaces: bubblewrap makes an empty machine with Python in it; each session has namespaces of its own inside."""
+"""Walls of namespaces: bubblewrap makes an empty machine with Python in it; each session has namespaces of its own in it."""
 
 import importlib.util
 import os

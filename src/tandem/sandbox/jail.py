@@ -65,7 +65,6 @@ class Jail(ABC):
 
     def python(self, code: Path | str, control: int, **settings: Any) -> list[str]:
         """The command of the fork server, whose code lies in the folder ``code``."""
-        text = json.dumps(
-            {"walls": self.name, "code": str(code), "control": control, "readable": readable_paths(), **settings}
-        )
+        settings |= {"walls": self.name, "code": str(code), "control": control, "parent": os.getpid()}
+        text = json.dumps({"readable": readable_paths(), **settings})
         return [str(interpreter()), "-S", "-s", "-P", "-B", "-X", "utf8", "-c", BOOT, text]

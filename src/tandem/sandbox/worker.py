@@ -5,7 +5,6 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 import socket
 import struct
 import subprocess
@@ -15,6 +14,7 @@ from typing import Any
 
 from tandem.api.failures import SandboxLost, WaitTimeout
 from tandem.api.sandbox import Limits, Outcome, Program, SandboxProcess, Status
+from tandem.sandbox.guest.folders import remove
 from tandem.sandbox.jail import ENVIRONMENT, Jail
 
 START_S = 60.0
@@ -144,7 +144,7 @@ class Worker:
             self._process.kill()
             self._process.wait()
         if self._start.base:
-            shutil.rmtree(self._start.base, ignore_errors=True)
+            remove(self._start.base)
         if self._words >= 0:
             os.close(self._words)
             self._words = -1
@@ -295,8 +295,8 @@ class Running:
     def _status(self, code: int | None, killed: str | None, stderr: bytes) -> Status:
         if self._too_much:
             return "output"
-        if killed in ("wall", "cpu", "asked") or code == -24:  # SIGXCPU
-            return "timeout"
+        if (killed in ("wall", "cpu", "asked") and code in (None, -9)) or code == -24:  # SIGXCPU
+            return "timeout"  # one that has another code had ended by itself before
         if killed == "memory" or (code not in (0, None) and b"MemoryError" in stderr[-200:]):
             return "memory"
         return "ok" if code == 0 else "exit" if code is not None and code > 0 else "signal"
@@ -342,13 +342,13 @@ class Interactive(SandboxProcess):
     async def close(self) -> Outcome:
         """Kills it, and says how it ended if it had ended by itself."""
         if self._outcome is None:
-            os.close(self._stdin)
             self._running.session.ask_kill()
             try:
                 self._outcome = await self._running.finish()
             except SandboxLost as error:
                 self._outcome = Outcome("lost", stderr=error.message.encode())
             finally:
+                os.close(self._stdin)  # not before: the end of its input might end the program first
                 self._running.release()
                 self._running.session.close()
         return self._outcome

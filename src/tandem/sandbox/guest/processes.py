@@ -3,6 +3,9 @@
 import contextlib
 import os
 import signal
+from collections.abc import Collection
+
+from tandem.sandbox.guest import kernel
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -35,22 +38,33 @@ def _signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def kill_below() -> None:
-    """Kills everything below this process, which must be pid 1 of its namespace or own all orphans (a subreaper)."""
+def kill_below(spare: Collection[int] = ()) -> None:
+    """Kills everything below this process, which must be pid 1 of its namespace or own all orphans (a subreaper).
+
+    ``spare``: children that live on, with everything below them.
+    """
     if os.getpid() == 1:
         with contextlib.suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)  # at once for all, so nothing can fork away
-    else:
-        stopped: set[int] = set()
-        for _ in range(ROUNDS):  # what is stopped cannot fork
-            new = descendants_of(os.getpid()) - stopped
-            if not new:
-                break
-            for pid in new:
-                _signal(pid, signal.SIGSTOP)
-            stopped |= new
-        for pid in stopped:
-            _signal(pid, signal.SIGKILL)
+        return
+    stopped: set[int] = set()
+    for _ in range(ROUNDS):  # what is stopped cannot fork
+        children = children_of(os.getpid()) - set(spare)
+        new = children.union(*map(descendants_of, children)) - stopped
+        if not new:
+            break
+        for pid in new:
+            _signal(pid, signal.SIGSTOP)
+        stopped |= new
+    for pid in stopped:
+        _signal(pid, signal.SIGKILL)
+
+
+def end_with_parent(parent: int, number: int) -> None:
+    """Has the kernel send this process a signal when its parent dies; ``parent``: who that should be."""
+    kernel.prctl(kernel.PR_SET_PDEATHSIG, number)
+    if os.getppid() not in (parent, 0):  # 0: in another namespace
+        os.kill(os.getpid(), number)
 
 
 def end_all() -> None:

@@ -10,12 +10,12 @@ import importlib
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 from typing import Any, NoReturn
 
 from tandem.sandbox.guest import kernel, processes, syscall_filter
+from tandem.sandbox.guest.folders import remove
 from tandem.sandbox.guest.session import MESSAGE, Session, Walls, enter_namespaces, reset_signals, wake_on_children
 
 WARM = (
@@ -37,19 +37,21 @@ class Server:
         kind = settings["walls"]
         compiled = b"" if kind == "none" else syscall_filter.compile_filter(own_files_change=kind == "bubblewrap")
         self._walls = Walls(kind, tuple(settings["readable"]), compiled)
-        self._base = settings["base"]
+        self._base, self._parent = settings["base"], settings["parent"]
         self._user, self._group = os.getuid(), os.getgid()
         self._folders: dict[int, str] = {}
         self._sessions = 0
 
-    def serve(self) -> None:
-        """Returns when nobody can ask any more; then nothing is left."""
+    def serve(self) -> NoReturn:
+        """Ends when nobody can ask any more, or the parent has died; then nothing is left."""
         woken = wake_on_children()
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+        if not self._walls.has_namespaces:  # bubblewrap sees to it where there are
+            signal.signal(signal.SIGTERM, lambda *_: self.end())
+            processes.end_with_parent(self._parent, signal.SIGTERM)
         poll = select.poll()
         poll.register(self._control, select.POLLIN)
         poll.register(woken, select.POLLIN)
-        self._control.send(b'{"ready": true}')
         while True:
             events = dict(poll.poll())
             if woken in events:
@@ -61,18 +63,25 @@ class Server:
                 if not data:
                     break
                 self._fork(json.loads(data), descriptors[0])
+        self.end()
+
+    def end(self) -> NoReturn:
+        """Leaves nothing."""
         processes.end_all()
-        for folder in self._folders.values():
-            remove(folder)
+        if self._base:
+            remove(self._base)
+        os._exit(0)
 
     def _reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
             while pid := os.waitpid(-1, os.WNOHANG)[0]:
                 if folder := self._folders.pop(pid, ""):
+                    processes.kill_below(spare=self._folders)  # what a session that was killed has left
                     remove(folder)
 
     def _fork(self, message: dict[str, Any], channel: int) -> None:
         self._sessions += 1
+        parent = os.getpid()
         root = "/tmp" if self._walls.has_namespaces else os.path.join(self._base, str(self._sessions))
         if not self._walls.has_namespaces:
             os.mkdir(root, 0o700)
@@ -83,12 +92,12 @@ class Server:
                 answers.send(json.dumps({"error": str(error)}).encode())
             return
         if child == 0:
-            self._become_session(message, channel, root)
+            self._become_session(message, channel, root, parent)
         os.close(channel)
         if not self._walls.has_namespaces:
             self._folders[child] = root
 
-    def _become_session(self, message: dict[str, Any], channel: int, root: str) -> NoReturn:
+    def _become_session(self, message: dict[str, Any], channel: int, root: str, parent: int) -> NoReturn:
         try:
             reset_signals()
             channel = os.dup2(channel, 3)
@@ -96,24 +105,11 @@ class Server:
             kernel.close_from(4)
             if self._walls.has_namespaces:
                 enter_namespaces(message["file_mib"], self._user, self._group)
-            Session(channel, self._walls, root, wake_on_children()).serve()
-        except OSError as error:
+            Session(channel, self._walls, root, wake_on_children(), parent).serve()
+        except BaseException as error:  # boundary: this process may never go on as the server that it was forked from
             with contextlib.suppress(OSError):
                 os.write(channel, json.dumps({"error": str(error)}).encode())
         os._exit(1)
-
-
-def remove(folder: str) -> None:
-    """Removes a folder whatever the modes of those inside, without following links."""
-
-    def open_up(_: Any, path: str, __: Any) -> None:
-        with contextlib.suppress(OSError):
-            os.chmod(os.path.dirname(path), 0o700)
-            if os.path.isdir(path) and not os.path.islink(path):
-                os.chmod(path, 0o700)
-
-    shutil.rmtree(folder, onerror=open_up)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def main(settings: dict[str, Any]) -> None:

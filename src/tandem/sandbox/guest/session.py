@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from tandem.sandbox.guest import kernel, landlock, processes, syscall_filter
+from tandem.sandbox.guest.folders import MAX_FILES, is_full, remove
 from tandem.sandbox.guest.program import become
 
 LOOK_EVERY_S = 0.02
 MESSAGE = 1 << 16
-MAX_FILES = 20_000
 _MIB = 1 << 20
 INNER_ID = 1000
 
@@ -61,14 +61,15 @@ def enter_namespaces(file_mib: int, user: int, group: int) -> None:
     kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     os.mkdir("/tmp/.shm")
     kernel.mount("/tmp/.shm", "/dev/shm", "", kernel.MS_BIND)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # nobody inside may look at this process
 
 
 class Session:
     """Serves the messages of one tenant until its socket closes."""
 
-    def __init__(self, channel: int, walls: Walls, root: str, woken: int):
+    def __init__(self, channel: int, walls: Walls, root: str, woken: int, parent: int):
         self._channel = socket.socket(fileno=channel)
-        self._walls, self._root, self._woken = walls, root, woken
+        self._walls, self._root, self._woken, self._parent = walls, root, woken, parent
         self._poll = select.poll()
         self._poll.register(channel, select.POLLIN)
         self._poll.register(woken, select.POLLIN)
@@ -77,13 +78,23 @@ class Session:
         """Never returns: the process ends with the session."""
         os.mkdir(os.path.join(self._root, "work"))
         kernel.prctl(kernel.PR_SET_CHILD_SUBREAPER, 1)
+        if self._walls.has_namespaces:
+            processes.end_with_parent(0, signal.SIGKILL)  # and the kernel kills all others of the namespace
+        else:
+            signal.signal(signal.SIGTERM, lambda *_: self._end())
+            processes.end_with_parent(self._parent, signal.SIGTERM)
         self._send({"ready": True})
         with contextlib.suppress(EOFError):
             while True:
                 message, descriptors = self._receive()
                 if message["op"] != "kill":  # a kill that came after the end
                     self._send(self._program(message, descriptors))
+        self._end()
+
+    def _end(self) -> NoReturn:
         processes.end_all()
+        if not self._walls.has_namespaces:
+            remove(self._root)
         os._exit(0)
 
     def _receive(self) -> tuple[dict[str, Any], list[int]]:
@@ -174,21 +185,9 @@ class Session:
             return "cpu"
         if tasks > limits["processes"]:
             return "processes"
-        if not self._walls.has_namespaces and self._is_full(limits["file_mib"] * _MIB):
+        if not self._walls.has_namespaces and is_full(self._root, limits["file_mib"] * _MIB):
             return "files"
         return ""
-
-    def _is_full(self, most_bytes: int) -> bool:
-        """Whether the folder has more than it may; a file system in memory watches itself."""
-        used = files = 0
-        for folder, folders, names in os.walk(self._root):
-            files += len(names) + len(folders)
-            for name in names:
-                with contextlib.suppress(OSError):
-                    used += os.lstat(os.path.join(folder, name)).st_blocks * 512
-            if used > most_bytes or files > MAX_FILES:
-                return True
-        return False
 
 
 def reset_signals() -> None:

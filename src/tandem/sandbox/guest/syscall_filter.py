@@ -18,6 +18,9 @@ LAST_KNOWN = 462
 # name: (number on x86_64, on aarch64)
 DENIED: dict[str, tuple[int | None, int | None]] = {
     "socket": (41, 198),
+    "connect": (42, 203),
+    "bind": (49, 200),
+    "listen": (50, 201),
     "ptrace": (101, 117),
     "process_vm_readv": (310, 270),
     "process_vm_writev": (311, 271),
@@ -75,6 +78,7 @@ DENIED: dict[str, tuple[int | None, int | None]] = {
     "fanotify_init": (300, 262),
     "move_pages": (279, 239),
     "migrate_pages": (256, 238),
+    "process_mrelease": (448, 448),
 }
 ABSENT: dict[str, tuple[int | None, int | None]] = {  # programs fall back to something else if the kernel lacks these
     "io_uring_setup": (425, 425),
@@ -106,7 +110,19 @@ CHANGES_OF_OWN_FILES: dict[str, tuple[int | None, int | None]] = {
 }
 """Landlock does not watch these, and the files of the user who runs Tandem would be the program's own."""
 
-_CLONE, _IOCTL = (56, 220), (16, 29)
+ONLY_ITSELF: dict[str, tuple[int, int, dict[int, int]]] = {  # arguments that must have these values
+    "prlimit64": (302, 261, {0: 0}),
+    "setpriority": (141, 140, {0: 0, 1: 0}),
+    "ioprio_set": (251, 30, {0: 1, 1: 0}),
+    "sched_setaffinity": (203, 122, {0: 0}),
+    "sched_setparam": (142, 118, {0: 0}),
+    "sched_setscheduler": (144, 119, {0: 0}),
+    "sched_setattr": (314, 274, {0: 0}),
+}
+"""A process may do these to itself, and otherwise to all processes of its user."""
+
+_CLONE, _IOCTL, _SOCKETPAIR = (56, 220), (16, 29), (53, 199)
+_DATAGRAMS = 2  # the bit that kinds of socket have whose messages may be sent to any address
 _NEW_NAMESPACES = (
     kernel.CLONE_NEWNS
     | kernel.CLONE_NEWCGROUP
@@ -121,7 +137,7 @@ _TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: they type into a termi
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_NUMBER, _ARCH, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24  # offsets in struct seccomp_data
+_NUMBER, _ARCH, _ARGUMENTS = 0, 4, (16, 24)  # offsets in struct seccomp_data
 
 
 def _line(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
@@ -144,9 +160,15 @@ def compile_filter(*, own_files_change: bool) -> bytes:
         for numbers in table.values():
             if (number := numbers[column]) is not None:
                 lines += [_line(_EQUAL, number, 0, 1), _line(_RETURN, _ERRNO | error)]
-    lines += [_line(_EQUAL, _CLONE[column], 0, 4), _line(_LOAD, _FIRST_ARGUMENT)]
-    lines += [_line(_ANY_BIT, _NEW_NAMESPACES, 0, 1), _line(_RETURN, _ERRNO | errno.EPERM), _line(_RETURN, _ALLOW)]
-    lines += [_line(_EQUAL, _IOCTL[column], 0, 4), _line(_LOAD, _SECOND_ARGUMENT)]
+    for x86_64, aarch64, arguments in ONLY_ITSELF.values():
+        lines += [_line(_EQUAL, (x86_64, aarch64)[column], 0, 3 * len(arguments) + 1)]
+        for position, value in arguments.items():
+            lines += [_line(_LOAD, _ARGUMENTS[position]), _line(_EQUAL, value, 1, 0), _line(_RETURN, _ERRNO | errno.EPERM)]
+        lines += [_line(_RETURN, _ALLOW)]
+    for numbers_of_call, position, bits in ((_CLONE, 0, _NEW_NAMESPACES), (_SOCKETPAIR, 1, _DATAGRAMS)):
+        lines += [_line(_EQUAL, numbers_of_call[column], 0, 4), _line(_LOAD, _ARGUMENTS[position])]
+        lines += [_line(_ANY_BIT, bits, 0, 1), _line(_RETURN, _ERRNO | errno.EPERM), _line(_RETURN, _ALLOW)]
+    lines += [_line(_EQUAL, _IOCTL[column], 0, 4), _line(_LOAD, _ARGUMENTS[1])]
     lines += [_line(_EQUAL, _TERMINAL_INPUT[0], 1, 0), _line(_EQUAL, _TERMINAL_INPUT[1], 0, 1)]
     lines += [_line(_RETURN, _ERRNO | errno.EPERM), _line(_RETURN, _ALLOW)]
     return b"".join(lines)

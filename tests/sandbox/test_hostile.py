@@ -1,0 +1,168 @@
+"""Hostile programs in each back end: none escapes, and nothing is left behind. They are the table of docs/sandbox.md."""
+
+import asyncio
+import contextlib
+import json
+import os
+import platform
+import signal
+import socket
+import subprocess
+import threading
+from pathlib import Path
+
+import pytest
+
+from tandem.api.sandbox import Limits, Program
+from tandem.config.errors import ConfigError
+from tandem.sandbox.choose import choose_sandbox
+from tests.sandbox.hostile import read_table
+
+TABLE = read_table()
+BACK_ENDS = ("bubblewrap", "landlock")
+ids = [f"{each.group}: {each.name}" for each in TABLE]
+pytestmark = pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="the programs use system calls by their numbers of x86_64"
+)
+
+
+def processes_with(mark: str) -> list[int]:
+    """Processes on this machine that have the mark in their command line."""
+    left = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in folder.joinpath("cmdline").read_bytes():
+                left.append(int(folder.name))
+    return left
+
+
+def lives(pid: int) -> bool:
+    """Whether a process is there and is no zombie, which waits for pid 1 of this machine."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def descendants(pid: int) -> set[int]:
+    """Processes below one."""
+    below = set()
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            below |= {int(child) for child in thread.read_text().split()}
+    return below | {grandchild for child in below for grandchild in descendants(child)}
+
+
+class Machine:
+    """What a program must not reach: a secret file, a process, and everything that listens."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.secret = folder / "secret"
+        self.secret.write_text("secret")
+        self.secret.chmod(0o600)
+        self.mark = f"{os.getpid()}987654.{int.from_bytes(os.urandom(3), 'big')}"
+        self.old_handler = signal.signal(signal.SIGWINCH, lambda *_: self.heard.append(b"a signal"))
+        self.victim = subprocess.Popen(["sleep", "600"])
+        self.heard: list[bytes] = []
+        tcp = socket.create_server(("127.0.0.1", 0))
+        self.port = tcp.getsockname()[1]
+        udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        udp.bind(("127.0.0.1", self.port))
+        self.unix, self.datagrams = str(folder / "socket"), str(folder / "datagrams")
+        self.abstract = f"\0tandem-{self.mark}"
+        streams = [socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)]
+        for stream, address in zip(streams, (self.unix, self.abstract), strict=True):
+            stream.bind(address)
+            stream.listen()
+        datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        datagrams.bind(self.datagrams)
+        self.listeners = [tcp, udp, *streams, datagrams]
+        for listener in self.listeners:
+            threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
+
+    def _listen(self, listener: socket.socket) -> None:
+        try:
+            if listener.type == socket.SOCK_STREAM:
+                listener.accept()[0].close()
+                self.heard.append(b"a connection")
+            else:
+                self.heard.append(listener.recv(100))
+        except OSError:
+            return
+
+    @property
+    def facts(self) -> bytes:
+        """What programs are told, to make it easy for them."""
+        names = ("mark", "port", "unix", "datagrams", "abstract")
+        facts = {name: getattr(self, name) for name in names} | {"secret": str(self.secret), "folder": str(self.folder)}
+        return json.dumps(facts | {"victim": self.victim.pid, "parent": os.getpid()}).encode() + b"\n"
+
+    def close(self) -> None:
+        signal.signal(signal.SIGWINCH, self.old_handler)
+        self.victim.kill()
+        self.victim.wait()
+        for listener in self.listeners:
+            listener.close()
+
+
+@pytest.fixture(scope="module", params=BACK_ENDS)
+def trial(request, tmp_path_factory):
+    """All programs in one back end: (outcomes, what is wrong on the machine afterwards)."""
+    folder = tmp_path_factory.mktemp("machine")
+    os.environ["TANDEM_TEST_SECRET"] = "secret"
+    machine = Machine(folder)
+    try:
+        sandbox = choose_sandbox(request.param)
+    except ConfigError as error:
+        machine.close()
+        pytest.skip(f"{request.param} does not work here: {str(error).splitlines()[1]}")
+
+    async def run_all():
+        jobs = [
+            sandbox.run(
+                Program(source=hostile.source, stdin=machine.facts),
+                Limits(wall_s=hostile.wall_s, cpu_s=hostile.wall_s, memory_mib=256, processes=24, file_mib=32),
+            )
+            for hostile in TABLE
+        ]
+        return await asyncio.gather(*jobs)
+
+    before = machine.secret.stat()
+    outcomes = asyncio.run(run_all())
+    workers = {pid for worker in sandbox.pids for pid in {worker} | descendants(worker)}
+    wrong = []
+    if len(workers) > 4 * len(sandbox.pids):
+        wrong.append(f"{len(workers)} processes below {len(sandbox.pids)} workers")
+    sandbox.close()
+    after = machine.secret.stat()
+    if machine.secret.read_text() != "secret" or (before.st_mode, before.st_mtime_ns) != (after.st_mode, after.st_mtime_ns):
+        wrong.append("the secret was changed")
+    if before.st_nlink != after.st_nlink:
+        wrong.append("the secret has another name")
+    if machine.victim.poll() is not None or os.getpriority(os.PRIO_PROCESS, machine.victim.pid) != 0:
+        wrong.append("the victim was killed, or is slower")
+    if machine.heard:
+        wrong.append(f"heard: {machine.heard}")
+    if left := processes_with(machine.mark) + [pid for pid in workers if lives(pid)]:
+        wrong.append(f"processes are left: {left}")
+    if files := set(os.listdir(folder)) - {"secret", "socket", "datagrams"}:
+        wrong.append(f"files are left: {files}")
+    machine.close()
+    return dict(zip(ids, outcomes, strict=True)), wrong
+
+
+@pytest.mark.parametrize("hostile", TABLE, ids=ids)
+def test_a_hostile_program_gets_nothing(trial, hostile):
+    outcome = trial[0][f"{hostile.group}: {hostile.name}"]
+    assert b"ESCAPED" not in outcome.stdout, outcome.stdout.decode(errors="replace")
+    assert outcome.status in hostile.ends, (outcome.stdout[-300:], outcome.stderr[-600:])
+    assert outcome.seconds < hostile.wall_s + 5
+
+
+def test_hostile_programs_leave_nothing_behind_and_reach_nothing(trial):
+    assert trial[1] == []
+
+
+def test_there_are_enough_of_them_and_each_has_a_name_of_its_own():
+    assert len(TABLE) >= 80 and len(set(ids)) == len(ids)
