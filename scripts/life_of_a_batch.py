@@ -3,6 +3,7 @@
 python scripts/life_of_a_batch.py > docs/life_of_a_batch.md
 """
 
+import ast
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -10,9 +11,8 @@ ROOT = Path(__file__).resolve().parent.parent
 WALK = [
     (
         "src/tandem/rollout/executor.py",
-        "Rows come from the loader (`data/loader.py`) as the gate (`gate.py`) lets episodes start, and the ledger "
-        "(`ledger.py`) writes down which. They run in the pool (`pool.py`), with retries and a deadline; finished groups "
-        "are consumed oldest first (`collector.py`).",
+        "Rows of the loader run as episodes in the pool (`pool.py`), as the gate (`gate.py`) lets them start, with retries "
+        "and a deadline. Finished groups are taken oldest first; rewards that need a model come before, from all ranks.",
     ),
     (
         "src/tandem/rollout/workflows.py",
@@ -22,7 +22,8 @@ WALK = [
     (
         "src/tandem/engines/inference/core.py",
         "One scheduling round: admit requests (`scheduler.py`), compute a piece of their prompts, decode one token of every "
-        "running sequence (`passes.py`), sample (`slots.py`), stamp each token with the version that made it.",
+        "running sequence (`sequences.py`, `passes.py`), sample (`slots.py`, `sampler.py`), stamp each token with the "
+        "version that made it.",
     ),
     (
         "src/tandem/rollout/collate.py",
@@ -31,7 +32,8 @@ WALK = [
     (
         "src/tandem/roles/actor.py",
         "Proximal log-probabilities where they are needed, advantages (next line), what is chosen among the tokens of the "
-        "whole batch (`tokens.py`), then mini-batches with the weight of each token in the global batch.",
+        "whole batch (`tokens.py`), then mini-batches (`mini_batches.py`) with the weight of each token in the global "
+        "batch; several trajectories may be one sample (`samples.py`).",
     ),
     ("src/tandem/roles/credit.py", "Rewards are shaped and become the advantage of each token."),
     ("src/tandem/roles/objective.py", "The loss of each token: policy loss, behaviour correction, KL, entropy."),
@@ -50,13 +52,33 @@ BACK = [
     ),
 ]
 
+ROOMS = ("rollout", "roles", "engines")
+"""Where the walk goes. Contracts (`api`), settings, the mathematics that is chosen by name, and models are read by name."""
+
+BESIDE = {
+    "at the start": (
+        "engines/inference/folder",
+        "engines/inference/kv_cache",
+        "engines/train/adapters",
+        "engines/train/ranks",
+        "engines/train/spread",
+        "roles/components",
+    ),
+    "for several ranks": ("rollout/collective",),
+    "for an option": ("engines/inference/stopping", "roles/critic", "roles/reference", "rollout/replay"),
+    "to check, or when something failed": ("engines/inference/requests", "rollout/failure_budget", "rollout/returned"),
+    "for metrics": ("engines/train/totals", "roles/averages", "roles/batch_metrics", "rollout/statistics"),
+    "on the way back": ("engines/inference/fused_weights",),
+}
+"""What files of the walk import and a batch does not pass through, by when it is needed."""
+
 HEADER = """# The life of a batch
 
 <!-- Made by `python scripts/life_of_a_batch.py`; edit that file instead. -->
 
 From prompt to gradient: the files in the order in which a batch meets them. The loop that calls them is `step` in
 [`trainers/rl.py`](../src/tandem/trainers/rl.py); the words are those of [concepts.md](concepts.md). A file in brackets is
-what a line of the walk leans on: open it for the detail, not for the way.
+one step aside: a file of the walk calls it for every batch. Open it for the detail, not for the way.
 """
 
 COLUMNS = """| | file | lines | what happens |
@@ -64,8 +86,22 @@ COLUMNS = """| | file | lines | what happens |
 
 
 def lines(name: str) -> int:
-    """Of one file."""
+    """Number of lines of a file."""
     return len((ROOT / name).read_text().splitlines())
+
+
+def imported(name: str) -> set[str]:
+    """Files of the walk's rooms that a file imports from."""
+    tree = ast.parse((ROOT / name).read_text())
+    modules = {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    files = {f"src/{module.replace('.', '/')}.py" for module in modules if module.startswith("tandem.")}
+    return {file for file in files if file.split("/")[2] in ROOMS}
+
+
+def brackets() -> list[str]:
+    """Files one step aside: all that the walk imports in its rooms, without the walk itself and what is `BESIDE` it."""
+    beside = {f"src/tandem/{name}.py" for names in BESIDE.values() for name in names}
+    return sorted(set().union(*(imported(name) for name, _ in WALK)) - {name for name, _ in WALK} - beside)
 
 
 def rows(files: list[tuple[str, str]], first: int = 1) -> list[str]:
@@ -78,7 +114,11 @@ def rows(files: list[tuple[str, str]], first: int = 1) -> list[str]:
 
 def page() -> str:
     """The page as it should be."""
-    total = f"{len(WALK)} files, {sum(lines(name) for name, _ in WALK)} lines. And back to the engine:"
+    walk = [name for name, _ in WALK]
+    total = (
+        f"{len(walk)} files, {sum(map(lines, walk))} lines; with those in brackets {len(walk + brackets())} files, "
+        f"{sum(map(lines, walk + brackets()))} lines. And back to the engine:"
+    )
     back = rows(BACK, len(WALK) + 1)
     return "\n".join([HEADER, COLUMNS, *rows(WALK), "", total, "", COLUMNS, *back, ""])
 

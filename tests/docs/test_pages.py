@@ -103,6 +103,21 @@ def test_from_prompt_to_gradient_it_is_a_short_walk():
     assert sum(script["lines"](name) for name, _ in script["WALK"]) <= 1600
 
 
+def test_the_brackets_of_the_walk_are_all_files_that_it_calls_and_grow_no_longer():
+    script = runpy.run_path(str(ROOT / "scripts/life_of_a_batch.py"))
+    walk, brackets = [name for name, _ in script["WALK"]], script["brackets"]()
+    named = re.findall(r"`(\w+\.py)`", " ".join(text for _, text in script["WALK"]))
+    assert sorted(named) == sorted(Path(name).name for name in brackets)
+    assert len(walk + brackets) <= 21
+    assert sum(map(script["lines"], walk + brackets)) <= 3450
+
+
+def test_what_stands_beside_the_walk_is_imported_by_it():
+    script = runpy.run_path(str(ROOT / "scripts/life_of_a_batch.py"))
+    imported = set().union(*(script["imported"](name) for name, _ in script["WALK"]))
+    assert {f"src/tandem/{name}.py" for names in script["BESIDE"].values() for name in names} <= imported
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):

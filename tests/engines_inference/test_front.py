@@ -16,10 +16,14 @@ import torch
 
 from tandem.api.failures import DataFailure, EngineDied, WaitTimeout, WeightUpdateFailed
 from tandem.api.requests import LLMRequest, NoiseKey, StopReason
+from tandem.api.weights import WeightVersion
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine, engine_threads
+from tandem.engines.inference.callers import Callers
+from tandem.engines.inference.link import Link
+from tandem.engines.inference.messages import Start
 from tests.tiny import tiny_model_folder
 from tests.zygote import gone
 
@@ -293,14 +297,14 @@ class TestProcess:
         assert not psutil.pid_exists(engine.pid)
 
     @pytest.mark.slow
-    def test_a_stopped_process_is_killed_on_close_and_a_call_to_it_ends_at_its_deadline(self, folder, monkeypatch):
-        engine = build(folder, "decoupled")
-        os.kill(engine.pid, signal.SIGSTOP)
+    def test_a_stopped_process_is_killed_on_close_and_a_call_to_it_ends_at_its_deadline(self, folder):
+        start = Start(folder, ROLLOUT.engine, torch.float32, "cpu", WeightVersion(0), 1, False)
+        link = Link.start(start, Callers(), 60)
+        os.kill(link.pid, signal.SIGSTOP)
         with pytest.raises(WaitTimeout, match=r"did not answer statistics within 0\.3 s"):
-            engine._link.call("statistics", (), 0.3)
-        monkeypatch.setattr("tandem.engines.inference.link.CLOSE_TIMEOUT_S", 0.3)
-        engine.close()
-        assert not psutil.pid_exists(engine.pid)
+            link.call("statistics", (), 0.3)
+        link.close(timeout_s=0.3)
+        assert not psutil.pid_exists(link.pid)
 
     @pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
     def test_it_ends_with_its_parent_and_nothing_is_left(self, folder, tmp_path, how):

@@ -54,8 +54,8 @@ LAUNCHER = """
 import sys
 from tandem.engines.inference.remote.kept import Place, take_over
 from tandem.launch import local
-local.RESTART_S = float(sys.argv[1])
-sys.exit(local.run_ranks([sys.executable, "-c", sys.argv[2]], 1, max_restarts=1))
+patience = local.Patience(restart_s=float(sys.argv[1]))
+sys.exit(local.run_ranks([sys.executable, "-c", sys.argv[2]], 1, max_restarts=1, patience=patience))
 """
 
 
@@ -69,8 +69,6 @@ def until(condition, seconds=20.0):
 @pytest.fixture
 def said(tmp_path, monkeypatch):
     """What the ranks wrote: a server's process number, by the file's name. Folders of launchers are in `launchers`."""
-    monkeypatch.setattr(local, "FAIL_S", 0.2)
-    monkeypatch.setattr(local, "RESTART_S", 0.0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     (tmp_path / "temporary").mkdir()
@@ -85,7 +83,8 @@ def script(tmp_path, lines):
 
 
 def ranks(tmp_path, lines, max_restarts=1):
-    return run_ranks([sys.executable, "-c", script(tmp_path, lines)], 1, max_restarts=max_restarts)
+    patience = local.Patience(fail_s=0.2, restart_s=0.0)
+    return run_ranks([sys.executable, "-c", script(tmp_path, lines)], 1, max_restarts=max_restarts, patience=patience)
 
 
 def test_a_server_is_taken_over_by_the_rank_that_is_started_again_and_ends_with_the_run(said, tmp_path):

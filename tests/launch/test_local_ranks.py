@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from tandem.launch.local import run_ranks
+from tandem.launch.local import Patience, run_ranks
 from tests.zygote import gone
 
 QUICK = 20.0
 """Seconds within which a group must have ended; each wait inside is far shorter."""
 
 
-def ranks(code: str, count: int = 2) -> int:
+def ranks(code: str, count: int = 2, **patience: float) -> int:
     """Runs a few lines on each rank."""
-    return run_ranks([sys.executable, "-c", code], count)
+    return run_ranks([sys.executable, "-c", code], count, patience=Patience(**patience))
 
 
 def wait_for(what, seconds: float = QUICK) -> None:
@@ -41,8 +41,7 @@ open({str(tmp_path)!r} + "/" + os.environ["RANK"], "w").write(" ".join(os.enviro
     assert not Path(said[0][4]).parent.exists()
 
 
-def test_a_rank_that_fails_ends_the_others_and_is_quoted(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("tandem.launch.local.FAIL_S", 0.5)
+def test_a_rank_that_fails_ends_the_others_and_is_quoted(tmp_path, capfd):
     code = f"""
 import os, sys, time
 open({str(tmp_path)!r} + "/" + os.environ["RANK"], "w").write(str(os.getpid()))
@@ -51,16 +50,14 @@ if os.environ["RANK"] == "1":
 time.sleep(600)
 """
     began = time.monotonic()
-    assert ranks(code) == 1
+    assert ranks(code, fail_s=0.5) == 1
     assert time.monotonic() - began < QUICK
     said = capfd.readouterr().err
     assert "rank 1 of 2 ended with exit status 1" in said and "rank 1 | the third gradient is missing" in said
     assert gone(int((tmp_path / "0").read_text()))
 
 
-def test_a_rank_that_is_killed_ends_the_others_also_one_that_ignores_a_polite_request(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("tandem.launch.local.FAIL_S", 0.2)
-    monkeypatch.setattr("tandem.launch.local.TERM_S", 0.5)
+def test_a_rank_that_is_killed_ends_the_others_also_one_that_ignores_a_polite_request(tmp_path, capfd):
     code = """
 import os, signal, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -68,13 +65,12 @@ if os.environ["RANK"] == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(600)
 """
-    assert ranks(code) == 1
+    assert ranks(code, fail_s=0.2, term_s=0.5) == 1
     said = capfd.readouterr().err
     assert "rank 1 of 2 ended by signal SIGKILL" in said and "actor.max_tokens_per_micro_batch" in said
 
 
-def test_the_rank_that_broke_is_quoted_also_where_another_one_noticed_and_ended_before_it(capfd, monkeypatch):
-    monkeypatch.setattr("tandem.launch.local.FAIL_S", 2.0)
+def test_the_rank_that_broke_is_quoted_also_where_another_one_noticed_and_ended_before_it(capfd):
     code = """
 import os, sys, time
 if os.environ["RANK"] == "0":
@@ -82,12 +78,11 @@ if os.environ["RANK"] == "0":
 time.sleep(0.5)
 sys.exit("the third gradient is missing")
 """
-    assert ranks(code) == 1
+    assert ranks(code, fail_s=2.0) == 1
     assert "rank 1 | the third gradient is missing" in capfd.readouterr().err
 
 
-def test_what_one_rank_alone_refuses_is_quoted(capfd, monkeypatch):
-    monkeypatch.setattr("tandem.launch.local.FAIL_S", 0.2)
+def test_what_one_rank_alone_refuses_is_quoted(capfd):
     code = """
 import os, sys, time
 if os.environ["RANK"] == "1":
@@ -95,7 +90,7 @@ if os.environ["RANK"] == "1":
     sys.exit(2)
 time.sleep(600)
 """
-    assert ranks(code) == 2
+    assert ranks(code, fail_s=0.2) == 2
     assert "rank 1 | error: no GPU for rank 1" in capfd.readouterr().err
 
 

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from tandem.launch import local, rank
-from tandem.launch.local import RENDEZVOUS, run_ranks
+from tandem.launch import rank
+from tandem.launch.local import LEFT_S, RENDEZVOUS, Patience, run_ranks
 from tests.zygote import gone
 
 TRIES = """
@@ -24,17 +24,15 @@ said |= {{"step": 3, "count": 2}}
 
 
 @pytest.fixture
-def ranks(tmp_path, monkeypatch):
+def ranks(tmp_path):
     """Runs lines on two ranks; what was recorded is kept in ``ranks.records``."""
-    monkeypatch.setattr(local, "FAIL_S", 0.5)
-    monkeypatch.setattr(local, "RESTART_S", 0.0)
-    monkeypatch.setattr("tandem.launch.watch.SILENT_S", 2.0)
-    monkeypatch.setattr("tandem.launch.watch.WEDGED_S", 3.0)
 
-    def run(lines: str, count: int = 2, **options) -> int:
+    def run(lines: str, count: int = 2, left_s: float = LEFT_S, **options) -> int:
         code = TRIES.format(folder=str(tmp_path)) + lines
         record = lambda ended, restart: run.records.append((ended, restart))  # noqa: E731
-        return run_ranks([sys.executable, "-c", code], count, record=record, **{"stalled_after_s": 60.0} | options)
+        patience = Patience(fail_s=0.5, left_s=left_s, restart_s=0.0, silent_s=2.0, wedged_s=3.0)
+        options = {"stalled_after_s": 60.0} | options
+        return run_ranks([sys.executable, "-c", code], count, record=record, patience=patience, **options)
 
     run.records = []
     return run
@@ -142,8 +140,7 @@ time.sleep(600)
     assert (tmp_path / "heard").read_text() == "rank 1 of 2 ended by signal SIGKILL"
 
 
-def test_what_a_rank_started_in_a_session_of_its_own_does_not_outlive_the_group(ranks, tmp_path, monkeypatch):
-    monkeypatch.setattr(local, "LEFT_S", 0.5)
+def test_what_a_rank_started_in_a_session_of_its_own_does_not_outlive_the_group(ranks, tmp_path):
     lines = """
 if rank == "1":
     server = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
@@ -151,7 +148,7 @@ if rank == "1":
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(600)
 """
-    assert ranks(lines) == 1
+    assert ranks(lines, left_s=0.5) == 1
     deadline = time.monotonic() + 5
     while not gone(int((tmp_path / "server").read_text())):
         assert time.monotonic() < deadline

@@ -35,7 +35,7 @@ def critic_on(folder, *, max_tokens=1000, ranks=1, lr=1e-2, learnt=2, updates_so
     engine = build_train_engine(critic_engine_config(actor, own), total_steps=100, head="scalar")
     critic = Critic(engine, own, actor, updates_so_far=updates_so_far)
     for seed in range(learnt):
-        critic.engine.train_batch(batch_with_returns(seed=seed, loss_weights=True), critic._loss)
+        critic.engine.train_batch(batch_with_returns(seed=seed, loss_weights=True), critic.loss)
     return critic
 
 

@@ -146,9 +146,9 @@ def test_an_entropy_bonus_raises_the_entropy(folder):
 def test_dropped_tokens_leave_the_denominators_of_the_others(folder, aggregation):
     batch = rollout_batch([[(1.0, 4), (0.0, 4)]])
     actor = tiny_actor(folder, aggregation=aggregation)
-    whole = next(iter(actor._weighted(actor.compute_advantages(batch))))["loss_weights"]
+    whole = next(iter(actor.weighted(actor.compute_advantages(batch))))["loss_weights"]
     batch["expired"][PROMPT : PROMPT + 2] = True
-    part = next(iter(actor._weighted(actor.compute_advantages(batch))))["loss_weights"]
+    part = next(iter(actor.weighted(actor.compute_advantages(batch))))["loss_weights"]
     assert part[PROMPT : PROMPT + 2].tolist() == [0, 0]
     assert torch.equal(part[PROMPT + 2 :], whole[PROMPT + 2 :])
 
@@ -172,7 +172,7 @@ def test_a_batch_wholly_outside_the_loss_changes_nothing(folder):
 def test_each_mini_batch_is_a_step_with_denominators_of_its_own(folder):
     batch = rollout_batch(GROUPS)
     actor = tiny_actor(folder, mini_batches=3, epochs=2)
-    parts = list(actor._weighted(actor.compute_advantages(batch)))
+    parts = list(actor.weighted(actor.compute_advantages(batch)))
     assert [float(part["loss_weights"].sum()) for part in parts] == pytest.approx([1] * 6)
     metrics = step(actor, batch)
     assert metrics["clip_fraction"] > 0  # the later steps have moved away
@@ -182,7 +182,7 @@ def test_each_mini_batch_is_a_step_with_denominators_of_its_own(folder):
 def test_a_sample_in_two_trajectories_has_the_weight_of_one(folder):
     batch = rollout_batch([[(1.0, [2, 2]), (0.0, 4)]])
     actor = tiny_actor(folder)
-    weights = next(iter(actor._weighted(actor.compute_advantages(batch))))["loss_weights"]
+    weights = next(iter(actor.weighted(actor.compute_advantages(batch))))["loss_weights"]
     assert weights[weights > 0].tolist() == [0.125] * 8
 
 

@@ -1,6 +1,7 @@
 """Batches from the executor: order, failures, deadlines, filters, expiry."""
 
 import asyncio
+import contextlib
 import itertools
 import random
 import time
@@ -11,13 +12,11 @@ from hypothesis import strategies as st
 
 from tandem.api.activity import ACTIVITY, within
 from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, WaitTimeout
-from tandem.api.samples import Group, Sample
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import RolloutConfig
 from tandem.rollout.executor import Rollout
-from tandem.rollout.gate import StalenessGate
-from tandem.rollout.pool import EpisodePool, NoBatch
+from tandem.rollout.failure_budget import NoBatch
 from tandem.rollout.workflows import Repeated
 from tests.rollout.clockwork import ClockworkEngine, OneAnswer, prompts, rows
 
@@ -210,20 +209,21 @@ def test_a_filter_that_keeps_nothing_ends_the_run_with_its_name():
         rollout.prepare_batch(endless, OneAnswer())
 
 
-@pytest.mark.parametrize(("wanted", "ends"), [(1, False), (2, True)])
-def test_a_filter_ends_no_run_whose_batch_is_full_already(wanted, ends):
+@pytest.mark.parametrize(("wanted", "delay_s", "ends"), [(1, 0.0, False), (2, 0.2, True)])
+def test_a_filter_ends_no_run_whose_batch_is_full_already(wanted, delay_s, ends):
     """Of two groups the first is kept and the second is the last that may be drawn, before anyone takes the batch."""
     keep = lambda group: (group.group_id == 0, "wrong")  # noqa: E731
-    config, gate = RolloutConfig(batch_size=1), StalenessGate(2)
-    pool = EpisodePool(
-        ClockworkEngine(), config, gate, seed=0, deterministic=False, group_filter=keep, max_draws=2, observer=None
-    )
-    pool.submitted.extend((row, OneAnswer()) for row in rows(2))
-    pool.wanted = wanted
-    for episode in pool.admit():
-        pool._end(episode, Group((Sample((), 1.0),), group_id=episode.number))
-    assert len(pool.waiting) == pool.filtered["wrong"] == 1
-    assert isinstance(pool.broken, NoBatch) == ends
+    config = RolloutConfig(batch_size=1, max_head_offpolicyness=1)
+    with Rollout(
+        ClockworkEngine(lambda request: delay_s * (1 + request.input_ids[1])), config, group_filter=keep, max_draws=2
+    ) as rollout:
+        for row in rows(2):
+            rollout.submit(row, OneAnswer())
+        while not ends and not rollout.ledger.dropped:
+            time.sleep(0.01)
+        with pytest.raises(NoBatch, match="kept 1 of 2 groups, and 2 are needed") if ends else contextlib.nullcontext():
+            assert prompts(rollout.wait(wanted)) == [0]
+        assert rollout.ledger.dropped == {"filter/wrong": 1}
 
 
 def test_a_filter_that_raises_reaches_the_caller():

@@ -32,7 +32,9 @@ ENVIRONMENTS = [
     Environment("a laptop or server, unprivileged user", "bubblewrap", root=False),
     Environment("the same, bubblewrap not installed", "landlock", root=False, bwrap=False),
     Environment("root, or a privileged container", "bubblewrap"),
-    Environment("a container of docker, root, default rules", "landlock", capabilities=DOCKER_CAPABILITIES, namespaces=False),
+    Environment(
+        "a container of docker, root, default rules", "landlock", capabilities=DOCKER_CAPABILITIES, namespaces=False
+    ),
     Environment("a container of docker, another user, default rules", "landlock", root=False, namespaces=False),
     Environment("a cluster node without user namespaces", "landlock", root=False, nested=False),
     Environment("root where nobody may make user namespaces", "landlock", nested=False),

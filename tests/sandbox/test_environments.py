@@ -24,7 +24,9 @@ def python_for_all():
     """A Python that any user may start."""
     for path in (str(interpreter()), shutil.which("python3", path="/usr/local/bin:/usr/bin") or ""):
         if path and is_open_to_all(os.path.dirname(os.path.realpath(path))):
-            text = subprocess.run([path, "-c", "import sys; print(sys.version_info >= (3, 11))"], capture_output=True, text=True)
+            text = subprocess.run(
+                [path, "-c", "import sys; print(sys.version_info >= (3, 11))"], capture_output=True, text=True
+            )
             if text.stdout.strip() == "True":
                 return path
     return None

@@ -14,11 +14,12 @@ from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.embedded import EmbeddedEngine
-from tandem.engines.inference.serve.access import Access
-from tandem.engines.inference.serve.app import Server
 from tandem.engines.inference.serve.limits import Limits
+from tandem.engines.inference.serve.routes import ServedEngine
 from tandem.engines.inference.serve.service import Service
 from tandem.engines.inference.serve.text import Tokenizers
+from tandem.protocol.access import Access
+from tandem.protocol.server import Server
 from tests.tiny import VOCAB_SIZE
 
 ADMIN = "the-admin-token-of-tests"
@@ -86,7 +87,8 @@ class Served:
             weights_roots=self._roots,
         )
         access = Access.of("127.0.0.1", token=self.token, admin_token=ADMIN)
-        self.server = Server(self.service, access)
+        self.application = ServedEngine(self.service)
+        self.server = Server(self.application, access)
         async with self.server.listening("127.0.0.1", 0) as self.port:
             self.url = f"http://127.0.0.1:{self.port}"
             self._ready.set()

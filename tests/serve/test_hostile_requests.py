@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tandem.engines.inference.serve.access import Access
+from tandem.protocol.access import Access
 from tests.serve.served import ADMIN, TOKEN
 
 

@@ -11,7 +11,7 @@ import pytest
 from tandem.api.failures import DataFailure, EngineDied, ServerFailed
 from tandem.config.errors import ConfigError
 from tandem.engines.inference.remote.events import stream_events
-from tandem.engines.inference.remote.http import HttpClient
+from tandem.protocol.client import HttpClient
 
 
 @contextlib.contextmanager

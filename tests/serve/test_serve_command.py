@@ -21,13 +21,15 @@ import pytest
 import torch
 
 from tandem.cli import chat, serve
+from tandem.cli.listening import access_of
 from tandem.cli.main import main
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.remote.tandem_start import start_tandem_server
-from tandem.engines.inference.serve.access import Access
-from tandem.engines.inference.serve.app import Server
-from tandem.engines.inference.serve.token_files import token_from
+from tandem.engines.inference.serve.routes import ServedEngine
+from tandem.protocol.access import Access
+from tandem.protocol.server import Server
+from tandem.protocol.token_files import token_from
 from tests.serve.served import TOKEN, Served, one_by_one, request_of, update_of
 from tests.tiny import tiny_model_folder
 
@@ -197,7 +199,7 @@ def test_a_token_file_that_protects_nothing_is_refused(tmp_path, content, mode, 
 
 def access(*argv):
     with contextlib.ExitStack() as stack:
-        rules, files = serve._access(parsed(serve, "m", *argv), stack)
+        rules, files = access_of(parsed(serve, "m", *argv), stack, control=True)
         return rules, {name: mode(file) for name, file in files.items()}, [Path(file).parent for file in files.values()]
 
 
@@ -226,7 +228,7 @@ def test_an_address_that_is_taken_is_said(folder):
 
 
 async def listen_again(served):
-    server = Server(served.service, Access.of("127.0.0.1", token=None, admin_token=TOKEN))
+    server = Server(ServedEngine(served.service), Access.of("127.0.0.1", token=None, admin_token=TOKEN))
     async with server.listening("127.0.0.1", served.port):
         raise AssertionError("two servers at one address")
 

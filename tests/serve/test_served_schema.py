@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tandem.engines.inference.serve.questions import CHAT_WITHOUT_EFFECT, LEGACY_WITHOUT_EFFECT, WITHOUT_EFFECT
-from tandem.engines.inference.serve.schema import Invalid, array, checked, integer, optional, record, text
+from tandem.protocol.schema import Invalid, array, checked, integer, optional, record, text
 from tests.serve.served import TOKEN
 
 LOCAL = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)

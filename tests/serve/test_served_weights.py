@@ -13,7 +13,7 @@ from tandem.api.failures import EngineDied, ServerFailed, WeightUpdateFailed
 from tandem.api.requests import NoiseKey
 from tandem.api.weights import FolderSource, WeightSource, WeightUpdate, WeightVersion
 from tandem.engines.inference.remote.tandem_server import TandemServer
-from tandem.engines.inference.serve.refusal import Refusal
+from tandem.protocol.refusal import Refusal
 from tests.serve.served import ADMIN, Served, as_body, one_by_one, request_of, update_of
 from tests.tiny import tiny_model_folder
 
@@ -164,7 +164,7 @@ def test_a_change_that_waited_asks_again_whose_the_server_is(remote, served, roo
     body = as_body(update_of(root / "tiny-llama-1", 1))
 
     async def prepare_behind_a_release():
-        control = served.server._control
+        control = served.application.control
         async with control._turn:
             late = asyncio.ensure_future(control.prepare(body, None))
             await asyncio.sleep(0.1)

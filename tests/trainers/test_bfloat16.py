@@ -67,7 +67,7 @@ def test_the_main_job_runs_and_proves_its_deliveries(small):
     assert len(found) == 4 and all(row["gap/numeric"] > 1e-4 for row in found)
 
 
-def test_in_float32_it_computes_as_an_engine_in_float32_would_with_the_rounded_weights_and_is_itself_again(model):
+def test_in_float32_it_computes_as_a_float32_engine_with_rounded_weights_and_is_itself_again(model):
     def engine(dtype):
         return build_train_engine(TrainEngineConfig(path=str(model), dtype=dtype), total_steps=0, device="cpu")
 

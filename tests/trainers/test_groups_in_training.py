@@ -16,7 +16,7 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.flow.parts import make_loader, make_observer, make_rollout, open_rows
 from tandem.rewards.extraction import final_answer
-from tandem.rollout.pool import NoBatch
+from tandem.rollout.failure_budget import NoBatch
 from tandem.rollout.workflows import Repeated
 from tandem.trainers.rl import train
 from tests.rollout.clockwork import ClockworkEngine, OneAnswer

@@ -50,11 +50,10 @@ FORGOTTEN = {
     "rollout._metrics": "of the last batch; its line is written",
     "rollout.last_groups": "of the last batch; its line is written",
     "rollout.replay._last": "of the last batch; its line is written",
-    "rollout._collector.metrics": "of the last batch; its line is written",
-    "rollout._collector.taken": "empty between two steps",
-    "rollout._pool.waiting": "begun and not consumed: begins anew",
-    "rollout._pool.running": "begun and not consumed: begins anew",
-    "rollout._pool.source": "the loader, which is a part, and the workflow, which has no state",
+    "rollout._pool._taken": "empty between two steps",
+    "rollout._pool._waiting": "begun and not consumed: begins anew",
+    "rollout._pool._running": "begun and not consumed: begins anew",
+    "rollout._pool._source": "the loader, which is a part, and the workflow, which has no state",
     "rollout.gate.running": "counts what begins anew",
     "rollout.gate.waiting": "counts what begins anew",
     "rollout.gate.taken": "0 between two steps",
@@ -63,7 +62,7 @@ FORGOTTEN = {
     "critic.engine._holder._parameters": "likewise",
     "reference.engine._holder._parameters": "likewise",
     "publisher._engines": "see the engine in STATELESS",
-    "publisher._channel": "where tensors lie until the engine has taken them",
+    "publisher.channel": "where tensors lie until the engine has taken them",
 }
 """Not saved, and why that changes nothing."""
 

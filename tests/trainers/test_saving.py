@@ -2,7 +2,6 @@
 
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 import torch
@@ -36,20 +35,25 @@ def learn(engine, seed):
 class Run:
     """A run of an engine, with saves after each of ten steps."""
 
-    def __init__(self, root, model, asynchronous, trial, head="lm"):
+    def __init__(self, root, model, asynchronous, trial, head="lm", on_error="stop", from_copy=True):
+        """``from_copy``: the engine can be written from a copy of its state."""
         items = ["train_dataset.path=addition", "checkpoint.every_steps=1", "checkpoint.keep_last=null"]
+        items += [f"checkpoint.on_error={on_error}"]
         self.config = load_config(SFTConfig, None, [*items, f"checkpoint.asynchronous={asynchronous}".lower()]).config
         self.engine = engine_on(model, dtype="bfloat16", head=head)
         self.folder = RunFolder.open(root, "exp", trial, config_text="")
         self.progress, self.may_write = Progress(), threading.Event()
         self.may_write.set()
+        self.refusal = None  # what the disk says to a save
         parts = {"progress": self.progress, "trainer": self.engine}
         recovery = Recovery(self.folder, parts, self.progress)
-        late = lambda states: self.engine.late_writer(states["trainer"])  # noqa: E731
+        late = lambda states: self.engine.late_writer(states["trainer"]) if from_copy else None  # noqa: E731
         self.saving = Saving(self.config, self.folder, 10, self.engine, self.tokenizer, recovery, late)
 
     def tokenizer(self, folder):
         assert self.may_write.wait(20)
+        if self.refusal is not None:
+            raise self.refusal
         (folder / "tokenizer.json").write_text("{}")
 
     def step(self):
@@ -113,25 +117,22 @@ def test_a_second_save_waits_for_the_first_and_says_how_long(model, tmp_path):
 
 
 def test_a_save_that_failed_is_raised_at_the_next_step_and_the_one_before_stays(model, tmp_path):
-    def refuse(folder):
-        raise OSError(28, "No space left on device")
-
     with Run(tmp_path, model, True, "trial") as run:
         run.step()
         run.after_step()
         run.saving.finish()
-        run.saving._save_tokenizer = refuse
+        run.refusal = OSError(28, "No space left on device")
         run.step()
         run.after_step()  # it says nothing yet: the thread writes
         deadline = time.monotonic() + 20
-        while run.saving._background.busy and time.monotonic() < deadline:
+        while run.saving.busy and time.monotonic() < deadline:
             time.sleep(0.01)
         run.step()
         with pytest.raises(CheckpointFailed, match=r"step 2 could not be saved: .*No space left.*step_1") as caught:
             run.after_step()
         assert isinstance(caught.value.__cause__, OSError)
         assert sorted(path.name for path in run.folder.checkpoints.iterdir()) == ["step_1"]
-        run.saving._save_tokenizer = run.tokenizer
+        run.refusal = None
         run.after_step()  # whoever goes on saves again
     assert sorted(path.name for path in run.folder.checkpoints.iterdir()) == ["step_1", "step_3"]
 
@@ -150,16 +151,14 @@ def test_whoever_leaves_waits_for_what_is_being_written_and_who_cannot_wait_does
     run = Run(tmp_path, model, True, "trial")
     with pytest.raises(error):
         interrupted(run)
-    assert run.saving._background.busy == (error is KeyboardInterrupt)
+    assert run.saving.busy == (error is KeyboardInterrupt)
     run.may_write.set()
     run.saving.finish()  # the thread is of this process, which goes on
     assert [path.name for path in run.folder.checkpoints.iterdir()] == ["step_1"]
 
 
 @pytest.mark.parametrize("wish", ["continue", "stop"])
-def test_what_a_disk_refuses_while_a_checkpoint_is_written_is_tried_again_after_it_where_training_may_go_on(
-    model, tmp_path, wish
-):
+def test_what_a_disk_refuses_during_a_checkpoint_is_tried_again_if_training_may_go_on(model, tmp_path, wish):
     refusals = [NotWritten("no space")]
     written = []
 
@@ -168,8 +167,7 @@ def test_what_a_disk_refuses_while_a_checkpoint_is_written_is_tried_again_after_
             raise refusals.pop()
         written.append((run.folder.checkpoints / "step_1").is_dir())
 
-    with Run(tmp_path, model, True, "trial") as run:
-        run.config = run.saving._config = replace(run.config, checkpoint=replace(run.config.checkpoint, on_error=wish))
+    with Run(tmp_path, model, True, "trial", on_error=wish) as run:
         run.step()
         run.may_write.clear()
         run.after_step()
@@ -186,11 +184,10 @@ def test_what_a_disk_refuses_while_a_checkpoint_is_written_is_tried_again_after_
 
 
 def test_an_engine_that_cannot_be_written_from_a_copy_is_waited_for(model, tmp_path, caplog):
-    with caplog.at_level("INFO", "tandem"), Run(tmp_path, model, True, "trial") as run:
-        run.saving._late_writer = lambda states: None
+    with caplog.at_level("INFO", "tandem"), Run(tmp_path, model, True, "trial", from_copy=False) as run:
         run.step()
         run.after_step()
-        assert not run.saving._background.busy and (run.folder.checkpoints / "step_1").is_dir()
+        assert not run.saving.busy and (run.folder.checkpoints / "step_1").is_dir()
         assert run.saving._snapshots.num_bytes == 0
     assert "training waits for each save: these models are not written from a copy" in caplog.text
 

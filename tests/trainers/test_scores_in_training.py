@@ -20,7 +20,7 @@ from tandem.flow.residents import open_reader
 from tandem.models.tokenizer import load_tokenizer
 from tandem.rewards.build import build_reward
 from tandem.roles.reward_model import RewardModel
-from tandem.rollout.pool import NoBatch
+from tandem.rollout.failure_budget import NoBatch
 from tandem.trainers.rl import train
 from tests.tiny import tiny_model_folder
 

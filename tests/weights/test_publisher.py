@@ -166,7 +166,7 @@ def mix_digests_up(update):
 def test_a_damaged_update_is_refused_and_the_old_version_stays(engine, trainer, publisher, damage, message):
     before = (engine.version, generate(engine, [ask()]))
     trainer.become(50)
-    delivery = publisher._channel.put(trainer.weights(torch.float32), torch.float32)
+    delivery = publisher.channel.put(trainer.weights(torch.float32), torch.float32)
     version = replace(engine.version, number=engine.version.number + 1, digest=version_digest(delivery.digests))
 
     with pytest.raises(WeightUpdateFailed, match=message):
@@ -216,7 +216,7 @@ def test_a_commit_returns_only_once_the_engine_has_its_own_copy(engine, trainer,
     with torch.no_grad():
         for parameter in trainer.model.parameters():  # what training does next
             parameter.zero_()
-    publisher._channel.put(trainer.weights(torch.float32), torch.float32)
+    publisher.channel.put(trainer.weights(torch.float32), torch.float32)
     assert generate(engine, [ask()]) == before
 
 
@@ -297,12 +297,16 @@ def by_process_group(tmp_path, folder):
 
 
 @pytest.fixture(params=[by_disk, by_process_group])
-def other_publisher(request, trainer, engine, tmp_path, folder):
+def channel(request, tmp_path, folder):
     channel = request.param(tmp_path, folder)
-    publisher = WeightPublisher(trainer, engine, run="test", dtype=torch.float32, channel=channel)
-    yield publisher
-    publisher.close()
+    yield channel
+    channel.close()
     assert not (tmp_path / "weights").exists()
+
+
+@pytest.fixture
+def other_publisher(trainer, engine, channel):
+    return WeightPublisher(trainer, engine, run="test", dtype=torch.float32, channel=channel)
 
 
 def test_a_folder_and_a_process_group_deliver_while_requests_run(engine, trainer, other_publisher):
@@ -379,18 +383,18 @@ def test_a_folder_is_chosen_as_soon_as_one_engine_reads_from_a_disk(tmp_path):
         channel_for([server])
 
 
-def test_versions_that_will_be_asked_for_are_kept_as_they_were_delivered_and_then_let_go(engine, trainer, other_publisher):
+def test_versions_that_will_be_asked_for_are_kept_as_they_were_delivered_and_then_let_go(engine, trainer, channel):
     archive = VersionArchive(lambda number: number % 2 == 0, most=1)
-    other_publisher._archive = archive
-    expected = {}
+    publisher = WeightPublisher(trainer, engine, run="test", dtype=torch.float32, channel=channel, archive=archive)
+    expected = {engine.version.number: trainer.model.state_dict()}
     for seed in range(40, 44):
         trainer.become(seed)
-        other_publisher.publish()
+        publisher.publish()
         expected[engine.version.number] = trainer.model.state_dict()
         for number in archive.versions:
             assert all(torch.equal(t, expected[number][name]) for name, t in archive.get(number).tensors())
         newest = engine.version.number
         near = {number for number in archive.versions if newest - number <= 1}
         assert near == {number for number in (newest, newest - 1) if number % 2 == 0 and number in expected}
-    in_memory = isinstance(other_publisher._channel, CollectiveChannel)
+    in_memory = isinstance(channel, CollectiveChannel)
     assert (archive.num_bytes > 0) == in_memory

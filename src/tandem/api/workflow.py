@@ -1,7 +1,7 @@
 """Episodes: how one prompt becomes a group of samples, and who judges them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -40,6 +40,9 @@ class RewardResult:
 class RewardFn(ABC):
     """Judges one completion of one row."""
 
+    reads_messages: bool = False
+    """True: it is also given ``messages``, the conversation so far, with the completion as the last reply."""
+
     @abstractmethod
     async def __call__(
         self,
@@ -58,6 +61,11 @@ class RewardFn(ABC):
 
     def close(self) -> None:
         """End worker processes; idempotent."""
+
+
+def messages_for(reward: object, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The further argument of a call of this reward: the conversation, if it reads it."""
+    return {"messages": tuple(messages)} if getattr(reward, "reads_messages", False) else {}
 
 
 class RolloutWorkflow(ABC):

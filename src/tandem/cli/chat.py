@@ -31,11 +31,11 @@ from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.embedded import EmbeddedEngine
 from tandem.engines.inference.remote.events import stream_events
-from tandem.engines.inference.remote.http import HttpClient
 from tandem.engines.inference.serve.text import TextStream
 from tandem.models.catalog import resolve
 from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
+from tandem.protocol.client import HttpClient
 from tandem.rollout.chat import Chat
 from tandem.state.machine import usable_cores
 

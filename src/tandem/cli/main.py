@@ -38,6 +38,7 @@ COMMANDS = {
     "generate": Command("tandem.cli.generate", "let a model answer a prompt"),
     "chat": Command("tandem.cli.chat", "chat with a model: a folder, a hub name or a server"),
     "serve": Command("tandem.cli.serve", "serve a model over HTTP: OpenAI's protocol, and tokens for training runs"),
+    "serve-reward": Command("tandem.cli.serve_reward", "serve reward models over HTTP, for runs elsewhere"),
     "algorithms": Command("tandem.cli.algorithms", "list the algorithms, or explain one"),
     "eval": Command("tandem.cli.eval", "evaluate a model on data sets"),
     "compare": Command("tandem.cli.compare", "compare two evaluations, with a test of significance"),

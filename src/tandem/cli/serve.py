@@ -12,31 +12,26 @@ need the admin token. See docs/serve.md.
 
 import argparse
 import asyncio
-import json
-import os
-import signal
-import sys
-import tempfile
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tandem.api.weights import WeightVersion
+from tandem.cli.listening import Listening, access_of, add_address, check_address
 from tandem.config.errors import ConfigError, TandemError
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.process import EmbeddedProcess
-from tandem.engines.inference.serve.access import Access, is_loopback
-from tandem.engines.inference.serve.app import Server
 from tandem.engines.inference.serve.limits import Limits
+from tandem.engines.inference.serve.routes import ServedEngine
 from tandem.engines.inference.serve.service import Service
 from tandem.engines.inference.serve.text import Tokenizers
-from tandem.engines.inference.serve.token_files import token_from
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import resolve
 from tandem.models.foreign import read_hf_config
 from tandem.models.precision import resolve_dtype
+from tandem.protocol.access import Access
 from tandem.state.machine import usable_cores
 
 DEFAULTS = Limits(max_tokens=1)
@@ -46,15 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     parser.add_argument("model", metavar="MODEL", help="a folder (a checkpoint), a hub name, or smollm2-135m")
     parser.add_argument("--name", help="the model's name in requests (default: the last part of MODEL)")
-    address = parser.add_argument_group("address and access")
-    address.add_argument("--host", default="127.0.0.1", help="address to listen at (default: 127.0.0.1)")
-    address.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default: 8000)")
-    address.add_argument("--token-file", type=Path, metavar="FILE", help="token of the data routes; made if missing")
-    address.add_argument(
+    add_address(parser, port=8000).add_argument(
         "--admin-token-file", type=Path, metavar="FILE", help="token of the control routes; made if missing"
     )
-    address.add_argument("--allow-host", action="append", default=[], metavar="NAME", help="a further name of this server")
-    address.add_argument("--address-file", type=Path, metavar="FILE", help="written once it answers: url, pid, instance")
     weights = parser.add_argument_group("weights")
     weights.add_argument(
         "--weights-root",
@@ -99,10 +88,10 @@ def _add_engine_arguments(engine: Any) -> None:
 
 def check(arguments: argparse.Namespace) -> None:
     """Raises `ConfigError` for values that cannot be."""
+    check_address(arguments)
     at_least_1 = ("max_completions", "max_requests", "default_chat_tokens", "max_running", "prefill_chunk_tokens")
     rules = [
         *((f"--{name.replace('_', '-')}", getattr(arguments, name), 1, None) for name in at_least_1),
-        ("--port", arguments.port, 0, 65535),
         ("--threads", arguments.threads, 1, None),
         ("--max-model-len", arguments.max_model_len, 2, None),
         ("--shutdown-timeout", arguments.shutdown_timeout, 0, None),
@@ -117,8 +106,6 @@ def check(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"--run must have 1 to 256 characters, got {len(arguments.run)}")
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda, but torch sees no GPU here; use --device cpu, or install a CUDA build of torch")
-    if arguments.address_file is not None and not arguments.address_file.absolute().parent.is_dir():
-        raise ConfigError(f"--address-file must be in a folder that exists, got {arguments.address_file}")
     for root in arguments.weights_root:
         if not root.is_dir():
             raise ConfigError(f"--weights-root must be a folder that exists, got {root}")
@@ -129,25 +116,21 @@ def run(arguments: argparse.Namespace) -> int:
     check(arguments)
     folder = resolve(arguments.model)
     with ExitStack() as stack:
-        access, files = _access(arguments, stack)
+        access, files = access_of(arguments, stack, control=True)
         service = _service(arguments, folder, stack)
-        return asyncio.run(_until_told(service, access, arguments, files))
+        return asyncio.run(_serve(service, access, arguments, files))
 
 
-def _access(arguments: argparse.Namespace, stack: ExitStack) -> tuple[Access, dict[str, Path]]:
-    """The rules, and where the tokens are; those that were made for this process go with it."""
-    files = {"admin token": arguments.admin_token_file, "token": arguments.token_file}
-    needed = ["admin token"] + (["token"] if arguments.token_file or not is_loopback(arguments.host) else [])
-    if not all(files[name] for name in needed):
-        made = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-serve-")))
-        files = {name: file or made / name.replace(" ", "_") for name, file in files.items()}
-    tokens = {name: token_from(files[name].expanduser()) for name in needed}
-    if tokens["admin token"] == tokens.get("token"):
-        raise ConfigError("the token and the admin token must differ: whoever may ask for text may not change the weights")
-    access = Access.of(
-        arguments.host, token=tokens.get("token"), admin_token=tokens["admin token"], allowed_hosts=arguments.allow_host
-    )
-    return access, {name: files[name] for name in needed}
+async def _serve(service: Service, access: Access, arguments: argparse.Namespace, files: dict[str, Path]) -> int:
+    listening = Listening(ServedEngine(service), access, arguments, files)
+    service.on_death = listening.stop.set
+    try:
+        await listening.until_told(service.name, more=" (OpenAI clients: {url}/v1)", facts={"instance": service.instance})
+    finally:
+        await asyncio.to_thread(service.engine.close)  # whoever still waits for it must not keep the loop
+    if service.died is not None:
+        raise TandemError(f"the engine is gone, so the server ended: {service.died}")
+    return 0
 
 
 def _service(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> Service:
@@ -189,55 +172,3 @@ def _service(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> S
         run=arguments.run,
         weights_roots=tuple(root.resolve(strict=True) for root in arguments.weights_root),
     )
-
-
-async def _until_told(service: Service, access: Access, arguments: argparse.Namespace, files: dict[str, Path]) -> int:
-    """Serves until SIGTERM or Ctrl-C; a second one does not wait for running requests."""
-    stop, loop, task = asyncio.Event(), asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-    service.on_death = stop.set
-
-    def told() -> None:
-        if stop.is_set():
-            task.cancel()
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, told)
-    try:
-        async with Server(service, access).listening(arguments.host, arguments.port) as port:
-            url = f"http://{_shown(arguments.host)}:{port}"
-            with _address_file(arguments.address_file, {"url": url, "pid": os.getpid(), "instance": service.instance}):
-                print(f"serving {service.name} at {url} (OpenAI clients: {url}/v1)", flush=True)
-                for name, file in files.items():
-                    print(f"{name}: {file}", flush=True)
-                await stop.wait()
-                if service.died is None:
-                    print(f"ending: {service.under_way} completions have {service.limits.shutdown_s:g} s", file=sys.stderr)
-    except asyncio.CancelledError:
-        print("ended at once, as told a second time", file=sys.stderr)
-    finally:
-        await asyncio.to_thread(service.engine.close)  # whoever still waits for it must not keep the loop
-    if service.died is not None:
-        raise TandemError(f"the engine is gone, so the server ended: {service.died}")
-    return 0
-
-
-def _shown(host: str) -> str:
-    """The host in a URL."""
-    return f"[{host}]" if ":" in host else host
-
-
-@contextmanager
-def _address_file(file: Path | None, facts: dict[str, Any]):
-    """Written whole or not at all; gone with the server."""
-    if file is None:
-        yield
-        return
-    beside = file.with_name(f".{file.name}.{os.getpid()}")
-    beside.write_text(json.dumps(facts) + "\n")
-    os.replace(beside, file)
-    try:
-        yield
-    finally:
-        file.unlink(missing_ok=True)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tandem.api.failures import RewardFailure
-from tandem.api.workflow import RewardFn
+from tandem.api.workflow import RewardFn, messages_for
 from tandem.config.errors import ConfigError
 from tandem.evaluation.forgeries import STALLS, forgeries
 
@@ -82,7 +82,8 @@ class Asker:
         began = time.monotonic()
         ids = tuple(range(len(answer) // 4))  # four letters a token
         prompt = str(row["messages"][-1]["content"])
-        asked = self.reward(prompt=prompt, completion=answer, prompt_ids=(), completion_ids=ids, row=row)
+        said = messages_for(self.reward, [*row["messages"], {"role": "assistant", "content": answer}])
+        asked = self.reward(prompt=prompt, completion=answer, prompt_ids=(), completion_ids=ids, row=row, **said)
         try:
             result = await asyncio.wait_for(asked, 2 * self.deadline_s + GRACE_S)
         except RewardFailure as failure:

@@ -13,7 +13,7 @@ from tandem.algorithms.registry import FILTERS
 from tandem.api.engines import InferenceEngine
 from tandem.api.plugins import in_user_code, is_file_spec, load_object
 from tandem.api.samples import Group
-from tandem.api.workflow import RewardFn, RewardResult, RolloutWorkflow
+from tandem.api.workflow import RewardFn, RewardResult, RolloutWorkflow, messages_for
 from tandem.config.arithmetic import max_head_offpolicyness, rewards_of, samples_together, workflow_of
 from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
@@ -29,8 +29,7 @@ from tandem.rewards.build import build_reward, worker_counts
 from tandem.rewards.majority import AnswerOnly, MajorityVote
 from tandem.rewards.pool import most_workers
 from tandem.roles.components import choose
-from tandem.rollout.collector import GroupScorer
-from tandem.rollout.executor import MAX_DRAWS, GroupFilter, GroupObserver, Rollout
+from tandem.rollout.executor import MAX_DRAWS, GroupFilter, GroupObserver, GroupScorer, Rollout
 from tandem.rollout.groups import FirstSamples, MajorityLabels, WholeGroup, WithGreedyBaseline
 from tandem.rollout.multi_turn import MultiTurnWorkflow
 from tandem.rollout.workflows import Repeated, RLVRWorkflow
@@ -85,6 +84,7 @@ class RewardBySource(RewardFn):
 
     def __init__(self, default: RewardFn, by_name: Mapping[str, RewardFn], vote: MajorityVote | None = None):
         self.default, self.by_name, self.vote = default, by_name, vote
+        self.reads_messages = any(reward.reads_messages for reward in (default, *by_name.values()))
         self._waits = (0, 0.0, 0.0)  # since the last call of `metrics`: samples, seconds of all of them, of the slowest
 
     def of(self, row: Mapping[str, Any]) -> RewardFn:
@@ -92,11 +92,13 @@ class RewardBySource(RewardFn):
         name = row.get("reward_name")
         return self.by_name[name] if name else self.default
 
-    async def __call__(self, *, row: Mapping[str, Any], **rest: Any) -> RewardResult:
+    async def __call__(
+        self, *, row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]] = (), **rest: Any
+    ) -> RewardResult:
         """See `RewardFn`."""
-        began = time.perf_counter()
+        began, reward = time.perf_counter(), self.of(row)
         try:
-            return await self.of(row)(row=row, **rest)
+            return await reward(row=row, **rest, **messages_for(reward, messages))
         finally:
             waited_s = time.perf_counter() - began
             samples, total_s, longest_s = self._waits

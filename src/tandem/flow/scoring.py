@@ -19,7 +19,7 @@ from tandem.data.encoding import TEMPLATE_ERRORS, ChatEncoder, Encoded
 from tandem.flow.plan import PlannedScore, RunPlan, Stage
 from tandem.flow.run import Runner
 from tandem.rollout.collective import share
-from tandem.rollout.failed_samples import FailureLog, least_samples, too_few
+from tandem.rollout.failure_budget import FailureLog, least_samples, too_few
 
 T = TypeVar("T")
 
@@ -38,11 +38,15 @@ class ModelReader:
             if not row.get("messages"):
                 raise DataFailure("no_messages", "the workflow gave a sample without messages, and its row has none")
             messages = [*row["messages"], {"role": "assistant", "content": sample.completion_text}]
+        return self.chat(messages)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """The fields of `conversation` for these messages, of which the last is the reply."""
         if not str(messages[-1].get("content") or "").strip():
             return self._silence(messages)
-        return _fields(self._chat.completion(messages[:-1], messages[-1:]))
+        return _fields(self._chat.completion(list(messages[:-1]), list(messages[-1:])))
 
-    def _silence(self, messages: list[Mapping[str, Any]]) -> dict[str, Any]:
+    def _silence(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """A conversation that ends with an empty reply. It is judged too, or silence would cost the policy nothing."""
         try:
             rendered = str(self.tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False))

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,7 +23,7 @@ from tandem.launch.kept import KEPT, KeptServers
 from tandem.launch.meeting import Meeting, meeting_folder
 from tandem.launch.requests import each_request_once
 from tandem.launch.system import waits_for_disk, work_of
-from tandem.launch.watch import Fault, Told, Watch
+from tandem.launch.watch import SILENT_S, WEDGED_S, Fault, Told, Watch
 
 RENDEZVOUS, LAUNCHER, TELL, RESTARTS = "TANDEM_RENDEZVOUS", "TANDEM_LAUNCHER", "TANDEM_TELL", "TANDEM_RESTARTS"
 """What a rank is told: the file to meet in, the process that it must not outlive, the pipe in which it says what it does,
@@ -58,9 +59,26 @@ LEFT_S = 10.0
 """What servers and workers of ranks that are gone may take to notice."""
 
 RESTART_S = 1.0
+"""Between the end of a group and its next start."""
+
 SHOWN_LINES = 25
 FOLLOWERS = ("RankFailed",)
 """Errors of ranks that only heard of another one's."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a launcher waits for its ranks, in seconds; see the constants of the same names."""
+
+    fail_s: float = FAIL_S
+    term_s: float = TERM_S
+    left_s: float = LEFT_S
+    restart_s: float = RESTART_S
+    silent_s: float = SILENT_S
+    wedged_s: float = WEDGED_S
+
+
+USUAL = Patience()
 
 
 def is_rank() -> bool:
@@ -76,6 +94,7 @@ def run_ranks(
     max_restarts: int = 0,
     grace_s: float = 0.0,
     record: Record = lambda ended, restart: None,
+    patience: Patience = USUAL,
 ) -> int:
     """Runs ``command`` on ``count`` ranks and returns the exit status: that of the rank that failed.
 
@@ -89,7 +108,8 @@ def run_ranks(
     try:
         with each_request_once(), KeptServers() if max_restarts else contextlib.nullcontext() as kept:
             while True:
-                ended = _run_once(command, count, Watch(count, stalled_after_s), kept, restarts, grace_s)
+                watch = Watch(count, stalled_after_s, silent_s=patience.silent_s, wedged_s=patience.wedged_s)
+                ended = _run_once(command, count, watch, kept, restarts, grace_s, patience)
                 again = ended.may_pass and restarts < max_restarts
                 restarts += again
                 if ended.cause and ended.code != EXIT_INTERRUPTED:
@@ -97,7 +117,7 @@ def run_ranks(
                 if not again:
                     return ended.code
                 print(f"starting again from the last checkpoint, restart {restarts} of {max_restarts}", file=sys.stderr)
-                time.sleep(RESTART_S)
+                time.sleep(patience.restart_s)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
 
@@ -108,10 +128,16 @@ def _outer() -> dict[str, str]:
 
 
 def _run_once(
-    command: Sequence[str], count: int, watch: Watch, kept: KeptServers | None, restarts: int, grace_s: float
+    command: Sequence[str],
+    count: int,
+    watch: Watch,
+    kept: KeptServers | None,
+    restarts: int,
+    grace_s: float,
+    patience: Patience,
 ) -> Ended:
     with meeting_folder() as meeting, contextlib.ExitStack() as stack:
-        ranks = Ranks(meeting, watch, kept)
+        ranks = Ranks(meeting, watch, kept, patience)
         stack.callback(ranks.close)
         try:
             ranks.start(command, count, restarts)
@@ -123,10 +149,10 @@ def _run_once(
 class Ranks:
     """The processes of one run."""
 
-    def __init__(self, meeting: Meeting, watch: Watch, kept: KeptServers | None = None):
+    def __init__(self, meeting: Meeting, watch: Watch, kept: KeptServers | None = None, patience: Patience = USUAL):
         """``kept``: for servers that need not end with them."""
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._meeting, self._watch, self._kept = meeting, watch, kept
+        self._meeting, self._watch, self._kept, self._patience = meeting, watch, kept, patience
         self._pipes: list[int] = []
         self._words: dict[int, bytes] = {}
 
@@ -166,7 +192,7 @@ class Ranks:
                 return self._end_fault(fault)
         if not self._failed():
             return Ended(0)
-        self._wait(FAIL_S)
+        self._wait(self._patience.fail_s)
         failed = {rank: self.processes[rank].returncode for rank in self._failed()}
         errors = {rank: self._error(rank) for rank in {0, *failed}}  # rank 0 may have told its error, and be closing
 
@@ -228,7 +254,7 @@ class Ranks:
 
     def _end_all(self, cause: str, patience_s: float | None = None) -> None:
         """The others hear why, and may close; what they leave is ended too."""
-        patience_s = TERM_S if patience_s is None else patience_s
+        patience_s = self._patience.term_s if patience_s is None else patience_s
         with contextlib.suppress(OSError):  # a full disk: they end as by Ctrl-C
             partial = self._meeting.folder / f".{FAILED}"
             words = {"cause": cause, "until": time.monotonic() + patience_s}
@@ -321,7 +347,8 @@ class Ranks:
         for servers that are kept."""
         left = [process for process in psutil.process_iter() if self._is_ours(process)]
         kept = [] if self._kept is None else self._kept.processes()
-        for process in psutil.wait_procs([process for process in left if process not in kept], timeout=LEFT_S)[1]:
+        ending = [process for process in left if process not in kept]
+        for process in psutil.wait_procs(ending, timeout=self._patience.left_s)[1]:
             with contextlib.suppress(psutil.Error):
                 process.kill()
 

@@ -113,10 +113,10 @@ class _Rank:
 class Watch:
     """Over the ranks of one group. ``now`` is any clock that never goes back."""
 
-    def __init__(self, count: int, stalled_after_s: float | None):
+    def __init__(self, count: int, stalled_after_s: float | None, *, silent_s: float = SILENT_S, wedged_s: float = WEDGED_S):
         """``stalled_after_s``: None judges by silence alone."""
         self._ranks = [_Rank() for _ in range(count)]
-        self._stalled_after_s = stalled_after_s
+        self._stalled_after_s, self._silent_s, self._wedged_s = stalled_after_s, silent_s, wedged_s
         self._clock = 0.0
         self._looked_at: float | None = None
         self.step = 0
@@ -168,7 +168,7 @@ class Watch:
 
     def _silent(self, is_held: Callable[[int, float], bool]) -> Fault | None:
         for number, one in enumerate(self._ranks):
-            quiet = one.told is not None and self._clock - one.heard_at > SILENT_S
+            quiet = one.told is not None and self._clock - one.heard_at > self._silent_s
             if quiet and is_held(number, one.seconds):
                 return Fault(
                     "silent",
@@ -184,7 +184,7 @@ class Watch:
             return None
         if any(not 0 < one.first_step < told.step for _, one, told in ranks):
             return None
-        limit = max(WEDGED_S, GAPS * max(one.longest for one in self._ranks))
+        limit = max(self._wedged_s, GAPS * max(one.longest for one in self._ranks))
         if any(self._clock - one.counted_at <= limit for _, one, _ in ranks):
             return None
         absent = [(number, one, told) for number, one, told in ranks if told.waits != OTHER_RANKS]

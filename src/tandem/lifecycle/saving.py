@@ -65,8 +65,15 @@ class Saving:
         self._models, self._save_tokenizer, self._late_writer = models, save_tokenizer, late_writer
         self._snapshots, self._background = Snapshots(), BackgroundSave()
         self._seconds: dict[str, float] = {}
-        self._beside = config.checkpoint.asynchronous and config.checkpoint.resumable
+        self.beside = config.checkpoint.asynchronous and config.checkpoint.resumable
+        """Whether saves are written beside training; False from the first that has to be waited for."""
+
         self._under_way = False  # on all ranks, while what the thread came to has not been heard of
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written beside training."""
+        return self._background.busy
 
     def after_step(self, step: int, metrics: Mapping[str, float], *, leaving: bool = False) -> None:
         """Saves if a checkpoint is due. ``metrics``: of this step. ``leaving``: see `save_if_due`. Collective.
@@ -120,20 +127,20 @@ class Saving:
 
     def _began_beside(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Copies the state and lets a thread write it; False where that cannot be done. Collective."""
-        if not self._beside:
+        if not self.beside:
             return False
         states = self._recovery.states()
         why_not = self._snapshots.why_not(states)
         why_not = from_main(lambda: why_not or self._why_not(states))
         if why_not is not None:
             log.info("training waits for each save: %s", why_not)
-            self._beside = False
+            self.beside = False
             return False
         try:
             copy = self._snapshots.take(states)
         except NotWritten as error:
             log.warning("training waits for each save: %s", error)
-            self._beside, self._snapshots = False, Snapshots()  # the memory of earlier copies is given back
+            self.beside, self._snapshots = False, Snapshots()  # the memory of earlier copies is given back
             return False
 
         def begin() -> bool:
@@ -179,7 +186,7 @@ class Saving:
             return False
 
         def ended() -> bool:
-            if self._background.busy and not wait:
+            if self.busy and not wait:
                 return False
             self._take()
             return True
@@ -203,7 +210,7 @@ class Saving:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._background.busy:
+        if self.busy:
             asked_twice = isinstance(error, KeyboardInterrupt) and not isinstance(error, Leaving)  # or the grace is over
             if asked_twice or isinstance(error, Stalled):  # what the save does would have counted as progress
                 log.warning("the checkpoint that is being written is left unfinished; those before it are as they were")

@@ -2,23 +2,35 @@
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tandem.api.plugins import in_user_code, load_object
 from tandem.api.sandbox import Sandbox
 from tandem.api.scoring import FrozenModel, Score
-from tandem.api.workflow import RewardFn, RewardResult
+from tandem.api.workflow import RewardFn, RewardResult, messages_for
 from tandem.config.errors import ConfigError
 from tandem.config.terms import Term, read_terms
-from tandem.rewards import model, reasoning_gym, verifiable
+from tandem.rewards import judge, model, reasoning_gym, remote, verifiable
 from tandem.rewards.code import reward as code
 from tandem.rewards.function import AsyncReward, OwnReward, WorkerReward
 from tandem.rewards.outcome import is_async
 from tandem.rewards.pool import WorkerPool
 from tandem.rewards.registry import REWARDS, SCORES, make
 
-__all__ = ["REWARDS", "SCORES", "SumReward", "build_reward", "build_scores", "code", "model", "reasoning_gym", "verifiable"]
+__all__ = [
+    "REWARDS",
+    "SCORES",
+    "SumReward",
+    "build_reward",
+    "build_scores",
+    "code",
+    "judge",
+    "model",
+    "reasoning_gym",
+    "remote",
+    "verifiable",
+]
 
 
 class SumReward(RewardFn):
@@ -26,6 +38,7 @@ class SumReward(RewardFn):
 
     def __init__(self, terms: list[tuple[str, float, RewardFn]]):
         self.terms = terms
+        self.reads_messages = any(reward.reads_messages for _, _, reward in terms)
 
     async def __call__(
         self,
@@ -35,6 +48,7 @@ class SumReward(RewardFn):
         prompt_ids: tuple[int, ...],
         completion_ids: tuple[int, ...],
         row: Mapping[str, Any],
+        messages: Sequence[Mapping[str, Any]] = (),
     ) -> RewardResult:
         """See `RewardFn`; fails if one of the rewards fails."""
         given = {
@@ -44,7 +58,8 @@ class SumReward(RewardFn):
             "completion_ids": completion_ids,
             "row": row,
         }
-        results = await asyncio.gather(*(reward(**given) for _, _, reward in self.terms))
+        calls = [reward(**given, **messages_for(reward, messages)) for _, _, reward in self.terms]
+        results = await asyncio.gather(*calls)
         rewards = {name: weight * result.value for (name, weight, _), result in zip(self.terms, results, strict=True)}
         known = [result.accuracy for result in results if result.accuracy is not None]
         looking = next((result for result in results if result.extracted is not None), RewardResult(0.0))

@@ -148,7 +148,7 @@ class OwnReward(AsyncReward):
 
     def __init__(self, reward: RewardFn, name: str, *, timeout_s: float):
         super().__init__(reward.__call__, name, timeout_s=timeout_s)
-        self.reward = reward
+        self.reward, self.reads_messages = reward, reward.reads_messages
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """The reward's own check, where it has one."""
@@ -159,6 +159,10 @@ class OwnReward(AsyncReward):
     async def __call__(self, **given: Any) -> RewardResult:
         """See `RewardFn`."""
         return as_result(await self._judge(given))
+
+    def metrics(self) -> dict[str, float]:
+        """What it counts."""
+        return self.reward.metrics()
 
     def close(self) -> None:
         """Closes it."""

@@ -206,7 +206,7 @@ class Actor:
         self._check_age(batch)
         entropy = self.algorithm.entropy_coefficient > 0 or "entropy" not in batch.keys()
         steps = []
-        for part in self._weighted(batch, only_policy=not has_other_terms):
+        for part in self.weighted(batch, only_policy=not has_other_terms):
             result = self.engine.train_batch(part, loss, entropy=entropy)
             steps.append(result | {"tokens": float(part["loss_mask"].sum())})
         metrics = together(steps) if steps else {}
@@ -248,7 +248,7 @@ class Actor:
         if needed and field not in batch.keys():
             raise BatchError(f"the batch has no {field}, which this algorithm needs; call {remedy} before")
 
-    def _weighted(self, batch: TensorDict, *, only_policy: bool = False) -> Iterator[TensorDict]:
+    def weighted(self, batch: TensorDict, *, only_policy: bool = False) -> Iterator[TensorDict]:
         """The mini-batches of all epochs with their ``loss_weights``; samples outside the loss are not computed.
 
         ``only_policy``: the loss has no term but the policy's. Then a token without advantage gets weight 0: its gradient

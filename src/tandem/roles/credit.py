@@ -7,13 +7,13 @@ from tensordict import TensorDict
 
 from tandem.algorithms.kl import k1
 from tandem.algorithms.registry import ADVANTAGES, SHAPING, TOKEN_LEVEL
+from tandem.algorithms.whitening import whiten, whiten_within
 from tandem.api.batch import per_token, sequence_index, sum_by_sequence
 from tandem.api.failures import BatchError
 from tandem.api.requests import StopReason
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.roles.components import choose
 from tandem.roles.samples import Samples, trained_tokens, truncated
-from tandem.roles.whitening import whitened
 
 
 class Credit:
@@ -147,3 +147,16 @@ def _token_rewards(batch: TensorDict, samples: Samples, rewards: torch.Tensor, m
     trained = last >= 0  # [N]
     earned[last[trained]] += rewards[samples.of_sequence][trained]
     return earned
+
+
+def whitened(batch: TensorDict, advantages: torch.Tensor, mask: torch.Tensor, within: str) -> torch.Tensor:
+    """Advantages ``[T]`` as `algorithm.whitening` says: ``none`` gives them back, ``group`` and ``batch`` bring them to mean
+    0 and variance 1 there, over the trained tokens (``mask [T]``) of samples that enter statistics."""
+    if within == "none":
+        return advantages
+    counted = mask & per_token(batch, batch["in_statistics"])
+    if within == "group":
+        found = whiten_within(advantages, counted, per_token(batch, batch["group_id"]))
+    else:
+        found = whiten(advantages, counted)
+    return found.masked_fill(~mask, 0.0).to(torch.float32)

@@ -89,12 +89,13 @@ class Critic(Values):
             if not bool(mask.any()):
                 continue
             weighted = with_fields(part, loss_weights=token_mean(mask) * ~part["dropped"])
-            steps.append(self.engine.train_batch(weighted, self._loss) | {"tokens": float(part["loss_mask"].sum())})
+            steps.append(self.engine.train_batch(weighted, self.loss) | {"tokens": float(part["loss_mask"].sum())})
         self.updates += 1
         found = together(steps) if steps else {}
         return {f"value/{name}": found[name] for name in _KEPT if name in found} | _fit(inside)
 
-    def _loss(self, outputs: Outputs, view: TensorDict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(self, outputs: Outputs, view: TensorDict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss of each token, ``[T]``, as `TrainEngine.train_batch` asks for it."""
         return _value_loss(outputs, view, self.config.value_clip)
 
 

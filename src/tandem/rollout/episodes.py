@@ -33,10 +33,15 @@ class Episode:
     task: asyncio.Task[None] | None = None
     engine: EpisodeEngine | None = None
     group: Group | None = None
-    judged: bool = True
-    """False: rewards that need a model, and with them the filter of groups, are still to come."""
+    judged: bool = False
+    """Whether the group has all its rewards, those that need a model too, and passed the filter of groups."""
 
     aborted: bool = False
+
+    @property
+    def settled(self) -> bool:
+        """Whether each sample has issued its first request, or ended without one."""
+        return self.engine is not None and self.engine.settled
 
 
 async def run_episode(

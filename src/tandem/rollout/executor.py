@@ -1,30 +1,33 @@
-"""The executor: keeps episodes under way as the staleness gate admits, and hands out batches, the oldest first.
+"""The executor: hands out batches, the oldest first, of episodes that are kept under way as the staleness gate admits.
 
 Consumes rows; produces packed batches. Episodes run on one event loop in a background thread, so generation goes on
 while the caller trains. A batch waits for its episodes, at most `rollout.wait_timeout_s`; `end_step` unblocks the gate.
 """
 
-import contextlib
 import math
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from tensordict import TensorDict
 
+from tandem.api.collective import from_main
 from tandem.api.engines import InferenceEngine
+from tandem.api.failures import DataFailure
 from tandem.api.samples import Group
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import RolloutConfig
 from tandem.rollout.collate import collate
 from tandem.rollout.collective import is_collector, share
-from tandem.rollout.collector import Collector, GroupScorer, Wish
 from tandem.rollout.gate import StalenessGate
-from tandem.rollout.pool import EpisodePool, GroupFilter, GroupObserver, Row
+from tandem.rollout.pool import EpisodePool, GroupFilter, GroupObserver, Row, Wish
 from tandem.rollout.replay import Replay
 from tandem.rollout.statistics import batch_metrics
 
 T = TypeVar("T")
+GroupScorer = Callable[[Sequence[Group]], list[Group | DataFailure]]
+"""Groups → the same with more rewards, or why one cannot be trained on. Collective; other ranks than 0 bring none."""
 
 MAX_DRAWS = 10
 """Times the batch size that are drawn for one batch before a filter that keeps too few ends the run."""
@@ -67,7 +70,7 @@ class Rollout:
         if self._eta and (deterministic or config.oversample > 1):
             what = "deterministic=true" if deterministic else f"rollout.oversample={config.oversample:g}"
             raise ConfigError(f"{what} is for synchronous training, got rollout.max_head_offpolicyness={self._eta}")
-        self._engine, self._config, self._deterministic = engine, config, deterministic
+        self._engine, self._config, self._scorer = engine, config, scorer
         self.gate = StalenessGate(math.ceil(config.batch_size * config.oversample), self._eta, config.max_concurrent)
         self._pool = EpisodePool(
             engine,
@@ -80,19 +83,15 @@ class Rollout:
             observer=observer,
             judges_later=scorer is not None,
         )
-        self._scorer = scorer
         self.ledger = self._pool.ledger
-        self._collector = Collector(engine, config, self._pool, self._eta, deterministic)
         self.replay = Replay(config.replay, seed=seed)
         self.last_groups: tuple[Group, ...] = ()
         self._metrics: dict[str, float] = {}
 
     def submit(self, data: Row, workflow: RolloutWorkflow) -> None:
         """Queues one episode; it starts as soon as the gate admits it. Rank 0 only."""
-        with self._pool.changed:
-            self._pool.submitted.append((data, workflow))
-            if not self._deterministic:
-                self._pool.pump()
+        self._pool.submit([data], workflow)
+        self._pool.start()
 
     def wait(self, count: int, timeout_s: float | None = None) -> TensorDict:
         """The oldest ``count`` groups of what was submitted. Collective.
@@ -114,8 +113,7 @@ class Rollout:
             most = self.gate.batch_size
             if not 0 < len(data) <= most:
                 raise ConfigError(f"rollout_batch takes 1 to {most} rows (rollout.batch_size), got {len(data)}")
-            with self._pool.changed:
-                self._pool.submitted.extend((row, workflow) for row in data)
+            self._pool.submit(data, workflow)
             return min(len(data), self._config.batch_size)
 
         return self._batch(begin, partial=True)
@@ -127,29 +125,26 @@ class Rollout:
         """
 
         def begin() -> int:
-            with self._pool.changed:
-                self._pool.source = (loader, workflow)
+            self._pool.draw_from(loader, workflow)
             return self._config.batch_size
 
         return self._batch(begin)
 
     def _batch(self, begin: Callable[[], int], *, timeout_s: float | None = None, partial: bool = False) -> TensorDict:
-        """Waits for as many groups as ``begin`` says, takes them, packs them. ``partial``: for fewer, when no more can come.
-
-        Where rewards need a model: collects candidates, has them scored by all ranks, filters them, and again until enough
-        stand. Rank 0 collects; collective.
-        """
+        """Rank 0 queues rows and collects as many groups as ``begin`` says. While some of them need the rewards of a model,
+        all ranks score these, and rank 0 collects again. Then it packs the batch. Collective."""
         patience_s = self._config.wait_timeout_s if timeout_s is None else timeout_s
-        wish = Wish(begin, patience_s, partial)
-        if self._scorer is not None:
-            self._collector.collect_scored(wish, self._scorer)
+        wish = Wish(from_main(begin), partial, patience_s)
+        while from_main(lambda: self._pool.collect(wish)):
+            assert self._scorer is not None, "without a scorer every group is judged as it ends"
+            wish.outcomes = self._scorer([episode.group for episode in wish.candidates if episode.group is not None])
         return share(lambda: self._packed(wish))
 
     def _packed(self, wish: Wish) -> TensorDict:
-        """Rank 0: takes the episodes that are wished for, and makes a batch of their groups."""
+        """Rank 0: makes a batch of the groups that were taken."""
         assert self._engine is not None
-        episodes, version = wish.episodes or self._collector.collect(wish), self._engine.version.number
-        self.last_groups = tuple(episode.group for episode in episodes if episode.group is not None)
+        version = self._engine.version.number
+        self.last_groups = tuple(episode.group for episode in wish.episodes if episode.group is not None)
         batch = collate(
             self.last_groups,
             version=version,
@@ -158,68 +153,43 @@ class Rollout:
             max_age=self._config.replay.max_age,
         )
         self.replay.add(self.last_groups)
-        self._metrics = self._collector.metrics | {"time/wait_s": wish.waited_s}
-        self._metrics |= batch_metrics(self.last_groups, batch, version=version) | self.replay.metrics(version)
+        self._metrics = wish.metrics | batch_metrics(self.last_groups, batch, version=version)
+        self._metrics |= self.replay.metrics(version)
         return batch
 
     def end_step(self) -> None:
         """The batch was trained on and its weights are published: its episodes make room for others."""
-        if not is_collector():
-            return
-        with self._pool.changed:
-            for episode in self._collector.taken:
-                self.ledger.move(episode.prompt, "trained")
-            self._collector.taken = []
-            self.gate.end_step()
-            self.ledger.check(self.gate)
-            if not self._deterministic:
-                self._pool.pump()
+        if is_collector():
+            self._pool.end_step()
 
     def metrics(self) -> dict[str, float]:
         """Of the last batch, and counts of episodes and failed samples since the start; empty on ranks other than 0."""
-        if not is_collector():
-            return {}
-        with self._pool.changed:
-            counts = {"episodes/trained": float(self.ledger.total("trained"))}
-            counts |= {f"episodes/dropped/{reason}": float(n) for reason, n in self.ledger.dropped.items()}
-            counts |= {f"samples/failed/{reason}": float(n) for reason, n in self.ledger.failed_samples.items()}
-            return self._metrics | counts
+        return self._metrics | self._pool.counts() if is_collector() else {}
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine (an evaluation, say) on the executor's loop, beside its episodes, and waits for it."""
         return self._pool.loop.run(coroutine)
 
-    @contextlib.contextmanager
-    def standing_still(self) -> Iterator[None]:
+    def standing_still(self) -> AbstractContextManager[object]:
         """A block in which no episode starts, ends or takes a row: what is read inside belongs together. Keep it short."""
-        with self._pool.changed:
-            yield
+        return self._pool.changed
 
     def state_dict(self) -> dict[str, Any]:
         """See `tandem.api.state.Stateful`. Between two steps, and where episodes go on, inside `standing_still`.
 
         Prompts that have begun and not ended are those that begin anew; what ended stands in `ledger`, which is saved apart.
         """
-        if not is_collector():
-            return {}
-        with self._pool.changed:
-            return {"pool": self._pool.state_dict(), "replay": self.replay.state_dict()}
+        return {"pool": self._pool.state_dict(), "replay": self.replay.state_dict()} if is_collector() else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Before the first batch."""
         if is_collector():
-            with self._pool.changed:
-                self._pool.load_state_dict(state["pool"])
+            self._pool.load_state_dict(state["pool"])
             self.replay.load_state_dict(state["replay"])
 
     def close(self) -> None:
         """Cancels what is under way; those prompts are pending again. Idempotent."""
-        with self._pool.changed:
-            self._pool.broken = self._pool.broken or RuntimeError("the rollout is closed")
-            for episode in list(self._pool.running.values()):
-                self._pool.abort(episode, None)
-            self._pool.changed.notify_all()
-        self._pool.loop.close()
+        self._pool.close()
 
     def __enter__(self) -> "Rollout":
         return self

@@ -23,6 +23,8 @@ class StalenessGate:
 
     def capacity(self) -> int:
         """How many episodes may start now; never negative."""
+        # All that is under way fits into η + 1 batches. Taken oldest first, an episode meets weights at most η versions
+        # newer than those it began with; for a slow one that others overtake there is `on_expiry`.
         under_way = self.running + self.waiting + self.taken
         free = (self.max_head_offpolicyness + 1) * self.batch_size - under_way
         if self.max_concurrent is not None:

@@ -13,7 +13,7 @@ from tandem.api.failures import DataFailure, InfrastructureFailure, WrongWorkflo
 from tandem.api.samples import Group, Sample, Vote
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
 from tandem.config.errors import ConfigError
-from tandem.rollout.failed_samples import counted, least_samples
+from tandem.rollout.failure_budget import counted, least_samples
 from tandem.rollout.workflows import described, name_of, one_sample
 
 QUESTION = ("messages", "source", "epoch", "index")

@@ -78,7 +78,7 @@ class Ledger:
         self._states[prompt] = state
         self._moves += 1
         if state in ("trained", "dropped"):
-            self._ended.append(prompt)
+            self._ended.append(prompt)  # for `take_ended`, which writes it to disk with the step
         if state == "dropped":
             self._reasons[prompt] = reason
             self._dropped[reason] += 1
@@ -108,6 +108,7 @@ class Ledger:
         """State → prompts of one epoch; they add up to its size once `begin_epoch` gave it."""
         kept = self._by_epoch.get(epoch, Counter())
         totals: dict[str, int] = {state: kept[state] for state in STATES}
+        # Prompts that were not seen yet have no state.
         totals["pending"] += max(0, self._sizes.get(epoch, 0) - sum(totals.values()))
         return totals
 

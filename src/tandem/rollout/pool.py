@@ -1,4 +1,4 @@
-"""The episodes under way: started as the staleness gate admits, ended with a group or a reason."""
+"""The episodes under way: started as the staleness gate admits, ended with a group or a reason, taken for a batch."""
 
 import asyncio
 import logging
@@ -6,16 +6,19 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.api.activity import GENERATING, did
+from tandem.api.activity import GENERATING, did, waiting
 from tandem.api.engines import InferenceEngine
-from tandem.api.failures import DataFailure, EngineDied, EpisodeFailure, InfrastructureFailure, TandemError
+from tandem.api.failures import DataFailure, EngineDied, EpisodeFailure, InfrastructureFailure, WaitTimeout
 from tandem.api.samples import Group
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.rollout import RolloutConfig
-from tandem.rollout.episodes import Episode, run_episode
+from tandem.rollout.collate import expired
+from tandem.rollout.episodes import Episode, finished, run_episode
 from tandem.rollout.event_loop import BackgroundLoop
+from tandem.rollout.failure_budget import FailureBudget, NoBatch
 from tandem.rollout.gate import StalenessGate
 from tandem.rollout.ledger import Ledger, Prompt
 
@@ -26,21 +29,41 @@ GroupFilter = Callable[[Group], tuple[bool, str]]
 GroupObserver = Callable[[Group], None]
 """Called with each group once, when it enters a batch or is dropped: from then on it is never made again."""
 
-logger = logging.getLogger("tandem.rollout")
-
 NO_EPOCH = -2
 """Epoch of rows that bring no ``epoch`` and ``index``; they are numbered as they come. (-1 is evaluation's.)"""
 
+logger = logging.getLogger("tandem.rollout")
 
-class NoBatch(TandemError, RuntimeError):
-    """No batch can be made any more: the data ended, a filter keeps too little, or too many episodes failed."""
+
+@dataclass
+class Wish:
+    """One batch that is asked for."""
+
+    count: int
+    partial: bool
+    """Fewer groups will do when no more can come."""
+
+    patience_s: float
+    episodes: list[Episode] = field(default_factory=list)
+    """Those whose groups would make the batch; they are taken once each of them is judged."""
+
+    outcomes: list[Group | DataFailure] = field(default_factory=list)
+    """What the scorer made of each candidate."""
+
+    metrics: dict[str, float] = field(default_factory=lambda: {"time/wait_s": 0.0})
+    """How long was waited, and how many other episodes there were when these were taken."""
+
+    @property
+    def candidates(self) -> list[Episode]:
+        """The episodes that still need the rewards of a model."""
+        return [episode for episode in self.episodes if not episode.judged]
 
 
 class EpisodePool:
-    """What is queued, running and waiting, with the gate and the ledger that count it.
+    """What is queued, running, waiting and taken, with the gate and the ledger that count it. On rank 0.
 
-    Everything here is guarded by ``changed``, whose waiters are woken when there may be something for them. Methods are
-    called with it held, but for those that run on the loop and say so. ``deterministic``: the caller alone starts episodes.
+    Two threads meet here: the caller's, and the loop's on which episodes run. Public methods are for the caller's thread.
+    ``deterministic``: the caller alone starts episodes.
     """
 
     def __init__(
@@ -54,56 +77,238 @@ class EpisodePool:
         group_filter: GroupFilter | None,
         max_draws: int,
         observer: GroupObserver | None,
-        judges_later: bool = False,
+        judges_later: bool,
     ):
-        """``judges_later``: groups wait for rewards that need a model, and are filtered behind them (`judge`)."""
+        """``judges_later``: groups wait for rewards that need a model, and are filtered behind them."""
         self._engine, self._config, self._seed, self._deterministic = engine, config, seed, deterministic
-        self._filter, self._max_draws, self._observer = group_filter, max_draws, observer
-        self._judges_later = judges_later
-        self.gate, self.ledger, self.loop = gate, Ledger(), BackgroundLoop()
+        self._filter, self._observer, self._judges_later = group_filter, observer, judges_later
+        self.loop = BackgroundLoop()
+
+        # The lock of `changed` guards everything below. Its holder may schedule calls on the loop, but must not wait for it:
+        # the loop may itself be waiting for the lock. Waiters are woken when there may be something for them.
         self.changed = threading.Condition()
-        self.submitted: deque[tuple[Row, RolloutWorkflow]] = deque()
-        self.source: tuple[Iterator[Row], RolloutWorkflow] | None = None
-        self.again: deque[Prompt] = deque()  # of the source, before its next rows: under way when a run was cut off
-        self.running: dict[int, Episode] = {}
-        self.waiting: dict[int, Episode] = {}  # in order of arrival
-        self.wanted = 0  # groups that a caller is waiting for
-        self.filtered: Counter[str] = Counter()  # since the last batch
-        self.broken: Exception | None = None
-        self._count = 0
-        self._in_a_row = {"data": 0, "infrastructure": 0}
-        self._failures: deque[tuple[str, str]] = deque(maxlen=5)  # which prompt, and why
+        self.gate, self.ledger = gate, Ledger()
+        self._budget = FailureBudget(config.max_data_failures, config.batch_size, max_draws)
+        self._submitted: deque[tuple[Row, RolloutWorkflow]] = deque()
+        self._source: tuple[Iterator[Row], RolloutWorkflow] | None = None
+        self._again: deque[Prompt] = deque()  # of the source, before its next rows: under way when a run was cut off
+        self._running: dict[int, Episode] = {}
+        self._waiting: dict[int, Episode] = {}  # in order of arrival
+        self._taken: list[Episode] = []  # of steps that have not ended
+        self._count = 0  # episodes since the start
+        self._wanted = 0  # groups that the caller is waiting for
+        self._broken: Exception | None = None
+
+    # ------------------------------------------------------------------ for the caller
+
+    def submit(self, rows: Sequence[Row], workflow: RolloutWorkflow) -> None:
+        """Queues one episode on each row."""
+        with self.changed:
+            self._submitted.extend((row, workflow) for row in rows)
+
+    def draw_from(self, loader: Iterator[Row], workflow: RolloutWorkflow) -> None:
+        """Rows that follow when no submitted ones are left."""
+        with self.changed:
+            self._source = (loader, workflow)
+
+    def start(self) -> None:
+        """Starts what the gate admits."""
+        with self.changed:
+            self._pump()
+
+    def collect(self, wish: Wish) -> int:
+        """Judges the candidates that were scored, and waits until enough groups stand. Takes them if all are judged;
+        otherwise takes none and returns how many candidates are among them.
+
+        Raises:
+            WaitTimeout: after the patience of the wish; says what it waited for.
+            NoBatch: so many will never come.
+            Exception: what broke the pool, such as `EngineDied`.
+        """
+        for episode, outcome in zip(wish.candidates, wish.outcomes, strict=True):
+            if isinstance(outcome, Group) and episode.workflow.reads_scores:
+                outcome = self.loop.run(finished(episode.workflow, outcome))  # without the lock, which the loop needs
+            with self.changed:
+                self._judge(episode, outcome)
+        began = time.monotonic() - wish.metrics["time/wait_s"]
+        try:
+            with waiting(f"{wish.count} groups"):
+                self._wait(wish, began)
+        finally:
+            wish.metrics["time/wait_s"] = time.monotonic() - began
+            with self.changed:
+                self._wanted = 0
+        return len(wish.candidates)
+
+    def end_step(self) -> None:
+        """What was taken is trained; it makes room for others."""
+        with self.changed:
+            for episode in self._taken:
+                self.ledger.move(episode.prompt, "trained")
+            self._taken = []
+            self.gate.end_step()
+            self.ledger.check(self.gate)
+            self._pump()
+
+    def counts(self) -> dict[str, float]:
+        """Episodes and failed samples since the start, as metrics."""
+        with self.changed:
+            counts = {"episodes/trained": float(self.ledger.total("trained"))}
+            counts |= {f"episodes/dropped/{reason}": float(n) for reason, n in self.ledger.dropped.items()}
+            counts |= {f"samples/failed/{reason}": float(n) for reason, n in self.ledger.failed_samples.items()}
+            return counts
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `tandem.api.state.Stateful`: counters, and which prompts of a data set have begun and not ended."""
+        with self.changed:
+            begun = {**self._running, **self._waiting}
+            unfinished = [*(begun[number].prompt for number in sorted(begun)), *self.ledger.pending(), *self._again]
+            return {
+                "count": self._count,
+                **self._budget.state_dict(),
+                "failed_samples": dict(self.ledger.failed_samples),
+                "again": [[p.epoch, p.index] for p in unfinished if p.epoch != NO_EPOCH],
+                "sizes": [[epoch, size] for epoch, size in self.ledger.sizes.items()],
+            }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Before the first episode. What ended is the ledger's to know."""
+        with self.changed:
+            self._count = int(state["count"])
+            self._budget.load_state_dict(state)
+            self.ledger.failed_samples = Counter(state.get("failed_samples", {}))
+            self._again = deque(Prompt(int(epoch), int(index)) for epoch, index in state["again"])
+            for epoch, size in state["sizes"]:
+                self.ledger.begin_epoch(int(epoch), int(size))
+
+    def close(self) -> None:
+        """Aborts what runs; those prompts are pending again. Idempotent."""
+        with self.changed:
+            self._broken = self._broken or RuntimeError("the rollout is closed")
+            for episode in list(self._running.values()):
+                self._abort(episode, None)
+            self.changed.notify_all()
+        self.loop.close()
+
+    # ------------------------------------------------------------------ waiting
+
+    def _wait(self, wish: Wish, began: float) -> None:
+        deadline = began + wish.patience_s
+        with self.changed:
+            self._wanted = wish.count
+        while True:
+            if self._deterministic:
+                self._wave(deadline)
+            with self.changed:
+                if self._try(wish):
+                    return
+                if time.monotonic() >= deadline:
+                    waited_s = time.monotonic() - began
+                    raise WaitTimeout(f"waited {waited_s:.1f} s for {wish.count} groups; {self._describe()}")
+                if self._running:  # else the next wave begins
+                    self.changed.wait(min(1.0, max(0.0, deadline - time.monotonic())))
+
+    def _wave(self, deadline: float) -> None:
+        """Deterministic: all that the gate admits is queued while the engine stands still, and then begins at once."""
+        with self.changed:
+            episodes = [] if self._running else self._admit()
+        if not episodes:
+            return
+        assert self._engine is not None, "rank 0 needs an engine"
+        self._engine.pause()  # so that the order in which requests arrive does not decide what is computed together
+        try:
+            self.loop.call(self._spawn, episodes)
+            with self.changed:
+                ready = self.changed.wait_for(
+                    lambda: self._broken or all(e.number not in self._running or e.settled for e in episodes),
+                    deadline - time.monotonic(),
+                )
+                if not ready:
+                    raise WaitTimeout(f"waited for {len(episodes)} episodes to issue their requests; {self._describe()}")
+        finally:
+            self._engine.resume()
+
+    # ------------------------------------------------------------------ taking; from here on the lock is held
+
+    def _try(self, wish: Wish) -> bool:
+        """One look: whether the groups of the batch stand. Takes them if all are judged. Raises if waiting is in vain."""
+        if self._broken is not None:
+            raise self._broken
+        self._pump()
+        chosen = self._choose(wish.count)
+        if chosen is None and not self._running:
+            if self._deterministic and self.gate.capacity() and (self._submitted or self._source):
+                return False  # the next wave
+            self._pump()  # what expired has made room
+            if not self._running:
+                chosen = self._give_up(wish)
+        if chosen is None:
+            return False
+        wish.episodes = chosen
+        if not wish.candidates:
+            self._take(wish)
+        return True
+
+    def _choose(self, count: int) -> list[Episode] | None:
+        """The oldest groups, as `on_expiry` says; with `oversample` those that finished first. None: too few."""
+        eta = self.gate.max_head_offpolicyness
+        oldest = self._version() - eta
+        if self._config.on_expiry == "drop":
+            for episode in [e for e in self._waiting.values() if _has_expired(e, oldest)]:
+                self._discard(episode, "expired")
+        if self._config.on_expiry == "wait" and eta and any(e.version <= oldest for e in self._running.values()):
+            return None
+        if len(self._waiting) < count:
+            return None
+        if self._config.oversample > 1:
+            return sorted(list(self._waiting.values())[:count], key=lambda episode: episode.number)
+        return self._oldest(count)
+
+    def _oldest(self, count: int) -> list[Episode]:
+        return [self._waiting[number] for number in sorted(self._waiting)[:count]]
+
+    def _give_up(self, wish: Wish) -> list[Episode]:
+        """Nothing runs and nothing can start: the smaller batch that will do as well, or the reason why there is none."""
+        if wish.partial and self._waiting and not self._submitted:
+            return self._oldest(wish.count)
+        if self._taken and not self.gate.capacity():
+            raise NoBatch(f"call end_step() after each batch: the last one is still being trained on; {self._describe()}")
+        if not self.gate.capacity():
+            raise NoBatch(f"{wish.count} groups are more than the staleness gate ever admits; {self._describe()}")
+        raise NoBatch(f"the data ended with {len(self._waiting)} of {wish.count} groups; {self._describe()}")
+
+    def _take(self, wish: Wish) -> None:
+        wish.metrics |= {
+            "episodes/running": float(len(self._running)),
+            "episodes/waiting": float(len(self._waiting) - len(wish.episodes)),
+        }
+        for episode in wish.episodes:
+            del self._waiting[episode.number]
+            self._settle(episode)
+            self.gate.consume()
+            self.ledger.move(episode.prompt, "taken")
+        self._taken += wish.episodes
+        self._budget.filtered.clear()
+        if self._config.oversample > 1:  # the others lost the race
+            for episode in list(self._running.values()):
+                self._abort(episode, "oversampled")
+            for episode in list(self._waiting.values()):
+                self._discard(episode, "oversampled")
 
     # ------------------------------------------------------------------ starting
 
-    def _next(self) -> tuple[Row, RolloutWorkflow] | None:
-        """What starts next; rows of a loader only while someone waits, or training is asynchronous."""
-        if self.submitted:
-            return self.submitted.popleft()
-        if self.source is None or not (self.wanted or self.gate.max_head_offpolicyness):
-            return None
-        rows, workflow = self.source
-        try:
-            row = self._once_more(rows) if self.again else next(rows)
-        except StopIteration:
-            self.source = None
-            return None
-        dataset = getattr(rows, "dataset", None)
-        if dataset is not None and "epoch" in row:
-            self.ledger.begin_epoch(row["epoch"], getattr(rows, "epoch_size", len(dataset)))
-        return row, workflow
+    def _pump(self) -> None:
+        """Starts what the gate admits; in a deterministic run `_wave` does."""
+        episodes = [] if self._deterministic else self._admit()
+        if episodes:
+            self.loop.call(self._spawn, episodes)
 
-    def _once_more(self, rows: Any) -> Row:
-        prompt = self.again.popleft()
-        return {**rows.dataset.rows[prompt.index], "epoch": prompt.epoch, "index": prompt.index}
-
-    def admit(self) -> list[Episode]:
+    def _admit(self) -> list[Episode]:
         """Registers as many episodes as the gate admits; they do not run yet."""
-        assert self._engine is not None, "ranks other than 0 have no engine; episodes start on rank 0"
         episodes: list[Episode] = []
-        if self.broken is not None:
+        if self._broken is not None:
             return episodes
-        version = self._engine.version.number
+        version = self._version()
         for _ in range(self.gate.capacity()):
             item = self._next()
             if item is None:
@@ -114,51 +319,129 @@ class EpisodePool:
             self.ledger.move(prompt, "running")
             self.gate.submit()
             episode = Episode(self._count, prompt, row, workflow, version)
-            self.running[self._count] = episode
+            self._running[self._count] = episode
             self._count += 1
             episodes.append(episode)
         return episodes
 
-    def pump(self) -> None:
-        """Starts what the gate admits."""
-        episodes = self.admit()
-        if episodes:
-            self.loop.call(self.spawn, episodes)
+    def _next(self) -> tuple[Row, RolloutWorkflow] | None:
+        """What starts next; rows of a loader only while someone waits, or training is asynchronous."""
+        if self._submitted:
+            return self._submitted.popleft()
+        if self._source is None or not (self._wanted or self.gate.max_head_offpolicyness):
+            return None
+        rows, workflow = self._source
+        dataset = getattr(rows, "dataset", None)
+        if self._again:
+            prompt = self._again.popleft()
+            assert dataset is not None, "prompts that begin anew are those of a loader's data set"
+            row: Row | None = {**dataset.rows[prompt.index], "epoch": prompt.epoch, "index": prompt.index}
+        else:
+            row = next(rows, None)
+        if row is None:
+            self._source = None
+            return None
+        if dataset is not None and "epoch" in row:
+            self.ledger.begin_epoch(row["epoch"], getattr(rows, "epoch_size", len(dataset)))
+        return row, workflow
 
-    def spawn(self, episodes: Sequence[Episode]) -> None:
-        """Runs episodes that were admitted. On the loop."""
+    # ------------------------------------------------------------------ ending
+
+    def _finished(self, episode: Episode, group: Group) -> None:
+        """The group waits to be taken. Where a model's rewards are to come, the candidates of a batch are judged later."""
+        self._budget.restore("infrastructure")
+        del self._running[episode.number]
+        episode.group = group
+        self._waiting[episode.number] = episode
+        self.gate.finish()
+        self.ledger.move(episode.prompt, "waiting")
+        if not self._judges_later:
+            self._judge(episode, group)
+
+    def _judge(self, episode: Episode, outcome: Group | DataFailure) -> None:
+        """All rewards of a waiting group are there, or could not be had: it goes on waiting, or is dropped."""
+        if isinstance(outcome, DataFailure):
+            self._failed(episode, outcome)
+            return
+        failed, n = len(outcome.failures), len(outcome.failures) + len(outcome.samples)
+        if 2 * failed > n:  # it may be trained on (rollout.min_group_size), and yet the judge or the data is at fault
+            self._budget.remember(episode.prompt, f"{failed} of {n} samples failed: {dict(Counter(outcome.failures))}")
+            self._broken = self._broken or self._budget.spend("data")
+        else:
+            self._budget.restore("data")
+        episode.group, episode.judged = outcome, True
+        keep, reason = (True, "") if self._filter is None else self._filter(outcome)
+        if not keep:
+            self._discard(episode, f"filter/{reason}")
+            kept = sum(episode.judged for episode in self._waiting.values())
+            error = self._budget.turn_down(reason, kept, self._wanted)
+            if self._judges_later or self._wanted > kept:  # else the batch is full already
+                self._broken = self._broken or error
+
+    def _failed(self, episode: Episode, failure: EpisodeFailure) -> None:
+        """There is no group: its episode failed, or its rewards did."""
+        message = self._budget.remember(episode.prompt, str(failure))
+        if isinstance(failure, EngineDied):
+            self._broken = self._broken or failure
+            self._leave(episode, None)
+            return
+        if failure.reason not in self.ledger.dropped:
+            logger.warning("an episode was dropped (%s)", message, exc_info=failure)
+        self._leave(episode, failure.reason)
+        self.ledger.failed_samples.update(failure.failed_samples)
+        kind = "infrastructure" if isinstance(failure, InfrastructureFailure) else "data"
+        self._broken = self._broken or self._budget.spend(kind)
+
+    def _settle(self, episode: Episode) -> None:
+        """The group enters a batch or is dropped; from now on it counts."""
+        assert episode.group is not None, "it waits, so it has finished"
+        self.ledger.failed_samples.update(episode.group.failures)
+        if self._observer is not None:
+            self._observer(episode.group)
+
+    def _discard(self, episode: Episode, reason: str) -> None:
+        """A finished group is dropped before it is consumed."""
+        self._settle(episode)
+        self._leave(episode, reason)
+
+    def _abort(self, episode: Episode, reason: str | None) -> None:
+        """Stops an episode."""
+        episode.aborted = True
+        self._leave(episode, reason)
+        if episode.task is not None:
+            self.loop.call(episode.task.cancel)
+
+    def _leave(self, episode: Episode, reason: str | None) -> None:
+        """The episode goes without a batch: its prompt is dropped for this reason, or without one pending again."""
+        if self._running.pop(episode.number, None) is not None:
+            self.gate.drop()
+        else:
+            del self._waiting[episode.number]
+            self.gate.discard()
+        self.ledger.move(episode.prompt, "dropped" if reason else "pending", reason or "")
+
+    def _version(self) -> int:
+        """Number of the engine's weights."""
+        assert self._engine is not None, "ranks other than 0 have no engine; rank 0 makes the batches"
+        return self._engine.version.number
+
+    def _describe(self) -> str:
+        """Where everything is, for errors."""
+        ages = [time.monotonic() - episode.started for episode in self._running.values()]
+        oldest = f", the oldest for {max(ages):.1f} s" if ages else ""
+        gate = self.gate
+        return f"running {gate.running}{oldest}, waiting {gate.waiting}, taken {gate.taken}; {self._budget.describe()}"
+
+    # ------------------------------------------------------------------ on the loop's thread, without the lock
+
+    def _spawn(self, episodes: Sequence[Episode]) -> None:
+        """Runs episodes that were admitted."""
         loop = asyncio.get_running_loop()
         for episode in episodes:
             if not episode.aborted:
                 episode.task = loop.create_task(self._run(episode))
 
-    def state_dict(self) -> dict[str, Any]:
-        """See `tandem.api.state.Stateful`: counters, and which prompts of a data set have begun and not ended. With
-        ``changed`` held."""
-        begun = {**self.running, **self.waiting}
-        unfinished = [*(begun[number].prompt for number in sorted(begun)), *self.ledger.pending(), *self.again]
-        return {
-            "count": self._count,
-            "in_a_row": dict(self._in_a_row),
-            "filtered": dict(self.filtered),
-            "failed_samples": dict(self.ledger.failed_samples),
-            "again": [[p.epoch, p.index] for p in unfinished if p.epoch != NO_EPOCH],
-            "sizes": [[epoch, size] for epoch, size in self.ledger.sizes.items()],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Before the first episode, with ``changed`` held. What ended is the ledger's to know."""
-        self._count, self.filtered = int(state["count"]), Counter(state["filtered"])
-        self._in_a_row = {kind: int(state["in_a_row"][kind]) for kind in self._in_a_row}
-        self.ledger.failed_samples = Counter(state.get("failed_samples", {}))
-        self.again = deque(Prompt(int(epoch), int(index)) for epoch, index in state["again"])
-        for epoch, size in state["sizes"]:
-            self.ledger.begin_epoch(int(epoch), int(size))
-
-    # ------------------------------------------------------------------ ending
-
     async def _run(self, episode: Episode) -> None:
-        """On the loop."""
         assert self._engine is not None
         config = self._config
         try:
@@ -168,7 +451,7 @@ class EpisodePool:
                 seed=self._seed,
                 timeout_s=config.episode_timeout_s,
                 max_retries=config.max_retries,
-                on_issue=self.notify if self._deterministic else None,
+                on_issue=self._notify if self._deterministic else None,
             )
         except EpisodeFailure as failure:
             self._end(episode, failure)
@@ -184,152 +467,30 @@ class EpisodePool:
         did(*GENERATING)
         try:
             with self.changed:
-                if episode.number not in self.running:  # it was aborted meanwhile
+                if episode.number not in self._running:  # it was aborted while this thread waited for the lock
                     return
                 if isinstance(outcome, EpisodeFailure):
                     self._failed(episode, outcome)
                 else:
                     self._finished(episode, outcome)
-                if not self._deterministic:
-                    self.pump()
+                self._pump()
                 # Waking the caller costs more than an episode: only when there may be something for it.
-                full = self.wanted and len(self.waiting) >= self.wanted
-                if full or not self.running or self.broken or self._deterministic or self._config.on_expiry != "mask":
+                full = self._wanted and len(self._waiting) >= self._wanted
+                if full or not self._running or self._broken or self._deterministic or self._config.on_expiry != "mask":
                     self.changed.notify_all()
         except Exception as error:  # the worker boundary: a filter or a loader that raised must reach whoever waits
             self._break(error)
 
-    def _finished(self, episode: Episode, group: Group) -> None:
-        self._in_a_row["infrastructure"] = 0
-        if not self._judges_later:
-            self._count_failed(episode, group)
-        keep, reason = (True, "") if self._judges_later else self._verdict(group)
-        if keep:
-            del self.running[episode.number]
-            episode.group, episode.judged = group, not self._judges_later
-            self.waiting[episode.number] = episode
-            self.gate.finish()
-            self.ledger.move(episode.prompt, "waiting")
-        else:
-            self.settle(group)
-            self.leave(episode, "dropped", f"filter/{reason}")
-            self._turned_down(reason)
-
-    def judge(self, episode: Episode, outcome: Group | DataFailure) -> None:
-        """The rewards that need a model are there, or could not be had: the group goes on waiting, or is dropped."""
-        if isinstance(outcome, DataFailure):
-            self._remember(episode, str(outcome))
-            if outcome.reason not in self.ledger.dropped:
-                logger.warning("an episode was dropped (%s)", ": ".join(self._failures[-1]))
-            self.ledger.failed_samples.update(outcome.failed_samples)
-            self.discard(episode, outcome.reason, counts=False)
-            self._spend("data")
-            return
-        self._count_failed(episode, outcome)
-        episode.group, episode.judged = outcome, True
-        keep, reason = self._verdict(outcome)
-        if not keep:
-            self.discard(episode, f"filter/{reason}")
-            self._turned_down(reason)
-
-    def _count_failed(self, episode: Episode, group: Group) -> None:
-        """A group stands: it ends a row of data failures, unless it lost most of its samples."""
-        failed, n = len(group.failures), len(group.failures) + len(group.samples)
-        if 2 * failed > n:  # it may be trained on (rollout.min_group_size), and yet the judge or the data is at fault
-            self._remember(episode, f"{failed} of {n} samples failed: {dict(Counter(group.failures))}")
-            self._spend("data")
-        else:
-            self._in_a_row["data"] = 0
-
-    def _verdict(self, group: Group) -> tuple[bool, str]:
-        return (True, "") if self._filter is None else self._filter(group)
-
-    def _turned_down(self, reason: str) -> None:
-        """One more group was dropped by the filter; too many of them end the run."""
-        self.filtered[reason] += 1
-        kept = sum(episode.judged for episode in self.waiting.values())
-        drawn, most = self.filtered.total() + kept, self._max_draws * self._config.batch_size
-        needed = self.wanted or self._config.batch_size
-        if self.broken is None and (self._judges_later or self.wanted > kept) and drawn >= most:
-            self.broken = NoBatch(
-                f"the filter of groups kept {kept} of {drawn} groups, and {needed} are needed; "
-                f"at most {self._max_draws} × rollout.batch_size are drawn for a batch. Turned down: "
-                f"{dict(self.filtered)}. Use easier or harder prompts, or another algorithm.filter"
-            )
-
-    def _failed(self, episode: Episode, failure: EpisodeFailure) -> None:
-        self._remember(episode, str(failure))
-        if isinstance(failure, EngineDied):
-            self.broken = self.broken or failure
-            self.leave(episode, "pending")
-            return
-        if failure.reason not in self.ledger.dropped:
-            logger.warning("an episode was dropped (%s)", ": ".join(self._failures[-1]), exc_info=failure)
-        self.leave(episode, "dropped", failure.reason)
-        self.ledger.failed_samples.update(failure.failed_samples)
-        self._spend("infrastructure" if isinstance(failure, InfrastructureFailure) else "data")
-
-    def _remember(self, episode: Episode, failure: str) -> None:
-        self._failures.append((f"prompt {episode.prompt.index} of epoch {episode.prompt.epoch}", failure))
-
-    def _last_failures(self) -> str:
-        """Each reason once, with the prompt that it befell first."""
-        first = {why: prompt for prompt, why in reversed(self._failures)}
-        counts = Counter(why for _, why in self._failures)
-        more = {why: f" (and {count - 1} more by the same)" if count > 1 else "" for why, count in counts.items()}
-        return "; ".join(f"{first[why]}: {why}{more[why]}" for why in counts)
-
-    def _spend(self, kind: str) -> None:
-        """One more in a row of the budget of ``data`` or of ``infrastructure`` failures."""
-        self._in_a_row[kind] += 1
-        if self._in_a_row[kind] >= self._config.max_data_failures:
-            self.broken = self.broken or NoBatch(
-                f"{self._in_a_row[kind]} episodes in a row were dropped, or lost most of their samples, by {kind} failures "
-                f"(rollout.max_data_failures); the last: {self._last_failures()}"
-            )
-
-    def settle(self, group: Group) -> None:
-        """The group enters a batch or is dropped; from now on it counts."""
-        self.ledger.failed_samples.update(group.failures)
-        if self._observer is not None:
-            self._observer(group)
-
-    def leave(self, episode: Episode, state: str, reason: str = "") -> None:
-        """Out of `running` without a group."""
-        del self.running[episode.number]
-        self.gate.drop()
-        self.ledger.move(episode.prompt, "dropped" if state == "dropped" else "pending", reason)
-
     def _break(self, error: Exception) -> None:
         with self.changed:
-            self.broken = self.broken or error
+            self._broken = self._broken or error
             self.changed.notify_all()
 
-    def notify(self) -> None:
-        """Wakes the waiters. On the loop."""
+    def _notify(self) -> None:
         with self.changed:
             self.changed.notify_all()
 
-    def discard(self, episode: Episode, reason: str, *, counts: bool = True) -> None:
-        """A finished group is dropped before it is consumed. ``counts``: its samples enter the figures of the run."""
-        del self.waiting[episode.number]
-        assert episode.group is not None, "it waits, so it has finished"
-        if counts:
-            self.settle(episode.group)
-        self.gate.discard()
-        self.ledger.move(episode.prompt, "dropped", reason)
 
-    def abort(self, episode: Episode, reason: str | None) -> None:
-        """Stops an episode; without a reason its prompt is pending again."""
-        episode.aborted = True
-        self.leave(episode, "dropped" if reason else "pending", reason or "")
-        if episode.task is not None:
-            self.loop.call(episode.task.cancel)
-
-    def describe(self) -> str:
-        """Where everything is, for errors."""
-        ages = [time.monotonic() - episode.started for episode in self.running.values()]
-        oldest = f", the oldest for {max(ages):.1f} s" if ages else ""
-        failures = f"; last failures: {self._last_failures()}" if self._failures else "; no failures"
-        gate = self.gate
-        return f"running {gate.running}{oldest}, waiting {gate.waiting}, taken {gate.taken}{failures}"
+def _has_expired(episode: Episode, oldest: int) -> bool:
+    group = episode.group
+    return group is not None and any(bool(expired(t, oldest).any()) for s in group.samples for t in s.trajectories)

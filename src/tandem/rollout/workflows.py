@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerBase
 from tandem.api.failures import DataFailure, EpisodeFailure, InfrastructureFailure, WrongWorkflow, as_failure
 from tandem.api.requests import StopReason
 from tandem.api.samples import Group, Sample
-from tandem.api.workflow import GeneratesTokens, RewardFn, RewardResult, RolloutWorkflow
+from tandem.api.workflow import GeneratesTokens, RewardFn, RewardResult, RolloutWorkflow, messages_for
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.rollout.chat import Chat
-from tandem.rollout.failed_samples import FailureLog, counted, least_samples, too_few
+from tandem.rollout.failure_budget import FailureLog, counted, least_samples, too_few
 from tandem.rollout.returned import check_sample
 
 
@@ -50,6 +50,7 @@ class ChatWorkflow(RolloutWorkflow):
             prompt_ids=chat.prompt_ids,
             completion_ids=chat.completion_ids,
             row=data,
+            **messages_for(self.reward, chat.messages),
         )
 
     async def reply(self, engine: GeneratesTokens, chat: Chat) -> StopReason:

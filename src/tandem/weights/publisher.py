@@ -53,8 +53,8 @@ class WeightPublisher:
         engines = (inference_engine,) if isinstance(inference_engine, InferenceEngine) else inference_engine
         self._engines: tuple[InferenceEngine, ...] = tuple(engines)
         self._run, self._model, self._dtype = run, model, dtype
-        self._channel, self._archive = channel or channel_for(self._engines, disk), archive
-        self._streams = from_main(lambda: self._channel.streams)  # then every rank reads the stream twice
+        self.channel, self._archive = channel or channel_for(self._engines, disk), archive
+        self._streams = from_main(lambda: self.channel.streams)  # then every rank reads the stream twice
         self._adapter = train_engine.adapter if from_main(self._takes_adapters) else None  # then it alone is delivered
         if self._adapter is not None:
             self._dtype = torch.float32  # little to send, and the engine adds it to the weights before it rounds them
@@ -89,9 +89,11 @@ class WeightPublisher:
         number = self._version.number + 1
         delivery: Delivery | None = None
         try:
+            # Phase 1 may fail on any rank or engine: each engine lays the tensors beside the weights that it serves and
+            # verifies them; none switches.
             with together():
                 with whole(self._weights()) as stream:
-                    delivery = self._channel.put(stream, self._dtype)
+                    delivery = self.channel.put(stream, self._dtype)
                 version = WeightVersion(number, version_digest(delivery.digests), self._run, self._model)
                 adapter = None if self._adapter is None else self._adapter.terms
                 update = WeightUpdate(version, delivery.source, delivery.digests, adapter)
@@ -102,11 +104,13 @@ class WeightPublisher:
         except Exception as error:  # the worker boundary: whatever it was, no engine may keep half an update
             self._discard()
             if delivery is not None:
-                self._channel.withdraw()
+                self.channel.withdraw()
             if isinstance(error, EngineDied) and len(self._engines) <= 1:
                 raise
             raise WeightUpdateFailed(f"version {number} was not published, {self._version.number} stays: {error}") from error
         prepared = time.perf_counter()
+        # Phase 2: the engines switch, each between two decode steps. Once one has, there is no way back: another that fails
+        # to is closed.
         with together():
             report = self._commit(version)
         self._version = self._history[number] = version
@@ -150,7 +154,7 @@ class WeightPublisher:
 
     def close(self) -> None:
         """Gives the channel's memory back; idempotent. The engines are not closed."""
-        self._channel.close()
+        self.channel.close()
 
     def _initial_digest(self) -> str:
         return version_digest({n: digest_of(pieces(tensor, self._dtype)) for n, tensor in self._weights()})
@@ -158,7 +162,7 @@ class WeightPublisher:
     def _takes_adapters(self) -> bool:
         """Whether all engines take an adapter, over this channel."""
         taken = all("adapter" in engine.capabilities for engine in self._engines)
-        return bool(self._engines) and taken and self._channel.for_adapters
+        return bool(self._engines) and taken and self.channel.for_adapters
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What is delivered. Collective."""
@@ -183,7 +187,7 @@ class WeightPublisher:
         with together(), whole(self._weights()) as stream, ThreadPoolExecutor(1, "weight-update") as pool:
             asked = pool.submit(self._each, lambda engine: engine.prepare_weights(update))
             try:
-                self._channel.send(stream, self._dtype, lambda: asked.done() and asked.exception() is not None)
+                self.channel.send(stream, self._dtype, lambda: asked.done() and asked.exception() is not None)
             except WeightUpdateFailed:
                 if asked.done():
                     asked.result()  # the engine's own reason says more
@@ -212,7 +216,7 @@ class WeightPublisher:
                     engine.close()
         if failures and not reports:
             self._discard()
-            self._channel.withdraw()
+            self.channel.withdraw()
             cause = failures[0][1]
             raise WeightUpdateFailed(
                 f"version {version.number} was not published, {self._version.number} stays: {cause}"

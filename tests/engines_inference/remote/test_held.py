@@ -98,13 +98,12 @@ def test_the_judge_ends_a_completion_at_the_first_reason_in_any_piece():
     assert Judge(frozenset(), 3).look([1, 2, 7, 4]) == (3, StopReason.LENGTH)
 
 
-def test_what_a_killed_process_left_behind_is_removed_by_the_next(tmp_path, monkeypatch):
-    monkeypatch.setattr("tandem.engines.inference.remote.foreign.spool._MEMORY_DISK", tmp_path)
+def test_what_a_killed_process_left_behind_is_removed_by_the_next(tmp_path):
     (tmp_path / "model").mkdir()
     left, alive = tmp_path / "tandem-weights-of-999999999-x", tmp_path / f"tandem-weights-of-{os.getppid()}-x"
     left.mkdir()
     alive.mkdir()
-    spool = Spool(tmp_path / "model")
+    spool = Spool(tmp_path / "model", memory_disk=tmp_path)
     folder = spool.write([("w", torch.ones(2))], 8)
     assert folder.is_relative_to(tmp_path) and not left.exists() and alive.exists()
     spool.close()

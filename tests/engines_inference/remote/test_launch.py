@@ -98,8 +98,7 @@ def test_a_server_that_is_killed_says_by_what(tmp_path):
     server.close()
 
 
-def test_waiting_for_a_server_has_a_deadline_and_words_of_progress(tmp_path, monkeypatch):
-    monkeypatch.setattr("tandem.engines.inference.remote.launch.PROGRESS_S", 0.3)
+def test_waiting_for_a_server_has_a_deadline_and_words_of_progress(tmp_path):
     words = [sys.executable, "-uc", "import time; print('loading weights'); time.sleep(60)"]
     server = ServerProcess.start(words, log_file=tmp_path / "log")
     told = []
@@ -108,7 +107,7 @@ def test_waiting_for_a_server_has_a_deadline_and_words_of_progress(tmp_path, mon
         raise ServerFailed("connection refused")
 
     with pytest.raises(WaitTimeout, match=r"(?s)within 2 s \(server: connection refused\).*loading weights"):
-        wait_ready(server, ask, what="the server", timeout_s=2, progress=told.append)
+        wait_ready(server, ask, what="the server", timeout_s=2, progress=told.append, progress_s=0.3)
     assert any("loading weights" in words for words in told)
     assert wait_ready(server, lambda: "there", what="the server", timeout_s=2, progress=told.append) == "there"
     server.close()

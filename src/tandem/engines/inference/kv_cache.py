@@ -94,7 +94,10 @@ class KVCache:
         """Grows a slab once for ``count`` further rows."""
         slab = self.slabs.setdefault((pool, capacity), Slab(self, capacity))
         if len(slab.rows) + count > slab.size:
+            # Room for some rows more than asked for, because growing copies the slab.
             wanted = max(len(slab.rows) + count, min(2 * slab.size, slab.size + 32), _FIRST_ROWS)
+            # `fits` counts rows in use. Slabs also hold unused ones: if these are in the way, they are given back here, and
+            # this slab grows by no more than what was asked for.
             spare = self.budget_tokens - sum(s.size * s.capacity for s in self.slabs.values() if s is not slab)
             if spare < wanted * capacity:
                 self._trim(slab)

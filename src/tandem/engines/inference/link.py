@@ -99,20 +99,20 @@ class Link:
             with self._lock:
                 self._calls.pop(number, None)
 
-    def close(self) -> None:
-        """Ends the process, kindly at first. Idempotent."""
+    def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Ends the process, kindly at first; kills it after ``timeout_s``. Idempotent."""
         self._closing = True
         self._end("the engine was closed", None)
         self.send(Close())
         try:
-            self._process.wait(CLOSE_TIMEOUT_S)
+            self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
         self._outbox.put(None)
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(CLOSE_TIMEOUT_S)
+                thread.join(timeout_s)
         self._connection.close()
 
     def _end(self, reason: str, cause: Exception | None) -> None:

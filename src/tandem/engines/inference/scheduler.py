@@ -65,25 +65,27 @@ class Scheduler:
         planned: list[int] = []
         new_prompts: set[tuple[int, ...]] = set()
         while self.waiting and len(admitted) < self.slots.num_free:
-            sequence = self.waiting[0]
+            sequence = self.waiting[0]  # never a later one, or a long request would wait for ever
             tokens = sequence.request.input_ids
+            # By default it joins a prompt that others computed or will compute: it needs a row for its own tokens only.
             pool: Pool = "suffix"
             needs = [self.cache.capacity_for(max(1, sequence.max_new_tokens - 1))]
             if tokens not in self._prompts and tokens not in new_prompts:
-                if self._alike[tokens] > 1:
+                if self._alike[tokens] > 1:  # it is the first of several: it brings the row of the prompt as well
                     needs.append(self.cache.capacity_for(len(tokens)))
                     new_prompts.add(tokens)
-                else:
+                else:  # nobody shares its prompt: one row for everything
                     pool, needs = "whole", [self.needed(sequence)]
             if not self.cache.fits(planned + needs):
                 new_prompts.discard(tokens)
                 if self.num_running or admitted:
-                    break
+                    break  # until something that runs ends and frees its rows
                 # two rows, each rounded up, can need more than the whole cache: then it runs alone, in one
                 pool, needs = "whole", [self.needed(sequence)]
             planned += needs
             self._leave_queue(self.waiting.popleft())
             admitted.append((sequence, pool, needs[0]))
+        # Growing a slab copies it, so each grows once, by all its new rows, before the first of them is placed.
         for (pool, capacity), count in Counter((pool, capacity) for _, pool, capacity in admitted).items():
             self.cache.reserve(pool, capacity, count)
         for sequence, pool, capacity in admitted:
@@ -111,7 +113,7 @@ class Scheduler:
             self.shared_tokens += len(tokens)
         prompt.members.append(sequence)
         sequence.prompt = prompt
-        if prompt.hidden is not None:
+        if prompt.hidden is not None:  # else it starts when the job of its prompt is done
             self.ready.append(sequence)
 
     def _compute(self, tokens: tuple[int, ...], job: Job) -> None:

@@ -78,6 +78,7 @@ def verified(update: WeightUpdate, pool: ThreadPoolExecutor) -> Generator[tuple[
         own = tensor if update.source.is_private else copies.of(tensor)
         digest: Future[str] = pool.submit(tensor_digest, own)
         yield name, own
+        # The consumer may have laid out wrong bytes by now; they are never served, because the whole update fails here.
         if digest.result() != update.digests[name]:
             raise WeightUpdateFailed(
                 f"version {update.version.number}: tensor {name!r} arrived with digest {digest.result()[:12]}…, "

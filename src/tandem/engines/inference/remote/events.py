@@ -8,7 +8,7 @@ from typing import Any
 import aiohttp
 
 from tandem.api.failures import ServerFailed
-from tandem.engines.inference.remote.http import failure_of
+from tandem.protocol.client import failure_of
 
 MAX_EVENT_BYTES = 8 << 20
 _END = "[DONE]"

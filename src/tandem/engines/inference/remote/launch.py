@@ -226,6 +226,7 @@ def wait_ready(
     what: str,
     timeout_s: float,
     progress: Callable[[str], None],
+    progress_s: float = PROGRESS_S,
 ) -> T:
     """Calls ``ask`` until it answers instead of raising `InfrastructureFailure`; returns its answer.
 
@@ -248,7 +249,7 @@ def wait_ready(
                 f"{what} had not generated a token within {timeout_s:g} s ({reason}); {process.log_file} ends with\n"
                 f"{process.last_words()}"
             )
-        if now - told >= PROGRESS_S:
+        if now - told >= progress_s:
             told = now
             progress(f"waiting for {what}, {now - began:.0f} s: {process.last_words(1).strip()[-120:]}")
         time.sleep(POLL_S)

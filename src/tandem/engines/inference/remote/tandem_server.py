@@ -13,9 +13,9 @@ from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, 
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion
 from tandem.config.errors import ConfigError
-from tandem.engines.inference.remote.http import HttpClient
 from tandem.engines.inference.remote.launch import ServerProcess
 from tandem.engines.inference.requests import refuse_unsupported
+from tandem.protocol.client import HttpClient
 
 PROTOCOL = 2
 INSTANCE_HEADER = "Tandem-Instance"

@@ -14,10 +14,10 @@ from aiohttp import web
 from tandem.api.requests import LLMResponse, StopReason
 from tandem.engines.inference.callers import Piece
 from tandem.engines.inference.serve.questions import Question, chat_question, legacy_question
-from tandem.engines.inference.serve.refusal import Refusal
-from tandem.engines.inference.serve.schema import optional, record
 from tandem.engines.inference.serve.service import Service, check_finished
 from tandem.engines.inference.serve.text import TextStream
+from tandem.protocol.refusal import Refusal
+from tandem.protocol.schema import record
 
 EVENTS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 
@@ -46,10 +46,6 @@ MODELS = record(
         },
     },
     ("object", "data"),
-)
-ERROR = record(
-    {"error": record({"message": _STRING, "type": _STRING, "param": optional(_STRING), "code": optional(_STRING)})},
-    ("error",),
 )
 
 

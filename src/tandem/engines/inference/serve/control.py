@@ -18,9 +18,9 @@ from aiohttp import web
 
 from tandem.api.failures import EngineDied, WaitTimeout, WeightUpdateFailed
 from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion, tensor_digest, version_digest
-from tandem.engines.inference.serve.refusal import Refusal
-from tandem.engines.inference.serve.schema import Schema, array, optional, record, text
 from tandem.engines.inference.serve.service import Service
+from tandem.protocol.refusal import Refusal
+from tandem.protocol.schema import Schema, array, optional, record, text
 
 LOG = logging.getLogger("tandem.serve")
 T = TypeVar("T")

@@ -7,9 +7,9 @@ from aiohttp import web
 
 from tandem.api.requests import LLMRequest, NoiseKey
 from tandem.config.generation import GenerationConfig
-from tandem.engines.inference.serve.refusal import Refusal
-from tandem.engines.inference.serve.schema import Schema, array, integer, optional, record, text
 from tandem.engines.inference.serve.service import Service
+from tandem.protocol.refusal import Refusal
+from tandem.protocol.schema import Schema, array, integer, optional, record, text
 
 MIN_TEMPERATURE = 1e-4
 """Below this the logits no longer fit what computes with them; `greedy` is the limit."""

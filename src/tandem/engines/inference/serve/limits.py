@@ -1,11 +1,13 @@
-"""What a server lets one client, and all of them together, take."""
+"""What the server of an engine lets one client, and all of them together, take."""
 
 from dataclasses import dataclass
 
+from tandem.protocol.limits import ServerLimits
 
-@dataclass(frozen=True)
-class Limits:
-    """Bounds on requests and waits; what passes them is refused by name."""
+
+@dataclass(frozen=True, kw_only=True)
+class Limits(ServerLimits):
+    """The bounds of every server, and those on completions, weights and the run that owns the engine."""
 
     max_tokens: int
     """Context of the model: most tokens of a prompt, and of a completion."""
@@ -22,23 +24,8 @@ class Limits:
     max_long_prompts: int = 16
     """Most prompts of more than 32,768 characters that are tokenised or wait for it; the next is refused with status 503."""
 
-    max_connections: int = 4096
-    """Most open connections; the next is closed at once."""
-
-    max_body_bytes: int = 8 << 20
-    """Longest body of a request."""
-
     max_weights_body_bytes: int = 64 << 20
     """Longest body of the route that announces weights: a name and a digest for each tensor."""
-
-    max_depth: int = 32
-    """Deepest nesting of a body."""
-
-    body_timeout_s: float = 30.0
-    """A body must have arrived whole after this long."""
-
-    idle_timeout_s: float = 30.0
-    """A connection on which no request has arrived whole for this long is closed."""
 
     send_timeout_s: float = 60.0
     """A stream whose reader takes nothing for this long is ended."""
@@ -57,6 +44,3 @@ class Limits:
 
     ready_timeout_s: float = 10.0
     """How long generating that token may take."""
-
-    shutdown_s: float = 30.0
-    """Requests that run when the server is told to end have this long."""

@@ -13,9 +13,9 @@ from tandem.api.requests import LLMRequest, NoiseKey
 from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.serve.generate import SEED_LIMIT, STOP_STRINGS, TOP_P
 from tandem.engines.inference.serve.limits import Limits
-from tandem.engines.inference.serve.refusal import Refusal
-from tandem.engines.inference.serve.schema import Schema, array, integer, optional, record, text
 from tandem.engines.inference.serve.text import Tokenizers
+from tandem.protocol.refusal import Refusal
+from tandem.protocol.schema import Schema, array, integer, optional, record, text
 
 WITHOUT_EFFECT: Mapping[str, list[Any]] = {
     "frequency_penalty": [0, None],

@@ -1,44 +1,24 @@
-"""The table of routes: the server, its documentation and its tests are all made from it."""
+"""An engine as the application of a server. Its table of routes makes the server, its documentation and its tests."""
 
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
 from tandem.engines.inference.serve import answers
-from tandem.engines.inference.serve.access import Audience
 from tandem.engines.inference.serve.control import DIGESTS, PARTS_SCHEMA, RUN, Control, of_run
 from tandem.engines.inference.serve.generate import ANSWER as GENERATED
 from tandem.engines.inference.serve.generate import VERSION, generate, request_schema
 from tandem.engines.inference.serve.metrics import Metrics
-from tandem.engines.inference.serve.openapi import document
 from tandem.engines.inference.serve.questions import chat_schema, completion_schema
-from tandem.engines.inference.serve.refusal import Refusal
-from tandem.engines.inference.serve.schema import Schema, record, text
-from tandem.engines.inference.serve.service import Service
-
-Handler = Callable[[Service, dict[str, Any], web.Request], Awaitable[Any]]
-"""Gets the checked body; returns the answer's JSON, or a whole response."""
+from tandem.engines.inference.serve.service import INSTANCE_HEADER, Service
+from tandem.protocol.openapi import document
+from tandem.protocol.refusal import Refusal
+from tandem.protocol.schema import Schema, record, text
+from tandem.protocol.server import Application, Handler, Route
 
 _OBJECT: Schema = {"type": "object"}
 _TIMES = record({"pause_s": {"type": "number"}, "recompute_s": {"type": "number"}, "version": VERSION})
-
-
-@dataclass(frozen=True)
-class Route:
-    """One route: who may call it, what it takes and what it gives."""
-
-    method: str
-    path: str
-    audience: Audience
-    summary: str
-    handler: Handler
-    body: Schema | None = None
-    answer: Schema | None = None
-    """None: the answer is no JSON."""
-
-    max_body_bytes: int = 0
 
 
 async def health(service: Service, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
@@ -54,28 +34,61 @@ async def ready(service: Service, body: dict[str, Any], request: web.Request) ->
     return {"ready": True, "token_age_s": service.token_age_s(), **service.identity()}
 
 
+class ServedEngine(Application):
+    """Completions, tokens and control of one engine."""
+
+    def __init__(self, service: Service):
+        self._service, self.control, self._metrics = service, Control(service), Metrics()
+        self.limits = service.limits
+        self.routes = table(service, self.control, self._metrics)
+
+    def headers(self) -> dict[str, str]:
+        """The process that answers: a client notices that another one is behind the address."""
+        return {INSTANCE_HEADER: self._service.instance}
+
+    def busy(self) -> bool:
+        """True while completions are under way, and the engine lives."""
+        return self._service.under_way > 0 and self._service.died is None
+
+    def drain(self) -> None:
+        """Refuses new completions."""
+        self._service.draining = True
+
+    def count(self, route: Route, status: int, seconds: float) -> None:
+        """Counts the answer for `/metrics`."""
+        self._metrics.count(route.path, status, seconds)
+
+    async def watch(self) -> None:
+        """Notices the end of the engine."""
+        await self._service.watch()
+
+    async def close(self) -> None:
+        """Waits for a control request that is under way."""
+        await self.control.close()
+
+
 def table(service: Service, control: Control, metrics: Metrics) -> tuple[Route, ...]:
     """All routes of a server."""
     limits = service.limits
     facts = service.name, service.vocab_size, limits
     routes: list[Route] = []
 
-    async def openapi(service: Service, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
-        return document(routes)
+    async def openapi(body: dict[str, Any], request: web.Request) -> dict[str, Any]:
+        return document("tandem serve", routes)
 
     def add(method: str, path: str, summary: str, handler: Handler, *, body: Any = None, answer: Any = _OBJECT) -> None:
         routes.append(Route(method, path, "data", summary, handler, body, answer, limits.max_body_bytes))
 
-    add("GET", "/health", "Who this server is; answers while the process lives", health)
-    add("GET", "/ready", "200 if it has current weights and generated a token recently, else 503", ready)
-    add("GET", "/metrics", "Counters for Prometheus", metrics.page, answer=None)
+    add("GET", "/health", "Who this server is; answers while the process lives", partial(health, service))
+    add("GET", "/ready", "200 if it has current weights and generated a token recently, else 503", partial(ready, service))
+    add("GET", "/metrics", "Counters for Prometheus", partial(metrics.page, service), answer=None)
     add("GET", "/openapi.json", "This table", openapi)
-    add("GET", "/v1/models", "The model that is served", answers.models, answer=answers.MODELS)
+    add("GET", "/v1/models", "The model that is served", partial(answers.models, service), answer=answers.MODELS)
     add(
         "POST",
         "/v1/completions",
         "Text in, text out",
-        answers.completions,
+        partial(answers.completions, service),
         body=completion_schema(*facts),
         answer=answers.ANSWER,
     )
@@ -83,7 +96,7 @@ def table(service: Service, control: Control, metrics: Metrics) -> tuple[Route, 
         "POST",
         "/v1/chat/completions",
         "Messages in, a message out",
-        answers.chat_completions,
+        partial(answers.chat_completions, service),
         body=chat_schema(*facts),
         answer=answers.ANSWER,
     )
@@ -91,7 +104,7 @@ def table(service: Service, control: Control, metrics: Metrics) -> tuple[Route, 
         "POST",
         "/generate",
         "Token in, token out, with a log-probability and a version a token",
-        generate,
+        partial(generate, service),
         body=request_schema(limits.max_tokens, service.vocab_size),
         answer=GENERATED,
     )
@@ -106,7 +119,7 @@ def _control(control: Control, small: int, large: int) -> list[Route]:
     parts = of_run({"parts": PARTS_SCHEMA}, ("parts",))
 
     def post(name: str, summary: str, act: Any, body: Schema, max_bytes: int = small, answer: Schema = _OBJECT) -> Route:
-        return Route("POST", f"/control/{name}", "control", summary, _without_service(act), body, answer, max_bytes)
+        return Route("POST", f"/control/{name}", "control", summary, act, body, answer, max_bytes)
 
     return [
         post("attach", "Take the server for a run", control.attach, record({"run": RUN}, ("run",))),
@@ -124,15 +137,8 @@ def _control(control: Control, small: int, large: int) -> list[Route]:
             "/control/statistics",
             "control",
             "Counters of the engine",
-            _without_service(control.statistics),
+            control.statistics,
             None,
             {"type": "object", "additionalProperties": {"type": "number"}},
         ),
     ]
-
-
-def _without_service(act: Callable[[dict[str, Any], web.Request], Awaitable[Any]]) -> Handler:
-    async def handle(service: Service, body: dict[str, Any], request: web.Request) -> Any:
-        return await act(body, request)
-
-    return handle

@@ -19,8 +19,8 @@ from tandem.engines.inference.callers import Piece
 from tandem.engines.inference.embedded import EmbeddedEngine
 from tandem.engines.inference.process import EmbeddedProcess
 from tandem.engines.inference.serve.limits import Limits
-from tandem.engines.inference.serve.refusal import Refusal
 from tandem.engines.inference.serve.text import Tokenizers
+from tandem.protocol.refusal import Refusal
 
 PROTOCOL = 2
 """Of the token and control routes; a client refuses a server with another one."""

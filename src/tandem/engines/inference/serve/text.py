@@ -9,8 +9,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tandem.engines.inference.serve.prompt_length import fewest_tokens
-from tandem.engines.inference.serve.refusal import Refusal
 from tandem.models.tokenizer import load_tokenizer
+from tandem.protocol.refusal import Refusal
 
 _UNFINISHED = "�"
 """What a tokenizer decodes the first bytes of a character to."""

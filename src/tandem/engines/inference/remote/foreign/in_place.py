@@ -27,7 +27,6 @@ every `VERIFY_EVERY`-th."""
 VERIFY_EVERY = 20
 
 CLOSE_PATIENCE_S = 5.0
-"""An update that is under way when its client is closed has this long to end."""
 
 
 @dataclass(frozen=True)
@@ -175,16 +174,17 @@ class InPlaceUpdates:
             self._protocol.resume()
             self._paused = False
 
-    def close(self, leave_running: bool) -> None:
-        """Removes temporary files; ``leave_running``: a server that we paused goes on, unless it hangs in an update."""
-        free = self._lock.acquire(timeout=CLOSE_PATIENCE_S)
+    def close(self, leave_running: bool, patience_s: float = CLOSE_PATIENCE_S) -> None:
+        """Removes temporary files; ``leave_running``: a server that we paused goes on, unless it hangs in an update.
+        ``patience_s``: the time that an update under way has to end."""
+        free = self._lock.acquire(timeout=patience_s)
         if not free:
             self._protocol.http.close()  # which ends the call that it hangs in
-            free, leave_running = self._lock.acquire(timeout=CLOSE_PATIENCE_S), False
+            free, leave_running = self._lock.acquire(timeout=patience_s), False
         try:
             if leave_running and (self._paused or self._broken):
                 with suppress(ServerFailed, EngineDied):
-                    self._protocol.call("/openapi.json", timeout_s=CLOSE_PATIENCE_S)  # do not wait long for one that hangs
+                    self._protocol.call("/openapi.json", timeout_s=patience_s)  # do not wait long for one that hangs
                     self._protocol.resume()
             self._spool.close()
         finally:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from tandem.api.failures import DataFailure, ServerFailed
 from tandem.config.errors import ConfigError
-from tandem.engines.inference.remote.http import HttpClient
+from tandem.protocol.client import HttpClient
 
 CONTROL_TIMEOUT_S = 60.0
 """Pausing waits for one decode step; the others answer at once."""

@@ -22,14 +22,14 @@ from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.remote.cores import CORES, CORES_WORD
 from tandem.engines.inference.remote.foreign.completions import Completions
 from tandem.engines.inference.remote.foreign.counters import Counters
-from tandem.engines.inference.remote.foreign.in_place import InPlaceUpdates
+from tandem.engines.inference.remote.foreign.in_place import CLOSE_PATIENCE_S, InPlaceUpdates
 from tandem.engines.inference.remote.foreign.in_server.tandem_key import KEY_VARIABLE
 from tandem.engines.inference.remote.foreign.labels import Labels
 from tandem.engines.inference.remote.foreign.protocol import Facts, ServerProtocol
 from tandem.engines.inference.remote.foreign.trials import PROBE_IDS, Whole, ask, try_logprobs
-from tandem.engines.inference.remote.http import HttpClient
 from tandem.engines.inference.remote.kept import Place, fingerprint, keep, take_over
 from tandem.engines.inference.remote.launch import ServerProcess, free_port, wait_ready
+from tandem.protocol.client import HttpClient
 
 IN_SERVER = Path(__file__).with_name("in_server")
 """All of Tandem that the environment of a server gets to see."""
@@ -327,15 +327,16 @@ class ForeignServer(InferenceEngine):
         """
         return self._counters.all() | {"server_tokens": self._protocol.tokens()}
 
-    def close(self) -> None:
-        """See `InferenceEngine`. A server that was attached goes on as it was found: running, and not paused by us."""
+    def close(self, patience_s: float = CLOSE_PATIENCE_S) -> None:
+        """See `InferenceEngine`. A server that was attached goes on as it was found: running, and not paused by us.
+        ``patience_s``: the time that an update under way has to end."""
         if self._closed:
             return
         self._closed = True
         if self.process is not None:  # first, for an update may hang in it
             self._protocol.http.close()
             self.process.close()
-        self._updates.close(leave_running=self.process is None)
+        self._updates.close(self.process is None, patience_s)
         self._protocol.http.close()
 
     def let_go(self) -> None:

@@ -15,15 +15,15 @@ from safetensors.torch import save_file
 BUCKET_BYTES = 256 << 20
 """One file of the folder; so much is held in memory besides it while it is written."""
 
-_MEMORY_DISK = Path("/dev/shm")
+MEMORY_DISK = Path("/dev/shm")
 _PREFIX = "tandem-weights-of-"
 
 
 class Spool:
     """Writes one update after another; the one before is removed. Nothing is left behind after `close`."""
 
-    def __init__(self, model: Path):
-        self._model = model
+    def __init__(self, model: Path, memory_disk: Path = MEMORY_DISK):
+        self._model, self._memory_disk = model, memory_disk
         self._root: Path | None = None
         self._finalize: weakref.finalize | None = None
         self._written = 0
@@ -74,8 +74,8 @@ class Spool:
     def _open(self, num_bytes: int) -> Path:
         if self._root is None:
             # two versions lie there at a time, for a moment
-            roomy = _MEMORY_DISK.is_dir() and shutil.disk_usage(_MEMORY_DISK).free > 3 * num_bytes
-            place = _MEMORY_DISK if roomy else Path(tempfile.gettempdir())
+            roomy = self._memory_disk.is_dir() and shutil.disk_usage(self._memory_disk).free > 3 * num_bytes
+            place = self._memory_disk if roomy else Path(tempfile.gettempdir())
             _sweep(place)
             self._root = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=place))
             self._finalize = weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from tandem.protocol.schema import optional, record
+
 KINDS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -13,6 +15,14 @@ KINDS = {
     503: "unavailable_error",
     504: "timeout_error",
 }
+
+
+_STRING = {"type": "string"}
+ERROR = record(
+    {"error": record({"message": _STRING, "type": _STRING, "param": optional(_STRING), "code": optional(_STRING)})},
+    ("error",),
+)
+"""The body of a refusal."""
 
 
 class Refusal(Exception):

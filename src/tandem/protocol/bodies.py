@@ -6,15 +6,15 @@ from typing import Any, NoReturn
 
 from aiohttp import web
 
-from tandem.engines.inference.serve.limits import Limits
-from tandem.engines.inference.serve.refusal import Refusal
-from tandem.engines.inference.serve.schema import Invalid, Schema, check_text, checked
+from tandem.protocol.limits import ServerLimits
+from tandem.protocol.refusal import Refusal
+from tandem.protocol.schema import Invalid, Schema, check_text, checked
 
 _LARGE_BYTES = 1 << 16
 """A body above this is parsed in a thread, so that other requests need not wait."""
 
 
-async def read_body(request: web.Request, schema: Schema, limits: Limits, max_bytes: int) -> dict[str, Any]:
+async def read_body(request: web.Request, schema: Schema, limits: ServerLimits, max_bytes: int) -> dict[str, Any]:
     """The body, checked.
 
     Raises:
@@ -30,7 +30,7 @@ async def read_body(request: web.Request, schema: Schema, limits: Limits, max_by
     return await asyncio.to_thread(parse, raw, schema, limits.max_depth)
 
 
-async def _read(request: web.Request, limits: Limits, max_bytes: int) -> bytes:
+async def _read(request: web.Request, limits: ServerLimits, max_bytes: int) -> bytes:
     too_long = Refusal(413, f"the body must have at most {max_bytes} bytes", headers={"Connection": "close"})
     if (request.content_length or 0) > max_bytes:
         raise too_long

@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from tandem.engines.inference.serve.refusal import Refusal
+from tandem.protocol.refusal import Refusal
 
 Audience = Literal["data", "control"]
 
@@ -26,15 +26,16 @@ class Access:
     """The rules of one server.
 
     ``token`` opens the routes for data, and only those; None leaves them open, which is right on loopback only.
-    ``admin_token`` opens the control routes, and only those. ``hosts`` are names under which the server may be asked for.
+    ``admin_token`` opens the control routes, and only those; None: there are none. ``hosts`` are names under which the
+    server may be asked for.
     """
 
-    admin_token: str
+    admin_token: str | None
     token: str | None
     hosts: frozenset[str]
 
     @classmethod
-    def of(cls, host: str, *, token: str | None, admin_token: str, allowed_hosts: Iterable[str] = ()) -> "Access":
+    def of(cls, host: str, *, token: str | None, admin_token: str | None, allowed_hosts: Iterable[str] = ()) -> "Access":
         """The rules of a server that listens at ``host``."""
         names = {host.lower(), *(name.lower() for name in allowed_hosts)}
         return cls(admin_token, token, frozenset(names | LOOPBACK if is_loopback(host) else names))
@@ -65,6 +66,8 @@ class Access:
         Raises:
             Refusal: 401.
         """
+        if audience == "control" and self.admin_token is None:
+            raise Refusal(403, "this server has no control routes")
         expected = self.admin_token if audience == "control" else self.token
         if expected is None:
             return

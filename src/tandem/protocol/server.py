@@ -1,4 +1,7 @@
-"""The server itself: listens, asks who calls, hands bodies to the routes, and ends in good order."""
+"""An HTTP server: listens, asks who calls, hands checked bodies to the routes, and ends in good order.
+
+An `Application` says what it serves: the engine of `tandem serve`, the reward models of `tandem serve-reward`.
+"""
 
 import asyncio
 import contextlib
@@ -6,20 +9,21 @@ import functools
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from tandem.api.failures import EpisodeFailure, WaitTimeout
 from tandem.config.errors import ConfigError
-from tandem.engines.inference.serve.access import Access
-from tandem.engines.inference.serve.bodies import read_body
-from tandem.engines.inference.serve.control import Control
-from tandem.engines.inference.serve.metrics import Metrics
-from tandem.engines.inference.serve.refusal import Refusal
-from tandem.engines.inference.serve.routes import Route, table
-from tandem.engines.inference.serve.service import INSTANCE_HEADER, Service
+from tandem.protocol.access import Access, Audience
+from tandem.protocol.bodies import read_body
+from tandem.protocol.limits import ServerLimits
+from tandem.protocol.refusal import Refusal
+from tandem.protocol.schema import Schema
 
 LOG = logging.getLogger("tandem.serve")
 HTTP_LOG = logging.getLogger("tandem.serve.http")
@@ -35,16 +39,62 @@ _CANCEL_S = 2.0
 """How long handlers have to end once they are cancelled."""
 
 
+Handler = Callable[[dict[str, Any], web.Request], Awaitable[Any]]
+"""Gets the checked body; returns the answer's JSON, or a whole response."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """One route: who may call it, what it takes and what it gives."""
+
+    method: str
+    path: str
+    audience: Audience
+    summary: str
+    handler: Handler
+    body: Schema | None = None
+    answer: Schema | None = None
+    """None: the answer is no JSON."""
+
+    max_body_bytes: int = 0
+
+
+class Application(ABC):
+    """The routes of a server, and what stands behind them. Lives on one event loop."""
+
+    limits: ServerLimits
+    routes: Sequence[Route]
+
+    def headers(self) -> Mapping[str, str]:
+        """Sent with every answer, also with a refusal."""
+        return {}
+
+    @abstractmethod
+    def busy(self) -> bool:
+        """True while requests run that the end of the server should wait for."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """The server is about to end: new work is refused from now on. May be called twice."""
+
+    def count(self, route: Route, status: int, seconds: float) -> None:
+        """One request was answered."""
+
+    async def watch(self) -> None:
+        """Runs beside the requests; cancelled at the end."""
+
+    async def close(self) -> None:
+        """Waits for what requests left behind."""
+
+
 class Server:
     """One server on one event loop.
 
-    Example: ``async with Server(service, access).listening("127.0.0.1", 0) as port: …``
+    Example: ``async with Server(application, access).listening("127.0.0.1", 0) as port: …``
     """
 
-    def __init__(self, service: Service, access: Access):
-        self._service, self._access, self._metrics = service, access, Metrics()
-        self._control = Control(service)
-        self.routes = table(service, self._control, self._metrics)
+    def __init__(self, application: Application, access: Access):
+        self._application, self._access, self.routes = application, access, application.routes
         self._app = web.Application(middlewares=[self._middleware])
         self._app.on_response_prepare.append(self._sign)
         for route in self.routes:
@@ -57,7 +107,7 @@ class Server:
         Raises:
             ConfigError: the address is taken or not of this machine.
         """
-        limits = self._service.limits
+        limits = self._application.limits
         runner = web.AppRunner(
             self._app,
             handle_signals=False,
@@ -70,20 +120,20 @@ class Server:
             shutdown_timeout=_CANCEL_S,
         )
         await runner.setup()
-        watch = asyncio.create_task(self._service.watch())
+        watch = asyncio.create_task(self._application.watch())
         try:
             listener = await self._listen(runner, host, port)
             try:
                 yield listener.sockets[0].getsockname()[1]
-                self._service.draining = True
+                self._application.drain()
                 await self._drain()
             finally:
-                self._service.draining = True
+                self._application.drain()
                 listener.close()
         finally:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
-            await self._control.close()
+            await self._application.close()
             await runner.cleanup()
 
     async def _listen(self, runner: web.AppRunner, host: str, port: int) -> asyncio.Server:
@@ -96,14 +146,14 @@ class Server:
     def _connection(self, runner: web.AppRunner) -> asyncio.Protocol:
         server = runner.server
         assert server is not None
-        if len(server.connections) >= self._service.limits.max_connections:
+        if len(server.connections) >= self._application.limits.max_connections:
             return _Refused()
         return server()
 
     async def _drain(self) -> None:
-        """Waits for completions that run; new ones are refused."""
-        until = time.monotonic() + self._service.limits.shutdown_s
-        while self._service.under_way and self._service.died is None and time.monotonic() < until:
+        """Waits for the requests that run; new ones are refused."""
+        until = time.monotonic() + self._application.limits.shutdown_s
+        while self._application.busy() and time.monotonic() < until:
             await asyncio.sleep(0.02)
 
     def _handler(self, route: Route) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
@@ -118,7 +168,7 @@ class Server:
                 status = refusal.status
                 raise
             finally:
-                self._metrics.count(route.path, status, time.perf_counter() - began)
+                self._application.count(route, status, time.perf_counter() - began)
 
         return handle
 
@@ -128,10 +178,10 @@ class Server:
             raise Refusal(400, f"this route takes no query, got {request.query_string[:100]!r}")
         body = {}
         if route.body is not None:
-            body = await read_body(request, route.body, self._service.limits, route.max_body_bytes)
+            body = await read_body(request, route.body, self._application.limits, route.max_body_bytes)
         elif request.can_read_body:
             raise Refusal(400, "this route takes no body")
-        answer = await route.handler(self._service, body, request)
+        answer = await route.handler(body, request)
         return answer if isinstance(answer, web.StreamResponse) else web.json_response(answer, dumps=_STRICT)
 
     @web.middleware
@@ -160,10 +210,10 @@ class Server:
             return web.json_response(Refusal(500, "the server failed; its log says why").body(), status=500)
 
     async def _sign(self, request: web.Request, response: web.StreamResponse) -> None:
-        """On every answer, also a refusal: a client must notice that another process is behind the address."""
+        """Adds the headers of every answer, also of a refusal."""
         response.headers["Server"] = "tandem"
         response.headers["X-Content-Type-Options"] = "nosniff"
-        response.headers[INSTANCE_HEADER] = self._service.instance
+        response.headers.update(self._application.headers())
 
 
 class _Refused(asyncio.Protocol):

@@ -1,13 +1,11 @@
 """`/openapi.json`: the table of routes in OpenAPI's words."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tandem import __version__
-from tandem.engines.inference.serve.answers import ERROR
-
-if TYPE_CHECKING:
-    from tandem.engines.inference.serve.routes import Route
+from tandem.protocol.refusal import ERROR
+from tandem.protocol.server import Route
 
 REFUSALS = {
     "400": "the request is at fault",
@@ -23,14 +21,14 @@ REFUSALS = {
 }
 
 
-def document(routes: "Sequence[Route]") -> dict[str, Any]:
+def document(title: str, routes: Sequence[Route]) -> dict[str, Any]:
     """An OpenAPI 3.1 document of these routes."""
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
     return {
         "openapi": "3.1.0",
-        "info": {"title": "tandem serve", "version": __version__},
+        "info": {"title": title, "version": __version__},
         "paths": paths,
         "components": {
             "securitySchemes": {
@@ -42,7 +40,7 @@ def document(routes: "Sequence[Route]") -> dict[str, Any]:
     }
 
 
-def _operation(route: "Route") -> dict[str, Any]:
+def _operation(route: Route) -> dict[str, Any]:
     if route.answer is None:
         content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
     else:

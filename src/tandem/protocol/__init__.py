@@ -1,0 +1,1 @@
+"""The wire between processes: an HTTP client and server with limits, keys and checked bodies. No model, no engine."""

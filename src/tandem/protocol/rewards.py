@@ -1,0 +1,195 @@
+"""Judging over HTTP: what a reward server is asked, and what it answers.
+
+Three layouts are known. `tandem` is our own: results carry the number of their question, so their order says nothing, and a
+completion that cannot be judged has a reason. `openrlhf` is what the remote reward servers of OpenRLHF take (``query``,
+``prompts``, ``labels`` → ``rewards``), `slime` what those of slime take (one sample: ``prompt``, ``response``, ``label`` → a
+number).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.protocol.schema import array, record, text
+
+
+@dataclass(frozen=True)
+class Question:
+    """One completion that is to be judged."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    """The conversation; the completion is its last reply. Empty if it is not known."""
+
+    prompt: str
+    """What the model was given, as text in its own chat template."""
+
+    completion: str
+    answer: str | None = None
+    """The expected answer, where the row has one."""
+
+
+@dataclass(frozen=True)
+class NotJudged:
+    """Why a server cannot judge a completion."""
+
+    reason: str
+    message: str
+
+
+Verdict = float | NotJudged
+
+_NUMBER = {"type": "number"}
+_MESSAGE = {
+    "type": "object",
+    "properties": {"role": text(64, 1), "content": {"type": "string"}},
+    "required": ["role", "content"],
+}
+SCORE_BODY = record(
+    {
+        "model": text(256, 1, "Name of a model of the server; may be left out if it has one."),
+        "questions": array(
+            record(
+                {
+                    "messages": {"type": "array", "items": _MESSAGE, "maxItems": 4096},
+                    "prompt": {"type": "string"},
+                    "completion": {"type": "string"},
+                    "answer": {"type": "string"},
+                },
+                ("completion",),
+            ),
+            1,
+            1024,
+        ),
+    },
+    ("questions",),
+)
+"""Body of ``POST /score``."""
+
+SCORE_ANSWER = record(
+    {
+        "model": {"type": "string"},
+        "results": array(
+            record(
+                {
+                    "question": {"type": "integer", "minimum": 0},
+                    "score": _NUMBER,
+                    "reason": {"type": "string"},
+                    "message": {"type": "string"},
+                },
+                ("question",),
+            ),
+            1,
+            1024,
+        ),
+    },
+    ("results",),
+)
+"""Answer of ``POST /score``: each question has a ``score``, or a ``reason`` why it has none."""
+
+REWARDS_BODY = record(
+    {
+        "query": {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": 1024},
+        "prompts": {"type": "array", "items": {"type": "string"}, "maxItems": 1024},
+        "labels": {"type": "array", "items": {}, "maxItems": 1024},
+    },
+    ("query",),
+)
+"""Body of ``POST /get_reward``, the route of OpenRLHF."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The shape in which a kind of server is asked."""
+
+    path: str
+    """The route, if the URL names none."""
+
+    at_once: bool
+    """True if one request carries many questions."""
+
+    ask: Callable[[Sequence[Question], str | None], dict[str, Any]]
+    """The body of a request: the questions, and the name of the server's model."""
+
+    read: Callable[[Any, int], list[Verdict]]
+    """The verdicts of an answer to so many questions, in their order. Raises `ValueError`: it is something else."""
+
+
+def _ask_tandem(questions: Sequence[Question], model: str | None) -> dict[str, Any]:
+    listed = []
+    for question in questions:
+        entry: dict[str, Any] = {"prompt": question.prompt, "completion": question.completion}
+        if question.messages:
+            entry["messages"] = [dict(message) for message in question.messages]
+        if question.answer is not None:
+            entry["answer"] = question.answer
+        listed.append(entry)
+    return {"questions": listed} | ({} if model is None else {"model": model})
+
+
+def _read_tandem(answer: Any, count: int) -> list[Verdict]:
+    results = answer.get("results") if isinstance(answer, Mapping) else None
+    if not isinstance(results, list):
+        raise ValueError("it has no list `results`")
+    verdicts: dict[int, Verdict] = {}
+    for result in results:
+        number: Any = result.get("question") if isinstance(result, Mapping) else None
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < count:
+            raise ValueError(f"`question` must be one of 0…{count - 1}, got {number!r:.80}")
+        if number in verdicts:
+            raise ValueError(f"question {number} has two results")
+        if "score" in result:
+            verdicts[number] = _number(result["score"])
+        elif isinstance(result.get("reason"), str) and result["reason"].isidentifier():
+            verdicts[number] = NotJudged(result["reason"], str(result.get("message", "")))
+        else:
+            raise ValueError(f"question {number} has neither a score nor a reason of letters, digits and _")
+    missing = [number for number in range(count) if number not in verdicts]
+    if missing:
+        raise ValueError(f"{len(missing)} of {count} questions have no result, the first is {missing[0]}")
+    return [verdicts[number] for number in range(count)]
+
+
+def _ask_openrlhf(questions: Sequence[Question], model: str | None) -> dict[str, Any]:
+    return {
+        "query": [question.prompt + question.completion for question in questions],
+        "prompts": [question.prompt for question in questions],
+        "labels": [question.answer or "" for question in questions],
+    }
+
+
+def _read_openrlhf(answer: Any, count: int) -> list[Verdict]:
+    rewards = answer.get("rewards") if isinstance(answer, Mapping) else None
+    if not isinstance(rewards, list) or len(rewards) != count:
+        size = len(rewards) if isinstance(rewards, list) else "none"
+        raise ValueError(f"`rewards` must be a list of {count} numbers, got {size}")
+    return [_number(_only(reward)) for reward in rewards]
+
+
+def _ask_slime(questions: Sequence[Question], model: str | None) -> dict[str, Any]:
+    (question,) = questions
+    return {"prompt": question.prompt, "response": question.completion, "label": question.answer}
+
+
+def _read_slime(answer: Any, count: int) -> list[Verdict]:
+    value = answer
+    if isinstance(answer, Mapping):
+        value = next((answer[key] for key in ("reward", "score") if key in answer), None)
+    return [_number(value)]
+
+
+def _only(value: Any) -> Any:
+    """A number that stands alone in a list is that number: some servers answer with a row a sample."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"a score must be a number, got {value!r:.80}")
+    return float(value)
+
+
+LAYOUTS = {
+    "tandem": Layout("/score", True, _ask_tandem, _read_tandem),
+    "openrlhf": Layout("/get_reward", True, _ask_openrlhf, _read_openrlhf),
+    "slime": Layout("", False, _ask_slime, _read_slime),
+}

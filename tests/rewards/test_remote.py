@@ -1,0 +1,185 @@
+"""Rewards of another server: `tandem serve-reward`, the layouts of other systems, and servers that misbehave."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from tandem.api.failures import RewardFailure
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import TrainConfig
+from tandem.config.load import load_config
+from tandem.engines.train.build import build_train_engine
+from tandem.models.tokenizer import load_tokenizer
+from tandem.rewards.build import build_reward
+from tandem.trainers.rl import train
+from tests.rewards.asked import ROW, judge, server
+from tests.tiny import tiny_model_folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A policy and a reward model."""
+    folder = tmp_path_factory.mktemp("models")
+    policy, other = tiny_model_folder(folder), tiny_model_folder(folder, seed=1)
+    config = load_config(TrainConfig, None, [f"actor.path={other}", "actor.dtype=float32", "train_dataset.path=addition"])
+    torch.manual_seed(3)
+    judge = build_train_engine(config.config.actor, 1, head="scalar")
+    judge.load_weights((name, torch.randn_like(x) if x.shape[0] == 1 else x) for name, x in judge.weights())
+    judge.save(folder / "judge")
+    load_tokenizer(policy).save_pretrained(folder / "judge")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(models):
+    """(URL, token) of `tandem serve-reward` on the reward model."""
+    address, token = models / "address.json", models / "token"
+    command = [sys.executable, "-m", "tandem", "serve-reward", f"helpful={models}/judge", "--port", "0", "--threads", "1"]
+    command += ["--dtype", "float32", "--address-file", address, "--token-file", token]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 60
+    while not address.exists():
+        assert server.poll() is None and time.monotonic() < until, server.stderr.read()
+        time.sleep(0.05)
+    yield json.loads(address.read_text())["url"], token.read_text().strip()
+    server.send_signal(signal.SIGTERM)
+    said = server.communicate(timeout=30)[1]
+    assert server.returncode == 0 and "Traceback" not in said
+
+
+def rewards_of(models, tmp_path, reward):
+    overrides = ["gconfig.n_samples=4", "gconfig.max_new_tokens=8", "rollout.batch_size=2", "rollout.engine.threads=1"]
+    keys = [f"actor.path={models}/tiny-llama-0", "actor.dtype=float32", "train_dataset.path=addition", "total_train_steps=1"]
+    keys += [f"run.root={tmp_path}", "tracking.trajectories_per_step=99", "evaluate.every_steps=null", f"reward={reward}"]
+    summary = train(load_config(TrainConfig, None, [*keys, *overrides]))
+    lines = (summary.folder / "trajectories/step_1.jsonl").read_text().splitlines()
+    return {json.loads(line)["completion"]: json.loads(line)["rewards"] for line in lines}
+
+
+def test_a_run_gets_from_the_server_what_its_own_reward_model_would_say(models, served, tmp_path, monkeypatch):
+    url, token = served
+    monkeypatch.setenv("JUDGE_TOKEN", token)
+    here = rewards_of(models, tmp_path / "here", f"format + 0.5*model(path={models}/judge)")
+    remote = f"remote(url={url}, token_env=JUDGE_TOKEN, batch_size=3)"
+    there = rewards_of(models, tmp_path / "there", f"format + 0.5*{remote}")
+
+    assert here.keys() == there.keys() and len({parts["model"] for parts in here.values()}) > 2
+    for completion, parts in here.items():
+        assert there[completion]["remote"] == pytest.approx(parts["model"], abs=1e-5)
+
+
+def test_the_route_of_openrlhf_scores_whole_texts(models, served, monkeypatch):
+    url, token = served
+    monkeypatch.setenv("JUDGE_TOKEN", token)
+    ours = judge(f"remote(url={url}, token_env=JUDGE_TOKEN)", "two", messages=False)
+    theirs = judge(f"remote(url={url}, token_env=JUDGE_TOKEN, layout=openrlhf)", "two", messages=False)
+
+    assert theirs == pytest.approx(ours, abs=1e-6) and ours != pytest.approx(
+        judge(f"remote(url={url}, token_env=JUDGE_TOKEN)", "ten")
+    )
+
+
+def test_no_token_no_score(served):
+    with pytest.raises(RewardFailure, match="answered 401") as failure:
+        judge(f"remote(url={served[0]})", "two")
+    assert failure.value.reason == "reward_server_failed"
+
+
+def lengths(body):
+    """A server that is right: the score is the length; its results come in another order."""
+    results = [{"question": n, "score": len(q["completion"])} for n, q in enumerate(body["questions"])]
+    return 200, {"results": results[::-1]}
+
+
+def test_questions_share_requests_and_results_may_come_in_any_order():
+    words = ["a" * n for n in range(1, 11)]
+    with server(lengths) as (url, bodies):
+        assert judge(f"remote(url={url}, batch_size=4, center=1, scale=2)", *words) == [(n - 1) / 2 for n in range(1, 11)]
+    assert [len(body["questions"]) for body in bodies] == [4, 4, 2]
+    assert bodies[0]["questions"][0] == {
+        "prompt": "Q: ",
+        "completion": "a",
+        "answer": "2",
+        "messages": [*ROW["messages"], {"role": "assistant", "content": "a"}],
+    }
+
+
+def test_a_server_that_fails_for_a_while_costs_time_and_no_sample():
+    began = time.monotonic()
+
+    def answer(body):
+        return lengths(body) if time.monotonic() > began + 1.5 else (500, {"error": "busy"})
+
+    with server(answer) as (url, bodies):
+        assert judge(f"remote(url={url})", "four", "fives") == [4, 5]
+    assert len(bodies) >= 3  # it did fail, and was asked again
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda body: (500, {}), "answered 500"),
+        (lambda body: (200, b"<html>"), "no JSON"),
+        (lambda body: (200, {"results": []}), "1 of 1 questions have no result"),
+        (lambda body: (200, {"results": [{"question": 0, "score": 1}] * 2}), "question 0 has two results"),
+        (lambda body: (200, {"results": [{"question": 1, "score": 1}]}), "`question` must be one of 0…0, got 1"),
+        (lambda body: (200, {"results": [{"question": 0, "score": "high"}]}), "a score must be a number, got 'high'"),
+        (lambda body: (200, {"results": [{"question": 0, "score": True}]}), "a score must be a number, got True"),
+        (lambda body: (200, {"results": [{"question": 0}]}), "neither a score nor a reason"),
+        (lambda body: time.sleep(1.2) or (200, {}), "gave no answer within"),
+    ],
+)
+def test_a_server_that_answers_nothing_of_use_is_a_named_failure_within_the_patience(answer, said):
+    with server(answer) as (url, _):
+        began = time.monotonic()
+        with pytest.raises(RewardFailure, match=said) as failure:
+            judge(f"remote(url={url}, patience_s=1)", "word")
+        assert failure.value.reason == "reward_server_failed" and time.monotonic() - began < 3
+
+
+def test_what_cannot_be_judged_costs_only_its_own_sample():
+    def answer(body):
+        if any(q["completion"] == "bad" for q in body["questions"]):
+            return 422, {"error": "no such language"}
+        results = []
+        for number, question in enumerate(body["questions"]):
+            word = question["completion"]
+            odd = {"long": {"reason": "too_long", "message": "9 tokens"}, "nan": {"score": float("nan")}}
+            results.append({"question": number, "score": len(word)} | odd.get(word, {}))
+        for result in results:
+            if "reason" in result:
+                del result["score"]
+        return 200, {"results": results}
+
+    with server(answer) as (url, _):
+        good, bad, long, nan = judge(f"remote(url={url})", "good", "bad", "long", "nan")
+    assert good == 4
+    assert [failure.reason for failure in (bad, long, nan)] == ["reward_refused", "too_long", "reward_not_finite"]
+
+
+def test_a_server_in_slimes_layout_is_asked_for_each_sample():
+    with server(lambda body: (200, len(body["response"]))) as (url, bodies):
+        assert judge(f"remote(url={url}/rm, layout=slime)", "one", "three") == [3, 5]
+    assert bodies[0] == {"prompt": "Q: ", "response": "one", "label": "2"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "said"),
+    [
+        ("remote(url='http://a:1', layout=trl)", "layout must be one of tandem, openrlhf, slime, got 'trl'"),
+        ("remote(url='ftp://a')", "http://HOST:PORT"),
+        ("remote(url='http://a:1', token_env=NO_SUCH)", "no variable NO_SUCH"),
+        ("remote(url='http://a:1', patience_s=0)", "must be above 0"),
+        ("remote(url='http://a:1', scale=x)", "scale must be a finite number, got 'x'"),
+    ],
+)
+def test_a_wrong_knob_is_refused_at_start(spec, said):
+    os.environ.pop("NO_SUCH", None)
+    with pytest.raises(ConfigError, match=said):
+        build_reward(spec, timeout_s=1.0)
