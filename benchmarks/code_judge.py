@@ -93,7 +93,7 @@ def mbpp_rows(file: Path) -> list[dict[str, Any]]:
 
 
 @dataclass
-class Found:
+class Tally:
     """What became of the references and mutants of a data set."""
 
     references: Counter[str] = field(default_factory=Counter)
@@ -125,45 +125,45 @@ class Bench:
     async def verdict(self, code: str, tests: ProgramTests) -> str:
         """``passed``, ``failed``, or why there is no verdict."""
         try:
-            found = await self.reward.judge(f"```python\n{code}\n```", tests)
+            result = await self.reward.judge(f"```python\n{code}\n```", tests)
         except RewardFailure as failure:
             return failure.reason
-        return "passed" if all(found.passed) else "failed"
+        return "passed" if all(result.passed) else "failed"
 
-    async def one(self, row: dict[str, Any], found: Found) -> None:
+    async def one(self, row: dict[str, Any], result: Tally) -> None:
         """A reference and one mutant of it."""
         tests, code = ProgramTests.from_column(row["program_tests"]), str(find_code(row["answer"]))
         name = f"{row['source']} {row['task_id']}"
         if not await self.plain(code, tests):
-            found.notes.append(f"{name}: the reference fails in plain Python")
+            result.notes.append(f"{name}: the reference fails in plain Python")
             return
         verdict = await self.verdict(code, tests)
-        found.references[verdict] += 1
-        found.answers += 1
+        result.references[verdict] += 1
+        result.answers += 1
         if verdict != "passed":
-            found.notes.append(f"{name}: {verdict}")
+            result.notes.append(f"{name}: {verdict}")
             return
         shown = {n.name for n in ast.parse(complete(tests.preamble)).body if isinstance(n, ast.FunctionDef)}
         for mutant, _ in zip(mutants(code, shown - set(tests.names)), range(TRIES), strict=False):
             if not await self.plain(mutant, tests):
                 verdict = await self.verdict(mutant, tests)
-                found.mutants[verdict] += 1
-                found.answers += 1
+                result.mutants[verdict] += 1
+                result.answers += 1
                 if verdict != "failed":
-                    found.notes.append(f"{name}: a mutant is {verdict}:\n{mutant}")
+                    result.notes.append(f"{name}: a mutant is {verdict}:\n{mutant}")
                 return
-        found.notes.append(f"{name}: no mutant of {TRIES} differs")
+        result.notes.append(f"{name}: no mutant of {TRIES} differs")
 
-    async def all(self, rows: list[dict[str, Any]], at_once: int = 4) -> Found:
+    async def all(self, rows: list[dict[str, Any]], at_once: int = 4) -> Tally:
         """Every row."""
-        found, places = Found(), asyncio.Semaphore(at_once)
+        result, places = Tally(), asyncio.Semaphore(at_once)
 
         async def one(row: dict[str, Any]) -> None:
             async with places:
-                await self.one(row, found)
+                await self.one(row, result)
 
         await asyncio.gather(*map(one, rows))
-        return found
+        return result
 
     async def speed(self, rows: list[dict[str, Any]]) -> float:
         """References judged a second, when the workers are warm."""
@@ -186,13 +186,13 @@ def main() -> None:
         if rows is None:
             continue
         bench = Bench(sandbox)
-        found = asyncio.run(bench.all(rows[: arguments.rows]))
-        share = found.mutants["failed"] / max(1, found.mutants.total())
+        result = asyncio.run(bench.all(rows[: arguments.rows]))
+        share = result.mutants["failed"] / max(1, result.mutants.total())
         print(f"\n{name}: {len(rows[: arguments.rows])} rows")
-        print(f"references that pass in plain Python: {found.references.total()}; judged: {dict(found.references)}")
-        print(f"mutants that differ: {found.mutants.total()}; judged: {dict(found.mutants)}; {share:.2%} fail")
+        print(f"references that pass in plain Python: {result.references.total()}; judged: {dict(result.references)}")
+        print(f"mutants that differ: {result.mutants.total()}; judged: {dict(result.mutants)}; {share:.2%} fail")
         print(f"speed: {asyncio.run(bench.speed(rows[:100])):.0f} references a second")
-        print("\n".join(found.notes))
+        print("\n".join(result.notes))
     sandbox.close()
 
 

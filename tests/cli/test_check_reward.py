@@ -77,7 +77,7 @@ def test_the_reward_for_code_is_checked_with_programs_that_aim_at_it(tmp_path, c
     file = tmp_path / "mbpp.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, said = checked(capsys, "code(seconds=2)", file, "--json")
-    found = json.loads(said)
-    assert code == 0 and found["problems"] == []
-    assert len(found["references"]) == 2 and all(call["accuracy"] == 1.0 for call in found["references"])
-    assert {call["what"] for call in found["forged"]} >= {"a claim", "a program that never ends"}
+    seen = json.loads(said)
+    assert code == 0 and seen["problems"] == []
+    assert len(seen["references"]) == 2 and all(call["accuracy"] == 1.0 for call in seen["references"])
+    assert {call["what"] for call in seen["forged"]} >= {"a claim", "a program that never ends"}

@@ -10,7 +10,10 @@ import pytest
 from tandem.api.failures import RewardFailure, SandboxLost
 from tandem.api.program_tests import ProgramTests
 from tandem.api.sandbox import Outcome, Sandbox
+from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
+from tandem.data.files import RawRow
+from tandem.data.rows import normalise
 from tandem.rewards.build import build_reward
 from tandem.rewards.code.extraction import find_code
 from tandem.rewards.code.literals import NotLiteral, decode, encode
@@ -253,8 +256,8 @@ def test_a_lost_sandbox_is_tried_again_and_is_never_a_reward(sandbox, tests):
 
 def test_the_same_answer_gets_the_same_verdict_though_the_tests_draw_numbers(sandbox):
     tests = {"names": ["f"], "cases": ["import random\nassert f(random.random()) < 0.5"] * 8}
-    found = [judge(sandbox, "def f(x): return x", tests, "code(credit=share)")[1].passed for _ in range(2)]
-    assert found[0] == found[1] and 0 < sum(found[0]) < 8
+    seen = [judge(sandbox, "def f(x): return x", tests, "code(credit=share)")[1].passed for _ in range(2)]
+    assert seen[0] == seen[1] and 0 < sum(seen[0]) < 8
 
 
 def test_the_reward_counts_why_answers_fail(sandbox):
@@ -270,8 +273,8 @@ def test_the_reward_counts_why_answers_fail(sandbox):
             await reward(prompt="", completion=answer, prompt_ids=(), completion_ids=(), row={"program_tests": ADD})
 
     asyncio.run(ask())
-    found = reward.metrics()
-    assert {name: value for name, value in found.items() if value} == {
+    seen = reward.metrics()
+    assert {name: value for name, value in seen.items() if value} == {
         "code/passed_cases": 3 / 12,
         "code/wrong": 0.25,
         "code/timeout": 0.25,
@@ -296,10 +299,42 @@ def test_no_hostile_answer_gets_through(sandbox):
     async def attack_all():
         return await asyncio.gather(*map(attack, HOSTILE))
 
-    found = asyncio.run(attack_all())
+    seen = asyncio.run(attack_all())
     assert len(HOSTILE) >= 70
-    assert [(one.what, reason) for one, reason in zip(HOSTILE, found, strict=True) if reason not in one.outcome] == []
+    assert [(one.what, reason) for one, reason in zip(HOSTILE, seen, strict=True) if reason not in one.outcome] == []
 
 
 def test_the_table_of_hostile_answers_is_the_one_in_the_documents():
     assert table() in PAGE.read_text()
+
+
+LEETCODE = {
+    "question_content": "Halve the numbers.",
+    "starter_code": "class Solution:\n    def halve(self, numbers):\n        ",
+    "public_test_cases": '[{"input": "[1, 2]", "output": "[0.5, 1]", "testtype": "functional"}]',
+    "private_test_cases": '[{"input": "[3]", "output": "[1.5]", "testtype": "functional"}]',
+    "metadata": '{"func_name": "halve"}',
+}
+CONTEST = {
+    "question": "Reverse a list.",
+    "solutions": '["def turn(x): return x[::-1]"]',
+    "input_output": '{"fn_name": "turn", "inputs": [[[1, 2]], [[true, null]]], "outputs": [[[2, 1]], [null, true]]}',
+}
+
+
+@pytest.mark.parametrize(
+    ("columns", "right", "wrong"),
+    [
+        (
+            LEETCODE,
+            "class Solution:\n    def halve(self, n): return tuple(x / 2 for x in n)",
+            "def halve(n): return [0.5, 1]",
+        ),
+        (CONTEST, "def turn(x): return x[::-1]", "def turn(x): return [2, 1]"),
+    ],
+)
+def test_calls_that_are_written_as_json_are_judged_with_lists_and_tuples_alike(sandbox, columns, right, wrong):
+    row = normalise([RawRow(columns, "file:1")], DatasetConfig(), source="x")[0]
+    assert judge(sandbox, right, row["program_tests"])[0].value == 1.0
+    result, verdict = judge(sandbox, wrong, row["program_tests"])
+    assert (result.value, verdict.passed) == (0.0, (True, False))

@@ -37,17 +37,17 @@ def judged(rows):
 
 def test_a_mutant_changes_one_thing_and_not_what_the_tests_have_themselves():
     code = "def own(x): return x + 1\ndef f(x):\n    return x < 2 and 'a'"
-    found = set(mutants(code, own={"own"}))
+    result = set(mutants(code, own={"own"}))
     head = "def own(x):\n    return x + 1\n\ndef f(x):\n    return "
-    assert found == {head + end for end in ("x >= 2 and 'a'", "x < 3 and 'a'", "x < 2 or 'a'", "x < 2 and 'ax'")}
+    assert result == {head + end for end in ("x >= 2 and 'a'", "x < 3 and 'a'", "x < 2 or 'a'", "x < 2 and 'ax'")}
 
 
 @pytest.mark.parametrize("name", ["humaneval", "mbpp"])
 def test_a_sample_of_references_passes_and_a_mutant_of_each_fails(name):
     rows = rows_of(name)
-    found = judged(rows[:: len(rows) // 20][:20])
-    assert found.references.total() >= 19 and set(found.references) <= {"passed", "not_comparable"}
-    assert found.mutants.total() >= 12 and set(found.mutants) == {"failed"}, found.notes
+    result = judged(rows[:: len(rows) // 20][:20])
+    assert result.references.total() >= 19 and set(result.references) <= {"passed", "not_comparable"}
+    assert result.mutants.total() >= 12 and set(result.mutants) == {"failed"}, result.notes
 
 
 @pytest.mark.slow
@@ -55,9 +55,9 @@ def test_a_sample_of_references_passes_and_a_mutant_of_each_fails(name):
 @pytest.mark.parametrize("name", ["humaneval", "mbpp"])
 def test_all_references_pass_and_all_mutants_fail(name):
     rows = rows_of(name)
-    found = judged(rows)
+    result = judged(rows)
     literal = len(rows) - (len(NOT_LITERALS) if name == "mbpp" else 0)
     slow = 1 if name == "mbpp" else 0  # 123 counts for seconds
-    assert literal - slow <= found.references["passed"] <= literal, found.notes
-    assert set(found.references) <= {"passed", "not_comparable"}
-    assert found.mutants["failed"] >= 0.99 * found.mutants.total(), found.notes
+    assert literal - slow <= result.references["passed"] <= literal, result.notes
+    assert set(result.references) <= {"passed", "not_comparable"}
+    assert result.mutants["failed"] >= 0.99 * result.mutants.total(), result.notes

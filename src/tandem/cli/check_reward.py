@@ -57,6 +57,6 @@ def run(arguments: argparse.Namespace) -> int:
     rows = load_dataset(config).rows
     reward = build_reward(arguments.spec, timeout_s=arguments.timeout, sandbox=choose_sandbox)
     with contextlib.closing(reward), contextlib.redirect_stdout(sys.stderr):
-        found = check_reward(reward, rows, arguments.timeout)
-    print(json.dumps(found.as_json(), ensure_ascii=True) if arguments.json else report(found))
-    return 1 if found.problems else 0
+        result = check_reward(reward, rows, arguments.timeout)
+    print(json.dumps(result.as_json(), ensure_ascii=True) if arguments.json else report(result))
+    return 1 if result.problems else 0

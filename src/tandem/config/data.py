@@ -19,7 +19,7 @@ COLUMNS = (
 )
 """Names that `columns` may map."""
 
-PROCEDURAL = ("addition", "addition_pairs", "functions")
+PROCEDURAL = ("addition", "addition_pairs", "functions", "functions_shuffled")
 """Data sets that are computed, beside the families of reasoning-gym."""
 
 

@@ -86,6 +86,19 @@ def functions(split: str, *, size: int, seed: int) -> Iterator[dict[str, Any]]:
         }
 
 
+def functions_shuffled(split: str, *, size: int, seed: int) -> Iterator[dict[str, Any]]:
+    """The questions of `functions`, each with the tests of another: a control, whose reward says nothing about the question.
+
+    Raises:
+        ConfigError: another split.
+    """
+    rows = list(functions(split, size=size, seed=seed))
+    tests = [row["program_tests"] for row in rows]
+    random.Random(f"functions_shuffled/{seed}").shuffle(tests)
+    for row, other in zip(rows, tests, strict=True):
+        yield {"question": row["question"], "program_tests": other}
+
+
 def reasoning_gym(name: str, split: str, *, size: int, seed: int) -> Iterator[dict[str, Any]]:
     """Rows of one family, with the ``metadata`` that its own scorer needs: use `reward=reasoning_gym`.
 
@@ -113,5 +126,10 @@ def _held_out(question: str) -> bool:
     return hashlib.sha256(question.encode()).digest()[0] < 32
 
 
-PROCEDURAL = {"addition": addition, "addition_pairs": addition_pairs, "functions": functions}
+PROCEDURAL = {
+    "addition": addition,
+    "addition_pairs": addition_pairs,
+    "functions": functions,
+    "functions_shuffled": functions_shuffled,
+}
 """By name."""

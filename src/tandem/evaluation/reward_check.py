@@ -129,43 +129,43 @@ def check_reward(reward: RewardFn, rows: Sequence[Mapping[str, Any]], deadline_s
         pairs = list(zip([*references, *swapped], [*again, *swapped_again], strict=True))
         return RewardCheck(len(rows), unfit, references, swapped, pairs, stalls, forged, deadline_s, per_second)
 
-    found = asyncio.run(ask())
-    found.problems += problems_of(found)
-    return found
+    result = asyncio.run(ask())
+    result.problems += problems_of(result)
+    return result
 
 
 def unfit_rows(reward: RewardFn, rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
     """Row → why the reward cannot judge it."""
     check = getattr(reward, "check_row", None)
-    found = {}
+    result = {}
     for number, row in enumerate(rows if check is not None else ()):
         assert check is not None
         try:
             check(row)
         except ConfigError as error:
-            found[number] = str(error)
-    return found
+            result[number] = str(error)
+    return result
 
 
-def problems_of(found: RewardCheck) -> list[str]:
+def problems_of(result: RewardCheck) -> list[str]:
     """A sentence for each kind of problem."""
     said = []
-    if found.unfit:
-        number, why = next(iter(found.unfit.items()))
-        said.append(f"{len(found.unfit)} rows cannot be judged; row {number + 1}: {why}")
-    if not found.references:
+    if result.unfit:
+        number, why = next(iter(result.unfit.items()))
+        said.append(f"{len(result.unfit)} rows cannot be judged; row {number + 1}: {why}")
+    if not result.references:
         said.append("no row has a reference answer, so nothing says that right answers are rewarded (answer_column)")
-    if wrong := [call for call in found.references if not call.right]:
+    if wrong := [call for call in result.references if not call.right]:
         said.append(f"{len(wrong)} references are not right: {examples(wrong)}")
-    if different := [one for one, two in found.repeated if one.verdict != two.verdict]:
+    if different := [one for one, two in result.repeated if one.verdict != two.verdict]:
         said.append(f"{len(different)} answers were judged differently the second time: {examples(different)}")
-    late = found.deadline_s + GRACE_S
-    slow = [*found.references, *found.stalls]
+    late = result.deadline_s + GRACE_S
+    slow = [*result.references, *result.stalls]
     if hanging := [call for call in slow if call.failed in ("hangs", "reward_timeout") or call.seconds > late]:
-        said.append(f"{len(hanging)} answers hang, or reach the deadline of {found.deadline_s:g} s: {examples(hanging)}")
-    if swapped := [call for call in found.swapped if call.right]:
+        said.append(f"{len(hanging)} answers hang, or reach the deadline of {result.deadline_s:g} s: {examples(hanging)}")
+    if swapped := [call for call in result.swapped if call.right]:
         said.append(f"{len(swapped)} references pass for another row: {examples(swapped)}")
-    if forged := [call for call in found.forged if call.right]:
+    if forged := [call for call in result.forged if call.right]:
         said.append(f"{len(forged)} forged answers pass: {examples(forged)}")
     return said
 
@@ -179,24 +179,24 @@ def examples(calls: Sequence[Call]) -> str:
     return "; ".join([*words, *(["…"] if len(calls) > SHOWN else [])])
 
 
-def report(found: RewardCheck) -> str:
+def report(result: RewardCheck) -> str:
     """The readable report."""
-    right = sum(call.right for call in found.references)
-    failed = Counter(call.failed for call in found.references if call.failed)
+    right = sum(call.right for call in result.references)
+    failed = Counter(call.failed for call in result.references if call.failed)
     reasons = "".join(f", {count} {reason}" for reason, count in failed.items())
-    times = [call.seconds for call in found.references] or [0.0]
-    same = sum(one.verdict == two.verdict for one, two in found.repeated)
+    times = [call.seconds for call in result.references] or [0.0]
+    same = sum(one.verdict == two.verdict for one, two in result.repeated)
     lines = [
-        ("rows", f"{found.rows}, of which {len(found.unfit)} cannot be judged"),
-        ("references", f"{right} of {len(found.references)} right{reasons}"),
+        ("rows", f"{result.rows}, of which {len(result.unfit)} cannot be judged"),
+        ("references", f"{right} of {len(result.references)} right{reasons}"),
         ("speed alone", f"mean {sum(times) / len(times):.3g} s, slowest {max(times):.3g} s"),
-        ("speed together", f"{found.per_second:.3g} references a second"),
-        ("same verdict twice", f"{same} of {len(found.repeated)}"),
-        ("stalling answers", f"{len(found.stalls)}, slowest {max(call.seconds for call in found.stalls):.3g} s"),
-        ("another row's reference", f"{sum(call.right for call in found.swapped)} of {len(found.swapped)} pass"),
-        ("forged answers", f"{sum(call.right for call in found.forged)} of {len(found.forged)} pass"),
+        ("speed together", f"{result.per_second:.3g} references a second"),
+        ("same verdict twice", f"{same} of {len(result.repeated)}"),
+        ("stalling answers", f"{len(result.stalls)}, slowest {max(call.seconds for call in result.stalls):.3g} s"),
+        ("another row's reference", f"{sum(call.right for call in result.swapped)} of {len(result.swapped)} pass"),
+        ("forged answers", f"{sum(call.right for call in result.forged)} of {len(result.forged)} pass"),
     ]
     said = [f"{name:<25}{text}" for name, text in lines]
-    return "\n".join([*said, "", *(f"problem: {problem}" for problem in found.problems or ())]).rstrip() + (
-        "" if found.problems else "\n\nNo problem was seen."
+    return "\n".join([*said, "", *(f"problem: {problem}" for problem in result.problems or ())]).rstrip() + (
+        "" if result.problems else "\n\nNo problem was seen."
     )

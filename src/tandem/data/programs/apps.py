@@ -6,11 +6,11 @@ from tandem.data.programs.layout import FUNCTION, PROGRAM, SAME, Columns, Layout
 
 def tests(columns: Columns) -> ProgramTests | None:
     """A case for each input; None if the row has none."""
-    found = read_json(columns, "input_output")
-    if not found or not found["inputs"]:
+    tables = read_json(columns, "input_output")
+    if not tables or not tables["inputs"]:
         return None
-    pairs = list(zip(found["inputs"], found["outputs"], strict=True))
-    name = found.get("fn_name")
+    pairs = list(zip(tables["inputs"], tables["outputs"], strict=True))
+    name = tables.get("fn_name")
     if name is None:
         return ProgramTests(tuple(StdinCase(as_text(given), as_text(expected)) for given, expected in pairs))
     # an output may be the result, or a list that holds the result alone
@@ -28,10 +28,10 @@ def as_text(lines: str | list[str]) -> str:
 
 def question(columns: Columns) -> str:
     """The statement, the code to begin with if there is some, and the form of the answer."""
-    found = read_json(columns, "input_output") or {}
+    tables = read_json(columns, "input_output") or {}
     starter = columns.get("starter_code") or ""
     begin = f"\n\nBegin with this code:\n\n```python\n{starter.strip()}\n```" if starter.strip() else ""
-    return text(columns, "question").strip() + begin + (FUNCTION if found.get("fn_name") else PROGRAM)
+    return text(columns, "question").strip() + begin + (FUNCTION if tables.get("fn_name") else PROGRAM)
 
 
 def reference(columns: Columns) -> str | None:

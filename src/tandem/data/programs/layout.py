@@ -16,13 +16,14 @@ PROGRAM = (
 )
 
 SAME = '''
-def same(found, expected):
+def _same(value, expected):
     """Equal, with lists and tuples alike, and decimal numbers to six digits."""
-    if isinstance(found, (list, tuple)) and isinstance(expected, (list, tuple)):
-        return len(found) == len(expected) and all(map(same, found, expected))
-    if isinstance(found, float) and isinstance(expected, (int, float)):
-        return abs(found - expected) <= 1e-6 * max(1.0, abs(expected))
-    return type(found) is type(expected) and found == expected
+    if isinstance(value, (list, tuple)) and isinstance(expected, (list, tuple)):
+        return len(value) == len(expected) and all(map(_same, value, expected))
+    numbers = {type(value), type(expected)} <= {int, float}
+    if numbers and float in (type(value), type(expected)):
+        return abs(value - expected) <= 1e-6 * max(1.0, abs(expected))
+    return type(value) is type(expected) and value == expected
 '''
 """Setup of tests that JSON gives as arguments and result: it has no tuples."""
 
@@ -71,4 +72,4 @@ def read_json(columns: Columns, name: str) -> Any:
 
 def call_test(name: str, arguments: list[Any], expected: list[Any]) -> str:
     """Test code of one call whose result is any of the ``expected``; needs `SAME` as setup."""
-    return f"found = {name}(*{arguments!r})\nassert any(same(found, one) for one in {expected!r})"
+    return f"_value = {name}(*{arguments!r})\nassert any(_same(_value, one) for one in {expected!r})"

@@ -15,17 +15,17 @@ MOST_BYTES = 1 << 28
 
 def tests(columns: Columns) -> ProgramTests | None:
     """The public cases and the hidden ones."""
-    found = [*(read_json(columns, "public_test_cases") or ()), *private_cases(columns["private_test_cases"])]
+    cases = [*(read_json(columns, "public_test_cases") or ()), *private_cases(columns["private_test_cases"])]
     name = function_name(columns)
-    if not found:
+    if not cases:
         return None
     if name is None:
-        return ProgramTests(tuple(StdinCase(case["input"], case["output"]) for case in found))
-    cases = [
+        return ProgramTests(tuple(StdinCase(case["input"], case["output"]) for case in cases))
+    calls = [
         call_test(name, [json.loads(line) for line in case["input"].split("\n") if line], [json.loads(case["output"])])
-        for case in found
+        for case in cases
     ]
-    return ProgramTests(tuple(cases), (name,), setup=SAME)
+    return ProgramTests(tuple(calls), (name,), setup=SAME)
 
 
 def private_cases(packed: Any) -> list[dict[str, Any]]:

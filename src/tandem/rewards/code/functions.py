@@ -11,6 +11,7 @@ import asyncio
 import json
 import secrets
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from tandem.rewards.code.verdict import CannotTell, Verdict, reason_of
 
 MAX_MESSAGE = 1 << 20
 """Bytes of one call, or of one value."""
+
+ROOM_S = 5.0
+"""So much later than the judge the sandbox itself would end a process."""
 
 
 def program_text(module: Any, main: str) -> str:
@@ -146,7 +150,9 @@ async def judge_functions(
     Raises:
         SandboxLost, CannotTell: as `reason_of`; the tests themselves are broken; a value that is no literal.
     """
-    starting = [asyncio.ensure_future(sandbox.start(Program(source=text), limits)) for text in (CANDIDATE, TESTER)]
+    # the deadline is kept here, so that the sandbox's own never ends a process first
+    roomy = replace(limits, wall_s=limits.wall_s + ROOM_S, cpu_s=limits.cpu_s + ROOM_S)
+    starting = [asyncio.ensure_future(sandbox.start(Program(source=text), roomy)) for text in (CANDIDATE, TESTER)]
     try:
         processes = await asyncio.gather(*starting)
         ends = time.monotonic() + limits.wall_s
