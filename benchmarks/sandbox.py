@@ -1,16 +1,17 @@
-"""How many short Python programs a sandbox runs in a second, by back end, and what starting an interpreter for each would cost.
+"""How many short Python programs a sandbox runs in a second, by back end, and what starting an interpreter for each costs.
 
     python benchmarks/sandbox.py                                 # each back end that works here
     python benchmarks/sandbox.py --programs 20 --rounds 1        # only to see that it starts
 
-Warm: programs of one line that print a number, each in a session of its own, forked from a fork server that has imported the
-common modules already; as many at once as there are workers. Cold: the same programs, each in a Python that the command inside
-the sandbox starts. CPU time is that of all processes of the workers and of this one, so it says what an idle machine could do
-when this one is not idle. Prints one JSON object.
+Warm: programs of one line that print a number, each in a session of its own, forked from a fork server that has imported
+the common modules already; as many at once as there are workers. Cold: the same programs, each in a Python that is started
+inside. CPU time is that of all processes of the workers and of this one, so it says what an idle machine could do when this
+one is not idle. Prints one JSON object.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import statistics
@@ -29,8 +30,9 @@ def cpu_seconds(sandbox: SandboxPool) -> float:
     """CPU time of this process and of all workers, with what their ended children used."""
     ticks = 0
     for pid in {pid for worker in sandbox.pids for pid in {worker} | descendants_of(worker)}:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += sum(map(int, fields[11:15]))
+        with contextlib.suppress(OSError):  # a session that has just ended
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, fields[11:15]))
     return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 

@@ -27,8 +27,8 @@ import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from tandem.api.batch import pack
-from tandem.api.collective import is_main
 from tandem.api.engines import TrainEngine
+from tandem.api.team import Team
 from tandem.config.experiment import SFTConfig
 from tandem.config.load import load_config
 from tandem.config.lora import LoRAConfig
@@ -95,9 +95,9 @@ def measure(model: Path, root: Path, options: argparse.Namespace) -> dict[str, f
     found: dict[str, list[float]] = {name: [] for name in ("waited for", "beside", "background", "during")}
     alone = statistics.median(work() for _ in range(20))
     with contextlib.ExitStack() as stack:
-        run = stack.enter_context(RunFolder.open(root, "benchmark", model.name, config_text="")) if is_main() else None
+        run = stack.enter_context(RunFolder.open(root, "benchmark", model.name, config_text="")) if Team().main else None
         progress = Progress()
-        recovery = Recovery(run, {"progress": progress, "trainer": engine}, progress)
+        recovery = Recovery(run, {"progress": progress, "trainer": engine}, progress, Team())
         made = {beside: saving_of(engine, run, recovery, beside) for beside in (False, True)}
         for number in range(options.saves + 1):
             for beside, saving in made.items():

@@ -64,7 +64,6 @@ BESIDE = {
         "engines/train/spread",
         "roles/components",
     ),
-    "for several ranks": ("rollout/collective",),
     "for an option": ("engines/inference/stopping", "roles/critic", "roles/reference", "rollout/replay"),
     "to check, or when something failed": ("engines/inference/requests", "rollout/failure_budget", "rollout/returned"),
     "for metrics": ("engines/train/totals", "roles/averages", "roles/batch_metrics", "rollout/statistics"),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 CUDA_LINES = {
-    "api/collective.py": "tensors that ranks exchange lie on the GPU under nccl",
+    "api/team.py": "tensors that ranks exchange lie on the GPU under nccl",
     "cli/chat.py": "--device cuda, and auto",
     "cli/doctor.py": "tells the CUDA version, and whether there is a GPU",
     "cli/generate.py": "--device cuda, and auto",
@@ -17,7 +17,6 @@ CUDA_LINES = {
     "cli/verify_weights.py": "scores on a GPU where there is one",
     "engines/train/ranks.py": "one process that keeps its shards in host memory makes a group of its own, over nccl",
     "models/attention.py": "bfloat16 attention over packed sequences by torch's varlen kernel",
-    "rollout/collective.py": "what rank 0 sends lies on the GPU under nccl",
     "state/machine.py": "names the GPUs in run.json",
     "state/snapshot.py": "the copy of a state goes into locked memory, and is waited for",
     "evaluation/run.py": "device=cuda, and auto",

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from tandem.api.activity import ACTIVITY, GENERATING, OTHER_RANKS, did, enter, waiting, within
-from tandem.api.collective import from_main, together
+from tandem.api.team import Team
 
 
 @pytest.fixture(autouse=True)
@@ -51,5 +51,5 @@ def test_a_wait_is_named_while_it_lasts_and_also_where_it_fails():
 
 
 def test_a_process_alone_meets_nobody():
-    with together():
-        assert from_main(lambda: ACTIVITY.waits) == ""
+    with Team().together():
+        assert Team().share(lambda: ACTIVITY.waits) == ""

@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tandem.api.collective import from_main, together, whole
 from tandem.api.failures import ConfigError, EngineDied, RankFailed, TandemError
+from tandem.api.team import Team
 from tandem.config.experiment import SFTConfig
 from tandem.config.state import RunConfig
 from tandem.flow.process import Process
@@ -28,13 +28,13 @@ from tests.tiny import tiny_model_folder
 
 
 def test_alone_everything_is_a_plain_call():
-    assert from_main(lambda: 3) == 3
-    with pytest.raises(KeyError), together():
+    assert Team().share(lambda: 3) == 3
+    with pytest.raises(KeyError), Team().together():
         raise KeyError("mine")
     stream = iter(range(3))
 
     def read_one():
-        with whole(stream) as numbers:
+        with Team().whole(stream) as numbers:
             next(numbers)
             raise KeyError("mine")
 
@@ -61,7 +61,7 @@ def refuse(kind):
 
 
 def main_fails(rank, kind):
-    with together():
+    with Team().together():
         if rank == 0:
             refuse(kind)
 
@@ -91,8 +91,8 @@ def one_rank(rank, out, folder):
     engine = engine_on(folder, ranks=2)
     run = RunFolder.open(out, "exp", "trial", config_text="") if rank == 0 else None
     found = {
-        "result": seen(lambda: from_main(lambda: refuse(OSError))),
-        "told": seen(lambda: from_main(lambda: refuse(ConfigError))),
+        "result": seen(lambda: Team().share(lambda: refuse(OSError))),
+        "told": seen(lambda: Team().share(lambda: refuse(ConfigError))),
         "block": seen(lambda: main_fails(rank, OSError)),
     }
 
@@ -108,14 +108,14 @@ def one_rank(rank, out, folder):
     def tokenizer(folder):
         raise OSError(28, "No space left on device")
 
-    found["tokenizer"] = seen(lambda: save_checkpoint(run, 1, engine.save, tokenizer, None))
+    found["tokenizer"] = seen(lambda: save_checkpoint(Team(), run, 1, engine.save, tokenizer, None))
     locked = Path(out) / "file"
     locked.write_text("")
     found["folder"] = seen(lambda: engine.save(locked / "below"))  # only rank 0 writes, so only it fails
     if run is not None:
         run.checkpoints.rmdir()
         run.checkpoints.write_text("a file where the folder should be")
-    found["unwritable"] = seen(lambda: save_checkpoint(run, 2, engine.save, lambda path: None, None))
+    found["unwritable"] = seen(lambda: save_checkpoint(Team(), run, 2, engine.save, lambda path: None, None))
     if run is not None:
         run.checkpoints.unlink()
 
@@ -124,7 +124,7 @@ def one_rank(rank, out, folder):
         if rank == 1:
             refuse(OSError)
 
-    found["other"] = seen(lambda: save_checkpoint(run, 2, mine_is_refused, lambda path: None, None))
+    found["other"] = seen(lambda: save_checkpoint(Team(), run, 2, mine_is_refused, lambda path: None, None))
     for name, engines, channel in (
         ("channel", [ClockworkEngine()], FullChannel()),
         ("engine", [DyingEngine()], None),
@@ -133,8 +133,8 @@ def one_rank(rank, out, folder):
             engine, engines if rank == 0 else [], run="t", dtype=torch.float32, channel=channel if rank == 0 else None
         )
         found[name] = seen(publisher.publish)
-    assert from_main(lambda: 7) == 7
-    path = save_checkpoint(run, 3, engine.save, lambda path: None, None)
+    assert Team().share(lambda: 7) == 7
+    path = save_checkpoint(Team(), run, 3, engine.save, lambda path: None, None)
     assert (path is None) == (rank == 1)
     torch.save(found, f"{out}/{rank}.pt")
     if run is not None:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tandem.api.team import Team
 from tandem.cli.main import main
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config, to_yaml
@@ -43,12 +44,13 @@ def root(tmp_path_factory):
             )
             engine.load_weights((name, tensor + step) for name, tensor in list(engine.weights()))
             save_checkpoint(
+                Team(),
                 run,
                 step,
                 engine.save,
                 lambda folder: tiny_tokenizer().save_pretrained(folder),
                 None,
-                write_state=lambda folder: write_tree(folder, {"trainer": engine.state_dict()}, writes=True),
+                write_state=lambda folder: write_tree(Team(), folder, {"trainer": engine.state_dict()}, writes=True),
                 metrics={"eval/accuracy": accuracy},
             )
     with pytest.raises(ValueError, match="bad"), RunFolder.open(root / "runs", "adding", "second", config_text="seed: 1\n"):

@@ -34,7 +34,15 @@ from tests.config.loading import assert_refused, load
         (["critic.backend=fsdp:x2", "algorithm=ppo"], ["critic.backend=fsdp:x2 must begin with fsdp:dN"]),
         (
             ["actor.backend=fsdp:d2", "reference.backend=fsdp:d2t2", "algorithm.kl.coefficient=0.1"],
-            ["reference.backend=fsdp:d2t2 is 4 rank(s)", "there are 2 of them (actor.backend=fsdp:d2)"],
+            ["reference.backend=fsdp:d2t2 is 4 rank(s)", "there are 2 (actor.backend=fsdp:d2)"],
+        ),
+        (
+            ["actor.backend=fsdp:d4", "reference.backend=fsdp:d1t2", "algorithm.kl.coefficient=0.1"],
+            ["reference.backend=fsdp:d1t2 is on 2 of 4 ranks", "can only be sharded (d): use fsdp:d2, or all ranks"],
+        ),
+        (
+            ["actor.backend=fsdp:d2", "actor.offload=true", "reference.backend=fsdp:d1", "algorithm.kl.coefficient=0.1"],
+            ["reference.backend=fsdp:d1 is on one of 2 ranks, which does not go with actor.offload=true"],
         ),
         (["actor.backend=fsdp:t2"], ["must begin with fsdp:dN"]),
         (["actor.backend=fsdp:d2d2"], ["each with a number of at least 1 behind it"]),

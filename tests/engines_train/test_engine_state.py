@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tandem.api.failures import ConfigError
+from tandem.api.team import Team
 from tandem.state.tree import read_tree, write_tree
 from tests.engines_train.steps import distance, engine_on, random_batch, weighted_nll, weights_of
 from tests.ranks import alone_and_on_two, on_two
@@ -34,7 +35,7 @@ def gone_on(folder, state, ranks, **options):
 def test_the_next_step_is_the_same_to_the_bit(tmp_path, dtype, head):
     folder = tiny_model_folder(tmp_path, "smollm")
     engine = trained(folder, 1, 2, dtype=dtype, head=head)
-    write_tree(tmp_path / "state", engine.state_dict(), writes=True)
+    write_tree(Team(), tmp_path / "state", engine.state_dict(), writes=True)
     before = weights_of(engine)
     metrics = engine.train_batch(random_batch(BATCH, seed=7), weighted_nll)
     found = gone_on(folder, tmp_path / "state", 1, dtype=dtype, head=head)
@@ -54,7 +55,7 @@ def test_another_models_state_is_refused_and_nothing_is_copied(tmp_path):
 
 def save_on(folder, out, ranks):
     engine = trained(folder, ranks, 2)
-    write_tree(out / f"state-{ranks}", engine.state_dict(), writes=engine.ranks.rank == 0)
+    write_tree(Team(), out / f"state-{ranks}", engine.state_dict(), writes=engine.ranks.rank == 0)
     before = weights_of(engine)
     engine.train_batch(random_batch(BATCH, seed=7), weighted_nll)
     return {"before": before, "weights": weights_of(engine)}
@@ -64,7 +65,7 @@ def load_on(folder, out, ranks):
     found = {str(source): gone_on(folder, out / f"state-{source}", ranks) for source in (1, 2)}
     engine = engine_on(folder, ranks=ranks, **OPTIONS)
     engine.load_state_dict(read_tree(out / "state-2"))
-    write_tree(out / f"again-{ranks}", engine.state_dict(), writes=engine.ranks.rank == 0)
+    write_tree(Team(), out / f"again-{ranks}", engine.state_dict(), writes=engine.ranks.rank == 0)
     return found
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tandem.api.collective import spread
+from tandem.api.team import Team
 from tests.engines_train.steps import distance, engine_on, random_batch, weighted_nll, weights_of
 from tests.ranks import alone_and_on_two
 from tests.tiny import tiny_model_folder
@@ -32,7 +32,7 @@ def run_all(folder, out, ranks):
     found["copied"] = {"weights": weights_of(copy), "logprobs": copy.forward(batch).logprobs}
     found["original"] = engine.forward(batch).logprobs
     other = {name: tensor + 0.01 for name, tensor in weights_of(engine).items()}
-    with engine.using(spread(other.items())):
+    with engine.using(Team().spread(other.items())):
         found["elsewhere"] = engine.forward(batch).logprobs
     found["back"] = {"weights": weights_of(engine), "logprobs": engine.forward(batch).logprobs}
     found["bfloat16"] = engine_on(folder, dtype="bfloat16", ranks=ranks).train_batch(batch, weighted_nll)

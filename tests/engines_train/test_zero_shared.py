@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from tandem.api.team import Team
 from tandem.engines.train.zero_shared import share
 from tandem.state.tree import read_tree, write_tree
 from tests.engines_train.layouts import batch_of_prompts, engine_on
@@ -79,7 +80,7 @@ def work(folder, layout, out, ranks):
     found["bytes"] = [counted(engine) for engine in pair]
     states = []
     for number, engine in enumerate(pair):
-        write_tree(out / f"state-{number}", engine.state_dict(), writes=engine.ranks.rank == 0)
+        write_tree(Team(), out / f"state-{number}", engine.state_dict(), writes=engine.ranks.rank == 0)
         dist.barrier()
         states.append(read_tree(out / f"state-{number}"))
     found["moments"] = [state["optimizer"]["moments"] for state in states]

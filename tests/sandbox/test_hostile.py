@@ -164,5 +164,29 @@ def test_hostile_programs_leave_nothing_behind_and_reach_nothing(trial):
     assert trial[1] == []
 
 
+HARMLESS_WITHOUT_WALLS = (
+    "files: reading a secret",
+    "files: symbolic link",
+    "files: home",
+    "reaches other processes: environment of the run",
+    "reaches other processes: limits of others",
+    "the network: TCP",
+    "the network: UDP",
+    "the network: unix socket",
+    "the network: abstract socket",
+    "the network: another program's network",
+)
+
+
+@pytest.mark.parametrize("name", HARMLESS_WITHOUT_WALLS)
+def test_the_programs_notice_when_there_are_no_walls(name, tmp_path):
+    machine, sandbox = Machine(tmp_path), choose_sandbox("none", size=1)
+    hostile = TABLE[ids.index(name)]
+    outcome = asyncio.run(sandbox.run(Program(source=hostile.source, stdin=machine.facts), Limits(wall_s=20)))
+    sandbox.close()
+    machine.close()
+    assert b"ESCAPED" in outcome.stdout
+
+
 def test_there_are_enough_of_them_and_each_has_a_name_of_its_own():
     assert len(TABLE) >= 80 and len(set(ids)) == len(ids)

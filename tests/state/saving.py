@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from tandem.api.state import State
+from tandem.api.team import Team
 from tandem.state import tree
 from tandem.state.background import BackgroundSave
 from tandem.state.checkpoint import save_checkpoint
@@ -68,15 +69,16 @@ def save(root: str, step: int, nth: int, beside: bool) -> None:
     os.fsync, tree.save_file = deadly.fsync, deadly.save_file  # type: ignore[assignment]
     deadly.armed = True
     state = state_of(step)
-    kept = Snapshots().take(state) if beside else state
+    kept = Snapshots(Team()).take(state) if beside else state
     work = partial(
         save_checkpoint,
+        Team(),
         run,
         step,
         lambda folder: deadly.save_file({"w": torch.full((64,), float(step))}, folder / "model.safetensors"),
         lambda folder: (folder / "config.json").write_text("{}"),
         1,
-        write_state=lambda folder: tree.write_tree(folder, kept, writes=True),
+        write_state=lambda folder: tree.write_tree(Team(), folder, kept, writes=True),
         metrics={"loss": 1.0},
     )
     if beside:

@@ -7,13 +7,14 @@ import torch
 
 from tandem.api.activity import ACTIVITY
 from tandem.api.state import Parted
+from tandem.api.team import Team
 from tandem.state.background import BackgroundSave
 from tandem.state.checkpoint import CheckpointFailed
 from tandem.state.snapshot import Snapshots
 
 
 def test_a_copy_stays_as_it_was_and_the_next_takes_its_memory():
-    snapshots, weights, order = Snapshots(), torch.arange(6.0).reshape(2, 3), [3, 1]
+    snapshots, weights, order = Snapshots(Team()), torch.arange(6.0).reshape(2, 3), [3, 1]
     tree = {"a": {"w": weights.t(), "order": order, "text": "x"}, "b": [torch.tensor(7), None, (1, 2)]}
     first = snapshots.take(tree)
     weights.zero_()
@@ -31,13 +32,13 @@ def test_a_copy_stays_as_it_was_and_the_next_takes_its_memory():
 
 def test_a_copy_needs_gradients_of_nobody():
     parameter = torch.nn.Parameter(torch.ones(3))
-    copy = Snapshots().take({"w": parameter})["w"]
+    copy = Snapshots(Team()).take({"w": parameter})["w"]
     assert not copy.requires_grad and type(copy) is torch.Tensor
 
 
 def test_a_tensor_of_several_ranks_is_not_copied():
     with pytest.raises(TypeError, match=r"tensor at a/w is spread over ranks"):
-        Snapshots().take({"a": {"w": Parted(lambda: torch.ones(1))}})
+        Snapshots(Team()).take({"a": {"w": Parted(lambda: torch.ones(1))}})
 
 
 def test_what_was_written_is_taken_once(tmp_path):

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from tandem.api.team import Team
 from tandem.state.manifest import FILE, Invalid, read_manifest, verify, write_manifest
 from tandem.state.newest import NothingToResume, newest_valid
 from tandem.state.tree import MARK, PLAIN_FILE, StateDamaged, load_part, read_tree, write_tree
@@ -26,7 +27,7 @@ PLAIN = st.recursive(
 @given(tree=st.dictionaries(st.text(max_size=5).filter(lambda t: t != MARK), PLAIN, max_size=3))
 def test_plain_data_comes_back_as_it_was(tmp_path_factory, tree):
     folder = tmp_path_factory.mktemp("tree")
-    write_tree(folder, tree, writes=True)
+    write_tree(Team(), folder, tree, writes=True)
     assert read_tree(folder) == tree
 
 
@@ -41,7 +42,7 @@ def test_tensors_come_back_to_the_bit_views_and_odd_types_too(tmp_path, monkeypa
         "number": numpy.float32(0.5),
         "empty": torch.zeros(0, 3),
     }
-    write_tree(tmp_path / "s", tree, writes=True)
+    write_tree(Team(), tmp_path / "s", tree, writes=True)
     found = read_tree(tmp_path / "s")
 
     assert len(list((tmp_path / "s").glob("tensors-*"))) > 1  # more than one file
@@ -64,7 +65,7 @@ def test_tensors_come_back_to_the_bit_views_and_odd_types_too(tmp_path, monkeypa
 )
 def test_what_is_neither_plain_nor_a_tensor_is_refused_by_its_place(tmp_path, tree, words):
     with pytest.raises(TypeError, match=words):
-        write_tree(tmp_path, tree, writes=True)
+        write_tree(Team(), tmp_path, tree, writes=True)
 
 
 def test_a_part_without_a_state_or_with_a_strange_one_is_named(tmp_path):
@@ -90,7 +91,7 @@ def checkpoint(root, step, run="exp/trial/1"):
     (folder / "state").mkdir(parents=True)
     save_file({"w": torch.full((64,), float(step))}, folder / "model.safetensors")
     (folder / "config.json").write_text('{"model_type": "llama"}')
-    write_tree(folder / "state", {"a": {"x": torch.full((8,), float(step)), "step": step}}, writes=True)
+    write_tree(Team(), folder / "state", {"a": {"x": torch.full((8,), float(step)), "step": step}}, writes=True)
     write_manifest(folder, run, step, {"eval/accuracy": 0.5, "loss": float("nan")})
     return folder
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tandem.api.state import Part, Parted, part_of
+from tandem.api.team import Team
 from tandem.state.shared_parts import MARK_BYTES, Offer, SharedParts, _mapped
 from tandem.state.snapshot import Snapshots
 
@@ -16,7 +17,7 @@ def spread(values):
 
 
 def test_a_copy_is_put_together_when_it_is_read_and_stays_as_it_was():
-    snapshots, weights = Snapshots(), torch.arange(6.0).reshape(2, 3)
+    snapshots, weights = Snapshots(Team()), torch.arange(6.0).reshape(2, 3)
     tree = {"a": [spread(weights), torch.tensor(7)], "b": {"step": 1}}
     assert snapshots.why_not(tree) is None
     copy = snapshots.take(tree)
@@ -32,7 +33,7 @@ def test_a_copy_is_put_together_when_it_is_read_and_stays_as_it_was():
 
 
 def test_parts_that_do_not_make_the_whole_are_found():
-    shared = SharedParts()
+    shared = SharedParts(Team())
     shared.copy({"w": Part(torch.ones(2, 3), (2, 0), (4, 3))})
     assert shared.share() is None
     with pytest.raises(RuntimeError, match=r"parts of w are 6 entries short of the whole, \[4, 3\]"):
@@ -40,7 +41,7 @@ def test_parts_that_do_not_make_the_whole_are_found():
 
 
 def test_a_part_may_be_one_of_the_row_of_all_entries():
-    shared = SharedParts()
+    shared = SharedParts(Team())
     shared.copy({"w": Part(torch.arange(6.0), (0,), (2, 3), flat=True)})
     assert shared.share() is None
     assert shared.whole("w").tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
@@ -48,11 +49,11 @@ def test_a_part_may_be_one_of_the_row_of_all_entries():
 
 def test_a_state_that_can_only_be_gathered_is_told_before_anything_is_copied():
     tree = {"a": {"w": Parted(lambda: torch.ones(1))}}
-    assert Snapshots().why_not(tree) == "of a/w no rank has a part that could be copied"
+    assert Snapshots(Team()).why_not(tree) == "of a/w no rank has a part that could be copied"
 
 
 def test_only_the_memory_that_was_offered_is_read(tmp_path):
-    own = SharedParts()
+    own = SharedParts(Team())
     own.copy({"w": part_of(torch.ones(4))})
     path, size = f"/proc/{os.getpid()}/fd/{own._fd}", own.num_bytes
     found = _mapped(Offer(path, own._mark, size, {}))
@@ -70,7 +71,7 @@ def test_only_the_memory_that_was_offered_is_read(tmp_path):
 
 
 def test_the_memory_goes_with_its_owner():
-    shared = SharedParts()
+    shared = SharedParts(Team())
     shared.copy({"w": part_of(torch.ones(4))})
     descriptor = shared._fd
     assert os.readlink(f"/proc/self/fd/{descriptor}").startswith("/memfd:tandem-checkpoint")

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tandem.api.team import Team
 from tandem.config.experiment import SFTConfig
 from tandem.config.load import load_config
 from tandem.config.lora import LoRAConfig
@@ -53,7 +54,7 @@ class Run:
         self.progress, self.may_write = Progress(), threading.Event()
         self.may_write.set()
         self.refuses = False  # whether the disk has no room for a save
-        recovery = Recovery(self.folder, {"progress": self.progress, "trainer": self.engine}, self.progress)
+        recovery = Recovery(self.folder, {"progress": self.progress, "trainer": self.engine}, self.progress, Team())
         late = lambda states: self.engine.late_writer(states["trainer"])  # noqa: E731
         config = replace(config, checkpoint=replace(config.checkpoint, **wish))
         self.saving = Saving(config, self.folder, 10, self.engine, self.tokenizer, recovery, late)

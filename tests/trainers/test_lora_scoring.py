@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tandem.api.team import Team
 from tandem.config.delivery import VerifyConfig
 from tandem.proof.diagnosis import _one_tensor
 from tandem.proof.scoring import Scorer
@@ -23,7 +24,7 @@ def test_what_rounding_leaves_of_an_adapter_is_measured_and_told_once(tmp_path, 
     verifier = Verifier(world.scorer, VerifyConfig(every_steps=None), None, torch.bfloat16)
     assert verifier.verify_if_due(BATCH, 1) == {}  # B is 0
     world.learn(1)
-    adapter, served = world.trainer.adapter, Scorer(world.trainer, world.archive, torch.float32, rounds=False)
+    adapter, served = world.trainer.adapter, Scorer(world.trainer, world.archive, torch.float32, Team(), rounds=False)
     small = verifier.verify_if_due(BATCH, 2)["gap/adapter_surviving"]
     verifier.verify_if_due(BATCH, 2)
     assert 0 <= small < 0.5 and len(caplog.records) == 1 and "rollout.dtype=float32" in caplog.text
@@ -39,7 +40,7 @@ class World:
     def __init__(self, folder, dtype):
         self.trainer = lora_on(folder, dtype=dtype, rank=16, lr=2e-4)
         self.archive = VersionArchive(lambda number: True, 100)
-        self.scorer = Scorer(self.trainer, self.archive, torch.bfloat16, rounds=True)
+        self.scorer = Scorer(self.trainer, self.archive, torch.bfloat16, Team(), rounds=True)
 
     def learn(self, version):
         self.trainer.train_batch(random_batch((7, 5, 9), seed=version), weighted_nll)

@@ -344,3 +344,14 @@ def test_gloo_makes_a_copy_of_what_it_sums_and_of_what_it_gathers():
     assert update("fsdp:d2", cpu, summed) - update("fsdp:d2", gpu, summed) == embedding
     gathered = "gathered parameters"
     assert update("deepspeed:zero3:d2", cpu, gathered) - update("deepspeed:zero3:d2", gpu, gathered) == embedding
+
+
+@pytest.mark.parametrize("machine", [round_machine(), GPU])
+def test_a_model_on_fewer_ranks_is_counted_on_these_alone(machine):
+    def bytes_of(backend):
+        planned = instants(job(held(backend="fsdp:d2"), held("reference", trained=False, backend=backend)), machine)
+        item = of(planned, "save", "parameters", role="reference")
+        return item.num_bytes * item.devices, item.devices if machine is GPU else item.holders
+
+    assert bytes_of("fsdp:d1") == (4 * P, 1) and bytes_of("fsdp:d2") == (4 * P, 2)
+    assert bytes_of("fsdp:d1r2") == (2 * 4 * P, 2)

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from tandem.api.team import Team
 from tandem.config.errors import ConfigError
 from tandem.lifecycle.recovery import DurableLedger, Progress, Recovery
 from tandem.rollout.ledger import Ledger, Prompt
@@ -43,7 +44,7 @@ class Run:
         self.file = LedgerFile(self.run.path / FILE)
         self.durable = DurableLedger(self.ledger, self.file, progress)
         own = {"progress": progress, "ledger": self.durable} | dict.fromkeys(parts, self.counter)
-        self.recovery = Recovery(self.run, own, progress, ledger=self.durable)
+        self.recovery = Recovery(self.run, own, progress, Team(), ledger=self.durable)
         try:
             self.gone_on_from = self.recovery.resume()
         except BaseException:
@@ -63,6 +64,7 @@ class Run:
     def save(self):
         step = self.recovery.progress.step
         return save_checkpoint(
+            Team(),
             self.run,
             step,
             lambda folder: (folder / "config.json").write_text("{}"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tandem.api.failures import NotWritten
+from tandem.api.team import Team
 from tandem.config.experiment import SFTConfig
 from tandem.config.load import load_config
 from tandem.config.roles import ActorConfig, CriticConfig
@@ -46,7 +47,7 @@ class Run:
         self.may_write.set()
         self.refusal = None  # what the disk says to a save
         parts = {"progress": self.progress, "trainer": self.engine}
-        recovery = Recovery(self.folder, parts, self.progress)
+        recovery = Recovery(self.folder, parts, self.progress, Team())
         late = lambda states: self.engine.late_writer(states["trainer"]) if from_copy else None  # noqa: E731
         self.saving = Saving(self.config, self.folder, 10, self.engine, self.tokenizer, recovery, late)
 
@@ -203,7 +204,7 @@ def test_the_last_save_of_a_run_is_written_at_once(model, tmp_path):
 def test_a_critic_of_its_own_is_written_too(model, tmp_path):
     actor, value = engine_on(model, dtype="bfloat16"), engine_on(model, dtype="bfloat16", head="scalar")
     models = Models(actor, Critic(value, CriticConfig(), ActorConfig()), tiny_tokenizer())
-    copy = Snapshots().take({"trainer": actor.state_dict(), "critic": models.critic.state_dict()})
+    copy = Snapshots(Team()).take({"trainer": actor.state_dict(), "critic": models.critic.state_dict()})
     models.save(tmp_path / "now")
     for engine in (actor, value):
         learn(engine, 1)

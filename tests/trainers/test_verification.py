@@ -12,6 +12,7 @@ from tandem.api.batch import pack
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import DeliveryDisproved
 from tandem.api.requests import LLMRequest, NoiseKey
+from tandem.api.team import Team
 from tandem.config.delivery import VerifyConfig
 from tandem.config.experiment import TrainConfig
 from tandem.config.generation import GenerationConfig
@@ -57,7 +58,7 @@ class World:
         return [engine._driver._core for engine in self.engines]
 
     def verifier(self, **options):
-        scorer = Scorer(self.trainer, self.archive, self.dtype, rounds=False)
+        scorer = Scorer(self.trainer, self.archive, self.dtype, Team(), rounds=False)
         return Verifier(scorer, VerifyConfig(trajectories=64), self.tokenizer, self.dtype, **options)
 
     def move(self, step=STEP):

@@ -32,6 +32,9 @@ class FrozenModel:
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
     """Precision; None takes the actor's."""
 
+    backend: str | None = None
+    """How it is spread over ranks, such as ``fsdp:d1`` for the first one alone; None takes the actor's."""
+
 
 class Reader(Protocol):
     """Turns samples into the tokens of one model."""

@@ -95,6 +95,28 @@ def _zero_layout(backend: str, rest: str, key: str) -> Layout:
     )
 
 
+def fewer_ranks_problems(layout: Layout, written: str, config: "TrainEngineConfig") -> Iterator[str]:
+    """What keeps a model of this layout from sitting on the first of the actor's ranks; one message each. ``config``: the
+    actor's. ``written``: as in `layout_problems`."""
+    there = parse_layout(config.backend).ranks
+    if layout.ranks > there:
+        yield (
+            f"{written} is {layout.ranks} rank(s), but there are {there} (actor.backend={config.backend}); use at most as "
+            "many, or leave it out"
+        )
+    elif layout.ranks < there:
+        if layout != Layout(data=layout.ranks):
+            yield (
+                f"{written} is on {layout.ranks} of {there} ranks (actor.backend={config.backend}), and a model on some of "
+                f"them can only be sharded (d): use fsdp:d{layout.ranks}, or all ranks"
+            )
+        if config.offload and layout.ranks == 1:
+            yield (
+                f"{written} is on one of {there} ranks, which does not go with actor.offload=true: use fsdp:d2 or more, or "
+                "leave one of them out"
+            )
+
+
 def layout_problems(layout: Layout, written: str, config: "TrainEngineConfig") -> Iterator[str]:
     """What does not go with a layout; one message each. ``written``: the key and the backend, ``actor.backend=…``."""
     if layout.tensor > 1 and config.offload:

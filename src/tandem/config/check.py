@@ -7,7 +7,7 @@ from collections.abc import Container, Iterator
 from tandem.config import preference
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.arithmetic import arithmetic, max_head_offpolicyness, placement, total_steps
-from tandem.config.backend import layout_problems, parse_layout
+from tandem.config.backend import fewer_ranks_problems, layout_problems, parse_layout
 from tandem.config.check_algorithm import corrects_itself, part_problems
 from tandem.config.check_critic import critic_problems
 from tandem.config.check_groups import groups
@@ -160,8 +160,8 @@ def _dataset(key: str, data: DatasetConfig | ValidDatasetConfig) -> Iterator[str
 
 
 def _backends(config: BaseConfig) -> Iterator[str]:
-    """How each model is spread: all of them over the same ranks."""
-    ranks = None
+    """How each model is spread: over the actor's ranks, or the first few of them."""
+    fits = False
     for role in ("actor", "critic", "reference", "teacher"):
         backend = getattr(getattr(config, role, None), "backend", None)
         if backend is None:
@@ -171,12 +171,9 @@ def _backends(config: BaseConfig) -> Iterator[str]:
         except ConfigError as problem:
             yield str(problem)
             continue
-        ranks = layout.ranks if role == "actor" else ranks
-        if ranks is not None and layout.ranks != ranks:
-            yield (
-                f"{role}.backend={backend} is {layout.ranks} rank(s), but all models share the same ranks, and there "
-                f"are {ranks} of them (actor.backend={config.actor.backend}); use as many, or leave it out"
-            )
+        fits = fits or role == "actor"  # else the actor's own backend is wrong, which says enough
+        if fits:
+            yield from fewer_ranks_problems(layout, f"{role}.backend={backend}", config.actor)
         yield from layout_problems(layout, f"{role}.backend={backend}", config.actor)
 
 

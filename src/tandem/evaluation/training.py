@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tandem.api.collective import together as all_ranks
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import DataFailure
 from tandem.api.samples import Group, Sample
@@ -98,7 +97,7 @@ def evaluate_if_due(config: TrainConfig, session: Session, rows: Rows, step: int
     def keep(item: Ask, samples: Sequence[Sample]) -> None:
         made[item.row, item.sample] = item, Group(tuple(samples), source=item.data, data=item.columns)
 
-    with all_ranks():
+    with session.team.together():
         if session.engine is not None:
             answers = session.rollout.run(
                 ask_rows(

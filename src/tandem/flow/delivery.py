@@ -63,7 +63,13 @@ def make_proof(
     adapts = trainer.adapter is not None  # what is merged into weights of the engine is rounded there
     generated, trained = (resolve_dtype(name, process.device) for name in (config.rollout.dtype, config.actor.dtype))
     verifier = Verifier(
-        Scorer(trainer, archive, generated, rounds=generated == torch.bfloat16 and (trained == torch.float32 or adapts)),
+        Scorer(
+            trainer,
+            archive,
+            generated,
+            process.team,
+            rounds=generated == torch.bfloat16 and (trained == torch.float32 or adapts),
+        ),
         verify,
         tokenizer,
         torch.bfloat16 if torch.bfloat16 in (generated, trained) else torch.float32,
@@ -94,4 +100,5 @@ def make_publisher(
         channel=make_channel(config, process, model),
         disk=lambda: make_disk_channel(config, model),
         archive=archive,
+        team=process.team,
     )

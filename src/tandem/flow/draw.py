@@ -44,7 +44,7 @@ def added(plan: RunPlan, stage: Stage) -> tuple[str, ...]:
 
 def text(plan: RunPlan) -> str:
     """The models, and a line for each stage: what is called, what it adds, what it needs, and when it runs."""
-    models = ", ".join(f"{resident.name} ({form(resident)})" for resident in plan.residents)
+    models = ", ".join(f"{resident.name} ({form(plan, resident)})" for resident in plan.residents)
     rows = [("stage", "call", "adds", "needs", "when")]
     for stage in plan.stages:
         needs, fields = ", ".join(stage.awake), ", ".join(added(plan, stage))
@@ -54,13 +54,15 @@ def text(plan: RunPlan) -> str:
     return "\n".join([f"Models: {models}.", *(f"  {line}" for line in lines)])
 
 
-def form(resident: Resident) -> str:
-    """The form in which a model is there, in words."""
+def form(plan: RunPlan, resident: Resident) -> str:
+    """The form in which a model is there, in words, and its ranks if they are fewer than the actor's."""
     if resident.engine is None:
         return "generates"
     if resident.base_of is not None:
         return f"the {resident.base_of} without its adapters"
-    return "trained" if resident.trained else "frozen"
+    ranks, everyone = len(resident.ranks), max(len(other.ranks) for other in plan.residents)
+    fewer = f", on {ranks} of {everyone} ranks" if ranks < everyone else ""
+    return f"{'trained' if resident.trained else 'frozen'}{fewer}"
 
 
 def mermaid(plan: RunPlan) -> str:
@@ -78,7 +80,7 @@ def _mermaid_lines(plan: RunPlan) -> Iterator[str]:
         label = f'|"{fields}"| ' if fields else ""
         yield f"{number[before.name]} -->{label}{number[after.name]}"
     for resident in plan.residents:
-        yield f'{resident.name}(["{resident.name}: {form(resident)}"])'
+        yield f'{resident.name}(["{resident.name}: {form(plan, resident)}"])'
         for stage in plan.stages:
             if resident.name in stage.awake:
                 yield f"{resident.name} -.- {number[stage.name]}"
@@ -103,7 +105,7 @@ def picture(plan: RunPlan, path: Path) -> None:
     axes.set_ylim(-height + 0.3, 0.7)
     middle = {r.name: -(height - 1) * (i + 0.5) / len(plan.residents) for i, r in enumerate(plan.residents)}
     for resident in plan.residents:
-        _box(axes, FancyBboxPatch, 7.2, middle[resident.name], 2.6, f"{resident.name}\n{form(resident)}", "#dceefb")
+        _box(axes, FancyBboxPatch, 7.2, middle[resident.name], 2.6, f"{resident.name}\n{form(plan, resident)}", "#dceefb")
     for row, stage in enumerate(plan.stages):
         when = f"  ({stage.when})" if stage.when else ""
         _box(axes, FancyBboxPatch, 0.2, -row, 4.4, f"{stage.name}{when}\n{stage.role}.{stage.call}", "#f4f4f0")

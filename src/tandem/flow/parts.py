@@ -13,6 +13,7 @@ from tandem.algorithms.registry import FILTERS
 from tandem.api.engines import InferenceEngine
 from tandem.api.plugins import in_user_code, is_file_spec, load_object
 from tandem.api.samples import Group
+from tandem.api.team import Team
 from tandem.api.workflow import RewardFn, RewardResult, RolloutWorkflow, messages_for
 from tandem.config.arithmetic import max_head_offpolicyness, rewards_of, samples_together, workflow_of
 from tandem.config.data import DatasetConfig
@@ -319,10 +320,15 @@ def make_observer(loader: Iterable[Any]) -> GroupObserver | None:
 
 
 def make_rollout(
-    config: TrainConfig, engine: InferenceEngine | None, loader: Iterable[Any] = (), scorer: GroupScorer | None = None
+    config: TrainConfig,
+    engine: InferenceEngine | None,
+    loader: Iterable[Any] = (),
+    scorer: GroupScorer | None = None,
+    team: Team | None = None,
 ) -> Rollout:
     """The executor with the run's staleness bound and filter; ``engine`` is None on ranks other than 0. ``loader``: what the
-    rows come from; a curriculum is told what became of them. ``scorer``: gives the rewards that need a model."""
+    rows come from; a curriculum is told what became of them. ``scorer``: gives the rewards that need a model. ``team``: the
+    ranks that get the batches; None: all."""
     if scorer is None and (scores := plan_run(config).scores):
         raise ConfigError(
             f"reward {scores[0].name!r} needs a model, and make_rollout was given no scorer; open_session gives it one"
@@ -338,4 +344,5 @@ def make_rollout(
         observer=make_observer(loader),
         max_head_offpolicyness=max_head_offpolicyness(config),
         scorer=scorer,
+        team=team,
     )

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from tandem.algorithms.preference import PREFERENCE_LOSSES
 from tandem.api.scoring import FrozenModel, Score
 from tandem.config.arithmetic import max_head_offpolicyness, rewards_of
+from tandem.config.backend import fewer_ranks_problems, layout_problems, parse_layout
 from tandem.config.check_algorithm import component_problems, part_problems
 from tandem.config.errors import ConfigError, refuse
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
@@ -51,6 +52,11 @@ class Resident:
 
     refresh_every_steps: int | None = None
     """It takes over the actor's weights every so many steps; None if it never does."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks that it sits on: the first ones, as many as its layout has. The inference engine belongs to rank 0."""
+        return tuple(range(1 if self.engine is None else parse_layout(self.engine.backend, self.key).ranks))
 
     @property
     def changes(self) -> bool:
@@ -247,10 +253,20 @@ def _scores(config: TrainConfig, taken: set[str]) -> tuple[tuple[PlannedScore, .
             taken = taken | {name}
             wanted = score.model
             if wanted not in residents:
-                engine = _frozen(config.actor, path=wanted.path, dtype=wanted.dtype, backend=None)
-                residents[wanted] = Resident(name, engine, wanted.head)
+                residents[wanted] = _judge(config.actor, name, wanted)
             scores[name] = PlannedScore(name, term, score, residents[wanted].name, {spec: term.weight}, config.reward)
     return tuple(scores.values()), list(residents.values())
+
+
+def _judge(actor: TrainEngineConfig, name: str, wanted: FrozenModel) -> Resident:
+    """The model that a reward asks for."""
+    engine = _frozen(actor, path=wanted.path, dtype=wanted.dtype, backend=wanted.backend)
+    if wanted.backend is None:
+        return Resident(name, engine, wanted.head)
+    key = f"reward {name!r}: backend"
+    layout, written = parse_layout(wanted.backend, key), f"{key}={wanted.backend}"
+    refuse([*fewer_ranks_problems(layout, written, actor), *layout_problems(layout, written, actor)])
+    return Resident(name, engine, wanted.head, key=key)
 
 
 def _distillation(config: DistillConfig) -> RunPlan:

@@ -3,7 +3,7 @@
 import atexit
 import os
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import numpy
@@ -11,6 +11,7 @@ import torch
 import torch.distributed
 
 from tandem.api.activity import activity
+from tandem.api.team import Team
 from tandem.config.arithmetic import placement
 from tandem.config.backend import parse_layout
 from tandem.config.errors import ConfigError
@@ -30,6 +31,9 @@ class Process:
     world_size: int = 1
     shared_threads: int | None = None
     """CPU threads of all ranks of this machine together; None: there is no other."""
+
+    team: Team = field(default_factory=Team)
+    """All ranks of the run."""
 
     @property
     def is_main(self) -> bool:

@@ -1,5 +1,7 @@
 """Opens the models that the plan of a run names."""
 
+from functools import partial
+
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.engines import TrainEngine
@@ -8,7 +10,9 @@ from tandem.config.experiment import TrainConfig
 from tandem.engines.train.build import build_train_engine
 from tandem.flow.critic import check_same_tokens, differing_token
 from tandem.flow.plan import Resident, RunPlan
+from tandem.flow.process import Process
 from tandem.flow.scoring import ModelReader, ScoreRole
+from tandem.flow.team import TeamEngine, form_team
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import describing
 from tandem.models.foreign import read_hf_config
@@ -17,26 +21,35 @@ from tandem.roles.critic import Critic, SharedCritic
 from tandem.roles.reference import Reference
 
 
-def open_model(resident: Resident, device: str, *, optimizer_steps: int = 0) -> TrainEngine:
-    """The train engine of a resident. ``optimizer_steps``: of the whole run, for the learning rate's schedule.
+def open_model(resident: Resident, process: Process, *, optimizer_steps: int = 0) -> TrainEngine:
+    """The train engine of a resident, on its ranks; the others reach it there. Collective. ``optimizer_steps``: of the whole
+    run, for the learning rate's schedule.
 
     Raises:
         ConfigError: the model cannot be opened, or laid out as its configuration says.
     """
     assert resident.engine is not None, f"{resident.name} has no train engine"
-    return build_train_engine(
+    team = form_team(resident.ranks, process.team)
+    build = partial(
+        build_train_engine,
         resident.engine,
         total_steps=optimizer_steps,
-        device=device,
+        device=process.device,
         head=resident.head,
         key=resident.key,
         trained=resident.changes,
+        team=team,
     )
+    if team is process.team:
+        return build()
+    with process.team.together():
+        engine = build() if team.member else None
+    return TeamEngine(engine, process.team)
 
 
-def open_scores(plan: RunPlan, device: str, tokenizer: PreTrainedTokenizerBase, *, reads: bool) -> dict[str, ScoreRole]:
+def open_scores(plan: RunPlan, process: Process, tokenizer: PreTrainedTokenizerBase) -> dict[str, ScoreRole]:
     """Opens the models of the rewards that need one. Rewards that ask for the same model share it. ``tokenizer``: the
-    actor's. ``reads``: on rank 0, where the samples are.
+    actor's. Rank 0, where the samples are, reads them.
 
     Raises:
         ConfigError: see `open_model`; or a model has no chat template.
@@ -47,9 +60,9 @@ def open_scores(plan: RunPlan, device: str, tokenizer: PreTrainedTokenizerBase, 
         resident = plan.resident(planned.resident)
         assert resident is not None and resident.engine is not None, "the plan names the model of each score"
         if resident.name not in engines:
-            engines[resident.name] = open_model(resident, device)
+            engines[resident.name] = open_model(resident, process)
         path, chats = resident.engine.path, type(planned.score).read is Score.read
-        reader = open_reader(path, tokenizer, chats=chats) if reads else None
+        reader = open_reader(path, tokenizer, chats=chats) if process.is_main else None
         vocabulary = Architecture.from_config(read_hf_config(describing(path))).vocab_size
         roles[planned.name] = ScoreRole(planned, engines[resident.name], reader, vocabulary)
     return roles
@@ -70,7 +83,7 @@ def open_reader(path: str, actor: PreTrainedTokenizerBase, *, chats: bool = True
     return ModelReader(own, same_tokens=differing_token(own, actor) is None, max_length=context)
 
 
-def open_reference(plan: RunPlan, device: str, actor: TrainEngine | None = None) -> Reference | None:
+def open_reference(plan: RunPlan, process: Process, actor: TrainEngine | None = None) -> Reference | None:
     """The frozen policy; None if nothing compares with one. ``actor``: the engine whose base may be its own reference.
 
     Raises:
@@ -81,11 +94,11 @@ def open_reference(plan: RunPlan, device: str, actor: TrainEngine | None = None)
         return None
     if actor is not None and resident.base_of is not None:
         return Reference(actor, base=True)
-    return Reference(open_model(resident, device), refresh_every_steps=resident.refresh_every_steps)
+    return Reference(open_model(resident, process), refresh_every_steps=resident.refresh_every_steps)
 
 
 def open_critic(
-    plan: RunPlan, config: TrainConfig, device: str, actor: TrainEngine, steps: int, tokenizer: PreTrainedTokenizerBase
+    plan: RunPlan, config: TrainConfig, process: Process, actor: TrainEngine, steps: int, tokenizer: PreTrainedTokenizerBase
 ) -> Critic | SharedCritic | None:
     """The critic; None if nothing asks for values. ``actor``: its engine, whose second head is the critic with
     `critic.shared`. ``steps``: of the run.
@@ -100,5 +113,5 @@ def open_critic(
         return SharedCritic(actor, config.critic)
     if config.critic.path is not None:
         check_same_tokens(config.critic.path, tokenizer)
-    engine = open_model(resident, device, optimizer_steps=steps * resident.mini_batches * resident.epochs)
+    engine = open_model(resident, process, optimizer_steps=steps * resident.mini_batches * resident.epochs)
     return Critic(engine, config.critic, config.actor, seed=config.seed)

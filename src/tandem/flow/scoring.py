@@ -9,16 +9,15 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.batch import num_sequences, pack
-from tandem.api.collective import from_main
 from tandem.api.engines import TrainEngine
 from tandem.api.failures import DataFailure, UserCodeFailed
 from tandem.api.plugins import run_user_code
 from tandem.api.samples import Group, Sample
+from tandem.api.team import Team
 from tandem.config.errors import ConfigError
 from tandem.data.encoding import TEMPLATE_ERRORS, ChatEncoder, Encoded
 from tandem.flow.plan import PlannedScore, RunPlan, Stage
 from tandem.flow.run import Runner
-from tandem.rollout.collective import share
 from tandem.rollout.failure_budget import FailureLog, least_samples, too_few
 
 T = TypeVar("T")
@@ -144,8 +143,10 @@ def _called(planned: PlannedScore, function: Callable[..., T], **named: Any) -> 
 class GroupScorer:
     """Gives finished groups the rewards that need a model, one model after another."""
 
-    def __init__(self, plan: RunPlan, roles: Mapping[str, ScoreRole], runner: Runner, min_group_size: int | None):
-        self.plan, self.roles, self.runner, self.min_group_size = plan, roles, runner, min_group_size
+    def __init__(
+        self, plan: RunPlan, roles: Mapping[str, ScoreRole], runner: Runner, team: Team, min_group_size: int | None
+    ):
+        self.plan, self.roles, self.runner, self.team, self.min_group_size = plan, roles, runner, team, min_group_size
         self._log = FailureLog()
 
     def __call__(self, groups: Sequence[Group]) -> list[Group | DataFailure]:
@@ -180,9 +181,9 @@ class GroupScorer:
                         sequences.append(sequence)
             return len(sequences)
 
-        if not from_main(read):
+        if not self.team.share(read):
             return
-        values = self.runner.call(stage, share(lambda: pack(sequences)))
+        values = self.runner.call(stage, self.team.share(lambda: pack(sequences)))
         for (i, j), value in zip(places, values.tolist(), strict=False):  # ranks other than 0 have no places
             judged[i][j] = _with_score(judged[i][j], planned, value, planned.weight(groups[i].data))
 

@@ -9,8 +9,8 @@ from typing import Any
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.collective import together
 from tandem.api.engines import InferenceEngine, TrainEngine
+from tandem.api.team import Team
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.arithmetic import evaluation_gconfig, max_token_age, placement
 from tandem.config.experiment import TrainConfig
@@ -72,6 +72,8 @@ class Session:
     timer: PhaseTimer
     runner: Runner
     scorer: GroupScorer | None
+    team: Team
+    """All ranks."""
 
     @property
     def models(self) -> Models:
@@ -95,30 +97,30 @@ def open_session(
     tokenizer = load_tokenizer(folder)
     check_chat_template(tokenizer)
     with contextlib.ExitStack() as stack:
-        with together():
+        with process.team.together():
             engine = make_engine(config, process, folder, run)
             if engine is not None:
                 stack.callback(engine.close)
         optimizer_steps = (steps - config.critic.warmup_steps) * config.actor.mini_batches * config.actor.epochs_per_batch
-        trainer = open_model(policy, process.device, optimizer_steps=optimizer_steps)
-        reference = open_reference(plan, process.device, trainer)
-        critic = open_critic(plan, config, process.device, trainer, steps, tokenizer)
+        trainer = open_model(policy, process, optimizer_steps=optimizer_steps)
+        reference = open_reference(plan, process, trainer)
+        critic = open_critic(plan, config, process, trainer, steps, tokenizer)
         actor = make_actor(config, trainer, reference, critic)
         judge = plan.resident("teacher")
-        teacher = None if judge is None else Teacher(open_model(judge, process.device))
-        scores = open_scores(plan, process.device, tokenizer, reads=process.is_main)
+        teacher = None if judge is None else Teacher(open_model(judge, process))
+        scores = open_scores(plan, process, tokenizer)
         archive, verifier = make_proof(config, process, trainer, tokenizer, folder)
         publisher = make_publisher(config, process, trainer, engine, folder, run=run, archive=archive)
         stack.callback(publisher.close)
-        with together():
+        with process.team.together():
             reward = make_reward(config)
             stack.callback(reward.close)
             loader = make_loader(config, rows)
             timer, meter = PhaseTimer(), EngineMeter(engine)
             work: dict[str, Callable[..., Any]] = {}
             runner = LocalRunner(work, lambda stage: _measured(stage, timer, meter))
-            scorer = GroupScorer(plan, scores, runner, config.rollout.min_group_size) if scores else None
-            rollout = make_rollout(config, engine, loader, scorer)
+            scorer = GroupScorer(plan, scores, runner, process.team, config.rollout.min_group_size) if scores else None
+            rollout = make_rollout(config, engine, loader, scorer, process.team)
             stack.callback(rollout.close)
         session = Session(
             tokenizer=tokenizer,
@@ -140,6 +142,7 @@ def open_session(
             timer=timer,
             runner=runner,
             scorer=scorer,
+            team=process.team,
         )
         work |= _work(session, scores)
         yield session

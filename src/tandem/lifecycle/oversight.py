@@ -15,8 +15,8 @@ from types import FrameType
 from typing import Any, Self
 
 from tandem.api.activity import ACTIVITY, OTHER_RANKS, activity, enter
-from tandem.api.collective import from_main, is_main
 from tandem.api.failures import RankFailed, Stalled
+from tandem.api.team import Team
 from tandem.config.arithmetic import is_save_due, stalled_after_s
 from tandem.config.errors import TandemError
 from tandem.config.experiment import BaseConfig
@@ -48,8 +48,8 @@ class Oversight:
     within `ONCE_S` of a request is the same one.
     """
 
-    def __init__(self, config: BaseConfig, run: RunFolder | None):
-        self._config, self._run, self._whole = config.recover, run, config
+    def __init__(self, config: BaseConfig, run: RunFolder | None, team: Team):
+        self._config, self._run, self._whole, self._team = config.recover, run, config, team
         self._folder = run_path(config.run.root, config.experiment_name, config.trial_name)
         self._asked: str | None = None
         self._asked_at = -ONCE_S
@@ -60,7 +60,7 @@ class Oversight:
 
     def asked(self) -> bool:
         """Whether the run shall end after this step; the same on all ranks. Collective."""
-        return from_main(lambda: self._asked is not None)
+        return self._team.share(lambda: self._asked is not None)
 
     def leave(self) -> None:
         """Ends the run as interrupted, after it was saved; what is still being written may end."""
@@ -107,7 +107,7 @@ class Oversight:
         if self._asked is not None or self._config.grace_s == 0 or ACTIVITY.phase in ("build", "start"):
             raise KeyboardInterrupt
         self._asked = signal.Signals(number).name
-        if is_main():
+        if self._team.main:
             words = (
                 f"\n{self._asked}: the run ends after step {ACTIVITY.step}, within {self._config.grace_s:g} s, and "
                 f"{self._what_is_kept()}; once more ends it at once\n"

@@ -6,28 +6,24 @@ from typing import Any
 
 import numpy
 import torch
-import torch.distributed as dist
+
+from tandem.api.team import Team
 
 
 class RandomStates:
     """Of all ranks. With another number of ranks than before, a rank that is new takes the state of rank 0."""
 
-    def __init__(self, device: str):
+    def __init__(self, device: str, team: Team):
         """``device``: of this process; a GPU has a generator of its own."""
-        self._device = device
+        self._device, self._team = device, team
 
     def state_dict(self) -> dict[str, Any]:
         """See `tandem.api.state.Stateful`. Collective."""
-        own = self._here()
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return {"ranks": [own]}
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, own)
-        return {"ranks": every}
+        return {"ranks": self._team.gather(self._here())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """See `tandem.api.state.Stateful`."""
-        rank = dist.get_rank() if dist.is_initialized() else 0
+        rank = self._team.rank
         mine = state["ranks"][rank if rank < len(state["ranks"]) else 0]
         version, words, gauss = mine["python"]
         random.setstate((version, tuple(words), gauss))

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tandem.api.collective import from_main, together
 from tandem.api.engines import TrainEngine
 from tandem.api.state import State, Stateful
+from tandem.api.team import Team
+from tandem.flow.process import Process
 from tandem.flow.session import Session
 from tandem.lifecycle.random_state import RandomStates
 from tandem.rollout.ledger import Ledger
@@ -92,6 +93,7 @@ class Recovery:
         run: RunFolder | None,
         parts: Mapping[str, Stateful],
         progress: Progress,
+        team: Team,
         *,
         ledger: DurableLedger | None = None,
         still: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
@@ -100,23 +102,25 @@ class Recovery:
         """``run``: on rank 0. ``parts``: of this rank, in the order in which they are loaded. ``still``: a block in which
         nothing of them changes. ``record``: writes down what came of a step; collective."""
         self._run, self._parts, self.progress, self._ledger, self._still = run, dict(parts), progress, ledger, still
+        self.team = team
         self._record = record
 
-    def write(self, folder: Path, states: Mapping[str, State] | None = None) -> None:
+    def write(self, folder: Path, states: Mapping[str, State] | None = None, team: Team | None = None) -> None:
         """Writes the states into an empty folder: ``states``, a copy that was taken before, or those of now. Collective
-        without a copy.
+        over ``team``, None: all that take part in the run.
 
         Raises:
             OSError: the disk refuses.
         """
-        write_tree(folder, self.states() if states is None else states, writes=self._run is not None)
+        tree = self.states() if states is None else states
+        write_tree(team or self.team, folder, tree, writes=self._run is not None)
 
     def states(self) -> dict[str, State]:
         """The states of this rank's parts by name, as they are now and not copied. Collective."""
         tree: dict[str, State] = {}
         with self._still():
             for name in self._names():
-                with together():
+                with self.team.together():
                     if name in self._parts:
                         tree[name] = self._parts[name].state_dict()
         return tree
@@ -124,7 +128,7 @@ class Recovery:
     def commit(self, step: int) -> None:
         """The step is done: what ended in it is on the disk. Collective."""
         self.progress.step = step
-        with together(), self._still():
+        with self.team.together(), self._still():
             if self._ledger is not None:
                 self._ledger.commit()
         self._record(step)
@@ -139,17 +143,17 @@ class Recovery:
             ConfigError: the checkpoint is of another model, data set or configuration.
             StateDamaged, LedgerDamaged: what the checkpoint says is not there.
         """
-        path = from_main(self._choose)
+        path = self.team.share(self._choose)
         if path is None:
-            with together():
+            with self.team.together():
                 if self._ledger is not None:
                     self._ledger.forget()
             self._begin()
             return None
-        with together():
+        with self.team.together():
             tree = read_tree(path / STATE)
         for name in self._names():
-            with together():
+            with self.team.together():
                 if name in self._parts:
                     load_part(name, self._parts[name], tree, path)
         self._begin(step_of(path))
@@ -157,13 +161,13 @@ class Recovery:
 
     def _begin(self, step: int = 0) -> None:
         """Nothing of the configuration can be refused any more. ``step``: after which the run goes on. Collective."""
-        with together():
+        with self.team.together():
             if self._run is not None:
                 self._run.begin(step)
 
     def _names(self) -> list[str]:
         """Rank 0's parts, on all ranks: one order for what is collective."""
-        return from_main(lambda: list(self._parts))
+        return self.team.share(lambda: list(self._parts))
 
     def _choose(self) -> Path | None:
         """On rank 0."""
@@ -206,12 +210,13 @@ STATELESS = {
     "timer": "likewise",
     "runner": "calls stages, and remembers nothing",
     "scorer": "its models are frozen",
+    "team": "is the ranks that there are",
 }
 """The other fields, and why nothing of them need be saved. A test compares both with the fields that there are."""
 
 
 def parts_of_session(
-    session: Session, progress: Progress, tracker: Tracker | None, ledger: DurableLedger | None, device: str
+    session: Session, progress: Progress, tracker: Tracker | None, ledger: DurableLedger | None, process: Process
 ) -> dict[str, Stateful]:
     """Of a run of reinforcement learning, in the order of loading: the ledger before the executor that counts in it, the
     weights before the publisher that delivers them, and the random states last, for loading may draw."""
@@ -224,7 +229,7 @@ def parts_of_session(
             parts[name] = part
     if tracker is not None:
         parts["tracker"] = tracker
-    return parts | {"random": RandomStates(device)}
+    return parts | {"random": RandomStates(process.device, process.team)}
 
 
 def recovery_of_session(
@@ -232,24 +237,24 @@ def recovery_of_session(
     run: RunFolder | None,
     tracker: Tracker | None,
     stack: contextlib.ExitStack,
-    device: str,
+    process: Process,
     record: Callable[[int], None],
 ) -> Recovery:
     """For the loop of reinforcement learning; closes the ledger's file with ``stack``. Collective."""
     progress, ledger = Progress(), None
-    with together():
+    with process.team.together():
         if run is not None:
             file = stack.enter_context(LedgerFile(run.path / FILE))
             ledger = DurableLedger(session.rollout.ledger, file, progress)
-    parts = parts_of_session(session, progress, tracker, ledger, device)
-    return Recovery(run, parts, progress, ledger=ledger, still=session.rollout.standing_still, record=record)
+    parts = parts_of_session(session, progress, tracker, ledger, process)
+    return Recovery(run, parts, progress, process.team, ledger=ledger, still=session.rollout.standing_still, record=record)
 
 
 def parts_of_rows(
-    engine: TrainEngine, batches: Stateful, progress: Progress, tracker: Tracker | None, device: str
+    engine: TrainEngine, batches: Stateful, progress: Progress, tracker: Tracker | None, process: Process
 ) -> dict[str, Stateful]:
     """Of a run that learns from rows, in the order of loading."""
     parts: dict[str, Stateful] = {"progress": progress, "trainer": engine, "batches": batches}
     if tracker is not None:
         parts["tracker"] = tracker
-    return parts | {"random": RandomStates(device)}
+    return parts | {"random": RandomStates(process.device, process.team)}

@@ -10,9 +10,9 @@ from types import TracebackType
 from typing import Self
 
 from tandem.api.activity import within
-from tandem.api.collective import by_itself, from_main, together
 from tandem.api.failures import NotWritten, RankFailed, Stalled
 from tandem.api.state import State
+from tandem.api.team import Team
 from tandem.config.arithmetic import is_save_due
 from tandem.config.experiment import BaseConfig
 from tandem.launch.rank import time_to_save_s
@@ -63,7 +63,8 @@ class Saving:
         """The newest one that this process saved, or goes on from; on rank 0."""
         self._config, self._run, self._steps, self._recovery = config, run, steps, recovery
         self._models, self._save_tokenizer, self._late_writer = models, save_tokenizer, late_writer
-        self._snapshots, self._background = Snapshots(), BackgroundSave()
+        self._team = recovery.team
+        self._snapshots, self._background = Snapshots(self._team), BackgroundSave()
         self._seconds: dict[str, float] = {}
         self.beside = config.checkpoint.asynchronous and config.checkpoint.resumable
         """Whether saves are written beside training; False from the first that has to be waited for."""
@@ -110,7 +111,7 @@ class Saving:
             self._together(write)
 
     def _together(self, write: Callable[[], None] | None) -> None:
-        with together():
+        with self._team.together():
             if write is not None:
                 write()
 
@@ -131,7 +132,7 @@ class Saving:
             return False
         states = self._recovery.states()
         why_not = self._snapshots.why_not(states)
-        why_not = from_main(lambda: why_not or self._why_not(states))
+        why_not = self._team.share(lambda: why_not or self._why_not(states))
         if why_not is not None:
             log.info("training waits for each save: %s", why_not)
             self.beside = False
@@ -140,7 +141,7 @@ class Saving:
             copy = self._snapshots.take(states)
         except NotWritten as error:
             log.warning("training waits for each save: %s", error)
-            self.beside, self._snapshots = False, Snapshots()  # the memory of earlier copies is given back
+            self.beside, self._snapshots = False, Snapshots(self._team)  # the memory of earlier copies is given back
             return False
 
         def begin() -> bool:
@@ -151,7 +152,7 @@ class Saving:
             self._background.start(f"the checkpoint of step {step}", work)
             return True
 
-        self._under_way = from_main(begin)
+        self._under_way = self._team.share(begin)
         return self._under_way
 
     def _why_not(self, states: Mapping[str, State]) -> str | None:
@@ -161,8 +162,8 @@ class Saving:
 
     def _write_beside(self, step: int, models: Saves, copy: State, metrics: Mapping[str, float]) -> Path | None:
         """In the thread, on rank 0."""
-        with by_itself():
-            return self._save(step, models, partial(self._recovery.write, states=copy), metrics)
+        alone = Team.alone()  # a collective call from here would meet those of training
+        return self._save(step, models, partial(self._recovery.write, states=copy, team=alone), metrics, team=alone)
 
     def _save(
         self,
@@ -172,9 +173,12 @@ class Saving:
         metrics: Mapping[str, float],
         *,
         leaving: bool = False,
+        team: Team | None = None,
     ) -> Path | None:
         options = {"write_state": write_state, "metrics": metrics, "leaving": leaving}
-        return save_if_due(self._config, self._run, step, self._steps, models, self._save_tokenizer, **options)
+        return save_if_due(
+            team or self._team, self._config, self._run, step, self._steps, models, self._save_tokenizer, **options
+        )
 
     def _hear(self, *, wait: bool) -> bool:
         """Whether a save was under way and has ended, or is waited for; every rank hears what it came to. Collective.
@@ -192,7 +196,7 @@ class Saving:
             return True
 
         self._under_way = False  # what failed is heard of once
-        self._under_way = not from_main(ended)
+        self._under_way = not self._team.share(ended)
         return not self._under_way
 
     def _take(self) -> None:

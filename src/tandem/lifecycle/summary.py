@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from tandem.api.collective import from_main, together
 from tandem.api.failures import UserCodeFailed
+from tandem.api.team import Team
 from tandem.config.arithmetic import arithmetic, first_limit, is_save_due
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.load import Resolved, describe, plain_data, to_yaml
@@ -89,7 +89,7 @@ def open_run(
         OSError: `metrics.jsonl` cannot be written.
     """
     run = tracker = None
-    with together():
+    with process.team.together():
         if process.is_main:
             names = config.run.root, config.experiment_name, config.trial_name
             text, command = to_yaml(config), COMMANDS.get(type(config))
@@ -128,12 +128,13 @@ def telling_step(number: int) -> Iterator[None]:
         raise UserCodeFailed(f"step {number}: {error}") from error
 
 
-def run_id(run: RunFolder | None) -> str:
+def run_id(team: Team, run: RunFolder | None) -> str:
     """The run's own name, as rank 0 has it, on all ranks. Collective."""
-    return from_main(lambda: run.id if run is not None else "")
+    return team.share(lambda: run.id if run is not None else "")
 
 
 def save_if_due(
+    team: Team,
     config: BaseConfig,
     run: RunFolder | None,
     step: int,
@@ -158,6 +159,7 @@ def save_if_due(
         return None
     try:
         return save_checkpoint(
+            team,
             run,
             step,
             engine.save,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tandem.api.collective import together, whole
+from tandem.api.team import Team
 from tandem.config.experiment import BaseConfig
 from tandem.state.run_folder import RunFolder
 from tandem.state.weight_digests import append_digests, digests_of
@@ -13,7 +13,7 @@ Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 """A stream of all weights, whole; collective."""
 
 
-def weight_record(config: BaseConfig, run: RunFolder | None, weights: Weights) -> Callable[[int], None]:
+def weight_record(team: Team, config: BaseConfig, run: RunFolder | None, weights: Weights) -> Callable[[int], None]:
     """What is called after each step: adds a line of digests to `weights.jsonl`, where the run is deterministic. Collective.
 
     ``run``: on rank 0, which writes; the others take part in gathering.
@@ -22,7 +22,7 @@ def weight_record(config: BaseConfig, run: RunFolder | None, weights: Weights) -
     def record(step: int) -> None:
         if not config.deterministic:
             return
-        with together(), whole(weights()) as stream:
+        with team.together(), team.whole(weights()) as stream:
             if run is not None:
                 append_digests(run.path, step, digests_of(stream))
             else:

@@ -59,13 +59,13 @@ class Instant:
 
 @dataclass(frozen=True)
 class Room:
-    """Where the ranks of a run lie: on a CPU in one memory, else on a device each, beside one host memory."""
+    """Where the ranks of a run, or of a model, lie: on a CPU in one memory, else on a device each, beside host memory."""
 
     ranks: int
     shared: bool
 
     def item(self, role: str, what: str, each: float, place: Place = "device") -> Item:
-        """What every rank holds, ``each`` bytes."""
+        """What each of these ranks holds, ``each`` bytes."""
         if self.shared:
             return Item(role, what, each * self.ranks, holders=self.ranks)
         if place == "host":

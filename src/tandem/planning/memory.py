@@ -5,6 +5,7 @@ embedded engine has a copy of its own, and a second one while an update is stage
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from tandem.models.shape import BYTES
 from tandem.planning import activations
@@ -49,7 +50,8 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
     """Every phase of a step once the optimizers have their moments, in order."""
     worst = batches_of(job, job.lengths.longest)
     room = Room(job.actor.ranks, shared=machine.kind == "cpu")
-    steady = [item for model in job.models for item in states(model, room)] + list(_engine(job, machine))
+    rooms = {model.role: replace(room, ranks=model.ranks) for model in job.models}
+    steady = [item for model in job.models for item in states(model, rooms[model.role])] + list(_engine(job, machine))
     steady += [*_processes(job, machine, room), *_copied(job, room)]
     coming: dict[str, tuple[Item, ...]] = {}
 
@@ -61,7 +63,7 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
     scoring = {role for _, role in job.passes}
     for model in job.models:
         if model.role in scoring:
-            add(f"score: {model.role}", *_scoring(model, worst.score[model.role], room))
+            add(f"score: {model.role}", *_scoring(model, worst.score[model.role], rooms[model.role]))
     if job.verifies:
         before = FLOAT32 * job.actor.masters + BYTES[job.actor.dtype] * job.actor.base
         copy = room.item("verify", "weights before", before / job.actor.parts)
@@ -72,8 +74,8 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
         add("verify", copy, in_float32, *_scoring(job.actor, worst.score["actor"], room))
     for model in job.models:
         if model.trained:
-            add(f"update: {model.role}", *_update(model, worst.update[model.role], room))
-            add(f"optimizer: {model.role}", *gradients_of_the_step(model, room))
+            add(f"update: {model.role}", *_update(model, worst.update[model.role], rooms[model.role]))
+            add(f"optimizer: {model.role}", *gradients_of_the_step(model, rooms[model.role]))
     if job.generator is not None and job.generator.foreign is None:
         add("publish", *_publishing(job, machine))
     add("save", *_saving(job, room))

@@ -9,8 +9,8 @@ import torch
 from safetensors import safe_open
 from tensordict import TensorDict
 
-from tandem.api.collective import from_main, spread
 from tandem.api.engines import TrainEngine
+from tandem.api.team import Team
 from tandem.api.weights import FolderSource
 from tandem.weights.archive import VersionArchive
 
@@ -31,15 +31,15 @@ def _is_of_adapter(name: str) -> bool:
 class Scorer:
     """Log-probabilities by the trainer, with the weights as they were delivered. All methods are collective."""
 
-    def __init__(self, engine: TrainEngine, archive: VersionArchive | None, dtype: torch.dtype, *, rounds: bool):
+    def __init__(self, engine: TrainEngine, archive: VersionArchive | None, dtype: torch.dtype, team: Team, *, rounds: bool):
         """``archive``: on rank 0. ``dtype``: of the delivery. ``rounds``: the engine computes in a wider one, so that its
         own weights have to be rounded before they are what was delivered."""
-        self.engine, self._archive, self._dtype, self._rounds = engine, archive, dtype, rounds
+        self.engine, self._archive, self._dtype, self._team, self._rounds = engine, archive, dtype, team, rounds
         self._names: frozenset[str] | None = None
 
     def kept(self) -> list[int]:
         """Versions that can be scored beside the newest one, oldest first."""
-        return from_main(lambda: self._archive.versions if self._archive is not None else [])
+        return self._team.share(lambda: self._archive.versions if self._archive is not None else [])
 
     @property
     def kept_gib(self) -> float:
@@ -93,7 +93,7 @@ class Scorer:
         source = None if archive is None else archive.get(number)
         stream = () if source is None else source.tensors()
         # the folder that a run began with may hold tied tensors twice, and in another dtype
-        yield from spread((name, self._delivered(name, tensor)) for name, tensor in stream if name in names)
+        yield from self._team.spread((name, self._delivered(name, tensor)) for name, tensor in stream if name in names)
 
     def _delivered(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         return tensor if _is_of_adapter(name) else tensor.to(self._dtype)

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from tandem.api.batch import pack
 from tandem.api.engines import InferenceEngine
 from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey
+from tandem.api.team import Team
 from tandem.config.delivery import VerifyConfig
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
@@ -122,7 +123,7 @@ def verify_engine(
         if source is not None:
             archive.keep(number, source)
     verifier = Verifier(
-        Scorer(trainer, archive, DTYPES[dtype], rounds=False),
+        Scorer(trainer, archive, DTYPES[dtype], Team(), rounds=False),
         VerifyConfig(every_steps=1, trajectories=questions, tolerance=tolerance),
         tokenizer,
         DTYPES[dtype],

@@ -138,6 +138,8 @@ def _check_score(term: Term, score: Score) -> None:
     for name, value, allowed in (("head", model.head, ("lm", "scalar")), ("dtype", model.dtype, (None, *DTYPES))):
         if value not in allowed:
             raise ConfigError(f"reward {term.name!r}: FrozenModel.{name} must be one of {allowed}, got {value!r}")
+    if not isinstance(model.backend, str | None):
+        raise ConfigError(f"reward {term.name!r}: FrozenModel.backend must be a text such as fsdp:d1, got {model.backend!r}")
     if not isinstance(score.name, str):
         raise ConfigError(f"reward {term.name!r}: its attribute `name` must be a text, got {score.name!r}")
 

@@ -17,16 +17,17 @@ class ModelReward(Score):
 
     The conversation is rendered by the reward model's own tokenizer and chat template, so it may be of another family than
     the actor. ``path``: its folder. ``name``: its name in metrics, where a reward has several. ``center`` is subtracted, and
-    ``scale`` divides: rewards of pairs have no zero and no unit of their own.
+    ``scale`` divides: rewards of pairs have no zero and no unit of their own. ``backend``: how the model is spread, as
+    `FrozenModel.backend`.
     """
 
-    def __init__(self, path: str, name: str = "model", center: float = 0.0, scale: float = 1.0):
+    def __init__(self, path: str, name: str = "model", center: float = 0.0, scale: float = 1.0, backend: str | None = None):
         for knob, value in (("center", center), ("scale", scale)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 raise ConfigError(f"reward model({path}): {knob} must be a finite number, got {value!r}")
         if scale <= 0:
             raise ConfigError(f"reward model({path}): scale must be above 0, got {scale}")
-        self.model = FrozenModel(str(path), head="scalar")
+        self.model = FrozenModel(str(path), head="scalar", backend=backend)
         self.name, self.center, self.scale = name, center, scale
 
     def score(self, batch: TensorDict, model: TrainEngine) -> torch.Tensor:

@@ -11,15 +11,14 @@ from typing import Any, TypeVar
 
 from tensordict import TensorDict
 
-from tandem.api.collective import from_main
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import DataFailure
 from tandem.api.samples import Group
+from tandem.api.team import Team
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import RolloutConfig
 from tandem.rollout.collate import collate
-from tandem.rollout.collective import is_collector, share
 from tandem.rollout.gate import StalenessGate
 from tandem.rollout.pool import EpisodePool, GroupFilter, GroupObserver, Row, Wish
 from tandem.rollout.replay import Replay
@@ -63,14 +62,14 @@ class Rollout:
         observer: GroupObserver | None = None,
         max_head_offpolicyness: int | None = None,
         scorer: GroupScorer | None = None,
+        team: Team | None = None,
     ):
-        """``scorer``: gives finished groups the rewards that need a model, before the filter and the batch."""
-        eta = config.max_head_offpolicyness if max_head_offpolicyness is None else max_head_offpolicyness
-        self._eta = eta or 0
+        """``scorer``: gives finished groups the rewards that need a model. ``team``: the ranks that get batches, or all."""
+        self._eta = (config.max_head_offpolicyness if max_head_offpolicyness is None else max_head_offpolicyness) or 0
         if self._eta and (deterministic or config.oversample > 1):
             what = "deterministic=true" if deterministic else f"rollout.oversample={config.oversample:g}"
             raise ConfigError(f"{what} is for synchronous training, got rollout.max_head_offpolicyness={self._eta}")
-        self._engine, self._config, self._scorer = engine, config, scorer
+        self._engine, self._config, self._scorer, self._team = engine, config, scorer, team or Team()
         self.gate = StalenessGate(math.ceil(config.batch_size * config.oversample), self._eta, config.max_concurrent)
         self._pool = EpisodePool(
             engine,
@@ -134,11 +133,11 @@ class Rollout:
         """Rank 0 queues rows and collects as many groups as ``begin`` says. While some of them need the rewards of a model,
         all ranks score these, and rank 0 collects again. Then it packs the batch. Collective."""
         patience_s = self._config.wait_timeout_s if timeout_s is None else timeout_s
-        wish = Wish(from_main(begin), partial, patience_s)
-        while from_main(lambda: self._pool.collect(wish)):
+        wish = Wish(self._team.share(begin), partial, patience_s)
+        while self._team.share(lambda: self._pool.collect(wish)):
             assert self._scorer is not None, "without a scorer every group is judged as it ends"
             wish.outcomes = self._scorer([episode.group for episode in wish.candidates if episode.group is not None])
-        return share(lambda: self._packed(wish))
+        return self._team.share(lambda: self._packed(wish))
 
     def _packed(self, wish: Wish) -> TensorDict:
         """Rank 0: makes a batch of the groups that were taken."""
@@ -159,12 +158,12 @@ class Rollout:
 
     def end_step(self) -> None:
         """The batch was trained on and its weights are published: its episodes make room for others."""
-        if is_collector():
+        if self._team.main:
             self._pool.end_step()
 
     def metrics(self) -> dict[str, float]:
         """Of the last batch, and counts of episodes and failed samples since the start; empty on ranks other than 0."""
-        return self._metrics | self._pool.counts() if is_collector() else {}
+        return self._metrics | self._pool.counts() if self._team.main else {}
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine (an evaluation, say) on the executor's loop, beside its episodes, and waits for it."""
@@ -179,11 +178,11 @@ class Rollout:
 
         Prompts that have begun and not ended are those that begin anew; what ended stands in `ledger`, which is saved apart.
         """
-        return {"pool": self._pool.state_dict(), "replay": self.replay.state_dict()} if is_collector() else {}
+        return {"pool": self._pool.state_dict(), "replay": self.replay.state_dict()} if self._team.main else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Before the first batch."""
-        if is_collector():
+        if self._team.main:
             self._pool.load_state_dict(state["pool"])
             self.replay.load_state_dict(state["replay"])
 

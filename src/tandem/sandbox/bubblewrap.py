@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import shutil
-import subprocess
 from pathlib import Path
 
 from tandem.config.extras import install_extra
@@ -84,9 +83,3 @@ class Bubblewrap(Jail):
         arguments += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
         whom = ORDINARY_USER + os.getpid() % 1_000_000 if is_root else -1
         return Start([str(program), *arguments, "--", *self.python(_INSIDE, control, base="", user=whom)])
-
-    @staticmethod
-    def version() -> str:
-        """As the program itself says."""
-        program = find_program()
-        return subprocess.run([str(program), "--version"], capture_output=True, text=True).stdout.strip() if program else ""

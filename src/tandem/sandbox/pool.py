@@ -18,8 +18,9 @@ MOST_WORKERS = 16
 class SandboxPool(Sandbox):
     """Runs programs in up to ``size`` workers (None: one a core), each started when first needed.
 
-    As many programs of `run` go at once as there are workers; the others wait. Programs of `start` and workspaces share the
-    workers, and nobody waits for them. A worker that was killed is replaced.
+    Of `run`, twice as many programs go at once as there are workers, so that one computes while another is begun or read; the
+    others wait. Programs of `start` and workspaces share the workers, and nobody waits for them. A worker that was killed is
+    replaced.
     """
 
     def __init__(self, jail: Jail, size: int | None = None):
@@ -56,7 +57,7 @@ class SandboxPool(Sandbox):
         loop = asyncio.get_running_loop()
         content = packed(program, program.files, "")
         reason = ""
-        async with self._turns.setdefault(loop, asyncio.Semaphore(len(self._workers))):
+        async with self._turns.setdefault(loop, asyncio.Semaphore(2 * len(self._workers))):
             for _ in range(ATTEMPTS):
                 try:
                     session = await self._worker().open(limits)

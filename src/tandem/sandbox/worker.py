@@ -19,8 +19,10 @@ from tandem.sandbox.jail import ENVIRONMENT, Jail
 
 START_S = 60.0
 """Longest time to start a worker and open a session: it is not part of a program's wall time."""
-GRACE_S = 10.0
-"""So long after its wall time a program's end is awaited; then the whole worker is killed."""
+GRACE_S = 30.0
+"""So long after its wall time a program's end is awaited; a worker that has not reported it then is lost."""
+CLOSE_S = 10.0
+"""So long a worker may take to end all that it has started."""
 _MESSAGE = 1 << 16
 _PIECE = 1 << 16
 _HEADER = struct.Struct("!Q")
@@ -72,10 +74,14 @@ def packed(program: Program | None, files: Mapping[str, bytes], path: str) -> by
 
 
 class Worker:
-    """One fork server in its jail. Usable at once: what is asked waits in its socket until it has started."""
+    """One fork server in its jail. Usable at once: what is asked waits in its socket until it has started.
+
+    The kernel ends it with the *thread* that made it, and so with the process, whatever way that ends.
+    """
 
     def __init__(self, jail: Jail):
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._has_started = False
         self._words = os.memfd_create("stderr", os.MFD_CLOEXEC)
         self._start = jail.start(theirs.fileno())
         self._process = subprocess.Popen(
@@ -117,16 +123,10 @@ class Worker:
         session = Session(self, ours)
         try:
             with theirs:
-                own = os.dup(self._control.fileno())  # a loop has one waiter for each descriptor, and several may wait here
-                try:
-                    if not await ready({own: True}, START_S):
-                        raise SandboxLost("a worker does not read what it is asked")
-                finally:
-                    os.close(own)
-                socket.send_fds(self._control, [json.dumps({"file_mib": limits.file_mib}).encode()], [theirs.fileno()])
-            answer = await session.receive(START_S)
-            if "error" in answer:
-                raise SandboxLost(answer["error"])
+                await self._ask(json.dumps({"file_mib": limits.file_mib}).encode(), theirs.fileno())
+            if not self._has_started:
+                await session.await_ready()
+                self._has_started = True
         except OSError as error:
             session.close()
             raise SandboxLost(f"a worker is gone: {error}; {self.words()}") from error
@@ -135,11 +135,22 @@ class Worker:
             raise
         return session
 
+    async def _ask(self, message: bytes, descriptor: int) -> None:
+        deadline = time.monotonic() + START_S
+        while True:
+            try:
+                socket.send_fds(self._control, [message], [descriptor])
+                return
+            except BlockingIOError:  # several may wait for this socket, and an event loop tells only one of them
+                if time.monotonic() > deadline:
+                    raise SandboxLost("a worker does not read what it is asked") from None
+                await asyncio.sleep(0.01)
+
     def kill(self) -> None:
         """Ends it and everything below it. Twice is fine."""
         self._control.close()  # it ends what it has started, removes its files and goes
         try:
-            self._process.wait(GRACE_S)
+            self._process.wait(CLOSE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -158,22 +169,22 @@ class Session:
         self._channel = channel
         self._channel.setblocking(False)
 
-    async def receive(self, timeout_s: float) -> dict[str, Any]:
-        """The next message.
+    async def await_ready(self) -> None:
+        """Waits until it says that it is there.
 
         Raises:
-            SandboxLost: it has gone, or sent nothing in time; then its worker is killed.
+            SandboxLost: it cannot be made, or said nothing in time; then its worker is killed.
         """
-        if not await ready({self._channel.fileno(): False}, timeout_s):
+        if not await ready({self._channel.fileno(): False}, START_S):
             self.worker.kill()
-            raise SandboxLost(f"a worker did not answer in {timeout_s:.0f} s and was killed")
-        return self.message()
+            raise SandboxLost(f"a worker did not start in {START_S:.0f} s and was killed")
+        self.message()
 
     def message(self) -> dict[str, Any]:
-        """The message that is there.
+        """The message that is there: the end of a program, or ``ready``.
 
         Raises:
-            SandboxLost: the session has gone.
+            SandboxLost: the session has gone, or cannot be made.
         """
         try:
             data = self._channel.recv(_MESSAGE)
@@ -181,8 +192,10 @@ class Session:
             data = b""
         if not data:
             raise SandboxLost(f"a worker was killed; {self.worker.words()}".rstrip("; "))
-        message = json.loads(data)
-        return message if isinstance(message, dict) else {}
+        message: dict[str, Any] = json.loads(data)
+        if "error" in message:
+            raise SandboxLost(message["error"])
+        return message
 
     def begin(self, operation: str, limits: Limits, content: bytes, stdin: int) -> "Running":
         """Starts a program or a work on files. ``stdin``: a descriptor, which is closed here.
@@ -267,12 +280,12 @@ class Running:
             watched = dict.fromkeys((self.session.descriptor, *self._open), False)
             if not await ready(watched, deadline - time.monotonic()):
                 self.session.worker.kill()
-                end = {"killed": "wall"}
-                break
+                raise SandboxLost(f"a worker said nothing for {GRACE_S:.0f} s after a program's time and was killed")
             for descriptor in tuple(self._open):
                 self.take(descriptor)
             with contextlib.suppress(BlockingIOError):
-                end = self.session.message()
+                message = self.session.message()
+                end = {} if "ready" in message else message
         self._drain()
         return self._outcome(end)
 
@@ -287,7 +300,7 @@ class Running:
     def _outcome(self, end: dict[str, Any]) -> Outcome:
         stdout, stderr = bytes(self.streams[self.stdout]), bytes(self.streams[self.stderr])
         code, killed = end.get("code"), end.get("killed")
-        seconds = time.monotonic() - self._began
+        seconds = end["seconds"]
         if reason := end.get("reason"):
             return Outcome("refused", None, b"", reason.encode(), seconds)
         return Outcome(self._status(code, killed, stderr), code, stdout, stderr, seconds)

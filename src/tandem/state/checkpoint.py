@@ -11,7 +11,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from tandem.api.activity import did
-from tandem.api.collective import from_main, together
+from tandem.api.team import Team
 from tandem.config.errors import TandemError
 from tandem.state.existing import checkpoints, step_of
 from tandem.state.manifest import STATE, Invalid, read_manifest, write_manifest
@@ -26,6 +26,7 @@ class CheckpointFailed(TandemError, OSError):
 
 
 def save_checkpoint(
+    team: Team,
     run: RunFolder | None,
     step: int,
     write_model: Callable[[Path], None],
@@ -44,19 +45,19 @@ def save_checkpoint(
     resuming needs into its sub-folder `state/`, where a manifest of everything is laid too. A step that is saved
     already is not written again. What a killed save has left is removed first. ``metrics``: of this step.
 
-    Collective: every rank calls it, those other than 0 with ``run=None``, and they get None. ``write_model`` and
+    Collective: every rank of ``team`` calls it, those other than 0 with ``run=None``, and they get None. ``write_model`` and
     ``write_state`` are called on all ranks, ``save_tokenizer`` on rank 0.
 
     Raises:
         CheckpointFailed: on all ranks, the disk is full or refuses; earlier checkpoints are as they were.
     """
-    temporary = from_main(lambda: _begin(run, step))
+    temporary = team.share(lambda: _begin(run, step))
     if temporary is not None:
         for write in (write_model, write_state):
             if write is not None:  # a failure of one rank ends the others before their next collective call
-                with _removed_on_failure(run, temporary), together(), _all_or_nothing(run, step, temporary):
+                with _removed_on_failure(run, temporary), team.together(), _all_or_nothing(run, step, temporary):
                     write(temporary if write is write_model else temporary / STATE)
-        with _removed_on_failure(run, temporary), together(), _all_or_nothing(run, step, temporary):
+        with _removed_on_failure(run, temporary), team.together(), _all_or_nothing(run, step, temporary):
             if run is not None:
                 save_tokenizer(temporary)
                 if write_state is not None:
@@ -101,7 +102,7 @@ def remove_leftovers(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _removed_on_failure(run: RunFolder | None, temporary: Path) -> Iterator[None]:
-    """Another rank's failure, which `together` raises here, leaves nothing behind either."""
+    """Another rank's failure, which `Team.together` raises here, leaves nothing behind either."""
     try:
         yield
     except BaseException:

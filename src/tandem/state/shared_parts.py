@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from tandem.api.collective import from_main, is_main
 from tandem.api.state import Part
+from tandem.api.team import Team
 
 MARK_BYTES = 64
 """At the beginning of each memory, some random bytes: a process of that number on another machine has others."""
@@ -54,7 +53,9 @@ class Offer:
 class SharedParts:
     """Copies of one state's parts. `copy` and then `share`, which is collective; each takes the memory of those before."""
 
-    def __init__(self) -> None:
+    def __init__(self, team: Team) -> None:
+        """``team``: the ranks that have parts; its first one reads them all."""
+        self._team = team
         self._fd: int | None = None
         self._mark = secrets.token_bytes(MARK_BYTES)
         self._memory: mmap.mmap | None = None
@@ -108,12 +109,9 @@ class SharedParts:
     def share(self) -> str | None:
         """Lets rank 0 read what every rank has copied; None, or why it cannot. Collective."""
         path = f"/proc/{os.getpid()}/fd/{self._fd}" if self._fd is not None else ""
-        offers = [Offer(path, self._mark, self.num_bytes, self._blocks)]
-        if dist.is_initialized():
-            offers = offers * dist.get_world_size()
-            dist.all_gather_object(offers, offers[0])
-        self._offers = offers if is_main() else []
-        return from_main(self._map)
+        offers = self._team.gather(Offer(path, self._mark, self.num_bytes, self._blocks))
+        self._offers = offers if self._team.main else []
+        return self._team.share(self._map)
 
     def _map(self) -> str | None:
         """On rank 0."""

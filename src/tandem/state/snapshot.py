@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from tandem.api.collective import is_main, together
 from tandem.api.failures import NotWritten
 from tandem.api.state import Part, Parted, State, part_of
+from tandem.api.team import Team
 from tandem.state.shared_parts import SharedParts
 
 
@@ -21,9 +21,10 @@ class Snapshots:
     spread over ranks each copies what it has (`SharedParts`), and rank 0 puts them together when they are written.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, team: Team) -> None:
+        self._team = team
         self._buffers: dict[str, torch.Tensor] = {}
-        self._shared = SharedParts()
+        self._shared = SharedParts(team)
 
     def why_not(self, tree: Mapping[str, Any]) -> str | None:
         """Why a copy of this state cannot be taken; None where it can. Collective; rank 0's word counts."""
@@ -42,14 +43,14 @@ class Snapshots:
             RuntimeError: rank 0 cannot read what another rank has copied.
         """
         used: dict[str, torch.Tensor] = {}
-        with together():  # before the next collective call: there may be too little memory on one rank
+        with self._team.together():  # before the next collective call: there may be too little memory on one rank
             spread = dict(_spread(tree))
             if spread:
                 try:
                     self._shared.copy({name: _own(name, leaf) for name, leaf in spread.items()})
                 except OSError as error:
                     raise NotWritten(f"there is too little memory for a copy of the state: {error}") from error
-            copy = {key: self._copied(value, key, used) for key, value in tree.items()} if is_main() else {}
+            copy = {key: self._copied(value, key, used) for key, value in tree.items()} if self._team.main else {}
             self._buffers = used  # what is no part of the state any more is let go of
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()

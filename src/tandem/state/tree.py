@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from tandem.api.activity import did
-from tandem.api.collective import together, whole
 from tandem.api.state import Parted, Stateful
+from tandem.api.team import Team
 from tandem.config.errors import ConfigError, TandemError
 
 PLAIN_FILE, TENSOR_FILES = "state.json", "tensors-*.safetensors"
@@ -31,18 +31,18 @@ class StateDamaged(TandemError, ValueError):
     """Files that are no state, or not the state of this part."""
 
 
-def write_tree(folder: Path, tree: Mapping[str, Any], *, writes: bool) -> None:
-    """Writes a tree of plain data and tensors into an empty folder. Collective where tensors are sharded: every rank gives
-    its own tree with the same sharded tensors in the same order; only the one that ``writes`` leaves files.
+def write_tree(team: Team, folder: Path, tree: Mapping[str, Any], *, writes: bool) -> None:
+    """Writes a tree of plain data and tensors into an empty folder. Collective where tensors are sharded: every rank of
+    ``team`` gives its own tree with the same sharded tensors in the same order; only the one that ``writes`` leaves files.
 
     Raises:
         TypeError: something in the tree is neither plain data nor a tensor; names where.
         OSError: the disk refuses.
     """
     tensors: dict[str, torch.Tensor | Parted] = {}
-    with together():  # before the first collective call: rank 0 has parts that the others have not
+    with team.together():  # before the first collective call: rank 0 has parts that the others have not
         plain = _split(tree, "", tensors)
-    with whole(_gathered(tensors, all_of_them=writes)) as stream:
+    with team.whole(_gathered(tensors, all_of_them=writes)) as stream:
         if not writes:
             for _ in stream:
                 pass

@@ -77,7 +77,7 @@ class Run(Generic[C]):
         Raises:
             CheckpointFailed: the disk refuses, unless `checkpoint.on_error` lets training go on.
         """
-        save_if_due(self.config, self.folder, step, self.steps, models, models.save_tokenizer)
+        save_if_due(self.process.team, self.config, self.folder, step, self.steps, models, models.save_tokenizer)
 
 
 @contextlib.contextmanager
@@ -104,4 +104,4 @@ def start_run(
     steps = total_steps(config, len(rows.train))
     with contextlib.ExitStack() as stack:
         folder, tracker = open_run(recorded or config, process, stack, steps=steps, examine=examine)
-        yield Run(config, plan, rows, steps, process, folder, tracker, run_id(folder))
+        yield Run(config, plan, rows, steps, process, folder, tracker, run_id(process.team, folder))

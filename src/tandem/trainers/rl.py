@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 from tandem.api.activity import enter, within
-from tandem.api.collective import together
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import Resolved
 from tandem.data.curriculum import Curriculum
@@ -61,11 +60,11 @@ def run_session(
         begun = stack.enter_context(start_run(config, rows, plan, recorded=resolved.config, examine=examine))
         run, tracker, process, steps = begun.folder, begun.tracker, begun.process, begun.steps
         last = min(steps, until or steps)
-        oversight = stack.enter_context(Oversight(resolved.config, run))
+        oversight = stack.enter_context(Oversight(resolved.config, run, process.team))
         session = stack.enter_context(open_session(config, process, rows, steps, begun.id, plan))
         models = session.models
-        record = weight_record(config, run, models.named_weights)
-        recovery = recovery_of_session(session, run, tracker, stack, process.device, record)
+        record = weight_record(process.team, config, run, models.named_weights)
+        recovery = recovery_of_session(session, run, tracker, stack, process, record)
         saving = Saving(config, run, steps, models, models.save_tokenizer, recovery, models.late_writer)
         stack.enter_context(saving)
         return ended(loop(config, session, run, tracker, rows, steps, last, recovery, saving, oversight), run, steps)
@@ -113,7 +112,7 @@ def loop(
     with within("evaluate"):
         found = evaluate_if_due(config, session, rows, 0, steps) if checkpoint is None else {}
     progress.evaluations |= _accuracy(0, found)
-    with together():  # every rank, for only rank 0 has found anything
+    with session.team.together():  # every rank, for only rank 0 has found anything
         if tracker is not None and found:
             tracker.log(0, found)
     timer.metrics()  # what came before the first step is not part of it

@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.activity import enter, within
 from tandem.api.batch import pack
-from tandem.api.collective import together
 from tandem.api.engines import TrainEngine
 from tandem.api.failures import DataFailure
 from tandem.config.arithmetic import is_evaluation_due, total_steps
@@ -212,10 +211,10 @@ def open_row_session(run: Run[Any], recipe: Recipe, tokenizer: PreTrainedTokeniz
     """
     config, model = run.config, run.plan.resident("actor")
     assert model is not None, "every plan has an actor"
-    engine = open_model(model, run.process.device, optimizer_steps=run.steps)
+    engine = open_model(model, run.process, optimizer_steps=run.steps)
     loader = Loader(run.rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
     batches = BatchMaker(loader, recipe.encoder(tokenizer, config), config.batch_size)
-    return RowSession(run, tokenizer, engine, open_reference(run.plan, run.process.device, engine), batches)
+    return RowSession(run, tokenizer, engine, open_reference(run.plan, run.process, engine), batches)
 
 
 def train_on_rows(
@@ -237,15 +236,15 @@ def train_on_rows(
     with contextlib.ExitStack() as stack:
         begun = stack.enter_context(start_run(config, rows, plan, examine=may_go_on(config, override=override)))
         run, tracker, steps = begun.folder, begun.tracker, begun.steps
-        oversight = stack.enter_context(Oversight(config, run))
+        oversight = stack.enter_context(Oversight(config, run, begun.process.team))
         session = open_row_session(begun, recipe, tokenizer)
         engine, progress = session.engine, Progress()
         parts, record = (
-            parts_of_rows(engine, session.batches, progress, tracker, begun.process.device),
-            weight_record(config, run, engine.weights),
+            parts_of_rows(engine, session.batches, progress, tracker, begun.process),
+            weight_record(begun.process.team, config, run, engine.weights),
         )
         stages = recipe.stages(session, config)
-        recovery = Recovery(run, parts, progress, record=record)
+        recovery = Recovery(run, parts, progress, begun.process.team, record=record)
         saving = Saving(
             config,
             run,
@@ -295,7 +294,7 @@ def loop(
         if checkpoint is None:
             with within("evaluate"):
                 found = examined(stages.evaluate, valid)
-            with together():
+            with session.run.process.team.together():
                 if tracker is not None:
                     tracker.log(0, found)
     timer.metrics()  # what came before the first step is not part of it

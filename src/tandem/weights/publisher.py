@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from tandem.api.collective import from_main, together, whole
 from tandem.api.engines import InferenceEngine, TrainEngine
 from tandem.api.failures import EngineDied, WeightUpdateFailed
+from tandem.api.team import Team
 from tandem.api.weights import WeightSource, WeightUpdate, WeightVersion, version_digest
 from tandem.config.errors import ConfigError
 from tandem.weights.archive import VersionArchive
@@ -42,24 +42,27 @@ class WeightPublisher:
         channel: Channel | None = None,
         disk: Callable[[], Channel] | None = None,
         archive: VersionArchive | None = None,
+        team: Team | None = None,
     ):
         """``channel``: None takes what the engines read, see `channel_for`; ``disk`` makes the one for engines that read
-        from a folder. ``archive``: keeps versions that somebody will score again; on rank 0.
+        from a folder. ``archive``: keeps versions that somebody will score again; on the first rank.
+        ``team``: the ranks that train the model; None: all.
 
         Raises:
             ConfigError: an engine reads from a folder, and there is no ``disk``.
         """
-        self._train_engine = train_engine
+        self._train_engine, self._team = train_engine, team or Team()
         engines = (inference_engine,) if isinstance(inference_engine, InferenceEngine) else inference_engine
         self._engines: tuple[InferenceEngine, ...] = tuple(engines)
         self._run, self._model, self._dtype = run, model, dtype
         self.channel, self._archive = channel or channel_for(self._engines, disk), archive
-        self._streams = from_main(lambda: self.channel.streams)  # then every rank reads the stream twice
-        self._adapter = train_engine.adapter if from_main(self._takes_adapters) else None  # then it alone is delivered
+        self._streams = self._team.share(lambda: self.channel.streams)  # then every rank reads the stream twice
+        takes_adapters = self._team.share(self._takes_adapters)
+        self._adapter = train_engine.adapter if takes_adapters else None  # then it alone is delivered
         if self._adapter is not None:
             self._dtype = torch.float32  # little to send, and the engine adds it to the weights before it rounds them
         served = self._engines[0].version if self._engines else WeightVersion(0, "", run, model)
-        self._version = from_main(lambda: served)  # one answer, so that all ranks read the weights below, or none
+        self._version = self._team.share(lambda: served)  # one answer, so that all ranks read the weights below, or none
         if not self._version.digest:
             self._version = replace(self._version, digest=self._initial_digest(), run=run, model=model)
         self._history = {self._version.number: self._version}
@@ -91,8 +94,8 @@ class WeightPublisher:
         try:
             # Phase 1 may fail on any rank or engine: each engine lays the tensors beside the weights that it serves and
             # verifies them; none switches.
-            with together():
-                with whole(self._weights()) as stream:
+            with self._team.together():
+                with self._team.whole(self._weights()) as stream:
                     delivery = self.channel.put(stream, self._dtype)
                 version = WeightVersion(number, version_digest(delivery.digests), self._run, self._model)
                 adapter = None if self._adapter is None else self._adapter.terms
@@ -111,7 +114,7 @@ class WeightPublisher:
         prepared = time.perf_counter()
         # Phase 2: the engines switch, each between two decode steps. Once one has, there is no way back: another that fails
         # to is closed.
-        with together():
+        with self._team.together():
             report = self._commit(version)
         self._version = self._history[number] = version
         self._keep(number, None if self._streams else delivery.source)
@@ -173,18 +176,19 @@ class WeightPublisher:
         archive = self._archive
         if archive is not None:
             archive.forget(number)
-        if not from_main(lambda: archive is not None and archive.wants(number)):
+        if not self._team.share(lambda: archive is not None and archive.wants(number)):
             return
         if source is None:
-            with whole(self._weights()) as stream:
+            with self._team.whole(self._weights()) as stream:
                 source = (DigestChannel() if archive is None else LocalChannel()).put(stream, self._dtype).source
-        with together():
+        with self._team.together():
             if archive is not None:
                 archive.keep(number, source)
 
     def _send(self, update: WeightUpdate) -> None:
         """The tensors go out while the engines prepare. What fails on either side ends the other. Collective."""
-        with together(), whole(self._weights()) as stream, ThreadPoolExecutor(1, "weight-update") as pool:
+        team, beside = self._team, ThreadPoolExecutor(1, "weight-update")
+        with team.together(), team.whole(self._weights()) as stream, beside as pool:
             asked = pool.submit(self._each, lambda engine: engine.prepare_weights(update))
             try:
                 self.channel.send(stream, self._dtype, lambda: asked.done() and asked.exception() is not None)

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from tandem.api.collective import whole
 from tandem.api.engines import TrainedAdapter
 from tandem.api.failures import ConfigError
 from tandem.api.state import Parted
+from tandem.api.team import Team
 from tandem.api.weights import VALUE_FILE, Adapter
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.folder import read_tensor
@@ -28,12 +27,10 @@ SAMPLED = 4
 """Matrices that are looked at to see what rounding leaves of an adapter."""
 
 
-def named_weights(
-    config: TrainEngineConfig, holder: Holder, model: PackedModel, group: dist.ProcessGroup | None
-) -> NamedWeights:
+def named_weights(config: TrainEngineConfig, holder: Holder, model: PackedModel, team: Team) -> NamedWeights:
     """Those of an engine."""
     kind = NamedWeights if config.lora.rank is None else AdaptedWeights
-    return kind(config, holder, model, group)
+    return kind(config, holder, model, team)
 
 
 class Adapters(TrainedAdapter):
@@ -98,8 +95,8 @@ class AdaptedWeights(NamedWeights):
     adapter: Adapters
     base: str
 
-    def __init__(self, config: TrainEngineConfig, holder: Holder, model: PackedModel, group: dist.ProcessGroup | None):
-        super().__init__(config, holder, model, group)
+    def __init__(self, config: TrainEngineConfig, holder: Holder, model: PackedModel, team: Team):
+        super().__init__(config, holder, model, team)
         self._folder = resolve(config.path)  # once: a name on the hub may mean other files tomorrow
         self.adapter, self.base = Adapters(config, holder, model), digest_of_base(self._folder)
         self._names = self.adapter.names
@@ -143,7 +140,7 @@ class AdaptedWeights(NamedWeights):
         """See `TrainEngine.save`: the merged model, and the adapter in a folder beside it."""
         super().save(folder, dtype, writes=writes)
         named = ((name, self._holder.full(place)) for name, place in self._saved.items())
-        with self._agreed(), whole(named) as stream:
+        with self._team.together(), self._team.whole(named) as stream:
             tensors = {name: tensor for name, tensor in stream if writes}
             if writes:
                 self._write_adapter(folder, tensors)

@@ -3,6 +3,7 @@
 import torch
 
 from tandem.api.engines import TrainEngine
+from tandem.api.team import Team
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.engine import SpreadEngine
 from tandem.engines.train.spread import Head
@@ -17,8 +18,10 @@ def build_train_engine(
     head: Head = "lm",
     key: str = "actor.backend",
     trained: bool = True,
+    team: Team | None = None,
 ) -> TrainEngine:
-    """The engine of ``config.backend``, over all processes of torch.distributed where it is initialised.
+    """The engine of ``config.backend``, over the ranks of ``team``; None: all processes of torch.distributed
+    where it is initialised.
 
     ``head``: ``lm`` gives log-probabilities, ``scalar`` one number a token (critics, reward models), ``both`` both.
     ``key``: where ``config.backend`` was written, for errors. ``trained``: False for a model that only computes `forward`:
@@ -27,4 +30,7 @@ def build_train_engine(
     Raises:
         ConfigError: another backend than is there, or another number of ranks than it says.
     """
-    return SpreadEngine(config, total_steps=total_steps, device=device, head=head, key=key, trained=trained)
+    group = None if team is None else team.group
+    return SpreadEngine(
+        config, total_steps=total_steps, device=device, process_group=group, head=head, key=key, trained=trained
+    )

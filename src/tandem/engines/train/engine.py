@@ -57,7 +57,7 @@ class SpreadEngine(TrainEngine):
         self.head = head
         self.model, self._holder = open_spread(config, self.ranks, self.device, self.dtype, head, trained)
         self._optimizer = Optimizer(self._holder, config.optimizer, total_steps, self.ranks)
-        self._weights = named_weights(config, self._holder, self.model, self.ranks.group)
+        self._weights = named_weights(config, self._holder, self.model, self.ranks.team)
         self.adapter = self._weights.adapter
         self._offloaded: set[TrainPart] = set()
 

@@ -1,16 +1,14 @@
 """A trained model's weights under their Hugging Face names: as a stream, and in a folder."""
 
-import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from tandem.api.collective import together, whole
 from tandem.api.engines import TrainedAdapter
 from tandem.api.failures import ConfigError
 from tandem.api.state import Parted
+from tandem.api.team import Team
 from tandem.api.weights import VALUE_FILE
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.folder import read_tensor, read_weights, write_folder, write_tensor
@@ -25,7 +23,7 @@ VALUE = "value.weight"
 
 
 class NamedWeights:
-    """The masters of a holder. Everything here is collective where they are sharded over ``group``."""
+    """The masters of a holder. Everything here is collective where they are sharded over ``team``."""
 
     adapter: TrainedAdapter | None = None
     """See `TrainEngine.adapter`."""
@@ -33,8 +31,8 @@ class NamedWeights:
     base: str | None = None
     """What tells whether a frozen base is still the one that it was; None where nothing is frozen."""
 
-    def __init__(self, config: TrainEngineConfig, holder: Holder, model: PackedModel, group: dist.ProcessGroup | None):
-        self._config, self._holder, self._model, self._group = config, holder, model, group
+    def __init__(self, config: TrainEngineConfig, holder: Holder, model: PackedModel, team: Team):
+        self._config, self._holder, self._model, self._team = config, holder, model, team
         self._names = [name.removeprefix(PREFIX) for name in holder.masters if name.startswith(PREFIX)]
         self._has_value = VALUE in holder.masters
 
@@ -83,11 +81,11 @@ class NamedWeights:
 
     def save(self, folder: Path, dtype: torch.dtype, *, writes: bool) -> None:
         """See `TrainEngine.save`. ``writes``: false on ranks that only take part in gathering."""
-        with self._agreed(), whole(self.stream(dtype)) as weights:
+        with self._team.together(), self._team.whole(self.stream(dtype)) as weights:
             write_folder(folder, self._model.model, weights, dtype, writes=writes)
         if self._has_value:
             value = self._holder.full(VALUE)
-            with self._agreed():
+            with self._team.together():
                 if writes:
                     write_tensor(folder / VALUE_FILE, value)
 
@@ -126,10 +124,6 @@ class NamedWeights:
         if self._has_value:
             self._holder.assign(VALUE, read_tensor(folder / VALUE_FILE))
         self._holder.publish()
-
-    def _agreed(self) -> contextlib.AbstractContextManager[None]:
-        """What fails on one rank of the group fails on all of it."""
-        return contextlib.nullcontext() if self._group is None else together(self._group)
 
 
 def together_of(copied: torch.Tensor | Parted) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tandem.api.failures import ConfigError
+from tandem.api.team import Team
 from tandem.config.backend import Layout, parse_layout
 from tandem.models.context_parallel import Context
 
@@ -38,6 +39,11 @@ class Ranks:
 
     key: str = "actor.backend"
     """Where the layout was written, for errors."""
+
+    @property
+    def team(self) -> Team:
+        """All of them."""
+        return Team.alone() if self.group is None else Team(self.group)
 
     @property
     def batch(self) -> int:

@@ -70,11 +70,10 @@ def _bound(limits: dict[str, Any]) -> None:
     kernel.bound(resource.RLIMIT_FSIZE, limits["file_mib"] * _MIB)
     kernel.bound(resource.RLIMIT_NOFILE, MAX_DESCRIPTORS)
     kernel.bound(resource.RLIMIT_NPROC, limits["tasks"])
-    for what in (resource.RLIMIT_CORE, resource.RLIMIT_MSGQUEUE, resource.RLIMIT_RTPRIO, resource.RLIMIT_MEMLOCK):
+    kernel.bound(resource.RLIMIT_CORE, 1)  # with 0 a core would still be piped to the program of core_pattern
+    for what in (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_RTPRIO, resource.RLIMIT_MEMLOCK):
         kernel.bound(what, 0)
     kernel.bound(resource.RLIMIT_SIGPENDING, 256)
-    with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, 0, 10)  # what watches and kills it comes first
 
 
 def _begin(operation: str, most_bytes: int) -> None:

@@ -35,7 +35,7 @@ class Server:
     def __init__(self, settings: dict[str, Any]):
         self._control = socket.socket(fileno=settings["control"])
         kind = settings["walls"]
-        compiled = b"" if kind == "none" else syscall_filter.compile_filter(own_files_change=kind == "bubblewrap")
+        compiled = b"" if kind == "none" else syscall_filter.compile_filter(by_landlock=kind == "landlock")
         self._walls = Walls(kind, tuple(settings["readable"]), compiled)
         self._base, self._parent = settings["base"], settings["parent"]
         self._user, self._group = os.getuid(), os.getgid()

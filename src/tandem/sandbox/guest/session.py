@@ -115,13 +115,15 @@ class Session:
         try:
             child = os.fork()
         except OSError as error:
-            return {"reason": f"it could not be forked: {error}"}
+            return {"reason": f"it could not be forked: {error}", "seconds": 0.0}
         if child == 0:
             become(message, descriptors, give_reason, lambda: self._walls.confine(self._root), self._root)
         for descriptor in (*descriptors, give_reason):
             os.close(descriptor)
+        began = time.monotonic()
         try:
-            return self._watch(child, limits) | {"reason": self._text(reason)}
+            end = self._watch(child, limits)
+            return end | {"reason": self._text(reason), "seconds": time.monotonic() - began}
         finally:
             processes.end_all()
             os.close(reason)

@@ -88,7 +88,7 @@ ABSENT: dict[str, tuple[int | None, int | None]] = {  # programs fall back to so
     "memfd_secret": (447, 447),
     "clone3": (435, 435),  # its flags lie in memory, where no filter can look
 }
-CHANGES_OF_OWN_FILES: dict[str, tuple[int | None, int | None]] = {
+UNWATCHED_BY_LANDLOCK: dict[str, tuple[int | None, int | None]] = {
     "chmod": (90, None),
     "fchmod": (91, 52),
     "fchmodat": (268, 53),
@@ -107,8 +107,9 @@ CHANGES_OF_OWN_FILES: dict[str, tuple[int | None, int | None]] = {
     "removexattr": (197, 14),
     "lremovexattr": (198, 15),
     "fremovexattr": (199, 16),
+    "inotify_add_watch": (254, 27),
 }
-"""Landlock does not watch these, and the files of the user who runs Tandem would be the program's own."""
+"""Without namespaces the files of the user who runs Tandem would be the program's own here."""
 
 ONLY_ITSELF: dict[str, tuple[int, int, dict[int, int]]] = {  # arguments that must have these values
     "prlimit64": (302, 261, {0: 0}),
@@ -149,13 +150,13 @@ def is_known() -> bool:
     return kernel.MACHINE in _ARCHITECTURE
 
 
-def compile_filter(*, own_files_change: bool) -> bytes:
-    """The filter as a program of the kernel's. ``own_files_change``: mode, owner and time of files may be changed."""
+def compile_filter(*, by_landlock: bool) -> bytes:
+    """The filter as a program of the kernel's. ``by_landlock``: the files of the machine are not out of sight."""
     column, architecture = _ARCHITECTURE[kernel.MACHINE]
     lines = [_line(_LOAD, _ARCH), _line(_EQUAL, architecture, 1, 0), _line(_RETURN, _KILL), _line(_LOAD, _NUMBER)]
     lines += [_line(_AT_LEAST, LAST_KNOWN + 1, 0, 1), _line(_RETURN, _ERRNO | errno.ENOSYS)]  # those of x32 as well
     tables = [(DENIED, errno.EPERM), (ABSENT, errno.ENOSYS)]
-    tables += [] if own_files_change else [(CHANGES_OF_OWN_FILES, errno.EPERM)]
+    tables += [(UNWATCHED_BY_LANDLOCK, errno.EPERM)] if by_landlock else []
     for table, error in tables:
         for numbers in table.values():
             if (number := numbers[column]) is not None:
