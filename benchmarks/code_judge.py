@@ -25,6 +25,7 @@ from typing import Any
 from tandem import RewardFailure, build_reward
 from tandem.api.program_tests import ProgramTests, StdinCase
 from tandem.api.sandbox import Limits, Program, Sandbox
+from tandem.api.services import Services
 from tandem.config.data import DatasetConfig
 from tandem.data.files import RawRow, read_file
 from tandem.data.rows import normalise
@@ -113,7 +114,9 @@ class Bench:
 
     def __init__(self, sandbox: Sandbox, seconds: float = 10.0):
         self.sandbox, self.seconds = sandbox, seconds
-        self.reward: Any = build_reward(f"code(seconds={seconds})", timeout_s=4 * seconds, sandbox=lambda: sandbox)
+        self.reward: Any = build_reward(
+            f"code(seconds={seconds})", timeout_s=4 * seconds, services=Services(sandbox=sandbox)
+        )
 
     async def plain(self, code: str, tests: ProgramTests) -> bool:
         """True if code and tests pass in one program."""

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from tandem.api.services import Services
 from tandem.api.workflow import RewardFn
 from tandem.config.evaluation import EvaluationConfig, load_evaluation
 from tandem.config.experiment import TrainConfig
@@ -30,7 +31,7 @@ from tandem.evaluation.asking import Ask, Terms, ask_together
 from tandem.evaluation.folder import EvaluationFolder
 from tandem.evaluation.questions import make_judges, open_questions
 from tandem.evaluation.run import conclude, make_engine, plan, settings, settle_machine
-from tandem.flow.parts import make_workflow
+from tandem.flow.services import make_workflow
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
 
@@ -55,7 +56,7 @@ class Ours:
         self.judges = make_judges(self.questions, config.reward_timeout_s)
         self.engine = make_engine(config, self.machine, self.model)
 
-        self.workflow = make_workflow(TrainConfig(), self.tokenizer, self.judges, config.gconfig)
+        self.workflow = make_workflow(TrainConfig(), Services(tokenizer=self.tokenizer), self.judges, config.gconfig)
 
     def warm_up(self) -> None:
         """The first requests, on rows that are not measured."""

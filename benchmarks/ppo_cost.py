@@ -20,7 +20,8 @@ from tensordict import TensorDict
 from tandem.api.batch import pack
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.config.roles import critic_engine_config
+from tandem.config.overlay import overlay
+from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.build import build_train_engine
 from tandem.roles.actor import Actor
 from tandem.roles.critic import Critic
@@ -74,7 +75,7 @@ def updates(path: str) -> dict[str, Callable[[TensorDict], object]]:
     """What is measured, by name."""
     grpo, ppo = config_of("grpo", path), config_of("ppo", path)
     actors = {name: actor_of(config) for name, config in (("grpo", grpo), ("ppo", ppo))}
-    engine = build_train_engine(critic_engine_config(ppo.actor, ppo.critic), total_steps=1000, head="scalar")
+    engine = build_train_engine(overlay(TrainEngineConfig, ppo.critic, ppo.actor), total_steps=1000, head="scalar")
     critic = Critic(engine, ppo.critic, ppo.actor)
     reference = Reference(build_train_engine(grpo.actor, total_steps=0))
 

@@ -1,4 +1,4 @@
-"""Writes docs/life_of_a_batch.md: from prompt to gradient, the files in order, with their line counts.
+"""Writes docs/life_of_a_batch.md: the files from prompt to gradient, and from the command to the loop, with their lengths.
 
 python scripts/life_of_a_batch.py > docs/life_of_a_batch.md
 """
@@ -52,6 +52,38 @@ BACK = [
     ),
 ]
 
+CONFIGURATION = [
+    ("src/tandem/cli/main.py", "Finds the command, and turns errors into messages."),
+    ("src/tandem/cli/train.py", "Names the kind of configuration and the loop."),
+    ("src/tandem/cli/running.py", "Loads the configuration, and starts one process for each rank."),
+    (
+        "src/tandem/config/load.py",
+        "Defaults, preset, file and command line become one configuration (`tree.py`), which is checked (`check.py`).",
+    ),
+    ("src/tandem/trainers/rl.py", "Makes the plan of the run, prepares, opens, and loops."),
+    (
+        "src/tandem/flow/plan.py",
+        "Decides which models there are and which stages run; resolves the names of the algorithm (`roles/parts.py`).",
+    ),
+    ("src/tandem/trainers/start.py", "Everything that is refused before there is a run folder."),
+    (
+        "src/tandem/flow/services.py",
+        "Makes rewards, workflows, and the services that they ask for by argument name (`api/services.py`), once.",
+    ),
+    ("src/tandem/flow/parts.py", "Reads the rows; makes the loader and the executor."),
+    ("src/tandem/flow/process.py", "Device, threads and process group."),
+    ("src/tandem/trainers/opening.py", "Opens the run: its process, folder and tracker."),
+    ("src/tandem/lifecycle/summary.py", "Opens the run folder, and says what a run came to."),
+    ("src/tandem/state/resuming.py", "Decides whether a run that is in the folder goes on."),
+    ("src/tandem/lifecycle/oversight.py", "Watches the run for a stand-still, and for the wish to stop."),
+    ("src/tandem/flow/session.py", "Makes the objects of the run in order, from the plan."),
+    ("src/tandem/flow/residents.py", "Opens the models of the plan."),
+    ("src/tandem/flow/delivery.py", "How weights reach the engine, and how that is proved."),
+    ("src/tandem/lifecycle/weight_record.py", "The record of the weights of each step, in deterministic runs."),
+    ("src/tandem/lifecycle/saving.py", "When checkpoints are written."),
+]
+"""Every file that is handed the whole configuration on the way from `tandem train` to the first step. A test compares."""
+
 ROOMS = ("rollout", "roles", "engines")
 """Where the walk goes. Contracts (`api`), settings, the mathematics that is chosen by name, and models are read by name."""
 
@@ -63,6 +95,7 @@ BESIDE = {
         "engines/train/ranks",
         "engines/train/spread",
         "roles/components",
+        "roles/parts",
     ),
     "for an option": ("engines/inference/stopping", "roles/critic", "roles/reference", "rollout/replay"),
     "to check, or when something failed": ("engines/inference/requests", "rollout/failure_budget", "rollout/returned"),
@@ -78,6 +111,12 @@ HEADER = """# The life of a batch
 From prompt to gradient: the files in the order in which a batch meets them. The loop that calls them is `step` in
 [`trainers/rl.py`](../src/tandem/trainers/rl.py); the words are those of [concepts.md](concepts.md). A file in brackets is
 one step aside: a file of the walk calls it for every batch. Open it for the detail, not for the way.
+"""
+
+START = """## From the command to the loop
+
+Before that, `tandem train` turns a configuration into the objects of a run, each made once. These are the {count} files
+that are handed the whole configuration, in the order in which it meets them; all others take what they need of it.
 """
 
 COLUMNS = """| | file | lines | what happens |
@@ -119,7 +158,8 @@ def page() -> str:
         f"{sum(map(lines, walk + brackets()))} lines. And back to the engine:"
     )
     back = rows(BACK, len(WALK) + 1)
-    return "\n".join([HEADER, COLUMNS, *rows(WALK), "", total, "", COLUMNS, *back, ""])
+    walk = [HEADER, COLUMNS, *rows(WALK), "", total, "", COLUMNS, *back, ""]
+    return "\n".join([*walk, START.format(count=len(CONFIGURATION)), COLUMNS, *rows(CONFIGURATION), ""])
 
 
 if __name__ == "__main__":

@@ -5,8 +5,9 @@ import pytest
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
+from tandem.config.overlay import overlay
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
-from tandem.config.roles import critic_engine_config
+from tandem.config.train_engine import TrainEngineConfig
 
 
 def load(*items, cls=TrainConfig):
@@ -24,9 +25,9 @@ def test_the_keys_of_the_page_make_an_adapter():
 
 def test_the_critic_has_an_adapter_only_where_it_is_asked_for_one():
     config = load("algorithm=ppo", "actor.lora.rank=16", "actor.lora.alpha=4")
-    assert critic_engine_config(config.actor, config.critic).lora.rank is None
+    assert overlay(TrainEngineConfig, config.critic, config.actor).lora.rank is None
     config = load("algorithm=ppo", "critic.lora.rank=8")
-    assert critic_engine_config(config.actor, config.critic).lora.rank == 8 and config.actor.lora.rank is None
+    assert overlay(TrainEngineConfig, config.critic, config.actor).lora.rank == 8 and config.actor.lora.rank is None
 
 
 @pytest.mark.parametrize(

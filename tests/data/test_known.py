@@ -3,8 +3,8 @@
 import pytest
 
 from tandem.config.errors import ConfigError
+from tandem.config.services import SERVICES
 from tandem.data.known import KNOWN, find_benchmark, locate, named, recognise
-from tandem.rewards.build import REWARDS
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_rows_of_programs_are_recognised_by_their_columns(name):
 
 
 def test_every_benchmark_has_a_judge():
-    assert {known.reward for known in KNOWN.values()} <= set(REWARDS)
+    assert {known.reward for known in KNOWN.values()} <= set(SERVICES["reward"])
 
 
 def test_a_known_name_is_a_folder_below_the_root_else_on_the_hub(tmp_path, monkeypatch):

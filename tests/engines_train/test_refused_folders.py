@@ -8,10 +8,10 @@ from safetensors.torch import save_file
 
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
+from tandem.config.overlay import key_of
 from tandem.config.roles import CriticConfig
 from tandem.engines.train.folder import read_weights
 from tandem.engines.train.ranks import form_ranks
-from tandem.flow.plan import layout_key
 from tandem.models.architecture import Architecture
 from tandem.models.context_parallel import refuse_uneven_heads
 from tests.tiny import tiny_config
@@ -58,8 +58,8 @@ def test_an_index_of_files_that_are_there_is_read_and_one_of_a_file_that_is_not_
 
 def test_a_layout_is_refused_under_the_key_where_it_was_written():
     config = TrainConfig(critic=CriticConfig(backend="fsdp:d2"))
-    assert layout_key(config, "critic") == "critic.backend"
-    assert layout_key(config, "reference") == "actor.backend"  # it follows the actor
+    assert key_of(config, "critic", "backend") == "critic.backend"
+    assert key_of(config, "reference", "backend") == "actor.backend"  # it follows the actor
     with pytest.raises(ConfigError, match=r"^critic\.backend is 'fsdp:d2'"):
         form_ranks("fsdp:d2", None, torch.device("cpu"), "critic.backend")
     with pytest.raises(ConfigError, match=r"^reference\.backend with t1 and c3"):

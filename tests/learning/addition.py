@@ -19,10 +19,11 @@ from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.evaluation import evaluate_if_due
-from tandem.flow.parts import check_names, open_rows
+from tandem.flow.parts import open_rows
 from tandem.flow.plan import Stage
 from tandem.flow.process import start_process
 from tandem.flow.run import Runner
+from tandem.flow.services import check_names
 from tandem.flow.session import open_session
 from tandem.roles.samples import with_fields
 from tandem.trainers.rl import step

@@ -10,6 +10,7 @@ import pytest
 from tandem.api.failures import RewardFailure, SandboxLost
 from tandem.api.program_tests import ProgramTests
 from tandem.api.sandbox import Outcome, Sandbox
+from tandem.api.services import Services
 from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
 from tandem.data.files import RawRow
@@ -61,7 +62,7 @@ class Lent(Sandbox):
 
 def judge(sandbox, answer, tests, spec="code(seconds=5)", losses=0):
     """(value, verdict or the reason why there is none)."""
-    reward = build_reward(spec, timeout_s=20, sandbox=lambda: Lent(sandbox, losses))
+    reward = build_reward(spec, timeout_s=20, services=Services(sandbox=Lent(sandbox, losses)))
 
     async def both():
         result = await reward(prompt="", completion=answer, prompt_ids=(), completion_ids=(), row={"program_tests": tests})
@@ -169,17 +170,21 @@ def test_a_case_format_is_the_same_after_writing_and_reading():
 
 @pytest.mark.parametrize(
     ("spec", "says"),
-    [("code(credit=most)", "all or share"), ("code(seconds=99)", "at most reward_timeout_s"), ("code(tolerance=2)", "0…1")],
+    [
+        ("code(credit=most)", "credit must be"),
+        ("code(seconds=99)", "at most reward_timeout_s"),
+        ("code(tolerance=2)", "0…1"),
+    ],
 )
 def test_a_knob_that_cannot_be_is_refused(spec, says, sandbox):
     with pytest.raises(ConfigError, match=says):
-        build_reward(spec, timeout_s=20, sandbox=lambda: Lent(sandbox))
+        build_reward(spec, timeout_s=20, services=Services(sandbox=Lent(sandbox)))
 
 
 def test_without_a_sandbox_the_reward_is_refused_and_without_tests_the_row(sandbox):
-    with pytest.raises(ConfigError, match="no sandbox"):
-        build_reward("code", timeout_s=20)
-    reward = build_reward("0.5*code + length", timeout_s=20, sandbox=lambda: Lent(sandbox))
+    with pytest.raises(ConfigError, match="asks for 'sandbox'"):
+        build_reward("code", timeout_s=20, services=Services({"sandbox": None}))
+    reward = build_reward("0.5*code + length", timeout_s=20, services=Services(sandbox=Lent(sandbox)))
     with pytest.raises(ConfigError, match="program_tests"):
         reward.check_row({"answer": "1"})
 
@@ -261,7 +266,7 @@ def test_the_same_answer_gets_the_same_verdict_though_the_tests_draw_numbers(san
 
 
 def test_the_reward_counts_why_answers_fail(sandbox):
-    reward = build_reward("code(credit=share, seconds=1)", timeout_s=20, sandbox=lambda: Lent(sandbox, 1))
+    reward = build_reward("code(credit=share, seconds=1)", timeout_s=20, services=Services(sandbox=Lent(sandbox, 1)))
 
     async def ask():
         for answer in (
@@ -286,7 +291,7 @@ def test_the_reward_counts_why_answers_fail(sandbox):
 
 @pytest.mark.skipif("sys.platform != 'linux'")
 def test_no_hostile_answer_gets_through(sandbox):
-    reward = build_reward("code(credit=share, seconds=2)", timeout_s=4, sandbox=lambda: Lent(sandbox))
+    reward = build_reward("code(credit=share, seconds=2)", timeout_s=4, services=Services(sandbox=Lent(sandbox)))
 
     async def attack(one):
         tests = ProgramTests.from_column(PROGRAM_TESTS if one.is_program else TESTS)

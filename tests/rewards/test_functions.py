@@ -334,7 +334,7 @@ def test_a_missing_column_names_those_that_are_there(reward):
     ("spec", "words"),
     [
         ("mth", "did you mean 'math'"),
-        ("length(target=3)", "it has: target_tokens"),
+        ("length(target=3)", "did you mean 'target_tokens'"),
         ("math +", "cannot be read"),
         ("math*math", "a weight is a finite number"),
         ("math + math", "twice"),

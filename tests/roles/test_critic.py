@@ -9,8 +9,9 @@ from tandem.api.failures import BatchError
 from tandem.api.requests import StopReason
 from tandem.config.algorithm import Component
 from tandem.config.errors import ConfigError
-from tandem.config.roles import ActorConfig, CriticConfig, critic_engine_config
-from tandem.config.train_engine import OptimizerConfig
+from tandem.config.overlay import overlay
+from tandem.config.roles import ActorConfig, CriticConfig
+from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
 from tandem.engines.train.build import build_train_engine
 from tandem.roles.actor import Actor
 from tandem.roles.critic import Critic, SharedCritic
@@ -32,7 +33,7 @@ def critic_on(folder, *, max_tokens=1000, ranks=1, lr=1e-2, learnt=2, updates_so
     """``learnt``: steps towards arbitrary returns that it begins with, so that its values are not 0."""
     actor = ActorConfig(path=str(folder), dtype="float32", backend=f"fsdp:d{ranks}")
     own = CriticConfig(optimizer=OptimizerConfig(lr=lr, max_grad_norm=None), max_tokens_per_micro_batch=max_tokens, **config)
-    engine = build_train_engine(critic_engine_config(actor, own), total_steps=100, head="scalar")
+    engine = build_train_engine(overlay(TrainEngineConfig, own, actor), total_steps=100, head="scalar")
     critic = Critic(engine, own, actor, updates_so_far=updates_so_far)
     for seed in range(learnt):
         critic.engine.train_batch(batch_with_returns(seed=seed, loss_weights=True), critic.loss)

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from tandem.config.algorithm import Component
-from tandem.config.roles import ActorConfig, CriticConfig, critic_engine_config
-from tandem.config.train_engine import OptimizerConfig
+from tandem.config.overlay import overlay
+from tandem.config.roles import ActorConfig, CriticConfig
+from tandem.config.train_engine import OptimizerConfig, TrainEngineConfig
 from tandem.engines.train.build import build_train_engine
 from tandem.roles.actor import Actor
 from tandem.roles.critic import Critic
@@ -68,7 +69,7 @@ def trained(preset: str, folders, layout: str):
     if preset == "ppo":
         own = CriticConfig(optimizer=config.optimizer)
         critic = Critic(
-            build_train_engine(critic_engine_config(config, own), total_steps=10, head="scalar"), own, actor.config
+            build_train_engine(overlay(TrainEngineConfig, own, config), total_steps=10, head="scalar"), own, actor.config
         )
     found = []
     for seed in range(STEPS):

@@ -4,6 +4,7 @@ import io
 import json
 import logging
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tandem.api.samples import Group, Sample, Trajectory
 from tandem.api.weights import WeightVersion
 from tandem.config.errors import ConfigError
+from tandem.config.services import SERVICES, Service
 from tandem.config.tracking import TrackingConfig
 from tandem.tracking.progress import ProgressDisplay, duration, line
-from tandem.tracking.sinks.base import SINKS, find_sink
 from tandem.tracking.tracker import Tracker
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -142,10 +143,7 @@ class Breaks:
 
 
 def test_a_sink_that_fails_is_left_out_from_then_on(tmp_path, caplog, monkeypatch):
-    monkeypatch.setitem(SINKS, "breaks", ("json", "tests_breaking_sink"))
-    module = type(json)("tests_breaking_sink")
-    module.open_sink = Breaks
-    monkeypatch.setitem(__import__("sys").modules, "tests_breaking_sink", module)
+    monkeypatch.setitem(SERVICES["sink"], "breaks", Service("sink", "breaks", f"{__name__}:Breaks"))
     with caplog.at_level(logging.WARNING), tracker(tmp_path, sinks=("breaks",)) as track:
         track.log(1, {"loss": 1.0})
         track.log(2, {"loss": 1.0})
@@ -173,10 +171,11 @@ def test_a_sink_that_does_not_exist_is_refused_with_the_nearest_name(tmp_path):
 
 
 def test_a_sink_that_is_not_installed_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(SINKS, "wandb", ("a_package_that_is_not_there", "tandem.tracking.sinks.wandb"))
+    record = replace(SERVICES["sink"]["wandb"], package="a_package_that_is_not_there")
+    monkeypatch.setitem(SERVICES["sink"], "wandb", record)
 
     with pytest.raises(ConfigError, match=r"-m pip install -e '.*\[wandb\]'"):
-        find_sink("wandb")
+        tracker(tmp_path, sinks=("wandb",))
 
 
 def test_metrics_that_cannot_be_written_do_end_the_run(tmp_path):

@@ -11,7 +11,8 @@ from tandem.api.workflow import RolloutWorkflow
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.flow.parts import check_names, check_rows, make_reward, open_rows
+from tandem.flow.parts import open_rows
+from tandem.flow.services import check_names, check_rows, make_reward
 from tests.trainers.evaluating import evaluate
 
 REWARDS = Path(__file__).parent / "small_rewards.py"

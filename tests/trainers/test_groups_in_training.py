@@ -15,6 +15,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.flow.parts import make_loader, make_observer, make_rollout, open_rows
+from tandem.flow.plan import plan_run
 from tandem.rewards.extraction import final_answer
 from tandem.rollout.failure_budget import NoBatch
 from tandem.rollout.workflows import Repeated
@@ -29,6 +30,10 @@ TTRL = [
     "gconfig.max_new_tokens=16",
     "deterministic=true",
 ]
+
+
+def filter_of(config):
+    return plan_run(config).algorithm.filter
 
 
 def config_of(overrides, *more):
@@ -229,7 +234,10 @@ def test_the_curriculum_learns_the_success_of_samples_that_count(overrides):
 def test_the_curriculum_learns_of_groups_that_the_filter_turns_down(overrides):
     config = config_of(overrides, "curriculum.round_rows=5", "algorithm.filter=dynamic_sampling").config
     loader = make_loader(config, open_rows(config))
-    with make_rollout(config, ClockworkEngine(), loader) as rollout, pytest.raises(NoBatch, match="no_spread"):
+    with (
+        make_rollout(config, filter_of(config), ClockworkEngine(), loader) as rollout,
+        pytest.raises(NoBatch, match="no_spread"),
+    ):
         rollout.prepare_batch(loader, Repeated(OneAnswer(), 2))
     assert set(loader.rates.values()) == {1.0}
 
@@ -240,7 +248,7 @@ def test_a_row_that_is_made_again_after_a_resume_is_measured_once(overrides):
     config = replace(config, rollout=replace(config.rollout, max_head_offpolicyness=2))
     rows = open_rows(config)
     loader = make_loader(config, rows)
-    with make_rollout(config, ClockworkEngine(), loader) as rollout:
+    with make_rollout(config, filter_of(config), ClockworkEngine(), loader) as rollout:
         rollout.prepare_batch(loader, OneAnswer())  # every reward is 1
         rollout.end_step()
         while rollout.gate.waiting < 8:
@@ -248,7 +256,7 @@ def test_a_row_that_is_made_again_after_a_resume_is_measured_once(overrides):
         with rollout.standing_still():
             saved = json.loads(json.dumps([loader.state_dict(), rollout.state_dict()["pool"]]))
     again = make_loader(config, rows)
-    resumed = make_rollout(config, ClockworkEngine(), again)
+    resumed = make_rollout(config, filter_of(config), ClockworkEngine(), again)
     again.load_state_dict(saved[0])
     resumed.load_state_dict({"pool": saved[1], "replay": resumed.replay.state_dict()})
     assert list(again.rates.values()) == [1.0] * 4

@@ -6,11 +6,14 @@ import pytest
 
 from tandem.api.failures import DataFailure, WrongWorkflow
 from tandem.api.samples import Group, Sample
+from tandem.api.services import Services
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.flow.parts import check_names, make_reward, make_workflow, open_rows, training_workflow, validation_config
+from tandem.flow.parts import open_rows, validation_config
+from tandem.flow.plan import plan_run
+from tandem.flow.services import check_names, make_reward, make_workflow, training_workflow
 from tandem.rollout.groups import WholeGroup
 from tandem.rollout.workflows import Repeated
 from tandem.trainers.rl import train
@@ -94,11 +97,20 @@ def config(*items):
     return load_config(TrainConfig, None, ["train_dataset.path=addition", *items]).config
 
 
+def in_training(*items):
+    made = config(*items)
+    return training_workflow(made, plan_run(made), Services(tokenizer=None), None)
+
+
 @pytest.mark.parametrize(
     ("name", "items", "words"),
     [
-        ("Needs", [], r"needs the argument 'judge_model'.*reward, gconfig, tokenizer, system_prompt, chat_template_kwargs"),
-        ("not_async", [], r"needs the argument 'engine'.*a function must be `async def`"),
+        (
+            "Needs",
+            [],
+            r"asks for 'judge_model', which nobody gives it; did you mean 'judge'\? There are: .*gconfig",
+        ),
+        ("not_async", [], r"takes engine or data.*a function must be `async def`"),
         ("backwards", [], r"must take \(engine, data\) first"),
         ("number", [], r"it is a int"),
         ("bare", ["system_prompt=Be brief."], r"system_prompt is set, but .* has no argument 'system_prompt'"),
@@ -116,12 +128,12 @@ def test_knobs_of_a_workflow_are_given_in_its_name_or_beside_it_and_reach_it(min
         config(f"workflow={mine}:TakesAll", "workflow_args.depth=3"),
         config("workflow=multi_turn(max_turns=5)"),
     )
-    assert make_workflow(own, None, None, own.gconfig).given["depth"] == 3
-    assert make_workflow(multi_turn, None, None, multi_turn.gconfig).max_turns == 5
+    assert make_workflow(own, Services(tokenizer=None), None, own.gconfig).given["depth"] == 3
+    assert make_workflow(multi_turn, Services(tokenizer=None), None, multi_turn.gconfig).max_turns == 5
     for items, words in (
         (["workflow=multi_turn", "workflow_args.maxturns=5"], "did you mean 'max_turns'"),
         (["workflow=multi_turn(max_turns=2)", "workflow_args.max_turns=5"], "both give max_turns"),
-        (["workflow=rlvr", "workflow_args.max_turns=5"], "it has none"),
+        (["workflow=rlvr", "workflow_args.max_turns=5"], "it has: none"),
     ):
         with pytest.raises(ConfigError, match=words):
             check_names(config(*items))
@@ -137,11 +149,11 @@ def test_knobs_of_a_workflow_are_given_in_its_name_or_beside_it_and_reach_it(min
 )
 def test_a_constructor_that_fails_is_a_message_with_its_line(mine, name, words):
     with pytest.raises(ConfigError, match=words):
-        training_workflow(config(f"workflow={mine}:{name}"), None, None)
+        in_training(f"workflow={mine}:{name}")
 
 
 def test_a_workflow_that_takes_any_argument_is_given_all_of_them(mine):
-    made = training_workflow(config(f"workflow={mine}:TakesAll"), None, None)
+    made = in_training(f"workflow={mine}:TakesAll")
     assert set(made.workflow.given) == {"reward", "gconfig", "tokenizer", "system_prompt", "chat_template_kwargs"}
 
 
@@ -153,13 +165,13 @@ def test_a_file_of_the_user_s_that_raises_is_a_message_with_its_line(tmp_path, t
     file = tmp_path / f"broken_{line}.py"
     file.write_text(text)
     with pytest.raises(ConfigError, match=rf"raised (\w+Error|SystemExit): .*line {line}\); mend it there"):
-        (make_reward if key == "reward" else check_names)(config(f"{key}={file}:anything"))
+        {"reward": make_reward, "workflow": check_names}.get(key, plan_run)(config(f"{key}={file}:anything"))
 
 
 @pytest.mark.parametrize("key", ["algorithm.advantage", "algorithm.filter", "algorithm.correction.reject"])
 def test_a_part_of_the_algorithm_that_is_no_function_is_refused_at_start(mine, key):
     with pytest.raises(ConfigError, match="it is a int, and must be a function"):
-        check_names(config(f"{key}={mine}:number"))
+        plan_run(config(f"{key}={mine}:number"))
 
 
 def test_a_workflow_that_makes_the_whole_group_is_trained_and_evaluated(overrides, mine):
@@ -172,7 +184,7 @@ def test_a_workflow_that_makes_the_whole_group_is_trained_and_evaluated(override
 
 def test_a_greedy_baseline_of_one_sample_is_refused_beside_a_workflow_that_makes_the_whole_group(mine):
     with pytest.raises(ConfigError, match=r"greedy answer of one sample, and .* makes a whole group"):
-        check_names(config("algorithm=remax", f"workflow={mine}:Whole"))
+        in_training("algorithm=remax", f"workflow={mine}:Whole")
 
 
 def test_a_group_from_a_workflow_of_one_sample_ends_the_run_and_names_the_remedy(overrides, mine):
@@ -229,19 +241,3 @@ def test_validation_rows_of_the_training_data_are_read_as_those_are_unless_told_
     assert len(open_rows(config(*train_keys, "evaluate.max_rows=2")).valid) == 2
     assert validation_config(config(*train_keys, "valid_dataset.path=addition")).prompt_suffix == ""
     assert validation_config(config(*train_keys, "valid_dataset.answer_column=a")).answer_column == "a"
-
-
-def test_a_dry_run_makes_a_reward_of_the_users_once_and_a_start_twice(overrides, tmp_path):
-    """The first looks at the rows and is closed before there is a run folder; the second judges."""
-    made = tmp_path / "made"
-    text = (
-        "from tandem.api.workflow import RewardFn, RewardResult\n\n\nclass Mine(RewardFn):\n    def __init__(self):\n"
-        f"        with open({str(made)!r}, 'a') as file:\n            file.write('x')\n\n"
-        "    async def __call__(self, **given):\n        return RewardResult(1.0)\n"
-    )
-    (tmp_path / "mine_once.py").write_text(text)
-    resolved = load_config(TrainConfig, None, [*overrides, f"reward={tmp_path}/mine_once.py:Mine", "total_train_steps=1"])
-    train(resolved, dry_run=True)
-    assert made.read_text() == "x"
-    train(resolved)
-    assert made.read_text() == "xxx"

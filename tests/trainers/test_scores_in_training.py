@@ -274,7 +274,7 @@ def test_a_run_with_scores_is_the_same_whatever_the_order_of_its_models(override
         (["reward=model(path=JUDGE, name=actor)"], "'actor' is the name of another reward's model or of a role"),
         (["reward=model(paht=JUDGE)"], "paht"),
         (["reward=model(path=JUDGE, scale=0)"], "scale must be above 0"),
-        (["reward=model(path=JUDGE, scale=abc)"], "scale must be a finite number, got 'abc'"),
+        (["reward=model(path=JUDGE, scale=abc)"], "scale must be a number, got 'abc'"),
         (["reward=MINE:NoModel(path=x)"], "its attribute `model` is missing"),
         (["reward=MINE:NoPath(path=x)"], "must be a folder or a name, got None"),
         (["reward=EVEN + MINE:Even(path=POLICY)"], "'even' is the name of another reward"),

@@ -44,7 +44,7 @@ class LLMRequest:
     """
 
     input_ids: tuple[int, ...]
-    """Prompt tokens, at least one."""
+    """Prompt tokens, at least one; a list is taken too."""
 
     gconfig: GenerationConfig
     """Sampling; ``n_samples`` is not read here: one request is one completion."""
@@ -67,6 +67,9 @@ class LLMRequest:
     needs_logprobs: bool = True
     """False: nobody reads the log-probabilities (an evaluation), so they may be those of the distribution after top-p, top-k
     and suppressed stop tokens, where a server knows no others."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "input_ids", tuple(self.input_ids))  # engines look prompts up by their tokens
 
 
 @dataclass(frozen=True)

@@ -52,10 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
     from tandem.data.dataset import load_dataset  # noqa: PLC0415 — the rest imports torch
     from tandem.evaluation.reward_check import check_reward, report  # noqa: PLC0415
     from tandem.rewards.build import build_reward  # noqa: PLC0415
-    from tandem.sandbox.choose import choose_sandbox  # noqa: PLC0415
 
     rows = load_dataset(config).rows
-    reward = build_reward(arguments.spec, timeout_s=arguments.timeout, sandbox=choose_sandbox)
+    reward = build_reward(arguments.spec, timeout_s=arguments.timeout)
     with contextlib.closing(reward), contextlib.redirect_stdout(sys.stderr):
         result = check_reward(reward, rows, arguments.timeout)
     print(json.dumps(result.as_json(), ensure_ascii=True) if arguments.json else report(result))

@@ -23,13 +23,14 @@ from tandem.config.lora import lora_problems
 from tandem.config.nearest import nearest_names
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
 from tandem.config.presets import PRESETS
+from tandem.config.services import SERVICES
+from tandem.config.terms import read_term
 from tandem.config.unused import paths, unused
 
 __all__ = ["arithmetic", "check", "max_head_offpolicyness", "placement", "total_steps"]
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 FILE_ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
-SINKS = ("tensorboard", "wandb", "trackio")
 MAY_BE_EMPTY = ("system_prompt", "step_separator", "train_dataset.prompt_suffix", "valid_dataset.prompt_suffix")
 GIVEN_TO_TEMPLATES = (
     "conversation",
@@ -117,8 +118,10 @@ def _common(config: BaseConfig) -> Iterator[str]:
         )
     yield from _backends(config)
     for sink in config.tracking.sinks:
-        if sink not in SINKS:
-            yield f"tracking.sinks has {sink!r}; {nearest_names(sink, SINKS)}. A list is written [tensorboard, wandb]"
+        term = read_term(sink, "tracking.sinks")
+        if not term.is_file and term.name not in SERVICES["sink"]:
+            near = nearest_names(term.name, SERVICES["sink"])
+            yield f"tracking.sinks has {sink!r}; {near}, and my_file.py:Name. A list is written [tensorboard, wandb]"
     for sink in sorted({sink for sink in config.tracking.sinks if config.tracking.sinks.count(sink) > 1}):
         yield f"tracking.sinks names {sink} more than once; once is enough"
 

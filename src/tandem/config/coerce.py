@@ -3,9 +3,10 @@
 import math
 import types
 from collections.abc import Mapping
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from tandem.config.errors import ConfigError
+from tandem.config.terms import Spec, spelled
 from tandem.config.yaml_file import Scalar, number, plain
 
 MOST = 1e38
@@ -36,6 +37,8 @@ def coerce(kind: Any, value: Any) -> Any:
     origin = get_origin(kind)
     if kind is Any:
         return plain(value)
+    if kind == Spec:
+        return _spec(raw) if isinstance(raw, Mapping) else coerce(str, value)
     if origin is Literal:
         text = value.text if isinstance(value, Scalar) else value
         if text in get_args(kind):
@@ -56,6 +59,13 @@ def coerce(kind: Any, value: Any) -> Any:
         if found is not None:
             return found
     raise ConfigError(f"must be {expected(kind)}, got {plain(value)!r}")
+
+
+def _spec(entries: Mapping[str, Any]) -> str:
+    """The text for ``{name: …, knob: …}``."""
+    if "name" not in entries:
+        raise ConfigError(f"must be a name, or a mapping with name and knobs, got {plain(dict(entries))!r}")
+    return spelled(coerce(str, entries["name"]), {key: plain(v) for key, v in entries.items() if key != "name"}, "name")
 
 
 def _simple(kind: Any, value: Any, raw: Any) -> Any:
@@ -102,6 +112,8 @@ def expected(kind: Any) -> str:
     kind, optional = without_none(kind)
     origin = get_origin(kind)
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    if origin is Annotated:
+        return expected(get_args(kind)[0]) + (" or null" if optional else "")
     if origin is Literal:
         text = "one of " + ", ".join(str(choice) for choice in get_args(kind))
     elif origin is tuple:

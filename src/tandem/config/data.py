@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tandem.config.terms import Spec
+
 COLUMNS = (
     "messages",
     "prompt",
@@ -33,7 +35,7 @@ class SourceConfig:
     weight: float = 1.0
     """Share of prompts drawn from this source, relative to the others."""
 
-    reward: str | None = None
+    reward: Spec | None = None
     """Reward of this source's rows; null takes the run's `reward`."""
 
     name: str | None = None

@@ -16,6 +16,7 @@ from tandem.config.keys import field_types, section
 from tandem.config.parts import PARTS, Part
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
 from tandem.config.presets import PRESETS
+from tandem.config.terms import Spec
 
 HEAD = """# Configuration
 
@@ -32,6 +33,8 @@ file says for another `rollout.backend` than that of the command line is left as
 - A component, such as `algorithm.policy_loss`, is a name and knobs: `algorithm.policy_loss=ppo_clip
   algorithm.policy_loss.clip_high=0.28`, in YAML `{name: ppo_clip, clip_high: 0.28}`. Another name starts from that choice's
   own defaults.
+- A name with knobs, such as `workflow`, `reward`, `judge` or an element of `tracking.sinks`, is written in one of five
+  ways: `name`, `name:ID`, `my_file.py:Name`, `name(knob=value)`, or in YAML `{name: …, knob: …}`.
 - `algorithm=dapo` abbreviates `algorithm.preset=dapo`.
 """
 
@@ -64,6 +67,8 @@ def type_name(kind: Any) -> str:
         text = "keys and values"
     elif kind is Component:
         text = "component"
+    elif kind == Spec:
+        text = "name and knobs"
     elif kind in (SourceConfig, EvaluationData):
         text = "sources" if kind is SourceConfig else "data sets"
     else:

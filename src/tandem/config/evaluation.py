@@ -13,6 +13,7 @@ from tandem.config.limits import LIMITS
 from tandem.config.load import Resolved
 from tandem.config.parts import KnobRule
 from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.config.terms import Spec
 from tandem.config.tree import Draft
 from tandem.config.yaml_file import Assignment, read_file, read_override
 
@@ -46,7 +47,7 @@ class EvaluationData:
     prompt_suffix: str | None = None
     """Text put behind every question."""
 
-    reward: str | None = None
+    reward: Spec | None = None
     """Reward that judges the answers: a name, or `my_file.py:function`."""
 
     max_rows: int | None = None
@@ -78,7 +79,7 @@ class EvaluationConfig:
     prompt_suffix: str | None = None
     """Text put behind every question; null takes the benchmark's, else none."""
 
-    reward: str | None = None
+    reward: Spec | None = None
     """Reward that judges the answers: a name, or `my_file.py:function`; null takes the benchmark's, else `math`."""
 
     reward_timeout_s: float = 15.0
@@ -87,8 +88,20 @@ class EvaluationConfig:
     max_rows: int | None = None
     """Use only the first rows of each data set; null uses all."""
 
-    workflow: str = "rlvr"
+    workflow: Spec = "rlvr"
     """Registered workflow of one sample, such as `multi_turn(max_turns=5)`, or `my_file.py:ClassOrFunction`."""
+
+    judge: Spec | None = None
+    """Your service that judges, as in training: given to a workflow or reward that asks for `judge`."""
+
+    environment: Spec | None = None
+    """Your environment, as in training."""
+
+    agent: Spec | None = None
+    """Your agent, as in training."""
+
+    sandbox: Spec = "auto"
+    """Where programs run that nobody trusts, as in training."""
 
     system_prompt: str | None = None
     """System message before each prompt; null: none."""

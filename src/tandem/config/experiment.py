@@ -11,6 +11,7 @@ from tandem.config.generation import GenerationConfig
 from tandem.config.roles import ActorConfig, CriticConfig, ReferenceConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.config.state import CheckpointConfig, RecoverConfig, RunConfig
+from tandem.config.terms import Spec
 from tandem.config.tracking import TrackingConfig
 
 
@@ -107,14 +108,14 @@ class TrainConfig(BaseConfig):
     null: `decoupled` if `async_training` is true, else `colocate`. For the embedded engine; servers are always processes of
     their own."""
 
-    workflow: str = "rlvr"
+    workflow: Spec = "rlvr"
     """Name of a workflow, such as `multi_turn(max_turns=5)`, or your own as `my_file.py:ClassOrFunction`
     (docs/writing_a_workflow.md)."""
 
     workflow_args: Mapping[str, Any] = field(default_factory=dict)
     """Knobs of the workflow, by the names of its arguments: `workflow_args.max_turns=5`."""
 
-    reward: str = "math"
+    reward: Spec = "math"
     """Name of a reward, your own as `my_file.py:function`, the folder of a reward model, or a sum such as
     `math + 0.5*model(path=FOLDER)` (docs/writing_a_reward.md)."""
 
@@ -124,6 +125,19 @@ class TrainConfig(BaseConfig):
     reward_workers: int | None = None
     """Most worker processes of a reward that runs in them, as every `def` of yours does; null is one for each sample of a
     step, but at most 8 a core and 64. Beyond the cores, a call begins only while others wait (sleep, network)."""
+
+    judge: Spec | None = None
+    """Your service that judges, as `my_file.py:Name`: given to a workflow, reward or service that asks for `judge`."""
+
+    environment: Spec | None = None
+    """Your environment, as `my_file.py:Name`: who asks for `environment` gets a function that makes one for an episode."""
+
+    agent: Spec | None = None
+    """Your agent, as `my_file.py:Name`: given to whoever asks for `agent`."""
+
+    sandbox: Spec = "auto"
+    """Where programs run that nobody trusts: `auto`, `bubblewrap`, `landlock`, `none` (no walls at all), or your own as
+    `my_file.py:Name`. Given to whoever asks for `sandbox`, such as the reward `code` (docs/sandbox.md)."""
 
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     """Which prompts are drawn."""

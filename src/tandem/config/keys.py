@@ -10,7 +10,7 @@ from tandem.config.coerce import without_none
 
 def field_types(cls: type) -> dict[str, Any]:
     """Field name → type, in the order of declaration."""
-    hints = get_type_hints(cls)
+    hints = get_type_hints(cls, include_extras=True)
     return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tandem.config.backend import parse_layout
 from tandem.config.errors import ConfigError
 from tandem.config.keys import leaves
+from tandem.config.overlay import either
 
 if TYPE_CHECKING:
     from tandem.config.experiment import BaseConfig
@@ -60,7 +61,7 @@ def lora_problems(config: "BaseConfig", *, compares: bool) -> Iterator[str]:
                 f"{key}.dropout={lora.dropout:g} would make log-probabilities random, and this training compares those of "
                 "one pass with another's: leave it out"
             )
-        yield from _cut(key, f"{role}.backend", part.backend or config.actor.backend)
+        yield from _cut(key, f"{role}.backend", either(part, config.actor, "backend"))
 
 
 def _cut(key: str, name: str, backend: str) -> Iterator[str]:

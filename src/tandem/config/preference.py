@@ -11,6 +11,7 @@ from tandem.config.generation import GenerationConfig
 from tandem.config.keys import field_types
 from tandem.config.parts import part_of
 from tandem.config.rollout import RolloutConfig
+from tandem.config.terms import Spec
 
 
 @dataclass(frozen=True)
@@ -89,10 +90,10 @@ class DistillConfig(BaseConfig):
     async_training: bool = False
     """Generate while training; tokens may be up to `rollout.max_head_offpolicyness` versions old."""
 
-    workflow: str = "rlvr"
+    workflow: Spec = "rlvr"
     """Registered workflow, or `my_file.py:ClassOrFunction`."""
 
-    reward: str = "math"
+    reward: Spec = "math"
     """Only measured, never trained on: a registered reward, or `my_file.py:function`."""
 
     reward_timeout_s: float = 15.0

@@ -1,6 +1,5 @@
 """What the roles add to the training engine they are given."""
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -80,10 +79,3 @@ class CriticConfig:
 
     warmup_steps: int = 0
     """Number of first steps in which only the critic is trained and the actor's weights do not change."""
-
-
-def critic_engine_config(actor: ActorConfig, critic: CriticConfig) -> TrainEngineConfig:
-    """The critic's training engine: what it leaves open is the actor's."""
-    names = {f.name for f in dataclasses.fields(TrainEngineConfig)}
-    own = {name: value for name, value in vars(critic).items() if name in names and value is not None}
-    return TrainEngineConfig(**{name: getattr(actor, name) for name in names} | own)

@@ -3,10 +3,10 @@
 import ast
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from tandem.config.errors import ConfigError
 
@@ -15,7 +15,14 @@ GRAMMAR = (
     "in a sum that is model(path=FOLDER), quoted if the path has a space or a sign: model(path='a b')"
 )
 
-_FILE = re.compile(r"(?<![^\s+*(-])[^\s+*(),='\"]+\.py:\w+")
+Spec = Annotated[str, "spec"]
+"""The type of a key that names a service: text; or in YAML ``{name: …, knob: …}``, which becomes the same text."""
+
+_FILE = re.compile(
+    r"""'[^']*'|"[^"]*"|(?P<file>(?<![^\s+*(-])[^\s+*(),='"]+\.py:\w+|(?<![^\s*(])[A-Za-z_]\w*:\w[\w./]*(?:-[\w./]+)*)"""
+)
+"""A user's file or ``name:ID``; texts in quotes are passed over."""
+
 _BARE = re.compile(r"(?<=[(,])(\s*\w+\s*=\s*)([^\s'\"(),\[\]{}]+)(?=\s*[,)])")
 _WORDS = {"true": True, "false": False, "null": None}
 
@@ -25,7 +32,7 @@ class Term:
     """One name with its weight and its knobs."""
 
     name: str
-    """Registered name, or ``my_file.py:name``."""
+    """Registered name, alone or as ``name:ID``, or ``my_file.py:name``."""
 
     weight: float = 1.0
     knobs: dict[str, Any] = field(default_factory=dict)
@@ -34,6 +41,18 @@ class Term:
     def is_file(self) -> bool:
         """True if it is a user's file, and not something registered."""
         return self.name.rpartition(":")[0].endswith(".py")
+
+    @property
+    def spelling(self) -> str:
+        """It as text, without its weight."""
+        knobs = ", ".join(f"{name}={value!r}" for name, value in self.knobs.items())
+        return f"{self.name}({knobs})" if knobs else self.name
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Its knobs, and the ``id`` of ``name:ID``."""
+        ident = "" if self.is_file else self.name.partition(":")[2]
+        return {"id": ident, **self.knobs} if ident else dict(self.knobs)
 
     @property
     def short_name(self) -> str:
@@ -53,6 +72,18 @@ def read_term(spec: str, key: str) -> Term:
     return terms[0]
 
 
+def spelled(name: str, knobs: Mapping[str, Any], key: str) -> str:
+    """The text for a name, which may have knobs already, with further ones.
+
+    Raises:
+        ConfigError: see `read_term`.
+    """
+    if not knobs:
+        return name
+    term = read_term(name, key)
+    return replace(term, knobs={**term.knobs, **knobs}).spelling
+
+
 def read_terms(spec: str, key: str = "reward") -> list[Term]:
     """The terms of a sum of names.
 
@@ -70,6 +101,8 @@ def read_terms(spec: str, key: str = "reward") -> list[Term]:
     files: list[str] = []
 
     def name_file(match: re.Match[str]) -> str:
+        if match["file"] is None:
+            return match[0]
         files.append(match[0])
         return f"_file{len(files) - 1}"
 

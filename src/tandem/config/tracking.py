@@ -2,13 +2,15 @@
 
 from dataclasses import dataclass
 
+from tandem.config.terms import Spec
+
 
 @dataclass(frozen=True)
 class TrackingConfig:
     """Sinks and samples beside `metrics.jsonl`, which is always written."""
 
-    sinks: tuple[str, ...] = ()
-    """Where metrics go besides `metrics.jsonl`: any of `tensorboard`, `wandb`, `trackio`."""
+    sinks: tuple[Spec, ...] = ()
+    """Where metrics go besides `metrics.jsonl`: any of `tensorboard`, `wandb`, `trackio`, or your own, `my_file.py:Name`."""
 
     trajectories_per_step: int = 2
     """How many samples a step are written with text, reward and versions."""

@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args, get_origin
 
 from tandem.config.algorithm import Component, Knob
-from tandem.config.coerce import coerce, expected
+from tandem.config.coerce import coerce, expected, without_none
 from tandem.config.coming_from import hint
 from tandem.config.errors import ConfigError
 from tandem.config.keys import all_keys, field_types, section
 from tandem.config.nearest import nearest_keys
+from tandem.config.terms import Spec, spelled
 from tandem.config.yaml_file import Assignment, Scalar, plain
 
 Tree = dict[str, Any]
@@ -78,6 +79,8 @@ def _assign(kind: Any, tree: Tree, path: tuple[str, ...], value: Any, place: _Pl
         _assign(section(types[name]), tree.setdefault(name, {}), rest, value, place)
     elif types[name] is Component:
         _component(tree, name, rest, value, place)
+    elif without_none(types[name])[0] == Spec:
+        _spec(types[name], tree, name, rest, value, place)
     elif get_origin(types[name]) is Mapping:
         _mapping(types[name], tree, name, rest, value, place)
     elif rest:
@@ -124,6 +127,17 @@ def _component(tree: Tree, name: str, rest: tuple[str, ...], value: Any, place: 
     place = place.inside(rest[0])
     part["knobs"][rest[0]] = _value(Knob, value, place)
     place.record()
+
+
+def _spec(kind: Any, tree: Tree, name: str, rest: tuple[str, ...], value: Any, place: _Place) -> None:
+    """A name of a service, or ``{name: …, knob: …}``, of which `_build` makes one text."""
+    if rest:
+        if not isinstance(tree.get(name), dict):
+            tree[name] = {"name": tree.get(name), "knobs": {}}
+        _component(tree, name, rest, value, place)
+    else:
+        tree[name] = _value(kind, value, place)
+        place.record()
 
 
 def _mapping(kind: Any, tree: Tree, name: str, rest: tuple[str, ...], value: Any, place: _Place) -> None:
@@ -200,6 +214,8 @@ def _build(cls: type, tree: Tree, base: Any) -> Any:
             chosen = value["name"] or default.name
             kept = default.knobs if chosen == default.name else {}
             changes[name] = Component(chosen, {**kept, **value["knobs"]})
+        elif without_none(types[name])[0] == Spec and isinstance(value, dict):
+            changes[name] = spelled(value["name"] or getattr(base, name) or "", value["knobs"], name)
         else:
             changes[name] = value
     return dataclasses.replace(base, **changes)

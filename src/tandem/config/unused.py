@@ -96,7 +96,7 @@ ALWAYS = (
     ),
     Unused(
         ("tracking.project",),
-        lambda config, _: not {"wandb", "trackio"} & set(config.tracking.sinks),
+        lambda config, _: set(config.tracking.sinks) <= {"tensorboard"},
         "by any sink of this run: set tracking.sinks to wandb or trackio, or leave it out",
     ),
     Unused(

@@ -5,6 +5,7 @@ import contextlib
 from tandem.config.backend import Layout, parse_layout
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
+from tandem.config.overlay import either
 from tandem.config.unused_rule import Unused
 
 
@@ -14,7 +15,7 @@ def _layouts(config: BaseConfig) -> list[Layout]:
     found = []
     for role in roles:
         with contextlib.suppress(ConfigError):
-            found.append(parse_layout(getattr(role, "backend", None) or config.actor.backend))
+            found.append(parse_layout(either(role, config.actor, "backend")))
     return found
 
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from tandem.api.program_tests import COLUMN as PROGRAM_TESTS
+from tandem.api.services import Services
 from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
 from tandem.config.evaluation import EvaluationConfig, EvaluationData
 from tandem.data.dataset import load_dataset
 from tandem.data.known import Benchmark, find_benchmark, locate, recognise
-from tandem.flow.parts import RewardBySource
+from tandem.flow.services import RewardBySource
 from tandem.rewards.build import build_reward
-from tandem.sandbox.choose import choose_sandbox
 
 PROCEDURAL_ROWS = 500
 """Rows of a procedural data set where `max_rows` says nothing."""
@@ -123,14 +123,16 @@ def _digest(row: Mapping[str, Any], suffix: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def make_judges(questions: Sequence[Questions], timeout_s: float) -> RewardBySource:
-    """The reward of each data set, as one; every row is checked.
+def make_judges(questions: Sequence[Questions], timeout_s: float, services: Services | None = None) -> RewardBySource:
+    """The reward of each data set, as one; every row is checked. ``services``: what a reward may ask for by name.
 
     Raises:
         ConfigError: an unknown reward, or a row that lacks what it needs, an answer for example; says which row.
     """
-    names = dict.fromkeys(one.reward for one in questions)
-    by_name = {name: build_reward(name, timeout_s=timeout_s, sandbox=choose_sandbox) for name in names}
+    by_name = {
+        name: build_reward(name, timeout_s=timeout_s, services=services)
+        for name in dict.fromkeys(one.reward for one in questions)
+    }
     judges = RewardBySource(by_name[questions[0].reward], by_name)
     try:
         for one in questions:

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from tandem.api.engines import InferenceEngine
+from tandem.api.services import Services
 from tandem.api.workflow import RolloutWorkflow
-from tandem.config.arithmetic import workflow_of
 from tandem.config.evaluation import EvaluationConfig
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import Resolved, plain_data
 from tandem.config.rollout import RolloutConfig
+from tandem.config.services import NAMED
 from tandem.config.terms import read_term
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.check import check_inference_engine
@@ -29,9 +30,8 @@ from tandem.evaluation.numbers import mean_interval
 from tandem.evaluation.questions import Questions, make_judges, open_questions
 from tandem.evaluation.report import Progress, notes, table
 from tandem.evaluation.scores import DataScores, Estimate, plain, score_data
-from tandem.flow.own_workflow import taken_arguments
-from tandem.flow.parts import RewardBySource, find_workflow, make_workflow
 from tandem.flow.process import uses_gpu
+from tandem.flow.services import check_names, make_workflow, open_services, refuse_unused
 from tandem.models.catalog import describing, resolve
 from tandem.models.identity import fingerprint
 from tandem.models.precision import resolve_dtype
@@ -77,35 +77,40 @@ class Checked:
 
     machine: Machine
     questions: Sequence[Questions]
-    judges: RewardBySource
+    services: Services
     workflow: RolloutWorkflow
 
 
 def check_evaluation(config: EvaluationConfig) -> Checked:
-    """Passes if an evaluation can start on this machine; of a model on the hub no weights are downloaded for it. The judges
-    are the caller's to close.
+    """Passes if an evaluation can start on this machine; of a model on the hub no weights are downloaded for it. The
+    services are the caller's to close.
 
     Raises:
         ConfigError: anything about device, data, model, reward or workflow.
     """
     asked = TrainConfig(
         workflow=config.workflow,
+        **{name: getattr(config, name) for name in NAMED},
         system_prompt=config.system_prompt,
         chat_template_kwargs=config.chat_template_kwargs,
         gconfig=config.gconfig,
     )
-    taken_arguments(find_workflow(workflow_of(asked).name), asked)
+    check_names(asked)
     machine = settle_machine(config)
     questions = open_questions(config)
     folder = describing(config.model)
     tokenizer = load_tokenizer(folder)
     check_chat_template(tokenizer)
     check_inference_engine(rollout_of(config, machine), folder, machine.device)
-    judges = make_judges(questions, config.reward_timeout_s)
+    services = open_services(asked, tokenizer)
     try:
-        return Checked(machine, questions, judges, make_workflow(asked, tokenizer, judges, config.gconfig))
+        judges = services.keep(make_judges(questions, config.reward_timeout_s, services))
+        workflow = make_workflow(asked, Services(tokenizer=tokenizer), judges, config.gconfig)
+        workflow = make_workflow(asked, services, judges, config.gconfig)
+        refuse_unused(asked, services)
+        return Checked(machine, questions, services, workflow)
     except BaseException:
-        judges.close()
+        services.close()
         raise
 
 
@@ -116,7 +121,7 @@ def try_evaluation(config: EvaluationConfig) -> None:
         ConfigError: as `evaluate_model`.
     """
     checked = check_evaluation(config)
-    checked.judges.close()
+    checked.services.close()
     path = evaluation_path(config)
     if path.exists():
         model = resolve(config.model)  # what its folder was made with can only be compared with all of the model
@@ -138,7 +143,7 @@ def evaluate_model(resolved: Resolved[Any]) -> Finished:
     waves = plan(questions, config)
     total = sum(map(len, waves))
     with contextlib.ExitStack() as stack:
-        stack.callback(checked.judges.close)
+        stack.callback(checked.services.close)
         model = resolve(config.model)
         torch.set_num_threads(machine.threads)
         folder = stack.enter_context(
@@ -149,6 +154,7 @@ def evaluate_model(resolved: Resolved[Any]) -> Finished:
         if len(answers) < total:
             warn_of_comparisons(workflow)
             engine = make_engine(config, machine, model)
+            checked.services.get("engine").start(engine)
             stack.callback(engine.close)
             with contextlib.closing(BackgroundLoop()) as loop:  # bounded at its end, whatever a user's coroutine does
                 loop.run(_go_on(engine, workflow, waves, answers, folder, config, progress))
@@ -223,7 +229,8 @@ def plan(questions: Sequence[Questions], config: EvaluationConfig) -> list[list[
 
 def settings(config: EvaluationConfig, questions: Sequence[Questions], model: Path, machine: Machine) -> dict[str, Any]:
     """Everything that the answers depend on; an evaluation goes on only where it agrees."""
-    specs = [read_term(config.workflow, "workflow").name, *(one.reward for one in questions)]
+    named = [spec for name in NAMED if (spec := getattr(config, name)) is not None]
+    specs = [*(read_term(spec, "workflow").name for spec in (config.workflow, *named)), *(one.reward for one in questions)]
     return {
         "config": plain_data(config),
         "data": {one.name: {"rows": len(one.rows), "digest": one.digest, "reward": one.reward} for one in questions},

@@ -18,13 +18,14 @@ from tandem.config.check_algorithm import component_problems, part_problems
 from tandem.config.errors import ConfigError, refuse
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.lora import LoRAConfig
+from tandem.config.overlay import either, key_of, overlay
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
-from tandem.config.roles import CriticConfig, ReferenceConfig, critic_engine_config
+from tandem.config.roles import CriticConfig, ReferenceConfig
 from tandem.config.terms import Term, read_terms
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.rewards.build import build_scores, needs_model
-from tandem.roles.actor import choose_parts
 from tandem.roles.components import choose
+from tandem.roles.parts import AlgorithmParts, choose_parts
 from tandem.roles.tokens import needs_proximal
 
 Head = Literal["lm", "scalar", "both"]
@@ -134,6 +135,9 @@ class RunPlan:
     scores: tuple[PlannedScore, ...] = ()
     """The rewards that need a model, in the order of their stages."""
 
+    algorithm: AlgorithmParts | None = dataclasses.field(default=None, compare=False, repr=False)
+    """The functions that the algorithm names; None where no actor learns from rewards."""
+
     def resident(self, name: str) -> Resident | None:
         """The resident of this name; None if the run has none."""
         return next((resident for resident in self.residents if resident.name == name), None)
@@ -177,9 +181,9 @@ def plan_run(config: BaseConfig) -> RunPlan:
 
 def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunPlan:
     actor, critic, kl = config.actor, config.critic, config.algorithm.kl
-    credit, tokens, _ = choose_parts(config.algorithm, config.gconfig.max_new_tokens, config.seed)
+    parts = choose_parts(config.algorithm, config.gconfig.max_new_tokens, config.seed)
     refuse(part_problems(config))  # again, now that the records of functions in files are known
-    asked = credit.advantage.asked
+    asked = parts.credit.advantage.asked
     values = _has_critic(config, asked)
     residents = [
         Resident(
@@ -202,7 +206,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
     names = {resident.name for resident in residents}
     updates = actor.mini_batches * actor.epochs_per_batch
     rests = f"the actor rests in the first {critic.warmup_steps} steps" if critic.warmup_steps else ""
-    proximal = teacher is not None or needs_proximal(config.algorithm, updates, tokens)
+    proximal = teacher is not None or needs_proximal(config.algorithm, updates, parts.tokens)
     stages = [
         Stage("generate", "rollout", "prepare_batch", "collect", "generate", ("engine",), _collecting(config)),
         *(Stage(one.stage, one.name, "score", "score", "score", (one.resident,)) for one in scores),
@@ -219,7 +223,8 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
         Stage("publish", "publisher", "publish", "deliver", "update_weights", ("actor", "engine")),
         *_keeping(config, ("engine",)),
     ]
-    return RunPlan((*residents, Resident("engine")), tuple(stages), greedy_baseline="greedy" in asked, scores=scores)
+    every = (*residents, Resident("engine"))
+    return RunPlan(every, tuple(stages), greedy_baseline="greedy" in asked, scores=scores, algorithm=parts)
 
 
 def _collecting(config: TrainConfig) -> str:
@@ -260,7 +265,7 @@ def _scores(config: TrainConfig, taken: set[str]) -> tuple[tuple[PlannedScore, .
 
 def _judge(actor: TrainEngineConfig, name: str, wanted: FrozenModel) -> Resident:
     """The model that a reward asks for."""
-    engine = _frozen(actor, path=wanted.path, dtype=wanted.dtype, backend=wanted.backend)
+    engine = _frozen(actor, wanted)
     if wanted.backend is None:
         return Resident(name, engine, wanted.head)
     key = f"reward {name!r}: backend"
@@ -270,9 +275,8 @@ def _judge(actor: TrainEngineConfig, name: str, wanted: FrozenModel) -> Resident
 
 
 def _distillation(config: DistillConfig) -> RunPlan:
-    key, own = layout_key(config, "teacher"), config.teacher
-    engine = _frozen(config.actor, path=own.path, dtype=own.dtype, backend=own.backend)
-    return _reinforcement(training_config(config), Resident("teacher", engine, key=key))
+    teacher = Resident("teacher", _frozen(config.actor, config.teacher), key=key_of(config, "teacher", "backend"))
+    return _reinforcement(training_config(config), teacher)
 
 
 def _preference(config: PreferenceConfig) -> RunPlan:
@@ -342,31 +346,24 @@ def _critic(config: TrainConfig) -> Resident:
     actor, own = config.actor, config.critic
     return Resident(
         "critic",
-        critic_engine_config(actor, own),
+        overlay(TrainEngineConfig, own, actor),
         "scalar",
         True,
-        layout_key(config, "critic"),
-        mini_batches=own.mini_batches or actor.mini_batches,
-        epochs=own.epochs_per_batch or actor.epochs_per_batch,
+        key_of(config, "critic", "backend"),
+        mini_batches=either(own, actor, "mini_batches"),
+        epochs=either(own, actor, "epochs_per_batch"),
     )
 
 
 def _reference(config: TrainConfig | PreferenceConfig) -> Resident:
     """The frozen policy: the base of an actor with adapters if `reference` says nothing else, otherwise a model."""
     own = config.reference
-    engine = _frozen(config.actor, path=own.path, dtype=own.dtype, backend=own.backend)
     base_of = "actor" if config.actor.lora.rank is not None and own == type(own)() else None
     every = own.refresh_every_steps if isinstance(own, ReferenceConfig) else None
-    return Resident("reference", engine, key=layout_key(config, "reference"), base_of=base_of, refresh_every_steps=every)
+    key = key_of(config, "reference", "backend")
+    return Resident("reference", _frozen(config.actor, own), key=key, base_of=base_of, refresh_every_steps=every)
 
 
-def _frozen(actor: TrainEngineConfig, *, path: str | None, dtype: str | None, backend: str | None) -> TrainEngineConfig:
-    """A model that nobody trains: what it leaves open is the actor's, but for adapters, which it never has."""
-    fields = {field.name: getattr(actor, field.name) for field in dataclasses.fields(TrainEngineConfig)}
-    own = {"path": path, "dtype": dtype, "backend": backend}
-    return TrainEngineConfig(**fields | {name: value for name, value in own.items() if value} | {"lora": LoRAConfig()})
-
-
-def layout_key(config: BaseConfig, role: str) -> str:
-    """The key that a role's layout was written at: its own, or the actor's if it follows that."""
-    return f"{role}.backend" if getattr(getattr(config, role), "backend", None) else "actor.backend"
+def _frozen(actor: TrainEngineConfig, own: object) -> TrainEngineConfig:
+    """A model that nobody trains, which never has adapters; what it leaves open is the actor's."""
+    return overlay(TrainEngineConfig, own, actor, lora=LoRAConfig())

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from tandem.api.engines import InferenceEngine, TrainEngine
 from tandem.api.team import Team
 from tandem.api.workflow import RolloutWorkflow
-from tandem.config.arithmetic import evaluation_gconfig, max_token_age, placement
+from tandem.config.arithmetic import max_token_age, placement
 from tandem.config.experiment import TrainConfig
 from tandem.data.curriculum import Curriculum
 from tandem.data.loader import Loader
@@ -21,26 +21,20 @@ from tandem.engines.inference.remote.kept import Keeping
 from tandem.flow.critic import Models
 from tandem.flow.delivery import make_proof, make_publisher, weights_folder
 from tandem.flow.meter import EngineMeter
-from tandem.flow.parts import (
-    RewardBySource,
-    Rows,
-    make_loader,
-    make_reward,
-    make_rollout,
-    make_workflow,
-    training_workflow,
-)
+from tandem.flow.parts import Rows, make_loader, make_rollout
 from tandem.flow.plan import RunPlan, Stage, plan_run
 from tandem.flow.process import Process
 from tandem.flow.residents import open_critic, open_model, open_reference, open_scores
 from tandem.flow.run import LocalRunner, Runner
 from tandem.flow.scoring import GroupScorer, ScoreRole
+from tandem.flow.services import EpisodeParts, RewardBySource, make_parts
 from tandem.launch.rank import kept_servers
 from tandem.models.catalog import resolve
-from tandem.models.tokenizer import check_chat_template, load_tokenizer
+from tandem.models.tokenizer import load_tokenizer
 from tandem.proof.verification import Verifier
 from tandem.roles.actor import Actor
 from tandem.roles.critic import Critic, SharedCritic
+from tandem.roles.parts import AlgorithmParts
 from tandem.roles.reference import Reference
 from tandem.roles.teacher import Student, Teacher
 from tandem.rollout.executor import Rollout
@@ -83,29 +77,36 @@ class Session:
 
 @contextlib.contextmanager
 def open_session(
-    config: TrainConfig, process: Process, rows: Rows, steps: int, run: str, plan: RunPlan | None = None
+    config: TrainConfig,
+    process: Process,
+    rows: Rows,
+    steps: int,
+    run: str,
+    plan: RunPlan | None = None,
+    parts: EpisodeParts | None = None,
 ) -> Iterator[Session]:
     """Makes the objects of a run. On leaving, engine, workers and shared memory are gone, also after an error.
 
     ``run``: names it to servers that several runs may reach, so no other run may have it; the same on all ranks. ``plan``:
-    says which models there are; None takes that of ``config``.
+    says which models there are; None takes that of ``config``. ``parts``: of the episodes, closed too; None makes them.
     """
     plan = plan or plan_run(config)
-    policy = plan.resident("actor")
-    assert policy is not None, "every plan has an actor"
-    folder = resolve(config.actor.path)
-    tokenizer = load_tokenizer(folder)
-    check_chat_template(tokenizer)
+    policy, folder = plan.resident("actor"), resolve(config.actor.path)
+    assert policy is not None and plan.algorithm is not None, "every plan of such a run has an actor and its algorithm"
     with contextlib.ExitStack() as stack:
         with process.team.together():
+            parts = parts or make_parts(config, plan, load_tokenizer(folder))
+            stack.callback(parts.close)
             engine = make_engine(config, process, folder, run)
+            parts.services.get("engine").start(engine)
             if engine is not None:
                 stack.callback(engine.close)
+        tokenizer = parts.tokenizer
         optimizer_steps = (steps - config.critic.warmup_steps) * config.actor.mini_batches * config.actor.epochs_per_batch
         trainer = open_model(policy, process, optimizer_steps=optimizer_steps)
         reference = open_reference(plan, process, trainer)
         critic = open_critic(plan, config, process, trainer, steps, tokenizer)
-        actor = make_actor(config, trainer, reference, critic)
+        actor = make_actor(config, trainer, reference, critic, plan.algorithm)
         judge = plan.resident("teacher")
         teacher = None if judge is None else Teacher(open_model(judge, process))
         scores = open_scores(plan, process, tokenizer)
@@ -113,14 +114,13 @@ def open_session(
         publisher = make_publisher(config, process, trainer, engine, folder, run=run, archive=archive)
         stack.callback(publisher.close)
         with process.team.together():
-            reward = make_reward(config)
-            stack.callback(reward.close)
+            stack.callback(parts.close)  # once nothing rolls out any more, and before the engine
             loader = make_loader(config, rows)
             timer, meter = PhaseTimer(), EngineMeter(engine)
             work: dict[str, Callable[..., Any]] = {}
             runner = LocalRunner(work, lambda stage: _measured(stage, timer, meter))
             scorer = GroupScorer(plan, scores, runner, process.team, config.rollout.min_group_size) if scores else None
-            rollout = make_rollout(config, engine, loader, scorer, process.team)
+            rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team)
             stack.callback(rollout.close)
         session = Session(
             tokenizer=tokenizer,
@@ -133,9 +133,9 @@ def open_session(
             critic=critic,
             engine=engine,
             rollout=rollout,
-            reward=reward,
-            workflow=training_workflow(config, tokenizer, reward),
-            examiner=make_workflow(config, tokenizer, reward, evaluation_gconfig(config)),
+            reward=parts.reward,
+            workflow=parts.workflow,
+            examiner=parts.examiner,
             publisher=publisher,
             verifier=verifier,
             meter=meter,
@@ -192,7 +192,11 @@ def _work(session: Session, scores: Mapping[str, ScoreRole]) -> dict[str, Callab
 
 
 def make_actor(
-    config: TrainConfig, trainer: TrainEngine, reference: Reference | None, critic: Critic | SharedCritic | None
+    config: TrainConfig,
+    trainer: TrainEngine,
+    reference: Reference | None,
+    critic: Critic | SharedCritic | None,
+    parts: AlgorithmParts,
 ) -> Actor:
     """The actor on its engine."""
     return Actor(
@@ -204,6 +208,7 @@ def make_actor(
         max_head_offpolicyness=max_token_age(config),
         max_new_tokens=config.gconfig.max_new_tokens,
         seed=config.seed,
+        parts=parts,
     )
 
 

@@ -2,35 +2,18 @@
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
 
-from tandem.api.plugins import in_user_code, load_object
-from tandem.api.sandbox import Sandbox
 from tandem.api.scoring import FrozenModel, Score
+from tandem.api.services import Services, factory_of
 from tandem.api.workflow import RewardFn, RewardResult, messages_for
 from tandem.config.errors import ConfigError
+from tandem.config.services import service_of
 from tandem.config.terms import Term, read_terms
-from tandem.rewards import judge, model, reasoning_gym, remote, verifiable
-from tandem.rewards.code import reward as code
 from tandem.rewards.function import AsyncReward, OwnReward, WorkerReward
 from tandem.rewards.outcome import is_async
 from tandem.rewards.pool import WorkerPool
-from tandem.rewards.registry import REWARDS, SCORES, make
-
-__all__ = [
-    "REWARDS",
-    "SCORES",
-    "SumReward",
-    "build_reward",
-    "build_scores",
-    "code",
-    "judge",
-    "model",
-    "reasoning_gym",
-    "remote",
-    "verifiable",
-]
 
 
 class SumReward(RewardFn):
@@ -91,16 +74,17 @@ def build_reward(
     timeout_s: float,
     workers: int | None = None,
     models_later: bool = False,
-    sandbox: Callable[[], Sandbox] | None = None,
+    services: Services | None = None,
 ) -> RewardFn:
     """The reward that a configuration names. ``workers``: most processes of one that runs in workers; None: `most_workers`.
-    ``models_later``: the terms that need a model are left out here, for `build_scores` gives them. ``sandbox``: opens one,
-    for rewards that run programs.
+    ``models_later``: the terms that need a model are left out here, for `build_scores` gives them. ``services``: what
+    a class of the user's may ask for by argument name, besides ``timeout_s``.
 
     Raises:
         ConfigError: no such name (tells the nearest), file, function or knob, or a spec that cannot be read; or a term needs
             a model, and nobody scores with it later.
     """
+    services = services or Services({"sandbox": "auto"})
     terms = read_terms(spec)
     model = next((term for term in terms if needs_model(term)), None)
     if model is not None and not models_later:
@@ -108,7 +92,7 @@ def build_reward(
             f"reward {spec!r}: {model.short_name} needs a model, which only `tandem train` holds; leave it out"
         )
     cheap = [term for term in terms if not needs_model(term)]
-    made = [(term.short_name, term.weight, _judge(term, timeout_s, workers, sandbox)) for term in cheap]
+    made = [(term.short_name, term.weight, _judge(term, timeout_s, workers, services)) for term in cheap]
     return made[0][2] if len(terms) == 1 and made and made[0][1] == 1.0 else SumReward(made)
 
 
@@ -121,7 +105,7 @@ def build_scores(spec: str) -> list[tuple[str, Term, Score]]:
     scores = []
     for term in read_terms(spec):
         if needs_model(term):
-            score = _made(term)
+            score = Services().make(f"reward={term.name}", factory_of("reward", term.name, "reward"), term.arguments)
             assert isinstance(score, Score), "needs_model has seen to it"
             _check_score(term, score)
             scores.append((str(score.name) or term.short_name, term, score))
@@ -147,9 +131,9 @@ def _check_score(term: Term, score: Score) -> None:
 def needs_model(term: Term) -> bool:
     """True if a term is scored by a model that the run holds, and not inside its episode."""
     if term.is_file:
-        found = load_object(term.name)
+        found = factory_of("reward", term.name)
         return inspect.isclass(found) and issubclass(found, Score)
-    return term.name in SCORES
+    return service_of("reward", term.name.partition(":")[0], "reward").needs_model
 
 
 def worker_counts(reward: RewardFn) -> set[int]:
@@ -160,39 +144,28 @@ def worker_counts(reward: RewardFn) -> set[int]:
     return {pool.size} if isinstance(pool, WorkerPool) else set()
 
 
-def _judge(term: Term, timeout_s: float, workers: int | None, sandbox: Callable[[], Sandbox] | None) -> RewardFn:
+def _judge(term: Term, timeout_s: float, workers: int | None, services: Services) -> RewardFn:
+    make, name, key = factory_of("reward", term.name, "reward"), term.short_name, f"reward={term.name}"
     if not term.is_file:
-        return make(term.name, timeout_s, term.knobs, workers, sandbox)
-    found, spec, name = load_object(term.name), term.name, term.short_name
-    if inspect.isclass(found) and issubclass(found, RewardFn):
-        found = _made(term)
-    if isinstance(found, RewardFn):
-        return OwnReward(found, name, timeout_s=timeout_s)
-    if not callable(found):
-        raise ConfigError(f"reward {spec!r} is a {type(found).__name__}; it must be a function, sync or async")
+        parameters = inspect.signature(make).parameters
+        for knob, value in term.knobs.items():
+            counts = knob in parameters and parameters[knob].annotation in (int, int | None)
+            if counts and isinstance(value, int) and value < 1:
+                raise ConfigError(f"{key}: {knob} must be a whole number, at least 1, got {value}")
+        knobs = ({"workers": workers} if "workers" in parameters else {}) | term.arguments
+        return cast(RewardFn, services.make(key, make, knobs, {"timeout_s": timeout_s}))
+    if inspect.isclass(make) and issubclass(make, RewardFn):
+        make = services.make(key, make, term.arguments, {"timeout_s": timeout_s})
+    if isinstance(make, RewardFn):
+        return OwnReward(make, name, timeout_s=timeout_s)
+    if not callable(make):
+        raise ConfigError(f"{key} is a {type(make).__name__}; it must be a function, sync or async")
     if term.knobs:
-        raise ConfigError(f"reward {spec!r} is a function, and only a class takes knobs: leave {next(iter(term.knobs))} out")
+        raise ConfigError(f"{key} is a function, and only a class takes knobs: leave {next(iter(term.knobs))} out")
     try:
-        inspect.signature(found)
+        inspect.signature(make)
     except (TypeError, ValueError):
-        raise ConfigError(f"reward {spec!r} does not say which arguments it takes; wrap it in a function") from None
-    if is_async(found):
-        return AsyncReward(found, name, timeout_s=timeout_s)
-    return WorkerReward(found, spec, name=name, timeout_s=timeout_s, workers=workers)
-
-
-def _made(term: Term) -> Any:
-    """The object of a class with knobs.
-
-    Raises:
-        ConfigError: it has no such knob, or lacks one; or its constructor raises.
-    """
-    make = load_object(term.name) if term.is_file else SCORES[term.name]
-    knobs = inspect.signature(make)
-    unknown = next((name for name in term.knobs if name not in knobs.parameters), None)
-    try:
-        knobs.bind(**term.knobs)
-    except TypeError as error:
-        wrong = f"has no knob {unknown!r}" if unknown else str(error)
-        raise ConfigError(f"reward {term.name!r} {wrong}; it has: {', '.join(knobs.parameters) or 'none'}") from None
-    return in_user_code(term.name, make, **term.knobs) if term.is_file else make(**term.knobs)
+        raise ConfigError(f"{key} does not say which arguments it takes; wrap it in a function") from None
+    if is_async(make):
+        return AsyncReward(make, name, timeout_s=timeout_s)
+    return WorkerReward(make, term.name, name=name, timeout_s=timeout_s, workers=workers)

@@ -1,17 +1,13 @@
 """A reward model as a reward: the folder that `tandem reward` wrote, or any classifier of one label."""
 
-import math
-
 import torch
 from tensordict import TensorDict
 
 from tandem.api.engines import TrainEngine
 from tandem.api.scoring import FrozenModel, Score
 from tandem.config.errors import ConfigError
-from tandem.rewards.registry import register_score
 
 
-@register_score("model")
 class ModelReward(Score):
     """The scalar that a reward model gives the whole conversation, read after its last token.
 
@@ -22,12 +18,9 @@ class ModelReward(Score):
     """
 
     def __init__(self, path: str, name: str = "model", center: float = 0.0, scale: float = 1.0, backend: str | None = None):
-        for knob, value in (("center", center), ("scale", scale)):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                raise ConfigError(f"reward model({path}): {knob} must be a finite number, got {value!r}")
         if scale <= 0:
             raise ConfigError(f"reward model({path}): scale must be above 0, got {scale}")
-        self.model = FrozenModel(str(path), head="scalar", backend=backend)
+        self.model = FrozenModel(path, head="scalar", backend=backend)
         self.name, self.center, self.scale = name, center, scale
 
     def score(self, batch: TensorDict, model: TrainEngine) -> torch.Tensor:

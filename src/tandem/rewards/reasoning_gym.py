@@ -11,7 +11,6 @@ from tandem.config.errors import ConfigError
 from tandem.config.extras import install_extra
 from tandem.rewards.extraction import after_hashes, boxed
 from tandem.rewards.function import WorkerReward
-from tandem.rewards.registry import register
 
 ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
 
@@ -33,7 +32,6 @@ def score(completion: str, row: Mapping[str, Any]) -> dict[str, float]:
     return {"score": value, "accuracy": float(value >= 0.99)}
 
 
-@register("reasoning_gym")
 def build_reasoning_gym(*, timeout_s: float, workers: int | None = None) -> RewardFn:
     """See `score`.
 

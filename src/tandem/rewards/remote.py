@@ -10,7 +10,6 @@ from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
 from tandem.protocol.rewards import LAYOUTS, NotJudged, Question, Verdict
 from tandem.rewards.asking import ask_patiently, client_and_path, finite_knobs, token_of
-from tandem.rewards.registry import register
 
 _GATHER_S = 0.01
 """The first question of a request waits this long for others, unless the request is full before."""
@@ -94,7 +93,6 @@ class RewardServer:
         self._client.close()
 
 
-@register("remote")
 class RemoteReward(RewardFn):
     """The score of another server.
 

@@ -14,7 +14,6 @@ from tandem.rewards.extraction import after_hashes, boxed, final_answer, gold_an
 from tandem.rewards.function import DirectReward, as_result, require_answer
 from tandem.rewards.outcome import Outcome
 from tandem.rewards.pool import WorkerPool
-from tandem.rewards.registry import register
 
 CLOSENESS_WEIGHT = 0.3
 FORM_WEIGHT = 0.2
@@ -52,7 +51,6 @@ def _verdict(right: bool, answer: str | None) -> Outcome:
     return Outcome(float(right), accuracy=float(right), answer=answer, extracted=answer is not None)
 
 
-@register("math")
 class MathReward(RewardFn):
     r"""1 if the final answer (``\boxed{}``, ``####``, last number) is mathematically equal to the row's, else 0.
 
@@ -116,25 +114,21 @@ def gsm8k_parts(completion: str, row: Mapping[str, Any]) -> dict[str, float | st
     return {"correct": correct, "closeness": closeness, "format": form, "accuracy": correct, "answer": answer}
 
 
-@register("exact_number")
 def build_exact_number(*, timeout_s: float) -> RewardFn:
     """See `exact_number`; takes microseconds, so ``timeout_s`` never passes."""
     return DirectReward(exact_number, "exact_number", check=_require_number)
 
 
-@register("format")
 def build_format(*, timeout_s: float) -> RewardFn:
     """See `has_form`."""
     return DirectReward(has_form, "format")
 
 
-@register("gsm8k")
 def build_gsm8k(*, timeout_s: float) -> RewardFn:
     """See `gsm8k_parts`."""
     return DirectReward(gsm8k_parts, "gsm8k", check=_require_number)
 
 
-@register("length")
 def build_length(*, timeout_s: float, target_tokens: int = 256) -> RewardFn:
     """1 up to ``target_tokens`` tokens, then falling in a straight line to 0 at twice as many."""
 

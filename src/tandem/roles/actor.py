@@ -2,13 +2,13 @@
 
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from tensordict import TensorDict
 
 from tandem.algorithms.kl import adapted
-from tandem.algorithms.registry import AGGREGATIONS, FILTERS
 from tandem.api.batch import per_token, select
 from tandem.api.engines import TrainEngine
 from tandem.api.failures import BatchError
@@ -18,14 +18,12 @@ from tandem.config.errors import ConfigError
 from tandem.config.roles import ActorConfig
 from tandem.roles.averages import together
 from tandem.roles.batch_metrics import dropped_metrics, reward_metrics, sample_kl
-from tandem.roles.components import Choice, choose
-from tandem.roles.credit import Credit
 from tandem.roles.critic import SharedCritic
 from tandem.roles.mini_batches import mini_batches
-from tandem.roles.objective import Objective
+from tandem.roles.parts import AlgorithmParts, choose_parts
 from tandem.roles.reference import Reference
 from tandem.roles.samples import samples_of, trained_tokens, with_fields
-from tandem.roles.tokens import TokenChoice, kl_in_reward, needs_proximal
+from tandem.roles.tokens import kl_in_reward, needs_proximal
 
 log = logging.getLogger(__name__)
 
@@ -48,11 +46,12 @@ class Actor:
         max_new_tokens: int | None = None,
         seed: int = 0,
         version: int = 0,
+        parts: AlgorithmParts | None = None,
     ):
         """``max_head_offpolicyness``: η, the most versions that a token may be behind. ``reference``: needed where KL is
         measured. ``shared_critic``: the second head of this engine's model, which learns with the first. ``max_new_tokens``:
         what `constant` and `overlong` take where their knob is not set. ``seed``: of the order of mini-batches over several
-        epochs. ``version``: updates that the weights have had before.
+        epochs. ``version``: updates that the weights have had before. ``parts``: of ``algorithm``, if it is resolved.
 
         Raises:
             ConfigError: a part of the algorithm is not known, or lacks what it needs.
@@ -67,7 +66,9 @@ class Actor:
                 f"algorithm.kl.coefficient={algorithm.kl.coefficient:g} measures the distance to a reference policy, and "
                 "there is none; give Actor(reference=Reference(engine)), or set algorithm.kl.coefficient=0"
             )
-        self._credit, self._tokens, self._aggregation = choose_parts(algorithm, max_new_tokens, seed)
+        parts = parts or choose_parts(algorithm, max_new_tokens, seed)
+        self._credit, self._tokens, self._aggregation = parts.credit, parts.tokens, parts.aggregation
+        self._objective = parts.objective
 
     def state_dict(self) -> dict[str, Any]:
         """See `tandem.api.state.Stateful`; the engine has a state of its own."""
@@ -191,7 +192,7 @@ class Actor:
         self._require(batch, "proximal_logprobs", self.needs_proximal, "compute_proximal(batch)")
         in_loss_term = self.algorithm.kl.coefficient > 0 and self.algorithm.kl.where == "loss"
         self._require(batch, "reference_logprobs", in_loss_term, "reference.compute_logprobs(batch)")
-        objective = Objective.of(self.algorithm, self.version, self.kl_coefficient)
+        objective = replace(self._objective, version=self.version, kl_coefficient=self.kl_coefficient)
         counts = (batch["advantages"] != 0) & ~batch["dropped"] & per_token(batch, batch["in_loss"])
         has_other_terms = objective.has_other_terms or self.shared_critic is not None
         loss = objective if self.shared_critic is None else self.shared_critic.joined(objective)
@@ -264,18 +265,3 @@ class Actor:
                 counts = counts & (part["advantages"] != 0)
             lengths = samples.lengths[samples.of_sequence]
             yield with_fields(part, loss_weights=weights * counts, sample_length=lengths)
-
-
-def choose_parts(
-    algorithm: AlgorithmConfig, max_new_tokens: int | None, seed: int = 0
-) -> tuple[Credit, TokenChoice, Choice]:
-    """Everything that the algorithm names; the parts of the loss are resolved too, so that all is refused at start.
-
-    Raises:
-        ConfigError: a part is not known, or lacks what it needs.
-    """
-    credit, tokens = Credit(algorithm, max_new_tokens), TokenChoice(algorithm, seed)
-    aggregation = choose(AGGREGATIONS, algorithm.aggregation, "algorithm.aggregation", {"max_tokens": max_new_tokens})
-    Objective.of(algorithm)
-    choose(FILTERS, algorithm.filter, "algorithm.filter")
-    return credit, tokens, aggregation

@@ -12,6 +12,7 @@ from tandem.api.batch import num_sequences, select
 from tandem.api.engines import LossFn, Outputs, TrainEngine
 from tandem.api.requests import StopReason
 from tandem.api.stage import stage
+from tandem.config.overlay import either
 from tandem.config.roles import ActorConfig, CriticConfig
 from tandem.roles.averages import together
 from tandem.roles.mini_batches import mini_batches
@@ -52,8 +53,8 @@ class Critic(Values):
         mini-batches over several epochs. ``updates_so_far``: batches that the critic has learnt from before.
         """
         self.engine, self.config, self.seed, self.updates = engine, config, seed, updates_so_far
-        self.mini_batches = config.mini_batches or actor.mini_batches
-        self.epochs_per_batch = config.epochs_per_batch or actor.epochs_per_batch
+        self.mini_batches: int = either(config, actor, "mini_batches")
+        self.epochs_per_batch: int = either(config, actor, "epochs_per_batch")
 
     def state_dict(self) -> dict[str, Any]:
         """See `tandem.api.state.Stateful`: its engine's, and what it has learnt from."""

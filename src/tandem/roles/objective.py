@@ -41,8 +41,8 @@ class Objective:
     """Updates of the weights so far: a token of this version was made by the weights that train now."""
 
     @classmethod
-    def of(cls, config: AlgorithmConfig, version: int = 0, kl_coefficient: float | None = None) -> "Objective":
-        """The parts that a configuration names. ``kl_coefficient``: what it has become; None takes the configured one."""
+    def of(cls, config: AlgorithmConfig) -> "Objective":
+        """The parts that a configuration names, before the first update."""
         correction, kl = config.correction, config.kl
         bounds = {name: value for name, value in (("low", correction.low), ("high", correction.high)) if value}
         in_loss = kl.coefficient > 0 and kl.where == "loss"
@@ -52,10 +52,10 @@ class Objective:
             rejection=choose(REJECTIONS, correction.reject, "algorithm.correction.reject"),
             level=correction.level,
             kl=choose(KL, Component(kl.estimator or "k3"), "algorithm.kl.estimator") if in_loss else None,
-            kl_coefficient=kl.coefficient if kl_coefficient is None else kl_coefficient,
+            kl_coefficient=kl.coefficient,
             kl_importance=kl.importance,
             entropy_coefficient=config.entropy_coefficient,
-            version=version,
+            version=0,
         )
 
     @property

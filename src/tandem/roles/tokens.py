@@ -4,7 +4,7 @@ import torch
 from tensordict import TensorDict
 
 from tandem.algorithms.noise import token_noise
-from tandem.algorithms.registry import POLICY_LOSSES, TOKEN_FILTERS
+from tandem.algorithms.registry import TOKEN_FILTERS
 from tandem.api.batch import per_token, sequence_index
 from tandem.api.failures import BatchError
 from tandem.config.algorithm import AlgorithmConfig
@@ -17,15 +17,14 @@ FIELD = {"proximal": "proximal_logprobs", "rollout": "rollout_logprobs", "entrop
 class TokenChoice:
     """The token filter, and what the policy loss prepares."""
 
-    def __init__(self, algorithm: AlgorithmConfig, seed: int):
-        """``seed``: of the noise that breaks ties and draws at random.
+    def __init__(self, algorithm: AlgorithmConfig, seed: int, preparation: Choice | None):
+        """``seed``: of the noise that breaks ties and draws at random. ``preparation``: that of the policy loss.
 
         Raises:
-            ConfigError: one of them is not known.
+            ConfigError: the filter is not known.
         """
-        self.seed = seed
+        self.seed, self.preparation = seed, preparation
         self.filter = choose(TOKEN_FILTERS, algorithm.token_filter, "algorithm.token_filter")
-        self.preparation = choose(POLICY_LOSSES, algorithm.policy_loss, "algorithm.policy_loss").preparation
 
     @property
     def needs_proximal(self) -> bool:

@@ -12,13 +12,29 @@ from typing import Any, Self, TextIO
 
 from tandem.api.lines import append_line, not_written
 from tandem.api.samples import Group
+from tandem.api.services import Services, factory_of
 from tandem.api.weights import WeightVersion
+from tandem.config.terms import read_term
 from tandem.config.tracking import TrackingConfig
 from tandem.tracking.progress import ProgressDisplay, line
-from tandem.tracking.sinks.base import Sink, SinkRun, find_sink
+from tandem.tracking.sinks.base import Sink, SinkRun
 from tandem.tracking.trajectories import write_trajectories
 
 log = logging.getLogger(__name__)
+
+KEY = "tracking.sinks"
+
+
+def check_sinks(config: TrackingConfig) -> None:
+    """Imports the libraries of all sinks; opens none.
+
+    Raises:
+        ConfigError: a sink that does not exist (tells the nearest), or is not installed (says what to install), or has no
+            such knob.
+    """
+    for sink in config.sinks:
+        term = read_term(sink, KEY)
+        Services().check(f"{KEY}={term.name}", factory_of("sink", term.name, KEY), term.arguments, ("run",))
 
 
 class Tracker:
@@ -48,11 +64,11 @@ class Tracker:
         self.last: dict[str, float] = {}
         """The newest value of each metric."""
         self._warned: set[str] = set()
-        openers = {name: find_sink(name) for name in dict.fromkeys(config.sinks)}  # all of them, before any is opened
-        run = SinkRun(folder, config.project, self.run_name, dict(config_dict or {}))
+        check_sinks(config)  # all of them, before any is opened
+        services = Services(run=SinkRun(folder, config.project, self.run_name, dict(config_dict or {})))
         self._sinks: dict[str, Sink] = {}
-        for name, opener in openers.items():
-            self._try(f"sink {name}", self._open, name, opener, run)
+        for sink in config.sinks:
+            self._try(f"sink {sink}", self._open, sink, services)
         self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._display = ProgressDisplay(total_steps, self.run_name, file) if progress else None
         self._drawn_at = self._step = 0
@@ -144,8 +160,9 @@ class Tracker:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self, name: str, opener: Callable[[SinkRun], Sink], run: SinkRun) -> None:
-        self._sinks[name] = opener(run)
+    def _open(self, sink: str, services: Services) -> None:
+        term = read_term(sink, KEY)
+        self._sinks[sink] = services.make(f"{KEY}={term.name}", factory_of("sink", term.name, KEY), term.arguments)
 
     def _try(self, what: str, function: Callable[..., object], *arguments: object) -> bool:
         """Calls it; False and, the first time, a warning where it raises.

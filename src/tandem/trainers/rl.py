@@ -26,7 +26,7 @@ from tandem.state.run_folder import RunFolder
 from tandem.tracking.statistics import peak_memory_gib
 from tandem.tracking.tracker import Tracker
 from tandem.trainers.opening import start_run
-from tandem.trainers.start import prepare_rows
+from tandem.trainers.start import prepare
 
 
 def train(resolved: Resolved, *, dry_run: bool = False, override: bool = False, until: int | None = None) -> Summary:
@@ -51,17 +51,17 @@ def run_session(
 ) -> Summary:
     """Opens the run of ``resolved``, and trains with its models as ``config`` says."""
     plan = plan_run(resolved.config)
-    rows = prepare_rows(config, plan)
-    if dry_run:
-        check_run_folder(resolved.config, may_go_on(resolved.config, override=override))
-        return announce(resolved, config, len(rows.train), plan)
     with contextlib.ExitStack() as stack:
+        rows, parts = stack.enter_context(prepare(config, plan))
+        if dry_run:
+            check_run_folder(resolved.config, may_go_on(resolved.config, override=override))
+            return announce(resolved, config, len(rows.train), plan)
         examine = may_go_on(resolved.config, override=override)
         begun = stack.enter_context(start_run(config, rows, plan, recorded=resolved.config, examine=examine))
         run, tracker, process, steps = begun.folder, begun.tracker, begun.process, begun.steps
         last = min(steps, until or steps)
         oversight = stack.enter_context(Oversight(resolved.config, run, process.team))
-        session = stack.enter_context(open_session(config, process, rows, steps, begun.id, plan))
+        session = stack.enter_context(open_session(config, process, rows, steps, begun.id, plan, parts))
         models = session.models
         record = weight_record(process.team, config, run, models.named_weights)
         recovery = recovery_of_session(session, run, tracker, stack, process, record)

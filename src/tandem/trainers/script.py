@@ -11,7 +11,7 @@ from tandem.flow.plan import RunPlan, plan_run
 from tandem.flow.session import Session, open_session
 from tandem.trainers.opening import Run, start_run
 from tandem.trainers.recipes import recipe_of
-from tandem.trainers.start import prepare_rows
+from tandem.trainers.start import prepare
 from tandem.trainers.supervised import RowSession, open_row_session, prepare_examples
 
 RowConfig = SFTConfig | PreferenceConfig | RewardModelConfig
@@ -51,10 +51,10 @@ def _reinforcement(config: TrainConfig, passes: Collection[str] | None) -> Itera
     plan = plan_run(config)
     if passes is not None:
         check_passes(plan, passes)
-    rows = prepare_rows(config, plan)
     with (
+        prepare(config, plan) as (rows, parts),
         start_run(config, rows, plan) as run,
-        open_session(config, run.process, rows, run.steps, run.id, plan) as session,
+        open_session(config, run.process, rows, run.steps, run.id, plan, parts) as session,
     ):
         yield run, session
 

@@ -1,7 +1,8 @@
 """Everything that a start refuses before its run folder exists. A dry run calls the same functions and then stops."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,29 +11,22 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.scoring import Score
-from tandem.config.arithmetic import evaluation_gconfig, workflow_of
+from tandem.api.services import factory_of
+from tandem.config.arithmetic import workflow_of
 from tandem.config.backend import parse_layout
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.fleet import kinds_of
+from tandem.config.services import SERVICES
 from tandem.engines.inference.check import check_inference_engine
 from tandem.engines.train.check import check_train_engine
 from tandem.flow.critic import check_same_tokens
 from tandem.flow.delivery import weights_folder
-from tandem.flow.parts import (
-    WORKFLOWS,
-    Rows,
-    check_names,
-    check_rows,
-    find_workflow,
-    make_reward,
-    make_workflow,
-    open_rows,
-    training_workflow,
-)
+from tandem.flow.parts import Rows, open_rows
 from tandem.flow.plan import RunPlan
 from tandem.flow.process import choose_device
 from tandem.flow.residents import open_reader
+from tandem.flow.services import EpisodeParts, check_names, check_rows, make_parts
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import describing, resolve
 from tandem.models.foreign import read_hf_config
@@ -49,21 +43,26 @@ LOOKED_AT = 16
 """Rows whose prompts are measured at most; one that fits is enough, and the others are dropped when they are drawn."""
 
 
-def prepare_rows(config: TrainConfig, plan: RunPlan) -> Rows:
-    """The rows of a run that can start on this machine. ``plan``: the models that it opens.
+@contextmanager
+def prepare(config: TrainConfig, plan: RunPlan) -> Iterator[tuple[Rows, EpisodeParts]]:
+    """The rows and the parts of the episodes of a run that can start on this machine; on leaving the parts are closed.
+    ``plan``: the models that it opens.
 
     Raises:
         ConfigError: see `check_names`, `open_rows` and `check_start`.
     """
     check_names(config)
     rows = open_rows(config)
-    check_start(config, rows, plan)
-    return rows
+    parts = check_start(config, rows, plan)
+    try:
+        yield rows, parts
+    finally:
+        parts.close()
 
 
-def check_start(config: TrainConfig, rows: Rows, plan: RunPlan) -> None:
-    """Passes if a run by ``config`` can start on this machine. Of a model on the hub no weights are downloaded for it.
-    ``plan``: the models that it opens.
+def check_start(config: TrainConfig, rows: Rows, plan: RunPlan) -> EpisodeParts:
+    """Passes if a run by ``config`` can start on this machine, and makes what its episodes need. Of a model on the hub no
+    weights are downloaded for it. ``plan``: the models that it opens.
 
     Raises:
         ConfigError: anything about the device, the models, the engine, the rows or the user's functions.
@@ -80,14 +79,14 @@ def check_start(config: TrainConfig, rows: Rows, plan: RunPlan) -> None:
     check_weights_folder(config)
     check_prompts(config, rows.train.rows, tokenizer, folder)
     check_scores(config, plan, tokenizer)
-    reward = make_reward(config)
+    parts = make_parts(config, plan, tokenizer)
     try:
-        check_rows(reward, rows.train.rows)
-        check_rows(reward, rows.valid)
-        training_workflow(config, tokenizer, reward)
-        make_workflow(config, tokenizer, reward, evaluation_gconfig(config))
-    finally:
-        reward.close()
+        check_rows(parts.reward, rows.train.rows)
+        check_rows(parts.reward, rows.valid)
+    except BaseException:
+        parts.close()
+        raise
+    return parts
 
 
 def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -101,7 +100,7 @@ def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokeni
         return
     first = plan.scores[0]
     why = f"the reward has {first.name!r}, which a model scores when the episode has ended"
-    workflow = find_workflow(workflow_of(config).name)
+    workflow = factory_of("workflow", workflow_of(config).name)
     if inspect.isclass(workflow) and issubclass(workflow, MultiTurnWorkflow):
         raise ConfigError(f"{why}, and workflow={config.workflow} asks for the reward after each turn; use workflow=rlvr")
     if config.algorithm.labels == "majority":
@@ -129,7 +128,7 @@ def check_prompts(
     """
     room = config.rollout.engine.max_model_len or Architecture.from_config(read_hf_config(folder)).max_position_embeddings
     lengths = []
-    for row in rows[:LOOKED_AT] if workflow_of(config).name in WORKFLOWS else ():
+    for row in rows[:LOOKED_AT] if workflow_of(config).name in SERVICES["workflow"] else ():
         try:
             chat = Chat(
                 tokenizer,

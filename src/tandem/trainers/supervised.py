@@ -26,7 +26,7 @@ from tandem.config.load import Resolved
 from tandem.data.dataset import Dataset, load_dataset
 from tandem.data.examples import Reader
 from tandem.data.loader import Loader
-from tandem.flow.parts import Rows, check_sinks, validation_config
+from tandem.flow.parts import Rows, validation_config
 from tandem.flow.plan import RunPlan, plan_run
 from tandem.flow.process import choose_device
 from tandem.flow.residents import open_model, open_reference
@@ -40,6 +40,7 @@ from tandem.models.tokenizer import check_chat_template, load_tokenizer, save_cl
 from tandem.roles.reference import Reference
 from tandem.state.resuming import may_go_on
 from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
+from tandem.tracking.tracker import check_sinks
 from tandem.trainers.opening import Run, start_run
 from tandem.trainers.start import check_models
 
@@ -265,7 +266,7 @@ def prepare_examples(config: Any, recipe: Recipe, plan: RunPlan) -> tuple[Rows, 
     Raises:
         ConfigError: anything about sinks, data, device and models, or rows of which too few can be used.
     """
-    check_sinks(config)
+    check_sinks(config.tracking)
     rows = open_examples(config, recipe.reader)
     steps = total_steps(config, len(rows.train))
     device = choose_device(config)

@@ -5,7 +5,7 @@ import re
 import weakref
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from tandem.api.failures import RewardFailure, SandboxLost
 from tandem.api.program_tests import COLUMN, ProgramTests, StdinCase
@@ -17,18 +17,16 @@ from tandem.rewards.code.functions import complete, judge_functions
 from tandem.rewards.code.programs import judge_program
 from tandem.rewards.code.verdict import REASONS, CannotTell, Verdict
 from tandem.rewards.processes import usable_cores
-from tandem.rewards.registry import register
 
 ATTEMPTS = 3
 """How often a judgement is begun whose sandbox is lost."""
 
 
-@register("code")
 class CodeReward(RewardFn):
     """1 if the program passes all of the row's tests, else 0; with ``credit=share`` the share of the cases that it passes.
 
     ``seconds``: time for one case of a program, and for all calls of a function together (default: two thirds of
-    ``timeout_s``, which is the time for everything). ``tolerance``: of decimal numbers in a program's output. ``workers``:
+    ``timeout_s``, which is the time for everything). ``tolerance``: of decimal numbers in a program's output. ``at_once``:
     answers that are judged at the same time (default: a core each).
     """
 
@@ -37,25 +35,25 @@ class CodeReward(RewardFn):
         *,
         timeout_s: float,
         sandbox: Sandbox,
-        credit: str = "all",
+        credit: Literal["all", "share"] = "all",
         seconds: float | None = None,
         tolerance: float = 1e-6,
         memory_mib: int = 512,
-        workers: int | None = None,
+        at_once: int | None = None,
     ):
-        if credit not in ("all", "share"):
-            raise ConfigError(f"reward 'code': credit must be all or share, got {credit!r}")
         seconds = timeout_s * 2 / 3 if seconds is None else seconds
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds <= timeout_s:
+        if not 0 < seconds <= timeout_s:
             raise ConfigError(
                 f"reward 'code': seconds must lie above 0 and be at most reward_timeout_s ({timeout_s:g}), got {seconds!r}"
             )
-        if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < 1:
+        if not 0 <= tolerance < 1:
             raise ConfigError(f"reward 'code': tolerance must lie in 0…1, got {tolerance!r}")
+        if at_once is not None and at_once < 1:
+            raise ConfigError(f"reward 'code': at_once must be at least 1, got {at_once}")
         self.sandbox, self.timeout_s, self.tolerance = sandbox, timeout_s, tolerance
         self.all_or_none = credit == "all"
         self.limits = Limits(wall_s=seconds, cpu_s=seconds, memory_mib=memory_mib, output_bytes=1 << 24)
-        self.workers = workers or usable_cores()
+        self.at_once = at_once or usable_cores()
         # a semaphore belongs to one event loop, and a reward to none
         self._places: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
         self._counts: Counter[str] = Counter()
@@ -100,7 +98,7 @@ class CodeReward(RewardFn):
         if code is None:
             return Verdict.of([], len(tests.cases), "no_code")
         loop = asyncio.get_running_loop()
-        places = self._places.setdefault(loop, asyncio.Semaphore(self.workers))
+        places = self._places.setdefault(loop, asyncio.Semaphore(self.at_once))
         lost = ""
         for _ in range(ATTEMPTS):
             try:

@@ -1,15 +1,9 @@
-"""What a sink is, which there are, and how one is opened."""
+"""The contract of a sink. Those that there are stand in the table of services; any class with these methods is one."""
 
-import importlib
-import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
-
-from tandem.config.errors import ConfigError
-from tandem.config.extras import install_extra
-from tandem.config.nearest import nearest_names
 
 
 class Sink(Protocol):
@@ -26,32 +20,10 @@ class Sink(Protocol):
 
 @dataclass(frozen=True)
 class SinkRun:
-    """What a sink is told of the run."""
+    """The run that a sink is opened for: it asks for it by the argument name ``run``."""
 
     folder: Path
     project: str
     name: str
     config: Mapping[str, Any]
     """Plain values, as in config.yaml."""
-
-
-SINKS = {
-    "tensorboard": ("tensorboard", "tandem.tracking.sinks.tensorboard"),
-    "wandb": ("wandb", "tandem.tracking.sinks.wandb"),
-    "trackio": ("trackio", "tandem.tracking.sinks.trackio"),
-}
-"""Name → (package it needs, which is also the extra that installs it; module with `open_sink`)."""
-
-
-def find_sink(name: str) -> Callable[[SinkRun], Sink]:
-    """The function that opens this sink; imports its library.
-
-    Raises:
-        ConfigError: no such sink (names the nearest), or its package is missing (says what to install).
-    """
-    if name not in SINKS:
-        raise ConfigError(f"tracking.sinks has {name!r}; {nearest_names(name, SINKS)}")
-    package, module = SINKS[name]
-    if importlib.util.find_spec(package) is None:
-        raise ConfigError(f"tracking.sinks has {name!r}, whose package is not installed: {install_extra(name)}")
-    return importlib.import_module(module).open_sink

@@ -25,8 +25,3 @@ class TensorBoardSink:
     def close(self) -> None:
         """Flushes."""
         self._writer.close()
-
-
-def open_sink(run: SinkRun) -> TensorBoardSink:
-    """See `find_sink`."""
-    return TensorBoardSink(run)

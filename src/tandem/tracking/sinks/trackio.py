@@ -21,8 +21,3 @@ class TrackioSink:
     def close(self) -> None:
         """Writes the rest."""
         self._run.finish()
-
-
-def open_sink(run: SinkRun) -> TrackioSink:
-    """See `find_sink`."""
-    return TrackioSink(run)

@@ -20,8 +20,3 @@ class WandbSink:
     def close(self) -> None:
         """Uploads the rest."""
         self._run.finish()
-
-
-def open_sink(run: SinkRun) -> WandbSink:
-    """See `find_sink`."""
-    return WandbSink(run)

@@ -1,0 +1,291 @@
+"""Makes the services of a run: each once, from its name and knobs, with what it asks for by argument name."""
+
+import asyncio
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import logging
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+
+from tandem.api.plugins import in_user_code, load_object
+from tandem.config.coerce import coerce, without_none
+from tandem.config.errors import ConfigError
+from tandem.config.extras import install_extra
+from tandem.config.nearest import nearest_names
+from tandem.config.services import Kind, service_of
+from tandem.config.terms import Term, read_term
+
+log = logging.getLogger(__name__)
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+ONLY_BY_NAME = ("engine", "sandbox")
+"""Arguments that a factory gets only if it names them; `**rest` alone does not ask for them."""
+
+CLOSING_S = 10.0
+"""The longest that the end of a run waits for an asynchronous `close`."""
+
+
+def factory_of(kind: Kind, name: str, key: str = "") -> Callable[..., Any]:
+    """The class or function behind a name, registered or `my_file.py:Name`; imports it. ``key``: where it was written.
+
+    Raises:
+        ConfigError: there is none (tells the nearest), its file raises, or its library is missing (says what to install).
+    """
+    if Term(name).is_file:
+        return cast(Callable[..., Any], load_object(name))
+    service = service_of(kind, name.partition(":")[0], key)
+    if service.package and importlib.util.find_spec(service.package) is None:
+        where = f"{key}: " if key else ""
+        raise ConfigError(f"{where}{kind} {name!r} needs a library that is missing: {install_extra(service.name)}")
+    module, _, attribute = service.factory.partition(":")
+    return cast(Callable[..., Any], getattr(importlib.import_module(module), attribute))
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The arguments that a factory takes; those of base classes too, where ``**rest`` hands them on."""
+
+    names: tuple[str, ...]
+    required: tuple[str, ...]
+    types: Mapping[str, Any]
+    open: bool
+    """It takes arguments of any name."""
+
+
+def arguments_of(make: Callable[..., Any], who: str, skip: int = 0) -> Arguments:
+    """Reads the signature, without the first ``skip`` arguments.
+
+    Raises:
+        ConfigError: it cannot be called, or has no signature.
+    """
+    if not callable(make):
+        raise ConfigError(f"{who} is a {type(make).__name__}; name a class or a function")
+    classes = make.__mro__ if inspect.isclass(make) else ()
+    bases = [vars(base)["__init__"] for base in classes if "__init__" in vars(base)] or [make]
+    names: dict[str, inspect.Parameter] = {}
+    types: dict[str, Any] = {}
+    is_open = True
+    for function in bases:
+        if function is object.__init__:
+            is_open = is_open and bool(names or len(bases) > 1)
+            break
+        try:
+            parameters = list(inspect.signature(function).parameters.values())
+        except (TypeError, ValueError):
+            raise ConfigError(f"{who} tells nobody which arguments it takes; write a class with an __init__") from None
+        for parameter in parameters[1 if inspect.isclass(make) else skip :]:
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                names.setdefault(parameter.name, parameter)
+        with contextlib.suppress(NameError, TypeError, AttributeError):  # an annotation that only a type checker reads
+            types = get_type_hints(function) | types
+        is_open = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        if not is_open:
+            break
+    required = tuple(name for name, parameter in names.items() if parameter.default is parameter.empty)
+    kinds = {name: _kind(types.get(name), parameter.default) for name, parameter in names.items()}
+    return Arguments(tuple(names), required, {name: kind for name, kind in kinds.items() if kind is not None}, is_open)
+
+
+def _kind(annotation: Any, default: Any) -> Any:
+    """The type that a knob is held to; None if it may be anything."""
+    plain, _ = without_none(annotation)
+    if plain in (bool, int, float, str) or get_origin(plain) is Literal:
+        return annotation
+    if annotation is None and isinstance(default, bool):
+        return bool
+    return float | int if annotation is None and isinstance(default, (int, float)) else None
+
+
+def read_knobs(who: str, arguments: Arguments, knobs: Mapping[str, Any], given: Collection[str] = ()) -> dict[str, Any]:
+    """The knobs as the arguments want them. ``given``: names that are no knobs, because the run gives them.
+
+    Raises:
+        ConfigError: a knob that is not there (tells the nearest), or has another type.
+    """
+    own = [name for name in arguments.names if name not in given]
+    read = {}
+    for name, value in knobs.items():
+        if name in given and name in arguments.names:
+            raise ConfigError(f"{who}: {name} is no knob, because it is given to whoever asks for it by name; leave it out")
+        if name in given or (name not in own and not arguments.open):
+            words = nearest_names(name, own)
+            there = words if words.startswith("did") else f"it has: {', '.join(sorted(own)) or 'none'}"
+            raise ConfigError(f"{who} has no knob {name!r}; {there}")
+        read[name] = _as(arguments.types[name], value, who, name) if name in arguments.types else value
+    return read
+
+
+def _as(kind: Any, value: Any, who: str, name: str) -> Any:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if get_origin(kind) is not Literal and str in (kind, *get_args(kind)) and is_number:
+        return str(value)  # text that looks like a number
+    if kind == float | int:
+        if is_number:
+            return value
+        raise ConfigError(f"{who}: {name} must be a number, got {value!r}")
+    try:
+        return coerce(kind, value)
+    except ConfigError as error:
+        raise ConfigError(f"{who}: {name} {error}") from None
+
+
+class PerEpisode:
+    """A service that lives for one episode: ``async with environment() as world`` makes one, and closes it at the end."""
+
+    def __init__(self, make: Callable[[], Any]):
+        self.make = make
+
+    def __call__(self) -> contextlib.AbstractAsyncContextManager[Any]:
+        """One for a block."""
+        return self._block()
+
+    @contextlib.asynccontextmanager
+    async def _block(self) -> AsyncIterator[Any]:
+        service = self.make()
+        try:
+            yield service
+        finally:
+            ended = service.close() if hasattr(service, "close") else None
+            if inspect.isawaitable(ended):
+                await ended
+
+
+class Services:
+    """The services of a run. A context manager: on leaving all are closed, the last one first, also after errors.
+
+    Example::
+
+        with Services({"judge": "my_judge.py:Judge(words=3)"}, tokenizer=tokenizer) as services:
+            reward = services.make("reward=math", MathReward, {"workers": 2}, {"timeout_s": 5.0})
+    """
+
+    def __init__(self, named: Mapping[str, str | None] | None = None, **given: Any):
+        """``named``: argument → the spelling of the service that is given under it, made when somebody first asks; None if
+        the configuration names none.
+        ``given``: argument → an object that is there."""
+        self._named = tuple(named or ())
+        self._terms = {name: read_term(spec, name) for name, spec in (named or {}).items() if spec is not None}
+        self._given = dict(given)
+        self._asking: list[str] = []
+        self._stack = contextlib.ExitStack()
+
+    def make(
+        self, who: str, factory: Callable[..., Any], knobs: Mapping[str, Any], more: Mapping[str, Any] = NOTHING
+    ) -> Any:
+        """Calls a factory with its knobs and with what it asks for by argument name. ``who``: it in words, for errors.
+        ``more``: objects that are there for this call only.
+
+        Raises:
+            ConfigError: see `check`; or it raises.
+        """
+        return in_user_code(who.partition("=")[2] or who, factory, **self.arguments(who, factory, knobs, more))
+
+    def arguments(
+        self,
+        who: str,
+        factory: Callable[..., Any],
+        knobs: Mapping[str, Any],
+        more: Mapping[str, Any] = NOTHING,
+        *,
+        skip: int = 0,
+    ) -> dict[str, Any]:
+        """The arguments that `make` would call it with, but for the first ``skip``, which somebody else gives.
+
+        Raises:
+            ConfigError: see `check`.
+        """
+        asked, read = self.check(who, factory, knobs, more, skip=skip)
+        return {name: more[name] if name in more else self.get(name) for name in asked} | read
+
+    def check(
+        self,
+        who: str,
+        factory: Callable[..., Any],
+        knobs: Mapping[str, Any],
+        more: Collection[str] = (),
+        *,
+        skip: int = 0,
+    ) -> tuple[tuple[str, ...], dict[str, Any]]:
+        """The names of the services that a factory asks for, and its knobs as it wants them. Makes nothing.
+
+        Raises:
+            ConfigError: it asks for what nobody has, or a knob is wrong.
+        """
+        arguments = arguments_of(factory, who, skip)
+        there = [*more, *self._given, *self._terms]
+        names = {*there, *self._named}
+        read = read_knobs(who, arguments, knobs, names)
+        for name in arguments.required:
+            if name in self._named and name not in there:
+                raise ConfigError(f"{who} asks for {name!r}, and the configuration names none: set {name}=my_file.py:Name")
+            if name not in (*there, *knobs):
+                others = f"; {nearest_names(name, names)}" if names else ""
+                raise ConfigError(
+                    f"{who} asks for {name!r}, which nobody gives it{others}. Give {name!r} a default, or set it as a knob"
+                )
+        asked = [name for name in there if name in arguments.names or (arguments.open and name not in ONLY_BY_NAME)]
+        return tuple(dict.fromkeys(asked)), read
+
+    def get(self, name: str) -> Any:
+        """What is given under an argument's name. A service that the configuration names is made at the first call: an
+        ``async def`` is given as it is, with its knobs; an environment as a function that makes one (`PerEpisode`).
+        """
+        if name in self._given:
+            return self._given[name]
+        if name in self._asking:
+            circle = " and ".join(self._asking[self._asking.index(name) :])
+            raise ConfigError(f"{circle} ask for each other, so none can be made first; leave one of the arguments out")
+        term = self._terms[name]
+        who, kind = f"{name}={term.name}", cast(Kind, name)
+        factory, knobs = factory_of(kind, term.name, name), term.arguments
+        self._asking.append(name)
+        try:
+            if inspect.iscoroutinefunction(factory):
+                self._given[name] = partial(factory, **read_knobs(who, arguments_of(factory, who), knobs))
+            elif kind == "environment":
+                self._given[name] = PerEpisode(partial(factory, **self.arguments(who, factory, knobs)))
+            else:
+                self._given[name] = self.keep(self.make(who, factory, knobs))
+        finally:
+            self._asking.pop()
+        return self._given[name]
+
+    def unused(self) -> tuple[str, ...]:
+        """Names of services that the configuration names and nobody asked for."""
+        return tuple(name for name in self._terms if name not in self._given)
+
+    def keep(self, service: Any) -> Any:
+        """Closes it with the others, before those that were there earlier; returns it."""
+        if hasattr(service, "close"):
+            self._stack.callback(_close, service)
+        return service
+
+    def close(self) -> None:
+        """Closes all of them, the last one first, also if one fails to; idempotent."""
+        self._stack.close()
+
+    def __enter__(self) -> "Services":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _close(service: Any) -> None:
+    ended = service.close()
+    if inspect.isawaitable(ended):
+
+        async def wait() -> None:
+            async with asyncio.timeout(CLOSING_S):
+                await ended
+
+        try:
+            asyncio.run(wait())
+        except TimeoutError:
+            log.warning("a %s took longer than %g s to close, and was left", type(service).__name__, CLOSING_S)

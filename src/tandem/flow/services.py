@@ -1,0 +1,345 @@
+"""The services of a run: its rewards and workflows, and what these ask for by argument name. Made once, at start."""
+
+import inspect
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from tandem.api.failures import InfrastructureFailure
+from tandem.api.requests import LLMRequest, LLMResponse
+from tandem.api.services import Services, factory_of
+from tandem.api.workflow import GeneratesTokens, RewardFn, RewardResult, RolloutWorkflow, messages_for
+from tandem.config.arithmetic import evaluation_gconfig, rewards_of, samples_together, workflow_of
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import TrainConfig
+from tandem.config.generation import GenerationConfig
+from tandem.config.services import NAMED
+from tandem.flow.plan import RunPlan
+from tandem.rewards.build import build_reward, worker_counts
+from tandem.rewards.majority import AnswerOnly, MajorityVote
+from tandem.rewards.pool import most_workers
+from tandem.rollout.groups import FirstSamples, MajorityLabels, WholeGroup, WithGreedyBaseline
+from tandem.rollout.workflows import Repeated
+from tandem.tracking.tracker import check_sinks
+
+log = logging.getLogger(__name__)
+
+GIVEN = ("reward", "gconfig", "tokenizer", "system_prompt", "chat_template_kwargs", "engine")
+"""Arguments that every workflow may ask for by name, besides the services that the configuration names."""
+
+SAMPLING = ("temperature", "top_p", "top_k", "min_new_tokens", "stop", "stop_token_ids")
+
+
+class RunEngine:
+    """The inference engine of the run, for services, which are made before it starts: the argument ``engine``.
+
+    A request says itself how long it may take and which noise it is sampled with; an episode has an engine of its own that
+    fills in both.
+    """
+
+    def __init__(self) -> None:
+        self._engine: GeneratesTokens | None = None
+
+    def start(self, engine: GeneratesTokens | None) -> None:
+        """From now on requests go to this engine."""
+        self._engine = engine
+
+    async def agenerate(self, request: LLMRequest) -> LLMResponse:
+        """Implements `GeneratesTokens.agenerate`.
+
+        Raises:
+            InfrastructureFailure: the engine has not started.
+        """
+        if self._engine is None:
+            raise InfrastructureFailure(
+                "no_engine", "a service asked the engine before the first episode; ask in an episode"
+            )
+        return await self._engine.agenerate(request)
+
+
+@dataclass(frozen=True)
+class EpisodeParts:
+    """Everything that episodes need besides the engine. ``examiner``: the workflow in evaluation."""
+
+    tokenizer: PreTrainedTokenizerBase
+    reward: "RewardBySource"
+    workflow: RolloutWorkflow
+    examiner: RolloutWorkflow
+    services: Services
+
+    def close(self) -> None:
+        """Closes all of them, the last one first; idempotent."""
+        self.services.close()
+
+
+def make_parts(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> EpisodeParts:
+    """Makes them. They are the caller's to close.
+
+    Raises:
+        ConfigError: see `make_reward` and `training_workflow`; or nobody asks for a service that the configuration names.
+    """
+    services = open_services(config, tokenizer)
+    try:
+        reward = services.keep(make_reward(config, services))
+        workflow = training_workflow(config, plan, services, reward)
+        examiner = make_workflow(config, services, reward, evaluation_gconfig(config))
+        refuse_unused(config, services)
+    except BaseException:
+        services.close()
+        raise
+    return EpisodeParts(tokenizer, reward, workflow, examiner, services)
+
+
+def open_services(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Services:
+    """The objects that rewards, workflows and services may ask for by argument name. They are the caller's to close."""
+    named = {name: getattr(config, name) for name in NAMED}
+    return Services(named, tokenizer=tokenizer, engine=RunEngine(), **_settings(config))
+
+
+def refuse_unused(config: TrainConfig, services: Services) -> None:
+    """Passes if all that the configuration names is used; call it when all is made.
+
+    Raises:
+        ConfigError: nobody asked for one of the services.
+    """
+    default = TrainConfig()
+    name = next((name for name in services.unused() if getattr(config, name) != getattr(default, name)), None)
+    if name is not None:
+        raise ConfigError(
+            f"{name}={getattr(config, name)} is set, and nobody asks for {name!r}: neither the workflow, nor a class of "
+            f"a reward, nor another service has an argument of that name; add it, or leave {name} out"
+        )
+
+
+class RewardBySource(RewardFn):
+    """Gives each row to the reward of its data set. ``vote``: who judges in training instead, where there are no labels."""
+
+    def __init__(self, default: RewardFn, by_name: Mapping[str, RewardFn], vote: MajorityVote | None = None):
+        self.default, self.by_name, self.vote = default, by_name, vote
+        self.reads_messages = any(reward.reads_messages for reward in (default, *by_name.values()))
+        self._waits = (0, 0.0, 0.0)  # since the last call of `metrics`: samples, seconds of all of them, of the slowest
+
+    def of(self, row: Mapping[str, Any]) -> RewardFn:
+        """The reward of a row."""
+        name = row.get("reward_name")
+        return self.by_name[name] if name else self.default
+
+    async def __call__(
+        self, *, row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]] = (), **rest: Any
+    ) -> RewardResult:
+        """Implements `RewardFn.__call__`."""
+        began, reward = time.perf_counter(), self.of(row)
+        try:
+            return await reward(row=row, **rest, **messages_for(reward, messages))
+        finally:
+            waited_s = time.perf_counter() - began
+            samples, total_s, longest_s = self._waits
+            self._waits = samples + 1, total_s + waited_s, max(longest_s, waited_s)
+
+    def metrics(self) -> dict[str, float]:
+        """Seconds until the reward was there, for the samples judged since the last call, and what the rewards count
+        themselves. Empty if there were none."""
+        (samples, total_s, longest_s), self._waits = self._waits, (0, 0.0, 0.0)
+        times = {"time/judge_s": total_s / samples, "time/judge_max_s": longest_s} if samples else {}
+        rewards = dict.fromkeys((self.default, *self.by_name.values()))
+        return times | {name: value for reward in rewards for name, value in reward.metrics().items()}
+
+    def close(self) -> None:
+        """Closes all of them."""
+        for reward in {id(reward): reward for reward in (self.default, *self.by_name.values())}.values():
+            reward.close()
+        if self.vote is not None:
+            self.vote.close()
+
+
+def check_rows(reward: RewardBySource, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Asks each row's reward whether the row has what it needs. A vote needs nothing.
+
+    A data set whose first row cannot be judged is refused; single later ones are a warning, and each is dropped with its
+    reason when it is drawn.
+
+    Raises:
+        ConfigError: the first row of a data set lacks a column, an answer, a number; says what is there.
+    """
+    seen: set[str] = set()
+    unfit: dict[str, tuple[int, int, str]] = {}
+    for number, row in enumerate(rows if reward.vote is None else (), 1):
+        source, is_first = row["source"], row["source"] not in seen
+        seen.add(source)
+        check = getattr(reward.of(row), "check_row", None)
+        try:
+            if check is not None:
+                check(row)
+        except ConfigError as error:
+            if is_first:
+                raise
+            count, first, words = unfit.get(source, (0, number, str(error)))
+            unfit[source] = (count + 1, first, words)
+    for source, (count, first, words) in unfit.items():
+        log.warning(
+            "%d row%s of data set %r cannot be judged and will be dropped when drawn; the first is row %d: %s",
+            count,
+            "" if count == 1 else "s",
+            source,
+            first,
+            words,
+        )
+
+
+def make_reward(config: TrainConfig, services: Services | None = None) -> RewardBySource:
+    """The run's reward, and those that single sources name. ``services``: what classes of the user's may ask for by name.
+
+    Raises:
+        ConfigError: see `build_reward`; or `reward_workers` is set, and no reward runs in workers, or all that do say
+            themselves how many they have.
+    """
+    timeout_s, workers = config.reward_timeout_s, config.reward_workers or most_workers(samples_together(config))
+    by_name = {
+        spec: build_reward(spec, timeout_s=timeout_s, workers=workers, models_later=True, services=services)
+        for spec in rewards_of(config)
+    }
+    default = by_name[config.reward]
+    vote = MajorityVote(timeout_s=timeout_s, workers=workers) if config.algorithm.labels == "majority" else None
+    reward = RewardBySource(default, by_name, vote)
+    counts = {count for one in (default, *by_name.values()) for count in worker_counts(one)}
+    if config.reward_workers not in (None, *counts) and vote is None:
+        reward.close()
+        why = "says itself how many workers it has" if counts else "runs inside the run and has no worker processes"
+        raise ConfigError(
+            f"reward_workers={config.reward_workers} is not used: reward={config.reward} {why}; leave reward_workers out"
+        )
+    return reward
+
+
+class FunctionWorkflow(RolloutWorkflow):
+    """A coroutine function ``episode(engine, data, …)`` as a workflow; ``episode.makes_group = True`` counts too."""
+
+    def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]):
+        self.function, self.arguments = function, arguments
+        self.name = getattr(function, "__name__", "function")
+        self.makes_group = bool(getattr(function, "makes_group", False))
+        if getattr(function, "reads_scores", False):
+            raise ConfigError(
+                f"{self.name} is a function, which has no finish_group to read scores in: leave reads_scores out"
+            )
+
+    async def arun_episode(self, engine: Any, data: Mapping[str, Any]) -> Any:
+        """Implements `RolloutWorkflow.arun_episode`."""
+        return await self.function(engine, data, **self.arguments)
+
+
+def check_names(config: TrainConfig) -> None:
+    """Passes if the workflow and the sinks are there and can have what they ask for. Makes nothing, so it comes before rows
+    are read.
+
+    Raises:
+        ConfigError: they are not, or the workflow would ignore a key of the configuration.
+    """
+    term = workflow_of(config)
+    make, skip = _workflow_factory(config)
+    services = Services({name: getattr(config, name) for name in NAMED})
+    asked, _ = services.check(f"workflow={term.name}", make, term.arguments, GIVEN, skip=skip)
+    _refuse_ignored(config, asked)
+    check_sinks(config.tracking)
+
+
+def _workflow_factory(config: TrainConfig) -> tuple[Callable[..., Any], int]:
+    """The class or coroutine function that `workflow` names, and how many arguments of a function are each episode's.
+
+    Raises:
+        ConfigError: there is none (tells the nearest), or it is neither.
+    """
+    name = workflow_of(config).name
+    make, key = factory_of("workflow", name, "workflow"), f"workflow={name}"
+    if not callable(make) or isinstance(make, RolloutWorkflow):
+        what = "an object of one: name the class itself" if isinstance(make, RolloutWorkflow) else f"a {type(make).__name__}"
+        raise ConfigError(f"{key} must be a class of workflows, or `async def episode(engine, data, …)`; it is {what}")
+    if not inspect.iscoroutinefunction(make):
+        if inspect.isfunction(make) and {"engine", "data"} & set(inspect.signature(make).parameters):
+            raise ConfigError(f"{key} takes engine or data, as each episode does; a function must be `async def`")
+        return make, 0
+    first = list(inspect.signature(make).parameters.values())[:2]
+    if [p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in first] != [True, True]:
+        raise ConfigError(f"{key} must take (engine, data) first: `async def {make.__name__}(engine, data, …)`")
+    return make, 2
+
+
+def _refuse_ignored(config: TrainConfig, taken: Collection[str]) -> None:
+    """Keys that reach a workflow through an argument count only where it takes that argument."""
+    default, sampling = TrainConfig(), GenerationConfig()
+    keys = ("system_prompt", "chat_template_kwargs", "reward")
+    set_ = [(key, key) for key in keys if getattr(config, key) != getattr(default, key)]
+    set_ += [(f"gconfig.{n}", "gconfig") for n in SAMPLING if getattr(config.gconfig, n) != getattr(sampling, n)]
+    for key, argument in set_:
+        if argument not in taken:
+            raise ConfigError(
+                f"{key} is set, but workflow={config.workflow} has no argument {argument!r} to be given it; "
+                f"add the argument, or leave {key} out"
+            )
+
+
+def _settings(config: TrainConfig) -> dict[str, Any]:
+    """Settings that a workflow or another service may ask for by name."""
+    return {name: getattr(config, name) for name in ("gconfig", "system_prompt")} | {
+        "chat_template_kwargs": dict(config.chat_template_kwargs)
+    }
+
+
+def make_workflow(
+    config: TrainConfig, services: Services, reward: RewardFn | None, gconfig: GenerationConfig
+) -> RolloutWorkflow:
+    """The workflow that `workflow` names: a registered one, or a class or function in a file, with its knobs and whatever it
+    asks for by name. A function ``async def episode(engine, data, …)`` is a workflow too.
+
+    Raises:
+        ConfigError: see `Services.make`; or it makes something else.
+    """
+    term = workflow_of(config)
+    make, skip = _workflow_factory(config)
+    key, given = f"workflow={term.name}", _settings(config) | {"reward": reward, "gconfig": gconfig}
+    if skip:
+        return FunctionWorkflow(make, services.arguments(key, make, term.arguments, given, skip=skip))
+    workflow = services.make(key, make, term.arguments, given)
+    if not isinstance(workflow, RolloutWorkflow):
+        raise ConfigError(
+            f"{key} made a {type(workflow).__name__}, which is no workflow; derive the class from tandem.ChatWorkflow, or "
+            "from tandem.RolloutWorkflow"
+        )
+    return workflow
+
+
+def training_workflow(config: TrainConfig, plan: RunPlan, services: Services, reward: RewardFn) -> RolloutWorkflow:
+    """`n_samples` of the workflow for each prompt, or the workflow itself where it makes the whole group; and whatever the
+    algorithm does with them together: a vote instead of the reward, training on a part of them, a greedy baseline.
+
+    Raises:
+        ConfigError: see `make_workflow`; or a greedy answer of one sample is compared with whole groups.
+    """
+    algorithm, gconfig, smallest = config.algorithm, config.gconfig, config.rollout.min_group_size
+    vote = getattr(reward, "vote", None)
+    judge = reward if vote is None else AnswerOnly()
+    one = make_workflow(config, services, judge, gconfig)
+    whole = one.makes_group
+    if vote is not None:
+        one = MajorityLabels(one, vote)
+    if algorithm.update_samples is not None:
+        one = FirstSamples(one, algorithm.update_samples)
+    if whole and plan.greedy_baseline:
+        raise ConfigError(
+            f"algorithm.advantage={algorithm.advantage.name} compares with a greedy answer of one sample, and "
+            f"workflow={config.workflow} makes a whole group; use algorithm.advantage=grpo, or a workflow of one sample"
+        )
+    later = bool(plan.scores) and (one.reads_scores or algorithm.update_samples is not None)
+    group = (
+        WholeGroup(one, smallest, finish_later=later)
+        if whole
+        else Repeated(one, gconfig.n_samples, min_group_size=smallest, finish_later=later)
+    )
+    if not plan.greedy_baseline:
+        return group
+    greedy = replace(gconfig, greedy=True, first_token_temperature=None, train_first_token=False)
+    return WithGreedyBaseline(group, make_workflow(config, services, judge, greedy))
