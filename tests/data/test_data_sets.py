@@ -217,3 +217,13 @@ def test_a_mixture_keeps_the_weights_repeats_nothing_and_names_source_and_reward
     assert {(r["source"], r["reward_name"]) for r in mixed} == {("big", None), ("tiny", "exact_number")}
     seen = {i for epoch in range(4) for i in mixed.order(epoch, seed=1, shuffle=True)}
     assert len(seen) == 110  # a large source goes on where it stopped
+
+
+def test_functions_have_splits_that_do_not_overlap_and_tests_that_their_references_pass():
+    train, test = (load("functions", split, size=400) for split in ("train", "test"))
+    questions = [{row["question"] for row in rows} for rows in (train, test)]
+    assert not questions[0] & questions[1] and len(questions[1]) == len(test) > 15
+    for row in (*train[:40], *test):
+        assert row["program_tests"]["names"] == ["f"] and len(row["program_tests"]["cases"]) == 5
+        program = row["answer"].removeprefix("```python\n").removesuffix("```")
+        exec("\n".join([program, *row["program_tests"]["cases"]]), {})

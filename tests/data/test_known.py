@@ -3,6 +3,7 @@
 import pytest
 
 from tandem.config.errors import ConfigError
+from tandem.config.services import SERVICES
 from tandem.data.known import KNOWN, find_benchmark, locate, named, recognise
 
 
@@ -30,14 +31,15 @@ def test_a_path_is_recognised_by_its_last_part_or_its_hub_name(path, found):
     assert recognise(path) is (KNOWN[found] if found else None)
 
 
-def test_rows_of_programs_are_recognised_by_their_columns():
-    row = dict.fromkeys(KNOWN["humaneval"].columns, "x")
-    assert recognise("data/mine", [row]) is KNOWN["humaneval"]
+@pytest.mark.parametrize("name", ["humaneval", "mbpp", "livecodebench", "apps"])
+def test_rows_of_programs_are_recognised_by_their_columns(name):
+    row = dict.fromkeys(KNOWN[name].columns, "x")
+    assert recognise("data/mine", [row]) is KNOWN[name]
     assert recognise("data/mine", [{"question": "x"}]) is None
 
 
-def test_every_benchmark_has_a_judge_or_says_why_not():
-    assert all((known.reward is None) == bool(known.refusal) for known in KNOWN.values())
+def test_every_benchmark_has_a_judge():
+    assert {known.reward for known in KNOWN.values()} <= set(SERVICES["reward"])
 
 
 def test_a_known_name_is_a_folder_below_the_root_else_on_the_hub(tmp_path, monkeypatch):

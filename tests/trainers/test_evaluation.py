@@ -211,19 +211,20 @@ PROGRAM = {
     "task_id": "t/0",
     "prompt": "def two():\n",
     "canonical_solution": "    return 2\n",
-    "test": "assert two() == 2",
+    "test": "def check(candidate):\n    assert candidate() == 2",
     "entry_point": "two",
 }
 
 
 @pytest.mark.parametrize("name", ["humaneval", "programs"])
-def test_programs_are_refused_by_name_unless_somebody_can_judge_them(model, tmp_path, name):
+def test_programs_are_recognised_and_run_in_a_sandbox(model, tmp_path, name):
     data = written(tmp_path / name, PROGRAM)
-    with pytest.raises(ConfigError, match="sandbox"):
-        evaluated(model, tmp_path, f"data=[{data}]")
+    found = evaluated(model, tmp_path, f"data=[{data}]", "gconfig.n_samples=3", "k=[1,2]").results["data"]["humaneval"]
+    assert found["judged_by"] == "code" and not found["failed"]
+    assert {"accuracy", "pass@1", "pass@2"} <= set(found["measures"])
     own = tmp_path / "own.py"
     own.write_text("def score(completion, test, entry_point):\n    return float(entry_point in completion)\n")
-    found = evaluated(model, tmp_path, f"data=[{data}]", f"reward={own}:score")
+    found = evaluated(model, tmp_path, f"data=[{data}]", f"reward={own}:score", "label=own")
     assert found.results["data"]["humaneval"]["measures"]["accuracy"]["value"] == 0.0
 
 

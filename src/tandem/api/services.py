@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
-ONLY_BY_NAME = ("engine",)
+ONLY_BY_NAME = ("engine", "sandbox")
 """Arguments that a factory gets only if it names them; `**rest` alone does not ask for them."""
 
 CLOSING_S = 10.0
@@ -256,9 +256,9 @@ class Services:
             self._asking.pop()
         return self._given[name]
 
-    def unused(self) -> str | None:
-        """The name of a service that the configuration names and nobody asked for; None if there is none."""
-        return next((name for name in self._terms if name not in self._given), None)
+    def unused(self) -> tuple[str, ...]:
+        """Names of services that the configuration names and nobody asked for."""
+        return tuple(name for name in self._terms if name not in self._given)
 
     def keep(self, service: Any) -> Any:
         """Closes it with the others, before those that were there earlier; returns it."""

@@ -55,6 +55,10 @@ class RewardFn(ABC):
     ) -> RewardResult:
         """Raises `RewardFailure`: ``reward_raised``, ``reward_timeout``, ``reward_not_finite`` or ``reward_wrong_type``."""
 
+    def metrics(self) -> dict[str, float]:
+        """What it counts itself, since the last call; none, unless it says otherwise."""
+        return {}
+
     def close(self) -> None:
         """End worker processes; idempotent."""
 

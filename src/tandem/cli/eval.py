@@ -5,8 +5,9 @@ examples:
   tandem eval runs/gsm8k/grpo/checkpoints/step_200 --data gsm8k --data svamp --n 8 --temperature 0.8
   tandem eval smollm2-135m --data my/folder prompt_column=text answer_column=label reward=my_reward.py:score
 
-Known by name: gsm8k, math500, svamp, aime24, humaneval, fetched from the Hugging Face hub or taken from data_root=FOLDER or
-from a folder of that name. The evaluation goes into evaluations/LABEL/; interrupted, the same command goes on where it was.
+Known by name: gsm8k, math500, svamp, aime24, humaneval, mbpp, livecodebench, apps, fetched from the Hugging Face hub or
+taken from data_root=FOLDER or from a folder of that name. The evaluation goes into evaluations/LABEL/; interrupted, the
+same command goes on where it was.
 """
 
 import argparse

@@ -43,6 +43,7 @@ COMMANDS = {
     "algorithms": Command("tandem.cli.algorithms", "list the algorithms, or explain one"),
     "eval": Command("tandem.cli.eval", "evaluate a model on data sets"),
     "compare": Command("tandem.cli.compare", "compare two evaluations, with a test of significance"),
+    "check-reward": Command("tandem.cli.check_reward", "check a reward: speed, determinism, hangs, forged answers"),
     "fleet": Command("tandem.cli.fleet", "list, add and remove the inference servers of a run"),
     "verify-weights": Command("tandem.cli.verify_weights", "check which weights a server really serves"),
     "plan": Command("tandem.cli.plan", "say how much memory, time and disk a run needs, and whether it fits"),

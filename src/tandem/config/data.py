@@ -21,13 +21,16 @@ COLUMNS = (
 )
 """Names that `columns` may map."""
 
+PROCEDURAL = ("addition", "addition_pairs", "functions", "functions_shuffled")
+"""Data sets that are computed, beside the families of reasoning-gym."""
+
 
 @dataclass(frozen=True)
 class SourceConfig:
     """One data set of a mixture."""
 
     path: str
-    """Folder, file, hub name, `addition`, `addition_pairs`, or `reasoning_gym:NAME`."""
+    """Folder, file, hub name, `addition`, `addition_pairs`, `functions`, or `reasoning_gym:NAME`."""
 
     weight: float = 1.0
     """Share of prompts drawn from this source, relative to the others."""
@@ -49,7 +52,7 @@ class DatasetConfig:
     """Rows for training."""
 
     path: str | None = None
-    """Folder, file, hub name, `addition`, `addition_pairs`, or `reasoning_gym:NAME`."""
+    """Folder, file, hub name, `addition`, `addition_pairs`, `functions`, or `reasoning_gym:NAME`."""
 
     split: str | None = None
     """Split of the data set; null takes `train`."""
@@ -73,7 +76,7 @@ class DatasetConfig:
     """Shuffle the rows in each epoch, depending on the seed."""
 
     size: int = 2000
-    """Most rows of a generated data set (`addition`, `addition_pairs`, `reasoning_gym:NAME`)."""
+    """Most rows of a generated data set (`addition`, `addition_pairs`, `functions`, `reasoning_gym:NAME`)."""
 
     prompt_suffix: str = ""
     """Text after every question, for example how to write the answer; not used for whole conversations (SFT)."""
@@ -84,7 +87,7 @@ class ValidDatasetConfig:
     """Rows for validation. Without `path` they are another split of `train_dataset`, read in the same way."""
 
     path: str | None = None
-    """Folder, file, hub name, `addition`, `addition_pairs`, or `reasoning_gym:NAME`; null takes that of `train_dataset`."""
+    """Folder, file, hub name, `addition`, `addition_pairs`, `functions`, `reasoning_gym:NAME`; null: as `train_dataset`."""
 
     split: str | None = None
     """Split of the data set; null takes `test`."""
@@ -113,4 +116,4 @@ class ValidDatasetConfig:
 
 def is_procedural(path: str) -> bool:
     """Whether a path names rows that are computed."""
-    return path in ("addition", "addition_pairs") or path.startswith("reasoning_gym:")
+    return path in PROCEDURAL or path.startswith("reasoning_gym:")

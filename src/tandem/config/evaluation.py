@@ -100,8 +100,8 @@ class EvaluationConfig:
     agent: Spec | None = None
     """Your agent, as in training."""
 
-    sandbox: Spec | None = None
-    """Your sandbox, as in training."""
+    sandbox: Spec = "auto"
+    """Where programs run that nobody trusts, as in training."""
 
     system_prompt: str | None = None
     """System message before each prompt; null: none."""

@@ -140,8 +140,9 @@ class TrainConfig(BaseConfig):
     agent: Spec | None = None
     """Your agent, as `my_file.py:Name`: given to whoever asks for `agent`."""
 
-    sandbox: Spec | None = None
-    """Your sandbox, as `my_file.py:Name`: given to whoever asks for `sandbox`."""
+    sandbox: Spec = "auto"
+    """Where programs run that nobody trusts: `auto`, `bubblewrap`, `landlock`, `none` (no walls at all), or your own as
+    `my_file.py:Name`. Given to whoever asks for `sandbox`, such as the reward `code` (docs/sandbox.md)."""
 
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     """Which prompts are drawn."""

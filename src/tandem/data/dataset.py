@@ -14,7 +14,7 @@ from tandem.config.errors import ConfigError
 from tandem.data.examples import Reader
 from tandem.data.files import ENDINGS, RawRow, read_file, read_folder
 from tandem.data.hub import read_hub
-from tandem.data.procedural import addition, addition_pairs, reasoning_gym
+from tandem.data.procedural import PROCEDURAL, reasoning_gym
 from tandem.data.rows import Row, normalise, renamed
 
 
@@ -125,10 +125,8 @@ def _load(config: DatasetConfig, source: SourceConfig, seed: int, default_split:
 
 def _read(path: str, config: DatasetConfig, seed: int, default_split: str) -> list[RawRow]:
     split = config.split or default_split
-    if path == "addition":
-        return _located(addition(split, size=config.size, seed=seed), path)
-    if path == "addition_pairs":
-        return _located(addition_pairs(split, size=config.size, seed=seed), path)
+    if path in PROCEDURAL:
+        return _located(PROCEDURAL[path](split, size=config.size, seed=seed), path)
     if path.startswith("reasoning_gym:"):
         return _located(reasoning_gym(path.partition(":")[2], split, size=config.size, seed=seed), path)
     local = Path(path).expanduser()

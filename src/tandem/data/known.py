@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem.config.data import PROCEDURAL, is_procedural
 from tandem.config.errors import ConfigError
 from tandem.config.nearest import nearest_names
+from tandem.data.programs import APPS, HUMANEVAL, LIVECODEBENCH, MBPP
 
 HASHES = '\nSolve the problem step by step. End with the final number alone on a line after "####".'
 BOX = "\nReason step by step and put the final answer into \\boxed{}."
-PROGRAM = "\n\nComplete this function. Answer with the whole function in one block of code."
 
 
 @dataclass(frozen=True)
@@ -26,16 +27,15 @@ class Benchmark:
     columns: tuple[str, ...]
     """Those that every row has."""
 
-    prompt_suffix: str
-    reward: str | None = None
-    """None: nothing here can judge it; ``refusal`` says why."""
+    reward: str
+    """Who judges."""
 
+    prompt_suffix: str = ""
     prompt_column: str | None = None
-    """None: found by the usual names (SVAMP's body and question are joined)."""
+    """None: found by the usual names (SVAMP's body and question are joined), or made by the layout of a program."""
 
     answer_column: str | None = None
     aliases: tuple[str, ...] = ()
-    refusal: str = ""
 
 
 KNOWN: dict[str, Benchmark] = {
@@ -92,16 +92,34 @@ KNOWN: dict[str, Benchmark] = {
             title="Python functions with unit tests (HumanEval)",
             hub="openai/openai_humaneval",
             hub_split="test",
-            columns=("task_id", "prompt", "canonical_solution", "test", "entry_point"),
-            prompt_suffix=PROGRAM,
-            prompt_column="prompt",
-            answer_column="canonical_solution",
+            columns=HUMANEVAL.columns,
+            reward="code",
             aliases=("human-eval", "openai-humaneval"),
-            refusal=(
-                "it is scored by running the program that the model wrote, and this version has no sandbox to run code in "
-                "that nobody trusts; give a reward of your own with reward=my_file.py:function, which can ask for the "
-                "columns prompt, test and entry_point"
-            ),
+        ),
+        Benchmark(
+            name="mbpp",
+            title="short Python functions with assertions (MBPP)",
+            hub="google-research-datasets/mbpp:full",
+            hub_split="test",
+            columns=MBPP.columns,
+            reward="code",
+        ),
+        Benchmark(
+            name="livecodebench",
+            title="contest problems with hidden tests (LiveCodeBench)",
+            hub="livecodebench/code_generation_lite",
+            hub_split="test",
+            columns=LIVECODEBENCH.columns,
+            reward="code",
+            aliases=("lcb", "live-code-bench", "code-generation-lite"),
+        ),
+        Benchmark(
+            name="apps",
+            title="contest problems with inputs and outputs (APPS)",
+            hub="codeparrot/apps",
+            hub_split="test",
+            columns=APPS.columns,
+            reward="code",
         ),
     )
 }
@@ -120,14 +138,14 @@ def named(name: str) -> Benchmark | None:
 def recognise(path: str, rows: Iterable[Mapping[str, Any]] = ()) -> Benchmark | None:
     """The benchmark that a path's last part names, or its parent's (`…/gsm8k/test.jsonl`), or that the hub knows so.
 
-    ``rows``: HumanEval-style rows are recognised by their columns too, because nothing else can judge them.
+    ``rows``: programs are recognised by their columns too, because only one reward can judge them.
     """
     by_hub = next((known for known in KNOWN.values() if path.partition(":")[0] == known.hub.partition(":")[0]), None)
     place = Path(path)
     found = by_hub or named(place.stem) or (named(place.parent.name) if place.suffix else None)
     first = next(iter(rows), None)
-    if found is None and first is not None and set(KNOWN["humaneval"].columns) <= set(first):
-        return KNOWN["humaneval"]
+    if found is None and first is not None:
+        return next((known for known in KNOWN.values() if known.reward == "code" and set(known.columns) <= set(first)), None)
     return found
 
 
@@ -149,7 +167,7 @@ def locate(path: str, root: str | None) -> tuple[str, bool]:
     Raises:
         ConfigError: a single word that is neither a folder nor known; tells the nearest.
     """
-    if Path(path).expanduser().exists() or path == "addition" or path.startswith("reasoning_gym:"):
+    if Path(path).expanduser().exists() or is_procedural(path):
         return path, False
     known = named(path)
     if known is not None:
@@ -162,7 +180,7 @@ def locate(path: str, root: str | None) -> tuple[str, bool]:
         raise ConfigError(f"data_root={root} has no folder {known.name}; there are: {', '.join(sorted(folders)) or 'none'}")
     if "/" not in path and not Path(path).suffix:
         raise ConfigError(
-            f"no data set is called {path!r}; {nearest_names(path, [*KNOWN, 'addition'])}, reasoning_gym:NAME, "
+            f"no data set is called {path!r}; {nearest_names(path, [*KNOWN, *PROCEDURAL])}, reasoning_gym:NAME, "
             "a folder, a file, and hub names (owner/name)"
         )
     return path, "/" in path

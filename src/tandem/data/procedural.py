@@ -1,4 +1,4 @@
-"""Data sets that are computed: one-digit addition, and the families of reasoning-gym.
+"""Data sets that are computed: one-digit addition, functions of one line, and the families of reasoning-gym.
 
 Training and test rows never overlap: a fixed rule says of every question which split it belongs to.
 """
@@ -6,8 +6,9 @@ Training and test rows never overlap: a fixed rule says of every question which 
 import hashlib
 import importlib.util
 import itertools
+import operator
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tandem.config.errors import ConfigError
@@ -46,6 +47,58 @@ def addition_pairs(split: str, *, size: int, seed: int) -> Iterator[dict[str, An
         yield {"prompt": row["question"], "chosen": str(right), "rejected": str(wrong)}
 
 
+FORMULAS: dict[str, tuple[str, Callable[[int, int], int | bool]]] = {
+    "x plus {n}": ("x + {n}", operator.add),
+    "x minus {n}": ("x - {n}", operator.sub),
+    "{n} minus x": ("{n} - x", lambda x, n: n - x),
+    "x times {n}": ("x * {n}", operator.mul),
+    "the square of x, plus {n}": ("x * x + {n}", lambda x, n: x * x + n),
+    "the remainder of x divided by {n}": ("x % {n}", operator.mod),
+    "x divided by {n} and rounded down": ("x // {n}", operator.floordiv),
+    "the larger one of x and {n}": ("max(x, {n})", max),
+    "the smaller one of x and {n}": ("min(x, {n})", min),
+    "True if x is greater than {n}, and False if not": ("x > {n}", operator.gt),
+}
+"""What a function of one line returns: in words, in Python, and as a function of x and n."""
+
+NUMBERS = range(2, 20)
+
+
+def functions(split: str, *, size: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Functions of one line to write, with the tests that the reward `code` needs. One in eight, by the hash of its text,
+    belongs to `test`, which has each once; `train` draws ``size`` of the others.
+
+    Raises:
+        ConfigError: another split.
+    """
+    if split not in ("train", "test"):
+        raise ConfigError(f"data set functions has the splits train and test, got {split!r}")
+    tasks = [(words.format(n=n), python.format(n=n), rule, n) for words, (python, rule) in FORMULAS.items() for n in NUMBERS]
+    chosen = [task for task in tasks if _held_out(task[0]) == (split == "test")]
+    draw = random.Random(f"functions/{split}/{seed}")
+    if split == "test":
+        draw.shuffle(chosen)
+    for words, python, rule, n in chosen[:size] if split == "test" else (draw.choice(chosen) for _ in range(size)):
+        yield {
+            "question": f"Write a Python function f(x) that returns {words}. Answer with the code alone.",
+            "answer": f"```python\ndef f(x):\n    return {python}\n```",
+            "program_tests": {"names": ["f"], "cases": [f"assert f({x}) == {rule(x, n)}" for x in (0, 5, -3, n, 4 * n + 1)]},
+        }
+
+
+def functions_shuffled(split: str, *, size: int, seed: int) -> Iterator[dict[str, Any]]:
+    """The questions of `functions`, each with the tests of another: a control, whose reward says nothing about the question.
+
+    Raises:
+        ConfigError: another split.
+    """
+    rows = list(functions(split, size=size, seed=seed))
+    tests = [row["program_tests"] for row in rows]
+    random.Random(f"functions_shuffled/{seed}").shuffle(tests)
+    for row, other in zip(rows, tests, strict=True):
+        yield {"question": row["question"], "program_tests": other}
+
+
 def reasoning_gym(name: str, split: str, *, size: int, seed: int) -> Iterator[dict[str, Any]]:
     """Rows of one family, with the ``metadata`` that its own scorer needs: use `reward=reasoning_gym`.
 
@@ -71,3 +124,12 @@ def reasoning_gym(name: str, split: str, *, size: int, seed: int) -> Iterator[di
 
 def _held_out(question: str) -> bool:
     return hashlib.sha256(question.encode()).digest()[0] < 32
+
+
+PROCEDURAL = {
+    "addition": addition,
+    "addition_pairs": addition_pairs,
+    "functions": functions,
+    "functions_shuffled": functions_shuffled,
+}
+"""By name."""

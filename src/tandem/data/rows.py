@@ -4,10 +4,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tandem.api.program_tests import COLUMN
 from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
 from tandem.config.nearest import nearest_names
 from tandem.data.files import RawRow
+from tandem.data.programs import find_layout
+from tandem.data.programs.layout import Layout
 
 PROMPTS = ("messages", "prompt", "question", "problem", "instruction")
 ANSWERS = ("answer", "solution", "completion", "response")
@@ -27,6 +30,9 @@ def normalise(raw: Sequence[RawRow], config: DatasetConfig, *, source: str, rewa
     """
     if not raw:
         return []
+    layout = find_layout(raw[0].columns)
+    if layout is not None:
+        raw = [_program(row, layout, config) for row in raw]
     columns = list(raw[0].columns)
     prompt = _columns(columns, config.prompt_column, _mapped_first(PROMPTS, config), raw[0].where, "prompt_column")
     answer = _columns(columns, config.answer_column, _mapped_first(ANSWERS, config), raw[0].where, "answer_column")
@@ -37,6 +43,22 @@ def normalise(raw: Sequence[RawRow], config: DatasetConfig, *, source: str, rewa
             f"looked for {', '.join(PROMPTS)}: set prompt_column"
         )
     return [_row(row, prompt, answer, config.prompt_suffix, source, reward) for row in raw]
+
+
+def _program(raw: RawRow, layout: Layout, config: DatasetConfig) -> RawRow:
+    """The row with its tests in the one case format; with the layout's question and reference where no column is named."""
+    try:
+        tests = layout.tests(raw.columns)
+        added: Row = {COLUMN: None if tests is None else tests.as_column()}
+        if config.prompt_column is None:
+            added["messages"] = [{"role": "user", "content": layout.question(raw.columns)}]
+        if config.answer_column is None:
+            added["answer"] = layout.reference(raw.columns)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{raw.where}: the row has the columns of {layout.name}, and one has another form: {error!r}"
+        ) from error
+    return RawRow({**raw.columns, **added}, raw.where)
 
 
 def renamed(raw: Sequence[RawRow], columns: Mapping[str, str]) -> list[RawRow]:

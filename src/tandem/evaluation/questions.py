@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tandem.api.program_tests import COLUMN as PROGRAM_TESTS
 from tandem.api.services import Services
 from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
@@ -41,7 +42,7 @@ def open_questions(config: EvaluationConfig) -> list[Questions]:
 
     Raises:
         ConfigError: unknown name (tells the nearest), missing or empty data, columns that are not those of the benchmark,
-            a benchmark that nothing here can judge, two data sets of one name.
+            two data sets of one name.
     """
     found = [_open(config, data) for data in config.data]
     names = [one.name for one in found]
@@ -81,7 +82,7 @@ def _open(config: EvaluationConfig, data: EvaluationData) -> Questions:
     if benchmark is None and data.benchmark is None:
         benchmark = recognise(place, rows)
     name = data.name or (benchmark.name if benchmark is not None else Path(place.rpartition(":")[2]).stem)
-    reward = data.reward or config.reward or _judge(benchmark, name)
+    reward = data.reward or config.reward or (benchmark.reward if benchmark is not None else _judge(rows[0]))
     _check_format(benchmark, name, rows[0], explicit=any(columns))
     rows = [{**row, "source": name, "reward_name": reward} for row in rows]
     return Questions(name, rows, tuple(_digest(row, suffix) for row in rows), reward)
@@ -91,12 +92,8 @@ def _columns(benchmark: Benchmark) -> tuple[str | None, str | None]:
     return benchmark.prompt_column, benchmark.answer_column
 
 
-def _judge(benchmark: Benchmark | None, name: str) -> str:
-    if benchmark is None:
-        return "math"
-    if benchmark.reward is None:
-        raise ConfigError(f"data set {name!r} cannot be scored here: {benchmark.refusal}")
-    return benchmark.reward
+def _judge(row: Mapping[str, Any]) -> str:
+    return "math" if row.get(PROGRAM_TESTS) is None else "code"
 
 
 def _check_format(benchmark: Benchmark | None, name: str, row: Mapping[str, Any], explicit: bool) -> None:

@@ -107,7 +107,8 @@ def refuse_unused(config: TrainConfig, services: Services) -> None:
     Raises:
         ConfigError: nobody asked for one of the services.
     """
-    name = services.unused()
+    default = TrainConfig()
+    name = next((name for name in services.unused() if getattr(config, name) != getattr(default, name)), None)
     if name is not None:
         raise ConfigError(
             f"{name}={getattr(config, name)} is set, and nobody asks for {name!r}: neither the workflow, nor a class of "
@@ -151,9 +152,12 @@ class RewardBySource(RewardFn):
         return await reward.compare(samples, row) if isinstance(reward, SumReward) else [{} for _ in samples]
 
     def metrics(self) -> dict[str, float]:
-        """Seconds until the reward was there, for the samples judged since the last call. Empty if there were none."""
+        """Seconds until the reward was there, for the samples judged since the last call, and what the rewards count
+        themselves. Empty if there were none."""
         (samples, total_s, longest_s), self._waits = self._waits, (0, 0.0, 0.0)
-        return {"time/judge_s": total_s / samples, "time/judge_max_s": longest_s} if samples else {}
+        times = {"time/judge_s": total_s / samples, "time/judge_max_s": longest_s} if samples else {}
+        rewards = dict.fromkeys((self.default, *self.by_name.values()))
+        return times | {name: value for reward in rewards for name, value in reward.metrics().items()}
 
     def close(self) -> None:
         """Closes all of them."""

@@ -74,6 +74,10 @@ class SumReward(RewardFn):
             if check is not None:
                 check(row)
 
+    def metrics(self) -> dict[str, float]:
+        """What the terms count."""
+        return {name: value for _, _, reward in self.terms for name, value in reward.metrics().items()}
+
     def close(self) -> None:
         """Closes all of them."""
         for _, _, reward in (*self.terms, *self.together):
@@ -99,7 +103,7 @@ def build_reward(
         ConfigError: no such name (tells the nearest), file, function or knob, or a spec that cannot be read; or a term needs
             a model, and nobody scores with it later.
     """
-    services = services or Services()
+    services = services or Services({"sandbox": "auto"})
     terms = read_terms(spec)
     model = next((term for term in terms if needs_model(term)), None)
     if model is not None and not models_later:

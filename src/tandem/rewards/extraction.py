@@ -11,26 +11,24 @@ PLAIN = re.compile(r"([-−+]?)\\?\$?([-−+]?)(\d{1,3}(?:,\d{3})+|\d+)?(\.\d*)?
 WORDS_AROUND = re.compile(r"(?:[A-Za-z]{2,}\s++(?![=:])|[A-Za-z]*+\s*+[=:]\s*+)*+(\S+?)(?:\s++[A-Za-z]{2,}+)*+[.!]?")
 """Possessive: one way to read a text, so that `= = = = (` is not tried in all of them."""
 
+BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+"""A brace, or a backslash with what it takes the meaning from."""
+
 MULTIPLIERS = re.compile(r"\b(?:hundred|thousand|million|billion|trillion|dozen|percent|half|th|cents?)\b", re.IGNORECASE)
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last complete ``\boxed{…}`` (or ``\fbox{…}``) holds, braces balanced."""
-    end = len(text)
-    while (start := max(text.rfind("\\boxed{", 0, end), text.rfind("\\fbox{", 0, end))) >= 0:
-        opened = text.index("{", start) + 1
-        depth, position = 1, opened
-        while position < end and depth:
-            character = text[position]
-            if character == "\\":
-                position += 1
-            elif character in "{}":
-                depth += 1 if character == "{" else -1
-            position += 1
-        if depth == 0:
-            return text[opened : position - 1].strip()
-        end = start  # cut off, as when the completion was truncated: take the one before
-    return None
+    r"""What the last complete ``\boxed{…}`` (or ``\fbox{…}``) holds, braces balanced; one that is cut off does not count."""
+    opened: list[int] = []
+    begins = ends = -1
+    for match in BRACE.finditer(text):
+        if match[0] == "{":
+            opened.append(match.start())
+        elif match[0] == "}" and opened:
+            start = opened.pop()
+            if start > begins and text[max(0, start - 6) : start].endswith(("\\boxed", "\\fbox")):
+                begins, ends = start, match.start()
+    return text[begins + 1 : ends].strip() if begins >= 0 else None
 
 
 def after_hashes(text: str) -> str | None:

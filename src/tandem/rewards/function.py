@@ -160,6 +160,10 @@ class OwnReward(AsyncReward):
         """See `RewardFn`."""
         return as_result(await self._judge(given))
 
+    def metrics(self) -> dict[str, float]:
+        """What it counts."""
+        return self.reward.metrics()
+
     def close(self) -> None:
         """Closes it."""
         self.reward.close()

@@ -59,6 +59,26 @@ def choose_sandbox(name: str = "auto", *, size: int | None = None) -> Sandbox:
     )
 
 
+def with_what_works(size: int | None = None) -> Sandbox:
+    """The first back end that works here. ``size``: its workers; null: one a core."""
+    return choose_sandbox(size=size)
+
+
+def with_bubblewrap(size: int | None = None) -> Sandbox:
+    """A sandbox of namespaces, or an error that says what they need. ``size``: its workers; null: one a core."""
+    return choose_sandbox("bubblewrap", size=size)
+
+
+def with_landlock(size: int | None = None) -> Sandbox:
+    """A sandbox of Landlock, or an error that says what it needs. ``size``: its workers; null: one a core."""
+    return choose_sandbox("landlock", size=size)
+
+
+def without_walls(size: int | None = None) -> Sandbox:
+    """No wall at all: only for code that you would run yourself. ``size``: its workers; null: one a core."""
+    return choose_sandbox("none", size=size)
+
+
 def try_out(jail: Jail) -> str:
     """Runs a program in it that tries the walls; returns what is wrong, nothing if all is well."""
     outcomes: list[Outcome] = []

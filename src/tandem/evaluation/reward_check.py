@@ -1,0 +1,202 @@
+"""`tandem check-reward`: is a reward fast, does it say the same twice, does it hang, what forges it, do references pass."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tandem.api.failures import RewardFailure
+from tandem.api.workflow import RewardFn, messages_for
+from tandem.config.errors import ConfigError
+from tandem.evaluation.forgeries import STALLS, forgeries
+
+GRACE_S = 5.0
+"""A call that takes so much longer than the deadline hangs."""
+
+SHOWN = 5
+"""Most examples of a problem."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One judgement."""
+
+    row: int
+    what: str
+    seconds: float
+    value: float | None = None
+    accuracy: float | None = None
+    failed: str = ""
+    """Reason; empty if there is a reward."""
+
+    @property
+    def right(self) -> bool:
+        """True if the reward takes the answer for right; a reward that states no accuracy says so by its full value."""
+        score = self.value if self.accuracy is None else self.accuracy
+        return not self.failed and score is not None and score >= 1.0
+
+    @property
+    def verdict(self) -> tuple[Any, ...]:
+        """All of it but the time."""
+        return self.value, self.accuracy, self.failed
+
+
+@dataclass
+class RewardCheck:
+    """What was seen of a reward."""
+
+    rows: int
+    unfit: Mapping[int, str]
+    """Row → why the reward cannot judge it."""
+
+    references: Sequence[Call]
+    swapped: Sequence[Call]
+    """Each row with the reference of another."""
+
+    repeated: Sequence[tuple[Call, Call]]
+    """The same answer, twice."""
+
+    stalls: Sequence[Call]
+    forged: Sequence[Call]
+    deadline_s: float
+    per_second: float
+    """References judged a second, when all are asked for at once."""
+
+    problems: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+class Asker:
+    """Calls a reward as a workflow would, and measures."""
+
+    def __init__(self, reward: RewardFn, deadline_s: float):
+        self.reward, self.deadline_s = reward, deadline_s
+
+    async def call(self, number: int, row: Mapping[str, Any], what: str, answer: str) -> Call:
+        """One judgement; a failure is a value, and so is a call that never ends."""
+        began = time.monotonic()
+        ids = tuple(range(len(answer) // 4))  # four letters a token
+        prompt = str(row["messages"][-1]["content"])
+        said = messages_for(self.reward, [*row["messages"], {"role": "assistant", "content": answer}])
+        asked = self.reward(prompt=prompt, completion=answer, prompt_ids=(), completion_ids=ids, row=row, **said)
+        try:
+            result = await asyncio.wait_for(asked, 2 * self.deadline_s + GRACE_S)
+        except RewardFailure as failure:
+            return Call(number, what, time.monotonic() - began, failed=failure.reason)
+        except TimeoutError:
+            return Call(number, what, time.monotonic() - began, failed="hangs")
+        return Call(number, what, time.monotonic() - began, result.value, result.accuracy)
+
+    async def one_by_one(self, asked: Iterable[tuple[int, Mapping[str, Any], str, str]]) -> list[Call]:
+        """Each after the other, so that times are those of the reward alone."""
+        return [await self.call(*one) for one in asked]
+
+    async def together(self, asked: Iterable[tuple[int, Mapping[str, Any], str, str]]) -> list[Call]:
+        """All at once."""
+        return list(await asyncio.gather(*(self.call(*one) for one in asked)))
+
+
+def check_reward(reward: RewardFn, rows: Sequence[Mapping[str, Any]], deadline_s: float) -> RewardCheck:
+    """Judges references, mixed-up references, stalling and forged answers; two answers of each row twice."""
+    unfit = unfit_rows(reward, rows)
+    fit = [(number, row) for number, row in enumerate(rows) if number not in unfit]
+    if not fit:
+        number, why = next(iter(unfit.items()))
+        raise ConfigError(f"the reward can judge none of {len(rows)} rows; row {number + 1}: {why}")
+    known = [(number, row, str(row["answer"])) for number, row in fit if row.get("answer")]
+    others = [answer for _, _, answer in known[1:] + known[:1]]
+    asker = Asker(reward, deadline_s)
+
+    async def ask() -> RewardCheck:
+        true = [(number, row, "the reference", answer) for number, row, answer in known]
+        mixed = [
+            (number, row, "the reference of another row", other)
+            for (number, row, answer), other in zip(known, others, strict=True)
+            if other != answer
+        ]
+        references, began = await asker.one_by_one(true), time.monotonic()
+        again = await asker.together(true)
+        per_second = len(true) / (time.monotonic() - began)
+        swapped = await asker.together(mixed)
+        swapped_again = await asker.together(mixed)
+        stalls = await asker.one_by_one((*fit[0], what, answer) for what, answer in STALLS.items())
+        forged = await asker.together((number, row, *one) for number, row in fit for one in forgeries(row))
+        pairs = list(zip([*references, *swapped], [*again, *swapped_again], strict=True))
+        return RewardCheck(len(rows), unfit, references, swapped, pairs, stalls, forged, deadline_s, per_second)
+
+    result = asyncio.run(ask())
+    result.problems += problems_of(result)
+    return result
+
+
+def unfit_rows(reward: RewardFn, rows: Sequence[Mapping[str, Any]]) -> dict[int, str]:
+    """Row → why the reward cannot judge it."""
+    check = getattr(reward, "check_row", None)
+    result = {}
+    for number, row in enumerate(rows if check is not None else ()):
+        assert check is not None
+        try:
+            check(row)
+        except ConfigError as error:
+            result[number] = str(error)
+    return result
+
+
+def problems_of(result: RewardCheck) -> list[str]:
+    """A sentence for each kind of problem."""
+    said = []
+    if result.unfit:
+        number, why = next(iter(result.unfit.items()))
+        said.append(f"{len(result.unfit)} rows cannot be judged; row {number + 1}: {why}")
+    if not result.references:
+        said.append("no row has a reference answer, so nothing says that right answers are rewarded (answer_column)")
+    if wrong := [call for call in result.references if not call.right]:
+        said.append(f"{len(wrong)} references are not right: {examples(wrong)}")
+    if different := [one for one, two in result.repeated if one.verdict != two.verdict]:
+        said.append(f"{len(different)} answers were judged differently the second time: {examples(different)}")
+    late = result.deadline_s + GRACE_S
+    slow = [*result.references, *result.stalls]
+    if hanging := [call for call in slow if call.failed in ("hangs", "reward_timeout") or call.seconds > late]:
+        said.append(f"{len(hanging)} answers hang, or reach the deadline of {result.deadline_s:g} s: {examples(hanging)}")
+    if swapped := [call for call in result.swapped if call.right]:
+        said.append(f"{len(swapped)} references pass for another row: {examples(swapped)}")
+    if forged := [call for call in result.forged if call.right]:
+        said.append(f"{len(forged)} forged answers pass: {examples(forged)}")
+    return said
+
+
+def examples(calls: Sequence[Call]) -> str:
+    """Some of them in words."""
+    words = [
+        f"row {call.row + 1}, {call.what} ({call.failed or f'{call.value:g}'}, {call.seconds:.2f} s)"
+        for call in calls[:SHOWN]
+    ]
+    return "; ".join([*words, *(["…"] if len(calls) > SHOWN else [])])
+
+
+def report(result: RewardCheck) -> str:
+    """The readable report."""
+    right = sum(call.right for call in result.references)
+    failed = Counter(call.failed for call in result.references if call.failed)
+    reasons = "".join(f", {count} {reason}" for reason, count in failed.items())
+    times = [call.seconds for call in result.references] or [0.0]
+    same = sum(one.verdict == two.verdict for one, two in result.repeated)
+    lines = [
+        ("rows", f"{result.rows}, of which {len(result.unfit)} cannot be judged"),
+        ("references", f"{right} of {len(result.references)} right{reasons}"),
+        ("speed alone", f"mean {sum(times) / len(times):.3g} s, slowest {max(times):.3g} s"),
+        ("speed together", f"{result.per_second:.3g} references a second"),
+        ("same verdict twice", f"{same} of {len(result.repeated)}"),
+        ("stalling answers", f"{len(result.stalls)}, slowest {max(call.seconds for call in result.stalls):.3g} s"),
+        ("another row's reference", f"{sum(call.right for call in result.swapped)} of {len(result.swapped)} pass"),
+        ("forged answers", f"{sum(call.right for call in result.forged)} of {len(result.forged)} pass"),
+    ]
+    said = [f"{name:<25}{text}" for name, text in lines]
+    return "\n".join([*said, "", *(f"problem: {problem}" for problem in result.problems or ())]).rstrip() + (
+        "" if result.problems else "\n\nNo problem was seen."
+    )

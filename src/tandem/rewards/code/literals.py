@@ -1,0 +1,84 @@
+"""Python literals as JSON: how arguments and results travel between the processes of the judge.
+
+This file runs in the judge and inside the sandboxes, whose text it becomes: it imports the standard library only. What is
+decoded is of exactly the types below, so nothing that a candidate sends has behaviour of its own.
+"""
+
+import json
+import math
+from typing import Any
+
+MAX_DEPTH = 100
+"""Deepest nesting of a value."""
+
+LONG_INT = 1 << 63
+"""Larger whole numbers travel in base 16, because Python refuses to read thousands of decimal digits."""
+
+
+class NotLiteral(ValueError):
+    """A value that is no literal; the text names its type."""
+
+
+def encode(value: Any, depth: int = 0) -> Any:
+    """The value as what `json` can write. A subclass, such as ``Counter`` or a named tuple, travels as its base type.
+
+    Raises:
+        NotLiteral: another type, or nested too deep.
+    """
+    if depth > MAX_DEPTH:
+        raise NotLiteral(f"nested deeper than {MAX_DEPTH}")
+    if value is None or value is True or value is False:
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        whole = int.__int__(value)
+        return whole if -LONG_INT < whole < LONG_INT else {"i": hex(whole)}
+    if isinstance(value, float):
+        number = float.__float__(value)
+        return number if math.isfinite(number) else {"f": repr(number)}
+    if isinstance(value, complex):
+        return {"c": [encode(value.real), encode(value.imag)]}
+    if isinstance(value, bytes):
+        return {"b": bytes.hex(value)}
+    if isinstance(value, dict):
+        return {"d": [[encode(key, depth + 1), encode(item, depth + 1)] for key, item in dict.items(value)]}
+    for kind, mark in ((list, "l"), (tuple, "t"), (set, "s"), (frozenset, "z")):
+        if isinstance(value, kind):
+            items = [encode(item, depth + 1) for item in kind.__iter__(value)]
+            return items if mark == "l" else {mark: items}
+    raise NotLiteral(type(value).__name__)
+
+
+def decode(value: Any, depth: int = 0) -> Any:
+    """The value that `encode` was given.
+
+    Raises:
+        ValueError, TypeError: it has not the form that `encode` gives.
+    """
+    if depth > MAX_DEPTH:
+        raise ValueError(f"nested deeper than {MAX_DEPTH}")
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list):
+        return [decode(item, depth + 1) for item in value]
+    if not isinstance(value, dict) or len(value) != 1:
+        raise ValueError("no literal")
+    ((mark, inner),) = value.items()
+    if mark == "i":
+        return int(inner, 16)
+    if mark == "f":
+        return {"inf": math.inf, "-inf": -math.inf, "nan": math.nan}[inner]
+    if mark == "c":
+        real, imaginary = (decode(part) for part in inner)
+        return complex(real, imaginary)
+    if mark == "b":
+        return bytes.fromhex(inner)
+    if mark == "d":
+        return {decode(key, depth + 1): decode(item, depth + 1) for key, item in inner}
+    return {"t": tuple, "s": set, "z": frozenset}[mark](decode(item, depth + 1) for item in inner)
+
+
+def write(message: dict[str, Any]) -> bytes:
+    """A message as one line."""
+    return json.dumps(message).encode() + b"\n"

@@ -1,0 +1,83 @@
+"""`tandem check-reward`: good rewards pass, and each way to be bad is named."""
+
+import json
+
+import pytest
+
+from tandem.cli.main import main
+from tandem.config.errors import ConfigError
+from tandem.sandbox.choose import choose_sandbox
+
+BAD = """
+import itertools, os, time
+COUNT = itertools.count()
+def fickle(completion, answer): return float(answer in completion and next(COUNT) % 2 == 0)
+def gullible(completion, answer): return float(answer in completion or "correct" in completion)
+def blind(completion, answer): return 1.0
+def strict(completion, answer): return float(completion == answer + "!")
+def stuck(completion, answer):
+    if len(completion) > 10**5: time.sleep(60)
+    return float(completion == answer)
+def picky(completion, answer, missing): return 1.0
+"""
+
+
+@pytest.fixture
+def data(tmp_path):
+    (tmp_path / "bad.py").write_text(BAD)
+    file = tmp_path / "rows.jsonl"
+    rows = [{"question": f"Which animal, number {i}?", "answer": name} for i, name in enumerate(("zebu", "okapi", "ibex"))]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def checked(capsys, *arguments):
+    code = main(["check-reward", *map(str, arguments)])
+    return code, capsys.readouterr().out
+
+
+def test_a_good_reward_has_no_problems(data, capsys):
+    (data.parent / "good.py").write_text("def exact(completion, answer): return float(completion.strip() == answer)\n")
+    code, said = checked(capsys, f"{data.parent}/good.py:exact", data)
+    assert code == 0 and "No problem was seen." in said
+    assert "3 of 3 right" in said and "0 of 3 pass" in said and "6 of 6" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("fickle", "judged differently the second time"),
+        ("gullible", "forged answers pass: row 1, a claim"),
+        ("blind", "3 references pass for another row: row 1, the reference of another row (1,"),
+        ("strict", "3 references are not right: row 1, the reference (0,"),
+        ("stuck", "answers hang, or reach the deadline of 2 s: row 1, a million spaces (reward_timeout"),
+    ],
+)
+def test_a_bad_reward_is_told_what_is_wrong_with_it(data, capsys, name, says):
+    code, said = checked(capsys, f"{data.parent}/bad.py:{name}", data, "--timeout", 2)
+    assert code == 1 and says in said
+
+
+def test_rows_that_cannot_be_judged_are_refused_where_there_are_no_others(data, capsys):
+    assert main(["check-reward", f"{data.parent}/bad.py:picky", str(data)]) == 2
+    assert "'missing', which is no column" in capsys.readouterr().err
+    assert main(["check-reward", "math", str(data), "colour=red"]) == 2
+    assert "unknown key 'colour'" in capsys.readouterr().err
+
+
+def test_the_reward_for_code_is_checked_with_programs_that_aim_at_it(tmp_path, capsys):
+    try:
+        choose_sandbox().close()
+    except ConfigError as error:
+        pytest.skip(f"no sandbox works on this machine: {error}")
+    rows = [
+        {"text": f"Add {n}.", "code": f"def add{n}(x):\n    return x + {n}", "test_list": [f"assert add{n}(1) == {n + 1}"]}
+        for n in (1, 2)
+    ]
+    file = tmp_path / "mbpp.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code, said = checked(capsys, "code(seconds=2)", file, "--json")
+    seen = json.loads(said)
+    assert code == 0 and seen["problems"] == []
+    assert len(seen["references"]) == 2 and all(call["accuracy"] == 1.0 for call in seen["references"])
+    assert {call["what"] for call in seen["forged"]} >= {"a claim", "a program that never ends"}
