@@ -78,7 +78,8 @@ def blocks(name: str) -> dict[str, str]:
         "formula": "\n".join(["```text", *_formula(name), "```"]),
         "values": "\n".join(_values(name)),
         "metrics": "\n".join(_metrics(name)),
-        "run": f"```bash\n.venv/bin/tandem train {' '.join(arguments(name))}\n```",
+        "run": f"```bash\n.venv/bin/tandem train {' '.join(arguments(name))}\n```\n\n"
+        "`.venv/bin/tandem graph` with the same arguments lists the stages of a step, in order.",
         "refusals": "\n".join(_refusals(name)),
     }
 
