@@ -31,10 +31,9 @@ from tandem.api.requests import LLMRequest, NoiseKey
 from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion, tensor_digest, version_digest
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
-from tandem.engines.inference.process import EmbeddedProcess
+from tandem.engines.inference.embedded import EmbeddedProcess
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
-from tandem.engines.inference.remote.tandem_server import TandemServer
-from tandem.engines.inference.remote.tandem_start import start_tandem_server
+from tandem.engines.inference.remote.tandem_server import TandemServer, start_tandem_server
 from tandem.models.catalog import resolve
 from tandem.state.machine import usable_cores
 

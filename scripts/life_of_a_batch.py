@@ -54,7 +54,7 @@ BACK = [
 
 CONFIGURATION = [
     ("src/tandem/cli/main.py", "Finds the command, and turns errors into messages."),
-    ("src/tandem/cli/train.py", "Names the kind of configuration and the loop."),
+    ("src/tandem/cli/training.py", "Names the kind of configuration and the loop."),
     ("src/tandem/cli/running.py", "Loads the configuration, and starts one process for each rank."),
     (
         "src/tandem/config/load.py",
@@ -97,7 +97,13 @@ BESIDE = {
         "roles/components",
         "roles/parts",
     ),
-    "for an option": ("engines/inference/stopping", "roles/critic", "roles/reference", "rollout/replay"),
+    "for an option": (
+        "engines/inference/stopping",
+        "engines/train/asleep",
+        "roles/critic",
+        "roles/reference",
+        "rollout/replay",
+    ),
     "to check, or when something failed": ("engines/inference/requests", "rollout/failure_budget", "rollout/returned"),
     "for metrics": ("engines/train/totals", "roles/averages", "roles/batch_metrics", "rollout/statistics"),
     "on the way back": ("engines/inference/fused_weights",),

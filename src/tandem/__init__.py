@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tandem.api.requests import LLMRequest
     from tandem.api.samples import Group, Sample, Trajectory
     from tandem.api.scoring import FrozenModel, Score
-    from tandem.api.workflow import RewardFn, RewardResult, RolloutWorkflow
+    from tandem.api.workflow import GroupReward, RewardFn, RewardResult, RolloutWorkflow
     from tandem.cli.main import run_script
     from tandem.config.errors import ConfigError
     from tandem.config.experiment import SFTConfig, TrainConfig
@@ -51,6 +51,7 @@ __all__ = [
     "DataFailure",
     "FrozenModel",
     "Group",
+    "GroupReward",
     "InferenceEngine",
     "InfrastructureFailure",
     "LLMRequest",
@@ -91,7 +92,7 @@ _MODULES = {
     "api.requests": ("LLMRequest",),
     "api.samples": ("Group", "Sample", "Trajectory"),
     "api.scoring": ("FrozenModel", "Score"),
-    "api.workflow": ("RewardFn", "RewardResult", "RolloutWorkflow"),
+    "api.workflow": ("GroupReward", "RewardFn", "RewardResult", "RolloutWorkflow"),
     "cli.main": ("run_script",),
     "config.errors": ("ConfigError",),
     "config.experiment": ("SFTConfig", "TrainConfig"),

@@ -22,8 +22,7 @@ from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine, engine_threads
 from tandem.engines.inference.callers import Callers
-from tandem.engines.inference.link import Link
-from tandem.engines.inference.messages import Start
+from tandem.engines.inference.link import Link, Start
 from tests.tiny import tiny_model_folder
 from tests.zygote import gone
 
@@ -302,7 +301,7 @@ class TestProcess:
         link = Link.start(start, Callers(), 60)
         os.kill(link.pid, signal.SIGSTOP)
         with pytest.raises(WaitTimeout, match=r"did not answer statistics within 0\.3 s"):
-            link.call("statistics", (), 0.3)
+            link.call("statistics", timeout_s=0.3)
         link.close(timeout_s=0.3)
         assert not psutil.pid_exists(link.pid)
 

@@ -27,7 +27,7 @@ WALL_CLOCKS = {
 
 FOR_PEOPLE = {
     "cli/fleet.py:show": "how long ago, for `tandem fleet list`; never negative",
-    "engines/inference/fleet/journal.py:write": "the time of a row of fleet.jsonl",
+    "engines/inference/fleet/roster.py:write": "the time of a row of fleet.jsonl",
     "engines/inference/serve/answers.py:__init__": "`created` of OpenAI's protocol",
     "engines/inference/serve/service.py:Service": "`created` of OpenAI's protocol",
     "state/existing.py:silent_s": "for how long a run on another machine has written nothing, for `tandem runs`",

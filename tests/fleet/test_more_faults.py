@@ -15,7 +15,7 @@ from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine, folder_update
 from tandem.engines.inference.fleet.members import Server
 from tandem.engines.inference.fleet.pool import Fleet
-from tandem.engines.inference.remote.tandem_start import start_tandem_server
+from tandem.engines.inference.remote.tandem_server import start_tandem_server
 from tests.fleet.fleets import Asking, ask, generate, healthy, passed, publish, rows, running, same, until
 from tests.fleet.processes import PATIENCE, Processes, fault, reference
 from tests.fleet.training import engines

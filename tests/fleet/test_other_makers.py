@@ -12,9 +12,8 @@ from tandem.api.weights import WeightVersion
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import RolloutConfig
-from tandem.engines.inference.build import build_fleet
+from tandem.engines.inference.build import Terms, build_fleet
 from tandem.engines.inference.fleet.addresses import JOURNAL_NAME
-from tandem.engines.inference.fleet.kinds import Terms
 from tandem.evaluation.asking import Ask, ask
 from tandem.evaluation.asking import Terms as AskTerms
 from tests.engines_inference.remote.wire import SGLangStandIn, VllmStandIn

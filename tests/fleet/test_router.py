@@ -125,13 +125,12 @@ def test_a_slow_server_is_given_less():
     assert router.work()["fast"] == 8 * router.work()["slow"]
 
 
-def test_what_is_remembered_and_what_is_queued_inside_stay_bounded():
+def test_what_is_remembered_stays_bounded():
     router = Router(max_affinities=10)
     router.add("a")
     for i in range(10_000):
         router.end(router.choose(1, f"chat {i}"))
     assert len(router._affinities) == 10
-    assert len(router._heap) <= 64 + 8 + 1
 
 
 def test_a_server_that_comes_back_begins_without_the_work_that_it_lost():

@@ -10,8 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tandem.launch.local import run_ranks
-from tandem.launch.meeting import LOCK, PREFIX, meeting_folder, remove_left
+from tandem.launch.local import LOCK, PREFIX, meeting_folder, remove_left, run_ranks
 from tests.zygote import gone
 
 LAUNCHER = """

@@ -88,7 +88,7 @@ def test_a_template_of_ones_own(tmp_path):
         ("answer_form=choice", "answer_form=choice and choices"),
         ("answer_form=stars", "answer_form must be score, json or choice, got 'stars'"),
         ("votes=0", "votes must be a whole number, at least 1, got 0"),
-        ("low=5, high=5", "low < high"),
+        ("low=5, high=5", "low must be below high"),
         ("template=none.txt", "the template none.txt cannot be read"),
     ],
 )

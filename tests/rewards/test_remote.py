@@ -101,8 +101,9 @@ def test_questions_share_requests_and_results_may_come_in_any_order():
     words = ["a" * n for n in range(1, 11)]
     with server(lengths) as (url, bodies):
         assert judge(f"remote(url={url}, batch_size=4, center=1, scale=2)", *words) == [(n - 1) / 2 for n in range(1, 11)]
-    assert [len(body["questions"]) for body in bodies] == [4, 4, 2]
-    assert bodies[0]["questions"][0] == {
+    assert sorted(len(body["questions"]) for body in bodies) == [2, 4, 4]
+    (asked,) = [one for body in bodies for one in body["questions"] if one["completion"] == "a"]
+    assert asked == {
         "prompt": "Q: ",
         "completion": "a",
         "answer": "2",
@@ -166,7 +167,7 @@ def test_what_cannot_be_judged_costs_only_its_own_sample():
 def test_a_server_in_slimes_layout_is_asked_for_each_sample():
     with server(lambda body: (200, len(body["response"]))) as (url, bodies):
         assert judge(f"remote(url={url}/rm, layout=slime)", "one", "three") == [3, 5]
-    assert bodies[0] == {"prompt": "Q: ", "response": "one", "label": "2"}
+    assert {"prompt": "Q: ", "response": "one", "label": "2"} in bodies
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,8 @@
 """Hostile programs in each back end: none escapes, and nothing is left behind. They are the table of docs/sandbox.md."""
 
 import asyncio
-import contextlib
-import json
 import os
 import platform
-import signal
-import socket
-import subprocess
-import threading
-from pathlib import Path
 
 import pytest
 
@@ -17,6 +10,7 @@ from tandem.api.sandbox import Limits, Program
 from tandem.config.errors import ConfigError
 from tandem.sandbox.choose import choose_sandbox
 from tests.sandbox.hostile import read_table
+from tests.sandbox.machine import Machine, descendants, lives, processes_with
 
 TABLE = read_table()
 BACK_ENDS = ("bubblewrap", "landlock")
@@ -24,86 +18,6 @@ ids = [f"{each.group}: {each.name}" for each in TABLE]
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="the programs use system calls by their numbers of x86_64"
 )
-
-
-def processes_with(mark: str) -> list[int]:
-    """Processes on this machine that have the mark in their command line."""
-    left = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if mark.encode() in folder.joinpath("cmdline").read_bytes():
-                left.append(int(folder.name))
-    return left
-
-
-def lives(pid: int) -> bool:
-    """Whether a process is there and is no zombie, which waits for pid 1 of this machine."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def descendants(pid: int) -> set[int]:
-    """Processes below one."""
-    below = set()
-    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
-            below |= {int(child) for child in thread.read_text().split()}
-    return below | {grandchild for child in below for grandchild in descendants(child)}
-
-
-class Machine:
-    """What a program must not reach: a secret file, a process, and everything that listens."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self.secret = folder / "secret"
-        self.secret.write_text("secret")
-        self.secret.chmod(0o600)
-        self.mark = f"{os.getpid()}987654.{int.from_bytes(os.urandom(3), 'big')}"
-        self.old_handler = signal.signal(signal.SIGWINCH, lambda *_: self.heard.append(b"a signal"))
-        self.victim = subprocess.Popen(["sleep", "600"])
-        self.heard: list[bytes] = []
-        tcp = socket.create_server(("127.0.0.1", 0))
-        self.port = tcp.getsockname()[1]
-        udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-        udp.bind(("127.0.0.1", self.port))
-        self.unix, self.datagrams = str(folder / "socket"), str(folder / "datagrams")
-        self.abstract = f"\0tandem-{self.mark}"
-        streams = [socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)]
-        for stream, address in zip(streams, (self.unix, self.abstract), strict=True):
-            stream.bind(address)
-            stream.listen()
-        datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-        datagrams.bind(self.datagrams)
-        self.listeners = [tcp, udp, *streams, datagrams]
-        for listener in self.listeners:
-            threading.Thread(target=self._listen, args=(listener,), daemon=True).start()
-
-    def _listen(self, listener: socket.socket) -> None:
-        try:
-            if listener.type == socket.SOCK_STREAM:
-                listener.accept()[0].close()
-                self.heard.append(b"a connection")
-            else:
-                self.heard.append(listener.recv(100))
-        except OSError:
-            return
-
-    @property
-    def facts(self) -> bytes:
-        """What programs are told, to make it easy for them."""
-        names = ("mark", "port", "unix", "datagrams", "abstract")
-        facts = {name: getattr(self, name) for name in names} | {"secret": str(self.secret), "folder": str(self.folder)}
-        return json.dumps(facts | {"victim": self.victim.pid, "parent": os.getpid()}).encode() + b"\n"
-
-    def close(self) -> None:
-        signal.signal(signal.SIGWINCH, self.old_handler)
-        self.victim.kill()
-        self.victim.wait()
-        for listener in self.listeners:
-            listener.close()
 
 
 @pytest.fixture(scope="module", params=BACK_ENDS)

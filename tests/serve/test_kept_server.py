@@ -19,7 +19,7 @@ from tandem.engines.inference.build import folder_update
 from tandem.engines.inference.fleet.members import Server
 from tandem.engines.inference.fleet.pool import Fleet
 from tandem.engines.inference.remote.kept import Keeping
-from tandem.engines.inference.remote.tandem_start import start_tandem_server
+from tandem.engines.inference.remote.tandem_server import start_tandem_server
 from tests.serve.served import one_by_one, request_of, update_of
 from tests.tiny import tiny_model_folder
 

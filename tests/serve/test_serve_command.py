@@ -25,7 +25,7 @@ from tandem.cli.listening import access_of
 from tandem.cli.main import main
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import EmbeddedEngineConfig
-from tandem.engines.inference.remote.tandem_start import start_tandem_server
+from tandem.engines.inference.remote.tandem_server import start_tandem_server
 from tandem.engines.inference.serve.routes import ServedEngine
 from tandem.protocol.access import Access
 from tandem.protocol.server import Server

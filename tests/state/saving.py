@@ -15,8 +15,7 @@ from tandem.state import tree
 from tandem.state.background import BackgroundSave
 from tandem.state.checkpoint import save_checkpoint
 from tandem.state.existing import existing_run
-from tandem.state.manifest import STATE, verify
-from tandem.state.newest import Found, newest_valid
+from tandem.state.manifest import STATE, Found, newest_valid, verify
 from tandem.state.resuming import Going
 from tandem.state.run_folder import RunFolder
 from tandem.state.snapshot import Snapshots

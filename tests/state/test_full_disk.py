@@ -9,8 +9,7 @@ import pytest
 
 from tandem.config.errors import ConfigError
 from tandem.state.ledger import LedgerFile, LedgerNotWritten
-from tandem.state.run_folder import RunFolder, RunFolderInUse
-from tandem.state.supervision import record_failure
+from tandem.state.run_folder import RunFolder, RunFolderInUse, record_failure
 
 LIMITED = """
 import json, resource, signal, sys

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tandem.api.team import Team
-from tandem.state.manifest import FILE, Invalid, read_manifest, verify, write_manifest
-from tandem.state.newest import NothingToResume, newest_valid
+from tandem.state.manifest import FILE, Invalid, NothingToResume, newest_valid, read_manifest, verify, write_manifest
 from tandem.state.tree import MARK, PLAIN_FILE, StateDamaged, load_part, read_tree, write_tree
 
 PLAIN = st.recursive(

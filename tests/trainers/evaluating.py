@@ -1,11 +1,14 @@
 """Small evaluations for these tests."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem.config.evaluation import load_evaluation
 from tandem.evaluation.asking import Answer
 from tandem.evaluation.run import evaluate_model
-from tandem.evaluation.training import Evaluation, ask_rows, summarise
+from tandem.evaluation.scores import metrics_of
+from tandem.evaluation.training import ask_rows
 
 DATA = Path(__file__).resolve().parents[1] / "data_files"
 FILES = ("evaluation.json", "samples.jsonl", "results.json")
@@ -43,6 +46,36 @@ def answer(row: int, score: float | None, *, sample: int = 0, data: str = "d", s
     """A judged sample."""
     given = {"reward": score or 0.0, "accuracy": score, "answer": said, "extracted": said is not None, "stop_reason": "stop"}
     return Answer(data, row, sample, **given | more)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What came of it. A sample whose episode failed counts as wrong in ``accuracy``, its row is counted in ``failed``."""
+
+    accuracy: float
+    """Mean over all samples; NaN where the reward states none and its value is no share."""
+
+    reward: float
+    completion_length: float
+    truncated: float
+    failed: int
+    rows: int
+    values: dict[str, float] = field(default_factory=dict)
+    """All of them by metric name, with several samples also ``eval/pass@k`` and ``eval/maj@k``."""
+
+
+def summarise(answers: Sequence[Answer], n_samples: int, rows: int) -> Evaluation:
+    """The figures of an evaluation beside training."""
+    values = metrics_of(answers, n_samples)
+    return Evaluation(
+        accuracy=values.get("eval/accuracy", float("nan")),
+        reward=values["eval/reward"],
+        completion_length=values["eval/completion_length"],
+        truncated=values["eval/truncated"],
+        failed=int(values["eval/failed"]),
+        rows=rows,
+        values=values,
+    )
 
 
 async def evaluate(engine, workflow, rows, *, n_samples: int = 1, **terms) -> Evaluation:

@@ -4,8 +4,9 @@ import math
 from dataclasses import replace
 
 from tandem.config.backend import Layout, parse_layout
+from tandem.models.footprint import Adapters
 from tandem.models.shape import Shape
-from tandem.planning.held import Adapters, Held
+from tandem.planning.held import Held
 from tandem.planning.job import Generator, Job, Lengths
 from tandem.planning.machine import Machine
 

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from tandem.engines.inference.kv_cache import KVCache
+from tandem.models.footprint import row_capacity
 from tandem.models.shape import read_shape
 from tandem.planning.calibrate import PROCESS
 from tandem.planning.items import GIB
 from tandem.planning.job import Lengths
-from tandem.planning.memory import engine_weights, instants, kv_needed, kv_tokens, row_capacity
+from tandem.planning.memory import engine_weights, instants, kv_needed, kv_tokens
 from tandem.planning.plan import make_plan
 from tests.tiny import tiny_model_folder
 from tests.trainers.planning import HAND, LLAMA_8B, SMOLLM2, generator, held, job, round_machine

@@ -9,12 +9,12 @@ from transformers import AutoModelForSequenceClassification
 from tandem.config.errors import ConfigError
 from tandem.config.lora import LoRAConfig
 from tandem.models.architecture import SUPPORTED, Architecture
+from tandem.models.footprint import adapters_of
 from tandem.models.lora import put_adapters
 from tandem.models.packed import PackedCausalLM
 from tandem.models.shape import Shape, read_shape
 from tandem.planning import activations
 from tandem.planning.batches import MicroBatch, cut
-from tandem.planning.held import adapters_of
 from tests.tiny import KINDS, tiny_config, tiny_model
 from tests.trainers.planning import HAND, LLAMA_8B, SMOLLM2
 

@@ -11,7 +11,7 @@ from tandem.rollout.ledger import Ledger, Prompt
 from tandem.state.checkpoint import save_checkpoint
 from tandem.state.existing import existing_run
 from tandem.state.ledger import FILE, LedgerDamaged, LedgerFile
-from tandem.state.newest import NothingToResume
+from tandem.state.manifest import NothingToResume
 from tandem.state.resuming import Going
 from tandem.state.run_folder import RunFolder
 from tandem.state.tree import StateDamaged

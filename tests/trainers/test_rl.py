@@ -20,7 +20,7 @@ from tandem.api.failures import EngineDied, TandemError
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.engines.inference.process import EmbeddedProcess
+from tandem.engines.inference.embedded import EmbeddedProcess
 from tandem.trainers.rl import train
 
 ROOT = Path(__file__).resolve().parents[2]

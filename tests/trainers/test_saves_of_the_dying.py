@@ -8,7 +8,7 @@ import pytest
 from tandem.launch.local import FAIL_S, TERM_S, run_ranks
 from tandem.launch.rank import LAST_S
 from tandem.state.existing import checkpoints
-from tandem.state.newest import newest_valid
+from tandem.state.manifest import newest_valid
 
 pytestmark = [pytest.mark.slow, pytest.mark.invariant]
 

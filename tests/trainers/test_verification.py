@@ -55,7 +55,7 @@ class World:
 
     @property
     def cores(self):
-        return [engine._driver._core for engine in self.engines]
+        return [engine._worker._core for engine in self.engines]
 
     def verifier(self, **options):
         scorer = Scorer(self.trainer, self.archive, self.dtype, Team(), rounds=False)

@@ -160,12 +160,24 @@ class TrainEngine(ABC):
         return None
 
     @abstractmethod
-    def offload(self, parts: tuple[TrainPart, ...]) -> None:
-        """Move parts to host memory; on a CPU engine this frees gradients and is otherwise recorded only."""
+    def offload(self, parts: tuple[TrainPart, ...], scratch: Path | None = None) -> int:
+        """Gives the memory of parts back; they must be brought back before they are used. Returns the bytes that it moved.
+
+        On a GPU they move to host memory. On a CPU what the model's folder has is read from there again, and the rest is
+        written to a nameless file in ``scratch``; without it this frees gradients and is otherwise recorded only.
+        """
 
     @abstractmethod
-    def onload(self, parts: tuple[TrainPart, ...]) -> None:
-        """Bring parts back to the device."""
+    def onload(self, parts: tuple[TrainPart, ...]) -> int:
+        """Brings parts back to the device, to the bit. Returns the bytes that it moved.
+
+        Raises:
+            WeightsChanged: a file that a part was to be read from has changed, or is gone.
+        """
+
+    @abstractmethod
+    def num_bytes(self) -> dict[TrainPart, int]:
+        """Bytes of each part that are on this rank's device now, measured."""
 
 
 class InferenceEngine(ABC):

@@ -10,6 +10,7 @@ TandemError
 ├── NotWritten (OSError)             a file of the run that the disk refuses; says which, and what to do
 ├── NonFinite (ArithmeticError)         loss or gradient not finite too often in a row
 ├── WeightUpdateFailed (RuntimeError)   an update that no engine took
+├── WeightsChanged (RuntimeError)       weights that slept, and whose file has others now
 ├── DeliveryDisproved (RuntimeError)    trajectories that other weights made than they say
 ├── RankFailed (RuntimeError)           another rank failed; quotes its error
 └── EpisodeFailure                      why an episode was dropped; `reason` is counted in metrics
@@ -42,6 +43,7 @@ __all__ = [
     "UserCodeFailed",
     "WaitTimeout",
     "WeightUpdateFailed",
+    "WeightsChanged",
     "WrongWorkflow",
     "as_failure",
 ]
@@ -83,6 +85,10 @@ class WeightUpdateFailed(TandemError, RuntimeError):
     """A weight update that no engine took; all of them still serve the version before."""
 
     may_pass = True
+
+
+class WeightsChanged(TandemError, RuntimeError):
+    """Weights that slept cannot be had again: the file that they are read from has changed, or is gone."""
 
 
 class DeliveryDisproved(TandemError, RuntimeError):

@@ -63,6 +63,20 @@ class RewardFn(ABC):
         """End worker processes; idempotent."""
 
 
+class GroupReward(ABC):
+    """Judges the samples of one prompt together, when all of them have ended: a judge that compares, for example.
+
+    It is a term of a reward like any other. Evaluation, where samples are judged one by one, leaves the term out.
+    """
+
+    @abstractmethod
+    async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[float]:
+        """The reward of each sample. Raises `RewardFailure`, which drops the group under its reason."""
+
+    def close(self) -> None:
+        """Ends what it started; idempotent."""
+
+
 def messages_for(reward: object, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The further argument of a call of this reward: the conversation, if it reads it."""
     return {"messages": tuple(messages)} if getattr(reward, "reads_messages", False) else {}

@@ -18,14 +18,12 @@ from tandem.algorithms.presets.notes import NOTES
 from tandem.algorithms.presets.pages import NOTATION, Algorithm, algorithm, all_parts, as_yaml, summary
 from tandem.config.errors import ConfigError
 from tandem.config.presets import PRESETS
-from tandem.tracking.catalog import SECTIONS
-from tandem.tracking.metrics.metric import Metric
+from tandem.tracking.catalog import SECTIONS, Metric
 
 WIDTH = 118
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("name", nargs="?", metavar="NAME", help="one algorithm; without it, all are listed")
     parser.add_argument("changes", nargs="*", metavar="key=value", help="parts of it that you would change")
     parser.add_argument("--parts", action="store_true", help="list every loss, advantage, correction … by itself instead")
@@ -33,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`tandem algorithms`."""
     if arguments.parts:
         if arguments.name is not None:
             raise ConfigError(f"--parts lists the parts of all algorithms; leave {arguments.name!r} out")
@@ -49,12 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def metric(name: str) -> Metric:
-    """A metric of the catalogue."""
     return next((rows[name] for rows in SECTIONS.values() if name in rows), Metric("", "", ""))
 
 
 def overview() -> list[dict[str, Any]]:
-    """Every preset in a few words."""
     return [
         {
             "name": name,
@@ -68,7 +63,6 @@ def overview() -> list[dict[str, Any]]:
 
 
 def listing() -> str:
-    """The table of `tandem algorithms`."""
     rows = [(row["name"], ", ".join(row["needs"]) or "—", row["arxiv"] or "—", row["summary"]) for row in overview()]
     rows.insert(0, ("name", "needs", "arXiv", "what it is"))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
@@ -91,7 +85,6 @@ def parts_text(parts: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def as_data(found: Algorithm) -> dict[str, Any]:
-    """One algorithm as plain data."""
     return {
         "name": found.name,
         "summary": found.summary,
@@ -108,7 +101,6 @@ def as_data(found: Algorithm) -> dict[str, Any]:
 
 
 def text(found: Algorithm) -> Iterator[str]:
-    """One algorithm, line by line."""
     yield f"{found.name}: {found.summary}"
     yield from _wrapped("paper", found.note.title + (f", https://arxiv.org/abs/{found.note.arxiv}" * bool(found.note.arxiv)))
     yield from _wrapped("needs", ", ".join(found.needs) or "nothing but the actor")

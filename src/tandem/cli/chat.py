@@ -11,7 +11,6 @@ folder sees exactly the tokens that it made.
 
 import argparse
 import asyncio
-import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable
@@ -20,58 +19,44 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tandem.api.failures import ServerFailed
 from tandem.api.requests import LLMResponse, NoiseKey, StopReason
 from tandem.api.weights import WeightVersion
+from tandem.cli.sampling import add_device_arguments, add_sampling_arguments, device_of, require, sampling_of
 from tandem.config.errors import ConfigError
-from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.embedded import EmbeddedEngine
-from tandem.engines.inference.remote.events import stream_events
 from tandem.engines.inference.serve.text import TextStream
 from tandem.models.catalog import resolve
 from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
-from tandem.protocol.client import HttpClient
+from tandem.protocol.client import HttpClient, stream_events
 from tandem.rollout.chat import Chat
 from tandem.state.machine import usable_cores
 
 ASK_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 3600.0
+MIN_TEMPERATURE = 0.01
+"""What servers take."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("model", metavar="MODEL|URL", help="a folder, a hub name, smollm2-135m, or a server's address")
     parser.add_argument("--system", metavar="TEXT", help="a system message put before the conversation")
-    parser.add_argument("--max-new-tokens", type=int, default=512, help="longest answer in tokens (default: 512)")
-    parser.add_argument("--temperature", type=float, default=0.7, help="1 is the model itself (default: 0.7)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling (default: 1, off)")
-    parser.add_argument("--greedy", action="store_true", help="always the most probable token")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same answers (default: 0)")
-    parser.add_argument("--name", help="URL: which model, where the server has several (default: its first)")
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help="URL: the file with the server's token")
-    parser.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="MODEL: default: auto")
-    parser.add_argument("--threads", type=int, help="MODEL: CPU threads (default: all)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="MODEL: default: auto")
+    add_sampling_arguments(parser, max_new_tokens=512, temperature=0.7)
+    server = parser.add_argument_group("with a URL")
+    server.add_argument("--name", help="which model, where the server has several (default: its first)")
+    server.add_argument("--token-file", type=Path, metavar="FILE", help="the file with the server's token")
+    add_device_arguments(parser.add_argument_group("with a MODEL"))
 
 
 def check(arguments: argparse.Namespace) -> None:
     """Raises `ConfigError` for values that cannot be."""
-    rules = (
-        ("--max-new-tokens", arguments.max_new_tokens, arguments.max_new_tokens >= 1, "at least 1"),
-        ("--temperature", arguments.temperature, 0.01 <= arguments.temperature < math.inf, "at least 0.01 (0 is --greedy)"),
-        ("--top-p", arguments.top_p, 0 < arguments.top_p <= 1, "above 0 and at most 1"),
-        ("--threads", arguments.threads, arguments.threads is None or arguments.threads >= 1, "at least 1"),
-    )
-    for name, value, right, rule in rules:
-        if not right:
-            raise ConfigError(f"{name} must be {rule}, got {value}")
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda, but torch sees no GPU here; use --device cpu, or install a CUDA build of torch")
+    temperature = arguments.temperature
+    require([("--temperature", temperature, temperature >= MIN_TEMPERATURE, f"at least {MIN_TEMPERATURE} (0 is --greedy)")])
+    sampling_of(arguments)
+    device_of(arguments)
 
 
 class Partner(ABC):
@@ -97,35 +82,26 @@ class LocalPartner(Partner):
         folder = resolve(arguments.model)
         self._tokenizer = load_tokenizer(folder)
         check_chat_template(self._tokenizer)
-        device = "cuda" if arguments.device != "cpu" and torch.cuda.is_available() else "cpu"
+        device = device_of(arguments)
         threads = arguments.threads or usable_cores()
         version = WeightVersion(0)
         config = EmbeddedEngineConfig(max_running=1, threads=threads)
         core = EngineCore(folder, config, resolve_dtype(arguments.dtype, device), device, version)
         self._engine = EmbeddedEngine(core, version=version, threads=threads)
-        self._gconfig = GenerationConfig(
-            n_samples=1,
-            max_new_tokens=arguments.max_new_tokens,
-            temperature=arguments.temperature,
-            top_p=arguments.top_p,
-            greedy=arguments.greedy,
-        )
+        self._gconfig = sampling_of(arguments)
         self._system, self._seed = arguments.system, arguments.seed
         self._conversations = 0
         self._chat: Chat | None = None
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The conversation so far."""
         return () if self._chat is None else self._chat.input_ids
 
     def begin(self) -> None:
-        """See `Partner`."""
         self._chat = None
         self._conversations += 1
 
     async def answer(self, text: str) -> AsyncGenerator[str, None]:
-        """See `Partner`."""
         if self._chat is None:
             self._chat = Chat(self._tokenizer, [{"role": "user", "content": text}], system_prompt=self._system)
         else:
@@ -143,7 +119,6 @@ class LocalPartner(Partner):
                     yield words.add(piece.output_ids)
 
     def close(self) -> None:
-        """See `Partner`."""
         self._engine.close()
 
 
@@ -171,11 +146,9 @@ class RemotePartner(Partner):
         self._messages: list[dict[str, str]] = []
 
     def begin(self) -> None:
-        """See `Partner`."""
         self._messages = []
 
     async def answer(self, text: str) -> AsyncGenerator[str, None]:
-        """See `Partner`."""
         self._messages.append({"role": "user", "content": text})
         said = []
         body = {**self._sampling, "messages": self._opening + self._messages}
@@ -205,7 +178,6 @@ def _first_model(base: str, answer: Any) -> str:
 
 
 def partner_of(arguments: argparse.Namespace) -> Partner:
-    """The model behind MODEL|URL."""
     remote = arguments.model.startswith(("http://", "https://"))
     return RemotePartner(arguments) if remote else LocalPartner(arguments)
 
@@ -234,7 +206,6 @@ def converse(partner: Partner, read: Callable[[], str]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`tandem chat`."""
     check(arguments)
     partner = partner_of(arguments)
     terminal = sys.stdin.isatty()

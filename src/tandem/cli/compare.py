@@ -15,7 +15,6 @@ from tandem.config.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("first", metavar="A", type=Path, help="folder of an evaluation")
     parser.add_argument("second", metavar="B", type=Path, help="folder of another; differences are B minus A")
     parser.add_argument("--seed", type=int, default=0, help="draws of bootstrap and permutations (default: 0)")
@@ -24,7 +23,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`tandem compare`."""
     from tandem.evaluation.compare import compare, describe, open_recorded  # noqa: PLC0415 — imports torch
 
     if arguments.seed < 0:

@@ -12,22 +12,12 @@ from typing import Any
 
 from tandem.cli.arguments import add_config_arguments
 from tandem.cli.running import resolve
+from tandem.cli.training import KINDS
 from tandem.config.errors import ConfigError
-from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import Resolved, describe
-from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
-
-KINDS = {
-    "train": TrainConfig,
-    "sft": SFTConfig,
-    "preference": PreferenceConfig,
-    "reward": RewardModelConfig,
-    "distill": DistillConfig,
-}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_config_arguments(parser)
     parser.add_argument("--for", dest="kind", choices=KINDS, default="train", help="the command whose configuration it is")
     parser.add_argument("--sft", action="store_const", const="sft", dest="kind", help="the same as --for sft")
@@ -60,7 +50,6 @@ def _has_unknown_key(arguments: argparse.Namespace, kind: str) -> bool:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`tandem config`."""
     resolved = resolve_kind(arguments)
     if arguments.json:
         shown = {"config": asdict(resolved.config), "sources": dict(resolved.sources)}

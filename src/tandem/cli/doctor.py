@@ -38,7 +38,6 @@ VARIABLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("--root", default="runs", metavar="FOLDER", help="where runs are to be written (default: runs)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
 
@@ -69,7 +68,6 @@ def environment() -> dict[str, str]:
 
 
 def examine(root: Path) -> dict[str, Any]:
-    """Everything, in plain values."""
     memory = psutil.virtual_memory()
     can_write, free = writable(root.expanduser().absolute())
     optional = versions(OPTIONAL)
@@ -148,7 +146,6 @@ def private() -> dict[str, str]:
 
 
 def text(report: dict[str, Any]) -> str:
-    """The report for people."""
     lines = []
     for section, values in report.items():
         lines.append(section.replace("_", " "))
@@ -168,7 +165,6 @@ def text(report: dict[str, Any]) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`tandem doctor`."""
     report = redact(examine(Path(arguments.root)), private())
     print(json.dumps(report, ensure_ascii=False) if arguments.json else text(report))
     return 0

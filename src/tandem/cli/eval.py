@@ -41,7 +41,6 @@ NAMED = re.compile(r"([A-Za-z0-9_-]+)=(.+)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument(
         "arguments",
         nargs="*",
@@ -113,7 +112,6 @@ def _assignment(key: str, value: Any) -> Assignment:
 
 
 def interrupted(arguments: argparse.Namespace) -> str:
-    """After Ctrl-C: what is recorded."""
     from tandem.evaluation.run import state_of  # noqa: PLC0415 — imports torch, which is loaded by now
 
     try:
@@ -123,7 +121,6 @@ def interrupted(arguments: argparse.Namespace) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`tandem eval`."""
     resolved = resolve(arguments)
     from tandem.evaluation.run import evaluate_model, try_evaluation  # noqa: PLC0415 — imports torch
 

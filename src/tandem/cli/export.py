@@ -20,7 +20,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument(
         "run", metavar="RUN[@STEP]", help="the run's folder, and optionally a checkpoint: RUN@120 or RUN@best"
     )
@@ -35,7 +34,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`tandem export`."""
     from tandem.models.adapter_folder import MergedWeights  # noqa: PLC0415 — imports torch
     from tandem.state.export import ADAPTER, checkpoint_of, export  # noqa: PLC0415 — imports torch
 

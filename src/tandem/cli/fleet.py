@@ -28,14 +28,12 @@ from tandem.engines.inference.fleet.addresses import (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """See the module."""
     parser.add_argument("action", choices=("list", "add", "remove"), help="what to do")
     parser.add_argument("arguments", nargs="+", metavar="[SERVER] RUN", help="a server (not for list), and the run's folder")
     parser.add_argument("--json", action="store_true", help="list: one JSON object a server")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """See the module."""
     wanted = 1 if arguments.action == "list" else 2
     if len(arguments.arguments) != wanted:
         words = "RUN" if wanted == 1 else "SERVER RUN"

@@ -9,7 +9,6 @@ examples:
 import argparse
 import asyncio
 import json
-import math
 import sys
 import time
 from typing import Any
@@ -19,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey
+from tandem.cli.sampling import add_device_arguments, add_sampling_arguments, device_of, require, sampling_of
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
@@ -30,51 +30,28 @@ from tandem.state.machine import usable_cores
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("model", metavar="MODEL", help="a folder (a checkpoint), a hub name, or smollm2-135m")
     parser.add_argument("prompt", metavar="PROMPT", help="the question; - reads it from standard input")
     parser.add_argument("--n", type=int, default=1, help="number of answers (default: 1)")
-    parser.add_argument("--max-new-tokens", type=int, default=256, help="longest answer in tokens (default: 256)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="1 is the model itself, lower is surer (default: 1)")
-    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus sampling (default: 1, off)")
+    add_sampling_arguments(parser, max_new_tokens=256, temperature=1.0)
     parser.add_argument("--top-k", type=int, default=0, help="only the k most probable tokens (default: 0, off)")
-    parser.add_argument("--greedy", action="store_true", help="always the most probable token")
     parser.add_argument("--system", metavar="TEXT", help="a system message put before the prompt")
     parser.add_argument("--raw", action="store_true", help="continue the text as it is, without the chat template")
-    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same answers (default: 0)")
-    parser.add_argument(
-        "--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="default: what is fast here"
-    )
-    parser.add_argument("--threads", type=int, help="CPU threads (default: all)")
-    parser.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU where there is one"
-    )
+    add_device_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object: prompt, answers with log-probabilities, speed")
 
 
 def sampling(arguments: argparse.Namespace) -> GenerationConfig:
     """Raises `ConfigError` for values that cannot be."""
-    rules = (
-        ("--n", arguments.n, arguments.n >= 1, "at least 1"),
-        ("--max-new-tokens", arguments.max_new_tokens, arguments.max_new_tokens >= 1, "at least 1"),
-        ("--temperature", arguments.temperature, 0 < arguments.temperature < math.inf, "above 0 (0 is written --greedy)"),
-        ("--top-p", arguments.top_p, 0 < arguments.top_p <= 1, "above 0 and at most 1"),
-        ("--top-k", arguments.top_k, arguments.top_k >= 0, "at least 0"),
-        ("--threads", arguments.threads, arguments.threads is None or arguments.threads >= 1, "at least 1"),
+    require(
+        (
+            ("--n", arguments.n, arguments.n >= 1, "at least 1"),
+            ("--top-k", arguments.top_k, arguments.top_k >= 0, "at least 0"),
+        )
     )
-    for name, value, right, rule in rules:
-        if not right:
-            raise ConfigError(f"{name} must be {rule}, got {value}")
     if arguments.raw and arguments.system is not None:
         raise ConfigError("--system needs the chat template, which --raw leaves out; write the system text into the prompt")
-    return GenerationConfig(
-        n_samples=arguments.n,
-        max_new_tokens=arguments.max_new_tokens,
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        greedy=arguments.greedy,
-    )
+    return sampling_of(arguments, n_samples=arguments.n, top_k=arguments.top_k)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, *, system: str | None, raw: bool) -> tuple[int, ...]:
@@ -102,7 +79,6 @@ async def answer(engine: InferenceEngine, ids: tuple[int, ...], gconfig: Generat
 
 
 def as_json(prompt: str, texts: list[str], responses: list[LLMResponse], seconds: float) -> dict[str, Any]:
-    """What `--json` prints."""
     answers = [
         {
             "text": text,
@@ -120,12 +96,9 @@ def as_json(prompt: str, texts: list[str], responses: list[LLMResponse], seconds
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`tandem generate`."""
     gconfig = sampling(arguments)
     prompt = sys.stdin.read().rstrip("\n") if arguments.prompt == "-" else arguments.prompt
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda, but torch sees no GPU here; use --device cpu, or install a CUDA build of torch")
-    device = "cuda" if arguments.device != "cpu" and torch.cuda.is_available() else "cpu"
+    device = device_of(arguments)
     folder = resolve(arguments.model)
     tokenizer = load_tokenizer(folder)
     ids = encode(tokenizer, prompt, system=arguments.system, raw=arguments.raw)

@@ -10,12 +10,12 @@ import argparse
 from pathlib import Path
 
 from tandem.cli.arguments import add_config_arguments
-from tandem.cli.config import KINDS, resolve_kind
+from tandem.cli.config import resolve_kind
+from tandem.cli.training import KINDS
 from tandem.config.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_config_arguments(parser)
     parser.add_argument("--for", dest="kind", choices=KINDS, default="train", help="the command whose configuration it is")
     parser.add_argument("--mermaid", action="store_true", help="print a Mermaid flowchart, for a Markdown page")
@@ -23,12 +23,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`tandem graph`."""
     from tandem.flow.draw import mermaid, picture, text  # noqa: PLC0415 — imports torch
     from tandem.flow.plan import plan_run  # noqa: PLC0415
+    from tandem.flow.state_parts import sleep_plan_here, told  # noqa: PLC0415
 
-    plan = plan_run(resolve_kind(arguments).config)
+    config = resolve_kind(arguments).config
+    plan = plan_run(config)
+    sleeping = sleep_plan_here(config, plan)
     print(mermaid(plan) if arguments.mermaid else text(plan))
+    if sleeping is not None and not arguments.mermaid:
+        print(told(sleeping))
     if arguments.png is not None:
         try:
             picture(plan, arguments.png)

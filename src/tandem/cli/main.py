@@ -4,7 +4,7 @@ Commands are imported when they run, so that `tandem --help` and `tandem config`
 """
 
 import argparse
-import importlib
+import pkgutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -19,18 +19,19 @@ from tandem.launch.rank import failed_elsewhere, has_launcher, telling_errors
 
 
 class Command(NamedTuple):
-    """A sub-command: the module that has its `add_arguments(parser)` and its `run(arguments) -> int`, and its help."""
+    """A sub-command: the module, or ``module:object``, that has its `add_arguments(parser)` and its `run(arguments) -> int`,
+    and its help."""
 
     module: str
     help: str
 
 
 COMMANDS = {
-    "train": Command("tandem.cli.train", "train a model with reinforcement learning"),
-    "sft": Command("tandem.cli.sft", "fine-tune a model on questions and answers"),
-    "preference": Command("tandem.cli.preference", "learn from preferences: DPO, IPO, KTO, SimPO, ORPO"),
-    "reward": Command("tandem.cli.reward", "train a reward model from ranked pairs or judged steps"),
-    "distill": Command("tandem.cli.distill", "train a student on its own answers, judged by a teacher model"),
+    "train": Command("tandem.cli.training:TRAIN", "train a model with reinforcement learning"),
+    "sft": Command("tandem.cli.training:SFT", "fine-tune a model on questions and answers"),
+    "preference": Command("tandem.cli.training:PREFERENCE", "learn from preferences: DPO, IPO, KTO, SimPO, ORPO"),
+    "reward": Command("tandem.cli.training:REWARD", "train a reward model from ranked pairs or judged steps"),
+    "distill": Command("tandem.cli.training:DISTILL", "train a student on its own answers, judged by a teacher model"),
     "continue": Command("tandem.cli.continue_run", "go on with an interrupted run, or train a finished one longer"),
     "replay": Command("tandem.cli.replay", "run a step of a deterministic run again and compare the results"),
     "runs": Command("tandem.cli.runs", "list runs: status, last metrics, checkpoints, size"),
@@ -89,9 +90,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if argv is None else argv)
     name = top_parser().parse_args(argv[:1] or ["--help"]).command
     command = COMMANDS[name]
-    module = importlib.import_module(command.module)
+    module = pkgutil.resolve_name(command.module)
     parser = argparse.ArgumentParser(
-        prog=f"tandem {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=f"tandem {name}",
+        description=getattr(module, "description", module.__doc__),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     module.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show the whole traceback of an error")

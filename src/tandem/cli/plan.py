@@ -13,7 +13,8 @@ import json
 from typing import Any
 
 from tandem.cli.arguments import add_config_arguments, split_arguments
-from tandem.cli.config import KINDS, resolve_kind
+from tandem.cli.config import resolve_kind
+from tandem.cli.training import KINDS
 from tandem.config.arithmetic import arithmetic
 from tandem.config.errors import ConfigError
 from tandem.config.load import load_config
@@ -47,7 +48,6 @@ def _count(text: str) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     add_config_arguments(parser)
     parser.add_argument("--for", dest="kind", choices=KINDS, default="train", help="the command whose configuration it is")
     parser.add_argument("--device", metavar="NAME", help=f"plan for another machine: {', '.join(DEVICES)}")

@@ -14,7 +14,6 @@ exit codes: 0 the same, 1 different (or failed), 2 it cannot be run again; says 
 
 import argparse
 import contextlib
-import importlib
 import json
 import os
 import sys
@@ -23,10 +22,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from tandem.cli.config import KINDS
+from tandem.cli.training import KINDS, TRAINING, command_of
 from tandem.config.errors import ConfigError
 from tandem.config.load import load_config, plain_data
-from tandem.state.existing import existing_run, run_info
 
 NOT_ITS_OWN = ("run", "experiment_name", "trial_name", "deterministic", "checkpoint", "recover", "tracking")
 """Keys that a replay sets by itself, and all that lie below them."""
@@ -35,7 +33,6 @@ DIFFERENT = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, such as runs/addition/first")
     parser.add_argument("keys", nargs="*", metavar="key=value", help="values to change in the replay")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step to run again; the first is 1")
@@ -43,12 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def interrupted(arguments: argparse.Namespace) -> str:
-    """After Ctrl-C."""
     return f"{arguments.run} is as it was."
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`tandem replay`."""
     from tandem.state import replaying  # noqa: PLC0415 — imports torch
 
     folder, step = arguments.run.expanduser().resolve(), arguments.step
@@ -86,32 +81,15 @@ def run(arguments: argparse.Namespace) -> int:
     return DIFFERENT if outcome.differences else 0
 
 
-def command_of(run: Path) -> str:
-    """The command that began the run. Raises `ConfigError` where the folder holds no run, or does not say."""
-    folder = run.expanduser()
-    if existing_run(folder) is None or not (folder / "config.yaml").is_file():
-        raise ConfigError(
-            f"{run} is not the folder of a run that a command of Tandem made; `tandem runs` lists those there are"
-        )
-    command = run_info(folder).get("command")
-    if command not in KINDS:
-        raise ConfigError(
-            f"{run} does not say which command began it: its run.json is lost or damaged, or a script made it. "
-            f'Restore run.json, with {", ".join(KINDS)} as its "command"'
-        )
-    return str(command)
-
-
 def train(command: str, config: Path, last: int) -> int:
     """Calls a command that trains up to that step, as if nobody had asked for its outcome; returns its exit code."""
     words = [command, str(config), "--until", str(last), "--json"]
-    module = importlib.import_module(f"tandem.cli.{command}")
     parser = argparse.ArgumentParser()
-    module.add_arguments(parser)
+    TRAINING[command].add_arguments(parser)
     arguments = parser.parse_args(words[1:])
     arguments.command_line = words  # of the ranks that it starts
     with _nothing_told():
-        return int(module.run(arguments))
+        return TRAINING[command].run(arguments)
 
 
 @contextlib.contextmanager

@@ -17,18 +17,16 @@ from tandem.config.backend import parse_layout
 from tandem.config.errors import TandemError
 from tandem.config.experiment import BaseConfig
 from tandem.config.load import Resolved, load_config
-from tandem.launch.ended import Ended
 from tandem.launch.local import is_rank, run_ranks
+from tandem.launch.watch import Ended
 from tandem.state.existing import existing_run, is_held
 from tandem.state.resuming import may_go_on
-from tandem.state.run_folder import RunFolderInUse, run_path
-from tandem.state.supervision import record_failure
+from tandem.state.run_folder import RunFolderInUse, record_failure, run_path
 
 SHOWN = ("reward/mean", "loss", "eval/accuracy", "completion_length/mean")
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of a training command."""
     add_config_arguments(parser)
     add_choices_of_a_run(parser)
 
@@ -60,7 +58,6 @@ def _step(text: str) -> int:
 
 
 def resolve(arguments: argparse.Namespace, kind: type[BaseConfig]) -> Resolved:
-    """The configuration of these arguments."""
     file, overrides = split_arguments(arguments.arguments)
     return load_config(kind, file, overrides)
 
@@ -142,7 +139,11 @@ def where(arguments: argparse.Namespace, kind: type[BaseConfig]) -> str:
         config = resolve(arguments, kind).config
     except TandemError:
         return "Nothing was started."
-    folder = run_path(config.run.root, config.experiment_name, config.trial_name)
+    return left_in(run_path(config.run.root, config.experiment_name, config.trial_name))
+
+
+def left_in(folder: Path) -> str:
+    """A sentence about what a run has left in its folder."""
     found = existing_run(folder)
     return f"{folder} has what was done: {found.describe()}." if found else "Nothing was written."
 

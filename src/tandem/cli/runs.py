@@ -22,14 +22,12 @@ GIB = 2**30
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     root = RunConfig().root
     parser.add_argument("root", nargs="?", type=Path, default=Path(root), help=f"where they are (default: {root})")
     parser.add_argument("--json", action="store_true", help="one JSON object a run")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`tandem runs`."""
     root = arguments.root.expanduser()
     if not root.is_dir():
         raise ConfigError(f"there is no folder {root}; give the run.root of the runs")
@@ -104,7 +102,6 @@ def _ago(seconds: float) -> str:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    """One line a run, below a head."""
     lines = [("RUN", "STATUS", "STEPS", "CHECKPOINTS", "SIZE", "WHEN", "LAST METRICS")]
     for one in found:
         metrics = "  ".join(f"{name} {value:.4g}" for name, value in one["metrics"].items())

@@ -16,13 +16,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tandem.api.weights import WeightVersion
 from tandem.cli.listening import Listening, access_of, add_address, check_address
+from tandem.cli.sampling import add_device_arguments, device_of
 from tandem.config.errors import ConfigError, TandemError
 from tandem.config.rollout import EmbeddedEngineConfig
-from tandem.engines.inference.process import EmbeddedProcess
+from tandem.engines.inference.embedded import EmbeddedProcess
 from tandem.engines.inference.serve.limits import Limits
 from tandem.engines.inference.serve.routes import ServedEngine
 from tandem.engines.inference.serve.service import Service
@@ -38,7 +37,6 @@ DEFAULTS = Limits(max_tokens=1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("model", metavar="MODEL", help="a folder (a checkpoint), a hub name, or smollm2-135m")
     parser.add_argument("--name", help="the model's name in requests (default: the last part of MODEL)")
     add_address(parser, port=8000).add_argument(
@@ -71,13 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_engine_arguments(engine: Any) -> None:
     own = EmbeddedEngineConfig()
-    engine.add_argument(
-        "--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="default: what is fast here"
-    )
-    engine.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU where there is one"
-    )
-    engine.add_argument("--threads", type=int, help="CPU threads (default: all)")
+    add_device_arguments(engine)
     engine.add_argument("--max-running", type=int, default=own.max_running, help=f"default: {own.max_running}")
     engine.add_argument("--kv-cache-gib", type=float, default=own.kv_cache_gib, help=f"default: {own.kv_cache_gib:g}")
     chunk = own.prefill_chunk_tokens
@@ -104,15 +96,13 @@ def check(arguments: argparse.Namespace) -> None:
             raise ConfigError(f"{name} must be above 0, got {value}")
     if arguments.run is not None and not 1 <= len(arguments.run) <= 256:
         raise ConfigError(f"--run must have 1 to 256 characters, got {len(arguments.run)}")
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda, but torch sees no GPU here; use --device cpu, or install a CUDA build of torch")
+    device_of(arguments)
     for root in arguments.weights_root:
         if not root.is_dir():
             raise ConfigError(f"--weights-root must be a folder that exists, got {root}")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`tandem serve`."""
     check(arguments)
     folder = resolve(arguments.model)
     with ExitStack() as stack:
@@ -135,7 +125,7 @@ async def _serve(service: Service, access: Access, arguments: argparse.Namespace
 
 def _service(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> Service:
     """Loads the model in a process of its own, which ends with the stack."""
-    device = "cuda" if arguments.device != "cpu" and torch.cuda.is_available() else "cpu"
+    device = device_of(arguments)
     threads = arguments.threads or usable_cores()
     config = EmbeddedEngineConfig(
         max_running=arguments.max_running,

@@ -19,19 +19,18 @@ import torch
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.weights import WeightVersion
+from tandem.cli.sampling import require
 from tandem.config.errors import ConfigError
 from tandem.config.fleet import FleetConfig, parse_address
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
-from tandem.engines.inference.build import build_inference_engine
-from tandem.engines.inference.fleet.kinds import KINDS, Terms
+from tandem.engines.inference.build import KINDS, Terms, build_inference_engine
 from tandem.models.precision import DTYPES, resolve_dtype
 from tandem.proof.verify_server import Model, find_model, verify_engine
 from tandem.state.machine import usable_cores
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
     parser.add_argument("model", metavar="MODEL|RUN", help="what should be served: a model, or a run folder")
     parser.add_argument(
         "servers", nargs="*", metavar="KIND=URL", help="servers to ask: tandem=, vllm= or sglang= and an address"
@@ -50,15 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check(arguments: argparse.Namespace) -> None:
     """Raises `ConfigError` for a value that cannot be."""
-    rules = (
-        ("--questions", arguments.questions, arguments.questions >= 1, "at least 1"),
-        ("--max-new-tokens", arguments.max_new_tokens, arguments.max_new_tokens >= 1, "at least 1"),
-        ("--temperature", arguments.temperature, 0 < arguments.temperature < math.inf, "above 0"),
-        ("--tolerance", arguments.tolerance, arguments.tolerance is None or arguments.tolerance > 0, "above 0"),
+    require(
+        (
+            ("--questions", arguments.questions, arguments.questions >= 1, "at least 1"),
+            ("--max-new-tokens", arguments.max_new_tokens, arguments.max_new_tokens >= 1, "at least 1"),
+            ("--temperature", arguments.temperature, 0 < arguments.temperature < math.inf, "above 0"),
+            ("--tolerance", arguments.tolerance, arguments.tolerance is None or arguments.tolerance > 0, "above 0"),
+        )
     )
-    for name, value, right, rule in rules:
-        if not right:
-            raise ConfigError(f"{name} must be {rule}, got {value}")
 
 
 def connect(address: str | None, model: Model, rollout: RolloutConfig, device: str) -> InferenceEngine:
@@ -78,7 +76,6 @@ def connect(address: str | None, model: Model, rollout: RolloutConfig, device: s
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`tandem verify-weights`."""
     check(arguments)
     for address in arguments.servers:
         parse_address(address)
@@ -110,7 +107,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def describe(who: str, folder: Path, found: dict[str, float]) -> str:
-    """The proof in a sentence."""
     return (
         f"{who} serves the weights of {folder}: {found['tokens']:.0f} tokens scored again, mean difference "
         f"{found['gap/numeric']:.2g} nats; it calls them version {found['version']:.0f}."

@@ -197,11 +197,30 @@ def _fleet(config: TrainConfig) -> Iterator[str]:
         )
 
 
+def _memory_limit(config: TrainConfig) -> Iterator[str]:
+    """What cannot sleep."""
+    limit = f"memory_limit_gib={config.memory_limit_gib}"
+    if config.memory_limit_gib is None:
+        return
+    if config.rollout.backend != "embedded" or placement(config) != "colocate":
+        yield (
+            f"{limit} is for placement=colocate with rollout.backend=embedded, where the engine sleeps while others work; "
+            "here the engine is a process of its own: leave memory_limit_gib out"
+        )
+    for role in ("actor", "critic", "reference", "teacher"):
+        backend = getattr(getattr(config, role, None), "backend", None) or ""
+        if backend.startswith("deepspeed"):
+            yield f"{limit} does not go with {role}.backend={backend}, whose memory is DeepSpeed's own; use fsdp:dN"
+    if config.actor.offload:
+        yield f"{limit} does not go with actor.offload=true, which keeps the actor in host memory: leave one of them out"
+
+
 def _rollout(config: TrainConfig) -> Iterator[str]:
     rollout, eta = config.rollout, config.rollout.max_head_offpolicyness
     yield from fleet_problems(rollout.backend, rollout.fleet, config.gconfig)
     yield from _fleet(config)
     yield from delivery_problems(rollout.weights.channel, rollout.backend, placement(config))
+    yield from _memory_limit(config)
     if not config.async_training and eta:
         yield (
             f"rollout.max_head_offpolicyness={eta} contradicts async_training=false, which means 0; "

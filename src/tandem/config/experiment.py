@@ -108,6 +108,11 @@ class TrainConfig(BaseConfig):
     null: `decoupled` if `async_training` is true, else `colocate`. For the embedded engine; servers are always processes of
     their own."""
 
+    memory_limit_gib: float | None = None
+    """Most memory of a device, over all processes, that the models may keep at once: parameters, gradients, optimizer state
+    and KV cache, but not activations. What a stage does not need sleeps if it must; null keeps everything awake. For
+    `placement=colocate` (docs/colocation.md)."""
+
     workflow: Spec = "rlvr"
     """Name of a workflow, such as `multi_turn(max_turns=5)`, or your own as `my_file.py:ClassOrFunction`
     (docs/writing_a_workflow.md)."""

@@ -28,6 +28,7 @@ LIMITS: dict[str, KnobRule] = {
     "max_length": _count(2),
     "reward_timeout_s": SECONDS,
     "reward_workers": _count(1, 1024),
+    "memory_limit_gib": POSITIVE,
     "evaluate.every_steps": _count(),
     "evaluate.max_rows": _count(),
     "train_dataset.max_rows": _count(),

@@ -90,6 +90,10 @@ class DistillConfig(BaseConfig):
     async_training: bool = False
     """Generate while training; tokens may be up to `rollout.max_head_offpolicyness` versions old."""
 
+    memory_limit_gib: float | None = None
+    """Most memory of a device, over all processes, that the models may keep at once: parameters, gradients, optimizer state
+    and KV cache, but not activations. null keeps everything awake (docs/colocation.md)."""
+
     workflow: Spec = "rlvr"
     """Registered workflow, or `my_file.py:ClassOrFunction`."""
 

@@ -68,6 +68,7 @@ for _service in (
     Service("reward", "code", "tandem.rewards.code.reward:CodeReward"),
     Service("reward", "model", "tandem.rewards.model:ModelReward", needs_model=True),
     Service("reward", "judge", "tandem.rewards.judge:JudgeReward"),
+    Service("reward", "compare", "tandem.rewards.compare:CompareReward"),
     Service("reward", "remote", "tandem.rewards.remote:RemoteReward"),
     Service("sandbox", "auto", "tandem.sandbox.choose:with_what_works"),
     Service("sandbox", "bubblewrap", "tandem.sandbox.choose:with_bubblewrap"),

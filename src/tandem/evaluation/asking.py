@@ -53,7 +53,6 @@ class Answer:
 
     @property
     def truncated(self) -> bool:
-        """Whether it was cut by its length."""
         return self.stop_reason == StopReason.LENGTH.name.lower()
 
 

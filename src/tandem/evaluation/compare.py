@@ -23,16 +23,13 @@ class Recorded:
     path: Path
     settings: Mapping[str, Any]
     answers: Mapping[str, Sequence[Answer]]
-    """By data set."""
 
     @property
     def label(self) -> str:
-        """Its name in the table."""
         return str(self.settings["config"].get("label") or self.path.name)
 
     @property
     def samples(self) -> int:
-        """Of each row."""
         return int(self.settings["config"]["gconfig"]["n_samples"])
 
 
@@ -69,7 +66,6 @@ class Comparison:
     """Keys in which the two evaluations differ, with both values."""
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data."""
         return asdict(self)
 
 
@@ -173,7 +169,6 @@ def _difference(
 
 
 def describe(comparison: Comparison) -> str:
-    """The comparison for people."""
     lines = [["data", "measure", "rows", comparison.first, comparison.second, "difference", "p"]]
     for one in comparison.differences:
         gap = f"{100 * one.difference:+.1f} [{100 * one.low:+.1f}, {100 * one.high:+.1f}]"

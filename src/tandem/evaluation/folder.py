@@ -106,11 +106,9 @@ class EvaluationFolder:
         os.fsync(self._file.fileno())
 
     def finish(self, results: Mapping[str, Any]) -> None:
-        """Writes `results.json`."""
         write_atomically(self.path / RESULTS, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
 
     def close(self) -> None:
-        """Lets go of it; idempotent."""
         for file in (self._file, self._lock):
             if file is not None:
                 file.close()
@@ -205,7 +203,6 @@ def read_samples(path: Path) -> list[Answer]:
 
 
 def line_of(answer: Answer) -> bytes:
-    """One line of `samples.jsonl`."""
     return json.dumps(asdict(answer), ensure_ascii=False).encode("utf-8", errors="replace") + b"\n"
 
 

@@ -31,11 +31,9 @@ class Questions:
     """Of each row as it stands in its file: what makes two evaluations' rows the same."""
 
     reward: str
-    """Who judges."""
 
     @property
     def digest(self) -> str:
-        """Of all rows in their order."""
         return hashlib.sha256("\n".join(self.digests).encode()).hexdigest()[:16]
 
 

@@ -24,7 +24,6 @@ class Progress:
             self._say(f"{done} of {total} samples are recorded already")
 
     def answered(self, answer: Answer) -> None:
-        """One sample is done."""
         self.made += 1
         self.done += 1
         self._tokens += answer.tokens
@@ -36,14 +35,12 @@ class Progress:
             self._say(self.line(answer.data))
 
     def line(self, data: str) -> str:
-        """Where it stands."""
         seconds = max(time.monotonic() - self._began, 1e-9)
         accuracy = f"  accuracy {sum(self._scores) / len(self._scores):.1%}" if self._scores else ""
         left = duration((self.total - self.done) * seconds / max(1, self.made))
         return f"{data}  {self.done}/{self.total} samples{accuracy}  {self._tokens / seconds:.0f} tok/s  ETA {left}"
 
     def summary(self) -> str:
-        """What was done since it began."""
         seconds = max(time.monotonic() - self._began, 1e-9)
         return f"{self.made} samples, {self._tokens} tokens in {duration(seconds)}, {self._tokens / seconds:.0f} tok/s"
 
@@ -57,7 +54,6 @@ def shown(estimate: Estimate) -> str:
 
 
 def share(value: float | None) -> str:
-    """`1.5 %`, or a dash."""
     return "–" if value is None else f"{100 * value:.1f} %"
 
 

@@ -4,8 +4,9 @@ Consumes rows; produces `samples.jsonl` and `results.json`. A wave waits for its
 """
 
 import contextlib
+import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 
 from tandem.api.engines import InferenceEngine
+from tandem.api.plugins import is_file_spec
 from tandem.api.services import Services
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.evaluation import EvaluationConfig
@@ -25,19 +27,28 @@ from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.check import check_inference_engine
 from tandem.evaluation.asking import Answer, Ask, Terms, ask_together
 from tandem.evaluation.folder import RESULTS, EvaluationFolder
-from tandem.evaluation.identity import file_digests, library_versions
 from tandem.evaluation.numbers import mean_interval
 from tandem.evaluation.questions import Questions, make_judges, open_questions
 from tandem.evaluation.report import Progress, notes, table
 from tandem.evaluation.scores import DataScores, Estimate, plain, score_data
 from tandem.flow.process import uses_gpu
 from tandem.flow.services import check_names, make_workflow, open_services, refuse_unused
-from tandem.models.catalog import describing, resolve
-from tandem.models.identity import fingerprint
+from tandem.models.catalog import describing, fingerprint, resolve
 from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.rollout.event_loop import BackgroundLoop
-from tandem.state.machine import usable_cores
+from tandem.state.machine import usable_cores, versions
+
+
+def file_digests(specs: Iterable[str]) -> dict[str, str]:
+    """`my_file.py` → digest, of those specs that name a user's file."""
+    files = sorted({Path(spec.rpartition(":")[0]) for spec in specs if is_file_spec(spec)})
+    return {str(file): hashlib.sha256(file.expanduser().read_bytes()).hexdigest()[:16] for file in files if file.exists()}
+
+
+def library_versions() -> dict[str, str | None]:
+    return versions(("tandem-rl", "torch", "transformers", "numpy", "math-verify"))
+
 
 log = logging.getLogger(__name__)
 
@@ -57,17 +68,12 @@ class Finished:
 
     folder: Path
     results: Mapping[str, Any]
-    """What `results.json` holds."""
-
     text: str
-    """The table and what belongs to it."""
-
     judged: int
     """Samples that did not fail."""
 
 
 def evaluation_path(config: EvaluationConfig) -> Path:
-    """The folder of an evaluation."""
     return Path(config.out).expanduser() / str(config.label)
 
 
@@ -204,7 +210,6 @@ def rollout_of(config: EvaluationConfig, machine: Machine) -> RolloutConfig:
 
 
 def make_engine(config: EvaluationConfig, machine: Machine, model: Path) -> InferenceEngine:
-    """The same engine as in training."""
     return build_inference_engine(
         rollout_of(config, machine),
         folder=model,

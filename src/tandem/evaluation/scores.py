@@ -30,8 +30,6 @@ class DataScores:
 
     rows: int
     samples: int
-    """Of each row."""
-
     reward: float
     """Mean over the samples that were judged."""
 
@@ -45,13 +43,10 @@ class DataScores:
     """Share of those in which no answer was found; None where the reward looks for none."""
 
     failed: Mapping[str, int] = field(default_factory=dict)
-    """Reason → samples without a judgement."""
-
     measures: Mapping[str, Estimate] = field(default_factory=dict)
     """``accuracy`` (with several samples also called avg@k: the mean over all of them), ``pass@k``, ``maj@k``."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Means of the workflow's own metrics."""
 
 
 def by_row(answers: Iterable[Answer]) -> dict[int, list[Answer]]:
@@ -117,7 +112,6 @@ def _majority(answers: Sequence[Answer], scores: Sequence[float | None], k: int)
 
 
 def score_data(answers: Sequence[Answer], ks: Sequence[int], *, confidence: float, seed: int) -> DataScores:
-    """The figures of one data set."""
     rows = by_row(answers)
     judged = [answer for answer in answers if answer.failed is None]
     looked = [answer.extracted for answer in judged if answer.extracted is not None]
@@ -169,5 +163,4 @@ def metrics_of(answers: Sequence[Answer], n_samples: int) -> dict[str, float]:
 
 
 def plain(scores: DataScores) -> dict[str, Any]:
-    """As JSON."""
     return asdict(scores)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from tandem.api.engines import InferenceEngine
@@ -15,26 +15,6 @@ from tandem.evaluation.asking import Answer, Ask, Terms, ask, ask_together, fail
 from tandem.evaluation.scores import metrics_of
 from tandem.flow.parts import Rows
 from tandem.flow.session import Session
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What came of it. A sample whose episode failed counts as wrong in ``accuracy``, its row is counted in ``failed``."""
-
-    accuracy: float
-    """Mean over all samples; NaN where the reward states none and its value is no share."""
-
-    reward: float
-    completion_length: float
-    truncated: float
-    failed: int
-    rows: int
-    values: dict[str, float] = field(default_factory=dict)
-    """All of them by metric name, with several samples also ``eval/pass@k`` and ``eval/maj@k``."""
-
-    def metrics(self) -> dict[str, float]:
-        """By metric name."""
-        return dict(self.values)
 
 
 async def ask_rows(
@@ -69,20 +49,6 @@ async def ask_rows(
     return await ask(engine, workflow, asks, terms)
 
 
-def summarise(answers: Sequence[Answer], n_samples: int, rows: int) -> Evaluation:
-    """The figures of an evaluation beside training."""
-    values = metrics_of(answers, n_samples)
-    return Evaluation(
-        accuracy=values.get("eval/accuracy", float("nan")),
-        reward=values["eval/reward"],
-        completion_length=values["eval/completion_length"],
-        truncated=values["eval/truncated"],
-        failed=int(values["eval/failed"]),
-        rows=rows,
-        values=values,
-    )
-
-
 def evaluate_if_due(config: TrainConfig, session: Session, rows: Rows, step: int, steps: int) -> dict[str, float]:
     """Figures of the validation rows, where `evaluate.every_steps` asks for them at this step; 0 is before the first.
 
@@ -91,6 +57,7 @@ def evaluate_if_due(config: TrainConfig, session: Session, rows: Rows, step: int
     """
     if not is_evaluation_due(config.evaluate.every_steps, step, steps):
         return {}
+    session.runner.prepare("evaluate")
     answers: list[Answer] = []
     made: dict[tuple[int, int], tuple[Ask, Group]] = {}
 
@@ -117,7 +84,7 @@ def evaluate_if_due(config: TrainConfig, session: Session, rows: Rows, step: int
         outcomes = session.scorer([group for _, (_, group) in ordered])
         scored = {place: _scored(item, outcome) for (place, (item, _)), outcome in zip(ordered, outcomes, strict=True)}
         answers = [scored.get((answer.row, answer.sample), answer) for answer in answers]
-    return summarise(answers, config.evaluate.n_samples, len(rows.valid)).metrics() if answers else {}
+    return metrics_of(answers, config.evaluate.n_samples) if answers else {}
 
 
 def _scored(item: Ask, outcome: Group | DataFailure) -> Answer:

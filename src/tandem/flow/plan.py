@@ -6,7 +6,7 @@ opens no model and touches no tensor.
 """
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -221,7 +221,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
         *([Stage("fit of values", "critic", "update", "check", "train")] if critic.shared and values else []),
         *(_refresh(resident) for resident in residents if resident.refresh_every_steps),
         Stage("publish", "publisher", "publish", "deliver", "update_weights", ("actor", "engine")),
-        *_keeping(config, ("engine",)),
+        *_keeping(config, ("engine",), residents),
     ]
     every = (*residents, Resident("engine"))
     return RunPlan(every, tuple(stages), greedy_baseline="greedy" in asked, scores=scores, algorithm=parts)
@@ -289,19 +289,19 @@ def _preference(config: PreferenceConfig) -> RunPlan:
         *([_pass("reference", "learner", "compute_reference", "reference")] if loss.needs_reference else []),
         *([_pass("baseline", "learner", "compute_baseline", "actor")] if loss.needs_baseline else []),
         Stage("update", "learner", "train_preference", "update", "train", ("actor",)),
-        *_keeping(config, ("actor",)),
+        *_keeping(config, ("actor",), residents),
     )
     return RunPlan(residents, stages, paired=loss.is_paired)
 
 
 def _supervised(config: SFTConfig | RewardModelConfig) -> RunPlan:
     method = f"train_{config.supervision}" if isinstance(config, RewardModelConfig) else "train_lm"
+    actor = Resident("actor", config.actor, "lm" if method == "train_lm" else "scalar", trained=True)
     stages = (
         Stage("rows", "batches", "next_batch", "collect", "train"),
         Stage("update", "learner", method, "update", "train", ("actor",)),
-        *_keeping(config, ("actor",)),
+        *_keeping(config, ("actor",), (actor,)),
     )
-    actor = Resident("actor", config.actor, "lm" if method == "train_lm" else "scalar", trained=True)
     return RunPlan((actor,), stages, paired=method == "train_pairs")
 
 
@@ -321,15 +321,19 @@ def _verification(config: TrainConfig) -> Iterator[Stage]:
         yield Stage("verify", "verifier", "verify_if_due", "check", "verify", ("actor",), when)
 
 
-def _keeping(config: BaseConfig, awake: tuple[str, ...]) -> Iterator[Stage]:
-    """The stages that follow a step now and then."""
+def _keeping(config: BaseConfig, awake: tuple[str, ...], residents: Iterable[Resident]) -> Iterator[Stage]:
+    """The stages that follow a step. ``awake``: what an evaluation needs."""
+    trained = tuple(resident.name for resident in residents if resident.trained)
+    changing = tuple(resident.name for resident in residents if resident.changes)
+    if config.deterministic:
+        yield Stage("record", "recorder", "record", "keep", "save", trained)
     every, wish = config.evaluate.every_steps, config.checkpoint
     if every is not None:
         when = f"before step 1, every {every} steps, at the end"
         yield Stage("evaluate", "evaluator", "evaluate_if_due", "keep", "evaluate", awake, when)
     if wish.every_steps is not None or wish.at_end:
         whens = (f"every {wish.every_steps} steps" if wish.every_steps else "", "at the end" if wish.at_end else "")
-        yield Stage("save", "saver", "after_step", "keep", "save", ("actor",), ", ".join(filter(None, whens)))
+        yield Stage("save", "saver", "after_step", "keep", "save", changing, ", ".join(filter(None, whens)))
 
 
 def _has_critic(config: TrainConfig, asked: tuple[str, ...]) -> bool:

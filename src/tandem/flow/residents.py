@@ -1,6 +1,7 @@
 """Opens the models that the plan of a run names."""
 
 from functools import partial
+from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -19,6 +20,14 @@ from tandem.models.foreign import read_hf_config
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.roles.critic import Critic, SharedCritic
 from tandem.roles.reference import Reference
+
+
+class Open(Protocol):
+    """Opens the train engine of a resident, as `open_model` does."""
+
+    def __call__(self, resident: Resident, process: Process, *, optimizer_steps: int = 0) -> TrainEngine:
+        """See `open_model`."""
+        ...
 
 
 def open_model(resident: Resident, process: Process, *, optimizer_steps: int = 0) -> TrainEngine:
@@ -47,7 +56,9 @@ def open_model(resident: Resident, process: Process, *, optimizer_steps: int = 0
     return TeamEngine(engine, process.team)
 
 
-def open_scores(plan: RunPlan, process: Process, tokenizer: PreTrainedTokenizerBase) -> dict[str, ScoreRole]:
+def open_scores(
+    plan: RunPlan, process: Process, tokenizer: PreTrainedTokenizerBase, open_engine: Open = open_model
+) -> dict[str, ScoreRole]:
     """Opens the models of the rewards that need one. Rewards that ask for the same model share it. ``tokenizer``: the
     actor's. Rank 0, where the samples are, reads them.
 
@@ -60,7 +71,7 @@ def open_scores(plan: RunPlan, process: Process, tokenizer: PreTrainedTokenizerB
         resident = plan.resident(planned.resident)
         assert resident is not None and resident.engine is not None, "the plan names the model of each score"
         if resident.name not in engines:
-            engines[resident.name] = open_model(resident, process)
+            engines[resident.name] = open_engine(resident, process)
         path, chats = resident.engine.path, type(planned.score).read is Score.read
         reader = open_reader(path, tokenizer, chats=chats) if process.is_main else None
         vocabulary = Architecture.from_config(read_hf_config(describing(path))).vocab_size
@@ -83,7 +94,9 @@ def open_reader(path: str, actor: PreTrainedTokenizerBase, *, chats: bool = True
     return ModelReader(own, same_tokens=differing_token(own, actor) is None, max_length=context)
 
 
-def open_reference(plan: RunPlan, process: Process, actor: TrainEngine | None = None) -> Reference | None:
+def open_reference(
+    plan: RunPlan, process: Process, actor: TrainEngine | None = None, open_engine: Open = open_model
+) -> Reference | None:
     """The frozen policy; None if nothing compares with one. ``actor``: the engine whose base may be its own reference.
 
     Raises:
@@ -94,11 +107,17 @@ def open_reference(plan: RunPlan, process: Process, actor: TrainEngine | None = 
         return None
     if actor is not None and resident.base_of is not None:
         return Reference(actor, base=True)
-    return Reference(open_model(resident, process), refresh_every_steps=resident.refresh_every_steps)
+    return Reference(open_engine(resident, process), refresh_every_steps=resident.refresh_every_steps)
 
 
 def open_critic(
-    plan: RunPlan, config: TrainConfig, process: Process, actor: TrainEngine, steps: int, tokenizer: PreTrainedTokenizerBase
+    plan: RunPlan,
+    config: TrainConfig,
+    process: Process,
+    actor: TrainEngine,
+    steps: int,
+    tokenizer: PreTrainedTokenizerBase,
+    open_engine: Open = open_model,
 ) -> Critic | SharedCritic | None:
     """The critic; None if nothing asks for values. ``actor``: its engine, whose second head is the critic with
     `critic.shared`. ``steps``: of the run.
@@ -113,5 +132,5 @@ def open_critic(
         return SharedCritic(actor, config.critic)
     if config.critic.path is not None:
         check_same_tokens(config.critic.path, tokenizer)
-    engine = open_model(resident, process, optimizer_steps=steps * resident.mini_batches * resident.epochs)
+    engine = open_engine(resident, process, optimizer_steps=steps * resident.mini_batches * resident.epochs)
     return Critic(engine, config.critic, config.actor, seed=config.seed)

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from tandem.flow.plan import Stage
+from tandem.flow.residency import Residency
 
 Work = Callable[..., Any]
 
@@ -16,6 +17,10 @@ class Runner(ABC):
     @abstractmethod
     def call(self, stage: Stage, *handles: Any) -> Any:
         """Runs the stage on what the handles stand for; returns the handle of its result. Collective."""
+
+    @abstractmethod
+    def prepare(self, name: str) -> None:
+        """Wakes what the stage of this name needs, for work that is not called through `call`. Collective."""
 
     @abstractmethod
     def get(self, handle: Any) -> Any:
@@ -32,13 +37,24 @@ class LocalRunner(Runner):
     The time of a stage counts towards `Stage.time`.
     """
 
-    def __init__(self, work: Mapping[str, Work], around: Callable[[Stage], AbstractContextManager[Any]]):
-        """``work``: what each stage does, by its name. ``around``: a block for the time of a stage, which measures it."""
-        self._work, self._around = work, around
+    def __init__(
+        self,
+        work: Mapping[str, Work],
+        around: Callable[[Stage], AbstractContextManager[Any]],
+        residency: Residency,
+    ):
+        """``work``: what each stage does, by its name. ``around``: a block for the time of a stage, which measures it.
+        ``residency``: wakes what a stage needs."""
+        self._work, self._around, self._residency = work, around, residency
+
+    def prepare(self, name: str) -> None:
+        """Wakes what sleeps of it."""
+        self._residency.enter(name)
 
     def call(self, stage: Stage, *handles: Any) -> Any:
         """Calls what the stage stands for, here and now, and measures it."""
-        with self._around(stage):
+        self._residency.enter(stage.name)
+        with self._around(stage), self._residency.making(stage.name):
             return self._work[stage.name](*handles)
 
     def get(self, handle: Any) -> Any:

@@ -161,6 +161,10 @@ class GroupScorer:
             self._add(planned, stage, groups, judged)
         return [self._whole(group, samples) for group, samples in zip(groups, judged, strict=True)]
 
+    def generate_again(self) -> None:
+        """Implements `GroupScorer.generate_again`: a model that scored may have taken the engine's memory."""
+        self.runner.prepare("generate")
+
     def _add(
         self, planned: PlannedScore, stage: Stage, groups: Sequence[Group], judged: list[list[Sample | DataFailure]]
     ) -> None:

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.failures import InfrastructureFailure
 from tandem.api.requests import LLMRequest, LLMResponse
+from tandem.api.samples import Sample
 from tandem.api.services import Services, factory_of
 from tandem.api.workflow import GeneratesTokens, RewardFn, RewardResult, RolloutWorkflow, messages_for
 from tandem.config.arithmetic import evaluation_gconfig, rewards_of, samples_together, workflow_of
@@ -19,10 +20,10 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.generation import GenerationConfig
 from tandem.config.services import NAMED
 from tandem.flow.plan import RunPlan
-from tandem.rewards.build import build_reward, worker_counts
+from tandem.rewards.build import SumReward, build_reward, worker_counts
 from tandem.rewards.majority import AnswerOnly, MajorityVote
 from tandem.rewards.pool import most_workers
-from tandem.rollout.groups import FirstSamples, MajorityLabels, WholeGroup, WithGreedyBaseline
+from tandem.rollout.groups import Compared, FirstSamples, MajorityLabels, WholeGroup, WithGreedyBaseline
 from tandem.rollout.workflows import Repeated
 from tandem.tracking.tracker import check_sinks
 
@@ -139,6 +140,16 @@ class RewardBySource(RewardFn):
             waited_s = time.perf_counter() - began
             samples, total_s, longest_s = self._waits
             self._waits = samples + 1, total_s + waited_s, max(longest_s, waited_s)
+
+    @property
+    def compares(self) -> bool:
+        """True if the reward of any row has a term that judges the samples of a prompt together."""
+        return any(getattr(reward, "together", ()) for reward in (self.default, *self.by_name.values()))
+
+    async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[dict[str, float]]:
+        """The parts of such terms for each sample, by the reward of the row."""
+        reward = self.of(row)
+        return await reward.compare(samples, row) if isinstance(reward, SumReward) else [{} for _ in samples]
 
     def metrics(self) -> dict[str, float]:
         """Seconds until the reward was there, for the samples judged since the last call, and what the rewards count
@@ -326,6 +337,8 @@ def training_workflow(config: TrainConfig, plan: RunPlan, services: Services, re
     whole = one.makes_group
     if vote is not None:
         one = MajorityLabels(one, vote)
+    elif isinstance(reward, RewardBySource) and reward.compares:
+        one = Compared(one, reward)
     if algorithm.update_samples is not None:
         one = FirstSamples(one, algorithm.update_samples)
     if whole and plan.greedy_baseline:

@@ -24,10 +24,13 @@ from tandem.flow.meter import EngineMeter
 from tandem.flow.parts import Rows, make_loader, make_rollout
 from tandem.flow.plan import RunPlan, Stage, plan_run
 from tandem.flow.process import Process
+from tandem.flow.residency import Residency
 from tandem.flow.residents import open_critic, open_model, open_reference, open_scores
 from tandem.flow.run import LocalRunner, Runner
 from tandem.flow.scoring import GroupScorer, ScoreRole
 from tandem.flow.services import EpisodeParts, RewardBySource, make_parts
+from tandem.flow.sleep_plan import AGAIN, BEGIN
+from tandem.flow.state_parts import sleep_plan_here
 from tandem.launch.rank import kept_servers
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
@@ -64,6 +67,7 @@ class Session:
     verifier: Verifier
     meter: EngineMeter
     timer: PhaseTimer
+    residency: Residency
     runner: Runner
     scorer: GroupScorer | None
     team: Team
@@ -91,34 +95,32 @@ def open_session(
     says which models there are; None takes that of ``config``. ``parts``: of the episodes, closed too; None makes them.
     """
     plan = plan or plan_run(config)
-    policy, folder = plan.resident("actor"), resolve(config.actor.path)
-    assert policy is not None and plan.algorithm is not None, "every plan of such a run has an actor and its algorithm"
+    folder = resolve(config.actor.path)
+    assert plan.algorithm is not None, "every plan of such a run has an algorithm"
+    timer = PhaseTimer()
+    residency = make_residency(config, plan, timer)
     with contextlib.ExitStack() as stack:
-        with process.team.together():
+        with process.team.together(), residency.making(AGAIN):
             parts = parts or make_parts(config, plan, load_tokenizer(folder))
             stack.callback(parts.close)
             engine = make_engine(config, process, folder, run)
             parts.services.get("engine").start(engine)
             if engine is not None:
                 stack.callback(engine.close)
+        residency.add_engine(engine)
         tokenizer = parts.tokenizer
-        optimizer_steps = (steps - config.critic.warmup_steps) * config.actor.mini_batches * config.actor.epochs_per_batch
-        trainer = open_model(policy, process, optimizer_steps=optimizer_steps)
-        reference = open_reference(plan, process, trainer)
-        critic = open_critic(plan, config, process, trainer, steps, tokenizer)
+        trainer, reference, critic, teacher, scores = open_models(config, plan, process, steps, tokenizer, residency)
         actor = make_actor(config, trainer, reference, critic, plan.algorithm)
-        judge = plan.resident("teacher")
-        teacher = None if judge is None else Teacher(open_model(judge, process))
-        scores = open_scores(plan, process, tokenizer)
         archive, verifier = make_proof(config, process, trainer, tokenizer, folder)
         publisher = make_publisher(config, process, trainer, engine, folder, run=run, archive=archive)
         stack.callback(publisher.close)
+        residency.deliver_by(publisher.deliver_again)
         with process.team.together():
             stack.callback(parts.close)  # once nothing rolls out any more, and before the engine
             loader = make_loader(config, rows)
-            timer, meter = PhaseTimer(), EngineMeter(engine)
+            meter = EngineMeter(engine)
             work: dict[str, Callable[..., Any]] = {}
-            runner = LocalRunner(work, lambda stage: _measured(stage, timer, meter))
+            runner = LocalRunner(work, lambda stage: _measured(stage, timer, meter), residency)
             scorer = GroupScorer(plan, scores, runner, process.team, config.rollout.min_group_size) if scores else None
             rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team)
             stack.callback(rollout.close)
@@ -140,6 +142,7 @@ def open_session(
             verifier=verifier,
             meter=meter,
             timer=timer,
+            residency=residency,
             runner=runner,
             scorer=scorer,
             team=process.team,
@@ -189,6 +192,36 @@ def _work(session: Session, scores: Mapping[str, ScoreRole]) -> dict[str, Callab
             role = scores[stage.role] if stage.kind == "score" else getattr(session, stage.role)
             work[stage.name] = getattr(role, stage.call)
     return work
+
+
+Opened = tuple[TrainEngine, Reference | None, Critic | SharedCritic | None, Teacher | None, dict[str, ScoreRole]]
+
+
+def open_models(
+    config: TrainConfig,
+    plan: RunPlan,
+    process: Process,
+    steps: int,
+    tokenizer: PreTrainedTokenizerBase,
+    residency: Residency,
+) -> Opened:
+    """The models of the plan in a training engine, one after another, so that each finds room. ``steps``: of the run."""
+    policy, judge = plan.resident("actor"), plan.resident("teacher")
+    assert policy is not None, "every plan has an actor"
+    optimizer_steps = (steps - config.critic.warmup_steps) * config.actor.mini_batches * config.actor.epochs_per_batch
+    trainer = residency.open(policy, process, optimizer_steps=optimizer_steps)
+    reference = open_reference(plan, process, trainer, residency.open)
+    critic = open_critic(plan, config, process, trainer, steps, tokenizer, residency.open)
+    teacher = None if judge is None else Teacher(residency.open(judge, process))
+    scores = open_scores(plan, process, tokenizer, residency.open)
+    residency.enter(BEGIN)
+    return trainer, reference, critic, teacher, scores
+
+
+def make_residency(config: TrainConfig, plan: RunPlan, timer: PhaseTimer) -> Residency:
+    """What puts models to sleep under `memory_limit_gib`; what sleeps on disk is in the run folder."""
+    scratch = run_path(config.run.root, config.experiment_name, config.trial_name) / "asleep"
+    return Residency(sleep_plan_here(config, plan), scratch, timer, open_model)
 
 
 def make_actor(

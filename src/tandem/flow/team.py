@@ -106,12 +106,14 @@ class TeamEngine(TrainEngine):
         """Implements `TrainEngine.late_writer`, on rank 0."""
         return None if self.engine is None else self.engine.late_writer(state)
 
-    def offload(self, parts: tuple[TrainPart, ...]) -> None:
+    def offload(self, parts: tuple[TrainPart, ...], scratch: Path | None = None) -> int:
         """Implements `TrainEngine.offload`."""
-        if self.engine is not None:
-            self.engine.offload(parts)
+        return 0 if self.engine is None else self.engine.offload(parts, scratch)
 
-    def onload(self, parts: tuple[TrainPart, ...]) -> None:
+    def onload(self, parts: tuple[TrainPart, ...]) -> int:
         """Implements `TrainEngine.onload`."""
-        if self.engine is not None:
-            self.engine.onload(parts)
+        return 0 if self.engine is None else self.engine.onload(parts)
+
+    def num_bytes(self) -> dict[TrainPart, int]:
+        """Implements `TrainEngine.num_bytes`."""
+        return {} if self.engine is None else self.engine.num_bytes()

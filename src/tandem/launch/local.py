@@ -5,25 +5,72 @@ in a file, so no port is taken. Rank 0 speaks to the terminal; what the others s
 """
 
 import contextlib
+import fcntl
 import json
 import os
+import shutil
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import psutil
 
-from tandem.launch.ended import Ended, Record
 from tandem.launch.kept import KEPT, KeptServers
-from tandem.launch.meeting import Meeting, meeting_folder
 from tandem.launch.requests import each_request_once
-from tandem.launch.system import waits_for_disk, work_of
-from tandem.launch.watch import SILENT_S, WEDGED_S, Fault, Told, Watch
+from tandem.launch.watch import SILENT_S, WEDGED_S, Ended, Fault, Record, Told, Watch, waits_for_disk, work_of
+
+PREFIX = "tandem-ranks-"
+
+LOCK = "launcher"
+"""A file in it that is locked as long as its launcher lives, or a rank."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A folder, and the open file that keeps it: it is for those who inherit that, too."""
+
+    folder: Path
+    lock: int
+
+
+@contextlib.contextmanager
+def meeting_folder() -> Iterator[Meeting]:
+    """An empty folder of this process' own, gone after the block; where this process is killed, with the next launcher,
+    once the ranks, which may outlive theirs for a while, are gone too."""
+    remove_left()
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as name:
+        folder = Path(name)
+        with (folder / f".{LOCK}").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            (folder / f".{LOCK}").rename(folder / LOCK)  # nobody sees it before it is locked
+            yield Meeting(folder, lock.fileno())
+
+
+def remove_left() -> None:
+    """Removes folders of this user's launchers that are dead, and whose ranks are. One without a lock is left alone."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):  # somebody else removes it at this moment, or may not be asked
+            found = folder.lstat()
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and _is_left(folder / LOCK):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_left(file: Path) -> bool:
+    """Raises `OSError` where there is no such lock."""
+    with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
 
 RENDEZVOUS, LAUNCHER, TELL, RESTARTS = "TANDEM_RENDEZVOUS", "TANDEM_LAUNCHER", "TANDEM_TELL", "TANDEM_RESTARTS"
 """What a rank is told: the file to meet in, the process that it must not outlive, the pipe in which it says what it does,
@@ -157,7 +204,6 @@ class Ranks:
         self._words: dict[int, bytes] = {}
 
     def start(self, command: Sequence[str], count: int, restarts: int = 0) -> None:
-        """Starts all of them."""
         for rank in range(count):
             with contextlib.ExitStack() as stack:
                 said: IO[bytes] | None = None if rank == 0 else stack.enter_context(self._output(rank).open("wb"))
@@ -304,7 +350,7 @@ class Ranks:
                     self._watch.hear(rank, Told.of(json.loads(lines[-1])), used)
 
     def _is_held(self, rank: int, seconds: float) -> bool:
-        """See `Watch.look`. One that writes to a slow disk is neither stopped nor asleep."""
+        """One that writes to a slow disk is neither stopped nor asleep."""
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(self.processes[rank].pid)
             stopped = process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
@@ -360,7 +406,6 @@ class Ranks:
 
 
 def rank_environment(rank: int, count: int, rendezvous: Path) -> dict[str, str]:
-    """Variables of one rank."""
     variables = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

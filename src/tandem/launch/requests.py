@@ -13,7 +13,6 @@ ONCE_S = 2.0
 group may be asked and then each process."""
 
 REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that ask a run to end."""
 
 
 @contextlib.contextmanager

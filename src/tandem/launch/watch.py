@@ -8,9 +8,44 @@ Three faults, from the quickest to be seen:
 - *stalled*: for `recover.stalled_after_s` no rank has done anything that counts.
 """
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
+
+import psutil
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a group of ranks ended."""
+
+    code: int
+    """0, or the exit status of the command."""
+
+    cause: str = ""
+    """Why, in one sentence, where it failed."""
+
+    rank: int = 0
+    """Who was first."""
+
+    stacks: str = ""
+    """Of all ranks, where one of them did not answer or got nowhere."""
+
+    may_pass: bool = False
+    """Whether it may go better when it is started again."""
+
+    step: int = 0
+    """In which it failed, as far as rank 0 said."""
+
+    has_folder: bool = False
+    """Whether the run folder was this group's when it failed."""
+
+
+Record = Callable[[Ended, int | None], None]
+"""Writes down how a group failed, and the number of the restart that follows; None: it is over."""
+
 
 SILENT_S = 15.0
 WEDGED_S = 18.0
@@ -42,8 +77,6 @@ class Told(NamedTuple):
     """What a rank says of itself, twice a second."""
 
     count: int = 0
-    """What it has done."""
-
     phase: str = "start"
     step: int = 0
     waits: str = ""
@@ -55,7 +88,6 @@ class Told(NamedTuple):
 
     @classmethod
     def of(cls, words: Mapping[str, Any]) -> "Told":
-        """From a message."""
         return cls(**{name: words[name] for name in cls._fields if name in words})
 
 
@@ -229,3 +261,30 @@ def stalled_text(told: Told, seconds: float) -> str:
     waits = f"it waits for {told.waits}" if told.waits else "it does not come out of one piece of work"
     where = f"phase {told.phase!r} of step {told.step}"
     return f"nothing was done for {seconds:.0f} s (recover.stalled_after_s) in {where}: {waits}"
+
+
+def work_of(pid: int, *, whole: bool = False) -> Used:
+    """What the system says of a process; ``whole``: of its child processes and its disk too, which costs more to ask."""
+    process = psutil.Process(pid)
+    times, moved, below = process.cpu_times(), 0, None
+    with contextlib.suppress(psutil.Error, AttributeError):  # macOS counts no bytes
+        io = process.io_counters()
+        moved = io.read_chars + io.write_chars
+    if whole:
+        below = times.children_user + times.children_system  # of those that are gone
+        for child in process.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                its = child.cpu_times()
+                below += its.user + its.system + its.children_user + its.children_system
+    return Used(times.user + times.system, moved, below, whole and waits_for_disk(process))
+
+
+def waits_for_disk(process: psutil.Process) -> bool:
+    """Whether a thread of it waits for a disk."""
+    if process.status() == psutil.STATUS_DISK_SLEEP:
+        return True
+    states = set()
+    for path in Path(f"/proc/{process.pid}/task").glob("*/stat"):  # Linux
+        with contextlib.suppress(OSError):  # it has just ended
+            states.add(path.read_text().rpartition(")")[2].split()[0])
+    return "D" in states

@@ -25,8 +25,7 @@ from tandem.launch.rank import failed_elsewhere, has_launcher, restarts
 from tandem.launch.requests import ONCE_S, REQUESTS
 from tandem.launch.watch import Told, stalled_text
 from tandem.state.existing import checkpoints
-from tandem.state.run_folder import RunFolder, run_path
-from tandem.state.supervision import stacks_file
+from tandem.state.run_folder import RunFolder, run_path, stacks_file
 
 log = logging.getLogger(__name__)
 

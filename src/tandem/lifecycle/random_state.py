@@ -18,11 +18,10 @@ class RandomStates:
         self._device, self._team = device, team
 
     def state_dict(self) -> dict[str, Any]:
-        """See `tandem.api.state.Stateful`. Collective."""
+        """Collective."""
         return {"ranks": self._team.gather(self._here())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `tandem.api.state.Stateful`."""
         rank = self._team.rank
         mine = state["ranks"][rank if rank < len(state["ranks"]) else 0]
         version, words, gauss = mine["python"]

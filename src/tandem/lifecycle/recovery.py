@@ -21,8 +21,7 @@ from tandem.rollout.ledger import Ledger
 from tandem.state.checkpoint import remove_leftovers
 from tandem.state.existing import step_of
 from tandem.state.ledger import FILE, LedgerFile, Record
-from tandem.state.manifest import STATE
-from tandem.state.newest import newest_valid
+from tandem.state.manifest import STATE, newest_valid
 from tandem.state.run_folder import RunFolder
 from tandem.state.tree import load_part, read_tree, write_tree
 from tandem.tracking.tracker import Tracker
@@ -35,21 +34,16 @@ class Progress:
     """Where the loop is."""
 
     step: int = 0
-    """The last step that is done."""
-
     evaluations: dict[int, float] = field(default_factory=dict)
     """Step → accuracy on the validation rows."""
 
     def remaining(self, last: int) -> range:
-        """The steps up to ``last`` that are not done yet."""
         return range(self.step + 1, last + 1)
 
     def state_dict(self) -> State:
-        """See `Stateful`."""
         return {"step": self.step, "evaluations": [[step, value] for step, value in self.evaluations.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Stateful`."""
         self.step = int(state["step"])
         self.evaluations = {int(step): float(value) for step, value in state["evaluations"]}
 
@@ -72,7 +66,6 @@ class DurableLedger:
         self._file.roll_back(0)
 
     def state_dict(self) -> State:
-        """See `Stateful`."""
         self.commit()
         return {"records": self._file.records, "digest": self._file.digest}
 
@@ -98,12 +91,14 @@ class Recovery:
         ledger: DurableLedger | None = None,
         still: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
         record: Callable[[int], None] = lambda step: None,
+        prepare: Callable[[str], None] = lambda part: None,
     ):
         """``run``: on rank 0. ``parts``: of this rank, in the order in which they are loaded. ``still``: a block in which
-        nothing of them changes. ``record``: writes down what came of a step; collective."""
+        nothing of them changes. ``record``: writes down what came of a step; collective. ``prepare``: wakes what the part of
+        this name loads into; collective."""
         self._run, self._parts, self.progress, self._ledger, self._still = run, dict(parts), progress, ledger, still
         self.team = team
-        self._record = record
+        self._record, self._prepare = record, prepare
 
     def write(self, folder: Path, states: Mapping[str, State] | None = None, team: Team | None = None) -> None:
         """Writes the states into an empty folder: ``states``, a copy that was taken before, or those of now. Collective
@@ -153,6 +148,7 @@ class Recovery:
         with self.team.together():
             tree = read_tree(path / STATE)
         for name in self._names():
+            self._prepare(name)
             with self.team.together():
                 if name in self._parts:
                     load_part(name, self._parts[name], tree, path)
@@ -170,7 +166,6 @@ class Recovery:
         return self.team.share(lambda: list(self._parts))
 
     def _choose(self) -> Path | None:
-        """On rank 0."""
         run = self._run
         assert run is not None, "rank 0 has the run folder"
         remove_leftovers(run.checkpoints)
@@ -196,6 +191,9 @@ class Recovery:
 SAVED = ("loader", "actor", "trainer", "reference", "critic", "rollout", "publisher")
 """The fields of a session that are parts, where the run has them."""
 
+LOADS = {"trainer": "load actor", "critic": "load critic", "reference": "load reference", "publisher": "publish"}
+"""What is to be awake when these parts are loaded, as stages of the residency."""
+
 STATELESS = {
     "tokenizer": "is read only",
     "engine": "has no more than the weights that the publisher delivers, and requests that are made again",
@@ -209,6 +207,7 @@ STATELESS = {
     "meter": "measures time",
     "timer": "likewise",
     "runner": "calls stages, and remembers nothing",
+    "residency": "moves what others have; what slept in a file is in the checkpoint, and the file is gone with the process",
     "scorer": "its models are frozen",
     "team": "is the ranks that there are",
 }
@@ -247,7 +246,8 @@ def recovery_of_session(
             file = stack.enter_context(LedgerFile(run.path / FILE))
             ledger = DurableLedger(session.rollout.ledger, file, progress)
     parts = parts_of_session(session, progress, tracker, ledger, process)
-    return Recovery(run, parts, progress, process.team, ledger=ledger, still=session.rollout.standing_still, record=record)
+    still, prepare = session.rollout.standing_still, lambda part: session.runner.prepare(LOADS.get(part, part))
+    return Recovery(run, parts, progress, process.team, ledger=ledger, still=still, record=record, prepare=prepare)
 
 
 def parts_of_rows(

@@ -57,12 +57,15 @@ class Saving:
         save_tokenizer: Callable[[Path], object],
         recovery: Recovery,
         late_writer: LateWriter,
+        prepare: Callable[[], None] = lambda: None,
     ):
-        """``run``: on rank 0. ``steps``: of the whole run. ``models``: what is saved; ``late_writer``: it from a copy."""
+        """``run``: on rank 0. ``steps``: of the whole run. ``models``: what is saved; ``late_writer``: it from a copy.
+        ``prepare``: wakes what is saved; collective."""
         self.checkpoint: Path | None = None
         """The newest one that this process saved, or goes on from; on rank 0."""
         self._config, self._run, self._steps, self._recovery = config, run, steps, recovery
         self._models, self._save_tokenizer, self._late_writer = models, save_tokenizer, late_writer
+        self._prepare = prepare
         self._team = recovery.team
         self._snapshots, self._background = Snapshots(self._team), BackgroundSave()
         self._seconds: dict[str, float] = {}
@@ -85,6 +88,7 @@ class Saving:
         self._hear(wait=False)
         if not is_save_due(self._config, step, self._steps, leaving):
             return
+        self._prepare()
         began = time.perf_counter()
         if self._hear(wait=True):
             self._count("time/save_wait_s", time.perf_counter() - began)

@@ -16,6 +16,7 @@ from tandem.config.preference import DistillConfig, PreferenceConfig, RewardMode
 from tandem.flow.draw import text
 from tandem.flow.plan import RunPlan
 from tandem.flow.process import Process
+from tandem.flow.state_parts import sleep_plan_here, told
 from tandem.state.checkpoint import CheckpointFailed, save_checkpoint
 from tandem.state.resuming import Examine, refuse_existing
 from tandem.state.run_folder import RunFolder
@@ -27,9 +28,7 @@ log = logging.getLogger(__name__)
 class Saves(Protocol):
     """A training engine, or several."""
 
-    def save(self, folder: Path) -> None:
-        """See `TrainEngine.save`."""
-        ...
+    def save(self, folder: Path) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -48,10 +47,13 @@ class Summary:
 
 def announce(resolved: Resolved[Any], config: BaseConfig, num_rows: int, plan: RunPlan) -> Summary:
     """Prints what a run would do, for `--dry-run`: the configuration, what training by ``config`` on so many rows comes to
-    in words, the models and the stages of a step."""
+    in words, the models and the stages of a step, and what sleeps between them."""
     print(describe(resolved))
     print(arithmetic(config, num_rows))
     print(text(plan))
+    sleeping = sleep_plan_here(config, plan)
+    if sleeping is not None:
+        print(told(sleeping))
     return Summary(folder=None, steps=0)
 
 

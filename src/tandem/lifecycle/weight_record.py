@@ -10,18 +10,20 @@ from tandem.state.run_folder import RunFolder
 from tandem.state.weight_digests import append_digests, digests_of
 
 Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
-"""A stream of all weights, whole; collective."""
 
 
-def weight_record(team: Team, config: BaseConfig, run: RunFolder | None, weights: Weights) -> Callable[[int], None]:
+def weight_record(
+    team: Team, config: BaseConfig, run: RunFolder | None, weights: Weights, prepare: Callable[[], None] = lambda: None
+) -> Callable[[int], None]:
     """What is called after each step: adds a line of digests to `weights.jsonl`, where the run is deterministic. Collective.
 
-    ``run``: on rank 0, which writes; the others take part in gathering.
+    ``run``: on rank 0, which writes; the others take part in gathering. ``prepare``: wakes what is read.
     """
 
     def record(step: int) -> None:
         if not config.deterministic:
             return
+        prepare()
         with team.together(), team.whole(weights()) as stream:
             if run is not None:
                 append_digests(run.path, step, digests_of(stream))

@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from tandem.config.errors import ConfigError
 from tandem.config.lora import LoRAConfig
-from tandem.models.catalog import BUILT_IN, resolve
-from tandem.models.identity import WEIGHTS as WEIGHT_FILES
-from tandem.models.identity import fingerprint
+from tandem.models.catalog import BUILT_IN, fingerprint, resolve
+from tandem.models.catalog import WEIGHTS as WEIGHT_FILES
 from tandem.models.lora import merged
 from tandem.models.streaming import tensors_of
 
@@ -28,8 +27,6 @@ class Base(NamedTuple):
     """The frozen weights that an adapter was trained beside."""
 
     path: str
-    """As the user named the model."""
-
     digest: str
     """Of its files; see `digest_of_base`."""
 

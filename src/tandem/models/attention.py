@@ -30,7 +30,6 @@ class Run(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of all of them."""
         return self.count * self.length
 
 

@@ -72,7 +72,6 @@ class PackedModel(nn.Module):
 
     @property
     def config(self) -> Any:
-        """The transformers configuration."""
         return self.model.config
 
     def enable_gradient_checkpointing(self, selective: bool = False) -> None:

@@ -31,8 +31,6 @@ class Shape:
     head_dim: int
     vocab: int
     context: int
-    """Most tokens of one sequence."""
-
     tied: bool = False
     qkv_bias: bool = False
     o_bias: bool = False

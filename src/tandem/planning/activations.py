@@ -7,9 +7,10 @@ rank computes with (`Shape.piece`); where ranks share tokens each has a part of 
 
 from dataclasses import dataclass
 
+from tandem.models.footprint import Adapters
 from tandem.models.shape import BYTES, Dtype, Shape
 from tandem.planning.batches import MicroBatch
-from tandem.planning.held import Adapters, Held
+from tandem.planning.held import Held
 
 FLOAT32 = 4
 

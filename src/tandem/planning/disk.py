@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import BaseConfig
+from tandem.models.footprint import FLOAT32
 from tandem.models.shape import BYTES
 from tandem.planning.held import Held
-from tandem.planning.states import FLOAT32
 
 
 @dataclass(frozen=True)

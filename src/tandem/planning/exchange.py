@@ -7,12 +7,12 @@ sent behind), some cannot: a layer waits for what tensor and context parallelism
 
 from typing import NamedTuple
 
+from tandem.models.footprint import FLOAT32
 from tandem.models.shape import BYTES
 from tandem.planning.activations import Spread
 from tandem.planning.batches import MicroBatch
 from tandem.planning.held import Held
 from tandem.planning.machine import Machine
-from tandem.planning.states import FLOAT32
 
 
 class Moved(NamedTuple):

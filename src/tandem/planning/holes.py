@@ -9,13 +9,14 @@ On a GPU it is a share of what comes and goes, for the caching allocator keeps b
 
 from collections.abc import Iterable, Iterator
 
+from tandem.models.footprint import FLOAT32
 from tandem.models.shape import BYTES
 from tandem.planning.batches import Batches, Step
 from tandem.planning.held import Held
 from tandem.planning.items import GIB, Item, Room
 from tandem.planning.job import Job
 from tandem.planning.machine import Machine
-from tandem.planning.states import FLOAT32, bucket
+from tandem.planning.states import bucket
 
 MAPPED = GIB
 """Larger blocks are mapped, and given back when they are freed."""

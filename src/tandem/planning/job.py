@@ -1,6 +1,6 @@
 """What a configuration makes a machine hold and do: models, engine, sequences. Everything else is arithmetic on this."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from tandem.config.arithmetic import max_head_offpolicyness, placement, samples_together
@@ -8,6 +8,8 @@ from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import parse_backend
 from tandem.config.preference import DistillConfig, training_config
 from tandem.flow.plan import Resident, RunPlan, plan_run
+from tandem.flow.sleep_plan import Part, SleepPlan
+from tandem.flow.state_parts import Where, sleep_plan
 from tandem.lifecycle.summary import COMMANDS
 from tandem.models.shape import Dtype, Shape
 from tandem.planning.disk import Saves, saves_of
@@ -93,6 +95,12 @@ class Job:
     workers: int = 0
     """Reward worker processes."""
 
+    sleeping: SleepPlan | None = None
+    """What sleeps when, under a memory limit."""
+
+    awake: Mapping[str, tuple[frozenset[Part], ...]] = field(default_factory=dict)
+    """Phase of memory → the parts that are awake in each of its stages; empty: all are, in all phases."""
+
     @property
     def actor(self) -> Held:
         """The model that is trained."""
@@ -138,8 +146,12 @@ def job_of(
     if not isinstance(training, TrainConfig):
         return replace(job, groups=training.batch_size)  # type: ignore[attr-defined]
     samples = training.gconfig.n_samples + plan.greedy_baseline
+    where = Where(machine.kind == "cpu", lambda name: resolved(name, machine), machine.fast_bfloat16)
+    sleeping = sleep_plan(config, plan, where, read)
     return replace(
         job,
+        sleeping=sleeping,
+        awake=_awake(plan, sleeping) if sleeping is not None and sleeping.sleeps else {},
         groups=training.rollout.batch_size,
         generated=samples,
         trained=training.algorithm.update_samples or training.gconfig.n_samples,
@@ -171,6 +183,21 @@ def _held(
         entropy=with_entropy and resident.name == "actor",
         key=resident.key,
     )
+
+
+def _awake(plan: RunPlan, sleeping: SleepPlan) -> dict[str, tuple[frozenset[Part], ...]]:
+    """The parts that are awake in each phase of memory, as `memory.instants` names them."""
+    awake: dict[str, tuple[frozenset[Part], ...]] = {}
+    done = {one.stage.name: one.awake for one in sleeping.steady()}
+    for stage in plan.stages:
+        names = [stage.name]
+        if stage.kind in ("score", "pass"):
+            names = [f"score: {name}" for name in stage.awake]
+        elif stage.kind == "update":
+            names = [f"{what}: {name}" for name in stage.awake for what in ("update", "optimizer")]
+        for name in names:
+            awake[name] = (*awake.get(name, ()), done[stage.name])
+    return awake
 
 
 def _with_entropy(config: BaseConfig, plan: RunPlan) -> bool:

@@ -2,11 +2,11 @@
 
 from dataclasses import replace
 
+from tandem.models.footprint import Adapters
 from tandem.models.shape import BYTES, Dtype, Shape
 from tandem.planning.activations import WHOLE, Spread
 from tandem.planning.batches import MicroBatch
 from tandem.planning.cost import ATTENTION, MEMORY, OPERATIONS, PRODUCTS, Cost, total
-from tandem.planning.held import Adapters
 from tandem.planning.machine import Machine
 
 LAYER_OPERATIONS = {"forward": 45, "backward": 70, "prefill": 30, "decode": 32, "decode_shared": 46}

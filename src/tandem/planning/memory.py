@@ -1,12 +1,16 @@
 """Memory of a run: what exists in each phase, who holds it, and which instant is the worst.
 
 Counted as the code holds it: what a model keeps over its ranks is in `states`, what a pass makes in `activations`; the
-embedded engine has a copy of its own, and a second one while an update is staged. Nothing sleeps between phases.
+embedded engine has a copy of its own, and a second one while an update is staged. Under `memory_limit_gib` each phase has
+what is awake in it (`tandem.flow.sleep_plan`); otherwise nothing sleeps between phases.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from tandem.api.engines import InferencePart, TrainPart
+from tandem.flow.sleep_plan import Part
+from tandem.models.footprint import FLOAT32, cache_bytes, engine_bytes, row_capacity
 from tandem.models.shape import BYTES
 from tandem.planning import activations
 from tandem.planning.activations import Spread
@@ -18,7 +22,6 @@ from tandem.planning.job import Generator, Job
 from tandem.planning.machine import Machine
 from tandem.planning.states import (
     BUCKET,
-    FLOAT32,
     gathered,
     gradients_at_the_end,
     gradients_between,
@@ -29,9 +32,6 @@ from tandem.planning.states import (
 
 TOKENIZER_BYTES = 1000
 """Of each token of the vocabulary: the library held 46 MiB for one of 49,152, measured once."""
-
-SMALLEST_ROW = 32
-"""Smallest row of the KV cache, tokens."""
 
 
 def batches_of(job: Job, length: int) -> Batches:
@@ -79,8 +79,44 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
     if job.generator is not None and job.generator.foreign is None:
         add("publish", *_publishing(job, machine))
     add("save", *_saving(job, room))
-    steady += of_heap(job, machine, room, worst, coming.values())
-    return tuple(Instant(phase, (*steady, *items, *of_what_comes(items, machine, room))) for phase, items in coming.items())
+
+    def kept(items: tuple[Item, ...]) -> Iterator[Item]:
+        # where models sleep, the heap is given back before each stage, and has what comes in that one alone
+        return of_heap(job, machine, room, worst, [items] if job.awake else coming.values())
+
+    return tuple(
+        _worst(phase, steady, (*kept(items), *items, *of_what_comes(items, machine, room)), job.awake.get(phase), machine)
+        for phase, items in coming.items()
+    )
+
+
+PARTS: dict[str, TrainPart] = {"parameters": "parameters", "parameters, rounded": "parameters", "optimizer": "optimizer"}
+ENGINE_PARTS: dict[str, InferencePart] = {"parameters": "weights", "KV cache": "kv_cache"}
+"""Item → the part that it sleeps with."""
+
+
+def _worst(
+    phase: str,
+    steady: Sequence[Item],
+    coming: tuple[Item, ...],
+    awake: tuple[frozenset[Part], ...] | None,
+    machine: Machine,
+) -> Instant:
+    """The phase in that of its stages in which most is awake. ``awake``: of each of them; None: everything."""
+    if awake is None:
+        return Instant(phase, (*steady, *coming))
+    instants = [Instant(phase, (*_without_sleepers(steady, one, machine), *coming)) for one in awake]
+    return max(instants, key=lambda instant: instant.total())
+
+
+def _without_sleepers(steady: Sequence[Item], awake: frozenset[Part], machine: Machine) -> Iterator[Item]:
+    """What sleeps is on a disk where the device is the host, and in host memory beside a GPU."""
+    for item in steady:
+        what = ENGINE_PARTS.get(item.what) if item.role == "engine" else PARTS.get(item.what)
+        if what is None or Part(item.role, what) in awake:
+            yield item
+        elif machine.kind != "cpu" and item.role != "engine":
+            yield replace(item, place="host", devices=1)
 
 
 def _engine(job: Job, machine: Machine) -> Iterator[Item]:
@@ -111,18 +147,8 @@ def delivered_bytes(generator: Generator) -> float:
 
 
 def engine_weights(generator: Generator, machine: Machine) -> float:
-    """Bytes of one copy; on a CPU a tied head is laid out anew for its kernels."""
-    shape = generator.shape
-    packed_head = shape.embedding if shape.tied and machine.kind == "cpu" else 0
-    return BYTES[generator.dtype] * (shape.parameters() + packed_head)
-
-
-def row_capacity(tokens: int) -> int:
-    """Tokens of the KV cache row that holds so many: see `KVCache.capacity_for`."""
-    step = SMALLEST_ROW
-    while tokens > 4 * step:
-        step *= 2
-    return -(-tokens // step) * step
+    """Bytes of one copy."""
+    return engine_bytes(generator.shape, generator.dtype, cpu=machine.kind == "cpu")
 
 
 def kv_tokens(job: Job, generator: Generator) -> tuple[int, int]:
@@ -145,12 +171,12 @@ def kv_tokens(job: Job, generator: Generator) -> tuple[int, int]:
 def kv_needed(job: Job, generator: Generator) -> float:
     """Bytes of cache that the longest sample needs alone; with less the engine refuses it."""
     tokens = row_capacity(job.lengths.prompt + job.lengths.longest - 1)
-    return float(tokens * BYTES[generator.dtype] * generator.shape.kv_values)
+    return cache_bytes(generator.shape, generator.dtype, tokens)
 
 
 def kv_cache(job: Job, generator: Generator) -> float:
     """Bytes of one engine's cache."""
-    return kv_tokens(job, generator)[1] * BYTES[generator.dtype] * generator.shape.kv_values
+    return cache_bytes(generator.shape, generator.dtype, kv_tokens(job, generator)[1])
 
 
 def _processes(job: Job, machine: Machine, room: Room) -> Iterator[Item]:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from tandem.flow.sleep_plan import moved_bytes
 from tandem.planning.cost import Phase
 from tandem.planning.disk import Checkpoint, checkpoint_of
 from tandem.planning.items import GIB, Instant
@@ -106,11 +107,21 @@ class Plan:
         return self.seconds_of(("publish",))
 
     @property
+    def switch_s(self) -> float:
+        """Waking models and putting others to sleep, in one step."""
+        return self.seconds_of(("switch",))
+
+    @property
+    def moved_gib(self) -> float:
+        """What that moves."""
+        return moved_bytes(self.job.sleeping.steady()) / GIB if self.job.sleeping is not None else 0.0
+
+    @property
     def step_s(self) -> float:
         """One step; where training is asynchronous, the longer of generation and training, and the delivery."""
         if self.job.asynchronous:
             return max(self.generate_s, self.train_s) + self.publish_s
-        return self.generate_s + self.train_s + self.publish_s
+        return self.generate_s + self.train_s + self.publish_s + self.switch_s
 
     @property
     def bottleneck(self) -> Phase:

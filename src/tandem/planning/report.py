@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from tandem.flow.state_parts import told
 from tandem.planning.held import Held
 from tandem.planning.items import GIB, Instant
 from tandem.planning.plan import RESERVE, Plan
@@ -35,6 +36,7 @@ class Report:
         blocks = [
             [f"{self.title} on {plan.machine.name}, {plan.machine.memory_gib:.1f} GiB{each}", *_model(self)],
             [*_memory(plan)],
+            [*_sleep(plan)],
             [*_verdict(self)],
             [*_time(plan)],
             [*_disk(plan)],
@@ -61,6 +63,7 @@ class Report:
                 "machine_gib": round(plan.machine_gib, 4),
                 "host_gib": round(plan.host_gib, 4),
                 "worst": plan.worst.phase,
+                "moved_gib": round(plan.moved_gib, 4),
                 "phases": {instant.phase: _items(instant) for instant in plan.instants},
             },
             "time": {
@@ -68,6 +71,7 @@ class Report:
                 "generate_s": round(plan.generate_s, 4),
                 "train_s": round(plan.train_s, 4),
                 "publish_s": round(plan.publish_s, 4),
+                "switch_s": round(plan.switch_s, 4),
                 "completion_tokens_per_s": round(plan.completion_tokens / max(plan.step_s, 1e-9), 2),
                 "bottleneck": plan.bottleneck.name,
                 "bound": plan.bottleneck.cost.bound,
@@ -193,6 +197,12 @@ def _memory(plan: Plan) -> Iterator[str]:
     for item in sorted(plan.worst.items, key=lambda item: -item.num_bytes):
         if item.place == "device" and item.num_bytes >= SMALL_GIB * GIB:
             yield f"  {f'{item.role}: {item.what}':<42}{item.num_bytes / GIB:>8.2f} GiB"
+
+
+def _sleep(plan: Plan) -> Iterator[str]:
+    """What sleeps between the stages, under a memory limit."""
+    if plan.job.sleeping is not None:
+        yield told(plan.job.sleeping)
 
 
 def _verdict(report: Report) -> Iterator[str]:

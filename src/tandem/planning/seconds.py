@@ -5,6 +5,7 @@ its rates come from `calibrate` or from the table of `devices`.
 """
 
 from tandem.config.backend import Layout
+from tandem.flow.sleep_plan import moved_bytes
 from tandem.models.shape import BYTES, Shape
 from tandem.planning import exchange
 from tandem.planning.activations import Spread
@@ -30,6 +31,9 @@ ACCUMULATE_BYTES = 12
 ZERO_BYTES = 24
 """Read and written besides by DeepSpeed for each parameter of a rank's part: its gradients move into a bucket, out of it and
 into one flat tensor, and what was stepped is copied back. Counted in its code, not measured."""
+
+SWITCH_BYTES = 3
+"""Read and written for each byte that sleeps or wakes on a CPU."""
 
 
 def scoring(model: Held, step: Step, machine: Machine) -> Cost:
@@ -103,7 +107,17 @@ def phases(job: Job, machine: Machine) -> tuple[Phase, ...]:
     generator = job.generator
     if generator is not None and generator.foreign is None:
         found.append(_fitted(Phase("publish", publishing(job, generator, machine)), machine))
+    if job.awake and job.sleeping is not None:
+        found.append(Phase("switch", _switching(moved_bytes(job.sleeping.steady()), machine)))
     return tuple(found)
+
+
+def _switching(moved: float, machine: Machine) -> Cost:
+    """Waking and putting to sleep: on a CPU each byte is copied and summed, from or to pages that the system has; on a GPU
+    it goes to host memory or comes from there."""
+    if machine.kind == "cpu":
+        return Cost(((MEMORY, SWITCH_BYTES * moved / machine.stream),))
+    return Cost(((HOST, moved / machine.host_link),))
 
 
 def _generating(job: Job, machine: Machine) -> list[Phase]:
@@ -149,5 +163,14 @@ def dense_step(shape: Shape, *, length: int, sequences: int, ranks: int, machine
     published. ``sequences``: of each rank. ``recompute``: the share of the forward pass that is done again."""
     most = length * sequences
     step = cut(sequences, 1, 0, length, most=most)
-    model = Held("actor", shape, "lm", "bfloat16", Layout(data=ranks), True, most, 1024)
+    model = Held(
+        role="actor",
+        shape=shape,
+        head="lm",
+        dtype="bfloat16",
+        layout=Layout(data=ranks),
+        trained=True,
+        max_tokens=most,
+        chunk_tokens=1024,
+    )
     return updating(model, step, machine, recompute=recompute)

@@ -7,11 +7,11 @@ which stages 1 and 2 keep the whole model in the dtype of the computation; in fl
 
 from collections.abc import Iterator
 
+from tandem.models.footprint import FLOAT32
 from tandem.models.shape import BYTES
 from tandem.planning.held import Held
 from tandem.planning.items import Item, Place, Room
 
-FLOAT32 = 4
 NORM_BYTES = 12
 """Of each number of the largest gradient while its norm is taken: its square in float32, and that in float64."""
 
@@ -26,13 +26,12 @@ def states(model: Held, room: Room) -> Iterator[Item]:
     if model.layout.zero is not None:
         yield from _zero_states(model, room)
         return
-    size, place = BYTES[model.dtype], "host" if model.offload else "device"
-    weights = (FLOAT32 * model.masters + size * model.base) / model.parts
-    yield room.item(model.role, "parameters", weights, place)
+    place = _place(model)
+    yield room.item(model.role, "parameters", model.weight_bytes, place)
     if not model.fsdp and model.dtype != "float32":
-        yield room.item(model.role, "parameters, rounded", size * model.masters)
+        yield room.item(model.role, "parameters, rounded", model.rounded_bytes)
     if model.trained:
-        yield room.item(model.role, "optimizer", 2 * FLOAT32 * model.masters / model.parts, place)
+        yield room.item(model.role, "optimizer", model.optimizer_bytes, place)
 
 
 def _zero_states(model: Held, room: Room) -> Iterator[Item]:

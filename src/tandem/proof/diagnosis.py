@@ -3,9 +3,10 @@
 The first whose scores come within the tolerance is named. Nothing here is trained; weights come back to the bit.
 """
 
+import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +16,53 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.algorithms.gap import gap
 from tandem.api.batch import select, sequence_index, sum_by_sequence
-from tandem.proof.kept_keys import recording, replaying
 from tandem.proof.scoring import Scorer
 from tandem.proof.tokenisation import best_variant
+
+PROJECTIONS = ("k_proj", "v_proj", "k_norm")
+"""Modules whose results, ``[1, T, …]``, go into the cache: behind them there are only rotations without weights."""
+
+
+def _projections(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in PROJECTIONS:
+            yield name, module
+
+
+@contextlib.contextmanager
+def recording(model: nn.Module) -> Iterator[dict[str, torch.Tensor]]:
+    """Collects the keys and values of the forward pass inside, of one sequence."""
+    found: dict[str, torch.Tensor] = {}
+    handles = []
+    for name, module in _projections(model):
+
+        def keep(module: nn.Module, inputs: object, output: torch.Tensor, name: str = name) -> None:
+            found[name] = output.detach().clone()
+
+        handles.append(module.register_forward_hook(keep))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def replaying(model: nn.Module, recorded: Mapping[str, torch.Tensor], tokens: int) -> Iterator[None]:
+    """The forward pass inside takes the keys and values of the first ``tokens`` tokens from ``recorded``."""
+    handles = []
+    for name, module in _projections(model):
+
+        def replace(module: nn.Module, inputs: object, output: torch.Tensor, name: str = name) -> torch.Tensor:
+            return torch.cat([recorded[name][:, :tokens], output[:, tokens:]], 1)
+
+        handles.append(module.register_forward_hook(replace))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
 
 BUDGET_S = 60.0
 """For the search of a single tensor, which scores once a tensor."""
@@ -64,7 +109,6 @@ class Case:
 
     @property
     def rollout(self) -> torch.Tensor:
-        """What the engine said."""
         return self.batch["rollout_logprobs"]
 
     def off(self, scored: torch.Tensor, among: torch.Tensor | None = None) -> float:

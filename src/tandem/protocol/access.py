@@ -36,7 +36,6 @@ class Access:
 
     @classmethod
     def of(cls, host: str, *, token: str | None, admin_token: str | None, allowed_hosts: Iterable[str] = ()) -> "Access":
-        """The rules of a server that listens at ``host``."""
         names = {host.lower(), *(name.lower() for name in allowed_hosts)}
         return cls(admin_token, token, frozenset(names | LOOPBACK if is_loopback(host) else names))
 

@@ -13,7 +13,7 @@ What goes wrong becomes one of three values, so that callers need to know neithe
 import asyncio
 import json
 import threading
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from concurrent.futures import Future
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
@@ -117,16 +117,12 @@ class HttpClient:
         """
         return await asyncio.wrap_future(self._start("POST", path, body, deadline_s, admin))
 
-    async def get(self, path: str, *, deadline_s: float, admin: bool = False) -> Any:
-        """The same without a body."""
-        return await asyncio.wrap_future(self._start("GET", path, None, deadline_s, admin))
-
     def call(self, path: str, body: dict[str, Any] | None = None, *, deadline_s: float, admin: bool = False) -> Any:
-        """Blocks until the answer is there: `post` where there is a body (``{}`` is one), else `get`."""
+        """Blocks until the answer is there: `post` where there is a body (``{}`` is one), else GET."""
         return self._wait(self._start("GET" if body is None else "POST", path, body, deadline_s, admin), deadline_s)
 
     def call_text(self, path: str, *, deadline_s: float) -> str:
-        """The blocking twin of `get_text`."""
+        """A page that is no JSON, such as Prometheus' metrics."""
         return str(self._wait(self._start("GET", path, None, deadline_s, False, text=True), deadline_s))
 
     def _wait(self, future: Future[Any], deadline_s: float) -> Any:
@@ -136,10 +132,6 @@ class HttpClient:
         except BaseException:
             future.cancel()
             raise
-
-    async def get_text(self, path: str, *, deadline_s: float) -> str:
-        """A page that is no JSON, such as Prometheus' metrics."""
-        return await asyncio.wrap_future(self._start("GET", path, None, deadline_s, False, text=True))
 
     def close(self) -> None:
         """Drops all connections; requests under way fail with `EngineDied`. Idempotent."""
@@ -268,3 +260,52 @@ def _said(raw: bytes) -> tuple[str, str]:
             code = str(body.get("code", "")) or code
             body = body[key]
     return str(body)[:_MESSAGE_CHARACTERS].strip() or "(nothing)", code
+
+
+MAX_EVENT_BYTES = 8 << 20
+_END = "[DONE]"
+
+
+async def stream_events(
+    url: str, body: dict[str, Any], *, token: str | None, deadline_s: float
+) -> AsyncGenerator[dict[str, Any], None]:
+    """Posts ``body`` and yields each event's JSON, up to the end that OpenAI's protocol marks.
+
+    Raises:
+        DataFailure, ServerFailed: as `HttpClient`; also where the stream ends without its mark, or holds an error.
+    """
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    try:
+        async with (
+            asyncio.timeout(deadline_s),
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session,
+            session.post(url, json=body, headers=headers, allow_redirects=False) as answer,
+        ):
+            if answer.status != 200:
+                raise failure_of(url, answer.status, await answer.content.read(MAX_EVENT_BYTES))
+            buffer = b""
+            async for chunk in answer.content.iter_any():
+                *lines, buffer = (buffer + chunk).split(b"\n")
+                if len(buffer) > MAX_EVENT_BYTES:
+                    raise ServerFailed(f"{url} sent an event of more than {MAX_EVENT_BYTES} bytes", url=url, status=200)
+                for line in lines:
+                    event = line.decode(errors="replace").strip().removeprefix("data:").strip()
+                    if event == _END:
+                        return
+                    if event and not event.startswith(":"):
+                        yield _parsed(url, event)
+    except aiohttp.ClientError as error:
+        raise ServerFailed(f"{url}: {type(error).__name__}: {error}", url=url) from error
+    except TimeoutError:
+        raise ServerFailed(f"{url} had not ended its answer within {deadline_s:g} s", url=url) from None
+    raise ServerFailed(f"{url} ended its answer without {_END}", url=url, status=200)
+
+
+def _parsed(url: str, event: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(event)
+    except (ValueError, RecursionError) as error:
+        raise ServerFailed(f"{url} sent an event that is no JSON: {error}", url=url, status=200) from error
+    if not isinstance(parsed, dict) or "error" in parsed:
+        raise ServerFailed(f"{url} ended its answer: {parsed}", url=url, status=200)
+    return parsed

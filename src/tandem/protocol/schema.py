@@ -28,17 +28,14 @@ def optional(schema: Schema) -> dict[str, Any]:
 
 
 def array(items: Schema, minimum: int, maximum: int) -> dict[str, Any]:
-    """An array with so many items."""
     return {"type": "array", "items": items, "minItems": minimum, "maxItems": maximum}
 
 
 def integer(minimum: int, maximum: int, description: str = "") -> dict[str, Any]:
-    """A whole number in these bounds."""
     return {"type": "integer", "minimum": minimum, "maximum": maximum, **_described(description)}
 
 
 def text(maximum: int, minimum: int = 0, description: str = "") -> dict[str, Any]:
-    """A string with so many characters."""
     return {"type": "string", "minLength": minimum, "maxLength": maximum, **_described(description)}
 
 

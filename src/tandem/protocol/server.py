@@ -220,5 +220,4 @@ class _Refused(asyncio.Protocol):
     """A connection too many."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Closes it."""
         transport.close()

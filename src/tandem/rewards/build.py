@@ -2,12 +2,15 @@
 
 import asyncio
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from tandem.api.failures import RewardFailure
+from tandem.api.samples import Sample
 from tandem.api.scoring import FrozenModel, Score
 from tandem.api.services import Services, factory_of
-from tandem.api.workflow import RewardFn, RewardResult, messages_for
+from tandem.api.workflow import GroupReward, RewardFn, RewardResult, messages_for
 from tandem.config.errors import ConfigError
 from tandem.config.services import service_of
 from tandem.config.terms import Term, read_terms
@@ -17,10 +20,15 @@ from tandem.rewards.pool import WorkerPool
 
 
 class SumReward(RewardFn):
-    """The weighted sum of several rewards; each is a named part. Accuracy and answer are the first one's that knows."""
+    """The weighted sum of several rewards; each is a named part. Accuracy and answer are the first one's that knows.
 
-    def __init__(self, terms: list[tuple[str, float, RewardFn]]):
-        self.terms = terms
+    ``together``: the terms that judge the samples of a prompt together.
+    """
+
+    def __init__(
+        self, terms: list[tuple[str, float, RewardFn]], together: list[tuple[str, float, GroupReward]] | None = None
+    ):
+        self.terms, self.together = terms, together or []
         self.reads_messages = any(reward.reads_messages for _, _, reward in terms)
 
     async def __call__(
@@ -48,6 +56,17 @@ class SumReward(RewardFn):
         looking = next((result for result in results if result.extracted is not None), RewardResult(0.0))
         return RewardResult(sum(rewards.values()), rewards, known[0] if known else None, looking.answer, looking.extracted)
 
+    async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[dict[str, float]]:
+        """The parts of each sample's reward that come from terms which judge a group; empty without such terms."""
+        results = await asyncio.gather(*(reward.compare(samples, row) for _, _, reward in self.together))
+        parts: list[dict[str, float]] = [{} for _ in samples]
+        for (name, weight, _), values in zip(self.together, results, strict=True):
+            if len(values) != len(samples) or not all(math.isfinite(value) for value in values):
+                raise RewardFailure("reward_wrong_type", f"{name} must give each of {len(samples)} samples a finite number")
+            for part, value in zip(parts, values, strict=True):
+                part[name] = weight * value
+        return parts
+
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Asks each term that can tell whether the row has what it needs."""
         for _, _, reward in self.terms:
@@ -61,7 +80,7 @@ class SumReward(RewardFn):
 
     def close(self) -> None:
         """Closes all of them."""
-        for _, _, reward in self.terms:
+        for _, _, reward in (*self.terms, *self.together):
             reward.close()
 
 
@@ -93,7 +112,11 @@ def build_reward(
         )
     cheap = [term for term in terms if not needs_model(term)]
     made = [(term.short_name, term.weight, _judge(term, timeout_s, workers, services)) for term in cheap]
-    return made[0][2] if len(terms) == 1 and made and made[0][1] == 1.0 else SumReward(made)
+    alone = [(name, weight, reward) for name, weight, reward in made if isinstance(reward, RewardFn)]
+    together = [(name, weight, reward) for name, weight, reward in made if isinstance(reward, GroupReward)]
+    if len(terms) == len(alone) == 1 and alone[0][1] == 1.0:
+        return alone[0][2]
+    return SumReward(alone, together)
 
 
 def build_scores(spec: str) -> list[tuple[str, Term, Score]]:
@@ -144,7 +167,7 @@ def worker_counts(reward: RewardFn) -> set[int]:
     return {pool.size} if isinstance(pool, WorkerPool) else set()
 
 
-def _judge(term: Term, timeout_s: float, workers: int | None, services: Services) -> RewardFn:
+def _judge(term: Term, timeout_s: float, workers: int | None, services: Services) -> RewardFn | GroupReward:
     make, name, key = factory_of("reward", term.name, "reward"), term.short_name, f"reward={term.name}"
     if not term.is_file:
         parameters = inspect.signature(make).parameters
@@ -153,9 +176,11 @@ def _judge(term: Term, timeout_s: float, workers: int | None, services: Services
             if counts and isinstance(value, int) and value < 1:
                 raise ConfigError(f"{key}: {knob} must be a whole number, at least 1, got {value}")
         knobs = ({"workers": workers} if "workers" in parameters else {}) | term.arguments
-        return cast(RewardFn, services.make(key, make, knobs, {"timeout_s": timeout_s}))
-    if inspect.isclass(make) and issubclass(make, RewardFn):
+        return cast(RewardFn | GroupReward, services.make(key, make, knobs, {"timeout_s": timeout_s}))
+    if inspect.isclass(make) and issubclass(make, RewardFn | GroupReward):
         make = services.make(key, make, term.arguments, {"timeout_s": timeout_s})
+    if isinstance(make, GroupReward):
+        return make
     if isinstance(make, RewardFn):
         return OwnReward(make, name, timeout_s=timeout_s)
     if not callable(make):

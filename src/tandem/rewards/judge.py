@@ -29,6 +29,17 @@ Give your reasons in two sentences. Then write a last line of exactly this form:
 $form"""
 QUESTION = "How helpful, correct and clear is the last reply?"
 
+
+def new_mark() -> str:
+    """A line that no text can have foreseen; what stands between two of them is judged and not obeyed."""
+    return f"=== {secrets.token_hex(8)} ==="
+
+
+def as_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """A conversation as a judge reads it."""
+    return "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in messages)
+
+
 Parse = Callable[[str], float]
 """What a judge wrote → the verdict. Raises `ValueError` if there is none."""
 
@@ -65,6 +76,34 @@ def read_json(text: str, low: float, high: float) -> float:
     raise ValueError('there is no JSON object with a number "score"')
 
 
+class ChatJudge:
+    """A language model behind OpenAI's chat protocol, asked until it answers or the patience ends."""
+
+    def __init__(self, name: str, url: str, token_env: str | None, *, timeout_s: float, patience_s: float, **settings: Any):
+        """``name``: of the reward, for messages. ``timeout_s``: of one request. ``settings``: of each request, such as
+        ``model``, ``n`` and ``max_tokens``."""
+        finite_knobs(name, patience_s=patience_s)
+        if patience_s <= 0:
+            raise ConfigError(f"reward {name!r}: patience_s must be above 0, got {patience_s}")
+        self._client, self._path = client_and_path(str(url), token_of(name, token_env), "/v1/chat/completions")
+        self._settings, self._timeout_s, self._patience_s = settings, timeout_s, patience_s
+
+    async def texts(self, prompt: str) -> list[str]:
+        """What it writes, one text a vote. Raises `RewardFailure` as `ask_patiently`."""
+        return await ask_patiently(
+            self._client,
+            self._path,
+            {**self._settings, "messages": [{"role": "user", "content": prompt}]},
+            _texts,
+            request_timeout_s=self._timeout_s,
+            patience_s=self._patience_s,
+        )
+
+    def close(self) -> None:
+        """Drops all connections."""
+        self._client.close()
+
+
 class JudgeReward(RewardFn):
     """What a language model says of a completion, 0 to 1.
 
@@ -98,24 +137,22 @@ class JudgeReward(RewardFn):
         token_env: str | None = None,
         patience_s: float = 120.0,
     ):
-        finite_knobs(name, low=low, high=high, patience_s=patience_s, votes=votes, max_tokens=max_tokens)
-        if not low < high or patience_s <= 0 or votes < 1 or max_tokens < 1:
-            raise ConfigError(f"reward {name!r}: low < high, patience_s above 0, and votes and max_tokens at least 1")
+        finite_knobs(name, low=low, high=high, votes=votes, max_tokens=max_tokens)
+        if not low < high or votes < 1 or max_tokens < 1:
+            raise ConfigError(f"reward {name!r}: low must be below high, and votes and max_tokens at least 1")
         self._parse, self._form = _form(name, answer_form, low, high, choices)
         self._template = string.Template(TEMPLATE if template is None else _template(name, template))
-        self._client, self._path = client_and_path(str(url), token_of(name, token_env), "/v1/chat/completions")
         if temperature is None:
             temperature = 0.0 if votes == 1 else 0.7
-        self._body = {"model": model, "n": votes, "temperature": temperature, "max_tokens": max_tokens}
-        self._request_timeout_s, self._patience_s = timeout_s, patience_s
+        settings = {"model": model, "n": votes, "temperature": temperature, "max_tokens": max_tokens}
+        self._judge = ChatJudge(name, url, token_env, timeout_s=timeout_s, patience_s=patience_s, **settings)
         self.name, self.question, self.show_answer = name, question, show_answer
 
     def prompt_of(self, messages: Sequence[Mapping[str, Any]], completion: str, answer: Any) -> str:
         """What the judge is asked about a conversation. The mark is new in each prompt, so no reply can imitate it."""
-        told = "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in messages)
         return self._template.safe_substitute(
-            mark=f"=== {secrets.token_hex(8)} ===",
-            conversation=told,
+            mark=new_mark(),
+            conversation=as_text(messages),
             reply=completion,
             question=self.question,
             form=self._form,
@@ -134,14 +171,7 @@ class JudgeReward(RewardFn):
     ) -> RewardResult:
         """See `RewardFn`. Fails as ``judge_unreadable`` if no vote can be read."""
         asked = self.prompt_of(messages, completion, row.get("answer"))
-        texts = await ask_patiently(
-            self._client,
-            self._path,
-            {**self._body, "messages": [{"role": "user", "content": asked}]},
-            _texts,
-            request_timeout_s=self._request_timeout_s,
-            patience_s=self._patience_s,
-        )
+        texts = await self._judge.texts(asked)
         votes, wrong = [], ""
         for text in texts:
             try:
@@ -154,7 +184,7 @@ class JudgeReward(RewardFn):
 
     def close(self) -> None:
         """Drops all connections."""
-        self._client.close()
+        self._judge.close()
 
 
 def _texts(answer: Any) -> list[str]:

@@ -7,7 +7,7 @@ while the caller trains. A batch waits for its episodes, at most `rollout.wait_t
 import math
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tensordict import TensorDict
 
@@ -25,8 +25,17 @@ from tandem.rollout.replay import Replay
 from tandem.rollout.statistics import batch_metrics
 
 T = TypeVar("T")
-GroupScorer = Callable[[Sequence[Group]], list[Group | DataFailure]]
-"""Groups → the same with more rewards, or why one cannot be trained on. Collective; other ranks than 0 bring none."""
+
+
+class GroupScorer(Protocol):
+    """Gives finished groups the rewards that need a model."""
+
+    def __call__(self, groups: Sequence[Group]) -> list[Group | DataFailure]:
+        """Groups → the same with more rewards, or why one cannot be trained on. Collective; rank 0 alone brings any."""
+
+    def generate_again(self) -> None:
+        """More groups are generated: the engine must be awake. Collective."""
+
 
 MAX_DRAWS = 10
 """Times the batch size that are drawn for one batch before a filter that keeps too few ends the run."""
@@ -137,6 +146,8 @@ class Rollout:
         while self._team.share(lambda: self._pool.collect(wish)):
             assert self._scorer is not None, "without a scorer every group is judged as it ends"
             wish.outcomes = self._scorer([episode.group for episode in wish.candidates if episode.group is not None])
+            if self._team.share(lambda: self._pool.judge(wish)):
+                self._scorer.generate_again()
         return self._team.share(lambda: self._packed(wish))
 
     def _packed(self, wish: Wish) -> TensorDict:

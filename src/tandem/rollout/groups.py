@@ -85,6 +85,35 @@ def _vote_metrics(vote: Vote) -> dict[str, float]:
     }
 
 
+class Compares(Protocol):
+    """Judges the samples of a prompt together: `tandem.rewards.build.SumReward`, by the row's data set."""
+
+    async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[dict[str, float]]:
+        """The further parts of each sample's reward."""
+        ...
+
+
+class Compared(RolloutWorkflow):
+    """Adds the parts of the reward that judge the samples of a prompt together, behind what the workflow says of them."""
+
+    def __init__(self, workflow: RolloutWorkflow, reward: Compares):
+        self.workflow, self.reward, self.name = workflow, reward, name_of(workflow)
+        self.makes_group, self.reads_scores = workflow.makes_group, workflow.reads_scores
+
+    async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group | Sample | None:
+        """See `RolloutWorkflow`."""
+        return await self.workflow.arun_episode(engine, data)
+
+    async def finish_group(self, samples: tuple[Sample, ...], data: Mapping[str, Any]) -> tuple[Sample, ...]:
+        """Compares them."""
+        samples = await self.workflow.finish_group(samples, data)
+        parts = await self.reward.compare(samples, data)
+        return tuple(
+            replace(sample, reward=sample.reward + sum(more.values()), rewards={**sample.rewards, **more})
+            for sample, more in zip(samples, parts, strict=True)
+        )
+
+
 class FirstSamples(RolloutWorkflow):
     """Only the first ``count`` samples of a group are trained on and enter its statistics; the others have voted, or
     been measured, and that is all."""

@@ -116,20 +116,24 @@ class EpisodePool:
         with self.changed:
             self._pump()
 
+    def judge(self, wish: Wish) -> bool:
+        """Judges the candidates that were scored. True if too few groups are left, so that more have to be generated."""
+        for episode, outcome in zip(wish.candidates, wish.outcomes, strict=True):
+            if isinstance(outcome, Group) and episode.workflow.reads_scores:
+                outcome = self.loop.run(finished(episode.workflow, outcome))  # without the lock, which the loop needs
+            with self.changed:
+                self._judge(episode, outcome)
+        with self.changed:
+            return len(self._waiting) < wish.count
+
     def collect(self, wish: Wish) -> int:
-        """Judges the candidates that were scored, and waits until enough groups stand. Takes them if all are judged;
-        otherwise takes none and returns how many candidates are among them.
+        """Waits until enough groups stand. Takes them if all are judged; otherwise takes none and returns how many are not.
 
         Raises:
             WaitTimeout: after the patience of the wish; says what it waited for.
             NoBatch: so many will never come.
             Exception: what broke the pool, such as `EngineDied`.
         """
-        for episode, outcome in zip(wish.candidates, wish.outcomes, strict=True):
-            if isinstance(outcome, Group) and episode.workflow.reads_scores:
-                outcome = self.loop.run(finished(episode.workflow, outcome))  # without the lock, which the loop needs
-            with self.changed:
-                self._judge(episode, outcome)
         began = time.monotonic() - wish.metrics["time/wait_s"]
         try:
             with waiting(f"{wish.count} groups"):

@@ -18,19 +18,21 @@ for name in ("tandem", "tandem.sandbox"):  # nothing else of Tandem is there
 from tandem.sandbox.guest.serve import main
 main(settings)
 """
+
+
+def interpreter() -> Path:
+    """The Python that programs get: the one below the environment that Tandem runs in, without its packages."""
+    return Path(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))
+
+
 ENVIRONMENT = {
-    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "PATH": f"{interpreter().parent}:/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
     "LC_ALL": "C.UTF-8",
     "PYTHONHASHSEED": "0",  # the same program gives the same answer on every worker
     "PYTHONDONTWRITEBYTECODE": "1",
 }
 """All that a program finds in its environment, beside HOME, PWD and TMPDIR."""
-
-
-def interpreter() -> Path:
-    """The Python that programs get: the one below the environment that Tandem runs in, without its packages."""
-    return Path(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))
 
 
 def readable_paths() -> list[str]:

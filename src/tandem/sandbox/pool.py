@@ -18,9 +18,9 @@ MOST_WORKERS = 16
 class SandboxPool(Sandbox):
     """Runs programs in up to ``size`` workers (None: one a core), each started when first needed.
 
-    Of `run`, twice as many programs go at once as there are workers, so that one computes while another is begun or read; the
-    others wait. Programs of `start` and workspaces share the workers, and nobody waits for them. A worker that was killed is
-    replaced.
+    Of `run`, twice as many programs go at once as there are workers, so that one computes while another is begun or read;
+    the others wait. Programs of `start` and workspaces share the workers, and nobody waits for them. A worker that was
+    killed is replaced.
     """
 
     def __init__(self, jail: Jail, size: int | None = None):

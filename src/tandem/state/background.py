@@ -23,7 +23,6 @@ class BackgroundSave:
 
     @property
     def busy(self) -> bool:
-        """Whether one is being written."""
         return self._future is not None and not self._future.done()
 
     def start(self, what: str, work: Callable[[], Path | None]) -> None:

@@ -11,6 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from tandem.config.errors import ConfigError
+
 OWN_FILES = ("run.json", "config.yaml", "metrics.jsonl", "checkpoints", "trajectories", "ledger.sqlite")
 SHOWN = ("reward/mean", "loss", "eval/accuracy")
 SIGNS = (".lock", "run.json", "log.txt", "metrics.jsonl", "ledger.sqlite", "trajectories", "checkpoints", "checkpoints/*")
@@ -28,8 +32,6 @@ class ExistingRun:
     """The last step in metrics.jsonl."""
 
     metrics: dict[str, Any] = field(default_factory=dict)
-    """The last line of metrics.jsonl."""
-
     status: str = "unknown"
     """As in run.json; `running` in a folder that nobody holds means that the run was killed."""
 
@@ -41,7 +43,6 @@ class ExistingRun:
     """The run's own name; empty where run.json is lost."""
 
     def describe(self) -> str:
-        """One or two sentences."""
         words = {"running": "was killed before it could end", "unknown": "left no run.json"}
         ended = words.get(self.status, self.status)
         numbers = {name: self.metrics.get(name) for name in SHOWN}
@@ -61,10 +62,30 @@ def _json(text: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def rows_of(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects in a file of lines; a line that a kill has torn is passed over. None where there is no file."""
+    if path.is_file():
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            yield from filter(None, map(_json, lines))
+
+
 def run_info(folder: Path) -> dict[str, Any]:
     """What `run.json` says; empty where there is none, or it is torn."""
     record = folder / "run.json"
     return _json(record.read_text(encoding="utf-8", errors="replace")) if record.is_file() else {}
+
+
+def written_config(folder: Path, unknown: str, remedy: str) -> Any:
+    """What stands in `config.yaml`; an empty object where there is none.
+
+    Raises:
+        ConfigError: it cannot be read, so that nobody knows ``unknown``; ``remedy`` says what to do.
+    """
+    path = folder / "config.yaml"
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path} cannot be read, so nobody knows {unknown}: {error}; {remedy}") from error
 
 
 def times_resumed(folder: Path) -> list[dict[str, Any]]:

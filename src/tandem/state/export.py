@@ -6,16 +6,14 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
-import yaml
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from tandem.config.errors import ConfigError, TandemError
 from tandem.state.checkpoint import best_of
-from tandem.state.existing import checkpoints, existing_run, step_of
+from tandem.state.existing import checkpoints, existing_run, step_of, written_config
 from tandem.state.manifest import FILE, STATE, Invalid, verify
 from tandem.state.tree import read_tree
 
@@ -150,11 +148,7 @@ def _whole(path: Path) -> Path:
 
 
 def _keep_best(run: Path) -> str:
-    path = run / "config.yaml"
-    try:
-        config: Any = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read, so nobody knows what is best: {error}; give a step") from error
+    config = written_config(run, "what is best", "give a step")
     wish = config.get("checkpoint") if isinstance(config, dict) else None
     metric = wish.get("keep_best") if isinstance(wish, dict) else None
     if not metric:

@@ -6,6 +6,7 @@ weights that learnt from it are gone.
 
 import contextlib
 import hashlib
+import itertools
 import sqlite3
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -118,17 +119,14 @@ class LedgerFile:
             LedgerDamaged: the file cannot be read.
             LedgerNotWritten: the disk refuses.
         """
-        with self._readable():
-            return self._rolled_back(step)
-
-    def _rolled_back(self, step: int) -> int:
         before = self.records
-        (number,) = self._db.execute("SELECT COALESCE(MAX(number), 0) FROM commits WHERE step <= ?", (step,)).fetchone()
-        self._db.execute("BEGIN IMMEDIATE")
-        self._db.execute("DELETE FROM prompts WHERE number > ?", (number,))
-        self._db.execute("DELETE FROM commits WHERE number > ?", (number,))
-        self._db.execute("COMMIT")
-        self.number, self.records, self.digest = self._last()
+        with self._readable():
+            (number,) = self._db.execute("SELECT COALESCE(MAX(number), 0) FROM commits WHERE step <= ?", (step,)).fetchone()
+            self._db.execute("BEGIN IMMEDIATE")
+            self._db.execute("DELETE FROM prompts WHERE number > ?", (number,))
+            self._db.execute("DELETE FROM commits WHERE number > ?", (number,))
+            self._db.execute("COMMIT")
+            self.number, self.records, self.digest = self._last()
         return before - self.records
 
     def verify(self, records: int, digest: str) -> None:
@@ -158,7 +156,6 @@ class LedgerFile:
         return ((epoch, place, bool(trained), reason) for epoch, place, trained, reason in rows)
 
     def close(self) -> None:
-        """Closes the file; idempotent."""
         self._db.close()
 
     def __enter__(self) -> "LedgerFile":
@@ -175,16 +172,11 @@ class LedgerFile:
         """(digest, prompts) of each commit, in order; one query over all of them, grouped as it is read."""
         digests = dict(self._db.execute("SELECT number, digest FROM commits ORDER BY number"))
         rows = self._db.execute("SELECT number, epoch, place, trained, reason FROM prompts ORDER BY number, epoch, place")
-        current: int | None = None
-        batch: list[Record] = []
-        for number, epoch, place, trained, reason in rows:
-            if number != current and current is not None:
-                yield digests.get(current, ""), batch
-                batch = []
-            current = number
-            batch.append((epoch, place, bool(trained), reason))
-        if current is not None:
-            yield digests.get(current, ""), batch
+        for number, batch in itertools.groupby(rows, key=lambda row: row[0]):
+            yield (
+                digests.get(number, ""),
+                [(epoch, place, bool(trained), reason) for _, epoch, place, trained, reason in batch],
+            )
 
 
 def _chained(before: str, records: Sequence[Record]) -> str:

@@ -1,15 +1,19 @@
-"""What a checkpoint consists of: every file with its size and SHA-256, and whose it is. Imports no torch."""
+"""What a checkpoint consists of: every file with its size and SHA-256, and whose it is; and which checkpoint a run goes on
+from: the newest that is whole. Imports no torch."""
 
 import hashlib
+import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tandem.api.activity import did
+from tandem.config.errors import ConfigError
+from tandem.state.existing import checkpoints, step_of
 
 FORMAT = 1
 STATE = "state"
@@ -26,8 +30,6 @@ class Manifest:
     """Of one checkpoint."""
 
     run: str
-    """The id of the run that made it."""
-
     step: int
     files: Mapping[str, tuple[int, str]]
     """Path below the checkpoint → (bytes, SHA-256)."""
@@ -133,3 +135,56 @@ def _checked(name: str) -> str:
 
 def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+class NothingToResume(ConfigError):
+    """There are checkpoints, and none of them can be resumed."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint to go on from."""
+
+    path: Path
+    manifest: Manifest
+    skipped: tuple[tuple[Path, str], ...] = ()
+    """Newer folders that are no checkpoints of this run, each with the reason."""
+
+    def set_skipped_aside(self) -> None:
+        """Renames them, so that their steps can be saved again. Nothing is removed: somebody may want to look."""
+        for path, _ in self.skipped:
+            names = (f"{path.name}.skipped" + (f".{number}" if number else "") for number in itertools.count())
+            os.rename(path, next(aside for name in names if not (aside := path.with_name(name)).exists()))
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+
+def newest_valid(folder: Path, run: str | None) -> Found | None:
+    """The newest checkpoint in ``folder`` whose every byte is as it was written; None where there is none of any kind.
+
+    ``run``: whose it must be; None: that is not known.
+
+    Raises:
+        NothingToResume: there are some, and none is whole. Names each with what is wrong with it.
+    """
+    found, skipped = newest_of(checkpoints(folder), run)
+    if found is not None or not skipped:
+        return found
+    told = "; ".join(f"{path.name} {why}" for path, why in skipped)
+    raise NothingToResume(
+        f"no checkpoint in {folder} can be resumed: {told}. Nothing of it was changed. Begin another run with "
+        "trial_name=…, from the weights of a checkpoint with actor.path=FOLDER, or move this folder away."
+    )
+
+
+def newest_of(paths: Sequence[Path], run: str | None) -> tuple[Found | None, tuple[tuple[Path, str], ...]]:
+    """The last of these checkpoints that is whole, and those after it that are not, each with the reason."""
+    skipped: list[tuple[Path, str]] = []
+    for path in reversed(paths):
+        try:
+            return Found(path, verify(path, step_of(path), run), tuple(skipped)), tuple(skipped)
+        except Invalid as reason:
+            skipped.append((path, str(reason)))
+    return None, tuple(skipped)

@@ -13,9 +13,9 @@ import yaml
 
 from tandem.config.errors import ConfigError
 from tandem.config.resume import differences, is_free
-from tandem.state.existing import checkpoints, is_held, run_info, step_of, times_resumed
+from tandem.state.existing import checkpoints, is_held, rows_of, run_info, step_of, times_resumed
 from tandem.state.ledger import FILE as LEDGER
-from tandem.state.newest import newest_of
+from tandem.state.manifest import newest_of
 from tandem.state.weight_digests import FILE as WEIGHTS
 from tandem.state.weight_digests import read_digests
 
@@ -49,7 +49,6 @@ class Start:
 
     @property
     def name(self) -> str:
-        """For people."""
         return "the beginning" if self.checkpoint is None else self.checkpoint.name
 
 
@@ -69,8 +68,6 @@ class Outcome:
     """The checkpoint, or `the beginning`."""
 
     skipped: tuple[str, ...]
-    """See `Start`."""
-
     tensors: int
     metrics: int
     samples: int
@@ -78,7 +75,6 @@ class Outcome:
     """In words, one a kind; empty where the step came out the same."""
 
     def describe(self) -> str:
-        """For people."""
         counted = f"{self.tensors} tensors, {self.metrics} metrics, {self.samples} samples"
         told = f"Step {self.step}, run again from {self.begun_from}: "
         if not self.differences:
@@ -113,7 +109,6 @@ class Leg:
 
     last: int
     config: Mapping[str, Any]
-    """As plain data."""
 
 
 def legs(folder: Path, start: Start, step: int, config: Mapping[str, Any], given: Sequence[Sequence[str]] = ()) -> list[Leg]:
@@ -221,27 +216,14 @@ def _told(what: str, different: set[str], total: int) -> Iterator[str]:
         yield f"{what}: {len(different)} of {total} differ: {', '.join(sorted(different)[:SHOWN])}{more}"
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            try:
-                row = json.loads(line)
-            except ValueError:  # a line that a kill has torn
-                continue
-            if isinstance(row, dict):
-                yield row
-
-
 def _recorded(folder: Path) -> set[int]:
     """The steps of which both files speak: one that a run went back behind is in the first alone."""
-    digests = {row["step"] for row in _rows(folder / WEIGHTS) if "tensors" in row and isinstance(row.get("step"), int)}
-    return digests & {row["step"] for row in _rows(folder / "metrics.jsonl") if isinstance(row.get("step"), int)}
+    digests = {row["step"] for row in rows_of(folder / WEIGHTS) if "tensors" in row and isinstance(row.get("step"), int)}
+    return digests & {row["step"] for row in rows_of(folder / "metrics.jsonl") if isinstance(row.get("step"), int)}
 
 
 def _row(folder: Path, step: int) -> dict[str, Any] | None:
-    return next((row for row in _rows(folder / "metrics.jsonl") if row.get("step") == step), None)
+    return next((row for row in rows_of(folder / "metrics.jsonl") if row.get("step") == step), None)
 
 
 def _measured(folder: Path, step: int) -> dict[str, Any]:

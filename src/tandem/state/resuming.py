@@ -3,15 +3,12 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig
 from tandem.config.load import plain_data
 from tandem.config.resume import Difference, differences
-from tandem.state.existing import ExistingRun, existing_run, step_of
+from tandem.state.existing import ExistingRun, existing_run, step_of, written_config
 
 
 class RunFolderTaken(ConfigError):
@@ -86,14 +83,10 @@ def _refuse_shorter(found: ExistingRun, total: int | None) -> None:
 
 def _changes(folder: Path, config: BaseConfig) -> list[Difference]:
     """Between the configuration in the folder and this one; none where nothing was written yet."""
-    path = folder / "config.yaml"
-    try:
-        before: Any = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read, so nobody knows what the run was: {error}; restore it") from error
+    before = written_config(folder, "what the run was", "restore it")
     now = plain_data(config)
     if not isinstance(before, dict):
-        raise ConfigError(f"{path} is no configuration; restore it")
+        raise ConfigError(f"{folder / 'config.yaml'} is no configuration; restore it")
     return list(differences(before, now, plain_data(type(config)()))) if before else []
 
 

@@ -6,10 +6,12 @@ import itertools
 import json
 import logging
 import os
+import re
 import secrets
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, Self
@@ -17,8 +19,25 @@ from typing import IO, Any, Literal, Self
 from tandem.config.errors import ConfigError
 from tandem.state.existing import is_held, last_metrics, run_info, times_resumed
 from tandem.state.machine import git_commit, machine, versions
-from tandem.state.names import check_name
 from tandem.state.resuming import Examine, Going, RunFolderTaken, refuse_existing
+
+_ALLOWED = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+MAX_LENGTH = 100
+
+
+def check_name(key: str, name: str) -> str:
+    """Returns the name if it can be one folder's name.
+
+    Raises:
+        ConfigError: names the key, the value and the rule.
+    """
+    if not isinstance(name, str) or not _ALLOWED.fullmatch(name) or len(name) > MAX_LENGTH:
+        raise ConfigError(
+            f"{key} must be the name of one folder: letters, digits, '.', '_' and '-', not starting with '.' or '-', "
+            f"at most {MAX_LENGTH} characters; got {name!r}"
+        )
+    return name
+
 
 __all__ = ["RunFolder", "RunFolderInUse", "RunFolderTaken", "refuse_existing", "run_path", "write_atomically"]
 
@@ -237,7 +256,6 @@ class RunFolder:
 
 
 def _info(experiment: str, trial: str, seed: int | None, command: str | None) -> dict[str, Any]:
-    """What `run.json` says at the beginning."""
     return {
         "id": f"{experiment}/{trial}/{secrets.token_hex(4)}",
         "experiment": experiment,
@@ -332,3 +350,42 @@ def take_lock(folder: Path) -> IO[str]:
     lock.write(f"process {os.getpid()} on {socket.gethostname()} since {now()}\n")
     lock.flush()
     return lock
+
+
+STACKS = "stacks-{number}.txt"
+
+
+def stacks_file(folder: Path) -> Path:
+    """The next one that is not there."""
+    return next(p for n in itertools.count(1) if not (p := folder / STACKS.format(number=n)).exists())
+
+
+def record_failure(
+    folder: Path, cause: str, *, keep: bool = False, stacks: str = "", restart: Mapping[str, Any] | None = None
+) -> Path | None:
+    """Writes down in `run.json` and `log.txt` that the run failed and why; returns the file with ``stacks`` where there are.
+
+    ``keep``: an error that the run has written itself says more. ``restart``: what is said of the restart that follows.
+
+    Raises:
+        RunFolderInUse: another run holds the folder.
+        OSError: the disk refuses.
+    """
+    with take_lock(folder):
+        info, path = run_info(folder), None
+        if info.get("status") == "finished":
+            return None
+        if stacks:
+            path = stacks_file(folder)
+            path.write_text(stacks, encoding="utf-8")
+        if not (keep and info.get("status") == "failed"):
+            info |= {"status": "failed", "error": cause, "ended": now(), "steps": last_metrics(folder).get("step", 0)}
+        where = {} if path is None else {"stacks": path.name}
+        if restart is not None:
+            line = {"at": now(), "cause": cause, **restart, **where}
+            info["restarts"] = [*info.get("restarts", []), line]
+        write_atomically(folder / "run.json", json.dumps(info | where, indent=2, ensure_ascii=False) + "\n")
+        with (folder / "log.txt").open("a", encoding="utf-8") as log:
+            then = f"; restart {restart['number']} follows" if restart is not None else ""
+            log.write(f"{now()} ERROR tandem.supervision: {cause}{then}{f' (see {path.name})' if path else ''}\n")
+    return path

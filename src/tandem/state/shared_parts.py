@@ -35,7 +35,6 @@ class Block(NamedTuple):
     flat: bool
 
     def tensor(self, memory: mmap.mmap) -> torch.Tensor:
-        """The part, in that memory."""
         count = torch.Size(self.size).numel()
         return torch.frombuffer(memory, dtype=self.dtype, count=count, offset=self.offset).view(self.size)
 
@@ -65,11 +64,10 @@ class SharedParts:
 
     @property
     def num_bytes(self) -> int:
-        """This rank's memory."""
         return 0 if self._memory is None else len(self._memory)
 
     def reachable(self) -> str | None:
-        """See `share`, tried before anything is copied. Collective."""
+        """Tried before anything is copied. Collective."""
         with contextlib.suppress(OSError):  # a system that forbids such memory: `share` says that nobody can read it
             self.copy({})
         return self.share()

@@ -93,7 +93,6 @@ def _spread(value: Any, name: str = "") -> Iterator[tuple[str, Parted | DTensor]
 
 
 def _own(name: str, leaf: Parted | DTensor) -> Part:
-    """This rank's part."""
     if isinstance(leaf, DTensor):
         return part_of(leaf)
     if leaf.part is None:

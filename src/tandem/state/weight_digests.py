@@ -8,6 +8,7 @@ import torch
 
 from tandem.api.lines import append_line
 from tandem.api.weights import tensor_digest
+from tandem.state.existing import rows_of
 
 FILE = "weights.jsonl"
 DIGITS = 16
@@ -26,12 +27,5 @@ def append_digests(folder: Path, step: int, digests: Mapping[str, str]) -> None:
 
 def read_digests(folder: Path, step: int) -> dict[str, str] | None:
     """What the last line of a step says; None where there is none, or it is torn."""
-    found = None
-    path = folder / FILE
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
-        try:
-            row = json.loads(line)
-            found = {str(k): str(v) for k, v in row["tensors"].items()} if row["step"] == step else found
-        except (ValueError, KeyError, TypeError, AttributeError):  # a line that a kill has torn
-            continue
-    return found
+    found = [row for row in rows_of(folder / FILE) if row.get("step") == step and isinstance(row.get("tensors"), dict)]
+    return {str(name): str(digest) for name, digest in found[-1]["tensors"].items()} if found else None

@@ -1,28 +1,41 @@
-"""Every metric: its unit, what it is, and what to do when it looks wrong. docs/metrics.md is made from this table.
+"""Every metric: its unit, what it is, and what to do when it looks wrong; read from the tables of catalog.md.
 
-A name may hold one part in angle brackets, which stands for any text: ``episodes/dropped/<reason>``.
+The page is data of the package; docs/metrics.md is a copy, made by python -m tandem.tracking.catalog. A name may hold one
+part in angle brackets, which stands for any text: ``episodes/dropped/<reason>``.
 """
 
 import re
+from pathlib import Path
+from typing import NamedTuple
 
-from tandem.tracking.metrics import roles, rollout, trainers
-from tandem.tracking.metrics.metric import Metric, Section
+PAGE = Path(__file__).with_suffix(".md")
 
-SECTIONS: dict[str, Section] = {
-    "Reward": rollout.REWARD,
-    "Optimization": roles.OPTIMIZATION,
-    "Critic": roles.CRITIC,
-    "Groups": rollout.GROUPS,
-    "Preferences": roles.PREFERENCES,
-    "Completions": rollout.COMPLETIONS,
-    "Staleness and the gap": rollout.STALENESS,
-    "Time": trainers.TIME,
-    "Episodes and resources": trainers.EPISODES,
-    "Fleet": rollout.FLEET,
-    "Evaluation": trainers.EVALUATION,
-}
+_ROW = re.compile(r"\| `([^`]+)` \| (.*?) \| (.*?) \| (.*?) \|")
 
-METRICS: dict[str, Metric] = {name: metric for section in SECTIONS.values() for name, metric in section.items()}
+
+class Metric(NamedTuple):
+    """One row of a table."""
+
+    unit: str
+    meaning: str
+    advice: str
+
+
+def _sections() -> dict[str, dict[str, Metric]]:
+    sections: dict[str, dict[str, Metric]] = {}
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("## "):
+            section = sections[line.removeprefix("## ")] = {}
+        elif row := _ROW.fullmatch(line):
+            name, *cells = row.groups()
+            section[name] = Metric(*cells)
+    return sections
+
+
+SECTIONS = _sections()
+"""Heading → metrics by name."""
+
+METRICS = {name: metric for section in SECTIONS.values() for name, metric in section.items()}
 
 
 def explain(name: str) -> Metric | None:
@@ -37,22 +50,7 @@ def explain(name: str) -> Metric | None:
 
 
 def markdown() -> str:
-    """The text of docs/metrics.md."""
-    lines = [
-        "# Metrics",
-        "",
-        "<!-- Made by `python -m tandem.tracking.catalog`; edit src/tandem/tracking/metrics/ instead. -->",
-        "",
-        "Each step is one line of `metrics.jsonl`, with `step`, `time` (seconds since 1970) and the values below;",
-        "one that is not finite is `null`.",
-        "`reward.png` and `curves.png` show most of them, and the line on the terminal the most important ones.",
-        "Metrics that do not apply (staleness of a run of SFT, for example) are absent. A workflow's own metrics",
-        "appear under its own names.",
-    ]
-    for section, metrics in SECTIONS.items():
-        lines += ["", f"## {section}", "", "| name | unit | what it is | when it looks wrong |", "|---|---|---|---|"]
-        lines += [f"| `{name}` | {metric.unit} | {metric.meaning} | {metric.advice} |" for name, metric in metrics.items()]
-    return "\n".join(lines) + "\n"
+    return PAGE.read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":

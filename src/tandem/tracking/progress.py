@@ -50,7 +50,6 @@ class _Remaining(ProgressColumn):
     """The time left, as computed from the last steps."""
 
     def render(self, task: Task) -> Text:
-        """Called by rich."""
         return Text(f"ETA {task.fields['eta']}")
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from tandem.api.lines import append_line, not_written
-from tandem.api.samples import Group
+from tandem.api.requests import StopReason
+from tandem.api.samples import Group, Sample
 from tandem.api.services import Services, factory_of
 from tandem.api.weights import WeightVersion
 from tandem.config.terms import read_term
 from tandem.config.tracking import TrackingConfig
 from tandem.tracking.progress import ProgressDisplay, line
 from tandem.tracking.sinks.base import Sink, SinkRun
-from tandem.tracking.trajectories import write_trajectories
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,63 @@ def check_sinks(config: TrackingConfig) -> None:
     for sink in config.sinks:
         term = read_term(sink, KEY)
         Services().check(f"{KEY}={term.name}", factory_of("sink", term.name, KEY), term.arguments, ("run",))
+
+
+def _version_runs(sample: Sample, history: Mapping[int, WeightVersion]) -> list[list[dict[str, Any]]]:
+    """For each trajectory, which weights made how many of its trained tokens, in order."""
+    found = []
+    for trajectory in sample.trajectories:
+        runs: list[dict[str, Any]] = []
+        for number in trajectory.versions[trajectory.loss_mask].tolist():
+            if not runs or runs[-1]["version"] != number:
+                digest = history[number].digest if number in history else ""
+                runs.append({"version": number, "tokens": 0} | ({"digest": digest} if digest else {}))
+            runs[-1]["tokens"] += 1
+        found.append(runs)
+    return found
+
+
+def describe_sample(group: Group, index: int, history: Mapping[int, WeightVersion]) -> dict[str, Any]:
+    sample = group.samples[index]
+    return {
+        "group": group.group_id,
+        "sample": index,
+        "source": group.source,
+        "prompt": sample.prompt_text,
+        "completion": sample.completion_text,
+        "answer": group.data.get("answer"),
+        "reward": sample.reward,
+        "rewards": dict(sample.rewards),
+        "accuracy": sample.accuracy,
+        "tokens": sample.num_trained_tokens,
+        "stop_reason": [StopReason(trajectory.stop_reason).name.lower() for trajectory in sample.trajectories],
+        "versions": _version_runs(sample, history),
+    }
+
+
+def choose(groups: Iterable[Group], count: int) -> list[tuple[Group, int]]:
+    """Up to `count` samples: the best and the worst of each group, the pair that taught most, then the groups' others."""
+    pairs, others = [], []
+    for group in groups:
+        order = sorted(range(len(group.samples)), key=lambda i: -group.samples[i].reward)
+        ends = order if len(order) < 2 else [order[0], order[-1]]
+        pairs += [(group, i) for i in ends]
+        others += [(group, i) for i in order[1:-1]]
+    return (pairs + others)[:count]
+
+
+def write_trajectories(
+    folder: Path, step: int, groups: Iterable[Group], count: int, history: Mapping[int, WeightVersion]
+) -> Path | None:
+    """Writes `trajectories/step_N.jsonl`; None where there is nothing to write."""
+    picks = choose(groups, count)
+    if not picks:
+        return None
+    path = folder / "trajectories" / f"step_{step}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    lines = [json.dumps(describe_sample(group, i, history), ensure_ascii=False, default=str) for group, i in picks]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="replace")
+    return path
 
 
 class Tracker:
@@ -62,7 +119,6 @@ class Tracker:
         self.run_name = run_name or folder.name
         self.series: dict[str, list[tuple[int, float]]] = {}
         self.last: dict[str, float] = {}
-        """The newest value of each metric."""
         self._warned: set[str] = set()
         check_sinks(config)  # all of them, before any is opened
         services = Services(run=SinkRun(folder, config.project, self.run_name, dict(config_dict or {})))
@@ -103,7 +159,7 @@ class Tracker:
             self.draw()
 
     def state_dict(self) -> dict[str, Any]:
-        """See `tandem.api.state.Stateful`: where `metrics.jsonl` stands. What was logged is on the disk from here on."""
+        """Where `metrics.jsonl` stands. What was logged is on the disk from here on."""
         try:
             os.fsync(self._metrics.fileno())
         except OSError as error:
@@ -135,7 +191,6 @@ class Tracker:
                 self.series.setdefault(name, []).append((row["step"], value))
 
     def draw(self) -> None:
-        """Draws both pictures from all steps so far."""
         from tandem.tracking.plots import draw_curves, draw_reward  # noqa: PLC0415 - matplotlib takes a second to import
 
         self._drawn_at = self._step

@@ -16,6 +16,7 @@ from tandem.evaluation import evaluate_if_due
 from tandem.flow.parts import Rows
 from tandem.flow.plan import plan_run
 from tandem.flow.session import Session, open_session
+from tandem.flow.state_parts import sleep_plan_here
 from tandem.lifecycle.oversight import Oversight
 from tandem.lifecycle.recovery import Recovery, recovery_of_session
 from tandem.lifecycle.saving import Saving
@@ -53,6 +54,7 @@ def run_session(
     plan = plan_run(resolved.config)
     with contextlib.ExitStack() as stack:
         rows, parts = stack.enter_context(prepare(config, plan))
+        sleep_plan_here(config, plan)  # a budget that is too small is refused before there is a run folder
         if dry_run:
             check_run_folder(resolved.config, may_go_on(resolved.config, override=override))
             return announce(resolved, config, len(rows.train), plan)
@@ -63,9 +65,11 @@ def run_session(
         oversight = stack.enter_context(Oversight(resolved.config, run, process.team))
         session = stack.enter_context(open_session(config, process, rows, steps, begun.id, plan, parts))
         models = session.models
-        record = weight_record(process.team, config, run, models.named_weights)
+        wake = session.runner.prepare
+        record = weight_record(process.team, config, run, models.named_weights, partial(wake, "record"))
         recovery = recovery_of_session(session, run, tracker, stack, process, record)
-        saving = Saving(config, run, steps, models, models.save_tokenizer, recovery, models.late_writer)
+        late, to_save = models.late_writer, partial(wake, "save")
+        saving = Saving(config, run, steps, models, models.save_tokenizer, recovery, late, to_save)
         stack.enter_context(saving)
         return ended(loop(config, session, run, tracker, rows, steps, last, recovery, saving, oversight), run, steps)
 
@@ -126,7 +130,8 @@ def loop(
         if found:
             metrics |= found
             progress.evaluations |= _accuracy(number, found)
-        metrics |= timer.metrics() | saving.metrics() | oversight.metrics() | {"memory/peak_gib": peak_memory_gib()}
+        metrics |= timer.metrics() | saving.metrics() | oversight.metrics() | session.residency.metrics()
+        metrics |= {"memory/peak_gib": peak_memory_gib()}
         groups, history = session.rollout.last_groups, session.publisher.history
         saving.persist(partial(tracker.log, number, metrics, groups, history) if tracker is not None else None)
         with timer("save"):  # after the line of this step, which a run that goes on from here does not make again

@@ -49,6 +49,11 @@ def open_training(config: BaseConfig, *, passes: Collection[str] | None = None) 
 @contextmanager
 def _reinforcement(config: TrainConfig, passes: Collection[str] | None) -> Iterator[tuple[Run[TrainConfig], Session]]:
     plan = plan_run(config)
+    if config.memory_limit_gib is not None:
+        raise ConfigError(
+            f"memory_limit_gib={config.memory_limit_gib} is for `tandem train`, which wakes each model before its stage; a "
+            "script calls the models itself: leave it out"
+        )
     if passes is not None:
         check_passes(plan, passes)
     with (

@@ -95,11 +95,8 @@ class WeightPublisher:
             # Phase 1 may fail on any rank or engine: each engine lays the tensors beside the weights that it serves and
             # verifies them; none switches.
             with self._team.together():
-                with self._team.whole(self._weights()) as stream:
-                    delivery = self.channel.put(stream, self._dtype)
-                version = WeightVersion(number, version_digest(delivery.digests), self._run, self._model)
-                adapter = None if self._adapter is None else self._adapter.terms
-                update = WeightUpdate(version, delivery.source, delivery.digests, adapter)
+                delivery, update = self._laid_down(number)
+                version = update.version
                 if not self._streams:
                     self._each(lambda engine: engine.prepare_weights(update))
             if self._streams:
@@ -124,6 +121,29 @@ class WeightPublisher:
             "update_weights_s": time.perf_counter() - began,
             "bytes": float(delivery.num_bytes),
         }
+
+    def deliver_again(self) -> None:
+        """Delivers the version that is served once more, to engines of this process whose weights slept. Collective.
+
+        Raises:
+            WeightUpdateFailed: the trainer's weights are others by now, or an engine did not take them.
+        """
+        with self._team.together():
+            _, update = self._laid_down(self._version.number)
+            if update.version != self._version:
+                raise WeightUpdateFailed(
+                    f"version {self._version.number} cannot be delivered again: the trainer has moved on"
+                )
+            self._each(lambda engine: engine.prepare_weights(update))
+            self._commit(update.version)
+
+    def _laid_down(self, number: int) -> tuple[Delivery, WeightUpdate]:
+        """The trainer's weights, ready to be taken as a version. Collective."""
+        with self._team.whole(self._weights()) as stream:
+            delivery = self.channel.put(stream, self._dtype)
+        version = WeightVersion(number, version_digest(delivery.digests), self._run, self._model)
+        adapter = None if self._adapter is None else self._adapter.terms
+        return delivery, WeightUpdate(version, delivery.source, delivery.digests, adapter)
 
     def state_dict(self) -> dict[str, Any]:
         """See `tandem.api.state.Stateful`: the versions' digests, whether of adapters alone, and what the archive keeps."""

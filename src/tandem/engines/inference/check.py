@@ -11,8 +11,8 @@ import torch
 from tandem.config.errors import ConfigError
 from tandem.config.fleet import kinds_of, parse_backend
 from tandem.config.rollout import RolloutConfig
+from tandem.engines.inference.build import python_of, read_token
 from tandem.engines.inference.decoder import gate
-from tandem.engines.inference.fleet.kinds import python_of, read_token
 from tandem.engines.inference.fused_weights import compute_dtype
 from tandem.engines.inference.kv_cache import make_cache
 from tandem.engines.inference.remote.launch import OURS

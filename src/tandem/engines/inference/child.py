@@ -11,7 +11,6 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -19,19 +18,7 @@ from typing import Any, NoReturn
 from tandem.api.failures import EngineDied
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.driver import Driver
-from tandem.engines.inference.messages import (
-    Add,
-    Answer,
-    Call,
-    Cancel,
-    Close,
-    Died,
-    Finished,
-    Progress,
-    Ready,
-    Start,
-    portable,
-)
+from tandem.engines.inference.link import Answer, Call, Died, Finished, Progress, Ready, Start, portable
 
 WATCH_S = 0.5
 """How often the parent's number is looked at while the pipe is silent."""
@@ -87,27 +74,24 @@ class Child:
         # Calls wait for the driver, so they have threads of their own: one prepares weights while others come and go.
         with ThreadPoolExecutor(4, "engine-call") as pool:
             while True:
-                for message in map(pickle.loads, self._receive()):
-                    match message:
-                        case Add(number, request, stream):
-                            with contextlib.suppress(EngineDied):  # the end itself is said by the main thread
-                                driver.submit(number, request, stream)
-                        case Cancel(number):
-                            driver.cancel(number)
-                        case Call():
-                            pool.submit(self._answer, getattr(driver, message.method), message)
-                        case Close():
-                            driver.stop()
-                            return
+                for call in map(pickle.loads, self._receive()):
+                    if call.number is not None:
+                        pool.submit(self._answer, driver, call)
+                        continue
+                    with contextlib.suppress(EngineDied):  # the end itself is said by the main thread
+                        getattr(driver, call.method)(*call.arguments)
+                    if call.method == "stop":
+                        return
 
     def die(self, error: Exception) -> NoReturn:
         """Tells the parent why, and ends."""
         self.send(Died(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))))
         _vanish()
 
-    def _answer(self, method: Callable[..., Any], call: Call) -> None:
+    def _answer(self, driver: Driver, call: Call) -> None:
+        assert call.number is not None
         try:
-            self.send(Answer(call.number, value=method(*call.arguments)))
+            self.send(Answer(call.number, value=driver.call(call.method, *call.arguments)))
         except Exception as error:  # the worker boundary: the caller gets it
             self.send(Answer(call.number, error=portable(error)))
 

@@ -90,7 +90,6 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is waiting or running."""
         return bool(self._scheduler.sequences)
 
     def add(self, request_id: int, request: LLMRequest) -> None:
@@ -209,7 +208,6 @@ class EngineCore:
         return [job for job, _ in complete]
 
     def _decode(self) -> Finished:
-        """One token for every started sequence."""
         slots = self._slots
         if self._scheduler.changed or not self._passes.planned:
             self._make_batch()
@@ -308,7 +306,6 @@ class EngineCore:
         """The cache comes back with the first request; weights come back by `stage` and `swap`."""
 
     def statistics(self) -> dict[str, float]:
-        """Counters since the start, and what is held now."""
         scheduler, cache = self._scheduler, self._cache
         return self._counters | {
             "running": float(scheduler.num_running),

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -226,22 +227,30 @@ class Driver:
 
     # ------------------------------------------------------------------ control
 
-    def pause(self) -> None:
-        """See `InferenceEngine.pause`. Requests that arrive are queued and counted as waiting.
+    def call(self, method: str, *arguments: Any) -> dict[str, float]:
+        """Does what this method of `InferenceEngine` asks for: an update is prepared in the thread that calls, all else is
+        done in the driving thread, between two steps.
 
-        A deadline that passes meanwhile ends a queued request at once, and one that was running at the next step.
+        While paused, requests that arrive are queued and counted as waiting. A deadline that passes meanwhile ends a queued
+        request at once, and one that was running at the next step.
         """
-        self._call("pause", lambda: self._set_paused(True))
-
-    def resume(self) -> None:
-        """See `InferenceEngine.resume`."""
-        self._call("resume", lambda: self._set_paused(False))
+        between_steps: dict[str, Callable[..., Any]] = {
+            "pause": partial(self._set_paused, True),
+            "resume": partial(self._set_paused, False),
+            "flush": self._core.flush,
+            "sleep": self._sleep,
+            "wake": self._core.wake,
+            "statistics": self._statistics,
+        }
+        if method in between_steps:
+            return self._call(method, partial(between_steps[method], *arguments)) or {}
+        return getattr(self, method)(*arguments) or {}
 
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
 
     def prepare_weights(self, update: WeightUpdate) -> None:
-        """See `InferenceEngine.prepare_weights`; the work is done in the thread that calls."""
+        """The work is done in the thread that calls."""
         self.discard_weights()
         staged = stage_update(self._core, update)
         with self._lock:
@@ -266,17 +275,8 @@ class Driver:
         return {"pause_s": time.perf_counter() - began - recompute_s, "recompute_s": recompute_s}
 
     def discard_weights(self) -> None:
-        """See `InferenceEngine.discard_weights`."""
         with self._lock:
             self._staged = None
-
-    def flush(self) -> None:
-        """What was computed of prompts so far is not shared with requests to come."""
-        self._call("flush", self._core.flush)
-
-    def sleep(self, parts: tuple[InferencePart, ...]) -> None:
-        """See `InferenceEngine.sleep`."""
-        self._call("sleep", lambda: self._sleep(parts))
 
     def _sleep(self, parts: tuple[InferencePart, ...]) -> None:
         if self._pending or self._core.has_work:
@@ -285,14 +285,6 @@ class Driver:
                 "wait for them or cancel them first"
             )
         self._core.sleep(parts)
-
-    def wake(self, parts: tuple[InferencePart, ...]) -> None:
-        """See `InferenceEngine.wake`."""
-        self._call("wake", lambda: self._core.wake(parts))
-
-    def statistics(self) -> dict[str, float]:
-        """See `InferenceEngine.statistics`."""
-        return self._call("statistics", self._statistics)
 
     def _statistics(self) -> dict[str, float]:
         counters = self._core.statistics()

@@ -1,113 +1,136 @@
-"""The embedded engine in the trainer's process: a thread of its own drives the core.
+"""The embedded engine: its core runs in a thread of the trainer's process, or in a process of its own.
 
-Training and generation take turns on the same cores (*colocate*), so each has all threads. In deterministic mode,
-`pause` the engine, submit a whole wave of requests, and `resume` it once ``statistics()["waiting"]`` counts them all:
-they are admitted in order of their noise keys, so that batches, and with them every bit, do not depend on arrival.
+In one process (*colocate*) training and generation take turns on the same cores, so each has all threads. With a process of
+its own (*decoupled*) generation has its own threads, and weights come through shared memory.
+
+In deterministic mode, `pause` the engine, submit a whole wave of requests, and `resume` it once ``statistics()["waiting"]``
+counts them all: they are admitted in order of their noise keys, so that batches, and with them every bit, do not depend on
+arrival.
 """
 
 import threading
 import weakref
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from functools import partial
+from pathlib import Path
+from typing import Any
 
-from tandem.api.engines import InferenceEngine, InferencePart
+import torch
+
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.weights import WeightUpdate, WeightVersion
+from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.callers import Callers, Piece
+from tandem.engines.inference.controlled import Controlled
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.driver import Driver
+from tandem.engines.inference.link import Link, Start
 
 CLOSE_TIMEOUT_S = 30.0
+
+START_TIMEOUT_S = 300.0
+"""Importing, and loading a model from a slow disk."""
 
 CAPABILITIES = frozenset({"staged", "keep_kv", "sleep_weights", "sleep_kv_cache", "noise_key", "adapter"})
 
 
-class EmbeddedEngine(InferenceEngine):
-    """Generates with a core of this process. Owns the core from now on.
-
-    ``version`` is that of the weights which the core was made with; ``threads`` are CPU threads of its computation.
-    """
+class Embedded(Controlled):
+    """Both kinds: requests get numbers and go to a worker, which is the driver of a core or the link to one."""
 
     def __init__(
-        self, core: EngineCore, *, version: WeightVersion, threads: int, deterministic: bool = False, keep_kv: bool = False
+        self, worker: Driver | Link, callers: Callers, version: WeightVersion, end: Callable[..., None], *ended: Any
     ):
-        self._version = version
-        self._callers = Callers()
-        self._driver = Driver(
-            core,
-            threads=threads,
-            deterministic=deterministic,
-            keep_kv=keep_kv,
-            deliver=self._callers.resolve,
-            progress=self._callers.progress,
-        )
-        self._thread = threading.Thread(
-            target=_drive, args=(self._driver, self._callers), name="embedded-engine", daemon=True
-        )
+        """``version`` is that of the weights which the core was made with; ``end`` is called once, with ``ended``."""
+        self._worker, self._callers, self._version = worker, callers, version
         # Also at the end of the interpreter: a thread that is still computing then would bring it down.
-        self._finalize = weakref.finalize(self, _end, self._driver, self._callers, self._thread)
-        self._thread.start()
+        self._finalize = weakref.finalize(self, end, *ended)
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
-        """See `InferenceEngine`."""
-        return await self._callers.wait(request, self._driver.submit, self._driver.cancel)
+        return await self._callers.wait(request, self._worker.submit, self._worker.cancel)
 
     def stream(self, request: LLMRequest) -> AsyncGenerator[Piece | LLMResponse, None]:
         """Like `agenerate`, but yields tokens as they are drawn, and last the whole response; close it to cancel."""
-        return self._callers.stream(request, partial(self._driver.submit, stream=True), self._driver.cancel)
+        return self._callers.stream(request, partial(self._worker.submit, stream=True), self._worker.cancel)
 
     @property
     def version(self) -> WeightVersion:
-        """See `InferenceEngine`."""
         return self._version
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """See `InferenceEngine`."""
         return CAPABILITIES
 
+    def control(self, name: str, *arguments: Any) -> dict[str, float]:
+        return self._worker.call(name, *arguments)
+
     def prepare_weights(self, update: WeightUpdate) -> None:
-        """See `InferenceEngine`; the copying is done in the thread that calls."""
         self._callers.check()
-        self._driver.prepare_weights(update)
+        self.control("prepare_weights", update)
 
     def commit_weights(self, version: WeightVersion) -> dict[str, float]:
-        """See `InferenceEngine`."""
-        report = self._driver.commit_weights(version)
+        report = self.control("commit_weights", version)
         self._version = version
         return report
 
-    def discard_weights(self) -> None:
-        """See `InferenceEngine`."""
-        self._driver.discard_weights()
-
-    def pause(self) -> None:
-        """See `InferenceEngine`; requests that come meanwhile are queued and counted as ``waiting``."""
-        self._driver.pause()
-
-    def resume(self) -> None:
-        """See `InferenceEngine`."""
-        self._driver.resume()
-
-    def sleep(self, parts: tuple[InferencePart, ...]) -> None:
-        """See `InferenceEngine`. Raises `RuntimeError` while requests are under way."""
-        self._driver.sleep(parts)
-
-    def wake(self, parts: tuple[InferencePart, ...]) -> None:
-        """See `InferenceEngine`."""
-        self._driver.wake(parts)
-
-    def flush(self) -> None:
-        """Requests to come share nothing that was computed of prompts before."""
-        self._driver.flush()
-
-    def statistics(self) -> dict[str, float]:
-        """See `InferenceEngine`."""
-        return self._driver.statistics()
-
     def close(self) -> None:
-        """See `InferenceEngine`."""
         self._finalize()
+
+
+class EmbeddedEngine(Embedded):
+    """Generates with a core of this process, in a thread that drives it. Owns the core from now on."""
+
+    def __init__(
+        self, core: EngineCore, *, version: WeightVersion, threads: int, deterministic: bool = False, keep_kv: bool = False
+    ):
+        """``threads``: CPU threads of the core's computation."""
+        callers = Callers()
+        driver = Driver(
+            core,
+            threads=threads,
+            deterministic=deterministic,
+            keep_kv=keep_kv,
+            deliver=callers.resolve,
+            progress=callers.progress,
+        )
+        thread = threading.Thread(target=_drive, args=(driver, callers), name="embedded-engine", daemon=True)
+        super().__init__(driver, callers, version, _end, driver, callers, thread)
+        thread.start()
+
+
+class EmbeddedProcess(Embedded):
+    """Generates in a child process; made by `start`."""
+
+    @classmethod
+    def start(
+        cls,
+        folder: Path,
+        config: EmbeddedEngineConfig,
+        dtype: torch.dtype,
+        device: str,
+        *,
+        version: WeightVersion,
+        threads: int,
+        deterministic: bool = False,
+        timeout_s: float = START_TIMEOUT_S,
+    ) -> "EmbeddedProcess":
+        """Starts the process and waits until its model is loaded.
+
+        Raises:
+            EngineDied: it ended before that; with its traceback.
+            WaitTimeout: it was not ready within ``timeout_s``.
+        """
+        callers = Callers()
+        link = Link.start(Start(folder, config, dtype, device, version, threads, deterministic), callers, timeout_s)
+        return cls(link, callers, version, link.close)
+
+    @property
+    def pid(self) -> int:
+        assert isinstance(self._worker, Link)
+        return self._worker.pid
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        return CAPABILITIES | {"shared_memory"}
 
 
 def _drive(driver: Driver, callers: Callers) -> None:

@@ -76,7 +76,6 @@ class StagedWeights:
 
     weights: FusedWeights
     num_bytes: int
-    """Bytes delivered."""
 
 
 @dataclass

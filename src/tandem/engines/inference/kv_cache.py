@@ -125,7 +125,6 @@ class KVCache:
         self.slabs.clear()
 
     def held_bytes(self) -> int:
-        """Bytes of all slabs, used or not."""
         return sum(slab.size * slab.capacity for slab in self.slabs.values()) * self.bytes_per_token
 
     def _trim(self, but: Slab) -> None:

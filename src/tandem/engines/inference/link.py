@@ -1,4 +1,5 @@
-"""The parent's end of the pipe to an engine's process: starts it, talks to it, notices its end, ends it."""
+"""The pipe to an engine's process: what travels over it (both ends are ours, so it is pickled), and the parent's end, which
+starts the process, talks to it, notices its end, and ends it."""
 
 import itertools
 import os
@@ -10,14 +11,89 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from tandem.api.failures import EngineDied, WaitTimeout
-from tandem.engines.inference.callers import Callers
-from tandem.engines.inference.messages import Answer, Call, Close, Died, Finished, Progress, Ready, Start
+from tandem.api.portable import survives_pickling
+from tandem.api.requests import LLMRequest
+from tandem.api.weights import WeightVersion
+from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.engines.inference.callers import Callers, Piece, Result
+from tandem.engines.inference.driver import COMMIT_TIMEOUT_S, CONTROL_TIMEOUT_S
+
+
+@dataclass(frozen=True)
+class Start:
+    """To the child, first: what to make."""
+
+    folder: Path
+    config: EmbeddedEngineConfig
+    dtype: torch.dtype
+    device: str
+    version: WeightVersion
+    threads: int
+    deterministic: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """To the child: a method of `Driver`, answered under its number if it has one."""
+
+    number: int | None
+    method: str
+    arguments: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ready:
+    """From the child, first: the model is loaded."""
+
+
+@dataclass(frozen=True)
+class Finished:
+    """From the child: results of requests, in one message a step."""
+
+    results: tuple[Result, ...]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """From the child: new tokens of requests that are streamed, in one message a step."""
+
+    drawn: tuple[tuple[int, Piece], ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """From the child: what a call gave, or raised."""
+
+    number: int
+    value: Mapping[str, float] | None = None
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class Died:
+    """From the child, last: what ended it, with its traceback."""
+
+    reason: str
+    trace: str
+
+
+def portable(error: Exception) -> Exception:
+    """The error itself if it survives pickling, else a `RuntimeError` that carries its text and traceback."""
+    if survives_pickling(error):
+        return error
+    return RuntimeError("".join(traceback.format_exception(error)))
+
 
 WATCH_S = 0.25
 """How often the process is looked at while the pipe is silent: its end can be hidden when someone forked us."""
@@ -25,9 +101,18 @@ WATCH_S = 0.25
 CLOSE_TIMEOUT_S = 5.0
 """An engine that has not ended by itself after this is killed."""
 
+PREPARE_TIMEOUT_S = 300.0
+"""Reading, checking and laying out all weights while generation goes on."""
+
+TIMEOUTS_S = {"prepare_weights": PREPARE_TIMEOUT_S, "commit_weights": COMMIT_TIMEOUT_S}
+"""Method of the driver → how long it may take; the others `CONTROL_TIMEOUT_S`."""
+
+FIRST_WORD_S = 5.0
+"""The driver over there has the same deadlines and knows better what it waits for, so it may speak first."""
+
 
 class Link:
-    """A running engine process. `send` never blocks; results go to ``callers``."""
+    """A running engine process. Nothing but `call` waits for it; results go to ``callers``."""
 
     def __init__(self, process: subprocess.Popen[bytes], connection: Connection, callers: Callers):
         self._process, self._connection, self._callers = process, connection, callers
@@ -68,29 +153,38 @@ class Link:
 
     @property
     def pid(self) -> int:
-        """Process number of the engine."""
         return self._process.pid
 
-    def send(self, message: Any) -> None:
-        """Queues a message; all that wait are sent as one. What cannot be pickled raises here, at its sender."""
-        self._outbox.put(pickle.dumps(message))
+    def submit(self, number: int, request: LLMRequest, stream: bool = False) -> None:
+        """`Driver.submit`."""
+        self._send("submit", number, request, stream)
 
-    def call(self, method: str, arguments: tuple[Any, ...], timeout_s: float) -> Mapping[str, float] | None:
-        """Runs a method of the driver in the engine's process.
+    def cancel(self, number: int) -> None:
+        """`Driver.cancel`."""
+        self._send("cancel", number)
+
+    def _send(self, method: str, *arguments: Any, number: int | None = None) -> None:
+        """Queues a call; all that wait are sent as one. What cannot be pickled raises here, at its sender."""
+        self._outbox.put(pickle.dumps(Call(number, method, arguments)))
+
+    def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> dict[str, float]:
+        """Runs a method of the driver in the engine's process; see `TIMEOUTS_S`.
 
         Raises:
             EngineDied: the process is gone, or goes.
             WaitTimeout: no answer within ``timeout_s``.
         """
+        if timeout_s is None:
+            timeout_s = TIMEOUTS_S.get(method, CONTROL_TIMEOUT_S) + FIRST_WORD_S
         answer: Future[Mapping[str, float] | None] = Future()
         with self._lock:
             if self._ended is not None:
                 raise EngineDied(self._ended)
             number = next(self._numbers)
             self._calls[number] = answer
-        self.send(Call(number, method, arguments))
+        self._send(method, *arguments, number=number)
         try:
-            return answer.result(timeout_s)
+            return dict(answer.result(timeout_s) or {})
         except TimeoutError:
             if answer.done():  # the method's own
                 raise
@@ -103,7 +197,7 @@ class Link:
         """Ends the process, kindly at first; kills it after ``timeout_s``. Idempotent."""
         self._closing = True
         self._end("the engine was closed", None)
-        self.send(Close())
+        self._send("stop")
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:

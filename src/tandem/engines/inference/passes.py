@@ -68,7 +68,6 @@ class Passes:
 
     @property
     def planned(self) -> bool:
-        """Whether there is a plan."""
         return self._plan is not None
 
     def advance(self) -> None:

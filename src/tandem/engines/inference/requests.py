@@ -18,8 +18,8 @@ def refuse_unsupported(request: LLMRequest) -> None:
             raise WrongWorkflow(f"LLMRequest.{field} is set, and no inference engine here {remedy}")
 
 
-def check_request(request: LLMRequest, vocab_size: int, max_model_len: int) -> None:
-    """Passes if the request can be sampled.
+def check_request(request: LLMRequest, vocab_size: int | None, max_model_len: int) -> None:
+    """Passes if the request can be sampled; ``vocab_size`` is None where it is not known.
 
     Raises:
         DataFailure: ``prompt_too_long`` where no token fits behind it in the context, ``bad_request`` where it has tokens
@@ -30,8 +30,9 @@ def check_request(request: LLMRequest, vocab_size: int, max_model_len: int) -> N
     ids, gconfig = request.input_ids, request.gconfig
     if len(ids) >= max_model_len:
         raise DataFailure("prompt_too_long", f"{len(ids)} tokens leave no room in the context of {max_model_len}")
-    if not ids or min(ids) < 0 or max(ids) >= vocab_size:
-        raise DataFailure("bad_request", f"a prompt has at least one token, each in [0, {vocab_size})")
+    if not ids or min(ids) < 0 or (vocab_size is not None and max(ids) >= vocab_size):
+        below = "" if vocab_size is None else f", each in [0, {vocab_size})"
+        raise DataFailure("bad_request", f"a prompt has at least one token{below}")
     hot = gconfig.first_token_temperature
     cold = gconfig.temperature <= 0 or (hot is not None and hot <= 0)
     if cold or gconfig.max_new_tokens < 1 or gconfig.top_p <= 0 or gconfig.top_k < 0:

@@ -54,7 +54,6 @@ class Scheduler:
         return self.cache.capacity_for(len(sequence.request.input_ids) + sequence.max_new_tokens - 1)
 
     def add(self, sequence: Sequence) -> None:
-        """Queues a sequence."""
         self.sequences[sequence.request_id] = sequence
         self.waiting.append(sequence)
         self._alike[sequence.request.input_ids] += 1

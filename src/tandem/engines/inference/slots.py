@@ -48,11 +48,9 @@ class Slots:
 
     @property
     def num_free(self) -> int:
-        """Sequences that could be taken in."""
         return len(self._free)
 
     def take(self, sequence: Sequence) -> None:
-        """Gives the sequence a line."""
         slot = sequence.slot = self._free.pop()
         request, gconfig = sequence.request, sequence.request.gconfig
         self.positions[slot], self.counts[slot] = len(request.input_ids), 0
@@ -73,7 +71,6 @@ class Slots:
         self._logprobs = _widened(self._logprobs, sequence.max_new_tokens, 0)
 
     def release(self, sequence: Sequence) -> None:
-        """Takes the line back."""
         self._free.append(sequence.slot)
         sequence.slot = -1
 
@@ -144,7 +141,6 @@ class Slots:
         return self._tokens[sequence.slot, new].tolist(), self._logprobs[sequence.slot, new].tolist()
 
     def response(self, sequence: Sequence, reason: StopReason) -> LLMResponse:
-        """What the sequence has."""
         count = int(self.counts[sequence.slot])
         tokens, logprobs, versions = (
             t[sequence.slot, :count].tolist() for t in (self._tokens, self._logprobs, self._versions)

@@ -2,7 +2,7 @@
 
 from transformers import PreTrainedTokenizerBase
 
-_UNFINISHED = "�"
+UNFINISHED = "�"
 """What a tokenizer decodes the first bytes of a character to."""
 
 
@@ -30,7 +30,7 @@ class StopText:
         new = self._tail + text[len(known) :]
         if any(string in new for string in self._stop):
             return True
-        if not text.endswith(_UNFINISHED):
+        if not text.endswith(UNFINISHED):
             self._tail = new[-self._overlap :] if self._overlap else ""
             self._context, self._read = self._read, len(self._tokens)
         return False

@@ -15,11 +15,13 @@ from tandem.api.engines import LossFn, Outputs, TrainEngine, TrainPart
 from tandem.api.failures import BatchError
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.adapters import named_weights
+from tandem.engines.train.asleep import EngineMemory
 from tandem.engines.train.micro_batches import filler, has_weight, micro_batches
 from tandem.engines.train.optimizer import Optimizer
 from tandem.engines.train.ranks import form_ranks, sum_over_ranks
 from tandem.engines.train.spread import Head, open_spread
 from tandem.engines.train.totals import Totals
+from tandem.models.catalog import resolve
 from tandem.models.precision import resolve_dtype
 
 
@@ -59,7 +61,8 @@ class SpreadEngine(TrainEngine):
         self._optimizer = Optimizer(self._holder, config.optimizer, total_steps, self.ranks)
         self._weights = named_weights(config, self._holder, self.model, self.ranks.team)
         self.adapter = self._weights.adapter
-        self._offloaded: set[TrainPart] = set()
+        self._memory = EngineMemory(self._holder, self._optimizer, self.device, resolve(config.path))
+        self._require = self._memory.require
 
     def train_batch(self, batch: TensorDict, loss_fn: LossFn, *, entropy: bool = False) -> dict[str, float]:
         """See `TrainEngine.train_batch`.
@@ -213,27 +216,14 @@ class SpreadEngine(TrainEngine):
         """See `TrainEngine.late_writer`."""
         return self._weights.writer(state["masters"], self.dtype)
 
-    def offload(self, parts: tuple[TrainPart, ...]) -> None:
-        """See `TrainEngine.offload`. What is offloaded must be brought back before it is used."""
-        if "gradients" in parts:
-            self._optimizer.zero_grad()
-        if self.device.type != "cpu":
-            self._move(parts, torch.device("cpu"))
-        self._offloaded |= set(parts) - {"gradients"}
+    def offload(self, parts: tuple[TrainPart, ...], scratch: Path | None = None) -> int:
+        """See `TrainEngine.offload`."""
+        return self._memory.offload(parts, scratch)
 
-    def onload(self, parts: tuple[TrainPart, ...]) -> None:
+    def onload(self, parts: tuple[TrainPart, ...]) -> int:
         """See `TrainEngine.onload`."""
-        if self.device.type != "cpu":
-            self._move(parts, self.device)
-        self._offloaded -= set(parts)
+        return self._memory.onload(parts)
 
-    def _move(self, parts: tuple[TrainPart, ...], device: torch.device) -> None:
-        if "parameters" in parts:
-            self._holder.move(device)
-        if "optimizer" in parts:
-            self._optimizer.move(device)
-
-    def _require(self, *parts: TrainPart) -> None:
-        if missing := sorted(self._offloaded & set(parts)):
-            words = f"{' and '.join(missing)} of the train engine are offloaded"
-            raise RuntimeError(f"{words}; call onload({tuple(missing)}) first")
+    def num_bytes(self) -> dict[TrainPart, int]:
+        """See `TrainEngine.num_bytes`."""
+        return self._memory.num_bytes()

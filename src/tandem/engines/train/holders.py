@@ -160,6 +160,15 @@ class Holder(ABC):
         """Moves model and masters."""
         self.model.to(device)
 
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's part of every master and frozen parameter, with its name."""
+        for name, parameter in (self.masters | self.frozen).items():
+            yield name, _local(parameter.detach())
+
+    def copies(self) -> list[torch.Tensor]:
+        """Copies of the masters that `publish` makes."""
+        return []
+
     def local_gradients(self) -> Iterator[torch.Tensor]:
         """This rank's part of every gradient there is."""
         for _, gradient in self.named_local_gradients():
@@ -242,6 +251,9 @@ class Replica(Holder):
             for name, parameter in self._parameters.items():
                 parameter.copy_(self.masters[name])
 
+    def copies(self) -> list[torch.Tensor]:
+        return [] if self.masters is self._parameters else [parameter.data for parameter in self._parameters.values()]
+
     def _gather(self, name: str) -> torch.Tensor:
         return self.held(name).detach()
 
@@ -316,6 +328,10 @@ class Sharded(Holder):
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.publish()  # what is gathered is no part of this rank's, and goes
+        yield from super().tensors()
 
     @property
     def device(self) -> torch.device:

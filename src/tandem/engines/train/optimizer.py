@@ -1,10 +1,11 @@
 """The optimizer step: clipped, scheduled, or skipped."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from tandem.api.activity import did
 from tandem.api.failures import ConfigError, NonFinite
@@ -39,6 +40,13 @@ class Optimizer:
             return
         for state in self._adamw.state.values():
             state.update({name: x.to(device) for name, x in state.items() if isinstance(x, torch.Tensor) and x.dim()})
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """This rank's part of the moments that there are, with their names."""
+        for name, master in self._holder.masters.items():
+            for what, x in self._adamw.state.get(master, {}).items():
+                if isinstance(x, torch.Tensor) and x.dim():
+                    yield f"{name}/{what}", x.to_local() if isinstance(x, DTensor) else x
 
     def step(self, loss: float) -> dict[str, float]:
         """Clips and steps, or skips; every rank decides the same, from the same numbers.

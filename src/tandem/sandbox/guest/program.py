@@ -3,6 +3,7 @@
 Its content comes over a descriptor of its own, so nothing of one program lies in the memory from which the next is forked.
 """
 
+import _sitebuiltins
 import atexit
 import builtins
 import contextlib
@@ -18,7 +19,6 @@ import stat
 import struct
 import sys
 import tarfile
-import threading
 import traceback
 import types
 from typing import Any, NoReturn
@@ -39,7 +39,9 @@ def become(message: dict[str, Any], descriptors: list[int], reason: int, confine
     """Turns this forked process into the program. ``reason`` takes the cause if it cannot; ``confine`` raises the walls."""
     try:
         os.setsid()
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
         kernel.prctl(kernel.PR_SET_PDEATHSIG, int(signal.SIGKILL))
         content, stdin, stdout, stderr = (os.dup2(fd, 20 + i) for i, fd in enumerate(descriptors))
         os.dup2(reason, 24, inheritable=False)
@@ -86,6 +88,8 @@ def _begin(operation: str, most_bytes: int) -> None:
         if source is not None:
             os.close(_REASON)
             run_source(source)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and who is executed would inherit that
+            signal.signal(number, signal.SIG_DFL)
         try:
             os.execvpe(header["argv"][0], header["argv"], os.environ)
         except OSError as error:
@@ -139,6 +143,9 @@ def run_source(source: bytes) -> NoReturn:
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__="program.py", __builtins__=builtins)
     sys.modules["__main__"] = main
+    for name in ("exit", "quit"):  # as the module site does, which is not loaded
+        setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
+    builtins.help = _sitebuiltins._Helper()
     sys.argv[:] = ["program.py"]
     sys.path.insert(0, os.getcwd())
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -146,12 +153,17 @@ def run_source(source: bytes) -> NoReturn:
     linecache.cache["program.py"] = (len(source), None, text.splitlines(keepends=True), "program.py")
     gc.unfreeze()
     code = _run(source, main)
-    for finish in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):  # type: ignore[attr-defined]
+    for finish in (_join_threads, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):
         try:
             finish()
         except BaseException:  # boundary: foreign code may have replaced or closed anything
             code = code or 120  # what Python itself answers when it cannot flush
     os._exit(code)
+
+
+def _join_threads() -> None:
+    if (threading := sys.modules.get("threading")) is not None:
+        threading._shutdown()
 
 
 def _run(source: bytes, main: types.ModuleType) -> int:

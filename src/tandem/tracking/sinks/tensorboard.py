@@ -10,8 +10,6 @@ from tandem.tracking.sinks.base import SinkRun
 
 
 class TensorBoardSink:
-    """See `Sink`."""
-
     def __init__(self, run: SinkRun):
         self._writer = SummaryWriter(str(run.folder / "tensorboard"))
         self._writer.add_text("config", f"```json\n{json.dumps(dict(run.config), indent=2, default=str)}\n```")
@@ -23,5 +21,4 @@ class TensorBoardSink:
                 self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Flushes."""
         self._writer.close()

@@ -8,15 +8,11 @@ from tandem.tracking.sinks.base import SinkRun
 
 
 class WandbSink:
-    """See `Sink`."""
-
     def __init__(self, run: SinkRun):
         self._run = wandb.init(project=run.project, name=run.name, config=dict(run.config), dir=str(run.folder))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """All metrics of the step at once."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Uploads the rest."""
         self._run.finish()

@@ -15,7 +15,6 @@ from tandem.config.errors import ConfigError
 from tandem.config.fleet import Address, parse_address
 
 JOURNAL_NAME = "fleet.jsonl"
-"""The fault table in the run folder."""
 
 DEFAULT_NAME = "servers"
 """The file in the run folder that is watched unless `rollout.fleet.watch` names another."""

@@ -83,13 +83,10 @@ class Health:
     """Since its last token; those of one moment count as one."""
 
     failed_at: float | None = None
-    """When it last failed."""
-
     tokens: int = 0
     """Signs of life since it became suspect."""
 
     why: str = ""
-    """Why it is in this state, in a few words."""
 
     @classmethod
     def new(cls, now: float, why: str = "added") -> "Health":
@@ -99,7 +96,6 @@ class Health:
     # ------------------------------------------------------------------ coming
 
     def starts(self, now: float, why: str = "started again") -> "Health":
-        """It is being started again."""
         return self._to(State.STARTING, now, why) if self.state == State.FENCED else self
 
     def answers(self, now: float, why: str = "it answers") -> "Health":
@@ -167,7 +163,6 @@ class Health:
     # ------------------------------------------------------------------ going
 
     def retires(self, now: float, why: str) -> "Health":
-        """It is gone for good."""
         if self.state == State.RETIRED:
             return self
         after = self._to(State.RETIRED, now, why)

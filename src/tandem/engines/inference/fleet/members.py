@@ -2,19 +2,16 @@
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 from tandem.api.engines import InferenceEngine
-from tandem.api.failures import EpisodeFailure, InfrastructureFailure
+from tandem.api.failures import EngineDied, EpisodeFailure, InfrastructureFailure, WeightUpdateFailed
 from tandem.api.requests import LLMRequest, LLMResponse
+from tandem.config.errors import ConfigError
 from tandem.engines.inference.fleet.health import Health
 from tandem.engines.inference.fleet.router import Lease
-
-T = TypeVar("T")
 
 PACE_MEMORY = 0.9
 """Share of the past in the running mean of seconds a token."""
@@ -135,8 +132,6 @@ class Member:
     health: Health
     engine: InferenceEngine | None = None
     attempts: set[Attempt] = field(default_factory=set)
-    """Requests under way."""
-
     orphans: set[Attempt] = field(default_factory=set)
     """Requests that were moved when it was fenced, and that it may still answer."""
 
@@ -144,8 +139,6 @@ class Member:
     """It is leaving: no new requests, and those that it has are moved at this time."""
 
     switching: bool = False
-    """It is committing weights."""
-
     restarts: list[float] = field(default_factory=list)
     """When it was started again."""
 
@@ -165,8 +158,6 @@ class Member:
     """A token that it is asked for; of the watcher."""
 
     counting: bool = False
-    """Its counters are being asked for."""
-
     steps: float = 0.0
     """Its counters of work when they were last looked at."""
 
@@ -178,7 +169,6 @@ class Member:
 
     @property
     def name(self) -> str:
-        """Its name."""
         return self.server.name
 
     def took(self, tokens: int, seconds: float) -> None:
@@ -188,57 +178,8 @@ class Member:
             self.token_s = pace if self.token_s is None else PACE_MEMORY * self.token_s + (1 - PACE_MEMORY) * pace
 
 
-class Threads:
-    """Blocking calls in threads of their own: one that hangs holds nobody else up, nor the end of the interpreter."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._alive: set[threading.Thread] = set()
-
-    def start(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Runs it in a thread; what it raises is its own business."""
-
-        def run() -> None:
-            try:
-                function(*arguments)
-            finally:
-                with self._lock:
-                    self._alive.discard(thread)
-
-        thread = threading.Thread(target=run, name="fleet-call", daemon=True)
-        with self._lock:
-            self._alive.add(thread)
-        thread.start()
-
-    async def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Runs it in a thread and waits on this event loop; a cancelled caller leaves the thread to itself."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-
-        def settle(result: T | None, error: Exception | None) -> None:
-            if not future.done():
-                if error is None:
-                    future.set_result(result)  # type: ignore[arg-type]
-                else:
-                    future.set_exception(error)
-
-        def run() -> None:
-            outcome: tuple[T | None, Exception | None]
-            try:
-                outcome = (function(*arguments), None)
-            except Exception as error:  # the worker boundary: whoever waits gets the cause
-                outcome = (None, error)
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
-                loop.call_soon_threadsafe(settle, *outcome)
-
-        self.start(run)
-        return await future
-
-    def join(self, timeout_s: float) -> None:
-        """Waits until all have ended, or the time is over."""
-        until = time.monotonic() + timeout_s
-        with self._lock:
-            threads = list(self._alive)
-        for thread in threads:
-            if thread is not threading.current_thread():
-                thread.join(max(0.0, until - time.monotonic()))
+def first_line(error: Exception) -> str:
+    """An error in one line; of one that is not ours also its kind."""
+    text = str(error).partition("\n")[0] or type(error).__name__
+    ours = isinstance(error, EngineDied | InfrastructureFailure | WeightUpdateFailed | ConfigError)
+    return text if ours else f"{type(error).__name__}: {text}"

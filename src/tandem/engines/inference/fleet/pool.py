@@ -10,18 +10,20 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from tandem.api.engines import InferenceEngine, InferencePart
+from tandem.api.engines import InferencePart
 from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.config.fleet import FleetConfig
+from tandem.engines.inference.controlled import Controlled
 from tandem.engines.inference.driver import cancelled
 from tandem.engines.inference.fleet.addresses import Wanted
 from tandem.engines.inference.fleet.health import State
-from tandem.engines.inference.fleet.joining import Joiner
 from tandem.engines.inference.fleet.members import Attempt, Member, Server
 from tandem.engines.inference.fleet.roster import Roster
 from tandem.engines.inference.fleet.updates import Updates
@@ -35,7 +37,7 @@ HELD = frozenset({"running", "waiting", "shared_prompt_tokens", "kv_reserved_tok
 """Statistics that say what is, not what was done so far."""
 
 
-class Fleet(InferenceEngine):
+class Fleet(Controlled):
     """One engine over many; made by `start`.
 
     ``capabilities``: what all its servers can do. ``first`` gives the weights of version 0 for servers of which nobody
@@ -57,8 +59,7 @@ class Fleet(InferenceEngine):
         self.roster = Roster(config, version, journal)
         self._updates = Updates(self.roster, first)
         needed = (capabilities & {"shared_memory"}) or (capabilities & {"disk"})
-        self._joiner = Joiner(self.roster, self._updates, needed)
-        self._watcher = Watcher(self.roster, self._joiner, watched, attach)
+        self._watcher = Watcher(self.roster, self._updates, needed, watched, attach)
         self._totals: defaultdict[str, float] = defaultdict(float)
         self._counting = threading.Lock()
         self._ended = False
@@ -92,29 +93,15 @@ class Fleet(InferenceEngine):
             )
 
     def _start(self, members: Sequence[Member]) -> None:
-        roster, failures = self.roster, []
-
-        def make(member: Member) -> None:
-            try:
-                self._joiner.take(member, self._joiner.make(member.server))
-            except Exception as error:  # the worker boundary: whoever starts the fleet gets the cause
-                failures.append(error)
-            with roster.changed:
-                done.append(member)
-                roster.changed.notify_all()
-
-        done: list[Member] = []
-        for member in members:
-            roster.threads.start(make, member)
-        with roster.changed:
-            roster.changed.wait_for(lambda: failures or len(done) == len(members))  # each has its own deadline
-        if failures:
-            raise failures[0]
+        starts = [self.roster.threads.start(self._watcher.begin, member) for member in members]
+        done, _ = wait(starts, return_when=FIRST_EXCEPTION)  # each has its own deadline
+        for start in done:
+            start.result()
 
     # ------------------------------------------------------------------ requests
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
-        """See `InferenceEngine`.
+        """Asks one server after another until one answers.
 
         Raises:
             InfrastructureFailure: ``servers_failed`` after `rollout.fleet.max_server_retries` other servers.
@@ -191,59 +178,52 @@ class Fleet(InferenceEngine):
 
     @property
     def version(self) -> WeightVersion:
-        """See `InferenceEngine`: the version that servers must hold to be given requests."""
+        """The version that servers must hold to be given requests."""
         return self.roster.version
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """See `InferenceEngine`: what all of its servers can do."""
+        """Those that all of its servers have."""
         return self._capabilities
 
     def prepare_weights(self, update: WeightUpdate) -> None:
-        """See `InferenceEngine`; `Updates.prepare`."""
         self._check()
         self._updates.prepare(update)
 
     def commit_weights(self, version: WeightVersion) -> dict[str, float]:
-        """See `InferenceEngine`; `Updates.commit`."""
         self._check()
         return self._updates.commit(version)
 
     def discard_weights(self) -> None:
-        """See `InferenceEngine`."""
         self._updates.discard()
 
     # ------------------------------------------------------------------ control
 
-    def pause(self) -> None:
-        """See `InferenceEngine`. Nobody is expected to make tokens until `resume`."""
+    def control(self, name: str, *arguments: Any) -> dict[str, float]:
+        """Calls the method of this name of all servers that serve; one that fails is fenced."""
         self._check()
+        self._updates.everywhere_or_fence(name, lambda engine: getattr(engine, name)(*arguments))
+        return {}
+
+    def pause(self) -> None:
+        """Nobody is expected to make tokens until `resume`."""
         self.roster.paused = True
-        self._updates.everywhere_or_fence("pause", lambda engine: engine.pause())
+        super().pause()
 
     def resume(self) -> None:
-        """See `InferenceEngine`."""
-        self._check()
-        self._updates.everywhere_or_fence("resume", lambda engine: engine.resume())
+        super().resume()
         self.roster.paused = False
 
-    def flush(self) -> None:
-        """See `InferenceEngine`."""
-        self._check()
-        self._updates.everywhere_or_fence("flush", lambda engine: engine.flush())
-
     def sleep(self, parts: tuple[InferencePart, ...]) -> None:
-        """See `InferenceEngine`. Raises `RuntimeError` while requests are under way."""
+        """Raises `RuntimeError` while requests are under way."""
         if self.roster.requests():
             raise RuntimeError(f"sleep is refused while {self.roster.requests()} requests are under way")
-        self._check()
-        self._updates.everywhere_or_fence("sleep", lambda engine: engine.sleep(parts))
+        super().sleep(parts)
         self.roster.asleep |= set(parts)
 
     def wake(self, parts: tuple[InferencePart, ...]) -> None:
-        """See `InferenceEngine`. Servers whose weights slept are looked after again once new ones are committed."""
-        self._check()
-        self._updates.everywhere_or_fence("wake", lambda engine: engine.wake(parts))
+        """Servers whose weights slept are looked after again once new ones are committed."""
+        super().wake(parts)
         self.roster.asleep -= set(parts) - {"weights"}
 
     # ------------------------------------------------------------------ joining and leaving
@@ -258,13 +238,12 @@ class Fleet(InferenceEngine):
         self.roster.leave(name, "it was asked to leave")
 
     def follow(self, wanted: Wanted) -> None:
-        """Takes over a list of attached servers."""
         self._watcher.follow(wanted)
 
     # ------------------------------------------------------------------ figures and the end
 
     def statistics(self) -> dict[str, float]:
-        """See `InferenceEngine`: sums over the servers, those that are gone included, and metrics ``fleet/…``.
+        """Sums over the servers, those that are gone included, and metrics ``fleet/…``.
 
         ``busy_s`` is that of the busiest: they work side by side.
         """
@@ -287,28 +266,15 @@ class Fleet(InferenceEngine):
             return {"generated_tokens": 0.0, **self._totals, **held, **self.roster.metrics()}
 
     def _read_statistics(self) -> dict[Member, dict[str, float]]:
-        roster, found = self.roster, {}
-
-        def read(member: Member, engine: InferenceEngine) -> None:
-            try:
-                counters = engine.statistics()
-            except Exception:  # the worker boundary: requests and probes find out what is wrong with it
-                counters = dict(member.seen)
-            with roster.changed:
-                if member.engine is engine:
-                    found[member] = counters
-                asked.discard(member)
-                roster.changed.notify_all()
-
+        roster = self.roster
         with roster.lock:
-            asked = set(roster.serving())
-            engines = [(member, member.engine) for member in asked]
-        for member, engine in engines:
-            if engine is not None:
-                roster.threads.start(read, member, engine)
-        with roster.changed:
-            roster.changed.wait_for(lambda: not asked, STATISTICS_TIMEOUT_S)
-            return dict(found)
+            engines = [(member, member.engine) for member in roster.serving() if member.engine is not None]
+        reads = [(member, engine, roster.threads.start(engine.statistics)) for member, engine in engines]
+        wait([read for _, _, read in reads], STATISTICS_TIMEOUT_S)
+        with roster.lock:
+            there = [(member, read) for member, engine, read in reads if read.done() and member.engine is engine]
+        # requests and probes find out what is wrong with one that gives none
+        return {member: read.result() if read.exception() is None else dict(member.seen) for member, read in there}
 
     def _check(self) -> None:
         if self.roster.closed:
@@ -316,8 +282,7 @@ class Fleet(InferenceEngine):
         self._watcher.check()
 
     def close(self) -> None:
-        """See `InferenceEngine`. Servers that this run started end, or are left to whoever keeps them; attached ones are let
-        go."""
+        """Servers that this run started end, or are left to whoever keeps them; attached ones are let go."""
         if self._ended:
             return
         self._ended = True

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import logging
 import math
 import statistics
@@ -17,11 +18,58 @@ from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.config.fleet import FleetConfig
 from tandem.engines.inference.fleet.health import SERVING, Health, Rules, State
-from tandem.engines.inference.fleet.journal import Journal
-from tandem.engines.inference.fleet.members import Attempt, Member, Server, Threads, kept
+from tandem.engines.inference.fleet.members import Attempt, Member, Server, first_line, kept
 from tandem.engines.inference.fleet.router import Router, work_of
+from tandem.engines.inference.threads import Threads
 
 logger = logging.getLogger("tandem.fleet")
+
+
+class Journal:
+    """The fault table: what happened to each server, in the log and in `fleet.jsonl` (docs/fleet.md).
+
+    The file begins anew; without one the log has it alone.
+    """
+
+    def __init__(self, file: Path | None):
+        self._file = file
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("", encoding="utf-8")
+
+    def write(
+        self, server: str, before: str, after: Health, why: str, moved: int, silent_s: float | None, *, alarming: bool
+    ) -> None:
+        """One change: the state before (empty: it is new), requests that moved, seconds since its last token.
+
+        ``alarming``: trouble is a warning; at the fleet's own end it is none.
+        """
+        trouble = after.state in (State.SUSPECT, State.FENCED)
+        logger.log(
+            logging.WARNING if trouble and alarming else logging.INFO,
+            "server %s: %s → %s (%s)%s",
+            server,
+            before or "new",
+            after.state,
+            why,
+            f", {moved} requests move" if moved else "",
+        )
+        if self._file is None:
+            return
+        row = {
+            "time": round(time.time(), 3),
+            "server": server,
+            "from": before,
+            "to": after.state,
+            "why": why,
+            "moved": moved,
+            "incarnation": after.incarnation,
+        }
+        if silent_s is not None:
+            row["silent_s"] = round(silent_s, 3)
+        with self._file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
 
 PROGRESS_STEP_S = 0.25
 """Signs of life that come faster than this are not written down one by one."""
@@ -48,7 +96,7 @@ class Roster:
         self.changed = threading.Condition(self.lock)
         self.members: dict[str, Member] = {}
         self.router = Router()
-        self.threads = Threads()
+        self.threads = Threads("fleet-call")
         self.counts: Counter[str] = Counter()
         self.update: WeightUpdate | None = None
         """The last one that was committed: what a member that joins is given."""
@@ -206,14 +254,12 @@ class Roster:
                 self.changed.notify_all()
 
     def answered(self, attempt: Attempt, response: LLMResponse) -> None:
-        """A request was answered in time."""
         if response.output_ids:
             now = time.monotonic()
             attempt.member.took(len(response.output_ids), now - attempt.began)
             self.alive(attempt.member, attempt.incarnation, now)
 
     def alive(self, member: Member, incarnation: int, now: float) -> None:
-        """A member made a token."""
         health = member.health
         if health.state == State.HEALTHY and not health.failures and now - health.progress < PROGRESS_STEP_S:
             return
@@ -226,12 +272,11 @@ class Roster:
         """A member failed a request or a call; of an earlier incarnation that is no news."""
         with self.lock:
             if member.health.incarnation == incarnation:
-                why = str(failure).partition("\n")[0] or type(failure).__name__
+                why = first_line(failure)
                 fatal = isinstance(failure, EngineDied)
                 self.change(member, member.health.fails(time.monotonic(), why, self.rules, fatal=fatal))
 
     def fence(self, member: Member, incarnation: int, why: str) -> None:
-        """Gives a member up."""
         self.failed(member, incarnation, EngineDied(why))
 
     def late(self, attempt: Attempt) -> None:
@@ -266,7 +311,6 @@ class Roster:
         return self.paused or bool(self.asleep)
 
     def requests(self) -> int:
-        """Requests under way."""
         with self.lock:
             return sum(len(member.attempts) for member in self.members.values())
 
@@ -281,7 +325,6 @@ class Roster:
                 self.router.set_pace(member.name, 2.0 ** max(0, math.floor(math.log2((member.token_s or usual) / usual))))
 
     def metrics(self) -> dict[str, float]:
-        """Metrics ``fleet/…``."""
         with self.lock:
             work = list(self.router.work().values())
             names = ("fenced", "restarts", "moved", "late_answers", "interrupted")

@@ -1,9 +1,8 @@
 """Which server takes a request: the one that has its prefix, else the one with the least work. Pure and not thread-safe.
 
-A request costs a dictionary look-up and O(log servers) amortised, however many requests are under way.
+A request costs a dictionary look-up, or one pass over the servers, however many requests are under way.
 """
 
-import heapq
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
@@ -39,7 +38,6 @@ class Lease(NamedTuple):
 
     @property
     def server(self) -> str:
-        """Name of the server."""
         return self.place.name
 
 
@@ -56,7 +54,6 @@ class Router:
         self._places: dict[str, _Place] = {}
         self._affinities: OrderedDict[str, _Place] = OrderedDict()
         self._max_affinities = max_affinities
-        self._heap: list[tuple[float, int, _Place]] = []
         self._stamps = 0
 
     def __len__(self) -> int:
@@ -69,7 +66,7 @@ class Router:
         """A server may be given work; one that is there already stays as it is."""
         if name not in self._places:
             place = self._places[name] = _Place(name)
-            self._push(place)
+            self._touch(place)
 
     def remove(self, name: str) -> None:
         """It is given no work any more; unknown names are fine. Its affinities move with their next request."""
@@ -91,7 +88,7 @@ class Router:
             self._remember(affinity, place)
         place.work += work
         place.requests += 1
-        self._push(place)
+        self._touch(place)
         return Lease(place, work)
 
     def end(self, lease: Lease) -> None:
@@ -100,21 +97,19 @@ class Router:
         place.work -= lease.work
         place.requests -= 1
         if place.live:
-            self._push(place)
+            self._touch(place)
 
     def set_pace(self, name: str, pace: float) -> None:
         """How much longer a server takes for a token than others do; 1 is usual."""
         place = self._places.get(name)
         if place is not None and place.pace != pace:
             place.pace = pace
-            self._push(place)
+            self._touch(place)
 
     def work(self) -> Mapping[str, int]:
-        """Work under way at each server."""
         return {name: place.work for name, place in self._places.items()}
 
     def requests(self) -> Mapping[str, int]:
-        """Requests under way at each server."""
         return {name: place.requests for name, place in self._places.items()}
 
     def _remember(self, affinity: str, place: _Place) -> None:
@@ -124,26 +119,10 @@ class Router:
             self._affinities.popitem(last=False)
 
     def _least(self, avoid: Collection[str]) -> _Place | None:
-        passed = []
-        found = None
-        while self._heap and found is None:
-            entry = self._heap[0]
-            place = entry[2]
-            if not place.live or entry[1] != place.stamp:
-                heapq.heappop(self._heap)
-            elif place.name in avoid:
-                passed.append(heapq.heappop(self._heap))
-            else:
-                found = place
-        for entry in passed:
-            heapq.heappush(self._heap, entry)
-        return found
+        places = (place for place in self._places.values() if place.name not in avoid)
+        return min(places, key=lambda place: (place.work * place.pace, place.stamp), default=None)
 
-    def _push(self, place: _Place) -> None:
-        """Enters a place under its present work; entries that it outdates are skipped when they come up."""
+    def _touch(self, place: _Place) -> None:
+        """Its work has changed: of servers with equal work the others come first."""
         self._stamps += 1
         place.stamp = self._stamps
-        heapq.heappush(self._heap, (place.work * place.pace, place.stamp, place))
-        if len(self._heap) > 64 + 8 * len(self._places):
-            self._heap = [(p.work * p.pace, p.stamp, p) for p in self._places.values()]
-            heapq.heapify(self._heap)

@@ -4,12 +4,13 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import EngineDied, InfrastructureFailure, WeightUpdateFailed
 from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.engines.inference.fleet.health import SERVING, State
-from tandem.engines.inference.fleet.members import Member
+from tandem.engines.inference.fleet.members import Member, first_line
 from tandem.engines.inference.fleet.roster import Roster
 
 logger = logging.getLogger("tandem.fleet")
@@ -146,7 +147,7 @@ class Updates:
     def _fence_failed(self, starts: dict[Member, int], outcomes: dict[Member, Outcome], what: str) -> None:
         for member, outcome in outcomes.items():
             if isinstance(outcome, Exception):
-                self._roster.fence(member, starts[member], f"{what}: {_first_line(outcome)}")
+                self._roster.fence(member, starts[member], f"{what}: {first_line(outcome)}")
 
     def _everywhere(
         self, what: str, starts: Mapping[Member, int], action: Callable[[InferenceEngine], dict[str, float]]
@@ -159,30 +160,18 @@ class Updates:
         is suspect `rollout.fleet.suspect_after_s` later; but not in a commit, where it may compute keys and values anew.
         """
         roster = self._roster
-        outcomes: dict[Member, Outcome] = {}
-
-        def run(member: Member, engine: InferenceEngine) -> None:
-            try:
-                outcome: Outcome = action(engine)
-            except Exception as error:  # the worker boundary: the other members decide what becomes of it
-                outcome = error
-            with roster.changed:
-                outcomes[member] = outcome
-                member.switching = False
-                roster.changed.notify_all()
-
         with roster.lock:
             engines = {m: m.engine for m, i in starts.items() if m.engine is not None and m.health.incarnation == i}
             for member in engines:
                 member.switching = what == "commit"
-        for member, engine in engines.items():
-            roster.threads.start(run, member, engine)
+        calls = {member: roster.threads.start(self._act, member, action, engine) for member, engine in engines.items()}
         first_at: float | None = None
-        with roster.changed:
-            while True:
-                waiting = [m for m in engines if m not in outcomes and m.health.incarnation == starts[m]]
+        while True:
+            outcomes = {member: call.result() for member, call in calls.items() if call.done()}
+            with roster.lock:
+                waiting = [m for m in calls if m not in outcomes and m.health.incarnation == starts[m]]
                 if not waiting or roster.closed:
-                    return dict(outcomes)
+                    return outcomes
                 if first_at is None and any(isinstance(outcome, dict) for outcome in outcomes.values()):
                     first_at = time.monotonic()
                 if first_at is not None:
@@ -193,7 +182,17 @@ class Updates:
                         if late or (member.health.state == State.SUSPECT and not grace):
                             why = f"it did not {what} though others did; {member.health.why}"
                             roster.fence(member, starts[member], why)
-                roster.changed.wait(LOOK_S)
+            wait([calls[member] for member in waiting], LOOK_S, FIRST_COMPLETED)
+
+    def _act(
+        self, member: Member, action: Callable[[InferenceEngine], dict[str, float]], engine: InferenceEngine
+    ) -> Outcome:
+        try:
+            return action(engine)
+        except Exception as error:  # the worker boundary: the other members decide what becomes of it
+            return error
+        finally:
+            member.switching = False
 
     # ------------------------------------------------------------------ one member that does not serve
 
@@ -238,12 +237,3 @@ def _let_go(member: Member) -> None:
     while member.orphans and time.monotonic() < until:
         time.sleep(LOOK_S)
     member.orphans.clear()
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).partition("\n")[0] or type(error).__name__
-    return (
-        text
-        if isinstance(error, (EngineDied, InfrastructureFailure, WeightUpdateFailed))
-        else f"{type(error).__name__}: {text}"
-    )

@@ -11,10 +11,8 @@ import hashlib
 import json
 import logging
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +24,7 @@ from tandem.api.failures import EpisodeFailure, InfrastructureFailure
 from tandem.config.errors import ConfigError
 from tandem.engines.inference.remote.keeper import is_private
 from tandem.engines.inference.remote.launch import ServerProcess
+from tandem.engines.inference.threads import in_thread
 
 logger = logging.getLogger("tandem.fleet")
 
@@ -52,7 +51,6 @@ class Keeping:
     """With its end they end."""
 
     def place(self, name: str) -> "Place":
-        """That of the server of this name."""
         return Place(name, self.folder / f"{name}.json", self.pipe)
 
 
@@ -79,7 +77,6 @@ class Stranger:
         return -1
 
     def terminate(self) -> None:
-        """Asks it to end its server."""
         if self.poll() is None:
             with contextlib.suppress(psutil.Error):
                 psutil.Process(self.pid).terminate()
@@ -147,17 +144,8 @@ def take_over(place: Place, settings: str, attach: Callable[[Mapping[str, Any], 
 
 def _in_time(attach: Callable[[], S]) -> S:
     """What it returns; it is left to itself where it takes too long, and its server is ended then."""
-    future: Future[S] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(attach())
-        except BaseException as error:  # the worker boundary: whoever waits gets it
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="take-over", daemon=True).start()
     try:
-        return future.result(TAKE_OVER_S)
+        return in_thread("take-over", attach).result(TAKE_OVER_S)
     except TimeoutError:
         raise InfrastructureFailure("busy", f"it has not let itself be taken over within {TAKE_OVER_S:g} s") from None
 

@@ -10,12 +10,12 @@ import json
 import os
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -23,7 +23,7 @@ from typing import Any, Protocol, TypeVar
 from tandem.api.failures import EngineDied, InfrastructureFailure, WaitTimeout
 from tandem.config.errors import ConfigError
 from tandem.config.libraries import of_others
-from tandem.engines.inference.remote.keeper import END, KEEP, KILL_S
+from tandem.engines.inference.remote.keeper import END, KEEP, KILL_S, is_private
 
 T = TypeVar("T")
 
@@ -137,7 +137,6 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the server has not ended."""
         return self._poll() is None
 
     def how_it_ended(self) -> str | None:
@@ -196,8 +195,7 @@ def private_folder(folder: Path) -> None:
         ConfigError: what is there is somebody else's, or open to others.
     """
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if not is_private(folder):
         raise ConfigError(f"{folder} must be a folder of this user's alone, for it will hold tokens; remove it")
 
 
@@ -253,3 +251,49 @@ def wait_ready(
             told = now
             progress(f"waiting for {what}, {now - began:.0f} s: {process.last_words(1).strip()[-120:]}")
         time.sleep(POLL_S)
+
+
+def cores_of_this_process() -> list[int]:
+    """Those that it may run on."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+
+
+class Cores:
+    """Hands out cores, those first that the fewest servers have; servers that were kept for this process have theirs."""
+
+    def __init__(self, allowed: Callable[[], Sequence[int]] = cores_of_this_process) -> None:
+        self._allowed = allowed
+        self._lock = threading.Lock()
+        self._held: dict[object, tuple[int, ...]] = {}
+        self._folders: set[Path] = set()
+
+    def take(self, count: int | None, file: Path | None = None) -> tuple[int, ...]:
+        """``count`` cores; None: all. ``file``: where the server is kept (`kept.Place`); what one of that name had is free
+        again, and those beside it, which others have started, keep what they have."""
+        allowed = self._allowed()
+        if count is None or count >= len(allowed):
+            return tuple(allowed)
+        with self._lock:
+            if file is not None:
+                self._look(file.parent)
+                self._held.pop(file, None)
+            used = Counter(core for cores in self._held.values() for core in cores)
+            chosen = tuple(sorted(sorted(allowed, key=lambda core: used[core])[:count]))
+            self._held[file or object()] = chosen
+        return chosen
+
+    def _look(self, folder: Path) -> None:
+        """Once, before a server of this process is kept there."""
+        if folder in self._folders:
+            return
+        self._folders.add(folder)
+        for file in folder.glob("*.json"):
+            with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):  # torn: nobody takes it over either
+                words = json.loads(file.read_text(encoding="utf-8"))
+                self._held[file] = tuple(int(core) for core in words.get(CORES_WORD, ()))
+
+
+CORES_WORD = "cores"
+"""What a server that is kept says of its cores."""
+
+CORES = Cores()

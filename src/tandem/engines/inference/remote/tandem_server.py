@@ -1,25 +1,39 @@
-"""A `tandem serve` somewhere else, as an engine: token in and token out, versions by the server's own word."""
+"""A `tandem serve` as an engine: token in and token out, versions by the server's own word.
+
+One that a run starts gets tokens and a folder that nobody else can read, and ends with the run.
+"""
 
 import contextlib
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import Any
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, TypedDict
 
 import torch
 
-from tandem.api.engines import InferenceEngine, InferencePart
 from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, ServerFailed, WeightUpdateFailed
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion
 from tandem.config.errors import ConfigError
-from tandem.engines.inference.remote.launch import ServerProcess
+from tandem.config.generation import GenerationConfig
+from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.engines.inference.controlled import Controlled
+from tandem.engines.inference.remote.kept import CALM_S, Place, fingerprint, keep, take_over, until_calm
+from tandem.engines.inference.remote.launch import ServerProcess, wait_ready
 from tandem.engines.inference.requests import refuse_unsupported
 from tandem.protocol.client import HttpClient
 
 PROTOCOL = 2
+"""Of the token and control routes; a client refuses a server with another one."""
+
 INSTANCE_HEADER = "Tandem-Instance"
-"""Of every answer: which process gave it."""
+"""Of every answer: which process gave it. A restarted server is another one."""
 
 CONTROL_TIMEOUT_S = 70.0
 """Pause, resume, sleep, wake, flush: the server's own 60 s, and the way."""
@@ -28,21 +42,10 @@ WEIGHTS_TIMEOUT_S = 660.0
 """Reading and checking all weights, or the switch with its recompute."""
 
 ASK_TIMEOUT_S = 5.0
-_SAMPLING = (
-    "max_new_tokens",
-    "min_new_tokens",
-    "temperature",
-    "first_token_temperature",
-    "train_first_token",
-    "top_p",
-    "top_k",
-    "greedy",
-    "stop",
-    "stop_token_ids",
-)
+_SAMPLING = [field.name for field in fields(GenerationConfig) if field.name != "n_samples"]
 
 
-class TandemServer(InferenceEngine):
+class TandemServer(Controlled):
     """One server that this run has attached to; made by `attach`. `close` gives it back as it was found.
 
     Every request names the run, and the server refuses those of another. Every answer names the process, and nothing of
@@ -112,7 +115,6 @@ class TandemServer(InferenceEngine):
 
     @property
     def url(self) -> str:
-        """Where it is."""
         return self._client.base_url
 
     @property
@@ -126,7 +128,7 @@ class TandemServer(InferenceEngine):
         return str(self._identity["instance"])
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
-        """See `InferenceEngine`. Raises `ServerFailed` for all that is no answer of this run's server."""
+        """Raises `ServerFailed` for all that is no answer of this run's server."""
         answer = await self._client.post("/generate", self._body(request), deadline_s=self._patience(request))
         try:
             return _response(request, answer, self._run)
@@ -157,23 +159,22 @@ class TandemServer(InferenceEngine):
 
     @property
     def version(self) -> WeightVersion:
-        """See `InferenceEngine`; what the server said when it was attached to, and at the last commit."""
+        """What the server said when it was attached to, and at the last commit."""
         return self._version
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """See `InferenceEngine`."""
         return self._capabilities
 
     def prepare_weights(self, update: WeightUpdate) -> None:
-        """See `InferenceEngine`; the server reads the folder, so it must see it under the same path."""
+        """The server reads the folder, so it must see it under the same path."""
         if not isinstance(update.source, FolderSource):
             raise WeightUpdateFailed(f"{self.url} reads weights from a folder only, got {type(update.source).__name__}")
         body = {"version": asdict(update.version), "folder": str(update.source.folder), "digests": dict(update.digests)}
         self._weights("prepare", body)
 
     def commit_weights(self, version: WeightVersion) -> dict[str, float]:
-        """See `InferenceEngine`. Where the answer is lost, the server is asked what it serves now."""
+        """Where the answer is lost, the server is asked what it serves now."""
         try:
             report = self._weights("commit", {"version": asdict(version)})
         except ServerFailed:
@@ -189,32 +190,15 @@ class TandemServer(InferenceEngine):
         except (InfrastructureFailure, DataFailure, KeyError, TypeError):
             return None
 
-    def discard_weights(self) -> None:
-        """See `InferenceEngine`."""
-        self._control("discard")
-
-    def pause(self) -> None:
-        """See `InferenceEngine`."""
-        self._control("pause")
-
-    def resume(self) -> None:
-        """See `InferenceEngine`."""
-        self._control("resume")
-
-    def flush(self) -> None:
-        """Requests to come share nothing that was computed of prompts before."""
-        self._control("flush")
-
-    def sleep(self, parts: tuple[InferencePart, ...]) -> None:
-        """See `InferenceEngine`."""
-        self._control("sleep", {"parts": list(parts)})
-
-    def wake(self, parts: tuple[InferencePart, ...]) -> None:
-        """See `InferenceEngine`."""
-        self._control("wake", {"parts": list(parts)})
+    def control(self, name: str, *arguments: Any) -> dict[str, float]:
+        """Calls the control route of this name."""
+        parts = {"parts": list(arguments[0])} if arguments else {}
+        route, body = name.removesuffix("_weights"), {"run": self._run, **parts}
+        self._check_taken()
+        self._client.call(f"/control/{route}", body, deadline_s=CONTROL_TIMEOUT_S, admin=True)
+        return {}
 
     def statistics(self) -> dict[str, float]:
-        """See `InferenceEngine`."""
         return dict(self._client.call("/control/statistics", deadline_s=CONTROL_TIMEOUT_S, admin=True))
 
     def ready(self, deadline_s: float = 15.0) -> bool:
@@ -230,7 +214,7 @@ class TandemServer(InferenceEngine):
         return int(self._client.call("/health", deadline_s=ASK_TIMEOUT_S)["under_way"])
 
     def close(self) -> None:
-        """See `InferenceEngine`; the server goes on. Given back, it has the weights that it began with."""
+        """The server goes on. Given back, it has the weights that it began with."""
         if self._closed:
             return
         self._closed = True
@@ -253,10 +237,6 @@ class TandemServer(InferenceEngine):
             raise EngineDied(f"the client of {self.url} was closed")
         if not self._run:
             raise ServerFailed(f"{self.url} is another's to change: this client only asks (no run)", url=self.url)
-
-    def _control(self, name: str, body: dict[str, Any] | None = None, deadline_s: float = CONTROL_TIMEOUT_S) -> Any:
-        self._check_taken()
-        return self._client.call(f"/control/{name}", {"run": self._run, **(body or {})}, deadline_s=deadline_s, admin=True)
 
     def _weights(self, name: str, body: dict[str, Any]) -> Any:
         """A refusal means that nothing was changed: the server serves what it served."""
@@ -305,3 +285,147 @@ def _all(values: Sequence[Any], kind: type | tuple[type, ...]) -> tuple[Any, ...
     if not isinstance(values, list) or not all(isinstance(x, kind) and not isinstance(x, bool) for x in values):
         raise TypeError(f"a list holds something else than {kind}")
     return tuple(values)
+
+
+_ADDRESS, _TOKEN, _ADMIN = "address.json", "token", "admin_token"
+
+
+def start_tandem_server(
+    folder: Path,
+    config: EmbeddedEngineConfig,
+    dtype: torch.dtype,
+    device: str,
+    *,
+    run: str,
+    log_file: Path,
+    weights_roots: Sequence[Path] = (),
+    cpus: Sequence[int] | None = None,
+    startup_timeout_s: float = 600.0,
+    request_timeout_s: float = 3600.0,
+    progress: Callable[[str], None] = lambda words: None,
+    place: Place | None = None,
+) -> TandemServer:
+    """Starts one on a free port of this machine and waits until it has generated a token; `close` ends it.
+
+    ``weights_roots``: it takes weights from folders below these. ``place``: where it is taken from if it runs already, see
+    `kept.py`, and left for others.
+
+    Raises:
+        EngineDied: it ended before; with the end of its log.
+        WaitTimeout: it was not ready within ``startup_timeout_s``; with the end of its log.
+    """
+    threads = str(config.threads or 1)
+    environment = {
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+    }
+    settings = fingerprint(_command(folder, config, dtype, device, run, Path(), weights_roots), environment)
+    if place is not None:
+        found = take_over(place, settings, lambda facts, process: _attach_kept(facts, process, run, request_timeout_s))
+        if found is not None:
+            return found
+    private = Path(tempfile.mkdtemp(prefix="tandem-server-"))
+    process: ServerProcess | None = None
+
+    def end() -> None:
+        if process is not None:
+            process.close()
+        shutil.rmtree(private, ignore_errors=True)
+
+    def ask() -> TandemServer:
+        return _attach(private, run, request_timeout_s, end)
+
+    try:
+        command = _command(folder, config, dtype, device, run, private, weights_roots)
+        told = None if place is None else (place.pipe, place.file)
+        process = ServerProcess.start(command, log_file=log_file, environment=environment, cpus=cpus, keep=told)
+        what = f"tandem serve {folder.name}"
+        server = wait_ready(process, ask, what=what, timeout_s=startup_timeout_s, progress=progress)
+        server.process = process
+        if place is not None:
+            keep(place, process, settings, {"url": server.url, **_tokens(private)})
+        shutil.rmtree(private, ignore_errors=True)  # both sides have read it: nothing is left should this run be killed
+        return server
+    except BaseException:
+        end()
+        raise
+
+
+def _command(
+    folder: Path,
+    config: EmbeddedEngineConfig,
+    dtype: torch.dtype,
+    device: str,
+    run: str,
+    private: Path,
+    weights_roots: Sequence[Path],
+) -> list[str]:
+    options = {
+        "--port": 0,
+        "--run": run,
+        "--token-file": private / _TOKEN,
+        "--admin-token-file": private / _ADMIN,
+        "--address-file": private / _ADDRESS,
+        "--dtype": str(dtype).removeprefix("torch."),
+        "--device": device,
+        "--threads": config.threads,
+        "--max-running": config.max_running,
+        "--kv-cache-gib": config.kv_cache_gib,
+        "--max-model-len": config.max_model_len,
+        "--prefill-chunk-tokens": config.prefill_chunk_tokens,
+    }
+    words = [str(word) for name, value in options.items() if value is not None for word in (name, value)]
+    words += [str(word) for root in weights_roots for word in ("--weights-root", root)]
+    keep = ["--keep-kv-on-update"] if config.keep_kv_on_update else []
+    return [sys.executable, "-P", "-m", "tandem", "serve", str(folder), *words, *keep]
+
+
+def _attach(private: Path, run: str, request_timeout_s: float, end: Callable[[], None]) -> TandemServer:
+    """Raises `InfrastructureFailure` until the server answers and has generated a token."""
+    try:
+        url = json.loads((private / _ADDRESS).read_text())["url"]
+        tokens = _tokens(private)
+    except FileNotFoundError:
+        raise InfrastructureFailure("server", "it has not loaded its model") from None
+    server = TandemServer.attach(url, run=run, **tokens, request_timeout_s=request_timeout_s, give_back=False, on_close=end)
+    if not server.ready():
+        server.let_go()
+        raise ServerFailed(f"{url} has generated no token", url=url)
+    return server
+
+
+class _Tokens(TypedDict):
+    token: str
+    admin_token: str
+
+
+def _tokens(private: Path) -> _Tokens:
+    token, admin_token = ((private / name).read_text().strip() for name in (_TOKEN, _ADMIN))
+    return _Tokens(token=token, admin_token=admin_token)
+
+
+def _attach_kept(facts: Mapping[str, Any], process: ServerProcess, run: str, request_timeout_s: float) -> TandemServer:
+    """Attaches to one that was kept, once it has ended the requests of the process that is gone.
+
+    Raises:
+        EpisodeFailure: it is another run's, does not answer, or generates nothing.
+    """
+    tokens = _Tokens(token=str(facts[_TOKEN]), admin_token=str(facts[_ADMIN]))
+    server = TandemServer.attach(
+        facts["url"],
+        run=run,
+        **tokens,
+        request_timeout_s=request_timeout_s,
+        give_back=False,
+        on_close=process.close,
+    )
+    try:
+        until_calm(server.under_way)
+        if not server.ready(CALM_S):
+            raise ServerFailed(f"{server.url} generated no token within {CALM_S:g} s", url=server.url)
+    except BaseException:
+        server.let_go()
+        raise
+    server.process = process
+    return server

@@ -99,9 +99,7 @@ class Answer(ABC):
         first = await anext(news)
         if isinstance(first[1], LLMResponse):
             check_finished([first[1]])
-        response = web.StreamResponse(
-            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
-        )
+        response = web.StreamResponse(headers=EVENTS)
         await response.prepare(request)
         try:
             async for event in self._events(first, news):
@@ -239,5 +237,4 @@ class Chat(Answer):
 
 
 def finish_reason(response: LLMResponse) -> str:
-    """OpenAI's word."""
     return "length" if response.truncated else "stop"

@@ -7,9 +7,8 @@ server.
 """
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -53,23 +52,20 @@ class Control:
             await self._rouse()
             return service.identity()
 
-        return await self._alone(act)
+        return await self._in_turn(act)
 
     async def release(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
         """Gives the server back: the weights that it began with, awake, going on, nobody's."""
-        run = body.get("run")
-        self._check_run(run, free=True)
 
         async def act() -> dict[str, Any]:
             service = self._service
-            self._check_run(run, free=True)
             await self._discard()
             await self._restore()
             await self._engine(service.engine.resume)
             service.paused, service.run = False, None
             return service.identity()
 
-        return await self._alone(act)
+        return await self._alone(body.get("run"), act, free=True)
 
     def _check_run(self, run: str | None, *, free: bool = False) -> None:
         """Passes if the server is that run's; with ``free``, also if it is nobody's. Asked again when a change begins."""
@@ -118,12 +114,11 @@ class Control:
         """Lays new weights beside the old ones and verifies every digest; generation goes on."""
         version = WeightVersion(**body["version"])
         run = version.run or None
-        self._check_run(run)
+        self._check_run(run)  # before a path is looked at
         folder = await asyncio.to_thread(self._allowed, body["folder"])
         update = WeightUpdate(version, FolderSource(folder), body["digests"])
 
         async def act() -> dict[str, Any]:
-            self._check_run(run)
             await self._discard()
             mine = self._preparing = object()
             try:
@@ -136,17 +131,14 @@ class Control:
             self._prepared = version
             return {"prepared": version.number}
 
-        return await self._alone(act)
+        return await self._alone(run, act)
 
     async def commit(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
         """Switches to the prepared weights between two steps; again for the version that is served is fine."""
         version = WeightVersion(**body["version"])
-        run = version.run or None
-        self._check_run(run)
 
         async def act() -> dict[str, Any]:
             service = self._service
-            self._check_run(run)
             if service.engine.version == version and not service.weights_missing:
                 if self._prepared is not None:  # by whoever did not hear the answer to the first time
                     await self._discard()
@@ -160,7 +152,7 @@ class Control:
             service.asleep, service.weights_missing = service.asleep - {"weights"}, False
             return {**report, "version": asdict(version)}
 
-        return await self._alone(act)
+        return await self._alone(version.run or None, act)
 
     async def discard(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
         """Forgets what is prepared or is being prepared; nothing is fine."""
@@ -200,7 +192,6 @@ class Control:
         return await self._toggle(body, self._service.engine.pause, True)
 
     async def resume(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
-        """Goes on."""
         return await self._toggle(body, self._service.engine.resume, False)
 
     async def _toggle(self, body: dict[str, Any], function: Callable[[], None], paused: bool) -> dict[str, Any]:
@@ -216,12 +207,10 @@ class Control:
 
     async def sleep(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
         """Gives memory back; refused while requests are under way."""
-        run, parts = body.get("run"), frozenset(body["parts"])
-        self._check_run(run)
+        parts = frozenset(body["parts"])
 
         async def act() -> dict[str, Any]:
             service = self._service
-            self._check_run(run)
             if service.under_way:
                 message = f"sleep is refused while {service.under_way} completions are under way"
                 raise Refusal(409, message, code="busy")
@@ -234,21 +223,19 @@ class Control:
             service.weights_missing = service.weights_missing or "weights" in parts
             return {"asleep": sorted(service.asleep)}
 
-        return await self._alone(act)
+        return await self._alone(body.get("run"), act)
 
     async def wake(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
         """Takes memory again; weights that slept must be delivered anew."""
-        run, parts = body.get("run"), frozenset(body["parts"])
-        self._check_run(run)
+        parts = frozenset(body["parts"])
 
         async def act() -> dict[str, Any]:
             service = self._service
-            self._check_run(run)
             await self._engine(lambda: service.engine.wake(tuple(parts)))
             service.asleep -= parts
             return {"asleep": sorted(service.asleep), "weights_missing": service.weights_missing}
 
-        return await self._alone(act)
+        return await self._alone(body.get("run"), act)
 
     async def flush(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
         """Requests to come share nothing that was computed of prompts before."""
@@ -261,33 +248,37 @@ class Control:
         return await self._shielded(act())
 
     async def statistics(self, body: dict[str, Any], request: web.Request) -> Mapping[str, float]:
-        """Counters since the start."""
         return await self._engine(self._service.engine.statistics)
 
     # ------------------------------------------------------------------ how
 
-    async def _alone(self, act: Callable[[], Any]) -> Any:
+    async def _alone(self, run: str | None, act: Callable[[], Awaitable[T]], *, free: bool = False) -> T:
+        """A change of the server that ``run`` has, which is asked again once its turn has come; see `_check_run`."""
+        self._check_run(run, free=free)
+
+        async def checked() -> T:
+            self._check_run(run, free=free)
+            return await act()
+
+        return await self._in_turn(checked)
+
+    async def _in_turn(self, act: Callable[[], Awaitable[T]]) -> T:
         """One change after another."""
-
-        async def in_turn() -> Any:
-            async with self._my_turn():
-                return await act()
-
-        return await self._shielded(in_turn())
-
-    @contextlib.asynccontextmanager
-    async def _my_turn(self) -> AsyncIterator[None]:
         limit = self._service.limits.control_timeout_s
-        try:
-            async with asyncio.timeout(limit):
-                await self._turn.acquire()
-        except TimeoutError:
-            message = f"the control request before this one did not end within {limit:g} s"
-            raise Refusal(409, message, code="busy") from None
-        try:
-            yield
-        finally:
-            self._turn.release()
+
+        async def change() -> T:
+            try:
+                async with asyncio.timeout(limit):
+                    await self._turn.acquire()
+            except TimeoutError:
+                message = f"the control request before this one did not end within {limit:g} s"
+                raise Refusal(409, message, code="busy") from None
+            try:
+                return await act()
+            finally:
+                self._turn.release()
+
+        return await self._shielded(change())
 
     async def _shielded(self, coroutine: Any) -> Any:
         """Goes on to its end when the client leaves: half a change would be worse than one that nobody heard of."""

@@ -78,7 +78,6 @@ def request_schema(max_tokens: int, vocab_size: int) -> Schema:
 
 
 async def generate(service: Service, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
-    """The route."""
     run = body.get("run")
     if run is not None and run != service.run:
         owner = "no run" if service.run is None else f"run {service.run!r}"

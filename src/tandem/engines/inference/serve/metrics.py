@@ -30,12 +30,10 @@ class Metrics:
         self._up = Gauge("tandem_engine_up", "1 while the engine answers", registry=registry)
 
     def count(self, route: str, status: int, seconds: float) -> None:
-        """Notes one answer."""
         self._requests.labels(route, str(status)).inc()
         self._seconds.labels(route).observe(seconds)
 
     async def page(self, service: Service, body: dict[str, Any], request: web.Request) -> web.Response:
-        """The route."""
         statistics: dict[str, float] = {}
         try:
             statistics = await asyncio.to_thread(service.engine.statistics)

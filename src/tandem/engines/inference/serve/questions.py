@@ -76,7 +76,6 @@ def _common(name: str, vocab_size: int, limits: Limits) -> dict[str, Schema]:
 
 
 def completion_schema(name: str, vocab_size: int, limits: Limits) -> Schema:
-    """The body of `/v1/completions`."""
     token = integer(0, vocab_size - 1)
     prompt = text(limits.max_body_bytes, 1)
     ids = array(token, 1, limits.max_tokens)
@@ -90,7 +89,6 @@ def completion_schema(name: str, vocab_size: int, limits: Limits) -> Schema:
 
 
 def chat_schema(name: str, vocab_size: int, limits: Limits) -> Schema:
-    """The body of `/v1/chat/completions`."""
     part = record({"type": {"enum": ["text"]}, "text": text(limits.max_body_bytes)}, ("type", "text"))
     called = record({"name": text(256, 1), "arguments": text(limits.max_body_bytes)}, ("name", "arguments"))
     call = record({"id": text(256), "type": {"enum": ["function"]}, "function": called}, ("type", "function"))
@@ -120,7 +118,6 @@ def chat_schema(name: str, vocab_size: int, limits: Limits) -> Schema:
 
 
 async def legacy_question(body: Mapping[str, Any], tokenizers: Tokenizers, limits: Limits) -> Question:
-    """What `/v1/completions` asks for."""
     prompt = body["prompt"]
     prompts = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
     ids = tuple([await tokenizers.encode(p, limits.max_tokens) if isinstance(p, str) else tuple(p) for p in prompts])
@@ -130,7 +127,6 @@ async def legacy_question(body: Mapping[str, Any], tokenizers: Tokenizers, limit
 
 
 async def chat_question(body: Mapping[str, Any], tokenizers: Tokenizers, limits: Limits) -> Question:
-    """What `/v1/chat/completions` asks for."""
     if not tokenizers.has_chat_template:
         raise Refusal(400, "this model has no chat template; use /v1/completions", param="messages")
     tools = body.get("tools") if body.get("tool_choice") != "none" else None

@@ -5,13 +5,14 @@ from typing import Any
 
 from aiohttp import web
 
+from tandem.engines.inference.remote.tandem_server import INSTANCE_HEADER
 from tandem.engines.inference.serve import answers
 from tandem.engines.inference.serve.control import DIGESTS, PARTS_SCHEMA, RUN, Control, of_run
 from tandem.engines.inference.serve.generate import ANSWER as GENERATED
 from tandem.engines.inference.serve.generate import VERSION, generate, request_schema
 from tandem.engines.inference.serve.metrics import Metrics
 from tandem.engines.inference.serve.questions import chat_schema, completion_schema
-from tandem.engines.inference.serve.service import INSTANCE_HEADER, Service
+from tandem.engines.inference.serve.service import Service
 from tandem.protocol.openapi import document
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.schema import Schema, record, text
@@ -22,7 +23,6 @@ _TIMES = record({"pause_s": {"type": "number"}, "recompute_s": {"type": "number"
 
 
 async def health(service: Service, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
-    """`/health`."""
     return service.identity()
 
 
@@ -68,7 +68,6 @@ class ServedEngine(Application):
 
 
 def table(service: Service, control: Control, metrics: Metrics) -> tuple[Route, ...]:
-    """All routes of a server."""
     limits = service.limits
     facts = service.name, service.vocab_size, limits
     routes: list[Route] = []

@@ -16,17 +16,11 @@ from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey, StopReason
 from tandem.api.weights import WeightVersion
 from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.callers import Piece
-from tandem.engines.inference.embedded import EmbeddedEngine
-from tandem.engines.inference.process import EmbeddedProcess
+from tandem.engines.inference.embedded import EmbeddedEngine, EmbeddedProcess
+from tandem.engines.inference.remote.tandem_server import PROTOCOL
 from tandem.engines.inference.serve.limits import Limits
 from tandem.engines.inference.serve.text import Tokenizers
 from tandem.protocol.refusal import Refusal
-
-PROTOCOL = 2
-"""Of the token and control routes; a client refuses a server with another one."""
-
-INSTANCE_HEADER = "Tandem-Instance"
-"""Of every answer: which process gave it. A restarted server is another one."""
 
 
 @dataclass
@@ -120,7 +114,6 @@ class Service:
 
     @contextlib.contextmanager
     def _admitted(self, count: int) -> Iterator[None]:
-        """Counts the completions in and out."""
         if self.draining:
             raise Refusal(503, "the server is shutting down", code="draining", headers={"Connection": "close"})
         if self.weights_missing or "weights" in self.asleep:
@@ -136,7 +129,6 @@ class Service:
 
     @contextlib.contextmanager
     def _failures(self) -> Iterator[None]:
-        """Turns the engine's failures into refusals."""
         try:
             yield
         except DataFailure as failure:
@@ -197,7 +189,6 @@ class Service:
         return reasons
 
     def heard(self) -> None:
-        """The run that has the server said something."""
         self._heard = time.monotonic()
 
     def abandoned(self) -> bool:

@@ -9,11 +9,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tandem.engines.inference.serve.prompt_length import fewest_tokens
+from tandem.engines.inference.stopping import UNFINISHED
 from tandem.models.tokenizer import load_tokenizer
 from tandem.protocol.refusal import Refusal
-
-_UNFINISHED = "�"
-"""What a tokenizer decodes the first bytes of a character to."""
 
 _PATIENCE = 3
 """Tokens that may wait for the rest of their character, which has at most four bytes; what waits longer is no text."""
@@ -37,11 +35,9 @@ class Tokenizers:
         self._fewest = fewest_tokens(self.decoder)
         self._max_long = max_long
         self.num_long = 0
-        """Long texts that wait or are being tokenised."""
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether messages can become a prompt."""
         return bool(self.decoder.chat_template)
 
     async def encode(self, text: str, room: int) -> tuple[int, ...]:
@@ -114,7 +110,6 @@ class _Encoder:
         return await asyncio.get_running_loop().run_in_executor(self._thread, encode, self)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Tokens of a text."""
         return tuple(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
 
     def render(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
@@ -147,9 +142,9 @@ class TextStream:
         """Takes tokens of a completion that goes on; returns text that is certain."""
         self._ids += ids
         end = len(self._ids)
-        while end > self._read and len(self._ids) - end < _PATIENCE and self._new(end).endswith(_UNFINISHED):
+        while end > self._read and len(self._ids) - end < _PATIENCE and self._new(end).endswith(UNFINISHED):
             end -= 1
-        if self._new(end).endswith(_UNFINISHED):
+        if self._new(end).endswith(UNFINISHED):
             end = len(self._ids)
         if end == self._read:
             return ""

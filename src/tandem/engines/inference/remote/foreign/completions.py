@@ -1,7 +1,7 @@
 """One completion from another maker's server, made of pieces: one request each.
 
 Usually there is one piece; there are more where the first token has a temperature of its own, and where the server ended a
-request that is not done by our rules (`judge.py`): it was aborted, or it knows an end token that we do not.
+request that is not done by our rules (`Judge`): it was aborted, or it knows an end token that we do not.
 """
 
 import asyncio
@@ -17,13 +17,52 @@ from transformers import PreTrainedTokenizerBase
 from tandem.api.failures import DataFailure, ServerFailed
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.config.generation import GenerationConfig
+from tandem.engines.inference.folder import eos_ids
 from tandem.engines.inference.noise import stream_of
 from tandem.engines.inference.remote.foreign.counters import Counters
-from tandem.engines.inference.remote.foreign.judge import Judge, eos_ids, stop_text
 from tandem.engines.inference.remote.foreign.labels import Labels
 from tandem.engines.inference.remote.foreign.protocol import Draw, Facts, Piece, ServerProtocol
-from tandem.engines.inference.requests import refuse_unsupported
+from tandem.engines.inference.requests import check_request
+from tandem.engines.inference.stopping import StopText
+from tandem.models.foreign import read_hf_config
 from tandem.models.tokenizer import load_tokenizer
+
+
+class Judge:
+    """Looks at the tokens of one completion, in pieces.
+
+    A stop token ends it and stays in it; so does the token that completes a stop string. A server may stop earlier or
+    later than that, for a token of its own or because it reads only what is new: its word is not asked. ``minimum``: so many
+    tokens are no stop tokens, and no stop string counts that is complete before them.
+    """
+
+    def __init__(self, stop_ids: frozenset[int], limit: int, stop_text: StopText | None = None, minimum: int = 0):
+        self._stop_ids, self._limit, self._stop_text, self._minimum = stop_ids, limit, stop_text, minimum
+        self._count = 0
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still come."""
+        return self._limit - self._count
+
+    def look(self, tokens: Sequence[int]) -> tuple[int, StopReason | None]:
+        """How many of these tokens belong to the completion, and why it ends with the last of them; None: it goes on.
+
+        Raises:
+            ValueError: a stop token came that was to be suppressed.
+        """
+        for place, token in enumerate(tokens, 1):
+            self._count += 1
+            if self._stop_text is not None and self._stop_text.add(token) and self._count >= self._minimum:
+                return place, StopReason.STOP
+            if token in self._stop_ids:
+                if self._count <= self._minimum:
+                    raise ValueError(f"drew stop token {token} as token {self._count}, with {self._minimum} to come before")
+                return place, StopReason.STOP
+            if self._count >= self._limit:
+                return place, StopReason.LENGTH
+        return len(tokens), None
+
 
 ABORT_TIMEOUT_S = 5.0
 """How long a request that passed its deadline may take to give what it has; then it counts as having nothing."""
@@ -52,11 +91,11 @@ class Completions:
         self._protocol, self._facts, self._labels, self._counters = protocol, facts, labels, counters
         self._folder, self._request_timeout_s, self._cannot = folder, request_timeout_s, cannot
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._eos = eos_ids(folder)
+        self._eos = frozenset(eos_ids(folder, read_hf_config(folder)))
         self._url = protocol.http.base_url
 
     async def complete(self, request: LLMRequest) -> LLMResponse:
-        """See `InferenceEngine.agenerate`. Raises `DataFailure` or `ServerFailed`."""
+        """Raises `DataFailure` or `ServerFailed`."""
         judge = self._admit(request)
         expires = None if request.deadline_s is None else time.monotonic() + request.deadline_s
         tokens: list[int] = []
@@ -82,26 +121,16 @@ class Completions:
 
     def _admit(self, request: LLMRequest) -> Judge:
         """Refuses what cannot be sampled, as the embedded engine does."""
-        refuse_unsupported(request)
-        ids, gconfig, limit = request.input_ids, request.gconfig, self._facts.max_model_len
-        if len(ids) >= limit:
-            raise DataFailure("prompt_too_long", f"{len(ids)} tokens leave no room in the context of {limit}")
-        hot = gconfig.first_token_temperature
-        cold = gconfig.temperature <= 0 or (hot is not None and hot <= 0)
-        if cold or not ids or gconfig.max_new_tokens < 1 or gconfig.top_p <= 0 or gconfig.top_k < 0:
-            raise DataFailure(
-                "bad_request",
-                "a prompt has at least one token; temperatures, top_p and max_new_tokens must be above 0 and top_k not "
-                f"below, got {gconfig}",
-            )
+        gconfig, limit = request.gconfig, self._facts.max_model_len
+        check_request(request, None, limit)
         reason = self._cannot(gconfig) if request.needs_logprobs else None
         if reason is not None:
             raise DataFailure("refused_by_server", f"{self._facts.name} {reason}")
         if gconfig.stop and self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._folder)
-        watch = stop_text(self._tokenizer, gconfig.stop) if self._tokenizer is not None else None
+        watch = StopText(self._tokenizer, gconfig.stop) if gconfig.stop and self._tokenizer is not None else None
         stop_ids = self._eos | frozenset(gconfig.stop_token_ids)
-        return Judge(stop_ids, min(gconfig.max_new_tokens, limit - len(ids)), watch, gconfig.min_new_tokens)
+        return Judge(stop_ids, min(gconfig.max_new_tokens, limit - len(request.input_ids)), watch, gconfig.min_new_tokens)
 
     def _look(self, judge: Judge, piece: Piece) -> tuple[int, StopReason | None]:
         try:

@@ -17,7 +17,6 @@ class Counters:
 
     @contextmanager
     def running(self, prompt_tokens: int) -> Iterator[None]:
-        """Around one request."""
         with self._lock:
             self._values["prefill_tokens"] += prompt_tokens
             if not self._running:
@@ -32,12 +31,10 @@ class Counters:
                     self._values["busy_s"] += time.perf_counter() - self._since
 
     def add(self, name: str, count: float = 1.0) -> None:
-        """Adds to a counter."""
         with self._lock:
             self._values[name] += count
 
     def set(self, name: str, value: float) -> None:
-        """Sets a value."""
         with self._lock:
             self._values[name] = float(value)
 

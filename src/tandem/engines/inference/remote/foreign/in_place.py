@@ -81,7 +81,7 @@ class InPlaceUpdates:
     # ------------------------------------------------------------------ an update
 
     def prepare(self, update: WeightUpdate) -> None:
-        """See `InferenceEngine.prepare_weights`: verifies the tensors.
+        """Verifies the tensors.
 
         What the server cannot read is written to a temporary folder.
         """
@@ -151,7 +151,6 @@ class InPlaceUpdates:
         self._counters.set("verified_tensors", count)
 
     def discard(self) -> None:
-        """See `InferenceEngine.discard_weights`."""
         with self._lock:
             if self._prepared is not None and self._prepared.spooled is not None:
                 self._spool.drop(self._prepared.spooled)
@@ -160,13 +159,12 @@ class InPlaceUpdates:
     # ------------------------------------------------------------------ control
 
     def pause(self) -> None:
-        """See `InferenceEngine.pause`."""
         with self._lock:
             self._protocol.pause()
             self._paused = True
 
     def resume(self) -> None:
-        """See `InferenceEngine.resume`. Raises `ServerFailed` after an update that failed on the way."""
+        """Raises `ServerFailed` after an update that failed on the way."""
         with self._lock:
             if self._broken:
                 url = self._protocol.http.base_url
@@ -201,5 +199,4 @@ def _passing(update: WeightUpdate, held: HeldDigests) -> Iterator[tuple[str, tor
 
 
 def _size(folder: Path) -> int:
-    """Bytes of a model's weights."""
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -65,8 +65,6 @@ class ServerProtocol(ABC):
     maker: ClassVar[str]
     generate_path: ClassVar[str]
     routes: ClassVar[frozenset[str]]
-    """Routes that must be there."""
-
     remedy: ClassVar[str]
     """How to start the server so that they are."""
 
@@ -80,8 +78,6 @@ class ServerProtocol(ABC):
     """Whether `reload` takes weights from shared memory of this machine, besides a folder."""
 
     says_paused: bool = True
-    """Whether `is_paused` is what the server says."""
-
     whole_remedy: ClassVar[str]
     """The remedy where log-probabilities are those after top-p and top-k, or without suppressed stop tokens."""
 

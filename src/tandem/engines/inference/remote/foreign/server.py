@@ -19,7 +19,6 @@ from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
-from tandem.engines.inference.remote.cores import CORES, CORES_WORD
 from tandem.engines.inference.remote.foreign.completions import Completions
 from tandem.engines.inference.remote.foreign.counters import Counters
 from tandem.engines.inference.remote.foreign.in_place import CLOSE_PATIENCE_S, InPlaceUpdates
@@ -28,7 +27,7 @@ from tandem.engines.inference.remote.foreign.labels import Labels
 from tandem.engines.inference.remote.foreign.protocol import Facts, ServerProtocol
 from tandem.engines.inference.remote.foreign.trials import PROBE_IDS, Whole, ask, try_logprobs
 from tandem.engines.inference.remote.kept import Place, fingerprint, keep, take_over
-from tandem.engines.inference.remote.launch import ServerProcess, free_port, wait_ready
+from tandem.engines.inference.remote.launch import CORES, CORES_WORD, ServerProcess, free_port, wait_ready
 from tandem.protocol.client import HttpClient
 
 IN_SERVER = Path(__file__).with_name("in_server")
@@ -46,8 +45,6 @@ class StartTerms:
     """What a server is started with."""
 
     python: str
-    """Interpreter of the environment that has it."""
-
     folder: Path
     dtype: str
     device: str
@@ -55,7 +52,6 @@ class StartTerms:
     """``max_running``, ``kv_cache_gib`` and ``max_model_len`` are the server's too."""
 
     cpus: tuple[int, ...]
-    """Cores that it computes on."""
 
 
 class ForeignServer(InferenceEngine):
@@ -231,7 +227,6 @@ class ForeignServer(InferenceEngine):
 
     @property
     def url(self) -> str:
-        """Its address."""
         return self._protocol.http.base_url
 
     @property
@@ -241,12 +236,11 @@ class ForeignServer(InferenceEngine):
 
     @property
     def version(self) -> WeightVersion:
-        """See `InferenceEngine`."""
         return self._updates.version
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """See `InferenceEngine`: folders are read in any case, and asked for where there is nothing better."""
+        """Folders are read in any case, and asked for where there is nothing better."""
         return frozenset({"in_place", "shared_memory" if self._protocol.reads_memory else "disk"})
 
     def check_generation(self, gconfig: GenerationConfig) -> None:
@@ -262,7 +256,7 @@ class ForeignServer(InferenceEngine):
     # ------------------------------------------------------------------ the engine
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
-        """See `InferenceEngine`. Raises `ServerFailed` where the server is at fault."""
+        """Raises `ServerFailed` where the server is at fault."""
         if self._closed:
             raise EngineDied(f"the client of {self.url} was closed")
         try:
@@ -279,12 +273,12 @@ class ForeignServer(InferenceEngine):
         return await self.agenerate(LLMRequest(PROBE_IDS, gconfig, deadline_s=deadline_s))
 
     def prepare_weights(self, update: WeightUpdate) -> None:
-        """See `InferenceEngine`. What is prepared is a folder that the server will read, verified; generation goes on."""
+        """What is prepared is a folder that the server will read, verified; generation goes on."""
         self._check_taken()
         self._updates.prepare(update)
 
     def commit_weights(self, version: WeightVersion) -> dict[str, float]:
-        """See `InferenceEngine`; in place. ``verify_s`` is the part of ``pause_s`` in which checksums were compared.
+        """In place. ``verify_s`` is the part of ``pause_s`` in which checksums were compared.
 
         ``recompute_s`` is 0: running requests compute their keys and values anew when they go on, as part of generation.
 
@@ -296,16 +290,15 @@ class ForeignServer(InferenceEngine):
         return self._updates.commit(version)
 
     def discard_weights(self) -> None:
-        """See `InferenceEngine`."""
         self._updates.discard()
 
     def pause(self) -> None:
-        """See `InferenceEngine`; requests that come meanwhile queue in the server."""
+        """Requests that come meanwhile queue in the server."""
         self._check_taken()
         self._updates.pause()
 
     def resume(self) -> None:
-        """See `InferenceEngine`. Raises `ServerFailed` after an update that failed on the way."""
+        """Raises `ServerFailed` after an update that failed on the way."""
         self._check_taken()
         self._updates.resume()
 
@@ -314,22 +307,24 @@ class ForeignServer(InferenceEngine):
             raise ServerFailed(f"{self.url} is another's to change: this client only asks (take=False)", url=self.url)
 
     def sleep(self, parts: tuple[InferencePart, ...]) -> None:
-        """See `InferenceEngine`. Always refused, with `ConfigError`: neither part is among the capabilities."""
+        """Always refused, with `ConfigError`: neither part is among the capabilities."""
         raise ConfigError(f"{self.name} keeps its memory ({', '.join(parts)}) under Tandem; use placement=decoupled")
 
     def wake(self, parts: tuple[InferencePart, ...]) -> None:
-        """See `InferenceEngine`; nothing can sleep, so nothing is to be done."""
+        """Nothing can sleep, so nothing is to be done."""
 
     def statistics(self) -> dict[str, float]:
-        """See `InferenceEngine`; counted here, so of this client's requests. ``waiting`` is 0: the server does not say.
+        """Counted here, so of this client's requests. ``waiting`` is 0: the server does not say.
 
         ``server_tokens`` is the server's own counter, which grows while answers are still being made.
         """
         return self._counters.all() | {"server_tokens": self._protocol.tokens()}
 
     def close(self, patience_s: float = CLOSE_PATIENCE_S) -> None:
-        """See `InferenceEngine`. A server that was attached goes on as it was found: running, and not paused by us.
-        ``patience_s``: the time that an update under way has to end."""
+        """A server that was attached goes on as it was found: running, and not paused by us.
+
+        ``patience_s``: the time that an update under way has to end.
+        """
         if self._closed:
             return
         self._closed = True

@@ -50,11 +50,11 @@ class SGLangProtocol(ServerProtocol):
     remedy = "use version 0.5.23 or later, without SGLANG_RETURN_ORIGINAL_LOGPROB in its environment"
 
     def seed(self, stream: int, position: int) -> int:
-        """See `ServerProtocol`: this server's noise is a function of seed and position already."""
+        """This server's noise is a function of seed and position already."""
         return stream
 
     def body(self, number: str, ids: Sequence[int], draw: Draw) -> dict[str, Any]:
-        """See `ServerProtocol`. It stops at its tokenizer's end token too, which cannot be turned off alone."""
+        """It stops at its tokenizer's end token too, which cannot be turned off alone."""
         params: dict[str, Any] = {
             "temperature": 0.0 if draw.greedy else draw.temperature,
             "top_p": draw.top_p,
@@ -72,7 +72,6 @@ class SGLangProtocol(ServerProtocol):
         return body | {"top_logprobs_num": draw.top_logprobs} if draw.top_logprobs else body
 
     def piece(self, answer: Any) -> Piece:
-        """See `ServerProtocol`."""
         facts = answer["meta_info"]
         tokens = tuple(int(token) for token in answer["output_ids"] or ())
         entries = facts.get("output_token_logprobs") or ()
@@ -82,20 +81,16 @@ class SGLangProtocol(ServerProtocol):
         return Piece(tokens, logprobs, labels_of(facts["weight_versions"], len(tokens)) if tokens else ())
 
     def top(self, answer: Any) -> dict[int, float]:
-        """See `ServerProtocol`."""
         first = answer["meta_info"]["output_top_logprobs"][0]
         return {int(entry[1]): float(entry[0]) for entry in first}
 
     async def abort(self, number: str) -> None:
-        """See `ServerProtocol`."""
         await self.http.post("/abort_request", {"rid": number}, deadline_s=CONTROL_TIMEOUT_S, admin=True)
 
     def abort_all(self) -> None:
-        """See `ServerProtocol`."""
         self.call("/abort_request", {"abort_all": True}, timeout_s=CALM_S)
 
     def facts(self) -> Facts:
-        """See `ServerProtocol`."""
         info = self.call("/server_info")
         name = f"{self.maker} {info['version']}"
         self.check_routes(name)
@@ -105,19 +100,18 @@ class SGLangProtocol(ServerProtocol):
         return Facts(name, int(info["max_req_input_len"]), _DTYPES.get(dtype, dtype))
 
     def is_paused(self) -> bool:
-        """See `ServerProtocol`. It does not say; going on when it is not paused changes nothing, so that is always done."""
+        """It does not say; going on when it is not paused changes nothing, so that is always done."""
         return True
 
     def pause(self) -> None:
-        """See `ServerProtocol`; running requests go back to the queue with the tokens that they have."""
+        """Running requests go back to the queue with the tokens that they have."""
         self.call("/pause_generation", {"mode": "retract"})
 
     def resume(self) -> None:
-        """See `ServerProtocol`."""
         self.call("/continue_generation", {"torch_empty_cache": False})
 
     def reload(self, place: Mapping[str, Any], label: str) -> None:
-        """See `ServerProtocol`. From memory by a process group, if it was attached so."""
+        """From memory by a process group, if it was attached so."""
         if "memory" in place:
             self._by_group(place, label)
             return
@@ -138,15 +132,13 @@ class SGLangProtocol(ServerProtocol):
             raise ServerFailed(f"the stream of weights to it broke off: {error}", url=self.http.base_url) from error
 
     def set_label(self, label: str) -> None:
-        """See `ServerProtocol`."""
         self.call("/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
     def label(self) -> str:
-        """See `ServerProtocol`."""
         return str(self.call("/model_info")["weight_version"])
 
     def checksums(self) -> dict[str, str]:
-        """See `ServerProtocol`: the first 16 digits of SHA-256 on a CPU, another function on a GPU."""
+        """The first 16 digits of SHA-256 on a CPU, another function on a GPU."""
         ranks = self.call("/weights_checker", {"action": "checksum"}, timeout_s=RELOAD_TIMEOUT_S)["ranks"]
         if len(ranks) == 1:
             return dict(ranks[0]["checksums"])
@@ -169,7 +161,7 @@ class SGLangServer(ForeignServer):
 
     @classmethod
     def command(cls, terms: StartTerms, port: int) -> tuple[list[str], dict[str, str]]:
-        """See `ForeignServer`. On a CPU the kernels are torch's own."""
+        """On a CPU the kernels are torch's own."""
         settings = terms.settings
         words = [terms.python, str(IN_SERVER / "tandem_sglang.py"), "--model-path", str(terms.folder)]
         words += ["--dtype", terms.dtype]

@@ -61,7 +61,6 @@ class Spool:
         self._last = folder
 
     def drop(self, folder: Path) -> None:
-        """Removes one that is not wanted."""
         if self._root is not None and folder.parent == self._root:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -63,7 +63,7 @@ class VllmProtocol(ServerProtocol):
     """On a CPU, a request with a seed whose prompt is computed in pieces ends the whole server (0.32.0, seen)."""
 
     def body(self, number: str, ids: Sequence[int], draw: Draw) -> dict[str, Any]:
-        """See `ServerProtocol`. The end tokens are ours alone: the server's own set may differ."""
+        """The end tokens are ours alone: the server's own set may differ."""
         params: dict[str, Any] = {
             "temperature": 0.0 if draw.greedy else draw.temperature,
             "top_p": draw.top_p,
@@ -82,7 +82,6 @@ class VllmProtocol(ServerProtocol):
         return {"request_id": number, "token_ids": list(ids), "sampling_params": params}
 
     def piece(self, answer: Any) -> Piece:
-        """See `ServerProtocol`."""
         (choice,) = answer["choices"]
         tokens = tuple(int(token) for token in choice["token_ids"] or ())
         content = (choice.get("logprobs") or {}).get("content") or ()
@@ -92,21 +91,19 @@ class VllmProtocol(ServerProtocol):
         return Piece(tokens, logprobs, labels_of(choice.get("weight_versions") or (), len(tokens)))
 
     def top(self, answer: Any) -> dict[int, float]:
-        """See `ServerProtocol`."""
         first = answer["choices"][0]["logprobs"]["content"][0]
         return {int(one["token_id"]): float(one["logprob"]) for one in first["top_logprobs"]}
 
     async def abort(self, number: str) -> None:
-        """See `ServerProtocol`; the server puts a word before the name that it was given."""
+        """The server puts a word before the name that it was given."""
         body = {"request_ids": [f"generate-tokens-{number}"]}
         await self.http.post("/inference/v1/abort_requests", body, deadline_s=CONTROL_TIMEOUT_S)
 
     def abort_all(self) -> None:
-        """See `ServerProtocol`; a route of the development mode."""
+        """A route of the development mode."""
         self.call("/abort_requests", {}, timeout_s=CALM_S)
 
     def facts(self) -> Facts:
-        """See `ServerProtocol`."""
         version = self.call("/version")["version"]
         name = f"{self.maker} {version}"
         self.check_routes(name)
@@ -123,25 +120,22 @@ class VllmProtocol(ServerProtocol):
         return Facts(name, int(model["max_model_len"]), str(config["model_config"]["dtype"]).removeprefix("torch."))
 
     def give_whole_logprobs(self) -> None:
-        """See `ServerProtocol`: Tandem's worker extension can."""
+        """Tandem's worker extension can."""
         if self.reads_memory:
             with suppress(ServerFailed):  # an older extension cannot; `ForeignServer` asks for tokens and sees it
                 self.call("/collective_rpc", {"method": "tandem_whole_logprobs"})
 
     def is_paused(self) -> bool:
-        """See `ServerProtocol`."""
         return bool(self.call("/is_paused")["is_paused"])
 
     def pause(self) -> None:
-        """See `ServerProtocol`."""
         self.call("/pause?mode=keep&clear_cache=false", {})
 
     def resume(self) -> None:
-        """See `ServerProtocol`."""
         self.call("/resume", {})
 
     def reload(self, place: Mapping[str, Any], label: str) -> None:
-        """See `ServerProtocol`. Running requests lose their keys and values too, and compute them anew when they go on."""
+        """Running requests lose their keys and values too, and compute them anew when they go on."""
         if self.reads_memory:
             body: dict[str, Any] = {"method": "tandem_load", "kwargs": {"place": place}}
         else:
@@ -152,15 +146,13 @@ class VllmProtocol(ServerProtocol):
         self.set_label(label)
 
     def set_label(self, label: str) -> None:
-        """See `ServerProtocol`."""
         self.call("/update_weight_version", {"new_version": label})
 
     def label(self) -> str:
-        """See `ServerProtocol`."""
         return str(self.call("/weight_info")["weight_version"])
 
     def checksums(self) -> dict[str, str]:
-        """See `ServerProtocol`; empty tensors are left out. Names begin with the rank, kept only where there are several."""
+        """Empty tensors are left out. Names begin with the rank, kept only where there are several."""
         found = self.call("/weight_checker", {"action": "checksum"}, timeout_s=RELOAD_TIMEOUT_S)["checksums"]
         held = {name: digest for name, digest in found.items() if digest != _EMPTY}
         ranks = {name.rpartition(":")[0] for name in held}
@@ -174,7 +166,6 @@ class VllmServer(ForeignServer):
 
     @classmethod
     def command(cls, terms: StartTerms, port: int) -> tuple[list[str], dict[str, str]]:
-        """See `ForeignServer`."""
         settings = terms.settings
         words = [terms.python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(terms.folder)]
         words += ["--served-model-name", "policy", "--host", "127.0.0.1", "--port", str(port), "--dtype", terms.dtype]

@@ -1,0 +1,154 @@
+"""The record of docs/recipes/rlhf_on_a_laptop.md: gathered from the run folders of its commands, and shown in the page.
+
+python benchmarks/rlhf_recipe.py --runs runs/rlhf_laptop    # writes rlhf_recipe.json, of the runs that are there
+python benchmarks/rlhf_recipe.py --render                   # table and picture of the page
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = Path(__file__).with_suffix(".json")
+PAGE = ROOT / "docs" / "recipes" / "rlhf_on_a_laptop.md"
+PICTURE = ROOT / "docs" / "pictures" / "rlhf_on_a_laptop.png"
+BLOCK = re.compile(r"(<!-- measured -->\n).*?(<!-- end -->)", re.S)
+POLICIES = {"ppo": ("PPO", "#2563eb"), "ppo_shuffled": ("control", "#a1a1aa")}
+"""Trial → its name in the page, and its colour."""
+JUDGES = {"reward": "reward model", "reward_shuffled": "control: shuffled labels"}
+KEPT = (
+    "step",
+    "loss",
+    "accuracy",
+    "reward/mean",
+    "kl/reference",
+    "completion_length/mean",
+    "truncated",
+    "value/explained_variance",
+    "eval/accuracy",
+    "eval/reward",
+    "eval/completion_length",
+    "eval/truncated",
+    "tokens_per_s/train",
+    "time/step_s",
+    "time/generate_s",
+    "time/train_s",
+    "memory/peak_gib",
+)
+SMOOTHED, WINDOW = 3, 3
+
+
+def gather(runs: Path) -> dict[str, list[dict[str, float]]]:
+    """The lines of `metrics.jsonl` that the page shows, by trial."""
+    found = {}
+    for trial in (*JUDGES, *POLICIES):
+        file = runs / trial / "metrics.jsonl"
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+        if lines:
+            found[trial] = [{key: row[key] for key in KEPT if row.get(key) is not None} for row in map(json.loads, lines)]
+    return found
+
+
+def table(record: dict[str, Any]) -> str:
+    """The page's tables: how well the reward models rank, and what became of the policies."""
+    lines = ["| reward model | held-out pairs ranked as labelled |", "|---|---|"]
+    for trial, name in JUDGES.items():
+        ranked = [row for row in record.get(trial, ()) if "eval/accuracy" in row]
+        if ranked and ranked[-1]["step"]:
+            lines.append(f"| {name}, step {ranked[-1]['step']} | {100 * ranked[-1]['eval/accuracy']:.0f} % |")
+    lines += ["", "| policy | questions | true preference | score | tokens | KL of an answer |", "|---|---|---|---|---|---|"]
+    before = True
+    for trial, (name, _) in POLICIES.items():
+        rows = record.get(trial, [])
+        for row in [row for row in rows if "eval/accuracy" in row and (row["step"] or before)]:
+            who = f"{name}, step {row['step']}" if row["step"] else "SmolLM2-135M-Instruct as it comes"
+            distance = answer_kl(row) if row["step"] else 0.0
+            lines.append(
+                _line(who, "held out", row["eval/accuracy"], row["eval/reward"], row["eval/completion_length"], distance)
+            )
+            before = False
+        windows = [rows[i : i + WINDOW] for i in range(1, len(rows) - WINDOW + 1)]
+        best = max(windows, key=lambda window: _mean(window, "accuracy"), default=[])
+        for window in ([best] if windows and best is not windows[-1] else []) + windows[-1:]:
+            who = f"{name}, steps {window[0]['step']} to {window[-1]['step']}"
+            means = [_mean(window, key) for key in ("accuracy", "reward/mean", "completion_length/mean")]
+            lines.append(_line(who, "training", *means, sum(map(answer_kl, window)) / WINDOW))
+    return "\n".join(lines) + "\n"
+
+
+def _mean(rows: list[dict[str, float]], key: str) -> float:
+    return sum(row[key] for row in rows) / len(rows)
+
+
+def _line(who: str, questions: str, preferred: float, score: float, length: float, distance: float) -> str:
+    return f"| {who} | {questions} | {100 * preferred:.0f} % | {score:.2f} | {length:.0f} | {distance:.1f} |"
+
+
+def answer_kl(row: dict[str, float]) -> float:
+    """KL to the reference summed over an answer, in nats: that of a token times the tokens of an answer."""
+    return row["kl/reference"] * row["completion_length/mean"]
+
+
+def with_table(page: str, record: dict[str, Any]) -> str:
+    """The page with the record's tables in their place."""
+    return BLOCK.sub(lambda block: block[1] + table(record) + block[2], page)
+
+
+def draw(record: dict[str, Any], path: Path) -> None:
+    """The score and the true preference by step, and the true preference by the distance to the reference."""
+    figure = Figure(figsize=(11, 3.2), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, middle, right = figure.subplots(1, 3)
+    for trial, (name, colour) in POLICIES.items():
+        rows = [row for row in record.get(trial, ()) if "reward/mean" in row]
+        if not rows:
+            continue
+        steps = [row["step"] for row in rows]
+        preferred = smooth([100 * row["accuracy"] for row in rows])
+        left.plot(steps, smooth([row["reward/mean"] for row in rows]), color=colour, label=name)
+        middle.plot(steps, preferred, color=colour, label=name)
+        right.plot(smooth([answer_kl(row) for row in rows]), preferred, color=colour, marker="o", ms=2.5, label=name)
+        examined = [row for row in record[trial] if "eval/accuracy" in row]
+        middle.plot(
+            [row["step"] for row in examined], [100 * row["eval/accuracy"] for row in examined], "D", color=colour, ms=5
+        )
+    left.set(title="score of the run's reward model", xlabel="step")
+    middle.set(title="true preference, % (◆: held-out questions)", xlabel="step", ylim=(0, 100))
+    right.set(title="true preference, %, by KL", xlabel="KL of an answer to the reference, nats", ylim=(0, 100))
+    axes: Axes
+    for axes in (left, middle, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    left.legend(frameon=False)
+    figure.savefig(path)
+
+
+def smooth(values: list[float]) -> list[float]:
+    """Means of the last three values, fewer at the beginning."""
+    windows = [values[max(0, i - SMOOTHED + 1) : i + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=Path, help="folder of the runs; writes the record")
+    parser.add_argument("--render", action="store_true", help="put the record into the page and draw its picture")
+    options = parser.parse_args()
+    if not (options.runs or options.render):
+        parser.error("give --runs or --render")
+    if options.runs:
+        RECORD.write_text(json.dumps(gather(options.runs), indent=1) + "\n", encoding="utf-8")
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    if options.render:
+        PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), record), encoding="utf-8")
+        draw(record, PICTURE)
+    print(table(record), end="")
+
+
+if __name__ == "__main__":
+    main()

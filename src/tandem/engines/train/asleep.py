@@ -1,0 +1,286 @@
+"""Parts of a training engine that give their memory back, and take it again with the same numbers in it.
+
+On a GPU they move to host memory. On a CPU the device is the host: parameters keep their identity and lose their storage.
+Numbers that are those of the model's folder are read from there again; others are written to a file without a name, which is
+gone with the process. A keyed sum of each tensor tells if it has to be written, and, on waking, if what was read
+is what slept.
+"""
+
+import ctypes
+import secrets
+import tempfile
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tandem.api.activity import did
+from tandem.api.engines import TrainPart
+from tandem.api.failures import WeightsChanged
+from tandem.engines.train.holders import Holder
+from tandem.engines.train.named_weights import PREFIX
+from tandem.engines.train.optimizer import Optimizer
+from tandem.models.allocator import mapped_blocks
+from tandem.models.stored import Stored, read_whole, stored_tensors
+
+WORDS = 1 << 16
+"""64-bit words that are summed at a time."""
+
+_KEYS = torch.tensor([secrets.randbits(63) | 1 for _ in range(WORDS)], dtype=torch.int64)
+"""Of this process: no file can be made to have a certain sum."""
+
+CACHE_LINE = 64
+"""Bytes; torch begins each storage of its own at a whole one."""
+
+_STEP = 0x9E3779B97F4A7C15
+
+
+class KeyedSum:
+    """A sum of bytes that come in pieces of at most `WORDS` words, each but the last one whole."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def add(self, piece: torch.Tensor) -> None:
+        """``piece``: any contiguous tensor."""
+        data = piece.view(-1).view(torch.uint8)
+        if data.numel() % 8:
+            data = torch.nn.functional.pad(data, (0, -data.numel() % 8))
+        words = data.view(torch.int64)
+        # the upper half is folded into the lower one: a flipped sign bit times an odd key is the same for all keys
+        folded = (words >> 32).bitwise_and_(0xFFFFFFFF).bitwise_xor_(words)
+        self.value = (self.value * _STEP + int(torch.dot(folded, _KEYS[: len(folded)]))) % 2**64
+
+
+def keyed_sum(tensor: torch.Tensor) -> int:
+    """Of all bytes of a contiguous tensor."""
+    total = KeyedSum()
+    for piece in tensor.view(-1).view(torch.uint8).split(8 * WORDS):
+        total.add(piece)
+    return total.value
+
+
+@dataclass
+class _Copy:
+    """The numbers of a storage as they lie outside."""
+
+    name: str
+    num_bytes: int
+    sum: int | None = None
+    place: Stored | int | None = None
+    """In the model's folder, or at this byte of the written file."""
+
+
+class _Region(NamedTuple):
+    """A storage from some element on to its end."""
+
+    storage: torch.UntypedStorage
+    dtype: torch.dtype
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the region, as long as the storage has its memory."""
+        return max(0, self.storage.nbytes() - self.start * self.dtype.itemsize)
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """Its numbers."""
+        count = self.num_bytes // self.dtype.itemsize
+        return torch.empty(0, dtype=self.dtype).set_(self.storage, self.start, (count,), (1,))
+
+
+class _Asleep(NamedTuple):
+    """A region without memory."""
+
+    region: _Region
+    copy: _Copy
+
+
+class EngineMemory:
+    """The parts of one engine."""
+
+    def __init__(self, holder: Holder, optimizer: Optimizer, device: torch.device, folder: Path):
+        """``folder``: of the model, which the engine was opened from."""
+        self._holder, self._optimizer, self._device, self._folder = holder, optimizer, device, folder
+        self._asleep: dict[TrainPart, list[_Asleep]] = {}
+        self._copies: dict[tuple[TrainPart, str], _Copy] = {}
+        self._file: IO[bytes] | None = None
+        self._stored: Mapping[str, Stored] | None = None
+        self._moved = 0
+
+    def require(self, *parts: TrainPart) -> None:
+        """Passes if these parts are awake."""
+        if missing := sorted(self._asleep.keys() & set(parts)):
+            words = f"{' and '.join(missing)} of the train engine are offloaded"
+            raise RuntimeError(f"{words}; call onload({tuple(missing)}) first")
+
+    def num_bytes(self) -> dict[TrainPart, int]:
+        """Bytes of each part on the device now, measured."""
+        sizes: dict[TrainPart, int] = {}
+        for part in ("parameters", "optimizer"):
+            tensors = self._holder.tensors() if part == "parameters" else self._optimizer.tensors()
+            kept = sum(tensor.nbytes for _, tensor in tensors if tensor.untyped_storage().nbytes())
+            copies = self._holder.copies() if part == "parameters" else []
+            sizes[part] = kept + sum(tensor.untyped_storage().nbytes() for tensor in copies)
+            if self._device.type != "cpu" and part in self._asleep:
+                sizes[part] = 0
+        sizes["gradients"] = sum(gradient.nbytes for gradient in self._holder.local_gradients())
+        return sizes
+
+    def offload(self, parts: Iterable[TrainPart], scratch: Path | None) -> int:
+        """See `TrainEngine.offload`."""
+        self._moved = 0
+        if "gradients" in parts:
+            self._optimizer.zero_grad()
+        for part in parts:
+            if part == "gradients" or part in self._asleep:
+                continue
+            self._asleep[part] = []
+            if self._device.type != "cpu":
+                self._move(part, torch.device("cpu"))
+            elif scratch is not None:
+                if part == "parameters":
+                    self._leave_mapped_files()
+                self._asleep[part] = [self._put_away(part, *found, scratch) for found in self._regions(part)]
+                for tensor in self._holder.copies() if part == "parameters" else []:
+                    tensor.untyped_storage().resize_(0)
+        return self._moved
+
+    def onload(self, parts: Iterable[TrainPart]) -> int:
+        """See `TrainEngine.onload`."""
+        self._moved = 0
+        for part in parts:
+            if part not in self._asleep:
+                continue
+            if self._device.type != "cpu":
+                self._move(part, self._device)
+            else:
+                sleepers = self._asleep[part]
+                with mapped_blocks():
+                    for sleeper in sleepers:
+                        self._take_back(*sleeper)
+                    if sleepers and part == "parameters":
+                        for tensor in self._holder.copies():
+                            tensor.untyped_storage().resize_(tensor.nbytes)
+                        self._holder.publish()
+            del self._asleep[part]
+        return self._moved
+
+    def _move(self, part: TrainPart, device: torch.device) -> None:
+        (self._holder if part == "parameters" else self._optimizer).move(device)
+        copies = self._holder.copies() if part == "parameters" else []
+        self._moved += sum(region.num_bytes for _, region in self._regions(part)) + sum(copy.nbytes for copy in copies)
+
+    def _regions(self, part: TrainPart) -> Iterator[tuple[str, _Region]]:
+        """Each storage once, by the name of one of its tensors."""
+        tensors = self._holder.tensors() if part == "parameters" else self._optimizer.tensors()
+        seen: set[int] = set()
+        for name, tensor in tensors:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in seen:
+                seen.add(storage._cdata)
+                yield name, _Region(storage, tensor.dtype, int(tensor.storage_offset()))
+
+    def _leave_mapped_files(self) -> None:
+        """Parameters that transformers left in the mapped file get memory of their own, which can be given back.
+
+        It begins as far from a cache line as in the file: kernels may round otherwise for another alignment, and a run that
+        sleeps would not be the one that does not.
+        """
+        for name in self._holder.masters | self._holder.frozen:
+            parameter = self._holder.held(name)
+            if isinstance(parameter.data, DTensor) or parameter.untyped_storage().resizable():
+                continue
+            beside = parameter.data_ptr() % CACHE_LINE // parameter.dtype.itemsize
+            with mapped_blocks():
+                own = torch.empty(beside + parameter.numel(), dtype=parameter.dtype)
+                parameter.data = own[beside:].view(parameter.shape).copy_(parameter.data)
+
+    def _put_away(self, part: TrainPart, name: str, region: _Region, scratch: Path) -> _Asleep:
+        did()
+        copy = self._copies.get((part, name))
+        if copy is None or copy.num_bytes != region.num_bytes:
+            copy = self._copies[part, name] = _Copy(name, region.num_bytes)
+        flat = region.flat
+        total = keyed_sum(flat)
+        if copy.place is None and part == "parameters":
+            self._look_into_folder(copy, region.dtype, total)
+        if copy.sum != total:
+            self._write(copy, flat, scratch)
+            copy.sum = total
+        region.storage.resize_(0)
+        return _Asleep(region, copy)
+
+    def _look_into_folder(self, copy: _Copy, dtype: torch.dtype, total: int) -> None:
+        """If the folder has the same numbers under the tensor's name, they need not be written."""
+        try:
+            if self._stored is None:
+                self._stored = stored_tensors(self._folder)
+            stored = self._stored.get(copy.name.removeprefix(PREFIX))
+            if stored is None or torch.Size(stored.shape).numel() * dtype.itemsize != copy.num_bytes:
+                return
+            if keyed_sum_of(stored, dtype) == total:
+                copy.sum, copy.place = total, stored
+        except (OSError, ValueError):
+            self._stored = {}  # nothing of this folder can be read again
+
+    def _write(self, copy: _Copy, flat: torch.Tensor, scratch: Path) -> None:
+        if self._file is None:
+            scratch.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=scratch, buffering=0)  # noqa: SIM115 — open while the engine lives
+            weakref.finalize(self, self._file.close)
+        if not isinstance(copy.place, int):  # else its room in the file is used again
+            copy.place = self._file.seek(0, 2)
+        self._file.seek(copy.place)
+        self._moved += flat.nbytes
+        left = _bytes(flat)
+        while left:
+            left = left[self._file.write(left) :]
+
+    def _take_back(self, region: _Region, copy: _Copy) -> None:
+        did()
+        region.storage.resize_(region.start * region.dtype.itemsize + copy.num_bytes)
+        self._moved += copy.num_bytes
+        flat, where = region.flat, "the file that it was written to"
+        try:
+            if isinstance(copy.place, Stored):
+                where, start = str(copy.place.file), 0
+                for piece in copy.place.pieces(region.dtype):
+                    flat[start : start + len(piece)] = piece
+                    start += len(piece)
+            else:
+                assert self._file is not None and copy.place is not None, "it was written when it went to sleep"
+                self._file.seek(copy.place)
+                read_whole(self._file, _bytes(flat))
+        except OSError as error:
+            raise WeightsChanged(f"{copy.name!r} slept, and cannot be read from {where} again: {error}") from error
+        if keyed_sum(flat) != copy.sum:
+            raise WeightsChanged(
+                f"{copy.name!r} slept, and {where} has other numbers for it now: files that a run reads must not change "
+                "while it runs; start it anew"
+            )
+
+
+def _bytes(flat: torch.Tensor) -> memoryview:
+    # by its address: numpy would mark the storage as one that must keep its size
+    return memoryview((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())).cast("B")
+
+
+def keyed_sum_of(stored: Stored, dtype: torch.dtype) -> int:
+    """Of a stored tensor as it is in ``dtype``."""
+    total, rest = KeyedSum(), torch.empty(0, dtype=dtype)
+    whole = 8 * WORDS // dtype.itemsize
+    for piece in stored.pieces(dtype):
+        rest = torch.cat((rest, piece)) if len(rest) else piece
+        while len(rest) >= whole:
+            total.add(rest[:whole])
+            rest = rest[whole:]
+        rest = rest.clone()  # the piece is overwritten by the next one
+    if len(rest):
+        total.add(rest)
+    return total.value

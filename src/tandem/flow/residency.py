@@ -1,0 +1,123 @@
+"""Puts parts of the models to sleep and wakes them, as the plan of a run says. Nobody else does."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tandem.api.activity import waiting
+from tandem.api.engines import InferenceEngine, TrainEngine
+from tandem.api.failures import WaitTimeout
+from tandem.flow.plan import Resident
+from tandem.flow.process import Process
+from tandem.flow.sleep_plan import GIB, Moves, Part, SleepPlan, State
+from tandem.flow.state_parts import ENGINE
+from tandem.models.allocator import give_back, mapped_blocks
+from tandem.tracking.statistics import PhaseTimer
+
+
+class Residency:
+    """Holds what is awake within `memory_limit_gib`. Without a budget, or if everything fits, it does nothing.
+
+    On several ranks each makes the same calls and comes to the same decisions, for they follow from the plan alone.
+    """
+
+    def __init__(
+        self,
+        plan: SleepPlan | None,
+        scratch: Path,
+        timer: PhaseTimer,
+        open_model: Callable[..., TrainEngine],
+        *,
+        idle_timeout_s: float = 600.0,
+    ):
+        """``scratch``: a folder for what sleeps on disk. ``open_model``: opens what `open` is given. ``idle_timeout_s``: for
+        the inference engine to end what was cancelled, before it sleeps."""
+        self.plan = plan if plan is not None and plan.sleeps else None
+        self._open_model = open_model
+        self._scratch, self._timer, self._idle_timeout_s = scratch, timer, idle_timeout_s
+        self._state = State(set(self.plan.beginning) if self.plan is not None else set())
+        self._trained: dict[str, TrainEngine] = {}
+        self._engine: InferenceEngine | None = None
+        self._deliver_again: Callable[[], None] = lambda: None
+        self._moved = 0
+
+    def add_engine(self, engine: InferenceEngine | None) -> None:
+        """The inference engine; None on ranks that have none."""
+        self._engine = engine
+
+    def deliver_by(self, deliver_again: Callable[[], None]) -> None:
+        """``deliver_again``: brings the weights that the inference engine served back to it. Collective."""
+        self._deliver_again = deliver_again
+
+    def open(self, resident: Resident, process: Process, *, optimizer_steps: int = 0) -> TrainEngine:
+        """Makes room for a model and opens it as `open_model` does. Under a budget it sleeps until a stage needs it."""
+        part = Part(resident.name, "parameters")
+        if self.plan is None or part not in self.plan.parts:
+            return self._open_model(resident, process, optimizer_steps=optimizer_steps)
+        self._do(self.plan.opening(part, self._state))
+        with mapped_blocks():
+            engine = self._trained[resident.name] = self._open_model(resident, process, optimizer_steps=optimizer_steps)
+            self._sleep(part)
+        give_back()
+        return engine
+
+    def enter(self, name: str) -> None:
+        """Before a stage: what it needs wakes, and what has to make room for it sleeps. Collective."""
+        if self.plan is None:
+            return
+        with self._timer("switch"):
+            give_back()  # gradients and activations of the stage before are no part of what is planned
+            moves = self.plan.moves(name, self._state)
+            if moves.again is not None:
+                self._do(moves.again)
+                with mapped_blocks():
+                    self._deliver_again()
+                self._moved += self.plan.parts[Part(ENGINE, "weights")].coming
+            self._do(moves)
+
+    @contextlib.contextmanager
+    def making(self, name: str) -> Iterator[None]:
+        """A block around a stage that makes weights anew, which will be given back one by one."""
+        with mapped_blocks() if self.plan is not None and self.plan.stage(name).gives else contextlib.nullcontext():
+            yield
+
+    def metrics(self) -> dict[str, float]:
+        """``memory/moved_gib`` since the last call; empty without a budget that anything must sleep for."""
+        if self.plan is None:
+            return {}
+        moved, self._moved = self._moved, 0
+        return {"memory/moved_gib": moved / GIB}
+
+    def _do(self, moves: Moves) -> None:
+        """Sleeps first, so that there is room for what wakes."""
+        for part in moves.sleep:
+            self._sleep(part)
+        for part in moves.wake:
+            if part.resident == ENGINE:
+                if self._engine is not None:
+                    self._engine.wake((part.what,))  # type: ignore[arg-type]
+            elif part.resident in self._trained:
+                self._moved += self._trained[part.resident].onload((part.what,))  # type: ignore[arg-type]
+
+    def _sleep(self, part: Part) -> None:
+        if part.resident == ENGINE:
+            if self._engine is not None:
+                self._wait_until_idle(self._engine)
+                self._engine.sleep((part.what,))  # type: ignore[arg-type]
+        elif part.resident in self._trained:
+            self._moved += self._trained[part.resident].offload((part.what,), self._scratch)  # type: ignore[arg-type]
+
+    def _wait_until_idle(self, engine: InferenceEngine) -> None:
+        """Requests that were cancelled, or drawn beside those that were needed, may still be under way."""
+
+        def idle() -> bool:
+            counts = engine.statistics()
+            return not counts.get("running", 0.0) and not counts.get("waiting", 0.0)
+
+        deadline = time.monotonic() + self._idle_timeout_s
+        with waiting("the inference engine to be idle"):
+            while not idle() and time.monotonic() < deadline:
+                time.sleep(0.01)
+        if not idle():
+            raise WaitTimeout(f"the inference engine was to sleep, and was still busy after {self._idle_timeout_s:g} s")

@@ -1,0 +1,203 @@
+"""From the plan of a run to the parts of its models, their bytes, and what each stage needs of them."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from tandem.api.engines import TrainPart
+from tandem.config.backend import parse_layout
+from tandem.config.experiment import BaseConfig, TrainConfig
+from tandem.config.preference import DistillConfig, training_config
+from tandem.flow.plan import Resident, RunPlan, Stage
+from tandem.flow.process import choose_device
+from tandem.flow.sleep_plan import AGAIN, BEGIN, GIB, Cost, Part, SleepPlan, StageNeeds, moved_bytes
+from tandem.models.footprint import Footprint, adapters_of, cache_bytes, engine_bytes, row_capacity
+from tandem.models.precision import resolve_dtype
+from tandem.models.shape import Dtype, Shape, read_shape
+
+ENGINE = "engine"
+
+
+@dataclass(frozen=True)
+class Where:
+    """The device of a run, which need not be here."""
+
+    cpu: bool
+    dtype: Callable[[str], Dtype]
+    """From `auto`, `float32` or `bfloat16` to what it stands for there."""
+
+    fast_bfloat16: bool = True
+    """False: the inference engine computes bfloat16 weights in float32."""
+
+
+def here(device: str) -> Where:
+    """This machine. ``device``: as `choose_device` gives it."""
+
+    def dtype(name: str) -> Dtype:
+        return "bfloat16" if str(resolve_dtype(name, device)) == "torch.bfloat16" else "float32"
+
+    return Where(device == "cpu", dtype, dtype("auto") == "bfloat16")
+
+
+def footprint(resident: Resident, shape: Shape, where: Where) -> Footprint:
+    """The bytes of a resident with a train engine."""
+    config = resident.engine
+    assert config is not None, f"{resident.name} has no train engine"
+    layout = parse_layout(config.backend, resident.key)
+    return Footprint(
+        shape=shape,
+        head=resident.head,
+        dtype=where.dtype(config.dtype),
+        layout=layout,
+        trained=resident.trained,
+        adapters=adapters_of(config.lora, shape),
+        frozen=not resident.changes and layout.zero is None,
+        offload=config.offload,
+    )
+
+
+def sleep_plan(
+    config: BaseConfig, plan: RunPlan, where: Where, read: Callable[[str], Shape] = read_shape
+) -> SleepPlan | None:
+    """The parts of a run and what its stages need of them; None where no budget is set. ``read``: from a model's path to its
+    shape.
+
+    Raises:
+        ConfigError: a model cannot be read, or the budget does not hold the largest stage.
+    """
+    training = training_config(config) if isinstance(config, DistillConfig) else config
+    if not isinstance(training, TrainConfig) or training.memory_limit_gib is None:
+        return None
+    parts: dict[Part, Cost] = {}
+    gradients: dict[str, int] = {}
+    for resident in plan.residents:
+        if resident.engine is not None and resident.base_of is None:
+            found = footprint(resident, read(resident.engine.path), where)
+            ranks = found.layout.ranks if where.cpu else 1  # processes of a CPU share its memory
+            gradients[resident.name] = round(found.gradient_bytes * ranks)
+            parts |= _parts(resident, found, where, ranks)
+    actor = plan.resident("actor")
+    assert actor is not None and actor.engine is not None, "every plan has an actor"
+    parts |= _engine_parts(training, read(actor.engine.path), where)
+    made = SleepPlan(parts, tuple(_stages(config, plan, parts, gradients)), int(training.memory_limit_gib * GIB))
+    made.check()
+    return made
+
+
+def sleep_plan_here(config: BaseConfig, plan: RunPlan) -> SleepPlan | None:
+    """The same for this machine.
+
+    Raises:
+        ConfigError: see `sleep_plan`.
+    """
+    return (
+        None if getattr(config, "memory_limit_gib", None) is None else sleep_plan(config, plan, here(choose_device(config)))
+    )
+
+
+def _parts(resident: Resident, found: Footprint, where: Where, ranks: int) -> dict[Part, Cost]:
+    weights, masters = (found.weight_bytes + found.rounded_bytes) * ranks, 4 * found.masters / found.parts * ranks
+    costs: dict[TrainPart, tuple[float, float, float]]
+    if not where.cpu:
+        costs = {"parameters": (weights, weights, weights), "optimizer": (found.optimizer_bytes,) * 3}
+    else:  # what is frozen is read from its folder again; a rounded copy is made anew
+        moments = found.optimizer_bytes * ranks
+        costs = {
+            "parameters": (weights, masters if resident.changes else 0.0, weights - found.rounded_bytes * ranks),
+            "optimizer": (moments, moments, moments),
+        }
+    return {
+        Part(resident.name, what): Cost(round(size), round(leaving), round(coming), keeps_copy=where.cpu)
+        for what, (size, leaving, coming) in costs.items()
+        if size
+    }
+
+
+def _engine_parts(config: TrainConfig, shape: Shape, where: Where) -> dict[Part, Cost]:
+    """The weights, which are delivered anew, and the most that the cache can take."""
+    rollout = config.rollout
+    dtype = where.dtype(rollout.dtype)
+    if dtype == "bfloat16" and not where.fast_bfloat16:
+        dtype = "float32"
+    weights = round(engine_bytes(shape, dtype, cpu=where.cpu))
+    samples = config.gconfig.n_samples * max(rollout.batch_size, round(rollout.batch_size * rollout.oversample))
+    rows = min(rollout.engine.max_running, samples)
+    longest = row_capacity(rollout.engine.max_model_len or shape.context)
+    cache = min(rollout.engine.kv_cache_gib * GIB, cache_bytes(shape, dtype, rows * longest))
+    return {
+        Part(ENGINE, "weights"): Cost(weights, 0, weights),
+        Part(ENGINE, "kv_cache"): Cost(round(cache), 0, 0),
+    }
+
+
+def _stages(config: BaseConfig, plan: RunPlan, parts: dict[Part, Cost], gradients: dict[str, int]) -> Iterator[StageNeeds]:
+    weights = frozenset({Part(ENGINE, "weights")})
+    actor = frozenset({Part("actor", "parameters")})
+    yield StageNeeds(AGAIN, actor, gives=weights, each_step=False)
+    yield StageNeeds(BEGIN, actor, each_step=False)
+    for resident in plan.residents:
+        if resident.changes and resident.engine is not None:
+            own = frozenset(part for part in parts if part.resident == resident.name)
+            yield StageNeeds(f"load {resident.name}", own, own, each_step=False)
+    for stage in plan.stages:
+        residents = [_owner(plan, name) for name in stage.awake]
+        needs = {part for name in residents for part in _needed(stage, name, config) if part in parts}
+        changes: set[Part] = set()
+        if stage.kind == "update":
+            changes = set(needs)
+        elif stage.name == "refresh":
+            changes = {Part("reference", "parameters")}
+        elif stage.name == "publish":
+            needs -= weights
+        yield StageNeeds(
+            stage.name,
+            frozenset(needs),
+            frozenset(changes),
+            weights if stage.name == "publish" else frozenset(),
+            tuple((Part(name, "gradients"), gradients[name]) for name in residents if stage.kind == "update"),
+            each_step=stage.kind != "keep" or stage.name == "record",
+            now_and_then=stage.kind == "keep" and stage.name != "record",
+        )
+
+
+def _owner(plan: RunPlan, name: str) -> str:
+    """The resident whose memory it is: the base of another one has none of its own."""
+    resident = plan.resident(name)
+    assert resident is not None, "stages need residents of the plan"
+    return resident.base_of or name
+
+
+def _needed(stage: Stage, name: str, config: BaseConfig) -> Iterator[Part]:
+    if name == ENGINE:
+        yield Part(name, "weights")
+        if stage.name != "publish":
+            yield Part(name, "kv_cache")
+        return
+    yield Part(name, "parameters")
+    if stage.kind == "update" or (stage.name == "save" and config.checkpoint.resumable):
+        yield Part(name, "optimizer")
+
+
+def told(plan: SleepPlan) -> str:
+    """What sleeps, in words, for `--dry-run` and `tandem graph`."""
+    assert plan.limit is not None
+    largest = plan.largest
+    lines = [
+        f"Memory limit: {plan.limit / GIB:.4g} GiB for what the models keep; everything awake would take "
+        f"{plan.everything / GIB:.4g} GiB, and the largest stage, {largest.name}, needs {plan.least(largest) / GIB:.4g} GiB "
+        f"({plan.arithmetic(largest)})."
+    ]
+    if not plan.sleeps:
+        return f"{lines[0]} Everything fits, so nothing sleeps."
+    rows: list[tuple[str, ...]] = [("stage", "goes to sleep before it", "wakes for it", "moved MiB", "awake MiB")]
+    for done in plan.steady():
+        moves = done.moves
+        sleeps, wakes = list(moves.sleep), [part for part in moves.wake if plan.parts[part].coming]
+        if moves.again is not None:
+            sleeps, wakes = [*moves.again.sleep, *sleeps], [*moves.again.wake, Part(ENGINE, "weights"), *wakes]
+        cells = [", ".join(map(str, dict.fromkeys(some))) or "-" for some in (sleeps, wakes)]
+        name = done.stage.name if done.stage.each_step else f"({done.stage.name})"
+        rows.append((name, *cells, f"{done.total / 2**20:.1f}", f"{done.peak / 2**20:.1f}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines += ["  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines.append(f"A step moves {moved_bytes(plan.steady()) / GIB:.4g} GiB, without the stages in brackets.")
+    return "\n".join(lines)

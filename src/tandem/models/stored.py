@@ -1,0 +1,75 @@
+"""Tensors of a model folder as numbers in files, which are read a piece at a time: no tensor is there twice."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+PIECE = 1 << 19
+"""Bytes that are read at a time."""
+
+MAX_HEADER_BYTES = 100 << 20
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Where the numbers of a tensor lie."""
+
+    file: Path
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def pieces(self, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """Its numbers in order, flat, in ``dtype``; each piece is valid until the next.
+
+        Raises:
+            OSError: the file cannot be read, or is too short.
+        """
+        size = self.dtype.itemsize
+        left = size * torch.Size(self.shape).numel()
+        buffer = bytearray(min(PIECE, left))
+        with self.file.open("rb", buffering=0) as file:
+            file.seek(self.start)
+            while left:
+                view = memoryview(buffer)[: min(len(buffer), left)]
+                read_whole(file, view)
+                yield torch.frombuffer(view, dtype=self.dtype).to(dtype)
+                left -= len(view)
+
+
+def read_whole(file, view: memoryview) -> None:  # type: ignore[no-untyped-def]
+    """Fills ``view`` from an unbuffered file.
+
+    Raises:
+        OSError: the file ends before.
+    """
+    done = 0
+    while done < len(view):
+        count = file.readinto(view[done:])
+        if not count:
+            raise OSError(f"{file.name} is shorter than it was")
+        done += count
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """The tensors in the safetensors files of a model folder by name; those that no file has are missing.
+
+    Raises:
+        OSError, ValueError: a file is damaged.
+    """
+    found: dict[str, Stored] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if length > MAX_HEADER_BYTES:
+                raise ValueError(f"{file} is no safetensors file")
+            header = json.loads(opened.read(length))
+        for name, about in header.items():
+            if name != "__metadata__" and about["dtype"] in DTYPES:
+                start = 8 + length + int(about["data_offsets"][0])
+                found[name] = Stored(file, start, DTYPES[about["dtype"]], tuple(map(int, about["shape"])))
+    return found

@@ -1,0 +1,158 @@
+"""Parts of an engine that sleep: their bytes are those that were counted before, and come back to the bit."""
+
+import shutil
+
+import pytest
+import torch
+
+from tandem.api.failures import WeightsChanged
+from tandem.config.backend import parse_layout
+from tandem.config.lora import LoRAConfig
+from tandem.config.train_engine import TrainEngineConfig
+from tandem.engines.train.build import build_train_engine
+from tandem.models.footprint import Footprint, adapters_of
+from tandem.models.shape import read_shape
+from tests.engines_train.steps import random_batch, weighted_nll, weights_of
+from tests.tiny import tiny_model_folder
+
+PARTS = ("parameters", "optimizer")
+ENGINES = {
+    "trained in float32": ("float32", "lm", True, None),
+    "trained in bfloat16, with masters": ("bfloat16", "lm", True, None),
+    "frozen in float32": ("float32", "lm", False, None),
+    "frozen in bfloat16": ("bfloat16", "lm", False, None),
+    "a critic": ("float32", "scalar", True, None),
+    "a frozen judge": ("bfloat16", "scalar", False, None),
+    "adapters in float32": ("float32", "lm", True, 2),
+    "adapters in bfloat16": ("bfloat16", "lm", True, 2),
+    "two heads": ("float32", "both", True, None),
+}
+
+
+@pytest.fixture(scope="module", params=["llama", "smollm"])
+def folder(request, tmp_path_factory):
+    """With a head of its own, and with one that is tied to the embedding."""
+    return tiny_model_folder(tmp_path_factory.mktemp("models"), request.param)
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return random_batch((3, 14, 2, 5, 9))
+
+
+def engine_of(folder, dtype, head, trained, rank):
+    config = TrainEngineConfig(path=str(folder), dtype=dtype, lora=LoRAConfig(rank=rank), max_tokens_per_micro_batch=16)
+    return config, build_train_engine(config, 3, head=head, trained=trained)
+
+
+def loss_of(head):
+    """A loss that every head has a gradient of."""
+
+    def of_scores(outputs, view):
+        return outputs.scores * view["loss_weights"].ne(0), {}
+
+    def of_both(outputs, view):
+        losses, metrics = weighted_nll(outputs, view)
+        return losses + of_scores(outputs, view)[0], metrics
+
+    return {"lm": weighted_nll, "scalar": of_scores, "both": of_both}[head]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_the_bytes_of_each_part_are_those_that_were_counted_before(folder, batch, name):
+    dtype, head, trained, rank = ENGINES[name]
+    config, engine = engine_of(folder, dtype, head, trained, rank)
+    shape = read_shape(str(folder))
+    counted = Footprint(
+        shape=shape,
+        head=head,
+        dtype=dtype,
+        layout=parse_layout("fsdp:d1"),
+        trained=trained,
+        adapters=adapters_of(config.lora, shape),
+        frozen=not trained,
+    )
+    gradients = []
+
+    def loss(outputs, view):
+        gradients.append(engine.num_bytes()["gradients"])
+        return loss_of(head)(outputs, view)
+
+    if trained:
+        engine.train_batch(batch, loss)
+        assert max(gradients) == counted.gradient_bytes  # those of the first micro-batch, when the second one begins
+    assert engine.num_bytes() == {
+        "parameters": counted.weight_bytes + counted.rounded_bytes,
+        "optimizer": counted.optimizer_bytes,
+        "gradients": 0,
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["trained in float32", "trained in bfloat16, with masters", "a critic", "adapters in bfloat16"]
+)
+def test_training_that_sleeps_between_steps_is_training_that_does_not(folder, batch, tmp_path, name):
+    dtype, head, trained, rank = ENGINES[name]
+    torch.manual_seed(1)
+    _, awake = engine_of(folder, dtype, head, trained, rank)
+    torch.manual_seed(1)
+    _, sleepy = engine_of(folder, dtype, head, trained, rank)
+    identity = [id(parameter) for parameter in sleepy.model.parameters()]
+    for _ in range(3):
+        sleepy.offload(PARTS, tmp_path)
+        assert sleepy.num_bytes() == {"parameters": 0, "optimizer": 0, "gradients": 0}
+        with pytest.raises(RuntimeError, match="are offloaded; call onload"):
+            sleepy.forward(batch)
+        sleepy.onload(PARTS)
+        assert sleepy.train_batch(batch, loss_of(head)) == awake.train_batch(batch, loss_of(head))
+    ours, theirs = weights_of(sleepy), weights_of(awake)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert [id(parameter) for parameter in sleepy.model.parameters()] == identity
+    assert list(tmp_path.iterdir()) == []  # a file without a name: nothing stays of it
+
+
+def copied(folder, tmp_path):
+    return shutil.copytree(folder, tmp_path / "model")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_frozen_model_writes_nothing_and_wakes_from_its_own_folder(folder, batch, tmp_path, dtype):
+    _, engine = engine_of(folder, dtype, "lm", False, None)
+    before = engine.forward(batch).logprobs
+    engine.offload(PARTS, tmp_path / "scratch")
+    assert not (tmp_path / "scratch").exists()
+    engine.onload(PARTS)
+    assert torch.equal(engine.forward(batch).logprobs, before)
+
+
+def change_a_byte(file):
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 0x80
+    file.write_bytes(data)
+
+
+def cut_short(file):
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def remove(file):
+    file.unlink()
+
+
+@pytest.mark.parametrize("damage", [change_a_byte, cut_short, remove])
+def test_a_folder_that_changed_while_its_model_slept_is_refused(folder, tmp_path, damage):
+    model = copied(folder, tmp_path)
+    _, engine = engine_of(model, "float32", "lm", False, None)
+    engine.offload(PARTS, tmp_path / "scratch")
+    damage(model / "model.safetensors")
+    with pytest.raises(WeightsChanged, match=r"slept, and .*model\.safetensors"):
+        engine.onload(PARTS)
+
+
+def test_weights_that_are_not_those_of_the_folder_are_written(folder, batch, tmp_path):
+    _, engine = engine_of(folder, "float32", "lm", False, None)
+    engine.load_weights((name, -tensor) for name, tensor in list(weights_of(engine).items()))
+    before = engine.forward(batch).logprobs
+    engine.offload(PARTS, tmp_path / "scratch")
+    engine.onload(PARTS)
+    assert torch.equal(engine.forward(batch).logprobs, before)

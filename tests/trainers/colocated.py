@@ -1,0 +1,99 @@
+"""PPO with a critic, a reference and two reward models, for tests of `memory_limit_gib`; also a process of its own:
+
+python -m tests.trainers.colocated ROOT MODELS CAP_MIB KEY=VALUE…   (prints a JSON line: peaks over the start, in MiB)
+"""
+
+import json
+import resource
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tandem.config.experiment import TrainConfig
+from tandem.config.load import load_config
+from tandem.engines.train.build import build_train_engine
+from tandem.models.tokenizer import load_tokenizer
+from tandem.trainers.rl import train
+from tests.tiny import tiny_model_folder
+
+JUDGES = ("first", "second")
+
+
+def make_models(folder: Path, **size: int) -> None:
+    """A policy, and two reward models with bases of their own: other numbers, and one layer more and two."""
+    policy = tiny_model_folder(folder, **size)
+    policy.rename(folder / "policy")
+    for number, name in enumerate(JUDGES, 1):
+        layers = size.get("num_hidden_layers", 2) + number
+        base = tiny_model_folder(folder / name, seed=number, **size | {"num_hidden_layers": layers})
+        config = load_config(TrainConfig, None, [f"actor.path={base}", "actor.dtype=float32", "train_dataset.path=addition"])
+        torch.manual_seed(number)
+        judge = build_train_engine(config.config.actor, 1, head="scalar")
+        judge.load_weights((key, torch.randn_like(x) if x.shape[0] == 1 else x) for key, x in list(judge.weights()))
+        judge.save(folder / f"{name}-judge")
+        load_tokenizer(folder / "policy").save_pretrained(folder / f"{name}-judge")
+        shutil.rmtree(folder / name)
+
+
+def keys_of(root: Path, models: Path, order: Sequence[str] = JUDGES, *more: str) -> list[str]:
+    """The configuration of a run; of two equal keys the last one counts."""
+    reward = " + ".join(f"0.5*model(path={models}/{name}-judge, name={name})" for name in order)
+    keys = [
+        f"run.root={root}",
+        f"actor.path={models}/policy",
+        "actor.optimizer.lr=0.001",
+        "actor.dtype=float32",
+        "rollout.dtype=float32",
+        "rollout.batch_size=4",
+        "rollout.engine.kv_cache_gib=0.00005",
+        "rollout.verify.every_steps=null",
+        "gconfig.n_samples=2",
+        "gconfig.max_new_tokens=4",
+        "train_dataset.path=addition",
+        "valid_dataset.path=addition",
+        "evaluate.every_steps=null",
+        "total_train_steps=2",
+        "tracking.plot_every_steps=null",
+        "tracking.trajectories_per_step=99",
+        "threads=1",
+        "deterministic=true",
+        "algorithm=ppo",
+        "algorithm.kl.coefficient=0.1",
+        f"reward={reward}",
+        *more,
+    ]
+    return list({key.partition("=")[0]: key for key in keys}.values())
+
+
+def memory(name: str) -> float:
+    """A line of this process's status, in MiB."""
+    return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0]) / 1024
+
+
+def watch(peaks: dict[str, float]) -> None:
+    """Keeps the largest that was seen."""
+    while True:
+        for name in peaks:
+            peaks[name] = max(peaks[name], memory(name))
+        time.sleep(0.002)
+
+
+def main(root: str, models: str, cap_mib: str, *more: str) -> None:
+    """Trains, under a limit of this process's data unless ``cap_mib`` is 0."""
+    peaks = {name: memory(name) for name in ("VmData", "RssAnon")}
+    start = dict(peaks)
+    if int(cap_mib):
+        cap = int(start["VmData"] + int(cap_mib)) << 20
+        resource.setrlimit(resource.RLIMIT_DATA, (cap, cap))
+    threading.Thread(target=watch, args=(peaks,), daemon=True).start()
+    train(load_config(TrainConfig, None, keys_of(Path(root), Path(models), JUDGES, *more)))
+    print(json.dumps({name: peaks[name] - start[name] for name in peaks}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

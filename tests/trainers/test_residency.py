@@ -1,0 +1,208 @@
+"""Models that take turns in one memory: the run is the one in which all of them stay awake, in less memory."""
+
+import functools
+import json
+import math
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tandem.api.weights import tensor_digest
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import TrainConfig
+from tandem.config.load import load_config
+from tandem.models.shape import read_shape
+from tandem.planning.job import job_of
+from tandem.planning.lengths import known_lengths
+from tandem.planning.plan import make_plan
+from tandem.trainers.rl import train
+from tandem.trainers.script import open_training
+from tests.trainers.colocated import JUDGES, keys_of, make_models
+from tests.trainers.planning import round_machine
+from tests.zygote import Zygote
+
+CLOCK = ("time", "tokens_per_s/", "memory/")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("colocated")
+    make_models(folder)
+    return folder
+
+
+def config_of(keys):
+    return load_config(TrainConfig, None, keys)
+
+
+def run(root, models, *more, order=JUDGES):
+    return train(config_of(keys_of(root, models, order, *more)))
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def outcome(folder):
+    """All that a run came to, but for clocks: weights, metrics, rewards of each sample, ledger."""
+    metrics = [{name: value for name, value in row.items() if not name.startswith(CLOCK)} for row in rows(folder)]
+    samples = [path.read_text() for path in sorted((folder / "trajectories").iterdir())]
+    with sqlite3.connect(folder / "ledger.sqlite") as ledger:
+        tables = [name for (name,) in ledger.execute("select name from sqlite_master where type='table' order by name")]
+        records = {table: ledger.execute(f"select * from {table}").fetchall() for table in tables if table != "run"}
+    saved = {
+        f"{path.relative_to(folder)} {name}": tensor_digest(tensor)
+        for path in sorted(folder.glob("checkpoints/**/*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+    return {
+        "weights": (folder / "weights.jsonl").read_text(),
+        "metrics": metrics,
+        "samples": [sorted(json.dumps(json.loads(line), sort_keys=True) for line in text.splitlines()) for text in samples],
+        "ledger": records,
+        "saved": saved,
+    }
+
+
+TIGHT = "memory_limit_gib=0.00088"
+"""Of models of 152 to 230 kB: little more than actor and critic, which are saved together."""
+
+EVALUATED = ("evaluate.every_steps=1", "evaluate.max_rows=2", "checkpoint.every_steps=1", "total_train_steps=3")
+
+
+@pytest.mark.parametrize("more", [(), EVALUATED, ("actor.lora.rank=2",)], ids=["plain", "evaluated and saved", "adapters"])
+def test_a_run_whose_models_sleep_is_the_run_in_which_all_are_awake_to_the_bit(models, tmp_path, more):
+    limit = "memory_limit_gib=0.0007" if "actor.lora.rank=2" in more else TIGHT
+    awake = run(tmp_path / "awake", models, *more)
+    for order in (JUDGES, JUDGES[::-1]):
+        asleep = run(tmp_path / order[0], models, limit, *more, order=order)
+        assert outcome(asleep.folder) == outcome(awake.folder)
+        last = rows(asleep.folder)[-1]
+        assert last["memory/moved_gib"] > 0 and last["time/switch_s"] > 0
+    assert "memory/moved_gib" not in rows(awake.folder)[-1]
+
+
+def test_groups_that_are_drawn_again_find_the_engine_awake(models, tmp_path):
+    more = (
+        "algorithm.filter=dynamic_sampling",
+        "train_dataset.size=64",
+        "gconfig.temperature=0.3",
+        "gconfig.max_new_tokens=2",
+    )
+    awake, asleep = run(tmp_path / "awake", models, *more), run(tmp_path / "asleep", models, TIGHT, *more)
+    assert outcome(asleep.folder) == outcome(awake.folder)
+    assert rows(asleep.folder)[-1]["groups/without_spread"] == 0
+
+
+def test_what_the_run_moves_is_what_the_plan_says(models, tmp_path):
+    asleep = run(tmp_path, models, TIGHT, "total_train_steps=4")
+    config = asleep_config(tmp_path, models)
+    job = job_of(config, round_machine(), known_lengths(config).lengths, functools.cache(read_shape))
+    assert rows(asleep.folder)[-1]["memory/moved_gib"] == pytest.approx(make_plan(job, round_machine()).moved_gib)
+
+
+def asleep_config(root, models):
+    return config_of(keys_of(root, models, JUDGES, TIGHT)).config
+
+
+def test_a_budget_that_is_too_small_is_refused_before_there_is_a_run_folder(models, tmp_path):
+    with pytest.raises(ConfigError, match=r"memory_limit_gib=0\.0001 cannot hold the stage"):
+        run(tmp_path / "runs", models, "memory_limit_gib=0.0001")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_script_is_told_that_its_models_would_sleep(models, tmp_path):
+    config = config_of(keys_of(tmp_path, models, JUDGES, TIGHT)).config
+    with pytest.raises(ConfigError, match="is for `tandem train`"), open_training(config):
+        pass
+
+
+def train_and_die(keys, nth):
+    """In a process of its own, which is gone when a model is to wake for the ``nth`` time."""
+    from tandem.engines.train.asleep import EngineMemory  # noqa: PLC0415
+
+    plain, count = EngineMemory.onload, 0
+
+    def onload(self, parts):
+        nonlocal count
+        count += 1
+        if count == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(self, parts)
+
+    if nth:
+        EngineMemory.onload = onload
+    train(config_of(keys))
+
+
+def test_a_run_that_is_killed_between_sleep_and_wake_goes_on_as_if_nothing_had_been(models, tmp_path):
+    more = (TIGHT, "checkpoint.every_steps=1", "total_train_steps=4")
+    whole = run(tmp_path / "whole", models, *more)
+    keys = keys_of(tmp_path / "killed", models, JUDGES, *more)
+    with Zygote("tests.trainers.test_residency") as zygote:
+        status = zygote.call("tests.trainers.test_residency:train_and_die", [keys, 16], tmp_path / "log")
+        assert status == -signal.SIGKILL, (tmp_path / "log").read_text()
+        folder = tmp_path / "killed" / "tandem" / "trial"
+        assert list((folder / "checkpoints").iterdir())  # it had come to a checkpoint
+        status = zygote.call("tests.trainers.test_residency:train_and_die", [keys, 0], tmp_path / "log")
+    assert status == 0, (tmp_path / "log").read_text()
+    assert outcome(folder)["saved"] == outcome(whole.folder)["saved"]
+    assert outcome(folder)["metrics"] == outcome(whole.folder)["metrics"]
+    assert list((folder / "asleep").iterdir()) == []
+
+
+BIG = {
+    "hidden_size": 768,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+"""52 MB; the judges have 79 and 105."""
+
+
+def in_process(root: Path, models: Path, cap_mib: int, *more: str):
+    command = [sys.executable, "-m", "tests.trainers.colocated", str(root), str(models), str(cap_mib), *more]
+    return subprocess.run(command, capture_output=True, text=True, timeout=500, check=False)
+
+
+def peak(done):
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def planned_mib(keys) -> float:
+    """The worst instant of the plan, without the interpreter."""
+    config = config_of(keys).config
+    machine = round_machine(heap_gib=0.1, engine_heap_gib=0.02)
+    job = job_of(config, machine, known_lengths(config).lengths, functools.cache(read_shape))
+    return make_plan(job, machine).peak_gib * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_under_the_planned_peak_a_run_finishes_that_cannot_with_everything_awake(models, tmp_path):
+    big = tmp_path / "models"
+    big.mkdir()
+    make_models(big, **BIG)
+    base = peak(in_process(tmp_path / "base", models, 0))  # of the same run, of models that are next to nothing
+    cache, limit = "rollout.engine.kv_cache_gib=0.004", "memory_limit_gib=0.33"
+    planned = planned_mib(keys_of(tmp_path, big, JUDGES, cache, limit))
+    cap = math.ceil(base["VmData"] + 1.1 * planned)
+
+    measured = peak(in_process(tmp_path / "watched", big, 0, cache, limit))
+    assert measured["RssAnon"] - base["RssAnon"] == pytest.approx(planned, rel=0.1)
+    asleep = in_process(tmp_path / "asleep", big, cap, cache, limit)
+    assert asleep.returncode == 0, asleep.stderr
+    awake = in_process(tmp_path / "awake", big, cap, cache)
+    assert awake.returncode != 0 and "emory" in awake.stderr
+    free = in_process(tmp_path / "free", big, 0, cache)
+    assert free.returncode == 0, free.stderr
+    folders = [tmp_path / name / "tandem" / "trial" for name in ("asleep", "free")]
+    assert outcome(folders[0]) == outcome(folders[1])
