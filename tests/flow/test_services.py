@@ -283,7 +283,7 @@ def test_a_workflow_of_rest_is_given_what_its_base_class_takes_and_its_knobs_are
     check_names(made)
 
 
-def test_services_are_closed_in_reverse_also_after_one_that_fails_to_close():
+def test_services_are_closed_in_reverse_also_after_one_that_fails_to_close(caplog):
     closed = []
 
     class Closes:
@@ -298,7 +298,7 @@ def test_services_are_closed_in_reverse_also_after_one_that_fails_to_close():
     services = Services()
     for name in ("one", "two", "three"):
         services.keep(Closes(name))
-    with pytest.raises(OSError, match="gone"):
-        services.close()
+    services.close()
     services.close()
     assert closed == ["three", "two", "one"]
+    assert "a Closes did not close: OSError: gone" in caplog.text  # the work is done: no reason to fail the run

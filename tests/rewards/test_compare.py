@@ -83,6 +83,22 @@ def test_a_run_trains_on_comparisons_beside_other_rewards(tmp_path):
         assert all(s["reward"] == pytest.approx(sum(s["rewards"].values())) for s in group)
 
 
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        (["gconfig.n_samples=1", "algorithm=reinforce"], "so gconfig.n_samples must be at least 2, got 1"),
+        (["algorithm.advantage=remax"], "the greedy baseline of algorithm.advantage=remax is compared with nobody"),
+        (["evaluate.every_steps=1"], "evaluation judges them one by one"),
+    ],
+)
+def test_a_comparison_that_cannot_be_made_is_refused_at_start(tmp_path, keys, said):
+    base = [f"actor.path={tiny_model_folder(tmp_path)}", "train_dataset.path=addition", f"run.root={tmp_path}/runs"]
+    reward = "reward=compare(url='http://127.0.0.1:1', model=m)"
+    with pytest.raises(ConfigError, match=said):
+        train(load_config(TrainConfig, None, [*base, "evaluate.every_steps=null", reward, *keys]))
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_wrong_knob_of_a_comparison_is_refused_at_start():
     with pytest.raises(ConfigError, match="opponents must be a whole number, at least 1"):
         build_reward("compare(url='http://127.0.0.1:1', model=m, opponents=0)", timeout_s=1.0)

@@ -24,6 +24,11 @@ def says(*texts):
         (lambda text: read_choice(text, {"good": 1.0, "not good": 0.0}), "Verdict: **not good**", 0.0),
         (lambda text: read_choice(text, {"A": 1.0, "B": -1.0}), "A is fine, but\nverdict: b", -1.0),
         (lambda text: read_json(text, 0, 10), 'Like {"a": 1}: ```json\n{"why": "{x}", "score": 5}\n```', 0.5),
+        (lambda text: read_json(text, 0, 10), '{"score": 8, "why": {"score": 2}}', 0.8),
+        (lambda text: read_json(text, 0, 1), '{"score": 0.00001}', 1e-5),
+        (lambda text: read_number(text, 0, 1), "Score: 1e-1", 0.1),
+        (lambda text: read_number(text, 0, 1), "Score: .5", 0.5),
+        (lambda text: read_choice(text, {"C++": 1.0, "C": 0.0}), "Verdict: C++", 1.0),
     ],
 )
 def test_the_verdict_is_the_last_one_in_the_agreed_form(read, text, value):
@@ -36,6 +41,9 @@ def test_the_verdict_is_the_last_one_in_the_agreed_form(read, text, value):
         (lambda text: read_number(text, 1, 10), "I give it a 7"),
         (lambda text: read_number(text, 1, 10), "Score: 11"),
         (lambda text: read_choice(text, {"good": 1.0, "bad": 0.0}), "Verdict: goodish"),
+        (lambda text: read_choice(text, {"A": 1.0, "B": 0.0, "tie": 0.5}), "Verdict: A or B or tie"),
+        (lambda text: read_choice(text, {"A": 1.0, "B": 0.0, "tie": 0.5}), "Verdict: A tie between both"),
+        (lambda text: read_json(text, 0, 10), '{"a":' * 5000),
         (lambda text: read_json(text, 0, 10), '{"score": "5"} {"score": true}'),
     ],
 )
@@ -52,6 +60,12 @@ def test_the_judge_reads_the_conversation_and_its_votes_are_averaged():
     asked = body["messages"][0]["content"]
     assert "[user]\nWhat is 1 + 1?\n\n[assistant]\ntwo\n" in asked and "The expected answer is:\n2\n" in asked
     assert asked.endswith("Score: a number from 1 to 10")
+
+
+def test_without_the_conversation_it_reads_the_row_and_the_completion():
+    with server(says("Score: 10")) as (url, bodies):
+        assert judge(f"judge(url={url}/v1, model=m)", "two", messages=False) == 1.0
+    assert "[user]\nWhat is 1 + 1?\n\n[assistant]\ntwo\n" in bodies[0]["messages"][0]["content"]
 
 
 def test_no_reply_can_close_what_is_judged():

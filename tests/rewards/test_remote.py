@@ -1,5 +1,6 @@
 """Rewards of another server: `tandem serve-reward`, the layouts of other systems, and servers that misbehave."""
 
+import asyncio
 import json
 import os
 import signal
@@ -184,3 +185,66 @@ def test_a_wrong_knob_is_refused_at_start(spec, said):
     os.environ.pop("NO_SUCH", None)
     with pytest.raises(ConfigError, match=said):
         build_reward(spec, timeout_s=1.0)
+
+
+def says(score):
+    """A server that gives each question this score."""
+    return lambda body: (200, {"results": [{"question": n, "score": score} for n in range(len(body["questions"]))]})
+
+
+def test_two_servers_are_two_parts_of_the_reward():
+    """Each under the name that its term has."""
+    with server(says(1)) as (one, _), server(says(10)) as (ten, _):
+        reward = build_reward(f"remote(url={one}, name=helpful) + remote(url={ten}, name=safe)", timeout_s=2.0)
+        result = asyncio.run(reward(prompt="", completion="a", prompt_ids=(1,), completion_ids=(2,), row=ROW))
+        reward.close()
+    assert (result.value, dict(result.rewards)) == (11.0, {"helpful": 1.0, "safe": 10.0})
+
+
+def test_an_event_loop_that_ends_with_questions_leaves_the_reward_usable():
+    with server(lengths) as (url, _):
+        reward = build_reward(f"remote(url={url}, patience_s=2)", timeout_s=1.0)
+
+        async def ask(give_up_s):
+            given = {"prompt": "", "completion": "four", "prompt_ids": (1,), "completion_ids": (2,), "row": ROW}
+            async with asyncio.timeout(give_up_s):
+                return (await reward(**given)).value
+
+        with pytest.raises(TimeoutError):
+            asyncio.run(ask(0.001))
+        assert asyncio.run(ask(5.0)) == 4
+        reward.close()
+
+
+def test_a_server_that_fails_on_one_question_answers_the_others():
+    """Also one that is too slow for many at once."""
+
+    def answer(body):
+        bad = any(q["completion"] == "bad" for q in body["questions"])
+        return (500, {}) if bad or len(body["questions"]) > 2 else lengths(body)
+
+    with server(answer) as (url, _):
+        *good, bad = judge(f"remote(url={url}, patience_s=3)", "a", "bb", "ccc", "dddd", "bad")
+    assert good == [1, 2, 3, 4] and bad.reason == "reward_server_failed"
+
+
+def test_nobody_asks_on_for_an_episode_that_was_cancelled():
+    with server(lambda body: (500, {})) as (url, bodies):
+        reward = build_reward(f"remote(url={url}, patience_s=60)", timeout_s=1.0)
+
+        async def leave():
+            given = {"prompt": "", "completion": "four", "prompt_ids": (1,), "completion_ids": (2,), "row": ROW}
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await reward(**given)
+            await asyncio.sleep(1.0)  # longer than the first pause between two tries
+
+        asyncio.run(leave())
+        reward.close()
+    assert len(bodies) == 1
+
+
+def test_a_password_in_an_address_is_not_shown():
+    with pytest.raises(ConfigError) as error:
+        build_reward("remote(url='http://me:secret@judge:1/?key=hidden')", timeout_s=1.0)
+    assert "secret" not in str(error.value) and "hidden" not in str(error.value)

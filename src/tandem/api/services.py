@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import inspect
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -151,9 +151,11 @@ class PerEpisode:
         try:
             yield service
         finally:
-            ended = service.close() if hasattr(service, "close") else None
-            if inspect.isawaitable(ended):
-                await ended
+            with _logged(service):
+                ended = service.close() if hasattr(service, "close") else None
+                if inspect.isawaitable(ended):
+                    async with asyncio.timeout(CLOSING_S):
+                        await ended
 
 
 class Services:
@@ -277,15 +279,24 @@ class Services:
         self.close()
 
 
+@contextlib.contextmanager
+def _logged(service: Any) -> Iterator[None]:
+    """A block that closes a service. What goes wrong is a warning: the work is done, and others are to be closed too."""
+    name = type(service).__name__
+    try:
+        yield
+    except TimeoutError:
+        log.warning("a %s took longer than %g s to close, and was left", name, CLOSING_S)
+    except Exception as error:  # the boundary of a user's code
+        log.warning("a %s did not close: %s: %s", name, type(error).__name__, error, exc_info=error)
+
+
 def _close(service: Any) -> None:
-    ended = service.close()
-    if inspect.isawaitable(ended):
+    async def wait(ended: Awaitable[Any]) -> None:
+        async with asyncio.timeout(CLOSING_S):
+            await ended
 
-        async def wait() -> None:
-            async with asyncio.timeout(CLOSING_S):
-                await ended
-
-        try:
-            asyncio.run(wait())
-        except TimeoutError:
-            log.warning("a %s took longer than %g s to close, and was left", type(service).__name__, CLOSING_S)
+    with _logged(service):
+        ended = service.close()
+        if inspect.isawaitable(ended):
+            asyncio.run(wait(ended))

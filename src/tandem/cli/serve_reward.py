@@ -67,8 +67,11 @@ def _named(models: Sequence[str]) -> dict[str, str]:
     """
     named: dict[str, str] = {}
     for model in models:
-        name, _, path = model.rpartition("=") if not Path(model).exists() else ("", "", model)
-        name = name or Path(path).name
+        name, equals, path = model.partition("=") if not Path(model).exists() else ("", "", model)
+        if not equals:
+            name, path = Path(model).name, model
+        elif not name:
+            raise ConfigError(f"{model}: a name stands before =, as in helpful=FOLDER")
         if name in named:
             raise ConfigError(f"two models are called {name!r}; give them names: helpful={named[name]} other={path}")
         named[name] = path

@@ -55,6 +55,11 @@ class Term:
         return {"id": ident, **self.knobs} if ident else dict(self.knobs)
 
     @property
+    def label(self) -> str:
+        """Its name in metrics: the knob ``name``, or the name without the file."""
+        return str(self.knobs.get("name") or self.short_name)
+
+    @property
     def short_name(self) -> str:
         """The name without the file, for metrics."""
         return self.name.rpartition(":")[2]
@@ -112,7 +117,7 @@ def read_terms(spec: str, key: str = "reward") -> list[Term]:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{key} {spec!r} cannot be read; it is {GRAMMAR}") from error
     terms = list(_terms(expression, spec, files, key))
-    names = [str(term.knobs.get("name") or term.short_name) for term in terms]
+    names = [term.label for term in terms]
     if len(set(names)) < len(names):
         raise ConfigError(
             f"{key} {spec!r} names a reward twice; add their weights up, or give each model a name of its own: "

@@ -15,7 +15,7 @@ from tandem.config.evaluation import EvaluationConfig, EvaluationData
 from tandem.data.dataset import load_dataset
 from tandem.data.known import Benchmark, find_benchmark, locate, recognise
 from tandem.flow.services import RewardBySource
-from tandem.rewards.build import build_reward
+from tandem.rewards.build import build_reward, refuse_only_groups
 
 PROCEDURAL_ROWS = 500
 """Rows of a procedural data set where `max_rows` says nothing."""
@@ -134,6 +134,7 @@ def make_judges(questions: Sequence[Questions], timeout_s: float, services: Serv
     judges = RewardBySource(by_name[questions[0].reward], by_name)
     try:
         for one in questions:
+            refuse_only_groups(one.reward, by_name[one.reward])
             check = getattr(by_name[one.reward], "check_row", None)
             for number, row in enumerate(one.rows if check is not None else (), 1):
                 assert check is not None

@@ -244,7 +244,7 @@ def _scores(config: TrainConfig, taken: set[str]) -> tuple[tuple[PlannedScore, .
     scores: dict[str, PlannedScore] = {}
     residents: dict[FrozenModel, Resident] = {}
     for spec in rewards_of(config):
-        taken = taken | {term.short_name for term in read_terms(spec) if not needs_model(term)}
+        taken = taken | {term.label for term in read_terms(spec) if not needs_model(term)}
         for name, term, score in build_scores(spec):
             same = scores.get(name)
             if same is not None and (same.term.name, same.term.knobs) == (term.name, term.knobs):

@@ -20,7 +20,7 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.generation import GenerationConfig
 from tandem.config.services import NAMED
 from tandem.flow.plan import RunPlan
-from tandem.rewards.build import SumReward, build_reward, worker_counts
+from tandem.rewards.build import SumReward, build_reward, refuse_only_groups, worker_counts
 from tandem.rewards.majority import AnswerOnly, MajorityVote
 from tandem.rewards.pool import most_workers
 from tandem.rollout.groups import Compared, FirstSamples, MajorityLabels, WholeGroup, WithGreedyBaseline
@@ -86,6 +86,8 @@ def make_parts(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokenize
     services = open_services(config, tokenizer)
     try:
         reward = services.keep(make_reward(config, services))
+        if config.evaluate.every_steps:
+            refuse_only_groups(config.reward, reward.default)
         workflow = training_workflow(config, plan, services, reward)
         examiner = make_workflow(config, services, reward, evaluation_gconfig(config))
         refuse_unused(config, services)
@@ -323,6 +325,22 @@ def make_workflow(
     return workflow
 
 
+def _refuse_comparing(config: TrainConfig, plan: RunPlan, whole: bool) -> None:
+    """Passes if each sample has others that it can be compared with.
+
+    Raises:
+        ConfigError: it has none; or a greedy baseline, which is compared with nobody, would be judged by fewer terms.
+    """
+    why = f"reward={config.reward} has a term that compares the samples of a prompt"
+    if plan.greedy_baseline:
+        raise ConfigError(
+            f"{why}, and the greedy baseline of algorithm.advantage={config.algorithm.advantage.name} is compared with "
+            "nobody; use algorithm.advantage=grpo"
+        )
+    if not whole and config.gconfig.n_samples < 2:
+        raise ConfigError(f"{why}, so gconfig.n_samples must be at least 2, got {config.gconfig.n_samples}")
+
+
 def training_workflow(config: TrainConfig, plan: RunPlan, services: Services, reward: RewardFn) -> RolloutWorkflow:
     """`n_samples` of the workflow for each prompt, or the workflow itself where it makes the whole group; and whatever the
     algorithm does with them together: a vote instead of the reward, training on a part of them, a greedy baseline.
@@ -341,6 +359,8 @@ def training_workflow(config: TrainConfig, plan: RunPlan, services: Services, re
         one = Compared(one, reward)
     if algorithm.update_samples is not None:
         one = FirstSamples(one, algorithm.update_samples)
+    if isinstance(reward, RewardBySource) and reward.compares:
+        _refuse_comparing(config, plan, whole)
     if whole and plan.greedy_baseline:
         raise ConfigError(
             f"algorithm.advantage={algorithm.advantage.name} compares with a greedy answer of one sample, and "

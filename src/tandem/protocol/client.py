@@ -96,7 +96,8 @@ class HttpClient:
         parts = urlsplit(base_url)
         plain = parts.hostname and not ("@" in parts.netloc or parts.query or parts.fragment)
         if parts.scheme not in ("http", "https") or not plain:
-            raise ConfigError(f"a server's address is http://HOST:PORT or https://HOST:PORT and no more, got {base_url!r}")
+            shown = base_url.rpartition("@")[2].partition("?")[0].partition("#")[0]  # what is cut off may be a password
+            raise ConfigError(f"a server's address is http://HOST:PORT or https://HOST:PORT and no more, got {shown!r}")
         self.base_url = base_url.rstrip("/")
         self._token, self._admin_token = token, admin_token
         self._connect_timeout_s, self._max_body_bytes = connect_timeout_s, max_body_bytes

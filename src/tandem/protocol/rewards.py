@@ -114,12 +114,22 @@ class Layout:
     """The verdicts of an answer to so many questions, in their order. Raises `ValueError`: it is something else."""
 
 
+def plain_text(content: Any) -> str:
+    """What a message says: its text, the texts of its parts, or nothing where it only calls tools."""
+    if isinstance(content, list):
+        return "\n".join(str(part["text"]) for part in content if isinstance(part, Mapping) and "text" in part)
+    return "" if content is None else str(content)
+
+
 def _ask_tandem(questions: Sequence[Question], model: str | None) -> dict[str, Any]:
     listed = []
     for question in questions:
         entry: dict[str, Any] = {"prompt": question.prompt, "completion": question.completion}
         if question.messages:
-            entry["messages"] = [dict(message) for message in question.messages]
+            entry["messages"] = [
+                {"role": str(message["role"]), "content": plain_text(message.get("content"))}
+                for message in question.messages
+            ]
         if question.answer is not None:
             entry["answer"] = question.answer
         listed.append(entry)

@@ -28,17 +28,19 @@ async def ask_patiently(
     read: Callable[[Any], T],
     *,
     request_timeout_s: float,
-    patience_s: float,
+    until: float,
+    once: bool = False,
 ) -> T:
     """What ``read`` makes of the server's answer to ``body``; it raises `ValueError` for an answer of no use.
 
-    A request that fails is repeated, with growing pauses. One try has ``request_timeout_s``, all of them ``patience_s``.
+    A request that fails is repeated, with growing pauses, until the monotonic time ``until``; with ``once`` it is not. One
+    try has ``request_timeout_s``.
 
     Raises:
         RewardFailure: ``reward_server_failed``, when there was no answer of use in time; ``reward_refused``, when the server
             takes the request for wrong.
     """
-    until, pause_s, tries = time.monotonic() + patience_s, 0.0, 0
+    began, pause_s, tries = time.monotonic(), 0.0, 0
     while True:
         tries += 1
         left_s = max(until - time.monotonic(), 1e-3)
@@ -53,16 +55,20 @@ async def ask_patiently(
         except ServerFailed as error:
             pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
             final = error.status is not None and 400 <= error.status < 500 and error.status not in _TRY_AGAIN
-            if final or time.monotonic() + pause_s >= until:
-                after = f"after {tries} tries in {patience_s:g} s" if tries > 1 else "at once"
-                raise RewardFailure("reward_server_failed", f"{error} (given up {after})") from error
+            if final or once or time.monotonic() + pause_s >= until:
+                after = f"after {tries} tries in {time.monotonic() - began:.0f} s" if tries > 1 else "at once"
+                slow = f"; a try has reward_timeout_s={request_timeout_s:g}" if "no answer within" in str(error) else ""
+                raise RewardFailure("reward_server_failed", f"{error} (given up {after}{slow})") from error
             await asyncio.sleep(pause_s)
 
 
 def client_and_path(url: str, token: str | None, path: str) -> tuple[HttpClient, str]:
-    """A client of the server at ``url``, and the route: that of ``url``, or ``path`` where it names none."""
+    """A client of the server at ``url``, and the route: that of ``url``, or ``path`` where it names none or ends with its
+    first part, as in ``http://judge/v1``."""
     route = urlsplit(url).path
-    return HttpClient(url.removesuffix(route), token=token), route.rstrip("/") or path
+    client, route = HttpClient(url.removesuffix(route), token=token), route.rstrip("/")
+    first = f"/{path.split('/')[1]}" if path.count("/") > 1 else path
+    return client, path if not route else route + path.removeprefix(first) if route.endswith(first) else route
 
 
 def token_of(name: str, token_env: str | None) -> str | None:

@@ -1,6 +1,7 @@
 """Builds rewards from their spelling: ``math``, ``math + 0.2*length(target_tokens=100)``, ``my_file.py:name``."""
 
 import asyncio
+import contextlib
 import inspect
 import math
 from collections.abc import Mapping, Sequence
@@ -51,19 +52,18 @@ class SumReward(RewardFn):
         }
         calls = [reward(**given, **messages_for(reward, messages)) for _, _, reward in self.terms]
         results = await asyncio.gather(*calls)
-        rewards = {name: weight * result.value for (name, weight, _), result in zip(self.terms, results, strict=True)}
+        values = [weight * result.value for (_, weight, _), result in zip(self.terms, results, strict=True)]
+        rewards = {name: value for (name, _, _), value in zip(self.terms, values, strict=True)}
         known = [result.accuracy for result in results if result.accuracy is not None]
         looking = next((result for result in results if result.extracted is not None), RewardResult(0.0))
-        return RewardResult(sum(rewards.values()), rewards, known[0] if known else None, looking.answer, looking.extracted)
+        return RewardResult(sum(values), rewards, known[0] if known else None, looking.answer, looking.extracted)
 
     async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[dict[str, float]]:
         """The parts of each sample's reward that come from terms which judge a group; empty without such terms."""
         results = await asyncio.gather(*(reward.compare(samples, row) for _, _, reward in self.together))
         parts: list[dict[str, float]] = [{} for _ in samples]
         for (name, weight, _), values in zip(self.together, results, strict=True):
-            if len(values) != len(samples) or not all(math.isfinite(value) for value in values):
-                raise RewardFailure("reward_wrong_type", f"{name} must give each of {len(samples)} samples a finite number")
-            for part, value in zip(parts, values, strict=True):
+            for part, value in zip(parts, _numbers(name, values, len(samples)), strict=True):
                 part[name] = weight * value
         return parts
 
@@ -79,9 +79,25 @@ class SumReward(RewardFn):
         return {name: value for _, _, reward in self.terms for name, value in reward.metrics().items()}
 
     def close(self) -> None:
-        """Closes all of them."""
-        for _, _, reward in (*self.terms, *self.together):
-            reward.close()
+        """Closes all of them, also if one of them fails to."""
+        with contextlib.ExitStack() as stack:
+            for _, _, reward in (*self.terms, *self.together):
+                stack.callback(reward.close)
+
+
+def _numbers(name: str, values: Any, count: int) -> list[float]:
+    """The rewards of a group as plain numbers.
+
+    Raises:
+        RewardFailure: they are something else, or not as many as samples.
+    """
+    try:
+        numbers = [float(value) for value in values]
+    except (TypeError, ValueError) as error:
+        raise RewardFailure("reward_wrong_type", f"{name} must give a list of numbers: {error}") from error
+    if len(numbers) != count or not all(map(math.isfinite, numbers)):
+        raise RewardFailure("reward_wrong_type", f"{name} must give each of {count} samples a finite number, got {numbers}")
+    return numbers
 
 
 DTYPES = ("auto", "bfloat16", "float32")
@@ -111,12 +127,25 @@ def build_reward(
             f"reward {spec!r}: {model.short_name} needs a model, which only `tandem train` holds; leave it out"
         )
     cheap = [term for term in terms if not needs_model(term)]
-    made = [(term.short_name, term.weight, _judge(term, timeout_s, workers, services)) for term in cheap]
+    made = [(term.label, term.weight, _judge(term, timeout_s, workers, services)) for term in cheap]
     alone = [(name, weight, reward) for name, weight, reward in made if isinstance(reward, RewardFn)]
     together = [(name, weight, reward) for name, weight, reward in made if isinstance(reward, GroupReward)]
     if len(terms) == len(alone) == 1 and alone[0][1] == 1.0:
         return alone[0][2]
     return SumReward(alone, together)
+
+
+def refuse_only_groups(spec: str, reward: RewardFn) -> None:
+    """Passes if a single sample can be judged, as evaluation does.
+
+    Raises:
+        ConfigError: all terms judge the samples of a prompt together.
+    """
+    if isinstance(reward, SumReward) and reward.together and not reward.terms:
+        raise ConfigError(
+            f"reward={spec} compares the samples of a prompt, and evaluation judges them one by one: add a term such as "
+            "0*math, which counts for nothing in training, or leave evaluation out (evaluate.every_steps=null)"
+        )
 
 
 def build_scores(spec: str) -> list[tuple[str, Term, Score]]:
@@ -180,6 +209,8 @@ def _judge(term: Term, timeout_s: float, workers: int | None, services: Services
     if inspect.isclass(make) and issubclass(make, RewardFn | GroupReward):
         make = services.make(key, make, term.arguments, {"timeout_s": timeout_s})
     if isinstance(make, GroupReward):
+        if not inspect.iscoroutinefunction(make.compare):
+            raise ConfigError(f"{key}: compare must be `async def compare(self, samples, row)`")
         return make
     if isinstance(make, RewardFn):
         return OwnReward(make, name, timeout_s=timeout_s)

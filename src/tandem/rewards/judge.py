@@ -7,6 +7,7 @@ import json
 import re
 import secrets
 import string
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from tandem.api.failures import RewardFailure
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
+from tandem.protocol.rewards import plain_text
 from tandem.rewards.asking import ask_patiently, client_and_path, finite_knobs, token_of
 
 TEMPLATE = """You judge the last reply of a conversation. The conversation stands between two lines that say $mark. \
@@ -37,43 +39,66 @@ def new_mark() -> str:
 
 def as_text(messages: Sequence[Mapping[str, Any]]) -> str:
     """A conversation as a judge reads it."""
-    return "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in messages)
+    return "\n\n".join(f"[{message['role']}]\n{plain_text(message.get('content'))}" for message in messages)
+
+
+def conversation_of(
+    messages: Sequence[Mapping[str, Any]], row: Mapping[str, Any], prompt: str, completion: str
+) -> tuple[Mapping[str, Any], ...]:
+    """The conversation that is judged: the workflow's; where it gives none, that of the row with the completion, or the
+    text of the prompt with it."""
+    if messages:
+        return tuple(messages)
+    asked = tuple(row.get("messages") or ({"role": "user", "content": prompt},))
+    return (*asked, {"role": "assistant", "content": completion})
 
 
 Parse = Callable[[str], float]
 """What a judge wrote → the verdict. Raises `ValueError` if there is none."""
 
 
+_NUMBER = r"-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
+
+
 def read_number(text: str, low: float, high: float) -> float:
     """The last ``Score: NUMBER``, which must lie between ``low`` and ``high``, as a share of the way between them."""
-    numbers = re.findall(r"score\W{0,4}[:=]\W{0,4}(-?\d+(?:\.\d+)?)", text, re.IGNORECASE)
+    numbers = re.findall(rf"score\W{{0,4}}[:=][^\w.-]{{0,4}}({_NUMBER})", text, re.IGNORECASE)
     if not numbers:
         raise ValueError("there is no line `Score: NUMBER`")
-    value = float(numbers[-1])
+    return _share(float(numbers[-1]), low, high)
+
+
+def _share(value: float, low: float, high: float) -> float:
     if not low <= value <= high:
         raise ValueError(f"the score {value:g} is not between {low:g} and {high:g}")
     return (value - low) / (high - low)
 
 
 def read_choice(text: str, choices: Mapping[str, float]) -> float:
-    """The value of the word behind the last ``Verdict:``."""
+    """The value of the word behind the last ``Verdict:``; nothing else may stand in its line."""
     words = "|".join(re.escape(word) for word in sorted(choices, key=len, reverse=True))
-    named = re.findall(rf"verdict\W{{0,4}}[:=]\W{{0,4}}({words})\b", text, re.IGNORECASE)
+    pattern = rf"verdict\W{{0,4}}[:=][\s*_`\"']*({words})[\s*_`\"'.!]*$"
+    named = re.findall(pattern, text, re.IGNORECASE | re.MULTILINE)
     if not named:
         raise ValueError(f"there is no line `Verdict: WORD` with one of {', '.join(choices)}")
     return next(value for word, value in choices.items() if word.lower() == named[-1].lower())
 
 
 def read_json(text: str, low: float, high: float) -> float:
-    """The number ``score`` of the last JSON object, as `read_number` reads it."""
-    for begin in (found.start() for found in reversed(list(re.finditer(r"\{", text)))):
+    """The number ``score`` of the last JSON object that has one, as a share of the way from ``low`` to ``high``."""
+    verdict, end = None, 0
+    for begin in (found.start() for found in re.finditer(r"\{", text)):
+        if begin < end:
+            continue  # inside of an object that was read
         try:
-            value, _ = json.JSONDecoder().raw_decode(text[begin:])
-        except ValueError:
+            value, size = json.JSONDecoder().raw_decode(text[begin:])
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict) and isinstance(value.get("score"), int | float) and not isinstance(value["score"], bool):
-            return read_number(f"Score: {value['score']}", low, high)
-    raise ValueError('there is no JSON object with a number "score"')
+            verdict, end = float(value["score"]), begin + size
+    if verdict is None:
+        raise ValueError('there is no JSON object with a number "score"')
+    return _share(verdict, low, high)
 
 
 class ChatJudge:
@@ -96,7 +121,7 @@ class ChatJudge:
             {**self._settings, "messages": [{"role": "user", "content": prompt}]},
             _texts,
             request_timeout_s=self._timeout_s,
-            patience_s=self._patience_s,
+            until=time.monotonic() + self._patience_s,
         )
 
     def close(self) -> None:
@@ -144,6 +169,9 @@ class JudgeReward(RewardFn):
         self._template = string.Template(TEMPLATE if template is None else _template(name, template))
         if temperature is None:
             temperature = 0.0 if votes == 1 else 0.7
+        finite_knobs(name, temperature=temperature)
+        if temperature < 0:
+            raise ConfigError(f"reward {name!r}: temperature must be at least 0, got {temperature}")
         settings = {"model": model, "n": votes, "temperature": temperature, "max_tokens": max_tokens}
         self._judge = ChatJudge(name, url, token_env, timeout_s=timeout_s, patience_s=patience_s, **settings)
         self.name, self.question, self.show_answer = name, question, show_answer
@@ -170,7 +198,7 @@ class JudgeReward(RewardFn):
         messages: Sequence[Mapping[str, Any]] = (),
     ) -> RewardResult:
         """See `RewardFn`. Fails as ``judge_unreadable`` if no vote can be read."""
-        asked = self.prompt_of(messages, completion, row.get("answer"))
+        asked = self.prompt_of(conversation_of(messages, row, prompt, completion), completion, row.get("answer"))
         texts = await self._judge.texts(asked)
         votes, wrong = [], ""
         for text in texts:

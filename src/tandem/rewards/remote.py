@@ -2,14 +2,18 @@
 
 import asyncio
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from tandem.api.failures import RewardFailure
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
 from tandem.protocol.rewards import LAYOUTS, NotJudged, Question, Verdict
 from tandem.rewards.asking import ask_patiently, client_and_path, finite_knobs, token_of
+
+Waiting = tuple[Question, asyncio.Future[Verdict]]
 
 _GATHER_S = 0.01
 """The first question of a request waits this long for others, unless the request is full before."""
@@ -34,7 +38,8 @@ class RewardServer:
         self._client, self._path = client_and_path(url, token, self._layout.path)
         self._batch_size = batch_size if self._layout.at_once else 1
         self._request_timeout_s, self._patience_s = request_timeout_s, patience_s
-        self._waiting: list[tuple[Question, asyncio.Future[Verdict]]] = []
+        # by event loop: training and evaluation may ask from different ones, and one may end with questions that wait
+        self._waiting: WeakKeyDictionary[asyncio.AbstractEventLoop, list[Waiting]] = WeakKeyDictionary()
         self._requests: set[asyncio.Task[None]] = set()
 
     async def judge(self, question: Question) -> Verdict:
@@ -44,53 +49,70 @@ class RewardServer:
             RewardFailure: ``reward_server_failed``, when there was none in time; ``reward_refused``, when the server takes
                 this question for wrong.
         """
-        verdict: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
-        self._waiting.append((question, verdict))
-        if len(self._waiting) >= self._batch_size:
-            self._send()
-        elif len(self._waiting) == 1:
-            asyncio.get_running_loop().call_later(_GATHER_S, self._send)
+        loop = asyncio.get_running_loop()
+        verdict: asyncio.Future[Verdict] = loop.create_future()
+        waiting = self._waiting.setdefault(loop, [])
+        waiting.append((question, verdict))
+        if len(waiting) >= self._batch_size:
+            self._send(loop)
+        elif len(waiting) == 1:
+            loop.call_later(_GATHER_S, self._send, loop)
         return await verdict
 
-    def _send(self) -> None:
+    def _send(self, loop: asyncio.AbstractEventLoop) -> None:
         """Asks all that wait, in one request."""
-        waiting, self._waiting = self._waiting, []
-        if waiting:
-            task = asyncio.ensure_future(self._answer(waiting))
-            self._requests.add(task)
-            task.add_done_callback(self._requests.discard)
+        waiting = self._waiting.pop(loop, [])
+        if not waiting:
+            return
+        task = loop.create_task(self._answer(waiting, time.monotonic() + self._patience_s))
+        self._requests.add(task)
+        task.add_done_callback(self._requests.discard)
+        for _, future in waiting:
+            future.add_done_callback(lambda _: task.cancel() if all(verdict.done() for _, verdict in waiting) else None)
 
-    async def _answer(self, waiting: Sequence[tuple[Question, asyncio.Future[Verdict]]]) -> None:
+    async def _answer(self, waiting: list[Waiting], until: float) -> None:
+        """Gives each question that somebody still waits for its verdict, or the reason why there is none.
+
+        A request of several that fails is cut in halves: one bad question, or too many for the server's time, must not cost
+        the others theirs. Only a single question is asked again and again.
+        """
+        waiting = [(question, future) for question, future in waiting if not future.done()]
         try:
-            verdicts: Sequence[Verdict | Exception] = await self._ask([question for question, _ in waiting])
-        except RewardFailure as failure:
-            if failure.reason == "reward_refused" and len(waiting) > 1:  # one bad question must not cost the others theirs
-                await asyncio.gather(*(self._answer([one]) for one in waiting))
-                return
-            verdicts = [failure] * len(waiting)
+            verdicts = await self._ask([question for question, _ in waiting], until) if waiting else []
         except Exception as error:  # the reward boundary: whoever waits for the verdict raises it
-            verdicts = [error] * len(waiting)
+            if len(waiting) > 1 and time.monotonic() < until:
+                middle = len(waiting) // 2
+                await asyncio.gather(self._answer(waiting[:middle], until), self._answer(waiting[middle:], until))
+                return
+            for _, future in waiting:
+                if not future.done():
+                    future.set_exception(_failure(error))
+            return
         for (_, future), verdict in zip(waiting, verdicts, strict=True):
-            if future.done():
-                continue  # whoever asked has left
-            if isinstance(verdict, Exception):
-                future.set_exception(verdict)
-            else:
+            if not future.done():
                 future.set_result(verdict)
 
-    async def _ask(self, questions: Sequence[Question]) -> list[Verdict]:
+    async def _ask(self, questions: Sequence[Question], until: float) -> list[Verdict]:
         return await ask_patiently(
             self._client,
             self._path,
             self._layout.ask(questions, self._model),
             lambda answer: self._layout.read(answer, len(questions)),
             request_timeout_s=self._request_timeout_s,
-            patience_s=self._patience_s,
+            until=until,
+            once=len(questions) > 1,
         )
 
     def close(self) -> None:
         """Drops all connections."""
         self._client.close()
+
+
+def _failure(error: Exception) -> RewardFailure:
+    """A failure of one sample's own."""
+    if isinstance(error, RewardFailure):
+        return RewardFailure(error.reason, str(error))
+    return RewardFailure("reward_raised", f"{type(error).__name__}: {error}")
 
 
 class RemoteReward(RewardFn):
