@@ -10,10 +10,8 @@ import torch
 
 CUDA_LINES = {
     "api/team.py": "tensors that ranks exchange lie on the GPU under nccl",
-    "cli/chat.py": "--device cuda, and auto",
     "cli/doctor.py": "tells the CUDA version, and whether there is a GPU",
-    "cli/generate.py": "--device cuda, and auto",
-    "cli/serve.py": "--device cuda, and auto",
+    "cli/sampling.py": "--device cuda, and auto, of all commands that load a model",
     "cli/verify_weights.py": "scores on a GPU where there is one",
     "engines/train/ranks.py": "one process that keeps its shards in host memory makes a group of its own, over nccl",
     "models/attention.py": "bfloat16 attention over packed sequences by torch's varlen kernel",

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from tandem.cli.listening import Listening, access_of, add_address, check_address
+from tandem.cli.sampling import add_device_arguments, device_of
 from tandem.config.errors import ConfigError
 from tandem.flow.judging import open_judge
 from tandem.protocol.access import Access
@@ -32,13 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_address(parser, port=8001)
     engine = parser.add_argument_group("engine")
-    engine.add_argument(
-        "--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="default: what is fast here"
-    )
-    engine.add_argument(
-        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU where there is one"
-    )
-    engine.add_argument("--threads", type=int, help="CPU threads (default: all)")
+    add_device_arguments(engine)
     engine.add_argument("--batch-size", type=int, default=64, help="most completions that are read at once (default: 64)")
 
 
@@ -48,9 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name, value in (("--threads", arguments.threads), ("--batch-size", arguments.batch_size)):
         if value is not None and value < 1:
             raise ConfigError(f"{name} must be at least 1, got {value}")
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda, but torch sees no GPU here; use --device cpu, or install a CUDA build of torch")
-    device = "cuda" if arguments.device != "cpu" and torch.cuda.is_available() else "cpu"
+    device = device_of(arguments)
     torch.set_num_threads(arguments.threads or usable_cores())
     judges = {name: open_judge(path, device, arguments.dtype) for name, path in _named(arguments.models).items()}
     with ExitStack() as stack:
