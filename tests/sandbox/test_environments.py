@@ -68,7 +68,7 @@ def test_the_back_end_of_an_environment(environment, tmp_path):
     )
     assert result.returncode == 0, result.stderr
     answer = json.loads(result.stdout)
-    assert answer["chosen"] == environment.chosen, answer["words"]
+    assert answer["chosen"] == environment.chosen, answer["words"] + result.stderr
     if environment.chosen == "refused":
         words = answer["words"]
         assert "bubblewrap: " in words and "landlock: " in words

@@ -1,6 +1,7 @@
 """Which back end works on this machine, tried by running something in it."""
 
 import asyncio
+import logging
 import os
 import tempfile
 import threading
@@ -12,6 +13,8 @@ from tandem.sandbox.bubblewrap import Bubblewrap
 from tandem.sandbox.jail import Jail
 from tandem.sandbox.landlock import Landlock, Unconfined
 from tandem.sandbox.pool import SandboxPool
+
+log = logging.getLogger(__name__)
 
 BACK_ENDS: dict[str, Callable[[], Jail]] = {"bubblewrap": Bubblewrap, "landlock": Landlock, "none": Unconfined}
 """In order of preference; ``none`` is taken only if it is asked for by name."""
@@ -45,11 +48,13 @@ def choose_sandbox(name: str = "auto", *, size: int | None = None) -> Sandbox:
         raise ConfigError(f"sandbox must be one of {', '.join(CHOICES)}, got {name!r}")
     if name == "none":
         return SandboxPool(Unconfined(), size)
-    problems = []
+    problems: list[str] = []
     for each in ("bubblewrap", "landlock") if name == "auto" else (name,):
         jail = BACK_ENDS[each]()
         problem = jail.missing() or try_out(jail)
         if not problem:
+            for passed_over in problems:
+                log.warning("the sandbox is %s, because of %s", each, passed_over)
             return SandboxPool(jail, size)
         problems.append(f"{each}: {problem}. It needs: {jail.remedy}")
     raise ConfigError(
