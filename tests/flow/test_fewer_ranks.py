@@ -95,6 +95,7 @@ def runs(tmp_path_factory):
     return on_two(both_ways, out, out=out)
 
 
+@pytest.mark.slow
 @pytest.mark.invariant
 def test_models_on_one_of_two_ranks_give_the_same_batches_and_metrics_as_on_both(runs):
     for everywhere, fewer in runs:

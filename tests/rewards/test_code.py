@@ -290,7 +290,14 @@ def test_the_reward_counts_why_answers_fail(sandbox):
 
 
 @pytest.mark.skipif("sys.platform != 'linux'")
-def test_no_hostile_answer_gets_through(sandbox):
+@pytest.mark.parametrize(
+    "answers",
+    [
+        pytest.param(HOSTILE[::6], id="some"),
+        pytest.param(HOSTILE, id="all", marks=[pytest.mark.slow, pytest.mark.invariant]),
+    ],
+)
+def test_no_hostile_answer_gets_through(sandbox, answers):
     reward = build_reward("code(credit=share, seconds=2)", timeout_s=4, services=Services(sandbox=Lent(sandbox)))
 
     async def attack(one):
@@ -302,11 +309,11 @@ def test_no_hostile_answer_gets_through(sandbox):
         return "through" if any(verdict.passed) else verdict.reason
 
     async def attack_all():
-        return await asyncio.gather(*map(attack, HOSTILE))
+        return await asyncio.gather(*map(attack, answers))
 
     seen = asyncio.run(attack_all())
     assert len(HOSTILE) >= 70
-    assert [(one.what, reason) for one, reason in zip(HOSTILE, seen, strict=True) if reason not in one.outcome] == []
+    assert [(one.what, reason) for one, reason in zip(answers, seen, strict=True) if reason not in one.outcome] == []
 
 
 def test_the_table_of_hostile_answers_is_the_one_in_the_documents():

@@ -21,7 +21,10 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(scope="module", params=BACK_ENDS)
+@pytest.fixture(
+    scope="module",
+    params=[BACK_ENDS[0], pytest.param(BACK_ENDS[1], marks=[pytest.mark.slow, pytest.mark.invariant])],
+)
 def trial(request, tmp_path_factory):
     """All programs in one back end: (outcomes, what is wrong on the machine afterwards)."""
     folder = tmp_path_factory.mktemp("machine")

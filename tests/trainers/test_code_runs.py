@@ -42,6 +42,8 @@ def test_a_run_is_rewarded_for_code_and_counts_why_answers_fail(code):
     assert '"code/passed_cases": 0.0' in text and '"samples/failed' not in text
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_no_sandbox_outlives_a_run_that_is_killed(code, tmp_path):
     keys = [item for item in code if not item.startswith("total_train_steps")]
     command = [sys.executable, "-m", "tandem", "train", *keys, "total_train_steps=50"]

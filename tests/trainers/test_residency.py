@@ -76,7 +76,14 @@ TIGHT = "memory_limit_gib=0.00088"
 EVALUATED = ("evaluate.every_steps=1", "evaluate.max_rows=2", "checkpoint.every_steps=1", "total_train_steps=3")
 
 
-@pytest.mark.parametrize("more", [(), EVALUATED, ("actor.lora.rank=2",)], ids=["plain", "evaluated and saved", "adapters"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param((), id="plain"),
+        pytest.param(EVALUATED, id="evaluated and saved", marks=[pytest.mark.slow, pytest.mark.invariant]),
+        pytest.param(("actor.lora.rank=2",), id="adapters", marks=[pytest.mark.slow, pytest.mark.invariant]),
+    ],
+)
 def test_a_run_whose_models_sleep_is_the_run_in_which_all_are_awake_to_the_bit(models, tmp_path, more):
     limit = "memory_limit_gib=0.0007" if "actor.lora.rank=2" in more else TIGHT
     awake = run(tmp_path / "awake", models, *more)
@@ -141,6 +148,8 @@ def train_and_die(keys, nth):
     train(config_of(keys))
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_a_run_that_is_killed_between_sleep_and_wake_goes_on_as_if_nothing_had_been(models, tmp_path):
     more = (TIGHT, "checkpoint.every_steps=1", "total_train_steps=4")
     whole = run(tmp_path / "whole", models, *more)

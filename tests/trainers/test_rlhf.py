@@ -85,6 +85,8 @@ def test_all_parts_ask_alike_and_each_begins_with_what_the_one_before_leaves():
     assert asked.reward == policy.reward.rpartition("0*")[2]
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
 def test_the_script_and_the_command_give_the_same_weights_and_the_true_preference_changes_none(recipe, overrides):
     tiny = {item.partition("=")[0]: item for item in [*overrides, "deterministic=true", "checkpoint.every_steps=null"]}
     shared = (
