@@ -42,7 +42,7 @@ class SumReward(RewardFn):
         row: Mapping[str, Any],
         messages: Sequence[Mapping[str, Any]] = (),
     ) -> RewardResult:
-        """See `RewardFn`; fails if one of the rewards fails."""
+        """Asks all terms at once; fails if one of them fails."""
         given = {
             "prompt": prompt,
             "completion": completion,

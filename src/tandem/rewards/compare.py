@@ -59,8 +59,8 @@ class CompareReward(GroupReward):
         self._judge = ChatJudge(name, url, token_env, timeout_s=timeout_s, patience_s=patience_s, **settings)
 
     async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[float]:
-        """See `GroupReward`. Fails as ``judge_unreadable`` if no verdict on a sample can be read, as ``nobody_to_compare``
-        if a sample is alone."""
+        """Implements `GroupReward.compare`. Fails as ``judge_unreadable`` if no verdict on a sample can be read, as
+        ``nobody_to_compare`` if a sample is alone."""
         count = len(samples)
         if count < 2:
             raise RewardFailure("nobody_to_compare", f"{self.name}: a group of {count} has no pair")

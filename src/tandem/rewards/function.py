@@ -54,7 +54,7 @@ class FunctionReward(RewardFn):
         completion_ids: tuple[int, ...],
         row: Mapping[str, Any],
     ) -> RewardResult:
-        """See `RewardFn`."""
+        """Implements `RewardFn.__call__`."""
         if missing := self.arguments.missing(row):
             raise RewardFailure("reward_raised", missing)
         given = {
@@ -97,7 +97,7 @@ class DirectReward(FunctionReward):
         self.function, self.check = function, check
 
     def check_row(self, row: Mapping[str, Any]) -> None:
-        """See `FunctionReward`."""
+        """Checks the columns, and what the function itself needs."""
         super().check_row(row)
         if self.check is not None:
             self.check(row, self.name)
@@ -157,7 +157,7 @@ class OwnReward(AsyncReward):
             check(row)
 
     async def __call__(self, **given: Any) -> RewardResult:
-        """See `RewardFn`."""
+        """Implements `RewardFn.__call__`."""
         return as_result(await self._judge(given))
 
     def metrics(self) -> dict[str, float]:

@@ -197,7 +197,7 @@ class JudgeReward(RewardFn):
         row: Mapping[str, Any],
         messages: Sequence[Mapping[str, Any]] = (),
     ) -> RewardResult:
-        """See `RewardFn`. Fails as ``judge_unreadable`` if no vote can be read."""
+        """Implements `RewardFn.__call__`. Fails as ``judge_unreadable`` if no vote can be read."""
         asked = self.prompt_of(conversation_of(messages, row, prompt, completion), completion, row.get("answer"))
         texts = await self._judge.texts(asked)
         votes, wrong = [], ""

@@ -18,7 +18,7 @@ class AnswerOnly(RewardFn):
     r"""Judges nothing: says which final answer a completion gives (``\boxed{}``, ``####``, last number), reward 0."""
 
     async def __call__(self, *, completion: str, **_: Any) -> RewardResult:
-        """See `RewardFn`."""
+        """Implements `RewardFn.__call__`."""
         answer = final_answer(completion)
         return RewardResult(0.0, answer=answer, extracted=answer is not None)
 

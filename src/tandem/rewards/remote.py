@@ -167,7 +167,7 @@ class RemoteReward(RewardFn):
         row: Mapping[str, Any],
         messages: Sequence[Mapping[str, Any]] = (),
     ) -> RewardResult:
-        """See `RewardFn`. What the server cannot judge fails under the reason that it gives."""
+        """Implements `RewardFn.__call__`. What the server cannot judge fails under the reason that it gives."""
         answer = row.get("answer")
         question = Question(tuple(messages), prompt, completion, None if answer is None else str(answer))
         verdict = await self._server.judge(question)

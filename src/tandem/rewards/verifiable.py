@@ -73,7 +73,7 @@ class MathReward(RewardFn):
         completion_ids: tuple[int, ...],
         row: Mapping[str, Any],
     ) -> RewardResult:
-        """See `RewardFn`."""
+        """Implements `RewardFn.__call__`."""
         gold, answer = _gold(row), final_answer(completion)
         if answer is None:
             return as_result(_verdict(False, None))

@@ -43,7 +43,7 @@ class MajorityLabels(RolloutWorkflow):
         self.workflow, self.vote, self.name = workflow, vote, name_of(workflow)
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group | Sample | None:
-        """See `RolloutWorkflow`."""
+        """Runs the workflow inside."""
         question = {name: data[name] for name in QUESTION if name in data}
         return await self.workflow.arun_episode(engine, question)
 
@@ -101,7 +101,7 @@ class Compared(RolloutWorkflow):
         self.makes_group, self.reads_scores = workflow.makes_group, workflow.reads_scores
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group | Sample | None:
-        """See `RolloutWorkflow`."""
+        """Runs the workflow inside."""
         return await self.workflow.arun_episode(engine, data)
 
     async def finish_group(self, samples: tuple[Sample, ...], data: Mapping[str, Any]) -> tuple[Sample, ...]:
@@ -125,7 +125,7 @@ class FirstSamples(RolloutWorkflow):
         self.reads_scores = workflow.reads_scores
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group | Sample | None:
-        """See `RolloutWorkflow`."""
+        """Runs the workflow inside."""
         return await self.workflow.arun_episode(engine, data)
 
     async def finish_group(self, samples: tuple[Sample, ...], data: Mapping[str, Any]) -> tuple[Sample, ...]:
