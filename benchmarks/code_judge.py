@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem import RewardFailure, build_reward
-from tandem.api.program_tests import ProgramTests, StdinCase
+from tandem.api.program_tests import ProgramTests, StdinCase, read_program
 from tandem.api.sandbox import Limits, Program, Sandbox
 from tandem.api.services import Services
 from tandem.config.data import DatasetConfig
@@ -47,7 +47,7 @@ SWAPS: dict[type[ast.AST], type[ast.AST]] = {
 def mutants(code: str, own: Collection[str] = (), seed: int = 0) -> Iterator[str]:
     """The program with one constant, operator or comparison changed, each once, in an order drawn by ``seed``. ``own``:
     functions that the tests have of their own, so that a change there is no change."""
-    tree = ast.parse(code)
+    tree = read_program(code)
     helpers = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in own]
     spared = {id(node) for helper in helpers for node in ast.walk(helper)}
     places = [place for place, node in enumerate(ast.walk(tree)) if _can_change(node) and id(node) not in spared]
@@ -146,7 +146,7 @@ class Bench:
         if verdict != "passed":
             result.notes.append(f"{name}: {verdict}")
             return
-        shown = {n.name for n in ast.parse(complete(tests.preamble)).body if isinstance(n, ast.FunctionDef)}
+        shown = {n.name for n in read_program(complete(tests.preamble)).body if isinstance(n, ast.FunctionDef)}
         for mutant, _ in zip(mutants(code, shown - set(tests.names)), range(TRIES), strict=False):
             if not await self.plain(mutant, tests):
                 verdict = await self.verdict(mutant, tests)

@@ -73,6 +73,11 @@ class World(Environment):
         note("world closed")
 
 
+class Broken:
+    def __init__(self):
+        raise RuntimeError("no such maze")
+
+
 class Player:
     def __init__(self, gconfig):
         self.gconfig = gconfig
@@ -188,7 +193,7 @@ def test_a_workflow_plays_with_services_of_a_users_file_which_are_made_once_and_
 
     assert (summary.folder / "steps").read_text() == "1\n2\n"
     notes = (tmp_path / "notes").read_text().splitlines()
-    assert notes.count("world closed") == 2 * 2 * 4  # one for each episode
+    assert notes.count("world closed") == 1 + 2 * 2 * 4  # one on trial, and one for each episode
     order = [line for line in notes if line != "world closed"]
     assert order.count("judge made 1") == order.count("sandbox made 2.0") == order.count("reward made") == 1
     assert order[-3:] == ["reward closed", "judge closed", "sandbox closed"]
@@ -211,6 +216,16 @@ def test_a_later_service_is_one_file_and_one_registration(mine):
             Services({"environment": "countign"}).get("environment")
     finally:
         del SERVICES["environment"]["counting"]
+
+
+def test_an_environment_is_tried_before_the_run_and_closed(mine, tmp_path):
+    async def ask():  # also where a loop runs, as in a notebook
+        return Services({"environment": f"{mine}:World"}).get("environment")
+
+    asyncio.run(ask())
+    assert (tmp_path / "notes").read_text() == "world closed\n"
+    with pytest.raises(ConfigError, match="no such maze"):
+        Services({"environment": f"{mine}:Broken"}).get("environment")
 
 
 def test_an_async_function_is_a_service_with_knobs(mine):

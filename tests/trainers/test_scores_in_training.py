@@ -95,6 +95,13 @@ class Spoils(RLVRWorkflow):
         from dataclasses import replace
         return tuple(replace(sample, reward=float("nan")) for sample in samples)
 
+class Hangs(RLVRWorkflow):
+    reads_scores = True
+
+    async def finish_group(self, samples, data):
+        import asyncio
+        await asyncio.sleep(3600)
+
 class Ranks(RLVRWorkflow):
     """The reward of a sample is its place in its group by what the judge said."""
 
@@ -205,6 +212,12 @@ def test_what_a_workflow_makes_of_scores_is_checked_like_all_it_returns(override
     keys = [f"reward={models}/mine.py:Polite(path={models}/tiny-llama-1)", f"workflow={models}/mine.py:Spoils"]
     with pytest.raises(NoBatch, match="reward_not_finite"):
         train(resolved(overrides, *keys, "rollout.max_data_failures=10"))
+
+
+def test_a_group_that_is_not_finished_in_time_fails_by_name(overrides, models):
+    keys = [f"reward={models}/mine.py:Polite(path={models}/tiny-llama-1)", f"workflow={models}/mine.py:Hangs"]
+    with pytest.raises(NoBatch, match="deadline"):
+        train(resolved(overrides, *keys, "rollout.max_data_failures=3", "rollout.episode_timeout_s=2"))
 
 
 def test_what_a_score_reads_must_be_a_sequence_of_the_model(overrides, models):

@@ -4,6 +4,8 @@ Two kinds. A *program* reads ``stdin`` and its ``stdout`` is compared. A *functi
 another process and reaches the functions of the answer, ``names``, through a pipe.
 """
 
+import ast
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +17,17 @@ FORMAT = (
     '{"cases": [{"stdin": "1 2\\n", "stdout": "3\\n"}]}, or '
     '{"names": ["add"], "cases": ["assert add(1, 2) == 3"], "setup": "…", "preamble": "…"}'
 )
+
+
+def read_program(code: str) -> ast.Module:
+    r"""The syntax tree of code from a data set. What Python only warns of, as the escape ``\w`` in a plain string, passes.
+
+    Raises:
+        SyntaxError: it is no Python.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(code)
 
 
 @dataclass(frozen=True)

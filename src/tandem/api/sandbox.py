@@ -107,8 +107,9 @@ class SandboxProcess(ABC):
         """
 
     @abstractmethod
-    async def close(self) -> Outcome:
-        """Kills it with everything that it started, and says how it ended if it had ended by itself. Twice is fine.
+    async def close(self, grace_s: float = 0.0) -> Outcome:
+        """Says how it ended. If it does not end by itself within ``grace_s`` seconds, it is killed with all that it started.
+        Twice is fine.
 
         The outcome has the standard output that nobody received, and the standard error from the beginning.
         ``timeout``: it was still running, or its `Limits.wall_s` had passed.

@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -236,7 +237,8 @@ class Services:
 
     def get(self, name: str) -> Any:
         """What is given under an argument's name. A service that the configuration names is made at the first call: an
-        ``async def`` is given as it is, with its knobs; an environment as a function that makes one (`PerEpisode`).
+        ``async def`` is given as it is, with its knobs; an environment as a function that makes one (`PerEpisode`), after
+        one was made and closed on trial.
         """
         if name in self._given:
             return self._given[name]
@@ -251,7 +253,11 @@ class Services:
             if inspect.iscoroutinefunction(factory):
                 self._given[name] = partial(factory, **read_knobs(who, arguments_of(factory, who), knobs))
             elif kind == "environment":
-                self._given[name] = PerEpisode(partial(factory, **self.arguments(who, factory, knobs)))
+                make = partial(factory, **self.arguments(who, factory, knobs))
+                _close(
+                    in_user_code(term.name, make)
+                )  # one on trial: that none can be made is found here, not by the episodes
+                self._given[name] = PerEpisode(make)
             else:
                 self._given[name] = self.keep(self.make(who, factory, knobs))
         finally:
@@ -292,11 +298,16 @@ def _logged(service: Any) -> Iterator[None]:
 
 
 def _close(service: Any) -> None:
+    """Closes a service; what goes wrong is a warning. An ``async def close`` runs in a thread with a loop of its own,
+    because the caller may stand in a loop already (a notebook).
+    """
+
     async def wait(ended: Awaitable[Any]) -> None:
         async with asyncio.timeout(CLOSING_S):
             await ended
 
     with _logged(service):
-        ended = service.close()
+        ended = service.close() if hasattr(service, "close") else None
         if inspect.isawaitable(ended):
-            asyncio.run(wait(ended))
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(asyncio.run, wait(ended)).result()

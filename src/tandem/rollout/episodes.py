@@ -82,10 +82,13 @@ async def run_episode(
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-async def finished(workflow: RolloutWorkflow, group: Group) -> Group | DataFailure:
-    """The group after its workflow's `finish_group`, where that had to wait for rewards that need a model."""
+async def finished(workflow: RolloutWorkflow, group: Group, timeout_s: float) -> Group | DataFailure:
+    """The group after its workflow's `finish_group`, where that had to wait for rewards that need a model; or why there is
+    none, as ``deadline`` after ``timeout_s``."""
+    limit = asyncio.timeout(timeout_s)
     try:
-        samples = tuple(await workflow.finish_group(group.samples, group.data))
+        async with limit:
+            samples = tuple(await workflow.finish_group(group.samples, group.data))
         if not samples:
             raise DataFailure("empty_group", "finish_group left no sample")
         for sample in samples:
@@ -94,7 +97,8 @@ async def finished(workflow: RolloutWorkflow, group: Group) -> Group | DataFailu
     except WrongWorkflow:
         raise
     except Exception as error:  # the episode boundary
-        failure = as_failure(error)
+        late = DataFailure("deadline", f"finish_group was not done after {timeout_s:g} s (rollout.episode_timeout_s)")
+        failure = late if limit.expired() else as_failure(error)
         if not isinstance(failure, DataFailure):
             raise failure from error
         failure.failed_samples = group.failures

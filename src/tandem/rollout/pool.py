@@ -118,13 +118,21 @@ class EpisodePool:
 
     def judge(self, wish: Wish) -> bool:
         """Judges the candidates that were scored. True if too few groups are left, so that more have to be generated."""
-        for episode, outcome in zip(wish.candidates, wish.outcomes, strict=True):
-            if isinstance(outcome, Group) and episode.workflow.reads_scores:
-                outcome = self.loop.run(finished(episode.workflow, outcome))  # without the lock, which the loop needs
-            with self.changed:
-                self._judge(episode, outcome)
+        outcomes = self.loop.run(self._finish(wish))  # without the lock, which the loop needs
         with self.changed:
+            for episode, outcome in zip(wish.candidates, outcomes, strict=True):
+                self._judge(episode, outcome)
             return len(self._waiting) < wish.count
+
+    async def _finish(self, wish: Wish) -> list[Group | DataFailure]:
+        """The candidates after the `finish_group` of those whose workflow reads scores, all at the same time."""
+
+        async def finish(episode: Episode, outcome: Group | DataFailure) -> Group | DataFailure:
+            if isinstance(outcome, DataFailure) or not episode.workflow.reads_scores:
+                return outcome
+            return await finished(episode.workflow, outcome, self._config.episode_timeout_s)
+
+        return await asyncio.gather(*(finish(*pair) for pair in zip(wish.candidates, wish.outcomes, strict=True)))
 
     def collect(self, wish: Wish) -> int:
         """Waits until enough groups stand. Takes them if all are judged; otherwise takes none and returns how many are not.

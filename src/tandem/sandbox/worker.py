@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import fcntl
 import json
+import math
 import os
 import socket
 import struct
@@ -268,17 +269,21 @@ class Running:
             self._too_much = True
             self.session.ask_kill()
 
-    async def finish(self) -> Outcome:
-        """Reads to the end of the program.
+    async def finish(self, grace_s: float = math.inf) -> Outcome:
+        """Reads to the end of the program, which is killed after ``grace_s`` seconds or when its own time is up.
 
         Raises:
             SandboxLost: the worker was killed.
         """
         deadline = self._began + self._limits.wall_s + GRACE_S
+        kill = time.monotonic() + grace_s
         end: dict[str, Any] = {}
         while not end:
+            if time.monotonic() >= kill:
+                self.session.ask_kill()
+                kill = math.inf
             watched = dict.fromkeys((self.session.descriptor, *self._open), False)
-            if not await ready(watched, deadline - time.monotonic()):
+            if not await ready(watched, min(deadline, kill) - time.monotonic()) and kill == math.inf:
                 self.session.worker.kill()
                 raise SandboxLost(f"a worker said nothing for {GRACE_S:.0f} s after a program's time and was killed")
             for descriptor in tuple(self._open):
@@ -352,12 +357,11 @@ class Interactive(SandboxProcess):
                 raise WaitTimeout(f"a program in a sandbox wrote nothing within {deadline_s:g} s")
             running.take(running.stderr)
 
-    async def close(self) -> Outcome:
-        """Kills it, and says how it ended if it had ended by itself."""
+    async def close(self, grace_s: float = 0.0) -> Outcome:
+        """Kills it if it does not end by itself within ``grace_s`` seconds, and says how it ended."""
         if self._outcome is None:
-            self._running.session.ask_kill()
             try:
-                self._outcome = await self._running.finish()
+                self._outcome = await self._running.finish(grace_s)
             except SandboxLost as error:
                 self._outcome = Outcome("lost", stderr=error.message.encode())
             finally:

@@ -3,7 +3,7 @@
 import ast
 import builtins
 
-from tandem.api.program_tests import ProgramTests
+from tandem.api.program_tests import ProgramTests, read_program
 from tandem.data.programs.layout import FUNCTION, Columns, Layout, fenced, text
 
 
@@ -32,7 +32,7 @@ def defined_tree(code: str) -> ast.Module:
         ValueError: it is no Python.
     """
     try:
-        return ast.parse(code)
+        return read_program(code)
     except SyntaxError as error:
         raise ValueError(f"the reference is no Python: {error}") from error
 

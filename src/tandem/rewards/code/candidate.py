@@ -5,12 +5,11 @@ shares the process and may change all of it. What comes out is read as return va
 """
 
 import json
-import os
 import sys
 import types
 from typing import Any
 
-from tandem.rewards.code.literals import NotLiteral, decode, encode, write
+from tandem.rewards.code.literals import NotLiteral, decode, encode, take_pipes, write
 
 
 def function_of(module: types.ModuleType, name: str) -> Any:
@@ -47,16 +46,7 @@ def answer(module: types.ModuleType, call: dict[str, Any]) -> dict[str, Any]:
 
 def run_candidate() -> None:
     """The first line has the code; every further line is a call, answered by a line."""
-    requests, answers = os.fdopen(os.dup(0), "rb"), os.dup(1)
-    silence = os.open(os.devnull, os.O_RDWR)
-    os.dup2(silence, 0)
-    os.dup2(silence, 1)
-
-    def send(message: dict[str, Any]) -> None:
-        line = write(message)
-        while line:
-            line = line[os.write(answers, line) :]
-
+    requests, send = take_pipes()
     first = json.loads(requests.readline())
     module = types.ModuleType("candidate")
     sys.modules["candidate"] = module

@@ -16,13 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from tandem.api.failures import WaitTimeout
-from tandem.api.program_tests import ProgramTests
+from tandem.api.program_tests import ProgramTests, read_program
 from tandem.api.sandbox import Limits, Program, Sandbox, SandboxProcess
 from tandem.rewards.code import candidate, literals, tester
 from tandem.rewards.code.verdict import CannotTell, Verdict, reason_of
 
 MAX_MESSAGE = 1 << 20
 """Bytes of one call, or of one value."""
+
+CLOSED_S = 0.5
+"""Time in which a process that closed its output may end by itself, so that its own end is what is reported."""
 
 ROOM_S = 5.0
 """So much later than the judge the sandbox itself would end a process."""
@@ -104,10 +107,10 @@ class Line:
 
     async def why(self) -> Ended:
         """How the process ended; it has closed its output, so it can do no more, whatever else it does."""
-        outcome = await self.process.close()
+        outcome = await self.process.close(min(CLOSED_S, max(0.0, self.ends - time.monotonic())))
         reason = reason_of(outcome)
-        if reason == "timeout" and time.monotonic() < self.ends:  # the time was not up: `close` came before its end
-            reason = "signal" if (outcome.exit_code or 0) < 0 else "exit"
+        if reason == "timeout" and time.monotonic() < self.ends:
+            reason = "exit"  # it had closed its output and lived on
         return Ended(reason, outcome.stderr.decode(errors="replace")[-300:])
 
 
@@ -199,7 +202,7 @@ async def _judge(answer: Candidate, side: Line, parts: tuple[str, ...], tests: P
 def complete(preamble: str) -> str:
     """A preamble that can run by itself: the head of a function without a docstring needs a body."""
     try:
-        compile(preamble, "preamble.py", "exec")
+        read_program(preamble)
     except SyntaxError:
         return preamble.rstrip() + "\n    pass\n"
     return preamble

@@ -6,14 +6,13 @@ set; of the candidate only literals come here.
 
 import builtins
 import json
-import os
 import random
 import sys
 import types
 from collections.abc import Callable
 from typing import Any
 
-from tandem.rewards.code.literals import NotLiteral, decode, encode, write
+from tandem.rewards.code.literals import NotLiteral, decode, encode, take_pipes
 
 Ask = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -53,15 +52,7 @@ def change(old: Any, new: Any) -> None:
 
 def run_tests() -> None:
     """The first line has the tests; a line for each call and each case goes out."""
-    replies, out = os.fdopen(os.dup(0), "rb"), os.dup(1)
-    silence = os.open(os.devnull, os.O_RDWR)
-    os.dup2(silence, 0)
-    os.dup2(silence, 1)
-
-    def send(message: dict[str, Any]) -> None:
-        line = write(message)
-        while line:
-            line = line[os.write(out, line) :]
+    replies, send = take_pipes()
 
     def ask(request: dict[str, Any]) -> dict[str, Any]:
         send(request)
