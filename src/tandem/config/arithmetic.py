@@ -4,8 +4,10 @@ import math
 from dataclasses import replace
 from typing import Literal
 
+from tandem.config.backend import parse_layout
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
+from tandem.config.fleet import parse_backend
 from tandem.config.generation import GenerationConfig
 from tandem.config.terms import Term, read_term
 
@@ -29,6 +31,15 @@ def max_token_age(config: TrainConfig) -> int:
 def placement(config: TrainConfig) -> Placement:
     """`colocate` or `decoupled`; follows `async_training` unless it was set."""
     return config.placement or ("decoupled" if config.async_training else "colocate")
+
+
+def generating_ranks(config: TrainConfig) -> tuple[int, ...]:
+    """The ranks that have an inference engine: rank 0 alone, unless an embedded engine takes turns with training. Then the
+    first of each set of ranks that train on the same sequences has one."""
+    layout, together = parse_layout(config.actor.backend), placement(config) == "colocate" and not config.async_training
+    if not together or parse_backend(config.rollout.backend) is not None or config.rollout.weights.channel != "auto":
+        return (0,)
+    return tuple(range(0, layout.ranks, layout.context * layout.tensor))
 
 
 def samples_together(config: TrainConfig) -> int:

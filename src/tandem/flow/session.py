@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from tandem.api.engines import InferenceEngine, TrainEngine
 from tandem.api.team import Team
 from tandem.api.workflow import RolloutWorkflow
-from tandem.config.arithmetic import max_token_age, placement
+from tandem.config.arithmetic import generating_ranks, max_token_age, placement
 from tandem.config.experiment import TrainConfig
 from tandem.data.curriculum import Curriculum
 from tandem.data.loader import Loader
@@ -31,6 +31,7 @@ from tandem.flow.scoring import GroupScorer, ScoreRole
 from tandem.flow.services import EpisodeParts, RewardBySource, make_parts
 from tandem.flow.sleep_plan import AGAIN, BEGIN
 from tandem.flow.state_parts import sleep_plan_here
+from tandem.flow.team import form_generators
 from tandem.launch.rank import kept_servers
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
@@ -48,7 +49,7 @@ from tandem.weights.publisher import WeightPublisher
 
 @dataclass(frozen=True)
 class Session:
-    """Everything that the loop uses. On ranks other than 0 ``engine`` is None: one rank generates for all."""
+    """Everything that the loop uses. ``engine`` is None on ranks that do not generate."""
 
     tokenizer: PreTrainedTokenizerBase
     loader: Loader | Curriculum
@@ -99,6 +100,8 @@ def open_session(
     assert plan.algorithm is not None, "every plan of such a run has an algorithm"
     timer = PhaseTimer()
     residency = make_residency(config, plan, timer)
+    patience_s = config.rollout.wait_timeout_s + 600  # no message may give up before the executor does
+    generators = form_generators(generating_ranks(config), process.team, patience_s)
     with contextlib.ExitStack() as stack:
         with process.team.together(), residency.making(AGAIN):
             parts = parts or make_parts(config, plan, load_tokenizer(folder))
@@ -122,7 +125,7 @@ def open_session(
             work: dict[str, Callable[..., Any]] = {}
             runner = LocalRunner(work, lambda stage: _measured(stage, timer, meter), residency)
             scorer = GroupScorer(plan, scores, runner, process.team, config.rollout.min_group_size) if scores else None
-            rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team)
+            rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team, generators)
             stack.callback(rollout.close)
         session = Session(
             tokenizer=tokenizer,
@@ -246,15 +249,16 @@ def make_actor(
 
 
 def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -> InferenceEngine | None:
-    """The inference engine, on rank 0."""
-    if not process.is_main:
+    """The inference engine of this rank; None if it does not generate."""
+    ranks = generating_ranks(config)
+    if process.rank not in ranks:
         return None
     kept = kept_servers()
     return build_inference_engine(
         config.rollout,
         folder=folder,
         placement=placement(config),
-        threads=process.generation_threads(placement(config)),
+        threads=process.generation_threads(placement(config), len(ranks)),
         device=process.device,
         deterministic=config.deterministic,
         run_folder=run_path(config.run.root, config.experiment_name, config.trial_name),
