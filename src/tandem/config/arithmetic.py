@@ -36,15 +36,18 @@ def placement(config: TrainConfig) -> Placement:
 def generating_ranks(config: TrainConfig) -> tuple[int, ...]:
     """The ranks that have an inference engine: rank 0 alone, unless an embedded engine takes turns with training. Then the
     first of each set of ranks that train on the same sequences has one."""
-    layout, together = parse_layout(config.actor.backend), placement(config) == "colocate" and not config.async_training
-    if not together or parse_backend(config.rollout.backend) is not None or config.rollout.weights.channel != "auto":
+    layout, rollout = parse_layout(config.actor.backend), config.rollout
+    in_turns = placement(config) == "colocate" and parse_backend(rollout.backend) is None
+    if not in_turns or rollout.weights.channel != "auto":
         return (0,)
     return tuple(range(0, layout.ranks, layout.context * layout.tensor))
 
 
-def samples_together(config: TrainConfig) -> int:
-    """Samples that are generated and judged for one step, those included that `rollout.oversample` may abort."""
-    return math.ceil(config.rollout.batch_size * config.rollout.oversample) * config.gconfig.n_samples
+def samples_together(config: TrainConfig, *, here: bool = False) -> int:
+    """Samples that are generated and judged for one step, those included that `rollout.oversample` may abort. ``here``: on
+    one of the ranks that generate."""
+    groups = math.ceil(config.rollout.batch_size * config.rollout.oversample)
+    return math.ceil(groups / (len(generating_ranks(config)) if here else 1)) * config.gconfig.n_samples
 
 
 def workflow_of(config: TrainConfig) -> Term:

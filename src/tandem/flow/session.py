@@ -20,7 +20,7 @@ from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.remote.kept import Keeping
 from tandem.flow.critic import Models
 from tandem.flow.delivery import make_proof, make_publisher, weights_folder
-from tandem.flow.meter import EngineMeter
+from tandem.flow.meter import EngineMeter, of_all_ranks
 from tandem.flow.parts import Rows, make_loader, make_rollout
 from tandem.flow.plan import RunPlan, Stage, plan_run
 from tandem.flow.process import Process
@@ -73,6 +73,11 @@ class Session:
     scorer: GroupScorer | None
     team: Team
     """All ranks."""
+
+    def measured(self) -> dict[str, float]:
+        """What engines and rewards have measured since the last call, of all ranks that generate. Collective."""
+        samples = self.reward.samples
+        return of_all_ranks(self.team.gather((samples, {**self.meter.metrics(), **self.reward.metrics()})))
 
     @property
     def models(self) -> Models:

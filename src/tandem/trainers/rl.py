@@ -93,7 +93,7 @@ def step(session: Session) -> dict[str, float]:
     run.free(batch)
     if isinstance(session.loader, Curriculum):
         metrics |= session.loader.metrics()
-    return session.rollout.metrics() | metrics | session.meter.metrics() | session.reward.metrics()
+    return session.rollout.metrics() | metrics | session.measured()
 
 
 def loop(
