@@ -105,8 +105,7 @@ def open_session(
     assert plan.algorithm is not None, "every plan of such a run has an algorithm"
     timer = PhaseTimer()
     residency = make_residency(config, plan, timer)
-    patience_s = config.rollout.wait_timeout_s + 600  # no message may give up before the executor does
-    generators = form_generators(generating_ranks(config), process.team, patience_s)
+    generators = form_generators(generating_ranks(config), process.team, config.rollout.wait_timeout_s)
     with contextlib.ExitStack() as stack:
         with process.team.together(), residency.making(AGAIN):
             parts = parts or make_parts(config, plan, load_tokenizer(folder))

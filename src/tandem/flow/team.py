@@ -23,11 +23,11 @@ def form_team(ranks: Sequence[int], everyone: Team) -> Team:
 
 
 def form_generators(ranks: Sequence[int], everyone: Team, patience_s: float) -> Team | None:
-    """The ranks that generate, for messages of at most ``patience_s`` apart from all that training sends; None if it is one.
-    Collective over ``everyone``."""
+    """The ranks that generate, for messages beside all that training sends; None if it is one. ``patience_s``: how long a
+    batch may take, which no message gives up before. Collective over ``everyone``."""
     if len(ranks) == 1 or everyone.size == 1:
         return None
-    return Team(dist.new_group(list(ranks), backend="gloo", timeout=timedelta(seconds=patience_s)))
+    return Team(dist.new_group(list(ranks), backend="gloo", timeout=timedelta(seconds=patience_s + 600)))
 
 
 class TeamEngine(TrainEngine):

@@ -41,9 +41,6 @@ class Generator:
     """That it computes in."""
 
     engines: int
-    on_ranks: bool
-    """Each is on a rank, and its device, of its own; otherwise all are on the first device."""
-
     own_process: bool
     kv_cache_gib: float
     max_running: int
@@ -54,6 +51,9 @@ class Generator:
 
     adapter: int = 0
     """Parameters of the adapter that is delivered alone; 0: whole weights are."""
+
+    on_ranks: bool = False
+    """Each is on a rank, and its device, of its own; otherwise all are on the first device."""
 
     foreign: str | None = None
     """Servers of another make, which plan their own memory and whose speed is not known here."""
