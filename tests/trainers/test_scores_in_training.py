@@ -257,6 +257,10 @@ def test_spellings_of_terms():
         ("format", 0.5),
         ("model", 0.5),
     ]
+    assert [(t.name, t.weight) for t in read_terms("my.py:useful - my.py:harmful")] == [
+        ("my.py:useful", 1.0),
+        ("my.py:harmful", -1.0),
+    ]
 
 
 def test_a_group_is_finished_behind_the_scores_that_its_workflow_reads(overrides, models):
