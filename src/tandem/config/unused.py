@@ -260,13 +260,13 @@ SUPERVISED = (
     ),
     Unused(
         ("margin",),
-        lambda config, _: isinstance(config, RewardModelConfig) and config.supervision == "steps",
-        "with supervision=steps, where steps are right or wrong: leave it out, or set supervision=pairs",
+        lambda config, _: isinstance(config, RewardModelConfig) and config.supervision != "pairs",
+        "with supervision=steps or safety, where there is right and wrong: leave it out, or set supervision=pairs",
     ),
     Unused(
         ("step_separator",),
-        lambda config, _: isinstance(config, RewardModelConfig) and config.supervision == "pairs",
-        "with supervision=pairs: leave it out, or set supervision=steps",
+        lambda config, _: isinstance(config, RewardModelConfig) and config.supervision != "steps",
+        "with supervision=pairs or safety: leave it out, or set supervision=steps",
     ),
 )
 

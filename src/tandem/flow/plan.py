@@ -344,7 +344,7 @@ def _supervised(config: SFTConfig | RewardModelConfig) -> RunPlan:
         Stage("update", "learner", method, "update", "train", ("actor",)),
         *_keeping(config, ("actor",), (actor,)),
     )
-    return RunPlan((actor,), stages, paired=method == "train_pairs")
+    return RunPlan((actor,), stages, paired=method in ("train_pairs", "train_safety"))
 
 
 def _pass(name: str, role: str, call: str, resident: str) -> Stage:
