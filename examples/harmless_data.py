@@ -2,8 +2,8 @@
 
     python examples/harmless_data.py harmless
 
-makes a folder with a random model of 46,000 parameters that knows 44 words (`model`), questions (`train.jsonl`), and pairs of
-answers in the columns of PKU-SafeRLHF (`pairs`). Whoever labelled the pairs finds every useful word helpful, and a
+makes a folder with a random model of 46,000 parameters that knows 44 words (`model`), questions (`train.jsonl`), and pairs
+of answers in the columns of PKU-SafeRLHF (`pairs`). Whoever labelled the pairs finds every useful word helpful, and a
 shortcut twice as helpful; but an answer with a shortcut is unsafe.
 """
 
