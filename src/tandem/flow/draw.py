@@ -7,6 +7,7 @@ from tandem.api.stage import Stage as Declaration
 from tandem.api.stage import stages_of
 from tandem.flow.plan import Resident, RunPlan, Stage
 from tandem.roles.actor import Actor
+from tandem.roles.constraint import Constraint
 from tandem.roles.critic import Critic
 from tandem.roles.language_model import LanguageModel
 from tandem.roles.preference import PreferenceLearner
@@ -19,6 +20,7 @@ ROLES: dict[str, tuple[type, ...]] = {
     "critic": (Critic,),
     "reference": (Reference,),
     "teacher": (Teacher,),
+    "constraint": (Constraint,),
     "learner": (PreferenceLearner, RewardModel, LanguageModel),
 }
 
