@@ -62,7 +62,9 @@ def form(plan: RunPlan, resident: Resident) -> str:
         return f"the {resident.base_of} without its adapters"
     ranks, everyone = len(resident.ranks), max(len(other.ranks) for other in plan.residents)
     fewer = f", on {ranks} of {everyone} ranks" if ranks < everyone else ""
-    return f"{'trained' if resident.trained else 'frozen'}{fewer}"
+    adapters = "adapters, " if resident.engine.lora.rank is not None else ""
+    shared = f", on the weights of {resident.trunk_of}" if resident.trunk_of is not None else ""
+    return f"{adapters}{'trained' if resident.trained else 'frozen'}{shared}{fewer}"
 
 
 def mermaid(plan: RunPlan) -> str:
