@@ -1,11 +1,12 @@
 """Parts of an engine that sleep: their bytes are those that were counted before, and come back to the bit."""
 
+import resource
 import shutil
 
 import pytest
 import torch
 
-from tandem.api.failures import WeightsChanged
+from tandem.api.failures import NotWritten, WeightsChanged
 from tandem.config.backend import parse_layout
 from tandem.config.lora import LoRAConfig
 from tandem.config.train_engine import TrainEngineConfig
@@ -147,6 +148,22 @@ def test_a_folder_that_changed_while_its_model_slept_is_refused(folder, tmp_path
     damage(model / "model.safetensors")
     with pytest.raises(WeightsChanged, match=r"slept, and .*model\.safetensors"):
         engine.onload(PARTS)
+
+
+def test_a_disk_that_is_full_is_named_and_the_engine_stays_whole(folder, batch, tmp_path):
+    _, engine = engine_of(folder, "float32", "lm", True, None)
+    engine.train_batch(batch, weighted_nll)
+    before, limits = engine.num_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (before["optimizer"] // 2, limits[1]))  # python ignores the signal
+    try:
+        with pytest.raises(NotWritten, match=r"optimizer of .* cannot sleep in .*raise memory_limit_gib"):
+            engine.offload(("optimizer",), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert engine.num_bytes() == before
+    _, other = engine_of(folder, "float32", "lm", True, None)
+    other.train_batch(batch, weighted_nll)
+    assert engine.train_batch(batch, weighted_nll) == other.train_batch(batch, weighted_nll)
 
 
 def test_weights_that_are_not_those_of_the_folder_are_written(folder, batch, tmp_path):

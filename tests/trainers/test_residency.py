@@ -83,6 +83,18 @@ def test_what_the_run_moves_is_what_the_plan_says(models, tmp_path):
     assert rows(asleep.folder)[-1]["memory/moved_gib"] == pytest.approx(make_plan(job, round_machine()).moved_gib)
 
 
+def test_a_run_goes_on_under_another_limit_and_is_the_same(models, tmp_path):
+    more = ("checkpoint.every_steps=1", "total_train_steps=3")
+    whole = run(tmp_path / "whole", models, *more)
+    keys = keys_of(tmp_path / "parts", models, JUDGES, *more)
+    train(config_of(keys), until=1)
+    train(config_of([*keys, TIGHT]), until=2)
+    parts = train(config_of(keys))
+    assert {name: outcome(parts.folder)[name] for name in ("saved", "metrics", "weights", "samples")} == {
+        name: outcome(whole.folder)[name] for name in ("saved", "metrics", "weights", "samples")
+    }
+
+
 def asleep_config(root, models):
     return config_of(keys_of(root, models, JUDGES, TIGHT)).config
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from tandem.api.activity import did
 from tandem.api.engines import TrainPart
-from tandem.api.failures import WeightsChanged
+from tandem.api.failures import NotWritten, WeightsChanged
 from tandem.engines.train.holders import Holder
 from tandem.engines.train.named_weights import PREFIX
 from tandem.engines.train.optimizer import Optimizer
@@ -179,7 +179,7 @@ class EngineMemory:
             elif scratch is not None:
                 if part == "parameters":
                     self._leave_mapped_files()
-                self._asleep[part] = [self._put_away(part, *found, scratch) for found in self._regions(part)]
+                self._put_all_away(part, scratch)
                 for tensor in self._holder.copies() if part == "parameters" else []:
                     tensor.untyped_storage().resize_(0)
         return self._moved
@@ -234,6 +234,17 @@ class EngineMemory:
                 own = torch.empty(beside + parameter.numel(), dtype=parameter.dtype)
                 parameter.data = own[beside:].view(parameter.shape).copy_(parameter.data)
         self._holder.lend_again()
+
+    def _put_all_away(self, part: TrainPart, scratch: Path) -> None:
+        try:
+            for name, region in self._regions(part):
+                self._asleep[part].append(self._put_away(part, name, region, scratch))
+        except OSError as error:
+            self.onload((part,))  # so that the engine is whole
+            raise NotWritten(
+                f"{part} of {self._folder} cannot sleep in {scratch}: {error}. Free some space there, put run.root on "
+                "another disk, or raise memory_limit_gib, and repeat the command: the run goes on from its last checkpoint"
+            ) from error
 
     def _put_away(self, part: TrainPart, name: str, region: _Region, scratch: Path) -> _Asleep:
         did()
