@@ -173,3 +173,33 @@ def test_weights_that_are_not_those_of_the_folder_are_written(folder, batch, tmp
     engine.offload(PARTS, tmp_path / "scratch")
     engine.onload(PARTS)
     assert torch.equal(engine.forward(batch).logprobs, before)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_trunk_that_is_shared_sleeps_with_its_lender_and_wakes_in_one_memory(folder, batch, tmp_path, dtype):
+    config, lender = engine_of(folder, dtype, "scalar", False, None)
+    borrower = build_train_engine(config, 3, trained=False, trunk=lender)
+    alone = build_train_engine(config, 3, trained=False)
+    expected, whole = alone.forward(batch).logprobs, alone.num_bytes()["parameters"]
+    assert torch.equal(borrower.forward(batch).logprobs, expected)
+    assert borrower.num_bytes()["parameters"] < whole / 2  # its head, if that is not the embedding
+    assert borrower.offload(PARTS, tmp_path) == borrower.onload(PARTS) - borrower.num_bytes()["parameters"] == 0
+    for _ in range(2):
+        lender.offload(PARTS, tmp_path)
+        assert lender.num_bytes()["parameters"] == 0
+        with pytest.raises(RuntimeError, match="are offloaded; call onload"):
+            borrower.forward(batch)
+        lender.onload(PARTS)
+        shared = [
+            (own.data_ptr(), other.data_ptr())
+            for (name, own), (_, other) in zip(
+                borrower.model.named_parameters(), lender.model.named_parameters(), strict=False
+            )
+            if name.startswith("model.model.")
+        ]
+        assert shared and all(own == other for own, other in shared)
+        assert torch.equal(borrower.forward(batch).logprobs, expected)
+    lender.offload(PARTS, tmp_path)
+    late = build_train_engine(config, 3, trained=False, trunk=lender)  # compared by the sum of what sleeps
+    lender.onload(PARTS)
+    assert torch.equal(late.forward(batch).logprobs, expected)
