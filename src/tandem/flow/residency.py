@@ -58,13 +58,14 @@ class Residency:
         sleeps = self.plan is not None and part in self.plan.parts
         if self.plan is not None and sleeps:
             self._do(self.plan.opening(part, self._state))
-        with mapped_blocks() if sleeps else contextlib.nullcontext():
+        gives = sleeps or trunk is not None  # memory back to the system: what sleeps, or what is there already
+        with mapped_blocks() if gives else contextlib.nullcontext():
             engine = self._open_model(resident, process, optimizer_steps=optimizer_steps, trunk=trunk)
             self._opened[resident.name] = engine
             if sleeps:
                 self._trained[resident.name] = engine
                 self._sleep(part)
-        if sleeps:
+        if gives:
             give_back()
         return engine
 
