@@ -25,6 +25,8 @@ from tandem.config.preference import DistillConfig, PreferenceConfig, RewardMode
 from tandem.config.roles import CriticConfig, ReferenceConfig
 from tandem.config.terms import Term, read_terms
 from tandem.config.train_engine import TrainEngineConfig
+from tandem.flow.sharing import share_trunks, with_adapter
+from tandem.models.adapter_folder import AdapterBeside
 from tandem.rewards.build import build_scores, needs_model
 from tandem.roles.components import choose
 from tandem.roles.parts import AlgorithmParts, choose_parts
@@ -52,6 +54,12 @@ class Resident:
     epochs: int = 1
     base_of: str | None = None
     """The resident with adapters whose model, without them, this one is; None if it is a model of its own."""
+
+    adapter: AdapterBeside | None = None
+    """Lies beside the weights of a frozen model; None: it has none."""
+
+    trunk_of: str | None = None
+    """The resident whose frozen weights it computes with, beside its own head and adapters; None: all are its own."""
 
     refresh_every_steps: int | None = None
     """It takes over the actor's weights every so many steps; None if it never does."""
@@ -235,7 +243,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
         Stage("publish", "publisher", "publish", "deliver", "update_weights", ("actor", "engine")),
         *_keeping(config, ("engine",), residents),
     ]
-    every = (*residents, Resident("engine", generating=generating_ranks(config)))
+    every = (*share_trunks(residents, config.device), Resident("engine", generating=generating_ranks(config)))
     return RunPlan(every, tuple(stages), greedy_baseline="greedy" in asked, scores=scores, algorithm=parts)
 
 
@@ -312,11 +320,11 @@ def _judge(actor: TrainEngineConfig, name: str, wanted: FrozenModel) -> Resident
     """The model that a reward asks for."""
     engine = _frozen(actor, wanted)
     if wanted.backend is None:
-        return Resident(name, engine, wanted.head)
+        return with_adapter(Resident(name, engine, wanted.head))
     key = f"reward {name!r}: backend"
     layout, written = parse_layout(wanted.backend, key), f"{key}={wanted.backend}"
     refuse([*fewer_ranks_problems(layout, written, actor), *layout_problems(layout, written, actor)])
-    return Resident(name, engine, wanted.head, key=key)
+    return with_adapter(Resident(name, engine, wanted.head, key=key))
 
 
 def _distillation(config: DistillConfig) -> RunPlan:

@@ -185,6 +185,7 @@ def _held(
         head=resident.head,
         trained=resident.trained,
         changes=resident.changes,
+        trunk_of=resident.trunk_of,
         mini_batches=resident.mini_batches,
         epochs=resident.epochs,
         entropy=with_entropy and resident.name == "actor",

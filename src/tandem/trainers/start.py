@@ -108,13 +108,13 @@ def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokeni
     for planned in plan.scores:
         resident = plan.resident(planned.resident)
         assert resident is not None and resident.engine is not None, "the plan names the model of each score"
-        path = resident.engine.path
+        path = planned.score.model.path
         if resident.head == "scalar" and not is_classifier(read_hf_config(describing(path))):
             raise ConfigError(
                 f"reward {planned.name!r}: {path} is no reward model, because it has no trained head that scores; give the "
                 "folder of a checkpoint that `tandem reward` wrote, or a sequence classifier of one label"
             )
-        open_reader(resident.engine.path, tokenizer, chats=type(planned.score).read is Score.read)
+        open_reader(path, tokenizer, chats=type(planned.score).read is Score.read)
 
 
 def check_prompts(
