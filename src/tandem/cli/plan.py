@@ -15,8 +15,11 @@ from typing import Any
 from tandem.cli.arguments import add_config_arguments, split_arguments
 from tandem.cli.config import resolve_kind
 from tandem.cli.training import KINDS
-from tandem.config.arithmetic import arithmetic
+from tandem.config.arithmetic import arithmetic, placement
+from tandem.config.backend import parse_layout
+from tandem.config.devices import devices_of
 from tandem.config.errors import ConfigError
+from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.models.shape import read_shape
 from tandem.planning.calibrate import this_machine
@@ -86,7 +89,7 @@ def make_report(arguments: argparse.Namespace) -> Report:
         title=f"Plan of {file or 'this configuration'}",
         plan=plan,
         lengths=known.said,
-        arithmetic=_arithmetic(config, known),
+        arithmetic="\n".join([_arithmetic(config, known), *_devices(config, machine)]),
         change=change,
         others=tuple(others(plan, change, plan_with)),
         advice=_advice(plan, change),
@@ -109,6 +112,14 @@ def _arithmetic(config: Any, known: Known) -> str:
     one = config.rollout.batch_size if hasattr(config, "rollout") else config.batch_size
     lines = arithmetic(config, one).splitlines()
     return "\n".join(line for line in lines if not line.startswith(("Epoch", "Run")))
+
+
+def _devices(config: Any, machine: Machine) -> list[str]:
+    """Who is on which GPU. Raises `ConfigError` where they are too few."""
+    if machine.kind != "gpu" or not isinstance(config, TrainConfig):
+        return []
+    ranks = parse_layout(config.actor.backend).ranks
+    return devices_of(config.rollout, placement(config), ranks=ranks, devices=machine.count).lines()
 
 
 def _advice(plan: Plan, change: Change | None) -> str:
