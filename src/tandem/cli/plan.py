@@ -10,6 +10,7 @@ examples:
 import argparse
 import functools
 import json
+from dataclasses import replace
 from typing import Any
 
 from tandem.cli.arguments import add_config_arguments, split_arguments
@@ -17,7 +18,7 @@ from tandem.cli.config import resolve_kind
 from tandem.cli.training import KINDS
 from tandem.config.arithmetic import arithmetic, placement
 from tandem.config.backend import parse_layout
-from tandem.config.devices import devices_of
+from tandem.config.devices import DeviceMap, devices_of
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
@@ -76,6 +77,10 @@ def make_report(arguments: argparse.Namespace) -> Report:
     kind = KINDS[arguments.kind]
     config = resolve_kind(arguments).config
     machine = _machine(arguments, config)
+    devices = _devices(config, machine)
+    if devices is not None and devices.taken:
+        left = machine.memory_gib * (1 - devices.taken)
+        machine = replace(machine, memory_gib=left, name=f"{machine.name}, {devices.taken:.0%} of it the servers'")
     known = known_lengths(config, prompt=arguments.prompt_tokens, completion=arguments.completion_tokens)
     read = functools.cache(read_shape)
 
@@ -89,7 +94,7 @@ def make_report(arguments: argparse.Namespace) -> Report:
         title=f"Plan of {file or 'this configuration'}",
         plan=plan,
         lengths=known.said,
-        arithmetic="\n".join([_arithmetic(config, known), *_devices(config, machine)]),
+        arithmetic="\n".join([_arithmetic(config, known), *(devices.lines() if devices is not None else ())]),
         change=change,
         others=tuple(others(plan, change, plan_with)),
         advice=_advice(plan, change),
@@ -114,12 +119,12 @@ def _arithmetic(config: Any, known: Known) -> str:
     return "\n".join(line for line in lines if not line.startswith(("Epoch", "Run")))
 
 
-def _devices(config: Any, machine: Machine) -> list[str]:
-    """Who is on which GPU. Raises `ConfigError` where they are too few."""
+def _devices(config: Any, machine: Machine) -> DeviceMap | None:
+    """Who is on which GPU; None on a CPU. Raises `ConfigError` where they are too few."""
     if machine.kind != "gpu" or not isinstance(config, TrainConfig):
-        return []
+        return None
     ranks = parse_layout(config.actor.backend).ranks
-    return devices_of(config.rollout, placement(config), ranks=ranks, devices=machine.count).lines()
+    return devices_of(config.rollout, placement(config), ranks=ranks, devices=machine.count)
 
 
 def _advice(plan: Plan, change: Change | None) -> str:

@@ -40,6 +40,11 @@ class DeviceMap:
         """Raises `KeyError` for one that is not there."""
         return {seat.name: seat for seat in self.servers}[name]
 
+    @property
+    def taken(self) -> float:
+        """Share of the first rank's memory that servers take from training."""
+        return sum(seat.memory_share or 0.0 for seat in self.servers if self.ranks and 0 in seat.devices)
+
     def lines(self) -> list[str]:
         """A line for each device: who is on it, and with which share of its memory."""
         seats = [*self.ranks, *self.servers]
