@@ -191,11 +191,6 @@ def _fleet(config: TrainConfig) -> Iterator[str]:
             f"deterministic=true contradicts rollout.backend={rollout.backend}: the order of arrival decides which "
             "server computes what; use rollout.backend=embedded"
         )
-    if config.placement == "colocate":
-        yield (
-            f"placement=colocate contradicts rollout.backend={rollout.backend}, whose servers are processes of their own: "
-            "leave placement out"
-        )
 
 
 def _memory_limit(config: TrainConfig) -> Iterator[str]:

@@ -103,6 +103,7 @@ LIMITS: dict[str, KnobRule] = {
     "rollout.engine.prefill_chunk_tokens": _count(),
     "rollout.engine.max_model_len": _count(2),
     "rollout.engine.threads": _count(1, 4096),
+    "rollout.fleet.memory_share": KnobRule(None, above=0.0, high=1.0),
     "rollout.fleet.startup_timeout_s": SECONDS,
     "rollout.fleet.probe_every_s": SECONDS,
     "rollout.fleet.suspect_after_s": SECONDS,

@@ -273,6 +273,7 @@ def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -
         threads=process.generation_threads(placement(config), len(ranks)),
         device=process.device,
         deterministic=config.deterministic,
+        ranks=process.ranks_here,
         run_folder=run_path(config.run.root, config.experiment_name, config.trial_name),
         run=run,
         weights_folder=weights_folder(config),

@@ -24,7 +24,7 @@ from tandem.flow.critic import check_same_tokens
 from tandem.flow.delivery import weights_folder
 from tandem.flow.parts import Rows, open_rows
 from tandem.flow.plan import RunPlan
-from tandem.flow.process import choose_device
+from tandem.flow.process import choose_device, devices_here
 from tandem.flow.residents import open_reader
 from tandem.flow.services import EpisodeParts, check_names, check_rows, make_parts
 from tandem.models.architecture import Architecture
@@ -76,6 +76,7 @@ def check_start(config: TrainConfig, rows: Rows, plan: RunPlan) -> EpisodeParts:
         if path is not None and plan.resident(role) is not None:
             check_same_tokens(path, tokenizer, role)
     check_inference_engine(config.rollout, folder, device)
+    devices_here(config)  # more than there are: refused
     check_weights_folder(config)
     check_prompts(config, rows.train.rows, tokenizer, folder)
     check_scores(config, plan, tokenizer)
