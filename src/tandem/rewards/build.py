@@ -56,7 +56,8 @@ class SumReward(RewardFn):
         rewards = {name: value for (name, _, _), value in zip(self.terms, values, strict=True)}
         known = [result.accuracy for result in results if result.accuracy is not None]
         looking = next((result for result in results if result.extracted is not None), RewardResult(0.0))
-        return RewardResult(sum(values), rewards, known[0] if known else None, looking.answer, looking.extracted)
+        words = {name: text for result in results for name, text in result.words.items()}
+        return RewardResult(sum(values), rewards, known[0] if known else None, looking.answer, looking.extracted, words)
 
     async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[dict[str, float]]:
         """The parts of each sample's reward that come from terms which judge a group; empty without such terms."""

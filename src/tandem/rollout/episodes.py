@@ -9,7 +9,7 @@ from typing import Any
 
 from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, WrongWorkflow, as_failure
 from tandem.api.requests import NoiseKey
-from tandem.api.samples import Group, Sample
+from tandem.api.samples import Dropped, Group, Sample
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
 from tandem.rollout.episode_engine import EpisodeEngine
 from tandem.rollout.ledger import Prompt
@@ -42,6 +42,11 @@ class Episode:
     def settled(self) -> bool:
         """Whether each sample has issued its first request, or ended without one."""
         return self.engine is not None and self.engine.settled
+
+    def dropped(self, reason: str, words: str) -> Dropped:
+        """What is said of it when it is dropped."""
+        nothing = Group((), self.number, str(self.row.get("source") or ""), self.row)
+        return Dropped(reason, words, self.group or nothing)
 
 
 async def run_episode(
