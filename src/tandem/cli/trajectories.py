@@ -9,6 +9,7 @@ examples:
 """
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -122,10 +123,6 @@ def _decoder(folder: Path) -> Decode:
     return lambda token: str(tokenizer.decode([token]))
 
 
-def _columns(trajectory: dict[str, Any]) -> list[str]:
-    return [name for name in COLUMNS if name in trajectory]
-
-
 def _plain(sample: "RecordedSample", decode: Decode | None) -> dict[str, Any]:
     """For JSON: what is not finite is null."""
     told = {name: value for name, value in vars(sample).items() if name not in ("trajectories", "timings")}
@@ -214,17 +211,18 @@ def _notes(sample: "RecordedSample") -> Iterator[str]:
 
 
 def _tokens(sample: "RecordedSample", decode: Decode) -> Iterator[str]:
-    """A line a token; those that are not trained on have no figures."""
+    """A line a trained token; one for all tokens between two of them, which have no figures."""
     for number, trajectory in enumerate(sample.trajectories, 1):
-        names = _columns(trajectory)
+        names = [name for name in COLUMNS if name in trajectory]
         yield f"-- tokens of trajectory {number}"
         yield "  ".join([f"{'token':<20}", *(f"{name.removesuffix('_logprobs'):>10}" for name in names)])
-        columns = [trajectory[name].tolist() for name in names]
-        for place, (token, trained) in enumerate(
-            zip(trajectory["input_ids"].tolist(), trajectory["loss_mask"].tolist(), strict=True)
-        ):
-            cells = [f"{column[place]:>10.4g}" if trained else " " * 10 for column in columns]
-            yield "  ".join([f"{shown_text(repr(decode(token))):<20}", *cells]).rstrip()
+        rows = zip(*(trajectory[name].tolist() for name in ("input_ids", "loss_mask", *names)), strict=True)
+        for trained, run in itertools.groupby(rows, key=lambda row: row[1]):
+            if not trained:
+                yield f"({sum(1 for _ in run)} tokens of context)"
+                continue
+            for token, _, *figures in run:
+                yield "  ".join([f"{shown_text(repr(decode(token))):<20}", *(f"{figure:>10.4g}" for figure in figures)])
 
 
 def _summary(
