@@ -204,10 +204,13 @@ def _notes(sample: "RecordedSample") -> Iterator[str]:
     for failure in sample.failures:
         yield f"-- a sample of this group failed: {shown_text(failure)}"
     for number, timing in enumerate(sample.timings, 1):
-        yield (
-            f"-- request {number}: {timing.queued_s:.3f} s in the queue, first token after {timing.first_token_s:.3f} s, "
-            f"end after {timing.total_s:.3f} s"
+        words = (
+            f"{timing.queued_s:.3f} s in the queue",
+            f"first token after {timing.first_token_s:.3f} s",
+            f"end after {timing.total_s:.3f} s",
         )
+        known = [word for word, value in zip(words, timing, strict=True) if not math.isnan(value)]
+        yield f"-- request {number}: {', '.join(known)}"
 
 
 def _tokens(sample: "RecordedSample", decode: Decode) -> Iterator[str]:
