@@ -52,6 +52,7 @@ FORGOTTEN = {
     "rollout._metrics": "of the last batch; its line is written",
     "rollout.last_groups": "of the last batch; its line is written",
     "rollout.replay._last": "of the last batch; its line is written",
+    "rollout._pool._dropped": "taken for the record of the step",
     "rollout._pool._taken": "empty between two steps",
     "rollout._pool._waiting": "begun and not consumed: begins anew",
     "rollout._pool._running": "begun and not consumed: begins anew",

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol
 
 from tandem.api.requests import LLMRequest, LLMResponse
@@ -35,6 +35,13 @@ class RewardResult:
 
     extracted: bool | None = None
     """Whether an answer was found; None where the reward looks for none."""
+
+    words: Mapping[str, str] = field(default_factory=dict)
+    """What judges wrote, by the name of the reward."""
+
+    def details(self) -> dict[str, Any]:
+        """All but the value, as `Chat.sample` takes it."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "value"}
 
 
 class RewardFn(ABC):

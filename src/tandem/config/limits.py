@@ -50,6 +50,7 @@ LIMITS: dict[str, KnobRule] = {
     "recover.max_restarts": _count(0, 1000),
     "recover.stalled_after_s": KnobRule(None, low=1.0, high=1e8),
     "tracking.trajectories_per_step": _count(0),
+    "tracking.trajectories_gib": POSITIVE,
     "tracking.plot_every_steps": _count(),
     "gconfig.n_samples": _count(1, MOST_SAMPLES),
     "gconfig.max_new_tokens": _count(),

@@ -60,7 +60,9 @@ class SumReward(RewardFn):
         judges = [result for (name, _, _), result in zip(self.terms, results, strict=True) if name != self.cost]
         known = [result.accuracy for result in judges if result.accuracy is not None]
         looking = next((result for result in judges if result.extracted is not None), RewardResult(0.0))
-        return RewardResult(self._sum(rewards), rewards, known[0] if known else None, looking.answer, looking.extracted)
+        words = {name: text for result in results for name, text in result.words.items()}
+        accuracy = known[0] if known else None
+        return RewardResult(self._sum(rewards), rewards, accuracy, looking.answer, looking.extracted, words)
 
     async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[RewardResult]:
         """What the terms that judge a group add to each sample's reward; nothing without such terms."""

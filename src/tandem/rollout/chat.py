@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.requests import LLMRequest, LLMResponse, StopReason
+from tandem.api.requests import LLMRequest, LLMResponse, RequestTiming, StopReason
 from tandem.api.samples import Sample, Trajectory
 from tandem.config.generation import GenerationConfig
 
@@ -91,6 +91,7 @@ class Chat:
         self.completion = ""
         self.completion_ids: tuple[int, ...] = ()
         self._ended: list[Tokens] = []
+        self._timings: list[RequestTiming] = []
         self._tokens = Tokens(self.prompt_ids)
 
     @property
@@ -109,6 +110,7 @@ class Chat:
             ValueError: it answers another request, or was sampled at another temperature than the turns before.
         """
         self._tokens.add_response(response)
+        self._timings += [response.timing] if response.timing is not None else []
         self.completion_ids = tuple(response.output_ids)
         self.completion = str(self.tokenizer.decode(list(response.output_ids), skip_special_tokens=True))
         self.messages.append({"role": "assistant", "content": self.completion})
@@ -143,6 +145,7 @@ class Chat:
         metrics: Mapping[str, float] | None = None,
         answer: str | None = None,
         extracted: bool | None = None,
+        words: Mapping[str, str] | None = None,
     ) -> Sample:
         """The finished sample, with every trajectory that has trained tokens."""
         spoken = [tokens for tokens in (*self._ended, self._tokens) if any(tokens.mask)]
@@ -157,6 +160,8 @@ class Chat:
             metrics=dict(metrics or {}),
             answer=answer,
             extracted=extracted,
+            words=dict(words or {}),
+            timings=tuple(self._timings),
         )
 
     def _addition(self, turn: Mapping[str, Any]) -> str | None:

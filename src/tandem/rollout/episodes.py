@@ -11,7 +11,7 @@ from typing import Any
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, WaitTimeout, WrongWorkflow, as_failure
 from tandem.api.requests import NoiseKey
-from tandem.api.samples import Group, Sample
+from tandem.api.samples import Dropped, Group, Sample
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
 from tandem.config.rollout import RolloutConfig
 from tandem.rollout.episode_engine import EpisodeEngine
@@ -118,6 +118,11 @@ class EpisodeRunner:
     def _notify(self) -> None:
         with self._issued:
             self._issued.notify_all()
+
+    def dropped(self, reason: str, words: str) -> Dropped:
+        """What is said of it when it is dropped."""
+        nothing = Group((), self.number, str(self.row.get("source") or ""), self.row)
+        return Dropped(reason, words, self.group or nothing)
 
 
 async def run_episode(

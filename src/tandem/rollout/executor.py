@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import DataFailure
-from tandem.api.samples import Group
+from tandem.api.samples import Dropped, Group
 from tandem.api.team import Team
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.errors import ConfigError
@@ -192,6 +192,10 @@ class Rollout:
         """The batch was trained on and its weights are published: its episodes make room for others."""
         if self._team.main:
             self._pool.end_step()
+
+    def take_dropped(self) -> tuple[Dropped, ...]:
+        """The prompts that were dropped since the last call, for the record of a step; none on ranks other than 0."""
+        return self._pool.take_dropped()
 
     def metrics(self) -> dict[str, float]:
         """Of the last batch, and counts of episodes and failed samples since the start; empty on ranks other than 0."""

@@ -14,7 +14,7 @@ from typing import Any
 from tandem.api.activity import GENERATING, did, waiting
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import DataFailure, EngineDied, EpisodeFailure, InfrastructureFailure, WaitTimeout
-from tandem.api.samples import Group
+from tandem.api.samples import Dropped, Group
 from tandem.api.team import Team
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.rollout import RolloutConfig
@@ -35,6 +35,9 @@ GroupObserver = Callable[[Group], None]
 
 NO_EPOCH = -2
 """Epoch of rows that bring no ``epoch`` and ``index``; they are numbered as they come. (-1 is evaluation's.)"""
+
+MAX_DROPPED = 256
+"""Dropped prompts that are remembered for the record of the step; all are counted."""
 
 logger = logging.getLogger("tandem.rollout")
 
@@ -109,6 +112,7 @@ class EpisodePool:
         self._count = 0  # episodes since the start
         self._wanted = 0  # groups that the caller is waiting for
         self._broken: Exception | None = None
+        self._dropped: deque[Dropped] = deque(maxlen=MAX_DROPPED)
 
     # ------------------------------------------------------------------ for the caller
 
@@ -173,6 +177,12 @@ class EpisodePool:
             self.gate.end_step()
             self.ledger.check(self.gate)
             self._pump()
+
+    def take_dropped(self) -> tuple[Dropped, ...]:
+        """See `Rollout.take_dropped`; the newest `MAX_DROPPED`."""
+        with self.changed:
+            dropped, self._dropped = tuple(self._dropped), deque(maxlen=MAX_DROPPED)
+        return dropped
 
     def counts(self) -> dict[str, float]:
         """Episodes and failed samples since the start, as metrics."""
@@ -401,7 +411,7 @@ class EpisodePool:
             return
         if failure.reason not in self.ledger.dropped:
             logger.warning("an episode was dropped (%s)", message, exc_info=failure)
-        self._leave(episode, failure.reason)
+        self._leave(episode, failure.reason, str(failure))
         self.ledger.failed_samples.update(failure.failed_samples)
         kind = "infrastructure" if isinstance(failure, InfrastructureFailure) else "data"
         self._broken = self._broken or self._budget.spend(kind)
@@ -427,7 +437,7 @@ class EpisodePool:
         if episode.task is not None:
             self.loop.call(episode.task.cancel)
 
-    def _leave(self, episode: Episode, reason: str | None) -> None:
+    def _leave(self, episode: Episode, reason: str | None, words: str = "") -> None:
         """The episode goes without a batch: its prompt is dropped for this reason, or without one pending again."""
         if self._running.pop(episode.number, None) is not None:
             self.gate.drop()
@@ -435,6 +445,8 @@ class EpisodePool:
             del self._waiting[episode.number]
             self.gate.discard()
         self.ledger.move(episode.prompt, "dropped" if reason else "pending", reason or "")
+        if reason:
+            self._dropped.append(episode.dropped(reason, words))
 
     def _version(self) -> int:
         """Number of the engine's weights."""

@@ -74,13 +74,7 @@ class RLVRWorkflow(ChatWorkflow):
         chat = self.start(data)
         await self.reply(engine, chat)
         result = await self.judge(chat, data)
-        return chat.sample(
-            result.value,
-            rewards=result.rewards,
-            accuracy=result.accuracy,
-            answer=result.answer,
-            extracted=result.extracted,
-        )
+        return chat.sample(result.value, **result.details())
 
 
 class Repeated(RolloutWorkflow):
@@ -118,7 +112,8 @@ class Repeated(RolloutWorkflow):
         with counted(reasons):
             if len(samples) < self.min_group_size:
                 raise too_few(failures, self.n, self.min_group_size)
-            return Group(samples if self.reads_scores else await self.finish_group(samples, data), failures=reasons)
+            samples = samples if self.reads_scores else await self.finish_group(samples, data)
+            return Group(samples, failures=reasons, failure_words=tuple(map(str, failures)))
 
     async def finish_group(self, samples: tuple[Sample, ...], data: Mapping[str, Any]) -> tuple[Sample, ...]:
         """The workflow's own."""
