@@ -36,6 +36,9 @@ class RewardResult:
     extracted: bool | None = None
     """Whether an answer was found; None where the reward looks for none."""
 
+    raw_rewards: Mapping[str, float] = field(default_factory=dict)
+    """What parts were before weight and options, where there are any."""
+
 
 class RewardFn(ABC):
     """Judges one completion of one row."""

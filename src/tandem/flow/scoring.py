@@ -18,6 +18,7 @@ from tandem.config.errors import ConfigError
 from tandem.data.encoding import TEMPLATE_ERRORS, ChatEncoder, Encoded
 from tandem.flow.plan import PlannedScore, RunPlan, Stage
 from tandem.flow.run import Runner
+from tandem.rewards.combination import Combination, Scored, is_open
 from tandem.rollout.failure_budget import FailureLog, least_samples, too_few
 
 T = TypeVar("T")
@@ -141,55 +142,70 @@ def _called(planned: PlannedScore, function: Callable[..., T], **named: Any) -> 
 
 
 class GroupScorer:
-    """Gives finished groups the rewards that need a model, one model after another."""
+    """Gives finished groups the rewards that need a model, one model after another, and then whatever of the reward is added
+    when the batch is there."""
 
     def __init__(
-        self, plan: RunPlan, roles: Mapping[str, ScoreRole], runner: Runner, team: Team, min_group_size: int | None
+        self,
+        plan: RunPlan,
+        roles: Mapping[str, ScoreRole],
+        combination: Combination,
+        runner: Runner,
+        team: Team,
+        min_group_size: int | None,
     ):
-        self.plan, self.roles, self.runner, self.team, self.min_group_size = plan, roles, runner, team, min_group_size
+        self.plan, self.roles, self.combination, self.runner, self.team = plan, roles, combination, runner, team
+        self.min_group_size = min_group_size
         self._log = FailureLog()
 
-    def __call__(self, groups: Sequence[Group]) -> list[Group | DataFailure]:
+    def __call__(self, groups: Sequence[Group], *, training: bool = True) -> list[Group | DataFailure]:
         """The groups with their rewards, or why a group cannot be trained on. Collective; other ranks than 0 bring none.
+        ``training``: see `Combination.add`.
 
         A sample that a model cannot judge leaves its group, as one that failed in its episode does.
         """
-        judged: list[list[Sample | DataFailure]] = [list(group.samples) for group in groups]
+        judged: list[list[Scored | DataFailure]] = [[] for _ in groups]
+        with self.team.together():
+            for i, group in enumerate(groups):
+                judged[i] = [Scored(sample, i, self.plan.sum_of(group.data), group.data) for sample in group.samples]
         for planned in self.plan.scores:
             stage = self.plan.stage(planned.stage)
             assert stage is not None, "the plan has a stage for each score"
-            self._add(planned, stage, groups, judged)
-        return [self._whole(group, samples) for group, samples in zip(groups, judged, strict=True)]
+            self._add(planned, stage, judged)
+        with self.team.together():
+            scored = [one for samples in judged for one in samples if isinstance(one, Scored)]
+            added = iter(self.combination.add(scored, training=training))
+            whole = [[next(added) if isinstance(one, Scored) else one for one in samples] for samples in judged]
+        return [self._whole(group, samples) for group, samples in zip(groups, whole, strict=True)]
 
     def generate_again(self) -> None:
         """Implements `GroupScorer.generate_again`: a model that scored may have taken the engine's memory."""
         self.runner.prepare("generate")
 
-    def _add(
-        self, planned: PlannedScore, stage: Stage, groups: Sequence[Group], judged: list[list[Sample | DataFailure]]
-    ) -> None:
+    def _add(self, planned: PlannedScore, stage: Stage, judged: list[list[Scored | DataFailure]]) -> None:
         role = self.roles[planned.name]
-        places: list[tuple[int, int]] = []
+        asked: list[Scored] = []
         sequences: list[Mapping[str, Any]] = []
 
         def read() -> int:
-            for i, group in enumerate(groups):
-                for j, sample in enumerate(judged[i]):
-                    if not isinstance(sample, Sample) or planned.weight(group.data) is None:
+            for samples in judged:
+                for j, one in enumerate(samples):
+                    term = planned.rewards.get(one.reward) if isinstance(one, Scored) else None
+                    if not isinstance(one, Scored) or term is None or not is_open(term.options, one.raw):
                         continue
-                    sequence = role.read(sample, group.data)
+                    sequence = role.read(one.sample, one.row)
                     if isinstance(sequence, DataFailure):
-                        judged[i][j] = sequence
+                        samples[j] = sequence
                     else:
-                        places.append((i, j))
+                        asked.append(one)
                         sequences.append(sequence)
             return len(sequences)
 
         if not self.team.share(read):
             return
         values = self.runner.call(stage, self.team.share(lambda: pack(sequences)))
-        for (i, j), value in zip(places, values.tolist(), strict=False):  # ranks other than 0 have no places
-            judged[i][j] = _with_score(judged[i][j], planned, value, planned.weight(groups[i].data))
+        for one, value in zip(asked, values.tolist(), strict=False):  # ranks other than 0 have asked nothing
+            one.values[planned.name] = [value]
 
     def _whole(self, group: Group, samples: Sequence[Sample | DataFailure]) -> Group | DataFailure:
         fine = tuple(sample for sample in samples if isinstance(sample, Sample))
@@ -207,13 +223,3 @@ class GroupScorer:
             lost.failed_samples = reasons
             return lost
         return replace(group, samples=fine, failures=reasons)
-
-
-def _with_score(
-    sample: Sample | DataFailure, planned: PlannedScore, value: float, weight: float | None
-) -> Sample | DataFailure:
-    assert isinstance(sample, Sample) and weight is not None, "only samples that stand and have this reward are scored"
-    if value != value or value in (float("inf"), float("-inf")):
-        return DataFailure("reward_not_finite", f"the model of reward {planned.name!r} gave {value}")
-    weighted = weight * value
-    return replace(sample, reward=sample.reward + weighted, rewards={**sample.rewards, planned.name: weighted})

@@ -44,7 +44,7 @@ class ChatWorkflow(RolloutWorkflow):
 
     async def judge(self, chat: Chat, data: Mapping[str, Any]) -> RewardResult:
         """The reward of the last reply."""
-        return await self.reward(
+        result = await self.reward(
             prompt=chat.prompt,
             completion=chat.completion,
             prompt_ids=chat.prompt_ids,
@@ -52,6 +52,8 @@ class ChatWorkflow(RolloutWorkflow):
             row=data,
             **messages_for(self.reward, chat.messages),
         )
+        chat.raw_rewards = result.raw_rewards
+        return result
 
     async def reply(self, engine: GeneratesTokens, chat: Chat) -> StopReason:
         """Lets the model speak; returns why it stopped.
@@ -73,13 +75,9 @@ class RLVRWorkflow(ChatWorkflow):
         """See `RolloutWorkflow`."""
         chat = self.start(data)
         await self.reply(engine, chat)
-        result = await self.judge(chat, data)
+        said = await self.judge(chat, data)
         return chat.sample(
-            result.value,
-            rewards=result.rewards,
-            accuracy=result.accuracy,
-            answer=result.answer,
-            extracted=result.extracted,
+            said.value, rewards=said.rewards, accuracy=said.accuracy, answer=said.answer, extracted=said.extracted
         )
 
 

@@ -62,6 +62,7 @@ def describe_sample(group: Group, index: int, history: Mapping[int, WeightVersio
         "answer": group.data.get("answer"),
         "reward": sample.reward,
         "rewards": dict(sample.rewards),
+        "raw_rewards": dict(sample.raw_rewards),
         "accuracy": sample.accuracy,
         "tokens": sample.num_trained_tokens,
         "stop_reason": [StopReason(trajectory.stop_reason).name.lower() for trajectory in sample.trajectories],

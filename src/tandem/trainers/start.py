@@ -96,10 +96,11 @@ def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokeni
         ConfigError: a reward is asked for in the middle of an episode, or replaced by a vote; or a model has
             no chat template.
     """
-    if not plan.scores:
+    first = next((term.label for terms in plan.later.values() for term in terms), None)
+    if first is None:
         return
-    first = plan.scores[0]
-    why = f"the reward has {first.name!r}, which a model scores when the episode has ended"
+    how = "a model scores" if any(one.name == first for one in plan.scores) else "has options that count"
+    why = f"the reward has {first!r}, which {how} when the episode has ended"
     workflow = factory_of("workflow", workflow_of(config).name)
     if inspect.isclass(workflow) and issubclass(workflow, MultiTurnWorkflow):
         raise ConfigError(f"{why}, and workflow={config.workflow} asks for the reward after each turn; use workflow=rlvr")
