@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import AutoModelForTokenClassification
 
 from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import TrainConfig
@@ -16,7 +17,7 @@ from tandem.flow.process import Process
 from tandem.flow.session import open_session
 from tandem.models.tokenizer import load_tokenizer
 from tests.ranks import alone_and_on_two
-from tests.tiny import tiny_model_folder
+from tests.tiny import tiny_config, tiny_model_folder
 
 MINE = Path(__file__).parents[1] / "trainers" / "small_rewards.py"
 
@@ -28,7 +29,8 @@ def collected(out, ranks):
     items += ["rollout.dtype=float32", "rollout.batch_size=4", "gconfig.n_samples=4", "gconfig.max_new_tokens=8"]
     items += ["rollout.engine.kv_cache_gib=0.05", "train_dataset.path=addition", "evaluate.every_steps=null"]
     items += ["total_train_steps=2", "threads=1", "deterministic=true"]
-    items += [f"reward={MINE}:even + 0.5*{judge} + {MINE}:points(normalise=group)"]
+    steps = f"model(path={out / 'steps'}, name=steps, steps='e', aggregate=none, normalise=running)"
+    items += ["algorithm=ppo", f"reward={MINE}:even + 0.5*{judge} + {MINE}:points(normalise=group) + {steps}"]
     config = load_config(TrainConfig, None, items).config
     process, rows = Process("cpu", 1, dist.get_rank() if ranks > 1 else 0, ranks), open_rows(config)
     batches = []
@@ -36,7 +38,7 @@ def collected(out, ranks):
         for _ in range(2):
             batches.append(session.runner.call(session.plan.stages[0]))
             session.rollout.end_step()
-        names = ("reward", "rewards/even", "rewards/model", "rewards/points")
+        names = ("reward", "rewards/even", "rewards/model", "rewards/points", "token_rewards", "loss_mask")
         return [{name: batch[name] for name in names} for batch in batches], session.combination.state_dict()
 
 
@@ -49,9 +51,14 @@ def test_two_ranks_normalise_over_the_same_batch_as_one(tmp_path):
     judge.load_weights((name, torch.randn_like(x) if x.shape[0] == 1 else x) for name, x in judge.weights())
     judge.save(tmp_path / "judge")
     load_tokenizer(folder).save_pretrained(tmp_path / "judge")
+    steps = AutoModelForTokenClassification.from_config(tiny_config(pad_token_id=0, num_labels=2))
+    torch.nn.init.normal_(steps.score.bias)
+    steps.save_pretrained(tmp_path / "steps")
+    load_tokenizer(folder).save_pretrained(tmp_path / "steps")
     (alone, means), ((first, on_two), (second, _)) = alone_and_on_two(collected, tmp_path, out=tmp_path)
     count, mean, squares = means["spreads"]["model"]
     assert count < 32 and on_two["spreads"]["model"] == [count, pytest.approx(mean), pytest.approx(squares)]
     for one, two, three in zip(alone, first, second, strict=True):
+        assert one["token_rewards"].count_nonzero() > 16 and not one["token_rewards"][~one["loss_mask"]].any()
         for name, values in one.items():
             assert torch.allclose(values, two[name], rtol=1e-4, atol=1e-5) and torch.equal(two[name], three[name])

@@ -25,6 +25,7 @@ from tandem.config.roles import CriticConfig, ReferenceConfig
 from tandem.config.terms import Options, Term, read_terms
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.rewards.build import build_scores, needs_model
+from tandem.rewards.model import ModelReward
 from tandem.roles.components import choose
 from tandem.roles.parts import AlgorithmParts, choose_parts
 from tandem.roles.tokens import needs_proximal
@@ -107,6 +108,11 @@ class PlannedScore:
 
     rewards: Mapping[str, Term]
     """The sums that it is a term of, each with the term as it stands there."""
+
+    @property
+    def reads_chats(self) -> bool:
+        """True if it reads conversations, for which its model needs a chat template."""
+        return type(self.score).read in (Score.read, ModelReward.read)
 
     @property
     def stage(self) -> str:
@@ -216,6 +222,13 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
         residents.append(teacher)
     scores, frozen, sums = _scores(config, {resident.name for resident in residents})
     residents += frozen
+    per_step = next((one.name for one in scores if one.score.per_step), None)
+    if per_step is not None and not parts.credit.of_tokens:
+        raise ConfigError(
+            f"reward {per_step!r} gives each step a reward of its own, and "
+            f"algorithm.advantage={config.algorithm.advantage.name} judges whole samples; use algorithm.advantage=reinforce "
+            "or gae, or aggregate=min"
+        )
     names = {resident.name for resident in residents}
     updates = actor.mini_batches * actor.epochs_per_batch
     rests = f"the actor rests in the first {critic.warmup_steps} steps" if critic.warmup_steps else ""

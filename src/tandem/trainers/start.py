@@ -10,7 +10,6 @@ import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.scoring import Score
 from tandem.api.services import factory_of
 from tandem.config.arithmetic import workflow_of
 from tandem.config.backend import parse_layout
@@ -115,7 +114,7 @@ def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokeni
                 f"reward {planned.name!r}: {path} is no reward model, because it has no trained head that scores; give the "
                 "folder of a checkpoint that `tandem reward` wrote, or a sequence classifier of one label"
             )
-        open_reader(resident.engine.path, tokenizer, chats=type(planned.score).read is Score.read)
+        open_reader(resident.engine.path, tokenizer, chats=planned.reads_chats)
 
 
 def check_prompts(
