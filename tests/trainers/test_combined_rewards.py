@@ -133,13 +133,15 @@ def test_a_model_is_asked_only_where_the_gate_is_open(run):
     assert steps(summary)[0]["gate/Counts"] == pytest.approx(len(through) / len(samples))
 
 
-def test_rows_are_judged_by_the_recipe_that_a_column_names(run, tmp_path):
+def test_rows_are_judged_by_the_recipe_that_a_column_names(run, tmp_path, caplog):
     rows = [{"prompt": f"{i}?", "answer": "1", "task": "models" if i % 2 else "rules"} for i in range(8)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     recipes = "{by: task, recipes: {models: ['model(path=JUDGE)', {name: format, weight: 0.5}], rules: 'MINE:even'}}"
     keys = [f"train_dataset.path={tmp_path}/rows.jsonl", f"reward={recipes}", "total_train_steps=1", "rollout.batch_size=8"]
     samples = samples_of(run(*keys))
     assert {frozenset(sample["rewards"]) for sample in samples} == {frozenset({"model", "format"}), frozenset()}
+    run(keys[0], keys[1].replace("recipes: {", "recipes: {idle: length, "), "trial_name=idle", dry_run=True)
+    assert "no row is judged by the recipe 'length'" in caplog.text
     rows[5]["task"] = "modles"
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with pytest.raises(ConfigError, match=r"row 6 \(data set 'rows'\): column 'task' is 'modles', .*did you mean 'models'"):
@@ -175,6 +177,7 @@ def test_a_score_too_few_says_what_was_expected(run):
         (["reward=MINE:even(clip=[0, 1], words=3)"], "only a class takes knobs: leave words out"),
         (["reward=model(path=JUDGE, normalise=running, gate=frmat) + format"], "did you mean 'format'"),
         (["reward=compare(url='http://127.0.0.1:1', model=m, clip=[0, 1])", "algorithm.update_samples=2"], "compares"),
+        (["reward=compare(url='http://a', model=m) + format(gate=compare)", "algorithm.update_samples=2"], "open no gate"),
     ],
 )
 def test_options_that_cannot_count_are_refused_before_the_run(run, keys, words):

@@ -354,9 +354,10 @@ def _refuse_comparing(config: TrainConfig, plan: RunPlan, whole: bool) -> None:
 
 
 def _compared_later(plan: RunPlan, reward: RewardFn) -> str | None:
-    """A term that judges a group and has options; None if there is none."""
+    """A term that judges a group, and has options or opens the gate of another one; None if there is none."""
     together = {t.label for one in getattr(reward, "by_name", {}).values() for t, _ in getattr(one, "together", ())}
-    return next((term.label for terms in plan.later.values() for term in terms if term.label in together), None)
+    needed = (name for terms in plan.later.values() for t in terms for name in (t.label, t.options.gate_name))
+    return next((name for name in needed if name in together), None)
 
 
 def training_workflow(config: TrainConfig, plan: RunPlan, services: Services, reward: RewardFn) -> RolloutWorkflow:
@@ -388,8 +389,8 @@ def training_workflow(config: TrainConfig, plan: RunPlan, services: Services, re
     if later and (name := _compared_later(plan, reward)) is not None:
         why = "algorithm.update_samples" if algorithm.update_samples is not None else f"workflow={config.workflow}"
         raise ConfigError(
-            f"reward {name!r} compares the samples of a prompt and has options, and with {why} it would compare them when "
-            "options have counted already: leave normalise, clip and gate of this term out"
+            f"reward {name!r} compares the samples of a prompt, and with {why} it does so when options and gates have "
+            "counted already: leave normalise, clip and gate of this term out, and let it open no gate"
         )
     group = (
         WholeGroup(one, smallest, finish_later=later)
