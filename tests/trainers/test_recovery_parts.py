@@ -41,6 +41,7 @@ REMEMBERED = {
     "critic.engine._holder.masters",
     "critic.engine._optimizer._step",
     "reference.engine._holder.masters",
+    "combination.spreads",
 }
 """Saved, each by the `state_dict` of its part."""
 
@@ -64,6 +65,7 @@ FORGOTTEN = {
     "trainer._holder._parameters": "what the model computes with, made from the masters",
     "critic.engine._holder._parameters": "likewise",
     "reference.engine._holder._parameters": "likewise",
+    "rollout._scorer.runner._residency._timer": "measures time",
     "publisher._engines": "see the engine in STATELESS",
     "publisher.channel": "where tensors lie until the engine has taken them",
 }
@@ -101,7 +103,7 @@ def attributes(value, path, seen, depth=3):
 
 def snapshot(session):
     found, seen = {}, set()
-    for name in ("trainer", "reference", "critic", *SAVED):
+    for name in ("trainer", "reference", "critic", "combination", *SAVED):
         part = getattr(session, name)
         if id(part) not in seen:
             found |= dict(attributes(part, name, seen))
@@ -119,7 +121,11 @@ def session(overrides):
     items += ["reference.refresh_every_steps=2", "curriculum.round_rows=6", "rollout.replay.groups=1"]
     items += ["rollout.verify.every_steps=2", "total_train_steps=4"]
     rewards = Path(__file__).parent / "small_rewards.py"
-    items += [f"reward={rewards}:even + {rewards}:harmful", "constraint.cost=harmful", "constraint.limit=0.1"]
+    items += [
+        f"reward={rewards}:even(normalise=running) + {rewards}:harmful",
+        "constraint.cost=harmful",
+        "constraint.limit=0.1",
+    ]
     config = load_config(TrainConfig, None, list({item.partition("=")[0]: item for item in items}.values())).config
     rows = open_rows(config)
     process = start_process(config)

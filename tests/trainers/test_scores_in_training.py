@@ -247,9 +247,10 @@ def test_an_empty_answer_is_read_and_judged(models):
 def test_a_model_serves_the_rewards_of_several_data_sets_with_a_weight_in_each(models):
     judge, sources = f"model(path={models}/judge)", "[{path: a, reward: 'math + JUDGE'}, {path: b, reward: '0.5*JUDGE'}]"
     keys = [f"reward=format + 2*{judge}", f"train_dataset.sources={sources.replace('JUDGE', judge)}"]
-    (score,) = plan_run(load_config(TrainConfig, None, [f"actor.path={models}/tiny-llama-0", *keys]).config).scores
+    plan = plan_run(load_config(TrainConfig, None, [f"actor.path={models}/tiny-llama-0", *keys]).config)
     rows = [{}, {"reward_name": f"math + {judge}"}, {"reward_name": f"0.5*{judge}"}, {"reward_name": "math"}]
-    assert [score.weight(row) for row in rows] == [2.0, 1.0, 0.5, None]
+    terms = [plan.scores[0].rewards.get(plan.sum_of(row)) for row in rows]
+    assert [term and term.weight for term in terms] == [2.0, 1.0, 0.5, None]
 
 
 def test_spellings_of_terms():

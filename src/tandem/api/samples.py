@@ -52,6 +52,9 @@ class Sample:
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Named parts of the reward, where there are several."""
 
+    raw_rewards: Mapping[str, float] = field(default_factory=dict)
+    """What these parts were before weight and options, where that is another number."""
+
     accuracy: float | None = None
     """Whether the answer is right (0 to 1), before shaping; filters judge on it. None where it is unknown."""
 

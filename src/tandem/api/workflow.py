@@ -39,9 +39,13 @@ class RewardResult:
     words: Mapping[str, str] = field(default_factory=dict)
     """What judges wrote, by the name of the reward."""
 
+    raw_rewards: Mapping[str, float] = field(default_factory=dict)
+    """What parts were before weight and options, where there are any."""
+
     def details(self) -> dict[str, Any]:
-        """All but the value, as `Chat.sample` takes it."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "value"}
+        """What `Chat.sample` takes besides the value; the chat itself carries `raw_rewards`."""
+        carried = ("value", "raw_rewards")
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in carried}
 
 
 class RewardFn(ABC):

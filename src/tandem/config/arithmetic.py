@@ -9,6 +9,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import parse_backend
 from tandem.config.generation import GenerationConfig
+from tandem.config.recipes import sums_of
 from tandem.config.terms import Term, read_term
 
 Placement = Literal["colocate", "decoupled"]
@@ -64,9 +65,10 @@ def workflow_of(config: TrainConfig) -> Term:
 
 
 def rewards_of(config: TrainConfig) -> tuple[str, ...]:
-    """The rewards that the run names, the default first, without repeats."""
+    """The sums that judge rows of the run, those of `reward` first, without repeats."""
     sources = (*config.train_dataset.sources, *config.valid_dataset.sources)
-    return tuple(dict.fromkeys([config.reward, *(source.reward for source in sources if source.reward)]))
+    named = [config.reward, *(source.reward for source in sources if source.reward)]
+    return tuple(dict.fromkeys(one for spec in named for one in sums_of(spec)))
 
 
 def is_save_due(config: BaseConfig, step: int, steps: int, leaving: bool = False) -> bool:

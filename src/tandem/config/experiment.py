@@ -123,7 +123,8 @@ class TrainConfig(BaseConfig):
 
     reward: Spec = "math"
     """Name of a reward, your own as `my_file.py:function`, the folder of a reward model, or a sum such as
-    `math + 0.5*model(path=FOLDER)` (docs/writing_a_reward.md)."""
+    `math + 0.5*model(path=FOLDER)`; or a list of terms with options, or a recipe for each row
+    (docs/writing_a_reward.md#sums-of-rewards)."""
 
     constraint: ConstraintConfig = field(default_factory=ConstraintConfig)
     """A term of the reward that is a cost, and its limit."""

@@ -89,7 +89,7 @@ def evaluate_if_due(config: TrainConfig, session: Session, rows: Rows, step: int
         answers, made = _of_all(session.team.gather((answers, made)), first=session.team.main)
     if session.scorer is not None:
         ordered = sorted(made.items())  # not as they arrived: how they are packed must not depend on timing
-        outcomes = session.scorer([group for _, (_, group) in ordered])
+        outcomes = session.scorer([group for _, (_, group) in ordered], training=False)
         scored = {place: _scored(item, outcome) for (place, (item, _)), outcome in zip(ordered, outcomes, strict=True)}
         answers = [scored.get((answer.row, answer.sample), answer) for answer in answers]
     return metrics_of(answers, config.evaluate.n_samples) if answers else {}

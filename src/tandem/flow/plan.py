@@ -7,7 +7,7 @@ opens no model and touches no tensor.
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,12 +22,14 @@ from tandem.config.lora import LoRAConfig
 from tandem.config.nearest import nearest_names
 from tandem.config.overlay import either, key_of, overlay
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
+from tandem.config.recipes import sum_of
 from tandem.config.roles import CriticConfig, ReferenceConfig
-from tandem.config.terms import Term, read_terms
+from tandem.config.terms import Options, Term, read_terms
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.flow.sharing import share_trunks, with_adapter
 from tandem.models.adapter_folder import AdapterBeside
 from tandem.rewards.build import build_scores, needs_model
+from tandem.rewards.model import ModelReward
 from tandem.roles.components import choose
 from tandem.roles.parts import AlgorithmParts, choose_parts
 from tandem.roles.tokens import needs_proximal
@@ -117,23 +119,18 @@ class PlannedScore:
     resident: str
     """The model that it reads; several scores share one that they ask for alike."""
 
-    weights: Mapping[str, float]
-    """The whole rewards that it is a term of, and its weight in each."""
+    rewards: Mapping[str, Term]
+    """The sums that it is a term of, each with the term as it stands there."""
 
-    default: str
-    """The reward of the rows that name none."""
-
-    is_cost: bool = False
-    """It does not enter the reward, but is the cost of the run's constraint."""
+    @property
+    def reads_chats(self) -> bool:
+        """True if it reads conversations, for which its model needs a chat template."""
+        return type(self.score).read in (Score.read, ModelReward.read)
 
     @property
     def stage(self) -> str:
         """Name of its stage."""
         return f"score: {self.name}"
-
-    def weight(self, row: Mapping[str, Any]) -> float | None:
-        """Its weight in the reward of this row; None if that has no such term."""
-        return self.weights.get(row.get("reward_name") or self.default)
 
 
 @dataclass(frozen=True)
@@ -151,6 +148,12 @@ class RunPlan:
     scores: tuple[PlannedScore, ...] = ()
     """The rewards that need a model, in the order of their stages."""
 
+    sums: Mapping[str, tuple[Term, ...]] = dataclasses.field(default_factory=dict)
+    """Every sum that judges rows, with its terms."""
+
+    reward: str = ""
+    """The reward of the rows that name none."""
+
     algorithm: AlgorithmParts | None = dataclasses.field(default=None, compare=False, repr=False)
     """The functions that the algorithm names; None where no actor learns from rewards."""
 
@@ -161,6 +164,19 @@ class RunPlan:
     def stage(self, name: str) -> Stage | None:
         """The stage of this name; None if the run has none."""
         return next((stage for stage in self.stages if stage.name == name), None)
+
+    def sum_of(self, row: Mapping[str, Any]) -> str:
+        """The sum that judges a row."""
+        return sum_of(row, self.reward)
+
+    @property
+    def later(self) -> dict[str, tuple[Term, ...]]:
+        """Every sum with the terms that are added when a batch is there: those of models, and those with options."""
+        models = {one.name for one in self.scores}
+        return {
+            spec: tuple(term for term in terms if term.label in models or term.options != Options())
+            for spec, terms in self.sums.items()
+        }
 
     @property
     def passes(self) -> tuple[Stage, ...]:
@@ -217,11 +233,18 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
         residents.append(_reference(config))
     if teacher is not None:
         residents.append(teacher)
-    scores, frozen = _scores(config, {resident.name for resident in residents})
+    scores, frozen, sums = _scores(config, {resident.name for resident in residents})
     residents += frozen
     constraint = config.constraint.cost
     if constraint is not None:
-        _check_cost(config, constraint, scores)
+        _check_cost(config.reward, constraint, sums)
+    per_step = next((one.name for one in scores if one.score.per_step), None)
+    if per_step is not None and not parts.credit.of_tokens:
+        raise ConfigError(
+            f"reward {per_step!r} gives each step a reward of its own, and "
+            f"algorithm.advantage={config.algorithm.advantage.name} judges whole samples; use algorithm.advantage=reinforce "
+            "or gae, or aggregate=min"
+        )
     names = {resident.name for resident in residents}
     updates = actor.mini_batches * actor.epochs_per_batch
     rests = f"the actor rests in the first {critic.warmup_steps} steps" if critic.warmup_steps else ""
@@ -244,7 +267,15 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
         *_keeping(config, ("engine",), residents),
     ]
     every = (*share_trunks(residents, config.device), Resident("engine", generating=generating_ranks(config)))
-    return RunPlan(every, tuple(stages), greedy_baseline="greedy" in asked, scores=scores, algorithm=parts)
+    return RunPlan(
+        every,
+        tuple(stages),
+        greedy_baseline="greedy" in asked,
+        scores=scores,
+        sums=sums,
+        reward=config.reward,
+        algorithm=parts,
+    )
 
 
 def _collecting(config: TrainConfig) -> str:
@@ -255,20 +286,30 @@ def _collecting(config: TrainConfig) -> str:
     return ", ".join(["each step", *words]) if words else ""
 
 
-def _scores(config: TrainConfig, taken: set[str]) -> tuple[tuple[PlannedScore, ...], list[Resident]]:
-    """The rewards that need a model, and the models that they need.
+Scores = tuple[tuple[PlannedScore, ...], list[Resident], dict[str, tuple[Term, ...]]]
+
+
+def _scores(config: TrainConfig, taken: set[str]) -> Scores:
+    """The rewards that need a model, the models that they need, and the terms of each sum under their names in metrics.
 
     Raises:
         ConfigError: a reward cannot be read, or has the name of another one or of a role.
     """
     scores: dict[str, PlannedScore] = {}
     residents: dict[FrozenModel, Resident] = {}
+    sums: dict[str, tuple[Term, ...]] = {}
     for spec in rewards_of(config):
-        taken = taken | {term.label for term in read_terms(spec) if not needs_model(term)}
-        for name, term, score in build_scores(spec):
+        terms = read_terms(spec)
+        taken = taken | {term.label for term in terms if not needs_model(term)}
+        made, names = build_scores(spec), {}
+        for name, term, _ in made:
+            names[term.label] = name
+        sums[spec] = tuple(_renamed(term, names) for term in terms)
+        for name, term, score in made:
+            here = next(term for term in sums[spec] if term.label == name)
             same = scores.get(name)
             if same is not None and (same.term.name, same.term.knobs) == (term.name, term.knobs):
-                scores[name] = dataclasses.replace(same, weights={**same.weights, spec: term.weight})
+                scores[name] = dataclasses.replace(same, rewards={**same.rewards, spec: here})
                 continue
             if name in taken | {"engine", "rollout", "verifier", "publisher"}:
                 raise ConfigError(
@@ -279,34 +320,59 @@ def _scores(config: TrainConfig, taken: set[str]) -> tuple[tuple[PlannedScore, .
             wanted = score.model
             if wanted not in residents:
                 residents[wanted] = _judge(config.actor, name, wanted)
-            scores[name] = PlannedScore(
-                name, term, score, residents[wanted].name, {spec: term.weight}, config.reward, name == config.constraint.cost
-            )
-    return tuple(scores.values()), list(residents.values())
+            scores[name] = PlannedScore(name, term, score, residents[wanted].name, {spec: here})
+    return _gates_first(scores), list(residents.values()), sums
 
 
-def _check_cost(config: TrainConfig, cost: str, scores: Iterable[PlannedScore]) -> None:
+def _renamed(term: Term, names: Mapping[str, str]) -> Term:
+    """The term under the name that its score has in metrics, and so the term that opens its gate."""
+    name, gate = names.get(term.label, term.label), term.options.gate_name
+    options = term.options
+    if gate is not None and gate in names:
+        options = dataclasses.replace(options, gate=f"{names[gate]} > {options.gate_above!r}")
+    knobs = term.knobs if name == term.label else {**term.knobs, "name": name}
+    return dataclasses.replace(term, knobs=knobs, options=options)
+
+
+def _gates_first(scores: Mapping[str, PlannedScore]) -> tuple[PlannedScore, ...]:
+    """The scores in their order, but for those that open the gates of others: these come before them."""
+    ordered: dict[str, PlannedScore] = {}
+    begun: set[str] = set()
+
+    def add(one: PlannedScore) -> None:
+        if one.name in begun:  # in two sums they may open each other's gates
+            return
+        begun.add(one.name)
+        gates = {term.options.gate_name for term in one.rewards.values()}
+        for name in scores:
+            if name in gates:
+                add(scores[name])
+        ordered[one.name] = one
+
+    for one in scores.values():
+        add(one)
+    return tuple(ordered.values())
+
+
+def _check_cost(reward: str, cost: str, sums: Mapping[str, Sequence[Term]]) -> None:
     """Passes if the cost of the constraint is a term of a reward, with a weight above 0, and something else is rewarded.
 
     Raises:
         ConfigError: it is not; tells the nearest name.
     """
     weights = defaultdict[str, list[float]](list)
-    for spec in rewards_of(config):
-        for term in read_terms(spec):
-            if not needs_model(term):
-                weights[term.label].append(term.weight)
-    for score in scores:
-        weights[score.name] += score.weights.values()
+    for terms in sums.values():
+        for term in terms:
+            weights[term.label].append(term.weight)
     if cost not in weights:
-        raise ConfigError(f"constraint.cost={cost} is no term of reward={config.reward}; {nearest_names(cost, weights)}")
+        raise ConfigError(f"constraint.cost={cost} is no term of reward={reward}; {nearest_names(cost, weights)}")
     if min(weights[cost]) <= 0:
         raise ConfigError(
             f"constraint.cost={cost}: its weight in the reward is {min(weights[cost]):g}, and the cost is the term's value "
             "times its weight; write it with a weight above 0, such as 1: it is not rewarded"
         )
     if len(weights) == 1:
-        raise ConfigError(f"constraint.cost={cost} is all that reward={config.reward} has; add what is to be learnt")
+        raise ConfigError(f"constraint.cost={cost} is all that reward={reward} has; add what is to be learnt")
 
 
 def _penalty(config: TrainConfig) -> Iterator[Stage]:

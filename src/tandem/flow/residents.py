@@ -6,7 +6,6 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.engines import TrainEngine
-from tandem.api.scoring import Score
 from tandem.config.experiment import TrainConfig
 from tandem.engines.train.build import build_train_engine
 from tandem.flow.critic import check_same_tokens, differing_token
@@ -77,8 +76,8 @@ def open_scores(
         assert resident is not None and resident.engine is not None, "the plan names the model of each score"
         if resident.name not in engines:
             engines[resident.name] = open_engine(resident, process)
-        path, chats = planned.score.model.path, type(planned.score).read is Score.read
-        reader = open_reader(path, tokenizer, chats=chats) if process.is_main else None
+        path = resident.engine.path
+        reader = open_reader(path, tokenizer, chats=planned.reads_chats) if process.is_main else None
         vocabulary = Architecture.from_config(read_hf_config(describing(path))).vocab_size
         roles[planned.name] = ScoreRole(planned, engines[resident.name], reader, vocabulary)
     return roles
@@ -96,7 +95,7 @@ def open_reader(path: str, actor: PreTrainedTokenizerBase, *, chats: bool = True
     if chats:
         check_chat_template(own)
     context = Architecture.from_config(read_hf_config(folder)).max_position_embeddings
-    return ModelReader(own, same_tokens=differing_token(own, actor) is None, max_length=context)
+    return ModelReader(own, same_tokens=differing_token(own, actor) is None, max_length=context, actor=actor)
 
 
 def open_reference(

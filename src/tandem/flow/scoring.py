@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +19,8 @@ from tandem.config.errors import ConfigError
 from tandem.data.encoding import TEMPLATE_ERRORS, ChatEncoder, Encoded
 from tandem.flow.plan import PlannedScore, RunPlan, Stage
 from tandem.flow.run import Runner
+from tandem.flow.steps import last_tokens, step_spans
+from tandem.rewards.combination import Combination, Scored, is_open
 from tandem.rollout.failure_budget import FailureLog, least_samples, too_few
 
 T = TypeVar("T")
@@ -26,18 +29,42 @@ T = TypeVar("T")
 class ModelReader:
     """Reads samples in the tokens of one model; see `tandem.api.scoring.Reader`."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, same_tokens: bool, max_length: int):
-        self.tokenizer, self.same_tokens, self.max_length = tokenizer, same_tokens, max_length
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        same_tokens: bool,
+        max_length: int,
+        actor: PreTrainedTokenizerBase | None = None,
+    ):
+        """``actor``: the tokenizer of whoever wrote the samples, to find steps among its tokens."""
+        self.tokenizer, self.same_tokens, self.max_length, self.actor = tokenizer, same_tokens, max_length, actor
         self._chat = ChatEncoder(tokenizer, max_length=max_length)
 
     def conversation(self, sample: Sample, row: Mapping[str, Any]) -> dict[str, Any]:
         """Implements `Reader.conversation`: the messages of the sample, or those of its row and the completion."""
-        messages = list(sample.messages)
-        if not messages:
-            if not row.get("messages"):
-                raise DataFailure("no_messages", "the workflow gave a sample without messages, and its row has none")
-            messages = [*row["messages"], {"role": "assistant", "content": sample.completion_text}]
-        return self.chat(messages)
+        return self.chat(_messages(sample, row))
+
+    def steps(
+        self, sample: Sample, row: Mapping[str, Any], separator: str, *, marker: str = "", place: bool = False
+    ) -> dict[str, Any]:
+        """Implements `Reader.steps`. A reply without words is one step, which ends with the last token."""
+        *prompt, reply = _messages(sample, row)
+        text = str(reply.get("content") or "")
+        spans = step_spans(text, separator)
+        if spans:
+            steps = [text[start:end] for start, end in spans]
+            encoded, ends = self._chat.steps(prompt, steps, "" if marker else separator, marker)
+            fields = _fields(encoded)
+        else:
+            fields, spans = self.chat([*prompt, reply]), [(0, len(text))]
+            ends = [len(fields["input_ids"]) - 1]
+        fields["step_end"] = [i in set(ends) for i in range(len(fields["input_ids"]))]
+        if place:
+            assert self.actor is not None, "the run gives the actor's tokenizer"
+            behind = [end for _, end in spans]
+            fields["step_tokens"] = last_tokens(self.actor, sample.trajectories[-1], text, behind)
+        return fields
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The fields of `conversation` for these messages, of which the last is the reply."""
@@ -73,6 +100,14 @@ class ModelReader:
             raise DataFailure("too_long", f"{len(last.input_ids)} tokens, and the model that scores reads {self.max_length}")
         names = ("input_ids", "loss_mask", "rollout_logprobs", "temperature")
         return {name: getattr(last, name) for name in names}
+
+
+def _messages(sample: Sample, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    if sample.messages:
+        return list(sample.messages)
+    if not row.get("messages"):
+        raise DataFailure("no_messages", "the workflow gave a sample without messages, and its row has none")
+    return [*row["messages"], {"role": "assistant", "content": sample.completion_text}]
 
 
 def _fields(encoded: Encoded) -> dict[str, Any]:
@@ -116,6 +151,10 @@ class ScoreRole:
             wrong = f"must give input_ids and loss_mask of one length above 0; it gave {sizes[0]} and {sizes[1]}"
         elif not 0 <= min(map(int, sequence["input_ids"])) <= max(map(int, sequence["input_ids"])) < self.vocabulary:
             wrong = f"gave a token that the model does not have; it has {self.vocabulary}"
+        elif self.planned.score.per_step and (
+            not {"step_end", "step_tokens"} <= set(sequence) or sum(sequence["step_end"]) != len(sequence["step_tokens"])
+        ):
+            wrong = "must give step_end, and as many step_tokens, as reader.steps(…, place=True) does"
         if wrong:
             raise UserCodeFailed(f"reward {self.planned.name!r} ({self.planned.term.name}): read {wrong}")
 
@@ -127,11 +166,11 @@ class ScoreRole:
         """
         planned = self.planned
         values = _called(planned, planned.score.score, batch=batch, model=self.engine)
-        if not isinstance(values, torch.Tensor) or values.shape != (num_sequences(batch),):
+        per_step = planned.score.per_step
+        count, what = (int(batch["step_end"].sum()), "step") if per_step else (num_sequences(batch), "sequence")
+        if not isinstance(values, torch.Tensor) or values.shape != (count,):
             given = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
-            raise UserCodeFailed(
-                f"reward {planned.name!r} must give one score for each sequence, [{num_sequences(batch)}]; it gave {given}"
-            )
+            raise UserCodeFailed(f"reward {planned.name!r} must give one score for each {what}, [{count}]; it gave {given}")
         return values.detach().float().cpu()
 
 
@@ -141,55 +180,73 @@ def _called(planned: PlannedScore, function: Callable[..., T], **named: Any) -> 
 
 
 class GroupScorer:
-    """Gives finished groups the rewards that need a model, one model after another."""
+    """Gives finished groups the rewards that need a model, one model after another, and then whatever of the reward is added
+    when the batch is there."""
 
     def __init__(
-        self, plan: RunPlan, roles: Mapping[str, ScoreRole], runner: Runner, team: Team, min_group_size: int | None
+        self,
+        plan: RunPlan,
+        roles: Mapping[str, ScoreRole],
+        combination: Combination,
+        runner: Runner,
+        team: Team,
+        min_group_size: int | None,
     ):
-        self.plan, self.roles, self.runner, self.team, self.min_group_size = plan, roles, runner, team, min_group_size
+        self.plan, self.roles, self.combination, self.runner, self.team = plan, roles, combination, runner, team
+        self.min_group_size = min_group_size
         self._log = FailureLog()
 
-    def __call__(self, groups: Sequence[Group]) -> list[Group | DataFailure]:
+    def __call__(self, groups: Sequence[Group], *, training: bool = True) -> list[Group | DataFailure]:
         """The groups with their rewards, or why a group cannot be trained on. Collective; other ranks than 0 bring none.
+        ``training``: see `Combination.add`.
 
         A sample that a model cannot judge leaves its group, as one that failed in its episode does.
         """
-        judged: list[list[Sample | DataFailure]] = [list(group.samples) for group in groups]
+        judged: list[list[Scored | DataFailure]] = [[] for _ in groups]
+        with self.team.together():
+            for i, group in enumerate(groups):
+                judged[i] = [Scored(sample, i, self.plan.sum_of(group.data), group.data) for sample in group.samples]
         for planned in self.plan.scores:
             stage = self.plan.stage(planned.stage)
             assert stage is not None, "the plan has a stage for each score"
-            self._add(planned, stage, groups, judged)
-        return [self._whole(group, samples) for group, samples in zip(groups, judged, strict=True)]
+            self._add(planned, stage, judged)
+        with self.team.together():
+            scored = [one for samples in judged for one in samples if isinstance(one, Scored)]
+            added = iter(self.combination.add(scored, training=training))
+            whole = [[next(added) if isinstance(one, Scored) else one for one in samples] for samples in judged]
+        return [self._whole(group, samples) for group, samples in zip(groups, whole, strict=True)]
 
     def generate_again(self) -> None:
         """Implements `GroupScorer.generate_again`: a model that scored may have taken the engine's memory."""
         self.runner.prepare("generate")
 
-    def _add(
-        self, planned: PlannedScore, stage: Stage, groups: Sequence[Group], judged: list[list[Sample | DataFailure]]
-    ) -> None:
+    def _add(self, planned: PlannedScore, stage: Stage, judged: list[list[Scored | DataFailure]]) -> None:
         role = self.roles[planned.name]
-        places: list[tuple[int, int]] = []
+        asked: list[Scored] = []
         sequences: list[Mapping[str, Any]] = []
 
         def read() -> int:
-            for i, group in enumerate(groups):
-                for j, sample in enumerate(judged[i]):
-                    if not isinstance(sample, Sample) or planned.weight(group.data) is None:
+            for samples in judged:
+                for j, one in enumerate(samples):
+                    term = planned.rewards.get(one.reward) if isinstance(one, Scored) else None
+                    if not isinstance(one, Scored) or term is None or not is_open(term.options, one.raw):
                         continue
-                    sequence = role.read(sample, group.data)
+                    sequence = role.read(one.sample, one.row)
                     if isinstance(sequence, DataFailure):
-                        judged[i][j] = sequence
+                        samples[j] = sequence
                     else:
-                        places.append((i, j))
-                        sequences.append(sequence)
+                        asked.append(one)
+                        if planned.score.per_step:
+                            one.tokens[planned.name] = list(sequence["step_tokens"])
+                        sequences.append({name: value for name, value in sequence.items() if name != "step_tokens"})
             return len(sequences)
 
         if not self.team.share(read):
             return
-        values = self.runner.call(stage, self.team.share(lambda: pack(sequences)))
-        for (i, j), value in zip(places, values.tolist(), strict=False):  # ranks other than 0 have no places
-            judged[i][j] = _with_score(judged[i][j], planned, value, planned.weight(groups[i].data))
+        values = iter(self.runner.call(stage, self.team.share(lambda: pack(sequences))).tolist())
+        for one in asked:  # ranks other than 0 have asked nothing
+            count = len(one.tokens[planned.name]) if planned.score.per_step else 1
+            one.values[planned.name] = list(islice(values, count))
 
     def _whole(self, group: Group, samples: Sequence[Sample | DataFailure]) -> Group | DataFailure:
         fine = tuple(sample for sample in samples if isinstance(sample, Sample))
@@ -207,14 +264,3 @@ class GroupScorer:
             lost.failed_samples = reasons
             return lost
         return replace(group, samples=fine, failures=reasons)
-
-
-def _with_score(
-    sample: Sample | DataFailure, planned: PlannedScore, value: float, weight: float | None
-) -> Sample | DataFailure:
-    assert isinstance(sample, Sample) and weight is not None, "only samples that stand and have this reward are scored"
-    if value != value or value in (float("inf"), float("-inf")):
-        return DataFailure("reward_not_finite", f"the model of reward {planned.name!r} gave {value}")
-    weighted = weight * value
-    reward = sample.reward if planned.is_cost else sample.reward + weighted
-    return replace(sample, reward=reward, rewards={**sample.rewards, planned.name: weighted})

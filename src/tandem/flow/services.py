@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.failures import InfrastructureFailure
+from tandem.api.failures import InfrastructureFailure, RewardFailure
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.samples import Sample
 from tandem.api.services import Services, factory_of
@@ -18,6 +18,7 @@ from tandem.config.arithmetic import evaluation_gconfig, rewards_of, samples_tog
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.generation import GenerationConfig
+from tandem.config.recipes import sum_of, sums_of
 from tandem.config.services import NAMED
 from tandem.flow.plan import RunPlan
 from tandem.rewards.build import SumReward, build_reward, refuse_only_groups, worker_counts
@@ -87,7 +88,8 @@ def make_parts(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokenize
     try:
         reward = services.keep(make_reward(config, services))
         if config.evaluate.every_steps:
-            refuse_only_groups(config.reward, reward.default)
+            for spec in sums_of(config.reward):
+                refuse_only_groups(spec, reward.by_name[spec])
         workflow = training_workflow(config, plan, services, reward)
         examiner = make_workflow(config, services, reward, evaluation_gconfig(config))
         refuse_unused(config, services)
@@ -121,9 +123,10 @@ def refuse_unused(config: TrainConfig, services: Services) -> None:
 class RewardBySource(RewardFn):
     """Gives each row to the reward of its data set. ``vote``: who judges in training instead, where there are no labels."""
 
-    def __init__(self, default: RewardFn, by_name: Mapping[str, RewardFn], vote: MajorityVote | None = None):
+    def __init__(self, default: str, by_name: Mapping[str, RewardFn], vote: MajorityVote | None = None):
+        """``default``: the reward of rows whose data set names none. ``by_name``: every sum that judges rows."""
         self.default, self.by_name, self.vote = default, by_name, vote
-        self.reads_messages = any(reward.reads_messages for reward in (default, *by_name.values()))
+        self.reads_messages = any(reward.reads_messages for reward in by_name.values())
         self._waits = (0, 0.0, 0.0)  # since the last call of `metrics`: samples, seconds of all of them, of the slowest
 
     @property
@@ -132,15 +135,21 @@ class RewardBySource(RewardFn):
         return self._waits[0]
 
     def of(self, row: Mapping[str, Any]) -> RewardFn:
-        """The reward of a row."""
-        name = row.get("reward_name")
-        return self.by_name[name] if name else self.default
+        """The reward of a row.
+
+        Raises:
+            ConfigError: the row names no recipe (`tandem.config.recipes`).
+        """
+        return self.by_name[sum_of(row, self.default)]
 
     async def __call__(
         self, *, row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]] = (), **rest: Any
     ) -> RewardResult:
         """Implements `RewardFn.__call__`."""
-        began, reward = time.perf_counter(), self.of(row)
+        try:
+            began, reward = time.perf_counter(), self.of(row)
+        except ConfigError as error:
+            raise RewardFailure("unknown_recipe", str(error)) from error
         try:
             return await reward(row=row, **rest, **messages_for(reward, messages))
         finally:
@@ -151,7 +160,7 @@ class RewardBySource(RewardFn):
     @property
     def compares(self) -> bool:
         """True if the reward of any row has a term that judges the samples of a prompt together."""
-        return any(getattr(reward, "together", ()) for reward in (self.default, *self.by_name.values()))
+        return any(getattr(reward, "together", ()) for reward in self.by_name.values())
 
     async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[RewardResult]:
         """What such terms add to each sample's reward, by the reward of the row."""
@@ -163,12 +172,11 @@ class RewardBySource(RewardFn):
         themselves. Empty if there were none."""
         (samples, total_s, longest_s), self._waits = self._waits, (0, 0.0, 0.0)
         times = {"time/judge_s": total_s / samples, "time/judge_max_s": longest_s} if samples else {}
-        rewards = dict.fromkeys((self.default, *self.by_name.values()))
-        return times | {name: value for reward in rewards for name, value in reward.metrics().items()}
+        return times | {name: value for reward in self.by_name.values() for name, value in reward.metrics().items()}
 
     def close(self) -> None:
         """Closes all of them."""
-        for reward in {id(reward): reward for reward in (self.default, *self.by_name.values())}.values():
+        for reward in self.by_name.values():
             reward.close()
         if self.vote is not None:
             self.vote.close()
@@ -181,14 +189,19 @@ def check_rows(reward: RewardBySource, rows: Iterable[Mapping[str, Any]]) -> Non
     reason when it is drawn.
 
     Raises:
-        ConfigError: the first row of a data set lacks a column, an answer, a number; says what is there.
+        ConfigError: the first row of a data set lacks a column, an answer, a number; says what is there. Or a row, whichever
+            it is, names no recipe.
     """
     seen: set[str] = set()
     unfit: dict[str, tuple[int, int, str]] = {}
     for number, row in enumerate(rows if reward.vote is None else (), 1):
         source, is_first = row["source"], row["source"] not in seen
         seen.add(source)
-        check = getattr(reward.of(row), "check_row", None)
+        try:
+            judge = reward.of(row)
+        except ConfigError as error:
+            raise ConfigError(f"row {number} (data set {source!r}): {error}") from error
+        check = getattr(judge, "check_row", None)
         try:
             if check is not None:
                 check(row)
@@ -227,10 +240,9 @@ def make_reward(config: TrainConfig, services: Services | None = None) -> Reward
         )
         for spec in rewards_of(config)
     }
-    default = by_name[config.reward]
     vote = MajorityVote(timeout_s=timeout_s, workers=workers) if config.algorithm.labels == "majority" else None
-    reward = RewardBySource(default, by_name, vote)
-    counts = {count for one in (default, *by_name.values()) for count in worker_counts(one)}
+    reward = RewardBySource(config.reward, by_name, vote)
+    counts = {count for one in by_name.values() for count in worker_counts(one)}
     if config.reward_workers not in (None, *counts) and vote is None:
         reward.close()
         why = "says itself how many workers it has" if counts else "runs inside the run and has no worker processes"
@@ -353,6 +365,13 @@ def _refuse_comparing(config: TrainConfig, plan: RunPlan, whole: bool) -> None:
         raise ConfigError(f"{why}, so gconfig.n_samples must be at least 2, got {config.gconfig.n_samples}")
 
 
+def _compared_later(plan: RunPlan, reward: RewardFn) -> str | None:
+    """A term that judges a group, and has options or opens the gate of another one; None if there is none."""
+    together = {t.label for one in getattr(reward, "by_name", {}).values() for t, _ in getattr(one, "together", ())}
+    needed = (name for terms in plan.later.values() for t in terms for name in (t.label, t.options.gate_name))
+    return next((name for name in needed if name in together), None)
+
+
 def training_workflow(config: TrainConfig, plan: RunPlan, services: Services, reward: RewardFn) -> RolloutWorkflow:
     """`n_samples` of the workflow for each prompt, or the workflow itself where it makes the whole group; and whatever the
     algorithm does with them together: a vote instead of the reward, training on a part of them, a greedy baseline.
@@ -378,7 +397,13 @@ def training_workflow(config: TrainConfig, plan: RunPlan, services: Services, re
             f"algorithm.advantage={algorithm.advantage.name} compares with a greedy answer of one sample, and "
             f"workflow={config.workflow} makes a whole group; use algorithm.advantage=grpo, or a workflow of one sample"
         )
-    later = bool(plan.scores) and (one.reads_scores or algorithm.update_samples is not None)
+    later = any(plan.later.values()) and (one.reads_scores or algorithm.update_samples is not None)
+    if later and (name := _compared_later(plan, reward)) is not None:
+        why = "algorithm.update_samples" if algorithm.update_samples is not None else f"workflow={config.workflow}"
+        raise ConfigError(
+            f"reward {name!r} compares the samples of a prompt, and with {why} it does so when options and gates have "
+            "counted already: leave normalise, clip and gate of this term out, and let it open no gate"
+        )
     group = (
         WholeGroup(one, smallest, finish_later=later)
         if whole

@@ -36,6 +36,7 @@ from tandem.launch.rank import kept_servers
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
 from tandem.proof.verification import Verifier
+from tandem.rewards.combination import Combination
 from tandem.roles.actor import Actor
 from tandem.roles.constraint import Constraint
 from tandem.roles.critic import Critic, SharedCritic
@@ -73,6 +74,7 @@ class Session:
     residency: Residency
     runner: Runner
     scorer: GroupScorer | None
+    combination: Combination | None
     team: Team
     """All ranks."""
 
@@ -130,7 +132,7 @@ def open_session(
             meter = EngineMeter(engine)
             work: dict[str, Callable[..., Any]] = {}
             runner = LocalRunner(work, lambda stage: _measured(stage, timer, meter), residency)
-            scorer = GroupScorer(plan, scores, runner, process.team, config.rollout.min_group_size) if scores else None
+            scorer = make_scorer(config, plan, scores, runner, process.team)
             rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team, generators)
             stack.callback(rollout.close)
         session = Session(
@@ -155,6 +157,7 @@ def open_session(
             residency=residency,
             runner=runner,
             scorer=scorer,
+            combination=None if scorer is None else scorer.combination,
             team=process.team,
         )
         work |= _work(session, scores)
@@ -231,6 +234,16 @@ def open_models(
     scores = open_scores(plan, process, tokenizer, residency.open)
     residency.enter(BEGIN)
     return trainer, reference, critic, teacher, scores
+
+
+def make_scorer(
+    config: TrainConfig, plan: RunPlan, roles: Mapping[str, ScoreRole], runner: Runner, team: Team
+) -> GroupScorer | None:
+    """What adds the terms of the reward that need a model or the whole batch; None if there are none."""
+    if not any(plan.later.values()):
+        return None
+    combination = Combination(plan.sums, plan.later, cost=config.constraint.cost)
+    return GroupScorer(plan, roles, combination, runner, team, config.rollout.min_group_size)
 
 
 def make_residency(config: TrainConfig, plan: RunPlan, timer: PhaseTimer) -> Residency:

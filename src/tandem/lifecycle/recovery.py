@@ -188,7 +188,7 @@ class Recovery:
         return found.path
 
 
-SAVED = ("loader", "actor", "trainer", "reference", "critic", "constraint", "rollout", "publisher")
+SAVED = ("loader", "actor", "trainer", "reference", "critic", "constraint", "rollout", "publisher", "combination")
 """The fields of a session that are parts, where the run has them."""
 
 LOADS = {"trainer": "load actor", "critic": "load critic", "reference": "load reference", "publisher": "publish"}

@@ -5,36 +5,43 @@ import contextlib
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from tandem.api.failures import RewardFailure
 from tandem.api.samples import Sample
 from tandem.api.scoring import FrozenModel, Score
-from tandem.api.services import Services, factory_of
+from tandem.api.services import Services, arguments_of, factory_of
 from tandem.api.workflow import GroupReward, RewardFn, RewardResult, messages_for
 from tandem.config.errors import ConfigError
 from tandem.config.services import service_of
-from tandem.config.terms import Term, read_terms
+from tandem.config.terms import Options, Term, read_terms
+from tandem.rewards.combination import alone, is_open, tells_raw
 from tandem.rewards.function import AsyncReward, OwnReward, WorkerReward
 from tandem.rewards.outcome import is_async
 from tandem.rewards.pool import WorkerPool
 
 
 class SumReward(RewardFn):
-    """The weighted sum of several rewards; each is a named part. Accuracy and answer are the first one's that knows.
-
-    ``together``: the terms that judge the samples of a prompt together. ``cost``: the name of a term that is a part, but
-    does not enter the sum.
-    """
+    """The weighted sum of several rewards; each is a named part. Accuracy and answer are the first one's that knows."""
 
     def __init__(
         self,
-        terms: list[tuple[str, float, RewardFn]],
-        together: list[tuple[str, float, GroupReward]] | None = None,
+        terms: Sequence[tuple[Term, RewardFn]],
+        together: Sequence[tuple[Term, GroupReward]] = (),
+        *,
+        options_later: bool = False,
         cost: str | None = None,
     ):
-        self.terms, self.together, self.cost = terms, together or [], cost
-        self.reads_messages = any(reward.reads_messages for _, _, reward in terms)
+        """``together``: the terms that judge the samples of a prompt together. ``options_later``: what terms with options
+        count is added when the batch is there (`tandem.rewards.combination`); here they only say what they found.
+        ``cost``: the name of a term that is a part, but does not enter the sum."""
+        self.terms, self.together, self.options_later, self.cost = list(terms), list(together), options_later, cost
+        self.reads_messages = any(reward.reads_messages for _, reward in terms)
+        self._all = [term for term, _ in (*self.terms, *self.together)]
+        names = {term.label for term, _ in self.terms}
+        gates = {term.label: term.options.gate_name for term, _ in self.terms}
+        self._waits = {name: gate for name, gate in gates.items() if gate in names or (gate and not options_later)}
 
     async def __call__(
         self,
@@ -46,7 +53,8 @@ class SumReward(RewardFn):
         row: Mapping[str, Any],
         messages: Sequence[Mapping[str, Any]] = (),
     ) -> RewardResult:
-        """Asks all terms at once; fails if one of them fails."""
+        """Asks all terms at once, those with a gate behind the term that opens it, and not if it stays closed. Fails if one
+        of them fails."""
         given = {
             "prompt": prompt,
             "completion": completion,
@@ -54,43 +62,55 @@ class SumReward(RewardFn):
             "completion_ids": completion_ids,
             "row": row,
         }
-        calls = [reward(**given, **messages_for(reward, messages)) for _, _, reward in self.terms]
-        results = await asyncio.gather(*calls)
-        rewards = {name: weight * result.value for (name, weight, _), result in zip(self.terms, results, strict=True)}
-        judges = [result for (name, _, _), result in zip(self.terms, results, strict=True) if name != self.cost]
+        results: dict[str, RewardResult] = {}
+        due = [(term, reward) for term, reward in self.terms if term.label not in self._waits]
+        answered: set[str] = set()
+        while due:
+            raw = {name: result.value for name, result in results.items()}
+            asked = [(t, reward) for t, reward in due if t.label not in self._waits or is_open(t.options, raw)]
+            calls = [reward(**given, **messages_for(reward, messages)) for _, reward in asked]
+            results |= {t.label: r for (t, _), r in zip(asked, await asyncio.gather(*calls), strict=True)}
+            answered |= {term.label for term, _ in due}
+            due = [(t, r) for t, r in self.terms if t.label not in answered and self._waits[t.label] in answered]
+        judges = [results[t.label] for t, _ in self.terms if t.label in results and t.label != self.cost]
         known = [result.accuracy for result in judges if result.accuracy is not None]
         looking = next((result for result in judges if result.extracted is not None), RewardResult(0.0))
-        words = {name: text for result in results for name, text in result.words.items()}
+        words = {name: text for result in results.values() for name, text in result.words.items()}
+        summed = self._summed([term for term, _ in self.terms], {name: result.value for name, result in results.items()})
         accuracy = known[0] if known else None
-        return RewardResult(self._sum(rewards), rewards, accuracy, looking.answer, looking.extracted, words)
+        return replace(summed, accuracy=accuracy, answer=looking.answer, extracted=looking.extracted, words=words)
+
+    def _summed(self, terms: Sequence[Term], found: Mapping[str, float]) -> RewardResult:
+        """The sum of these terms, of which some were perhaps not asked, in no order that would change its last bit."""
+        now = [term for term in terms if not (self.options_later and term.options != Options())]
+        parts = {term.label: alone(term, found[term.label]) if term.label in found else 0.0 for term in now}
+        raw = {t.label: found[t.label] for t in terms if t.label in found and tells_raw(t, self._all)}
+        return RewardResult(math.fsum(x for name, x in parts.items() if name != self.cost), parts, raw_rewards=raw)
 
     async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[RewardResult]:
         """What the terms that judge a group add to each sample's reward; nothing without such terms."""
-        results = await asyncio.gather(*(reward.compare(samples, row) for _, _, reward in self.together))
-        parts: list[dict[str, float]] = [{} for _ in samples]
-        for (name, weight, _), values in zip(self.together, results, strict=True):
-            for part, value in zip(parts, _numbers(name, values, len(samples)), strict=True):
-                part[name] = weight * value
-        return [RewardResult(self._sum(part), part) for part in parts]
-
-    def _sum(self, parts: Mapping[str, float]) -> float:
-        return sum(value for name, value in parts.items() if name != self.cost)
+        results = await asyncio.gather(*(reward.compare(samples, row) for _, reward in self.together))
+        found: list[dict[str, float]] = [{} for _ in samples]
+        for (term, _), values in zip(self.together, results, strict=True):
+            for each, value in zip(found, _numbers(term.label, values, len(samples)), strict=True):
+                each[term.label] = value
+        return [self._summed([term for term, _ in self.together], each) for each in found]
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Asks each term that can tell whether the row has what it needs."""
-        for _, _, reward in self.terms:
+        for _, reward in self.terms:
             check = getattr(reward, "check_row", None)
             if check is not None:
                 check(row)
 
     def metrics(self) -> dict[str, float]:
         """What the terms count."""
-        return {name: value for _, _, reward in self.terms for name, value in reward.metrics().items()}
+        return {name: value for _, reward in self.terms for name, value in reward.metrics().items()}
 
     def close(self) -> None:
         """Closes all of them, also if one of them fails to."""
         with contextlib.ExitStack() as stack:
-            for _, _, reward in (*self.terms, *self.together):
+            for _, reward in (*self.terms, *self.together):
                 stack.callback(reward.close)
 
 
@@ -122,13 +142,13 @@ def build_reward(
     cost: str | None = None,
 ) -> RewardFn:
     """The reward that a configuration names. ``workers``: most processes of one that runs in workers; None: `most_workers`.
-    ``models_later``: the terms that need a model are left out here, for `build_scores` gives them. ``services``: what
-    a class of the user's may ask for by argument name, besides ``timeout_s``. ``cost``: the name of a term that is judged,
-    but not rewarded.
+    ``models_later``: the terms that need a model are left out here, for `build_scores` gives them, and so is what terms with
+    options count. ``services``: what a class of the user's may ask for by argument name, besides ``timeout_s``. ``cost``:
+    the name of a term that is judged, but not rewarded.
 
     Raises:
         ConfigError: no such name (tells the nearest), file, function or knob, or a spec that cannot be read; or a term needs
-            a model, and nobody scores with it later.
+            a model or a batch, and nobody scores with it later.
     """
     services = services or Services({"sandbox": "auto"})
     terms = read_terms(spec)
@@ -137,13 +157,19 @@ def build_reward(
         raise ConfigError(
             f"reward {spec!r}: {model.short_name} needs a model, which only `tandem train` holds; leave it out"
         )
-    cheap = [term for term in terms if not needs_model(term)]
-    made = [(term.label, term.weight, _judge(term, timeout_s, workers, services)) for term in cheap]
-    alone = [(name, weight, reward) for name, weight, reward in made if isinstance(reward, RewardFn)]
-    together = [(name, weight, reward) for name, weight, reward in made if isinstance(reward, GroupReward)]
-    if len(terms) == len(alone) == 1 and alone[0][1] == 1.0 and alone[0][0] != cost:
-        return alone[0][2]
-    return SumReward(alone, together, cost)
+    batch = next((term for term in terms if term.options.normalise), None)
+    if batch is not None and not models_later:
+        raise ConfigError(
+            f"reward {spec!r}: normalise={batch.options.normalise} of {batch.label} needs the batches of `tandem train`; "
+            "leave it out"
+        )
+    made = [(term, _judge(term, timeout_s, workers, services)) for term in terms if not needs_model(term)]
+    one = [(term, reward) for term, reward in made if isinstance(reward, RewardFn)]
+    together = [(term, reward) for term, reward in made if isinstance(reward, GroupReward)]
+    plain = len(terms) == len(one) == 1 and one[0][0].weight == 1.0 and one[0][0].options == Options()
+    if plain and one[0][0].label != cost:
+        return one[0][1]
+    return SumReward(one, together, options_later=models_later, cost=cost)
 
 
 def refuse_only_groups(spec: str, reward: RewardFn) -> None:
@@ -202,13 +228,14 @@ def needs_model(term: Term) -> bool:
 def worker_counts(reward: RewardFn) -> set[int]:
     """The most worker processes of the reward, or of each term of the sum; empty if none runs in workers."""
     if isinstance(reward, SumReward):
-        return {count for _, _, term in reward.terms for count in worker_counts(term)}
+        return {count for _, term in reward.terms for count in worker_counts(term)}
     pool = getattr(reward, "pool", None)
     return {pool.size} if isinstance(pool, WorkerPool) else set()
 
 
 def _judge(term: Term, timeout_s: float, workers: int | None, services: Services) -> RewardFn | GroupReward:
     make, name, key = factory_of("reward", term.name, "reward"), term.short_name, f"reward={term.name}"
+    term = _named(term, make)
     if not term.is_file:
         parameters = inspect.signature(make).parameters
         for knob, value in term.knobs.items():
@@ -236,3 +263,11 @@ def _judge(term: Term, timeout_s: float, workers: int | None, services: Services
     if is_async(make):
         return AsyncReward(make, name, timeout_s=timeout_s)
     return WorkerReward(make, term.name, name=name, timeout_s=timeout_s, workers=workers)
+
+
+def _named(term: Term, make: Any) -> Term:
+    """The term without the knob ``name`` where nobody takes it: it is its name in metrics all the same."""
+    takes_knobs = inspect.isclass(make) or not term.is_file
+    if "name" not in term.knobs or (takes_knobs and "name" in arguments_of(make, term.name).names):
+        return term
+    return replace(term, knobs={knob: value for knob, value in term.knobs.items() if knob != "name"})

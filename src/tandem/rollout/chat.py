@@ -90,6 +90,8 @@ class Chat:
         self.prompt_ids = tuple(self._encode(self.prompt))
         self.completion = ""
         self.completion_ids: tuple[int, ...] = ()
+        self.raw_rewards: Mapping[str, float] = {}
+        """Of its last judgement: they come into the sample."""
         self._ended: list[Tokens] = []
         self._timings: list[RequestTiming] = []
         self._tokens = Tokens(self.prompt_ids)
@@ -153,6 +155,7 @@ class Chat:
             trajectories=tuple(tokens.trajectory() for tokens in spoken or [self._tokens]),
             reward=float(reward),
             rewards=dict(rewards or {}),
+            raw_rewards=dict(self.raw_rewards),
             accuracy=accuracy,
             prompt_text=self.prompt,
             completion_text=self.completion,

@@ -52,6 +52,11 @@ class Episode:
         """Whether this rank need not wait for a request of it: each sample has issued its first, or ended without one."""
         return self.over or self.aborted or self.place > 0 or (self.engine is not None and self.engine.settled)
 
+    def dropped(self, reason: str, words: str) -> Dropped:
+        """What is said of it when it is dropped."""
+        nothing = Group((), self.number, str(self.row.get("source") or ""), self.row)
+        return Dropped(reason, words, self.group or nothing)
+
 
 Spawn = Callable[[Sequence[Episode]], None]
 """Makes tasks of episodes, on the loop."""
@@ -118,11 +123,6 @@ class EpisodeRunner:
     def _notify(self) -> None:
         with self._issued:
             self._issued.notify_all()
-
-    def dropped(self, reason: str, words: str) -> Dropped:
-        """What is said of it when it is dropped."""
-        nothing = Group((), self.number, str(self.row.get("source") or ""), self.row)
-        return Dropped(reason, words, self.group or nothing)
 
 
 async def run_episode(

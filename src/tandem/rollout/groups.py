@@ -64,6 +64,7 @@ class MajorityLabels(RolloutWorkflow):
                 sample,
                 reward=float(agrees),
                 rewards={},
+                raw_rewards={},
                 accuracy=None,
                 metrics={**sample.metrics, **shared} | ({} if correct is None else {"accuracy": float(correct)}),
             )
@@ -109,7 +110,12 @@ class Compared(RolloutWorkflow):
         samples = await self.workflow.finish_group(samples, data)
         parts = await self.reward.compare(samples, data)
         return tuple(
-            replace(sample, reward=sample.reward + more.value, rewards={**sample.rewards, **more.rewards})
+            replace(
+                sample,
+                reward=sample.reward + more.value,
+                rewards={**sample.rewards, **more.rewards},
+                raw_rewards={**sample.raw_rewards, **more.raw_rewards},
+            )
             for sample, more in zip(samples, parts, strict=True)
         )
 

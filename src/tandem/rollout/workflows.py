@@ -44,7 +44,7 @@ class ChatWorkflow(RolloutWorkflow):
 
     async def judge(self, chat: Chat, data: Mapping[str, Any]) -> RewardResult:
         """The reward of the last reply."""
-        return await self.reward(
+        result = await self.reward(
             prompt=chat.prompt,
             completion=chat.completion,
             prompt_ids=chat.prompt_ids,
@@ -52,6 +52,8 @@ class ChatWorkflow(RolloutWorkflow):
             row=data,
             **messages_for(self.reward, chat.messages),
         )
+        chat.raw_rewards = result.raw_rewards
+        return result
 
     async def reply(self, engine: GeneratesTokens, chat: Chat) -> StopReason:
         """Lets the model speak; returns why it stopped.

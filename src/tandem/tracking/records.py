@@ -116,6 +116,7 @@ def _of_sample(sample: Sample, index: int, history: Mapping[int, WeightVersion])
         "messages": [dict(message) for message in sample.messages],
         "reward": sample.reward,
         "rewards": dict(sample.rewards),
+        "raw_rewards": dict(sample.raw_rewards),
         "accuracy": sample.accuracy,
         "extracted_answer": sample.answer,
         "judges": dict(sample.words),

@@ -1,6 +1,7 @@
 """Everything that a start refuses before its run folder exists. A dry run calls the same functions and then stops."""
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,13 +11,13 @@ import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.scoring import Score
 from tandem.api.services import factory_of
 from tandem.config.arithmetic import workflow_of
 from tandem.config.backend import parse_layout
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.fleet import kinds_of
+from tandem.config.recipes import recipes_of, sum_of, sums_of
 from tandem.config.services import SERVICES
 from tandem.engines.inference.check import check_inference_engine
 from tandem.engines.train.check import check_train_engine
@@ -38,6 +39,8 @@ from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.rollout.chat import Chat
 from tandem.rollout.multi_turn import MultiTurnWorkflow
 from tandem.state.run_folder import require_writable
+
+log = logging.getLogger(__name__)
 
 LOOKED_AT = 16
 """Rows whose prompts are measured at most; one that fits is enough, and the others are dropped when they are drawn."""
@@ -84,10 +87,21 @@ def check_start(config: TrainConfig, rows: Rows, plan: RunPlan) -> EpisodeParts:
     try:
         check_rows(parts.reward, rows.train.rows)
         check_rows(parts.reward, rows.valid)
+        warn_of_idle_recipes(config, [*rows.train.rows, *rows.valid])
     except BaseException:
         parts.close()
         raise
     return parts
+
+
+def warn_of_idle_recipes(config: TrainConfig, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Warns of recipes that judge no row, whose models are held all the same."""
+    if recipes_of(config.reward) is None or config.algorithm.labels == "majority":
+        return
+    used = {sum_of(row, config.reward) for row in rows}
+    for spec in sums_of(config.reward):
+        if spec not in used:
+            log.warning("no row is judged by the recipe %r of reward.recipes; leave it out, or look at reward.by", spec)
 
 
 def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -97,10 +111,11 @@ def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokeni
         ConfigError: a reward is asked for in the middle of an episode, or replaced by a vote; or a model has
             no chat template.
     """
-    if not plan.scores:
+    first = next((term.label for terms in plan.later.values() for term in terms), None)
+    if first is None:
         return
-    first = plan.scores[0]
-    why = f"the reward has {first.name!r}, which a model scores when the episode has ended"
+    how = "a model scores" if any(one.name == first for one in plan.scores) else "has options that count"
+    why = f"the reward has {first!r}, which {how} when the episode has ended"
     workflow = factory_of("workflow", workflow_of(config).name)
     if inspect.isclass(workflow) and issubclass(workflow, MultiTurnWorkflow):
         raise ConfigError(f"{why}, and workflow={config.workflow} asks for the reward after each turn; use workflow=rlvr")
@@ -115,7 +130,7 @@ def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokeni
                 f"reward {planned.name!r}: {path} is no reward model, because it has no trained head that scores; give the "
                 "folder of a checkpoint that `tandem reward` wrote, or a sequence classifier of one label"
             )
-        open_reader(path, tokenizer, chats=type(planned.score).read is Score.read)
+        open_reader(resident.engine.path, tokenizer, chats=planned.reads_chats)
 
 
 def check_prompts(

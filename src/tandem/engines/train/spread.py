@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tandem.config.errors import ConfigError
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.check import check_train_engine
 from tandem.engines.train.holders import Holder, Replica, Sharded
@@ -18,6 +19,8 @@ from tandem.models.adapter_folder import AdapterBeside, read_adapter
 from tandem.models.catalog import resolve
 from tandem.models.compiled import compile_layers
 from tandem.models.context_parallel import divides_heads
+from tandem.models.foreign import read_hf_config
+from tandem.models.heads import is_token_classifier
 from tandem.models.load import load_causal_lm, load_scalar_model
 from tandem.models.lora import fill_adapters, put_adapters
 from tandem.models.packed import PackedModel
@@ -48,6 +51,8 @@ def open_spread(
         ConfigError: it cannot be opened, or not be divided so.
     """
     check_train_engine(config, resolve(config.path), ranks.layout, device, dtype, head, ranks.key)
+    if trained and is_token_classifier(read_hf_config(resolve(config.path))):
+        raise ConfigError(f"{config.path} classifies tokens: it can judge steps, and cannot be trained on here")
     # what is kept in host memory is read layer by layer too: it may not fit on the GPU as a whole
     unfilled = None if ranks.group is None and not config.offload else _open_unfilled(config, device, head)
     frozen = not trained and ranks.layout.zero is None
