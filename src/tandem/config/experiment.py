@@ -128,8 +128,9 @@ class TrainConfig(BaseConfig):
     """A reward call that takes longer is killed, and its sample counts as failed, not as 0."""
 
     reward_workers: int | None = None
-    """Most worker processes of a reward that runs in them, as every `def` of yours does; null is one for each sample of a
-    step, but at most 8 a core and 64. Beyond the cores, a call begins only while others wait (sleep, network)."""
+    """Most worker processes of a reward that runs in them, as every `def` of yours does, on each rank that generates; null
+    is one for each of its samples of a step, but at most 8 a core and 64. Beyond the cores, a call begins only while others
+    wait (sleep, network)."""
 
     judge: Spec | None = None
     """Your service that judges, as `my_file.py:Name`: given to a workflow, reward or service that asks for `judge`."""

@@ -56,13 +56,12 @@ def text(plan: RunPlan) -> str:
 
 def form(plan: RunPlan, resident: Resident) -> str:
     """The form in which a model is there, in words, and its ranks if they are fewer than the actor's."""
-    if resident.engine is None:
-        return "generates"
     if resident.base_of is not None:
         return f"the {resident.base_of} without its adapters"
     ranks, everyone = len(resident.ranks), max(len(other.ranks) for other in plan.residents)
     fewer = f", on {ranks} of {everyone} ranks" if ranks < everyone else ""
-    return f"{'trained' if resident.trained else 'frozen'}{fewer}"
+    what = "trained" if resident.trained else "frozen"
+    return f"{'generates' if resident.engine is None else what}{fewer}"
 
 
 def mermaid(plan: RunPlan) -> str:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from tandem.algorithms.preference import PREFERENCE_LOSSES
 from tandem.api.scoring import FrozenModel, Score
-from tandem.config.arithmetic import max_head_offpolicyness, rewards_of
+from tandem.config.arithmetic import generating_ranks, max_head_offpolicyness, rewards_of
 from tandem.config.backend import fewer_ranks_problems, layout_problems, parse_layout
 from tandem.config.check_algorithm import component_problems, part_problems
 from tandem.config.errors import ConfigError, refuse
@@ -54,10 +54,13 @@ class Resident:
     refresh_every_steps: int | None = None
     """It takes over the actor's weights every so many steps; None if it never does."""
 
+    generating: tuple[int, ...] = (0,)
+    """The ranks that it sits on if it is the inference engine."""
+
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that it sits on: the first ones, as many as its layout has. The inference engine belongs to rank 0."""
-        return tuple(range(1 if self.engine is None else parse_layout(self.engine.backend, self.key).ranks))
+        """The ranks that it sits on: the first ones, as many as its layout has, or those that generate."""
+        return self.generating if self.engine is None else tuple(range(parse_layout(self.engine.backend, self.key).ranks))
 
     @property
     def changes(self) -> bool:
@@ -223,7 +226,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
         Stage("publish", "publisher", "publish", "deliver", "update_weights", ("actor", "engine")),
         *_keeping(config, ("engine",), residents),
     ]
-    every = (*residents, Resident("engine"))
+    every = (*residents, Resident("engine", generating=generating_ranks(config)))
     return RunPlan(every, tuple(stages), greedy_baseline="greedy" in asked, scores=scores, algorithm=parts)
 
 

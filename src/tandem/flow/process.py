@@ -37,12 +37,14 @@ class Process:
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0, which alone generates, logs and writes."""
+        """True on rank 0, which alone logs and writes."""
         return self.rank == 0
 
-    def generation_threads(self, placement: str) -> int:
-        """CPU threads for an engine: those of all ranks here where they wait for it (*colocate*), else this one's."""
-        return self.shared_threads or self.threads if placement == "colocate" else self.threads
+    def generation_threads(self, placement: str, engines: int) -> int:
+        """CPU threads for one of so many engines of the run: its part of those of all ranks, which wait for the engines
+        (*colocate*), else those of this rank."""
+        together = min(self.threads * self.world_size // engines, self.shared_threads or self.threads)
+        return together if placement == "colocate" else self.threads
 
 
 def training_threads(config: BaseConfig, threads: int) -> int:

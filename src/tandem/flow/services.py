@@ -126,6 +126,11 @@ class RewardBySource(RewardFn):
         self.reads_messages = any(reward.reads_messages for reward in (default, *by_name.values()))
         self._waits = (0, 0.0, 0.0)  # since the last call of `metrics`: samples, seconds of all of them, of the slowest
 
+    @property
+    def samples(self) -> int:
+        """Samples judged since the last call of `metrics`."""
+        return self._waits[0]
+
     def of(self, row: Mapping[str, Any]) -> RewardFn:
         """The reward of a row."""
         name = row.get("reward_name")
@@ -210,7 +215,7 @@ def make_reward(config: TrainConfig, services: Services | None = None) -> Reward
         ConfigError: see `build_reward`; or `reward_workers` is set, and no reward runs in workers, or all that do say
             themselves how many they have.
     """
-    timeout_s, workers = config.reward_timeout_s, config.reward_workers or most_workers(samples_together(config))
+    timeout_s, workers = config.reward_timeout_s, config.reward_workers or most_workers(samples_together(config, here=True))
     by_name = {
         spec: build_reward(spec, timeout_s=timeout_s, workers=workers, models_later=True, services=services)
         for spec in rewards_of(config)

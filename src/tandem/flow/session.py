@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from tandem.api.engines import InferenceEngine, TrainEngine
 from tandem.api.team import Team
 from tandem.api.workflow import RolloutWorkflow
-from tandem.config.arithmetic import max_token_age, placement
+from tandem.config.arithmetic import generating_ranks, max_token_age, placement
 from tandem.config.experiment import TrainConfig
 from tandem.data.curriculum import Curriculum
 from tandem.data.loader import Loader
@@ -20,7 +20,7 @@ from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.remote.kept import Keeping
 from tandem.flow.critic import Models
 from tandem.flow.delivery import make_proof, make_publisher, weights_folder
-from tandem.flow.meter import EngineMeter
+from tandem.flow.meter import EngineMeter, of_all_ranks
 from tandem.flow.parts import Rows, make_loader, make_rollout
 from tandem.flow.plan import RunPlan, Stage, plan_run
 from tandem.flow.process import Process
@@ -31,6 +31,7 @@ from tandem.flow.scoring import GroupScorer, ScoreRole
 from tandem.flow.services import EpisodeParts, RewardBySource, make_parts
 from tandem.flow.sleep_plan import AGAIN, BEGIN
 from tandem.flow.state_parts import sleep_plan_here
+from tandem.flow.team import form_generators
 from tandem.launch.rank import kept_servers
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
@@ -48,7 +49,7 @@ from tandem.weights.publisher import WeightPublisher
 
 @dataclass(frozen=True)
 class Session:
-    """Everything that the loop uses. On ranks other than 0 ``engine`` is None: one rank generates for all."""
+    """Everything that the loop uses. ``engine`` is None on ranks that do not generate."""
 
     tokenizer: PreTrainedTokenizerBase
     loader: Loader | Curriculum
@@ -72,6 +73,11 @@ class Session:
     scorer: GroupScorer | None
     team: Team
     """All ranks."""
+
+    def measured(self) -> dict[str, float]:
+        """What engines and rewards have measured since the last call, of all ranks that generate. Collective."""
+        samples = self.reward.samples
+        return of_all_ranks(self.team.gather((samples, {**self.meter.metrics(), **self.reward.metrics()})))
 
     @property
     def models(self) -> Models:
@@ -99,6 +105,7 @@ def open_session(
     assert plan.algorithm is not None, "every plan of such a run has an algorithm"
     timer = PhaseTimer()
     residency = make_residency(config, plan, timer)
+    generators = form_generators(generating_ranks(config), process.team, config.rollout.wait_timeout_s)
     with contextlib.ExitStack() as stack:
         with process.team.together(), residency.making(AGAIN):
             parts = parts or make_parts(config, plan, load_tokenizer(folder))
@@ -122,7 +129,7 @@ def open_session(
             work: dict[str, Callable[..., Any]] = {}
             runner = LocalRunner(work, lambda stage: _measured(stage, timer, meter), residency)
             scorer = GroupScorer(plan, scores, runner, process.team, config.rollout.min_group_size) if scores else None
-            rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team)
+            rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team, generators)
             stack.callback(rollout.close)
         session = Session(
             tokenizer=tokenizer,
@@ -246,15 +253,16 @@ def make_actor(
 
 
 def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -> InferenceEngine | None:
-    """The inference engine, on rank 0."""
-    if not process.is_main:
+    """The inference engine of this rank; None if it does not generate."""
+    ranks = generating_ranks(config)
+    if process.rank not in ranks:
         return None
     kept = kept_servers()
     return build_inference_engine(
         config.rollout,
         folder=folder,
         placement=placement(config),
-        threads=process.generation_threads(placement(config)),
+        threads=process.generation_threads(placement(config), len(ranks)),
         device=process.device,
         deterministic=config.deterministic,
         run_folder=run_path(config.run.root, config.experiment_name, config.trial_name),

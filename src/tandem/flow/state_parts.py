@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from tandem.api.engines import TrainPart
+from tandem.config.arithmetic import generating_ranks
 from tandem.config.backend import parse_layout
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.preference import DistillConfig, training_config
@@ -77,7 +78,8 @@ def sleep_plan(
             parts |= _parts(resident, found, where, ranks)
     actor = plan.resident("actor")
     assert actor is not None and actor.engine is not None, "every plan has an actor"
-    parts |= _engine_parts(training, read(actor.engine.path), where)
+    engines = len(generating_ranks(training)) if where.cpu else 1  # processes of a CPU share its memory
+    parts |= _engine_parts(training, read(actor.engine.path), where, engines)
     made = SleepPlan(parts, tuple(_stages(config, plan, parts, gradients)), int(training.memory_limit_gib * GIB))
     made.check()
     return made
@@ -112,20 +114,20 @@ def _parts(resident: Resident, found: Footprint, where: Where, ranks: int) -> di
     }
 
 
-def _engine_parts(config: TrainConfig, shape: Shape, where: Where) -> dict[Part, Cost]:
-    """The weights, which are delivered anew, and the most that the cache can take."""
+def _engine_parts(config: TrainConfig, shape: Shape, where: Where, engines: int) -> dict[Part, Cost]:
+    """The weights, which are delivered anew, and the most that the cache can take; of so many engines."""
     rollout = config.rollout
     dtype = where.dtype(rollout.dtype)
     if dtype == "bfloat16" and not where.fast_bfloat16:
         dtype = "float32"
-    weights = round(engine_bytes(shape, dtype, cpu=where.cpu))
+    weights = round(engine_bytes(shape, dtype, cpu=where.cpu)) * engines
     samples = config.gconfig.n_samples * max(rollout.batch_size, round(rollout.batch_size * rollout.oversample))
-    rows = min(rollout.engine.max_running, samples)
+    rows = min(rollout.engine.max_running, -(-samples // engines))
     longest = row_capacity(rollout.engine.max_model_len or shape.context)
     cache = min(rollout.engine.kv_cache_gib * GIB, cache_bytes(shape, dtype, rows * longest))
     return {
         Part(ENGINE, "weights"): Cost(weights, 0, weights),
-        Part(ENGINE, "kv_cache"): Cost(round(cache), 0, 0),
+        Part(ENGINE, "kv_cache"): Cost(round(cache) * engines, 0, 0),
     }
 
 

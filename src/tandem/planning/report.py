@@ -295,9 +295,10 @@ def assumptions(report: Report) -> Iterator[str]:
         yield "whether it fits is said of the devices' memory; that of the host is told, and compared with nothing"
     if plan.job.generator is not None:
         yield "every sequence has a gradient: groups without spread cost a forward pass only, and make it faster"
-        if plan.job.generator.foreign is None and plan.job.actor.ranks > 1:
-            others = _ranks(plan.job.actor.ranks - 1)
-            yield f"the embedded engine is on the first rank alone; {others} more wait while it generates"
+        waiting = plan.job.actor.ranks - plan.job.generator.engines
+        if plan.job.generator.foreign is None and waiting > 0:
+            generating = _ranks(plan.job.generator.engines)
+            yield f"embedded engines generate for {generating}; {_ranks(waiting)} more wait while they do"
     yield from _spread_assumptions(plan)
 
 

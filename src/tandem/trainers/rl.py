@@ -98,7 +98,7 @@ def step(session: Session) -> tuple[dict[str, float], TensorDict]:
     run.free(batch)
     if isinstance(session.loader, Curriculum):
         metrics |= session.loader.metrics()
-    return session.rollout.metrics() | metrics | session.meter.metrics() | session.reward.metrics(), trained
+    return session.rollout.metrics() | metrics | session.measured(), trained
 
 
 def loop(
