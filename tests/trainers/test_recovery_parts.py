@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 from collections import Counter, deque
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ REMEMBERED = {
     "loader.rates",
     "loader._order",
     "loader.epoch",
+    "constraint.multiplier",
     "publisher._version",
     "publisher._history",
     "publisher._archive._kept",
@@ -116,6 +118,8 @@ def session(overrides):
     items = [*overrides, "algorithm=ppo", "algorithm.kl.coefficient=0.1", "algorithm.kl.target=0.01", "deterministic=true"]
     items += ["reference.refresh_every_steps=2", "curriculum.round_rows=6", "rollout.replay.groups=1"]
     items += ["rollout.verify.every_steps=2", "total_train_steps=4"]
+    rewards = Path(__file__).parent / "small_rewards.py"
+    items += [f"reward={rewards}:even + {rewards}:harmful", "constraint.cost=harmful", "constraint.limit=0.1"]
     config = load_config(TrainConfig, None, list({item.partition("=")[0]: item for item in items}.values())).config
     rows = open_rows(config)
     process = start_process(config)

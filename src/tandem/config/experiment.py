@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tandem.config.algorithm import AlgorithmConfig
+from tandem.config.constraint import ConstraintConfig
 from tandem.config.curriculum import CurriculumConfig
 from tandem.config.data import DatasetConfig, ValidDatasetConfig
 from tandem.config.generation import GenerationConfig
@@ -123,6 +124,9 @@ class TrainConfig(BaseConfig):
     reward: Spec = "math"
     """Name of a reward, your own as `my_file.py:function`, the folder of a reward model, or a sum such as
     `math + 0.5*model(path=FOLDER)` (docs/writing_a_reward.md)."""
+
+    constraint: ConstraintConfig = field(default_factory=ConstraintConfig)
+    """A term of the reward that is a cost, and its limit."""
 
     reward_timeout_s: float = 15.0
     """A reward call that takes longer is killed, and its sample counts as failed, not as 0."""

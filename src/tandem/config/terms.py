@@ -99,7 +99,7 @@ def read_terms(spec: str, key: str = "reward") -> list[Term]:
         ConfigError: it cannot be read, a weight is no number, or a name stands there twice.
     """
     text = spec.strip()
-    if re.fullmatch(r"[^(*]*\.py:\w+", text) and (" + " not in text or _is_file(text.rpartition(":")[0])):
+    if re.fullmatch(r"[^(*]*\.py:\w+", text) and (not re.search(" [+-] ", text) or _is_file(text.rpartition(":")[0])):
         return [Term(text)]
     if key == "reward" and text and _is_file(f"{text}/config.json"):
         return [Term("model", knobs={"path": text})]

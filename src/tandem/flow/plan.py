@@ -6,6 +6,7 @@ opens no model and touches no tensor.
 """
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -18,11 +19,14 @@ from tandem.config.check_algorithm import component_problems, part_problems
 from tandem.config.errors import ConfigError, refuse
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.lora import LoRAConfig
+from tandem.config.nearest import nearest_names
 from tandem.config.overlay import either, key_of, overlay
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
 from tandem.config.roles import CriticConfig, ReferenceConfig
 from tandem.config.terms import Term, read_terms
 from tandem.config.train_engine import TrainEngineConfig
+from tandem.flow.sharing import share_trunks, with_adapter
+from tandem.models.adapter_folder import AdapterBeside
 from tandem.rewards.build import build_scores, needs_model
 from tandem.roles.components import choose
 from tandem.roles.parts import AlgorithmParts, choose_parts
@@ -50,6 +54,12 @@ class Resident:
     epochs: int = 1
     base_of: str | None = None
     """The resident with adapters whose model, without them, this one is; None if it is a model of its own."""
+
+    adapter: AdapterBeside | None = None
+    """Lies beside the weights of a frozen model; None: it has none."""
+
+    trunk_of: str | None = None
+    """The resident whose frozen weights it computes with, beside its own head and adapters; None: all are its own."""
 
     refresh_every_steps: int | None = None
     """It takes over the actor's weights every so many steps; None if it never does."""
@@ -112,6 +122,9 @@ class PlannedScore:
 
     default: str
     """The reward of the rows that name none."""
+
+    is_cost: bool = False
+    """It does not enter the reward, but is the cost of the run's constraint."""
 
     @property
     def stage(self) -> str:
@@ -206,6 +219,9 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
         residents.append(teacher)
     scores, frozen = _scores(config, {resident.name for resident in residents})
     residents += frozen
+    constraint = config.constraint.cost
+    if constraint is not None:
+        _check_cost(config, constraint, scores)
     names = {resident.name for resident in residents}
     updates = actor.mini_batches * actor.epochs_per_batch
     rests = f"the actor rests in the first {critic.warmup_steps} steps" if critic.warmup_steps else ""
@@ -218,6 +234,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
         *([_pass("values", "critic", "compute_values", "critic" if "critic" in names else "actor")] if values else []),
         *([_pass("proximal", "actor", "compute_proximal", "actor")] if proximal else []),
         *([_pass("teacher", "teacher", "compute_logprobs", "teacher")] if teacher is not None else []),
+        *(_penalty(config) if constraint is not None else ()),
         Stage("advantages", "actor", "compute_advantages", "pass", "train"),
         Stage("update", "actor", "ppo_update", "update", "train", ("actor",), rests),
         *([Stage("update values", "critic", "update", "update", "train", ("critic",))] if "critic" in names else []),
@@ -226,7 +243,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
         Stage("publish", "publisher", "publish", "deliver", "update_weights", ("actor", "engine")),
         *_keeping(config, ("engine",), residents),
     ]
-    every = (*residents, Resident("engine", generating=generating_ranks(config)))
+    every = (*share_trunks(residents, config.device), Resident("engine", generating=generating_ranks(config)))
     return RunPlan(every, tuple(stages), greedy_baseline="greedy" in asked, scores=scores, algorithm=parts)
 
 
@@ -262,19 +279,52 @@ def _scores(config: TrainConfig, taken: set[str]) -> tuple[tuple[PlannedScore, .
             wanted = score.model
             if wanted not in residents:
                 residents[wanted] = _judge(config.actor, name, wanted)
-            scores[name] = PlannedScore(name, term, score, residents[wanted].name, {spec: term.weight}, config.reward)
+            scores[name] = PlannedScore(
+                name, term, score, residents[wanted].name, {spec: term.weight}, config.reward, name == config.constraint.cost
+            )
     return tuple(scores.values()), list(residents.values())
+
+
+def _check_cost(config: TrainConfig, cost: str, scores: Iterable[PlannedScore]) -> None:
+    """Passes if the cost of the constraint is a term of a reward, with a weight above 0, and something else is rewarded.
+
+    Raises:
+        ConfigError: it is not; tells the nearest name.
+    """
+    weights = defaultdict[str, list[float]](list)
+    for spec in rewards_of(config):
+        for term in read_terms(spec):
+            if not needs_model(term):
+                weights[term.label].append(term.weight)
+    for score in scores:
+        weights[score.name] += score.weights.values()
+    if cost not in weights:
+        raise ConfigError(f"constraint.cost={cost} is no term of reward={config.reward}; {nearest_names(cost, weights)}")
+    if min(weights[cost]) <= 0:
+        raise ConfigError(
+            f"constraint.cost={cost}: its weight in the reward is {min(weights[cost]):g}, and the cost is the term's value "
+            "times its weight; write it with a weight above 0, such as 1: it is not rewarded"
+        )
+    if len(weights) == 1:
+        raise ConfigError(f"constraint.cost={cost} is all that reward={config.reward} has; add what is to be learnt")
+
+
+def _penalty(config: TrainConfig) -> Iterator[Stage]:
+    """The multiplier follows the mean cost of the batch, and then weighs the costs."""
+    rests = f"λ rests in the first {config.critic.warmup_steps} steps" if config.critic.warmup_steps else ""
+    yield Stage("multiplier", "constraint", "follow", "check", "train", when=rests)
+    yield Stage("penalty", "constraint", "penalise", "pass", "train")
 
 
 def _judge(actor: TrainEngineConfig, name: str, wanted: FrozenModel) -> Resident:
     """The model that a reward asks for."""
     engine = _frozen(actor, wanted)
     if wanted.backend is None:
-        return Resident(name, engine, wanted.head)
+        return with_adapter(Resident(name, engine, wanted.head))
     key = f"reward {name!r}: backend"
     layout, written = parse_layout(wanted.backend, key), f"{key}={wanted.backend}"
     refuse([*fewer_ranks_problems(layout, written, actor), *layout_problems(layout, written, actor)])
-    return Resident(name, engine, wanted.head, key=key)
+    return with_adapter(Resident(name, engine, wanted.head, key=key))
 
 
 def _distillation(config: DistillConfig) -> RunPlan:
@@ -305,7 +355,7 @@ def _supervised(config: SFTConfig | RewardModelConfig) -> RunPlan:
         Stage("update", "learner", method, "update", "train", ("actor",)),
         *_keeping(config, ("actor",), (actor,)),
     )
-    return RunPlan((actor,), stages, paired=method == "train_pairs")
+    return RunPlan((actor,), stages, paired=method in ("train_pairs", "train_safety"))
 
 
 def _pass(name: str, role: str, call: str, resident: str) -> Stage:

@@ -14,6 +14,7 @@ from tandem.api.activity import activity
 from tandem.api.team import Team
 from tandem.config.arithmetic import placement
 from tandem.config.backend import parse_layout
+from tandem.config.devices import DeviceMap, devices_of
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.engines.inference.build import engine_threads, servers_here
@@ -34,6 +35,9 @@ class Process:
 
     team: Team = field(default_factory=Team)
     """All ranks of the run."""
+
+    ranks_here: int = 1
+    """Ranks of the run on this machine."""
 
     @property
     def is_main(self) -> bool:
@@ -87,6 +91,18 @@ def choose_device(config: BaseConfig) -> str:
     return f"cuda:{int(os.environ.get('LOCAL_RANK', 0))}"
 
 
+def devices_here(config: TrainConfig) -> DeviceMap | None:
+    """Which GPUs of this machine the ranks and the servers of a run use; None on a CPU.
+
+    Raises:
+        ConfigError: they are too few, see `map_devices`.
+    """
+    if not uses_gpu(config.device):
+        return None
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", parse_layout(config.actor.backend).ranks))
+    return devices_of(config.rollout, placement(config), ranks=ranks, devices=torch.cuda.device_count())
+
+
 def start_process(config: BaseConfig) -> Process:
     """Sets threads, seeds, the allocator and the process group (when started as one of several ranks).
 
@@ -131,4 +147,5 @@ def start_process(config: BaseConfig) -> Process:
     numpy.random.seed(config.seed)
     torch.manual_seed(config.seed)
     torch.use_deterministic_algorithms(config.deterministic)
-    return Process(device, threads, rank, world_size, shared_threads=max(threads, min(cores, threads * ranks_here)))
+    together = max(threads, min(cores, threads * ranks_here))
+    return Process(device, threads, rank, world_size, shared_threads=together, ranks_here=ranks_here)

@@ -37,6 +37,7 @@ class Residency:
         self._open_model = open_model
         self._scratch, self._timer, self._idle_timeout_s = scratch, timer, idle_timeout_s
         self._state = State(set(self.plan.beginning) if self.plan is not None else set())
+        self._opened: dict[str, TrainEngine] = {}
         self._trained: dict[str, TrainEngine] = {}
         self._engine: InferenceEngine | None = None
         self._deliver_again: Callable[[], None] = lambda: None
@@ -53,13 +54,19 @@ class Residency:
     def open(self, resident: Resident, process: Process, *, optimizer_steps: int = 0) -> TrainEngine:
         """Makes room for a model and opens it as `open_model` does. Under a budget it sleeps until a stage needs it."""
         part = Part(resident.name, "parameters")
-        if self.plan is None or part not in self.plan.parts:
-            return self._open_model(resident, process, optimizer_steps=optimizer_steps)
-        self._do(self.plan.opening(part, self._state))
-        with mapped_blocks():
-            engine = self._trained[resident.name] = self._open_model(resident, process, optimizer_steps=optimizer_steps)
-            self._sleep(part)
-        give_back()
+        trunk = None if resident.trunk_of is None else self._opened[resident.trunk_of]
+        sleeps = self.plan is not None and part in self.plan.parts
+        if self.plan is not None and sleeps:
+            self._do(self.plan.opening(part, self._state))
+        gives = sleeps or trunk is not None  # memory back to the system: what sleeps, or what is there already
+        with mapped_blocks() if gives else contextlib.nullcontext():
+            engine = self._open_model(resident, process, optimizer_steps=optimizer_steps, trunk=trunk)
+            self._opened[resident.name] = engine
+            if sleeps:
+                self._trained[resident.name] = engine
+                self._sleep(part)
+        if gives:
+            give_back()
         return engine
 
     def enter(self, name: str) -> None:

@@ -30,12 +30,15 @@ class Open(Protocol):
         ...
 
 
-def open_model(resident: Resident, process: Process, *, optimizer_steps: int = 0) -> TrainEngine:
+def open_model(
+    resident: Resident, process: Process, *, optimizer_steps: int = 0, trunk: TrainEngine | None = None
+) -> TrainEngine:
     """The train engine of a resident, on its ranks; the others reach it there. Collective. ``optimizer_steps``: of the whole
-    run, for the learning rate's schedule.
+    run, for the learning rate's schedule. ``trunk``: the engine of the resident whose trunk it shares.
 
     Raises:
         ConfigError: the model cannot be opened, or laid out as its configuration says.
+        WeightsChanged: that trunk has other numbers.
     """
     assert resident.engine is not None, f"{resident.name} has no train engine"
     team = form_team(resident.ranks, process.team)
@@ -48,6 +51,8 @@ def open_model(resident: Resident, process: Process, *, optimizer_steps: int = 0
         key=resident.key,
         trained=resident.changes,
         team=team,
+        adapter=resident.adapter,
+        trunk=trunk.engine if isinstance(trunk, TeamEngine) else trunk,
     )
     if team is process.team:
         return build()
@@ -72,7 +77,7 @@ def open_scores(
         assert resident is not None and resident.engine is not None, "the plan names the model of each score"
         if resident.name not in engines:
             engines[resident.name] = open_engine(resident, process)
-        path, chats = resident.engine.path, type(planned.score).read is Score.read
+        path, chats = planned.score.model.path, type(planned.score).read is Score.read
         reader = open_reader(path, tokenizer, chats=chats) if process.is_main else None
         vocabulary = Architecture.from_config(read_hf_config(describing(path))).vocab_size
         roles[planned.name] = ScoreRole(planned, engines[resident.name], reader, vocabulary)

@@ -216,4 +216,5 @@ def _with_score(
     if value != value or value in (float("inf"), float("-inf")):
         return DataFailure("reward_not_finite", f"the model of reward {planned.name!r} gave {value}")
     weighted = weight * value
-    return replace(sample, reward=sample.reward + weighted, rewards={**sample.rewards, planned.name: weighted})
+    reward = sample.reward if planned.is_cost else sample.reward + weighted
+    return replace(sample, reward=reward, rewards={**sample.rewards, planned.name: weighted})

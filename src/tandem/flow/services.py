@@ -153,10 +153,10 @@ class RewardBySource(RewardFn):
         """True if the reward of any row has a term that judges the samples of a prompt together."""
         return any(getattr(reward, "together", ()) for reward in (self.default, *self.by_name.values()))
 
-    async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[dict[str, float]]:
-        """The parts of such terms for each sample, by the reward of the row."""
+    async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[RewardResult]:
+        """What such terms add to each sample's reward, by the reward of the row."""
         reward = self.of(row)
-        return await reward.compare(samples, row) if isinstance(reward, SumReward) else [{} for _ in samples]
+        return await reward.compare(samples, row) if isinstance(reward, SumReward) else [RewardResult(0.0) for _ in samples]
 
     def metrics(self) -> dict[str, float]:
         """Seconds until the reward was there, for the samples judged since the last call, and what the rewards count
@@ -217,7 +217,14 @@ def make_reward(config: TrainConfig, services: Services | None = None) -> Reward
     """
     timeout_s, workers = config.reward_timeout_s, config.reward_workers or most_workers(samples_together(config, here=True))
     by_name = {
-        spec: build_reward(spec, timeout_s=timeout_s, workers=workers, models_later=True, services=services)
+        spec: build_reward(
+            spec,
+            timeout_s=timeout_s,
+            workers=workers,
+            models_later=True,
+            services=services,
+            cost=config.constraint.cost,
+        )
         for spec in rewards_of(config)
     }
     default = by_name[config.reward]

@@ -37,6 +37,7 @@ from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
 from tandem.proof.verification import Verifier
 from tandem.roles.actor import Actor
+from tandem.roles.constraint import Constraint
 from tandem.roles.critic import Critic, SharedCritic
 from tandem.roles.parts import AlgorithmParts
 from tandem.roles.reference import Reference
@@ -59,6 +60,7 @@ class Session:
     reference: Reference | None
     teacher: Teacher | None
     critic: Critic | SharedCritic | None
+    constraint: Constraint | None
     engine: InferenceEngine | None
     rollout: Rollout
     reward: RewardBySource
@@ -140,6 +142,7 @@ def open_session(
             reference=reference,
             teacher=teacher,
             critic=critic,
+            constraint=None if config.constraint.cost is None else Constraint(config.constraint),
             engine=engine,
             rollout=rollout,
             reward=parts.reward,
@@ -178,6 +181,10 @@ def _work(session: Session, scores: Mapping[str, ScoreRole]) -> dict[str, Callab
             return actor.rest(batch) | {"actor/rests": 1.0}
         return actor.ppo_update(batch) | {"actor/rests": 0.0}
 
+    def follow(batch: TensorDict) -> dict[str, float]:
+        assert session.constraint is not None, "the plan has a constraint"
+        return session.constraint.follow(batch, rests=session.critic is not None and session.critic.warming_up)
+
     def publish() -> dict[str, float]:
         published = session.publisher.publish()
         return {f"time/{name}": published[name] for name in ("prepare_s", "pause_s", "recompute_s")}
@@ -190,6 +197,7 @@ def _work(session: Session, scores: Mapping[str, ScoreRole]) -> dict[str, Callab
     work: dict[str, Callable[..., Any]] = {
         "generate": lambda: session.rollout.prepare_batch(session.loader, session.workflow),
         "verify": lambda batch: session.verifier.verify_if_due(batch, session.publisher.version.number + 1),
+        "multiplier": follow,
         "update": update,
         "refresh": refresh,
         "publish": publish,
@@ -217,8 +225,8 @@ def open_models(
     assert policy is not None, "every plan has an actor"
     optimizer_steps = (steps - config.critic.warmup_steps) * config.actor.mini_batches * config.actor.epochs_per_batch
     trainer = residency.open(policy, process, optimizer_steps=optimizer_steps)
-    reference = open_reference(plan, process, trainer, residency.open)
     critic = open_critic(plan, config, process, trainer, steps, tokenizer, residency.open)
+    reference = open_reference(plan, process, trainer, residency.open)
     teacher = None if judge is None else Teacher(residency.open(judge, process))
     scores = open_scores(plan, process, tokenizer, residency.open)
     residency.enter(BEGIN)
@@ -265,6 +273,7 @@ def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -
         threads=process.generation_threads(placement(config), len(ranks)),
         device=process.device,
         deterministic=config.deterministic,
+        ranks=process.ranks_here,
         run_folder=run_path(config.run.root, config.experiment_name, config.trial_name),
         run=run,
         weights_folder=weights_folder(config),

@@ -13,7 +13,7 @@ from tandem.flow.process import choose_device
 from tandem.flow.sleep_plan import AGAIN, BEGIN, GIB, Cost, Part, SleepPlan, StageNeeds, moved_bytes
 from tandem.models.footprint import Footprint, adapters_of, cache_bytes, engine_bytes, row_capacity
 from tandem.models.precision import resolve_dtype
-from tandem.models.shape import Dtype, Shape, read_shape
+from tandem.models.shape import BYTES, Dtype, Shape, read_shape
 
 ENGINE = "engine"
 
@@ -52,6 +52,7 @@ def footprint(resident: Resident, shape: Shape, where: Where) -> Footprint:
         trained=resident.trained,
         adapters=adapters_of(config.lora, shape),
         frozen=not resident.changes and layout.zero is None,
+        borrows=resident.trunk_of is not None,
         offload=config.offload,
     )
 
@@ -98,17 +99,19 @@ def sleep_plan_here(config: BaseConfig, plan: RunPlan) -> SleepPlan | None:
 
 def _parts(resident: Resident, found: Footprint, where: Where, ranks: int) -> dict[Part, Cost]:
     weights, masters = (found.weight_bytes + found.rounded_bytes) * ranks, 4 * found.masters / found.parts * ranks
+    beside = BYTES[found.dtype] * found.trunk if found.borrows else 0
+    written = masters if resident.changes else float(BYTES[found.dtype] * found.beside_base)
     costs: dict[TrainPart, tuple[float, float, float]]
     if not where.cpu:
         costs = {"parameters": (weights, weights, weights), "optimizer": (found.optimizer_bytes,) * 3}
-    else:  # what is frozen is read from its folder again; a rounded copy is made anew
+    else:  # what is frozen is read from its folder again, but for an adapter; a rounded copy is made anew
         moments = found.optimizer_bytes * ranks
         costs = {
-            "parameters": (weights, masters if resident.changes else 0.0, weights - found.rounded_bytes * ranks),
+            "parameters": (weights, written, weights - found.rounded_bytes * ranks),
             "optimizer": (moments, moments, moments),
         }
     return {
-        Part(resident.name, what): Cost(round(size), round(leaving), round(coming), keeps_copy=where.cpu)
+        Part(resident.name, what): Cost(round(size), round(leaving), round(coming), where.cpu, beside)
         for what, (size, leaving, coming) in costs.items()
         if size
     }
@@ -139,13 +142,16 @@ def _stages(config: BaseConfig, plan: RunPlan, parts: dict[Part, Cost], gradient
     for resident in plan.residents:
         if resident.changes and resident.engine is not None:
             own = frozenset(part for part in parts if part.resident == resident.name)
-            yield StageNeeds(f"load {resident.name}", own, own, each_step=False)
+            trunk = frozenset({Part(resident.trunk_of, "parameters")}) if resident.trunk_of is not None else frozenset()
+            yield StageNeeds(f"load {resident.name}", own | trunk, own, each_step=False)
     for stage in plan.stages:
         residents = [_owner(plan, name) for name in stage.awake]
         needs = {part for name in residents for part in _needed(stage, name, config) if part in parts}
+        trunks = (plan.resident(name) for name in residents)
+        needs |= {Part(one.trunk_of, "parameters") for one in trunks if one is not None and one.trunk_of is not None}
         changes: set[Part] = set()
         if stage.kind == "update":
-            changes = set(needs)
+            changes = {part for part in needs if part.resident in residents}
         elif stage.name == "refresh":
             changes = {Part("reference", "parameters")}
         elif stage.name == "publish":

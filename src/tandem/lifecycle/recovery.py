@@ -188,7 +188,7 @@ class Recovery:
         return found.path
 
 
-SAVED = ("loader", "actor", "trainer", "reference", "critic", "rollout", "publisher")
+SAVED = ("loader", "actor", "trainer", "reference", "critic", "constraint", "rollout", "publisher")
 """The fields of a session that are parts, where the run has them."""
 
 LOADS = {"trainer": "load actor", "critic": "load critic", "reference": "load reference", "publisher": "publish"}
@@ -224,7 +224,9 @@ def parts_of_session(
         parts["ledger"] = ledger
     for name in SAVED:
         part = getattr(session, name)
-        if isinstance(part, Stateful):  # none without a reference or a critic; a shared critic is in the trainer
+        if isinstance(
+            part, Stateful
+        ):  # none without a reference, a critic or a constraint; a shared critic is in the trainer
             parts[name] = part
     if tracker is not None:
         parts["tracker"] = tracker

@@ -185,6 +185,7 @@ def _held(
         head=resident.head,
         trained=resident.trained,
         changes=resident.changes,
+        trunk_of=resident.trunk_of,
         mini_batches=resident.mini_batches,
         epochs=resident.epochs,
         entropy=with_entropy and resident.name == "actor",
@@ -222,7 +223,7 @@ def _saves_beside(config: BaseConfig) -> bool:
 def _generator(config: TrainConfig, actor: Held, machine: Machine, samples: int) -> Generator:
     rollout, shape = config.rollout, actor.shape
     servers = parse_backend(rollout.backend)
-    kinds = {kind for kind, _ in servers or ()}
+    kinds = {one.kind for one in servers or ()}
     foreign = sorted(kinds - {"embedded", "tandem"}) or (["attached"] if servers is not None and not kinds else [])
     delivered = resolved(rollout.dtype, machine)
     ranks = len(generating_ranks(config))
@@ -233,7 +234,7 @@ def _generator(config: TrainConfig, actor: Held, machine: Machine, samples: int)
         shape=shape,
         delivered=delivered,
         dtype="float32" if delivered == "bfloat16" and not machine.fast_bfloat16 else delivered,
-        engines=max(ranks, sum(count for kind, count in servers or () if kind in ("embedded", "tandem"))),
+        engines=max(ranks, sum(one.count for one in servers or () if one.kind in ("embedded", "tandem"))),
         on_ranks=ranks > 1,
         own_process=servers is not None or placement(config) == "decoupled",
         kv_cache_gib=rollout.engine.kv_cache_gib,

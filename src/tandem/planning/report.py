@@ -129,12 +129,18 @@ def _model(report: Report) -> Iterator[str]:
         yield (
             f"{model.role}: {model.parameters / 1e6:,.1f} M parameters ({shape.kind}, {shape.layers} layers of width "
             f"{shape.hidden}, {shape.vocab} tokens of vocabulary), {_trained(model)}, {model.dtype}, {_ranks(model.ranks)}"
+            f"{'' if model.trunk_of is None else _shared(model)}"
         )
+
+
+def _shared(model: Held) -> str:
+    own = (model.masters + model.base) / 1e6
+    return f"; its weights are those of {model.trunk_of}, in memory once, but for {own:,.2f} M of its head and adapters"
 
 
 def _trained(model: Held) -> str:
     if not model.trained:
-        return "frozen"
+        return "frozen" if model.adapters is None else f"frozen with adapters of rank {model.adapters.rank}"
     if model.adapters is None:
         return "trained"
     return f"frozen beside adapters of rank {model.adapters.rank}, {model.masters / 1e6:,.2f} M parameters, trained"

@@ -23,13 +23,17 @@ from tandem.rewards.pool import WorkerPool
 class SumReward(RewardFn):
     """The weighted sum of several rewards; each is a named part. Accuracy and answer are the first one's that knows.
 
-    ``together``: the terms that judge the samples of a prompt together.
+    ``together``: the terms that judge the samples of a prompt together. ``cost``: the name of a term that is a part, but
+    does not enter the sum.
     """
 
     def __init__(
-        self, terms: list[tuple[str, float, RewardFn]], together: list[tuple[str, float, GroupReward]] | None = None
+        self,
+        terms: list[tuple[str, float, RewardFn]],
+        together: list[tuple[str, float, GroupReward]] | None = None,
+        cost: str | None = None,
     ):
-        self.terms, self.together = terms, together or []
+        self.terms, self.together, self.cost = terms, together or [], cost
         self.reads_messages = any(reward.reads_messages for _, _, reward in terms)
 
     async def __call__(
@@ -52,21 +56,25 @@ class SumReward(RewardFn):
         }
         calls = [reward(**given, **messages_for(reward, messages)) for _, _, reward in self.terms]
         results = await asyncio.gather(*calls)
-        values = [weight * result.value for (_, weight, _), result in zip(self.terms, results, strict=True)]
-        rewards = {name: value for (name, _, _), value in zip(self.terms, values, strict=True)}
-        known = [result.accuracy for result in results if result.accuracy is not None]
-        looking = next((result for result in results if result.extracted is not None), RewardResult(0.0))
+        rewards = {name: weight * result.value for (name, weight, _), result in zip(self.terms, results, strict=True)}
+        judges = [result for (name, _, _), result in zip(self.terms, results, strict=True) if name != self.cost]
+        known = [result.accuracy for result in judges if result.accuracy is not None]
+        looking = next((result for result in judges if result.extracted is not None), RewardResult(0.0))
         words = {name: text for result in results for name, text in result.words.items()}
-        return RewardResult(sum(values), rewards, known[0] if known else None, looking.answer, looking.extracted, words)
+        accuracy = known[0] if known else None
+        return RewardResult(self._sum(rewards), rewards, accuracy, looking.answer, looking.extracted, words)
 
-    async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[dict[str, float]]:
-        """The parts of each sample's reward that come from terms which judge a group; empty without such terms."""
+    async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[RewardResult]:
+        """What the terms that judge a group add to each sample's reward; nothing without such terms."""
         results = await asyncio.gather(*(reward.compare(samples, row) for _, _, reward in self.together))
         parts: list[dict[str, float]] = [{} for _ in samples]
         for (name, weight, _), values in zip(self.together, results, strict=True):
             for part, value in zip(parts, _numbers(name, values, len(samples)), strict=True):
                 part[name] = weight * value
-        return parts
+        return [RewardResult(self._sum(part), part) for part in parts]
+
+    def _sum(self, parts: Mapping[str, float]) -> float:
+        return sum(value for name, value in parts.items() if name != self.cost)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Asks each term that can tell whether the row has what it needs."""
@@ -111,10 +119,12 @@ def build_reward(
     workers: int | None = None,
     models_later: bool = False,
     services: Services | None = None,
+    cost: str | None = None,
 ) -> RewardFn:
     """The reward that a configuration names. ``workers``: most processes of one that runs in workers; None: `most_workers`.
     ``models_later``: the terms that need a model are left out here, for `build_scores` gives them. ``services``: what
-    a class of the user's may ask for by argument name, besides ``timeout_s``.
+    a class of the user's may ask for by argument name, besides ``timeout_s``. ``cost``: the name of a term that is judged,
+    but not rewarded.
 
     Raises:
         ConfigError: no such name (tells the nearest), file, function or knob, or a spec that cannot be read; or a term needs
@@ -131,9 +141,9 @@ def build_reward(
     made = [(term.label, term.weight, _judge(term, timeout_s, workers, services)) for term in cheap]
     alone = [(name, weight, reward) for name, weight, reward in made if isinstance(reward, RewardFn)]
     together = [(name, weight, reward) for name, weight, reward in made if isinstance(reward, GroupReward)]
-    if len(terms) == len(alone) == 1 and alone[0][1] == 1.0:
+    if len(terms) == len(alone) == 1 and alone[0][1] == 1.0 and alone[0][0] != cost:
         return alone[0][2]
-    return SumReward(alone, together)
+    return SumReward(alone, together, cost)
 
 
 def refuse_only_groups(spec: str, reward: RewardFn) -> None:

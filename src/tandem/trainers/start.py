@@ -24,7 +24,7 @@ from tandem.flow.critic import check_same_tokens
 from tandem.flow.delivery import weights_folder
 from tandem.flow.parts import Rows, open_rows
 from tandem.flow.plan import RunPlan
-from tandem.flow.process import choose_device
+from tandem.flow.process import choose_device, devices_here
 from tandem.flow.residents import open_reader
 from tandem.flow.services import EpisodeParts, check_names, check_rows, make_parts
 from tandem.models.architecture import Architecture
@@ -76,6 +76,7 @@ def check_start(config: TrainConfig, rows: Rows, plan: RunPlan) -> EpisodeParts:
         if path is not None and plan.resident(role) is not None:
             check_same_tokens(path, tokenizer, role)
     check_inference_engine(config.rollout, folder, device)
+    devices_here(config)  # more than there are: refused
     check_weights_folder(config)
     check_prompts(config, rows.train.rows, tokenizer, folder)
     check_scores(config, plan, tokenizer)
@@ -108,13 +109,13 @@ def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokeni
     for planned in plan.scores:
         resident = plan.resident(planned.resident)
         assert resident is not None and resident.engine is not None, "the plan names the model of each score"
-        path = resident.engine.path
+        path = planned.score.model.path
         if resident.head == "scalar" and not is_classifier(read_hf_config(describing(path))):
             raise ConfigError(
                 f"reward {planned.name!r}: {path} is no reward model, because it has no trained head that scores; give the "
                 "folder of a checkpoint that `tandem reward` wrote, or a sequence classifier of one label"
             )
-        open_reader(resident.engine.path, tokenizer, chats=type(planned.score).read is Score.read)
+        open_reader(path, tokenizer, chats=type(planned.score).read is Score.read)
 
 
 def check_prompts(
