@@ -74,9 +74,13 @@ class Session:
     residency: Residency
     runner: Runner
     scorer: GroupScorer | None
-    combination: Combination | None
     team: Team
     """All ranks."""
+
+    @property
+    def combination(self) -> Combination | None:
+        """What adds the terms of the reward that need more than their own sample."""
+        return None if self.scorer is None else self.scorer.combination
 
     def measured(self) -> dict[str, float]:
         """What engines and rewards have measured since the last call, of all ranks that generate. Collective."""
@@ -119,10 +123,9 @@ def open_session(
             if engine is not None:
                 stack.callback(engine.close)
         residency.add_engine(engine)
-        tokenizer = parts.tokenizer
-        trainer, reference, critic, teacher, scores = open_models(config, plan, process, steps, tokenizer, residency)
+        trainer, reference, critic, teacher, scores = open_models(config, plan, process, steps, parts.tokenizer, residency)
         actor = make_actor(config, trainer, reference, critic, plan.algorithm)
-        archive, verifier = make_proof(config, process, trainer, tokenizer, folder)
+        archive, verifier = make_proof(config, process, trainer, parts.tokenizer, folder)
         publisher = make_publisher(config, process, trainer, engine, folder, run=run, archive=archive)
         stack.callback(publisher.close)
         residency.deliver_by(publisher.deliver_again)
@@ -136,7 +139,7 @@ def open_session(
             rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team, generators)
             stack.callback(rollout.close)
         session = Session(
-            tokenizer=tokenizer,
+            tokenizer=parts.tokenizer,
             loader=loader,
             actor=actor if teacher is None else Student(actor),
             trainer=trainer,
@@ -157,7 +160,6 @@ def open_session(
             residency=residency,
             runner=runner,
             scorer=scorer,
-            combination=None if scorer is None else scorer.combination,
             team=process.team,
         )
         work |= _work(session, scores)
