@@ -115,6 +115,20 @@ def test_a_cost_may_be_the_score_of_a_model_and_another_data_set_may_have_none(o
     assert found[0]["reward/mean"] >= 0  # even is a share; the cost is nowhere in it
 
 
+def test_a_batch_may_be_of_rows_alone_whose_recipe_has_no_such_cost(overrides, tmp_path):
+    rows = [{"prompt": f"{i}?", "answer": "1", "task": "free" if i < 4 else "held"} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recipes = f"reward={{by: task, recipes: {{free: '{REWARDS}:useful', held: '{REWARDS}:useful + {REWARDS}:harmful'}}}}"
+    keys = [f"train_dataset.path={tmp_path}/rows.jsonl", recipes, "rollout.batch_size=1", "total_train_steps=8"]
+    found = steps(train(resolved(overrides, *keys)))
+    there = ["constraint/cost" in row for row in found]
+    assert sum(there) == 4 and all(("rewards/harmful" in row) == has for row, has in zip(found, there, strict=True))
+    before = 1.0
+    for row, has in zip(found, there, strict=True):
+        assert (row["constraint/multiplier"] != before) == has  # λ rests where nothing costs
+        before = row["constraint/multiplier"]
+
+
 def test_without_a_multiplier_the_run_is_the_one_without_a_constraint_to_the_bit(overrides):
     free = ["constraint.learning_rate=0", "constraint.multiplier=0"]
     one = train(resolved(overrides, *free, "checkpoint.at_end=true"))
