@@ -22,6 +22,7 @@ from tandem.trainers.rl import train
 
 REWARDS = Path(__file__).parent / "small_rewards.py"
 BOTH = f"reward={REWARDS}:useful + {REWARDS}:harmful"
+STEPS = "model(path=nowhere, name=harmful, steps='e', aggregate=none)"
 LIMIT = ["constraint.cost=harmful", "constraint.limit=0.1"]
 
 
@@ -145,6 +146,8 @@ def test_without_a_multiplier_the_run_is_the_one_without_a_constraint_to_the_bit
         ([f"reward={REWARDS}:useful + 0*{REWARDS}:harmful"], "its weight in the reward is 0"),
         ([f"reward={REWARDS}:useful - {REWARDS}:harmful"], "its weight in the reward is -1"),
         ([f"reward={REWARDS}:harmful"], "add what is to be learnt"),
+        ([f"reward={REWARDS}:useful + {REWARDS}:harmful(normalise=group)"], "normalise takes away the mean"),
+        (["algorithm=ppo", f"reward={REWARDS}:useful + {STEPS}"], "aggregate=none .* a cost is one number"),
         (["constraint.multiplier=20"], "must lie between constraint.min_multiplier .0. and constraint.max_multiplier .10."),
         (["constraint.learning_rate=-1"], "constraint.learning_rate must be a number, at least 0"),
         (["constraint.cost=null"], "constraint.limit=0.1 is not used because no term of the reward is a cost"),
