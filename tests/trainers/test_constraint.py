@@ -128,6 +128,9 @@ def test_a_batch_may_be_of_rows_alone_whose_recipe_has_no_such_cost(overrides, t
     for row, has in zip(found, there, strict=True):
         assert (row["constraint/multiplier"] != before) == has  # λ rests where nothing costs
         before = row["constraint/multiplier"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows[:4])))
+    with pytest.raises(ConfigError, match=r"constraint.cost=harmful: no row of train_dataset is judged by a reward with"):
+        train(resolved(overrides, *keys, "trial_name=none"), dry_run=True)
 
 
 def test_without_a_multiplier_the_run_is_the_one_without_a_constraint_to_the_bit(overrides):

@@ -251,8 +251,10 @@ def make_scorer(
 def make_constraint(config: TrainConfig, plan: RunPlan) -> Constraint | None:
     """What keeps a cost at or below its limit; None where no term of the reward is a cost."""
     cost = config.constraint.cost
-    everywhere = all(cost in (term.label for term in terms) for terms in plan.sums.values())
-    return None if cost is None else Constraint(config.constraint, everywhere=everywhere)
+    if cost is None:
+        return None
+    everywhere = all(any(term.label == cost for term in terms) for terms in plan.sums.values())
+    return Constraint(config.constraint, everywhere=everywhere)
 
 
 def make_residency(config: TrainConfig, plan: RunPlan, timer: PhaseTimer) -> Residency:
