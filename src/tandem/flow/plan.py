@@ -299,8 +299,10 @@ def _scores(config: TrainConfig, taken: set[str]) -> Scores:
     sums: dict[str, tuple[Term, ...]] = {}
     for spec in rewards_of(config):
         terms = read_terms(spec)
-        taken = taken | {term.label for term in terms if not needs_model(term)}
-        made, names = build_scores(spec), {}
+        plain = {term.label for term in terms if not needs_model(term)}
+        if both := plain & scores.keys():
+            raise _name_taken(spec, min(both))
+        taken, made, names = taken | plain, build_scores(spec), {}
         for name, term, _ in made:
             names[term.label] = name
         sums[spec] = tuple(_renamed(term, names) for term in terms)
@@ -311,16 +313,20 @@ def _scores(config: TrainConfig, taken: set[str]) -> Scores:
                 scores[name] = dataclasses.replace(same, rewards={**same.rewards, spec: here})
                 continue
             if name in taken | {"engine", "rollout", "verifier", "publisher"}:
-                raise ConfigError(
-                    f"reward {spec!r}: {name!r} is the name of another reward's model or of a role; give it one of its own: "
-                    f"model(path=…, name=helpful), or the attribute `name` of your class"
-                )
+                raise _name_taken(spec, name)
             taken = taken | {name}
             wanted = score.model
             if wanted not in residents:
                 residents[wanted] = _judge(config.actor, name, wanted)
             scores[name] = PlannedScore(name, term, score, residents[wanted].name, {spec: here})
     return _gates_first(scores), list(residents.values()), sums
+
+
+def _name_taken(spec: str, name: str) -> ConfigError:
+    return ConfigError(
+        f"reward {spec!r}: {name!r} is the name of another reward's model or of a role; give it one of its own: "
+        "model(path=…, name=helpful), or the attribute `name` of your class"
+    )
 
 
 def _renamed(term: Term, names: Mapping[str, str]) -> Term:
@@ -354,8 +360,7 @@ def _gates_first(scores: Mapping[str, PlannedScore]) -> tuple[PlannedScore, ...]
 
 
 def _check_cost(reward: str, cost: str, sums: Mapping[str, Sequence[Term]], scores: Sequence[PlannedScore]) -> None:
-    """Passes if the cost of the constraint is a term of a reward, with a weight above 0 and one number for a sample that is
-    not normalised, and something else is rewarded.
+    """Passes if the cost is a term with a weight above 0 and one plain number a sample, and something else is rewarded.
 
     Raises:
         ConfigError: it is not; tells the nearest name.
