@@ -22,6 +22,7 @@ from tandem.trainers.rl import train
 
 REWARDS = Path(__file__).parent / "small_rewards.py"
 BOTH = f"reward={REWARDS}:useful + {REWARDS}:harmful"
+STEPS = "model(path=nowhere, name=harmful, steps='e', aggregate=none)"
 LIMIT = ["constraint.cost=harmful", "constraint.limit=0.1"]
 
 
@@ -115,6 +116,23 @@ def test_a_cost_may_be_the_score_of_a_model_and_another_data_set_may_have_none(o
     assert found[0]["reward/mean"] >= 0  # even is a share; the cost is nowhere in it
 
 
+def test_a_batch_may_be_of_rows_alone_whose_recipe_has_no_such_cost(overrides, tmp_path):
+    rows = [{"prompt": f"{i}?", "answer": "1", "task": "free" if i < 4 else "held"} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recipes = f"reward={{by: task, recipes: {{free: '{REWARDS}:useful', held: '{REWARDS}:useful + {REWARDS}:harmful'}}}}"
+    keys = [f"train_dataset.path={tmp_path}/rows.jsonl", recipes, "rollout.batch_size=1", "total_train_steps=8"]
+    found = steps(train(resolved(overrides, *keys)))
+    there = ["constraint/cost" in row for row in found]
+    assert sum(there) == 4 and all(("rewards/harmful" in row) == has for row, has in zip(found, there, strict=True))
+    before = 1.0
+    for row, has in zip(found, there, strict=True):
+        assert (row["constraint/multiplier"] != before) == has  # λ rests where nothing costs
+        before = row["constraint/multiplier"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows[:4])))
+    with pytest.raises(ConfigError, match=r"constraint.cost=harmful: no row of train_dataset is judged by a reward with"):
+        train(resolved(overrides, *keys, "trial_name=none"), dry_run=True)
+
+
 def test_without_a_multiplier_the_run_is_the_one_without_a_constraint_to_the_bit(overrides):
     free = ["constraint.step_size=0", "constraint.multiplier=0"]
     one = train(resolved(overrides, *free, "checkpoint.at_end=true"))
@@ -131,6 +149,8 @@ def test_without_a_multiplier_the_run_is_the_one_without_a_constraint_to_the_bit
         ([f"reward={REWARDS}:useful + 0*{REWARDS}:harmful"], "its weight in the reward is 0"),
         ([f"reward={REWARDS}:useful - {REWARDS}:harmful"], "its weight in the reward is -1"),
         ([f"reward={REWARDS}:harmful"], "add what is to be learnt"),
+        ([f"reward={REWARDS}:useful + {REWARDS}:harmful(normalise=group)"], "normalise takes away the mean"),
+        (["algorithm=ppo", f"reward={REWARDS}:useful + {STEPS}"], "aggregate=none .* a cost is one number"),
         (["constraint.multiplier=20"], "must lie between constraint.min_multiplier .0. and constraint.max_multiplier .10."),
         (["constraint.step_size=-1"], "constraint.step_size must be a number, at least 0"),
         (["constraint.cost=null"], "constraint.limit=0.1 is not used because no term of the reward is a cost"),

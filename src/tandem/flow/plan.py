@@ -6,7 +6,6 @@ opens no model and touches no tensor.
 """
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -237,7 +236,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
     residents += frozen
     constraint = config.constraint.cost
     if constraint is not None:
-        _check_cost(config.reward, constraint, sums)
+        _check_cost(config.reward, constraint, sums, scores)
     per_step = next((one.name for one in scores if one.score.per_step), None)
     if per_step is not None and not parts.credit.of_tokens:
         raise ConfigError(
@@ -354,25 +353,29 @@ def _gates_first(scores: Mapping[str, PlannedScore]) -> tuple[PlannedScore, ...]
     return tuple(ordered.values())
 
 
-def _check_cost(reward: str, cost: str, sums: Mapping[str, Sequence[Term]]) -> None:
-    """Passes if the cost of the constraint is a term of a reward, with a weight above 0, and something else is rewarded.
+def _check_cost(reward: str, cost: str, sums: Mapping[str, Sequence[Term]], scores: Sequence[PlannedScore]) -> None:
+    """Passes if the cost of the constraint is a term of a reward, with a weight above 0 and one number for a sample that is
+    not normalised, and something else is rewarded.
 
     Raises:
         ConfigError: it is not; tells the nearest name.
     """
-    weights = defaultdict[str, list[float]](list)
-    for terms in sums.values():
-        for term in terms:
-            weights[term.label].append(term.weight)
-    if cost not in weights:
-        raise ConfigError(f"constraint.cost={cost} is no term of reward={reward}; {nearest_names(cost, weights)}")
-    if min(weights[cost]) <= 0:
+    names = dict.fromkeys(term.label for terms in sums.values() for term in terms)
+    costs = [term for terms in sums.values() for term in terms if term.label == cost]
+    key = f"constraint.cost={cost}"
+    if not costs:
+        raise ConfigError(f"{key} is no term of reward={reward}; {nearest_names(cost, names)}")
+    if (least := min(term.weight for term in costs)) <= 0:
         raise ConfigError(
-            f"constraint.cost={cost}: its weight in the reward is {min(weights[cost]):g}, and the cost is the term's value "
-            "times its weight; write it with a weight above 0, such as 1: it is not rewarded"
+            f"{key}: its weight in the reward is {least:g}, and the cost is the term's value times its weight; write it "
+            "with a weight above 0, such as 1: it is not rewarded"
         )
-    if len(weights) == 1:
-        raise ConfigError(f"constraint.cost={cost} is all that reward={reward} has; add what is to be learnt")
+    if any(term.options.normalise for term in costs):
+        raise ConfigError(f"{key}: normalise takes away the mean that constraint.limit is compared with; leave it out")
+    if any(one.name == cost and one.score.per_step for one in scores):
+        raise ConfigError(f"{key}: aggregate=none gives each step a reward, and a cost is one number; use aggregate=mean")
+    if len(names) == 1:
+        raise ConfigError(f"{key} is all that reward={reward} has; add what is to be learnt")
 
 
 def _penalty(config: TrainConfig) -> Iterator[Stage]:

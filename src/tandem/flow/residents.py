@@ -76,7 +76,7 @@ def open_scores(
         assert resident is not None and resident.engine is not None, "the plan names the model of each score"
         if resident.name not in engines:
             engines[resident.name] = open_engine(resident, process)
-        path = resident.engine.path
+        path = planned.score.model.path  # not that of the base on which an adapter is
         reader = open_reader(path, tokenizer, chats=planned.reads_chats) if process.is_main else None
         vocabulary = Architecture.from_config(read_hf_config(describing(path))).vocab_size
         roles[planned.name] = ScoreRole(planned, engines[resident.name], reader, vocabulary)

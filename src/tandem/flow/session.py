@@ -142,7 +142,7 @@ def open_session(
             reference=reference,
             teacher=teacher,
             critic=critic,
-            constraint=None if config.constraint.cost is None else Constraint(config.constraint),
+            constraint=make_constraint(config, plan),
             engine=engine,
             rollout=rollout,
             reward=parts.reward,
@@ -242,6 +242,15 @@ def make_scorer(
         return None
     combination = Combination(plan.sums, plan.later, cost=config.constraint.cost)
     return GroupScorer(plan, roles, combination, runner, team, config.rollout.min_group_size)
+
+
+def make_constraint(config: TrainConfig, plan: RunPlan) -> Constraint | None:
+    """What keeps a cost at or below its limit; None where no term of the reward is a cost."""
+    cost = config.constraint.cost
+    if cost is None:
+        return None
+    everywhere = all(any(term.label == cost for term in terms) for terms in plan.sums.values())
+    return Constraint(config.constraint, everywhere=everywhere)
 
 
 def make_residency(config: TrainConfig, plan: RunPlan, timer: PhaseTimer) -> Residency:
