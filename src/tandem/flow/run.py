@@ -39,13 +39,16 @@ class LocalRunner(Runner):
 
     def __init__(
         self,
-        work: Mapping[str, Work],
         around: Callable[[Stage], AbstractContextManager[Any]],
         residency: Residency,
     ):
-        """``work``: what each stage does, by its name. ``around``: a block for the time of a stage, which measures it.
-        ``residency``: wakes what a stage needs."""
-        self._work, self._around, self._residency = work, around, residency
+        """``around``: a block for the time of a stage, which measures it. ``residency``: wakes what a stage needs."""
+        self._work: dict[str, Work] = {}
+        self._around, self._residency = around, residency
+
+    def learn(self, work: Mapping[str, Work]) -> None:
+        """What stages do, by their names, besides those that are known."""
+        self._work |= work
 
     def prepare(self, name: str) -> None:
         """Wakes what sleeps of it."""

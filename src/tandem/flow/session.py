@@ -74,13 +74,9 @@ class Session:
     residency: Residency
     runner: Runner
     scorer: GroupScorer | None
+    combination: Combination | None
     team: Team
     """All ranks."""
-
-    @property
-    def combination(self) -> Combination | None:
-        """What adds the terms of the reward that need more than their own sample."""
-        return None if self.scorer is None else self.scorer.combination
 
     def measured(self) -> dict[str, float]:
         """What engines and rewards have measured since the last call, of all ranks that generate. Collective."""
@@ -133,8 +129,7 @@ def open_session(
             stack.callback(parts.close)  # once nothing rolls out any more, and before the engine
             loader = make_loader(config, rows)
             meter = EngineMeter(engine)
-            work: dict[str, Callable[..., Any]] = {}
-            runner = LocalRunner(work, lambda stage: _measured(stage, timer, meter), residency)
+            runner = LocalRunner(lambda stage: _measured(stage, timer, meter), residency)
             scorer = make_scorer(config, plan, scores, runner, process.team)
             rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team, generators)
             stack.callback(rollout.close)
@@ -160,9 +155,10 @@ def open_session(
             residency=residency,
             runner=runner,
             scorer=scorer,
+            combination=None if scorer is None else scorer.combination,
             team=process.team,
         )
-        work |= _work(session, scores)
+        runner.learn(_work(session, scores))
         yield session
 
 

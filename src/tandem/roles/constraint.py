@@ -47,7 +47,7 @@ class Constraint:
                 self.multiplier,
                 mean,
                 limit=config.limit,
-                learning_rate=config.learning_rate,
+                step_size=config.step_size,
                 low=config.min_multiplier,
                 high=config.max_multiplier,
             )
