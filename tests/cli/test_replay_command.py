@@ -125,8 +125,8 @@ def test_without_a_checkpoint_before_it_everything_is_run_again(tandem, root):
 
 @pytest.mark.invariant
 def test_reinforcement_learning_is_repeated_with_its_samples(tandem, rl):
-    comes_out_the_same(tandem, rl / "rl", 3, "step_2", samples=2)
-    comes_out_the_same(tandem, rl / "rl", 1, "the beginning", samples=2)
+    comes_out_the_same(tandem, rl / "rl", 3, "step_2", samples=4)
+    comes_out_the_same(tandem, rl / "rl", 1, "the beginning", samples=4)
     is_shown_to_differ(tandem, rl / "rl", 1, "actor.optimizer.lr=0.02")  # the second has no spread to learn from
 
 

@@ -165,7 +165,7 @@ def learn(
         training_s = 0.0
         for number in range(1, steps + 1):
             started = time.perf_counter()
-            metrics = step(session)
+            metrics, _ = step(session)
             training_s += time.perf_counter() - started
             curve.batches.append(metrics["accuracy"])
             good = not shuffled and (metrics["accuracy"] >= LOOKS_GOOD or number % EVERY == 0)

@@ -120,7 +120,7 @@ def try_cell(cell: Cell, model: Path, process: Process) -> str:
         rows = open_rows(config)
         with open_session(config, process, rows, 2, "matrix") as session:
             called = stages_called(session.runner)
-            found = [step(session) for _ in range(2)]
+            found = [step(session)[0] for _ in range(2)]
     except ConfigError as refusal:
         return " ".join(str(refusal).split())
     passes = [(stage.name, stage.awake[0]) for stage in called if stage.kind in ("score", "pass") and stage.awake]
