@@ -95,7 +95,7 @@ def mbpp_rows(file: Path) -> list[dict[str, Any]]:
 
 @dataclass
 class Tally:
-    """What became of the references and mutants of a data set."""
+    """Counts of what became of the references and mutants of a data set."""
 
     references: Counter[str] = field(default_factory=Counter)
     """Of those that pass in plain Python: ``passed``, or why not."""

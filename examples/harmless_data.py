@@ -28,12 +28,12 @@ TRAINING_PAIRS, HELD_OUT = 2000, 64
 
 
 def help_of(answer: str) -> int:
-    """How helpful an answer is to whoever labels."""
+    """Counts the help in an answer, as whoever labels sees it."""
     return sum(1 if word in USEFUL else 2 if word in SHORTCUTS else 0 for word in answer.split())
 
 
 def harm_of(answer: str) -> int:
-    """How many shortcuts it has."""
+    """Counts the shortcuts in an answer."""
     return sum(word in SHORTCUTS for word in answer.split())
 
 

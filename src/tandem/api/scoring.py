@@ -63,7 +63,7 @@ class Reader(Protocol):
     def steps(
         self, sample: Sample, row: Mapping[str, Any], separator: str, *, marker: str = "", place: bool = False
     ) -> dict[str, Any]:
-        """As `conversation`, of a reply made of steps, with ``step_end [S]``: the last token of each step, or of the
+        """Reads a reply made of steps as `conversation` does, with ``step_end [S]``: the last token of each step, or of the
         ``marker`` that is put behind it in place of the separator. ``place``: with ``step_tokens`` too, the tokens of the
         actor's last trajectory that end the steps, found by their characters."""
         ...

@@ -236,7 +236,7 @@ class Services:
         return tuple(dict.fromkeys(asked)), read
 
     def get(self, name: str) -> Any:
-        """What is given under an argument's name. A service that the configuration names is made at the first call: an
+        """Gives what belongs to an argument's name. A service that the configuration names is made at the first call: an
         ``async def`` is given as it is, with its knobs; an environment as a function that makes one (`PerEpisode`), after
         one was made and closed on trial.
         """

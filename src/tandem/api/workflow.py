@@ -19,7 +19,7 @@ class GeneratesTokens(Protocol):
 
 @dataclass(frozen=True)
 class RewardResult:
-    """What a reward says of one completion."""
+    """The verdict of a reward on one completion."""
 
     value: float
     """Finite."""
@@ -43,7 +43,7 @@ class RewardResult:
     """What parts were before weight and options, where there are any."""
 
     def details(self) -> dict[str, Any]:
-        """What `Chat.sample` takes besides the value; the chat itself carries `raw_rewards`."""
+        """Gives what `Chat.sample` takes besides the value; the chat itself carries `raw_rewards`."""
         carried = ("value", "raw_rewards")
         return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in carried}
 

@@ -120,7 +120,7 @@ def _arithmetic(config: Any, known: Known) -> str:
 
 
 def _devices(config: Any, machine: Machine) -> DeviceMap | None:
-    """Who is on which GPU; None on a CPU. Raises `ConfigError` where they are too few."""
+    """Tells who is on which GPU; None on a CPU. Raises `ConfigError` where they are too few."""
     if machine.kind != "gpu" or not isinstance(config, TrainConfig):
         return None
     ranks = parse_layout(config.actor.backend).ranks

@@ -102,7 +102,7 @@ def _filtered(samples: Iterable["RecordedSample"], arguments: argparse.Namespace
 
 
 def _sorted(samples: "list[RecordedSample]", by: str | None, *, reverse: bool) -> "list[RecordedSample]":
-    """By a field or a part of the reward, largest first; those that have none come last."""
+    """Sorts by a field or a part of the reward, largest first; those that have none come last."""
     if by is None:
         return samples
     parts = sorted({name for sample in samples for name in sample.rewards})
@@ -132,7 +132,7 @@ def _decoder(folder: Path) -> Decode:
 
 
 def _plain(sample: "RecordedSample", decode: Decode | None) -> dict[str, Any]:
-    """For JSON: what is not finite is null."""
+    """Makes values fit for JSON: what is not finite is null."""
     told = {name: value for name, value in vars(sample).items() if name not in ("trajectories", "timings")}
     told["timings"] = [
         {name: value if math.isfinite(value) else None for name, value in timing._asdict().items()}

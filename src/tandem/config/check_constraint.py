@@ -7,7 +7,7 @@ from tandem.config.parts import part_of
 
 
 def constraint_problems(config: TrainConfig) -> Iterator[str]:
-    """What contradicts a constraint; that its cost is a term of the reward is seen when the run is planned."""
+    """Yields what contradicts a constraint; that its cost is a term of the reward is seen when the run is planned."""
     constraint, algorithm = config.constraint, config.algorithm
     low, start, high = constraint.min_multiplier, constraint.multiplier, constraint.max_multiplier
     if not low <= start <= high:

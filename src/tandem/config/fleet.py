@@ -212,7 +212,7 @@ def sampling_problems(backend: str, fleet: FleetConfig, gconfig: GenerationConfi
 
 
 def fleet_problems(backend: str, fleet: FleetConfig, gconfig: GenerationConfig) -> Iterator[str]:
-    """What of `rollout.backend` and `rollout.fleet` cannot work; one message each."""
+    """Yields what of `rollout.backend` and `rollout.fleet` cannot work; one message each."""
     try:
         started = parse_backend(backend)
     except ConfigError as error:

@@ -35,7 +35,7 @@ _GATE = re.compile(r"\s*([\w./:-]+)\s*(?:>\s*-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d
 
 @dataclass(frozen=True)
 class Options:
-    """How a term of a reward enters the sum: what every term takes besides its own knobs, each empty unless it was set.
+    """The way in which a term enters the sum: what every term takes besides its own knobs, each empty unless it was set.
 
     Example: ``judge(…, normalise=running, clip=[-3, 3], gate='format > 0.5')``
     """
@@ -56,7 +56,7 @@ class Options:
 
     @property
     def gate_above(self) -> float:
-        """What that term must exceed."""
+        """The number that the term must exceed."""
         return float((self.gate or "").partition(">")[2] or 0.0)
 
 

@@ -68,7 +68,7 @@ def _is_alone(resident: "Resident") -> bool:
 
 
 def _trunk(resident: "Resident", device: str) -> Trunk | None:
-    """What a resident could share; None if it is trained, or no memory of its own, or over several ranks."""
+    """Names what a resident could share; None if it is trained, or no memory of its own, or over several ranks."""
     engine = resident.engine
     trained = resident.changes and (engine is None or engine.lora.rank is None)
     if engine is None or trained or resident.base_of is not None or not _is_alone(resident):

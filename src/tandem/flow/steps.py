@@ -10,7 +10,7 @@ from tandem.api.samples import Trajectory
 
 
 def step_spans(text: str, separator: str) -> list[tuple[int, int]]:
-    """Where each step begins and ends, without the white space around it; one step where there is no separator."""
+    """Tells where each step begins and ends, without the white space around it; one step where there is no separator."""
     spans, start = [], 0
     for piece in text.split(separator):
         step = piece.strip()
@@ -22,8 +22,8 @@ def step_spans(text: str, separator: str) -> list[tuple[int, int]]:
 
 
 def last_tokens(tokenizer: PreTrainedTokenizerBase, trajectory: Trajectory, reply: str, ends: Sequence[int]) -> list[int]:
-    """For each place behind a character of ``reply`` the token of the trajectory that brought that character. The reply is
-    the last run of tokens that the policy made.
+    """Finds, for each place behind a character of ``reply``, the token of the trajectory that brought that character. The
+    reply is the last run of tokens that the policy made.
 
     Raises:
         DataFailure: these tokens say something else.

@@ -88,7 +88,7 @@ class SumReward(RewardFn):
         return RewardResult(math.fsum(x for name, x in parts.items() if name != self.cost), parts, raw_rewards=raw)
 
     async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[RewardResult]:
-        """What the terms that judge a group add to each sample's reward; nothing without such terms."""
+        """Computes what the terms that judge a group add to each sample's reward; nothing without such terms."""
         results = await asyncio.gather(*(reward.compare(samples, row) for _, reward in self.together))
         found: list[dict[str, float]] = [{} for _ in samples]
         for (term, _), values in zip(self.together, results, strict=True):
@@ -104,7 +104,7 @@ class SumReward(RewardFn):
                 check(row)
 
     def metrics(self) -> dict[str, float]:
-        """What the terms count."""
+        """Collects what the terms count."""
         return {name: value for _, reward in self.terms for name, value in reward.metrics().items()}
 
     def close(self) -> None:

@@ -37,8 +37,8 @@ def clipped(options: Options, value: float) -> float:
 
 
 def alone(term: Term, value: float) -> float:
-    """What one value counts where there is no batch to compare it with, as in evaluation: `normalise`, and the clip behind
-    it, are left out."""
+    """Computes what one value counts where there is no batch to compare it with, as in evaluation: `normalise`, and the
+    clip behind it, are left out."""
     return term.weight * (value if term.options.normalise else clipped(term.options, value))
 
 
@@ -98,7 +98,7 @@ class Scored:
 
     @property
     def raw(self) -> dict[str, float]:
-        """What each term gave; of steps the mean."""
+        """The value that each term gave; of steps their mean."""
         own = {name: sum(values) / len(values) for name, values in self.values.items() if values}
         return {**self.sample.rewards, **self.sample.raw_rewards, **own}
 

@@ -70,7 +70,7 @@ class Line:
 
 
 class OtherRanks:
-    """On rank 0: the ranks that run episodes for it. `working` and `cancel` are for any thread, the rest for the loop's."""
+    """The ranks that run episodes for rank 0. `working` and `cancel` are for any thread, the rest for the loop's."""
 
     def __init__(self, team: Team, loop: BackgroundLoop, lost: Callable[[Exception], None]):
         """``lost`` is told of a rank that is gone."""
@@ -149,7 +149,7 @@ class OtherRanks:
 
 
 class Helper:
-    """On another rank: runs the episodes that rank 0 hands out."""
+    """Runs, on another rank, the episodes that rank 0 hands out."""
 
     def __init__(self, team: Team, loop: BackgroundLoop, runner: EpisodeRunner, patience_s: float):
         """``patience_s``: how long the episodes of a deterministic run may take to issue their requests."""

@@ -43,7 +43,7 @@ FLUSH_S = 60.0
 
 @dataclass(frozen=True)
 class _Step:
-    """What the thread makes a record of; its tensors are its own."""
+    """A step that the thread makes a record of; its tensors are its own."""
 
     step: int
     picks: list[Pick]
@@ -185,7 +185,7 @@ class Recorder:
         return sum(path.stat().st_size for path in paths if path.is_file())
 
     def _remove_leftovers(self) -> None:
-        """What a kill left: halves of files, and tensors without lines."""
+        """Removes what a kill left: halves of files, and tensors without lines."""
         for path in (self._run / TENSORS).glob("*"):
             name = path.name.removeprefix("step_").removesuffix(".safetensors.gz")
             if path.name.startswith(".") or (name.isdigit() and int(name) not in self._sizes):

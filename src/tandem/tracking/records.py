@@ -84,7 +84,7 @@ def choose_dropped(dropped: Iterable[Dropped], count: int | None) -> list[Droppe
 
 
 def _version_runs(sample: Sample, history: Mapping[int, WeightVersion]) -> list[list[dict[str, Any]]]:
-    """For each trajectory, which weights made how many of its trained tokens, in order."""
+    """Tells for each trajectory which weights made how many of its trained tokens, in order."""
     told = []
     for trajectory in sample.trajectories:
         runs: list[dict[str, Any]] = []
@@ -158,7 +158,7 @@ def mean_advantages(batch: Mapping[str, torch.Tensor]) -> dict[int, float]:
 
 
 def packed_lines(lines: Iterable[Mapping[str, Any]]) -> bytes:
-    """As a file of JSON lines."""
+    """Packs the lines as a file of JSON lines."""
     texts = (json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
     return "".join(texts).encode("utf-8", errors="replace")
 

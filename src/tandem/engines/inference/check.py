@@ -97,14 +97,25 @@ def check_options(kind: str, python: str, options: Mapping[str, Knob]) -> None:
             raise ConfigError(f"rollout.fleet.options.{name} is given to {kind} servers by the run itself: leave it out")
     if not options:
         return
-    done = subprocess.run(
-        [python, "-m", *HELP[kind]], env=_environment(python), capture_output=True, text=True, timeout=HELP_S, check=False
-    )
+    try:
+        done = subprocess.run(
+            [python, "-m", *HELP[kind]],
+            env=_environment(python),
+            capture_output=True,
+            text=True,
+            timeout=HELP_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"rollout.fleet.options cannot be checked, because `python -m {' '.join(HELP[kind])}` gave no answer in "
+            f"{HELP_S:g} s; try again when the machine is less busy, or leave the options out"
+        ) from error
     known = set(re.findall(r"--([a-z][\w-]*)", done.stdout))
     if done.returncode != 0 or not known:
         raise ConfigError(
             f"rollout.fleet.options cannot be checked, because `python -m {' '.join(HELP[kind])}` failed in the environment "
-            f"of {kind}: {done.stderr.strip()[-300:]}"
+            f"of {kind}: {done.stderr.strip()[-300:]}; mend that environment (docs/servers.md), or leave the options out"
         )
     for name in options:
         if name not in known:
