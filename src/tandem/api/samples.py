@@ -78,6 +78,9 @@ class Sample:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Whatever the workflow wants averaged in the step's metrics."""
 
+    written: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """What judges wrote of it, by the name of the reward."""
+
     @property
     def num_trained_tokens(self) -> int:
         """T_i: trained tokens of all its trajectories."""

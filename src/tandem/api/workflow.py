@@ -36,6 +36,9 @@ class RewardResult:
     extracted: bool | None = None
     """Whether an answer was found; None where the reward looks for none."""
 
+    written: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """What judges wrote, by the name of the reward."""
+
 
 class RewardFn(ABC):
     """Judges one completion of one row."""

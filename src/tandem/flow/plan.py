@@ -28,7 +28,7 @@ from tandem.roles.components import choose
 from tandem.roles.parts import AlgorithmParts, choose_parts
 from tandem.roles.tokens import needs_proximal
 
-Head = Literal["lm", "scalar", "both"]
+Head = Literal["lm", "scalar", "both", "text"]
 
 
 @dataclass(frozen=True)
@@ -145,6 +145,17 @@ class RunPlan:
     def stage(self, name: str) -> Stage | None:
         """The stage of this name; None if the run has none."""
         return next((stage for stage in self.stages if stage.name == name), None)
+
+    def staying(self, other: "RunPlan") -> dict[str, str]:
+        """The models that another plan of the run has too: name here → name there. Those of rewards are the same where they
+        are opened alike, for they are called after the first term that asks for them."""
+        own, theirs = ({score.resident for score in plan.scores} for plan in (self, other))
+        names = {resident.name: resident.name for resident in self.residents if resident.name not in own}
+        for old in (resident for resident in self.residents if resident.name in own):
+            for new in (resident for resident in other.residents if resident.name in theirs):
+                if (old.engine, old.head) == (new.engine, new.head):
+                    names[old.name] = new.name
+        return names
 
     @property
     def passes(self) -> tuple[Stage, ...]:

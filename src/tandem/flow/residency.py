@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from tandem.api.activity import waiting
@@ -12,6 +12,7 @@ from tandem.flow.plan import Resident
 from tandem.flow.process import Process
 from tandem.flow.sleep_plan import GIB, Moves, Part, SleepPlan, State
 from tandem.flow.state_parts import ENGINE
+from tandem.flow.writing import WritingModel
 from tandem.models.allocator import give_back, mapped_blocks
 from tandem.tracking.statistics import PhaseTimer
 
@@ -37,7 +38,7 @@ class Residency:
         self._open_model = open_model
         self._scratch, self._timer, self._idle_timeout_s = scratch, timer, idle_timeout_s
         self._state = State(set(self.plan.beginning) if self.plan is not None else set())
-        self._trained: dict[str, TrainEngine] = {}
+        self._trained: dict[str, TrainEngine | WritingModel] = {}
         self._engine: InferenceEngine | None = None
         self._deliver_again: Callable[[], None] = lambda: None
         self._moved = 0
@@ -54,13 +55,37 @@ class Residency:
         """Makes room for a model and opens it as `open_model` does. Under a budget it sleeps until a stage needs it."""
         part = Part(resident.name, "parameters")
         if self.plan is None or part not in self.plan.parts:
-            return self._open_model(resident, process, optimizer_steps=optimizer_steps)
+            engine = self._trained[resident.name] = self._open_model(resident, process, optimizer_steps=optimizer_steps)
+            return engine
         self._do(self.plan.opening(part, self._state))
         with mapped_blocks():
             engine = self._trained[resident.name] = self._open_model(resident, process, optimizer_steps=optimizer_steps)
             self._sleep(part)
         give_back()
         return engine
+
+    def add(self, name: str, model: WritingModel) -> WritingModel:
+        """Lets a judge that writes sleep and wake with the others; it is asleep now."""
+        self._trained[name] = model
+        return model
+
+    def change(self, plan: SleepPlan | None, names: Mapping[str, str]) -> None:
+        """From now on another plan counts, in which some models are new and some are gone. ``names``: of those that stay,
+        as they are called now → as they will be."""
+        self._trained = {names[old]: engine for old, engine in self._trained.items() if old in names}
+        if self.plan is None and (plan is None or not plan.sleeps):
+            return
+        assert plan is not None, "a budget stays"
+        if self.plan is None:  # nothing slept so far
+            there = {part for part in plan.parts if part.resident == ENGINE or part.resident in self._trained}
+            self._state = State(there, changed={part for part in there if plan.parts[part].leaving})
+        else:
+
+            def stay(parts: set[Part]) -> set[Part]:
+                return {Part(names.get(part.resident, part.resident), part.what) for part in parts} & set(plan.parts)
+
+            self._state = State(stay(self._state.awake), stay(self._state.changed), stay(self._state.copied))
+        self.plan = plan
 
     def enter(self, name: str) -> None:
         """Before a stage: what it needs wakes, and what has to make room for it sleeps. Collective."""

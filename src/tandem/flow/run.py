@@ -23,6 +23,10 @@ class Runner(ABC):
         """Wakes what the stage of this name needs, for work that is not called through `call`. Collective."""
 
     @abstractmethod
+    def learn(self, work: Mapping[str, Work]) -> None:
+        """From now on it runs these stages too. ``work``: what each does, by its name."""
+
+    @abstractmethod
     def get(self, handle: Any) -> Any:
         """The object that a handle stands for."""
 
@@ -39,7 +43,7 @@ class LocalRunner(Runner):
 
     def __init__(
         self,
-        work: Mapping[str, Work],
+        work: dict[str, Work],
         around: Callable[[Stage], AbstractContextManager[Any]],
         residency: Residency,
     ):
@@ -56,6 +60,10 @@ class LocalRunner(Runner):
         self._residency.enter(stage.name)
         with self._around(stage), self._residency.making(stage.name):
             return self._work[stage.name](*handles)
+
+    def learn(self, work: Mapping[str, Work]) -> None:
+        """Calls them as the others."""
+        self._work.update(work)
 
     def get(self, handle: Any) -> Any:
         """Gives the handle back, which is the object itself."""

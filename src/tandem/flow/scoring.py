@@ -1,6 +1,6 @@
 """The rewards that need a model, as stages between the end of the episodes and the choice of the groups to train on."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ from tandem.config.errors import ConfigError
 from tandem.data.encoding import TEMPLATE_ERRORS, ChatEncoder, Encoded
 from tandem.flow.plan import PlannedScore, RunPlan, Stage
 from tandem.flow.run import Runner
+from tandem.flow.writing import WritingRole
 from tandem.rollout.failure_budget import FailureLog, least_samples, too_few
 
 T = TypeVar("T")
@@ -141,13 +142,28 @@ def _called(planned: PlannedScore, function: Callable[..., T], **named: Any) -> 
 
 
 class GroupScorer:
-    """Gives finished groups the rewards that need a model, one model after another."""
+    """Gives finished groups the rewards that need a model, one model after another. It is false while there are none."""
 
     def __init__(
-        self, plan: RunPlan, roles: Mapping[str, ScoreRole], runner: Runner, team: Team, min_group_size: int | None
+        self,
+        plan: RunPlan,
+        roles: Mapping[str, ScoreRole | WritingRole],
+        runner: Runner,
+        team: Team,
+        min_group_size: int | None,
     ):
         self.plan, self.roles, self.runner, self.team, self.min_group_size = plan, roles, runner, team, min_group_size
         self._log = FailureLog()
+
+    def __bool__(self) -> bool:
+        return bool(self.plan.scores)
+
+    def change(self, plan: RunPlan, roles: Mapping[str, ScoreRole | WritingRole]) -> None:
+        """From now on the rewards are those of another plan."""
+        stay = [role.engine for role in roles.values()]
+        self._close(role for role in self.roles.values() if not any(role.engine is engine for engine in stay))
+        self.plan, self.roles = plan, roles
+        self.runner.learn({planned.stage: roles[planned.name].score for planned in plan.scores})
 
     def __call__(self, groups: Sequence[Group]) -> list[Group | DataFailure]:
         """The groups with their rewards, or why a group cannot be trained on. Collective; other ranks than 0 bring none.
@@ -161,6 +177,15 @@ class GroupScorer:
             self._add(planned, stage, groups, judged)
         return [self._whole(group, samples) for group, samples in zip(groups, judged, strict=True)]
 
+    def close(self) -> None:
+        """Ends the engines of judges that write; idempotent."""
+        self._close(self.roles.values())
+
+    def _close(self, roles: Iterable[ScoreRole | WritingRole]) -> None:
+        for role in roles:
+            if isinstance(role, WritingRole):
+                role.engine.close()
+
     def generate_again(self) -> None:
         """Implements `GroupScorer.generate_again`: a model that scored may have taken the engine's memory."""
         self.runner.prepare("generate")
@@ -169,6 +194,9 @@ class GroupScorer:
         self, planned: PlannedScore, stage: Stage, groups: Sequence[Group], judged: list[list[Sample | DataFailure]]
     ) -> None:
         role = self.roles[planned.name]
+        if isinstance(role, WritingRole):
+            self._write(planned, stage, groups, judged)
+            return
         places: list[tuple[int, int]] = []
         sequences: list[Mapping[str, Any]] = []
 
@@ -190,6 +218,28 @@ class GroupScorer:
         values = self.runner.call(stage, self.team.share(lambda: pack(sequences)))
         for (i, j), value in zip(places, values.tolist(), strict=False):  # ranks other than 0 have no places
             judged[i][j] = _with_score(judged[i][j], planned, value, planned.weight(groups[i].data))
+
+    def _write(
+        self, planned: PlannedScore, stage: Stage, groups: Sequence[Group], judged: list[list[Sample | DataFailure]]
+    ) -> None:
+        """Adds what a judge writes to the samples that stand; rank 0 alone has any."""
+        chosen = [i for i, group in enumerate(groups) if planned.weight(group.data) is not None]
+        standing = {i: [j for j, sample in enumerate(judged[i]) if isinstance(sample, Sample)] for i in chosen}
+        found = {i: tuple(sample for sample in judged[i] if isinstance(sample, Sample)) for i in chosen}
+        asked = [replace(groups[i], samples=samples) for i, samples in found.items() if samples]
+        if not self.team.share(lambda: len(asked)):
+            return
+        verdicts = iter(self.runner.call(stage, asked))
+        for i in (i for i, places in standing.items() if places):
+            for j, one in zip(standing[i], next(verdicts), strict=True):
+                sample = judged[i][j]
+                if isinstance(one.value, DataFailure):
+                    judged[i][j] = one.value
+                    continue
+                scored = _with_score(sample, planned, one.value, planned.weight(groups[i].data))
+                if isinstance(scored, Sample) and one.written:
+                    scored = replace(scored, written={**scored.written, planned.name: one.written})
+                judged[i][j] = scored
 
     def _whole(self, group: Group, samples: Sequence[Sample | DataFailure]) -> Group | DataFailure:
         fine = tuple(sample for sample in samples if isinstance(sample, Sample))

@@ -12,13 +12,14 @@ from transformers import PreTrainedTokenizerBase
 from tandem.api.failures import InfrastructureFailure
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.samples import Sample
-from tandem.api.services import Services, factory_of
-from tandem.api.workflow import GeneratesTokens, RewardFn, RewardResult, RolloutWorkflow, messages_for
+from tandem.api.services import NOTHING, Services, factory_of
+from tandem.api.workflow import GeneratesTokens, GroupReward, RewardFn, RewardResult, RolloutWorkflow, messages_for
 from tandem.config.arithmetic import evaluation_gconfig, rewards_of, samples_together, workflow_of
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.generation import GenerationConfig
 from tandem.config.services import NAMED
+from tandem.config.terms import read_terms
 from tandem.flow.plan import RunPlan
 from tandem.rewards.build import SumReward, build_reward, refuse_only_groups, worker_counts
 from tandem.rewards.majority import AnswerOnly, MajorityVote
@@ -121,10 +122,28 @@ def refuse_unused(config: TrainConfig, services: Services) -> None:
 class RewardBySource(RewardFn):
     """Gives each row to the reward of its data set. ``vote``: who judges in training instead, where there are no labels."""
 
-    def __init__(self, default: RewardFn, by_name: Mapping[str, RewardFn], vote: MajorityVote | None = None):
-        self.default, self.by_name, self.vote = default, by_name, vote
-        self.reads_messages = any(reward.reads_messages for reward in (default, *by_name.values()))
+    def __init__(
+        self,
+        default: RewardFn,
+        by_name: Mapping[str, RewardFn],
+        vote: MajorityVote | None = None,
+        made: Mapping[str, RewardFn | GroupReward] = NOTHING,
+    ):
+        """``made``: the terms of the default by their spelling."""
+        self.default, self.by_name, self.vote, self.made = default, by_name, vote, made
+        self._gone: list[RewardFn | GroupReward] = []
         self._waits = (0, 0.0, 0.0)  # since the last call of `metrics`: samples, seconds of all of them, of the slowest
+
+    def change(self, other: "RewardBySource") -> None:
+        """From now on it judges as the other one, which shares terms with it. Episodes may still be in a term that is gone,
+        so that is closed at the end."""
+        self._gone += [term for spelling, term in self.made.items() if spelling not in other.made]
+        self.default, self.by_name, self.made = other.default, other.by_name, other.made
+
+    @property
+    def reads_messages(self) -> bool:  # type: ignore[override]
+        """True if a reward reads the conversation."""
+        return any(reward.reads_messages for reward in (self.default, *self.by_name.values()))
 
     def of(self, row: Mapping[str, Any]) -> RewardFn:
         """The reward of a row."""
@@ -163,7 +182,7 @@ class RewardBySource(RewardFn):
 
     def close(self) -> None:
         """Closes all of them."""
-        for reward in {id(reward): reward for reward in (self.default, *self.by_name.values())}.values():
+        for reward in {id(reward): reward for reward in (self.default, *self.by_name.values(), *self._gone)}.values():
             reward.close()
         if self.vote is not None:
             self.vote.close()
@@ -211,13 +230,21 @@ def make_reward(config: TrainConfig, services: Services | None = None) -> Reward
             themselves how many they have.
     """
     timeout_s, workers = config.reward_timeout_s, config.reward_workers or most_workers(samples_together(config))
+    made: dict[str, RewardFn | GroupReward] = {}
     by_name = {
-        spec: build_reward(spec, timeout_s=timeout_s, workers=workers, models_later=True, services=services)
+        spec: build_reward(
+            spec,
+            timeout_s=timeout_s,
+            workers=workers,
+            models_later=True,
+            services=services,
+            made=made if spec == config.reward else None,
+        )
         for spec in rewards_of(config)
     }
     default = by_name[config.reward]
     vote = MajorityVote(timeout_s=timeout_s, workers=workers) if config.algorithm.labels == "majority" else None
-    reward = RewardBySource(default, by_name, vote)
+    reward = RewardBySource(default, by_name, vote, made)
     counts = {count for one in (default, *by_name.values()) for count in worker_counts(one)}
     if config.reward_workers not in (None, *counts) and vote is None:
         reward.close()
@@ -226,6 +253,34 @@ def make_reward(config: TrainConfig, services: Services | None = None) -> Reward
             f"reward_workers={config.reward_workers} is not used: reward={config.reward} {why}; leave reward_workers out"
         )
     return reward
+
+
+def changed_reward_of(config: TrainConfig, parts: EpisodeParts) -> RewardBySource:
+    """The run's reward with the default that ``config`` names now. What the present one has of its terms is shared; what is
+    new is closed again if one of them cannot be made.
+
+    Raises:
+        ConfigError: see `build_reward`.
+    """
+    present, made = parts.reward, dict(parts.reward.made)
+    workers = config.reward_workers or most_workers(samples_together(config))
+    options = {"timeout_s": config.reward_timeout_s, "workers": workers, "models_later": True, "services": parts.services}
+    try:
+        default = build_reward(config.reward, **options, made=made)  # type: ignore[arg-type]
+    except BaseException:
+        close_new(present, made)
+        raise
+    spellings = {term.spelling for term in read_terms(config.reward)}
+    named = {spec: present.by_name[spec] for spec in rewards_of(config) if spec != config.reward}
+    used = {spelling: term for spelling, term in made.items() if spelling in spellings}
+    return RewardBySource(default, named, present.vote, used)
+
+
+def close_new(present: RewardBySource, made: Mapping[str, RewardFn | GroupReward]) -> None:
+    """Closes the terms of ``made`` that the present reward does not have."""
+    for spelling, term in made.items():
+        if spelling not in present.made:
+            term.close()
 
 
 class FunctionWorkflow(RolloutWorkflow):

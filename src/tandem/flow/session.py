@@ -1,7 +1,7 @@
 """A run's objects, made in order and closed in reverse, whatever happens."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from tandem.flow.scoring import GroupScorer, ScoreRole
 from tandem.flow.services import EpisodeParts, RewardBySource, make_parts
 from tandem.flow.sleep_plan import AGAIN, BEGIN
 from tandem.flow.state_parts import sleep_plan_here
+from tandem.flow.writing import WritingRole
 from tandem.launch.rank import kept_servers
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
@@ -69,7 +70,7 @@ class Session:
     timer: PhaseTimer
     residency: Residency
     runner: Runner
-    scorer: GroupScorer | None
+    scorer: GroupScorer
     team: Team
     """All ranks."""
 
@@ -121,7 +122,8 @@ def open_session(
             meter = EngineMeter(engine)
             work: dict[str, Callable[..., Any]] = {}
             runner = LocalRunner(work, lambda stage: _measured(stage, timer, meter), residency)
-            scorer = GroupScorer(plan, scores, runner, process.team, config.rollout.min_group_size) if scores else None
+            scorer = GroupScorer(plan, scores, runner, process.team, config.rollout.min_group_size)
+            stack.callback(scorer.close)
             rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team)
             stack.callback(rollout.close)
         session = Session(
@@ -151,6 +153,9 @@ def open_session(
         yield session
 
 
+Scores = dict[str, ScoreRole | WritingRole]
+
+
 @contextlib.contextmanager
 def _measured(stage: Stage, timer: PhaseTimer, meter: EngineMeter) -> Iterator[None]:
     """A block for the time of a stage."""
@@ -159,7 +164,7 @@ def _measured(stage: Stage, timer: PhaseTimer, meter: EngineMeter) -> Iterator[N
         yield
 
 
-def _work(session: Session, scores: Mapping[str, ScoreRole]) -> dict[str, Callable[..., Any]]:
+def _work(session: Session, scores: Scores) -> dict[str, Callable[..., Any]]:
     """The function behind each stage of the plan: the method of its role, or one of those below."""
 
     def update(batch: TensorDict) -> dict[str, float]:
@@ -194,7 +199,7 @@ def _work(session: Session, scores: Mapping[str, ScoreRole]) -> dict[str, Callab
     return work
 
 
-Opened = tuple[TrainEngine, Reference | None, Critic | SharedCritic | None, Teacher | None, dict[str, ScoreRole]]
+Opened = tuple[TrainEngine, Reference | None, Critic | SharedCritic | None, Teacher | None, Scores]
 
 
 def open_models(
@@ -213,7 +218,7 @@ def open_models(
     reference = open_reference(plan, process, trainer, residency.open)
     critic = open_critic(plan, config, process, trainer, steps, tokenizer, residency.open)
     teacher = None if judge is None else Teacher(residency.open(judge, process))
-    scores = open_scores(plan, process, tokenizer, residency.open)
+    scores = open_scores(config, plan, process, tokenizer, residency)
     residency.enter(BEGIN)
     return trainer, reference, critic, teacher, scores
 

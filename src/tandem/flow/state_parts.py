@@ -1,7 +1,7 @@
 """From the plan of a run to the parts of its models, their bytes, and what each stage needs of them."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tandem.api.engines import TrainPart
 from tandem.config.backend import parse_layout
@@ -41,7 +41,7 @@ def here(device: str) -> Where:
 def footprint(resident: Resident, shape: Shape, where: Where) -> Footprint:
     """The bytes of a resident with a train engine."""
     config = resident.engine
-    assert config is not None, f"{resident.name} has no train engine"
+    assert config is not None and resident.head != "text", f"{resident.name} has no train engine"
     layout = parse_layout(config.backend, resident.key)
     return Footprint(
         shape=shape,
@@ -71,6 +71,9 @@ def sleep_plan(
     gradients: dict[str, int] = {}
     for resident in plan.residents:
         if resident.engine is not None and resident.base_of is None:
+            if resident.head == "text":
+                parts |= _writer_parts(training, resident.name, read(resident.engine.path), where)
+                continue
             found = footprint(resident, read(resident.engine.path), where)
             ranks = found.layout.ranks if where.cpu else 1  # processes of a CPU share its memory
             gradients[resident.name] = round(found.gradient_bytes * ranks)
@@ -129,6 +132,16 @@ def _engine_parts(config: TrainConfig, shape: Shape, where: Where) -> dict[Part,
     }
 
 
+def _writer_parts(config: TrainConfig, name: str, shape: Shape, where: Where) -> dict[Part, Cost]:
+    """A judge that writes: its engine is read from its folder anew, and its cache is there while it judges."""
+    judge = replace(config, rollout=replace(config.rollout, engine=replace(config.rollout.engine, max_model_len=None)))
+    own = _engine_parts(judge, shape, where)
+    return {
+        Part(name, "parameters"): own[Part(ENGINE, "weights")],
+        Part(name, "kv_cache"): own[Part(ENGINE, "kv_cache")],
+    }
+
+
 def _stages(config: BaseConfig, plan: RunPlan, parts: dict[Part, Cost], gradients: dict[str, int]) -> Iterator[StageNeeds]:
     weights = frozenset({Part(ENGINE, "weights")})
     actor = frozenset({Part("actor", "parameters")})
@@ -173,6 +186,7 @@ def _needed(stage: Stage, name: str, config: BaseConfig) -> Iterator[Part]:
             yield Part(name, "kv_cache")
         return
     yield Part(name, "parameters")
+    yield Part(name, "kv_cache")  # of a judge that writes; no other model has one
     if stage.kind == "update" or (stage.name == "save" and config.checkpoint.resumable):
         yield Part(name, "optimizer")
 

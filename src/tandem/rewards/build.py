@@ -13,11 +13,12 @@ from tandem.api.scoring import FrozenModel, Score
 from tandem.api.services import Services, factory_of
 from tandem.api.workflow import GroupReward, RewardFn, RewardResult, messages_for
 from tandem.config.errors import ConfigError
-from tandem.config.services import service_of
+from tandem.config.services import SERVICES, service_of
 from tandem.config.terms import Term, read_terms
 from tandem.rewards.function import AsyncReward, OwnReward, WorkerReward
 from tandem.rewards.outcome import is_async
 from tandem.rewards.pool import WorkerPool
+from tandem.rewards.written import Written
 
 
 class SumReward(RewardFn):
@@ -56,7 +57,9 @@ class SumReward(RewardFn):
         rewards = {name: value for (name, _, _), value in zip(self.terms, values, strict=True)}
         known = [result.accuracy for result in results if result.accuracy is not None]
         looking = next((result for result in results if result.extracted is not None), RewardResult(0.0))
-        return RewardResult(sum(values), rewards, known[0] if known else None, looking.answer, looking.extracted)
+        written = {name: texts for result in results for name, texts in result.written.items()}
+        accuracy = known[0] if known else None
+        return RewardResult(sum(values), rewards, accuracy, looking.answer, looking.extracted, written)
 
     async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[dict[str, float]]:
         """The parts of each sample's reward that come from terms which judge a group; empty without such terms."""
@@ -110,16 +113,18 @@ def build_reward(
     workers: int | None = None,
     models_later: bool = False,
     services: Services | None = None,
+    made: dict[str, RewardFn | GroupReward] | None = None,
 ) -> RewardFn:
     """The reward that a configuration names. ``workers``: most processes of one that runs in workers; None: `most_workers`.
     ``models_later``: the terms that need a model are left out here, for `build_scores` gives them. ``services``: what
-    a class of the user's may ask for by argument name, besides ``timeout_s``.
+    a class of the user's may ask for by argument name, besides ``timeout_s``. ``made``: terms that are there, by their
+    spelling; the others are added to it.
 
     Raises:
         ConfigError: no such name (tells the nearest), file, function or knob, or a spec that cannot be read; or a term needs
             a model, and nobody scores with it later.
     """
-    services = services or Services({"sandbox": "auto"})
+    services, made = services or Services({"sandbox": "auto"}), {} if made is None else made
     terms = read_terms(spec)
     model = next((term for term in terms if needs_model(term)), None)
     if model is not None and not models_later:
@@ -127,9 +132,12 @@ def build_reward(
             f"reward {spec!r}: {model.short_name} needs a model, which only `tandem train` holds; leave it out"
         )
     cheap = [term for term in terms if not needs_model(term)]
-    made = [(term.label, term.weight, _judge(term, timeout_s, workers, services)) for term in cheap]
-    alone = [(name, weight, reward) for name, weight, reward in made if isinstance(reward, RewardFn)]
-    together = [(name, weight, reward) for name, weight, reward in made if isinstance(reward, GroupReward)]
+    for term in cheap:
+        if term.spelling not in made:
+            made[term.spelling] = _judge(term, timeout_s, workers, services)
+    judges = [(term.label, term.weight, made[term.spelling]) for term in cheap]
+    alone = [(name, weight, reward) for name, weight, reward in judges if isinstance(reward, RewardFn)]
+    together = [(name, weight, reward) for name, weight, reward in judges if isinstance(reward, GroupReward)]
     if len(terms) == len(alone) == 1 and alone[0][1] == 1.0:
         return alone[0][2]
     return SumReward(alone, together)
@@ -157,7 +165,10 @@ def build_scores(spec: str) -> list[tuple[str, Term, Score]]:
     scores = []
     for term in read_terms(spec):
         if needs_model(term):
-            score = Services().make(f"reward={term.name}", factory_of("reward", term.name, "reward"), term.arguments)
+            make, key = factory_of("reward", term.name, "reward"), f"reward={term.name}"
+            score = Services().make(key, make, term.arguments, {"timeout_s": math.inf} if needs_writer(term) else {})
+            if needs_writer(term):
+                score = Written(score, str(term.knobs.get("model")))
             assert isinstance(score, Score), "needs_model has seen to it"
             _check_score(term, score)
             scores.append((str(score.name) or term.short_name, term, score))
@@ -171,7 +182,7 @@ def _check_score(term: Term, score: Score) -> None:
         raise ConfigError(f"reward {term.name!r}: its attribute `model` {given}; set self.model = FrozenModel(path, head=…)")
     if not isinstance(model.path, str) or not model.path:
         raise ConfigError(f"reward {term.name!r}: FrozenModel.path must be a folder or a name, got {model.path!r}")
-    for name, value, allowed in (("head", model.head, ("lm", "scalar")), ("dtype", model.dtype, (None, *DTYPES))):
+    for name, value, allowed in (("head", model.head, ("lm", "scalar", "text")), ("dtype", model.dtype, (None, *DTYPES))):
         if value not in allowed:
             raise ConfigError(f"reward {term.name!r}: FrozenModel.{name} must be one of {allowed}, got {value!r}")
     if not isinstance(model.backend, str | None):
@@ -185,7 +196,13 @@ def needs_model(term: Term) -> bool:
     if term.is_file:
         found = factory_of("reward", term.name)
         return inspect.isclass(found) and issubclass(found, Score)
-    return service_of("reward", term.name.partition(":")[0], "reward").needs_model
+    service = service_of("reward", term.name.partition(":")[0], "reward")
+    return service.needs_model or bool(service.writes_without and service.writes_without not in term.knobs)
+
+
+def needs_writer(term: Term) -> bool:
+    """True if the model of a term writes its judgement, in the run."""
+    return not term.is_file and bool(SERVICES["reward"][term.name.partition(":")[0]].writes_without) and needs_model(term)
 
 
 def worker_counts(reward: RewardFn) -> set[int]:

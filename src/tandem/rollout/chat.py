@@ -143,6 +143,7 @@ class Chat:
         metrics: Mapping[str, float] | None = None,
         answer: str | None = None,
         extracted: bool | None = None,
+        written: Mapping[str, tuple[str, ...]] | None = None,
     ) -> Sample:
         """The finished sample, with every trajectory that has trained tokens."""
         spoken = [tokens for tokens in (*self._ended, self._tokens) if any(tokens.mask)]
@@ -157,6 +158,7 @@ class Chat:
             metrics=dict(metrics or {}),
             answer=answer,
             extracted=extracted,
+            written=dict(written or {}),
         )
 
     def _addition(self, turn: Mapping[str, Any]) -> str | None:

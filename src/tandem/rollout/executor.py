@@ -73,7 +73,7 @@ class Rollout:
         scorer: GroupScorer | None = None,
         team: Team | None = None,
     ):
-        """``scorer``: gives finished groups the rewards that need a model. ``team``: the ranks that get batches, or all."""
+        """``scorer``: gives finished groups the rewards that need a model, while it is true. ``team``: the ranks, or all."""
         self._eta = (config.max_head_offpolicyness if max_head_offpolicyness is None else max_head_offpolicyness) or 0
         if self._eta and (deterministic or config.oversample > 1):
             what = "deterministic=true" if deterministic else f"rollout.oversample={config.oversample:g}"
@@ -89,7 +89,7 @@ class Rollout:
             group_filter=group_filter,
             max_draws=max_draws,
             observer=observer,
-            judges_later=scorer is not None,
+            judges_later=lambda: bool(scorer),
         )
         self.ledger = self._pool.ledger
         self.replay = Replay(config.replay, seed=seed)

@@ -77,9 +77,9 @@ class EpisodePool:
         group_filter: GroupFilter | None,
         max_draws: int,
         observer: GroupObserver | None,
-        judges_later: bool,
+        judges_later: Callable[[], bool],
     ):
-        """``judges_later``: groups wait for rewards that need a model, and are filtered behind them."""
+        """``judges_later``: says whether groups wait for rewards that need a model, and are filtered behind them."""
         self._engine, self._config, self._seed, self._deterministic = engine, config, seed, deterministic
         self._filter, self._observer, self._judges_later = group_filter, observer, judges_later
         self.loop = BackgroundLoop()
@@ -367,7 +367,7 @@ class EpisodePool:
         self._waiting[episode.number] = episode
         self.gate.finish()
         self.ledger.move(episode.prompt, "waiting")
-        if not self._judges_later:
+        if not self._judges_later():
             self._judge(episode, group)
 
     def _judge(self, episode: Episode, outcome: Group | DataFailure) -> None:
@@ -387,7 +387,7 @@ class EpisodePool:
             self._discard(episode, f"filter/{reason}")
             kept = sum(episode.judged for episode in self._waiting.values())
             error = self._budget.turn_down(reason, kept, self._wanted)
-            if self._judges_later or self._wanted > kept:  # else the batch is full already
+            if self._judges_later() or self._wanted > kept:  # else the batch is full already
                 self._broken = self._broken or error
 
     def _failed(self, episode: Episode, failure: EpisodeFailure) -> None:

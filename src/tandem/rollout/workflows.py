@@ -80,6 +80,7 @@ class RLVRWorkflow(ChatWorkflow):
             accuracy=result.accuracy,
             answer=result.answer,
             extracted=result.extracted,
+            written=result.written,
         )
 
 

@@ -66,7 +66,7 @@ def describe_sample(group: Group, index: int, history: Mapping[int, WeightVersio
         "tokens": sample.num_trained_tokens,
         "stop_reason": [StopReason(trajectory.stop_reason).name.lower() for trajectory in sample.trajectories],
         "versions": _version_runs(sample, history),
-    }
+    } | ({"written": {name: list(texts) for name, texts in sample.written.items()}} if sample.written else {})
 
 
 def choose(groups: Iterable[Group], count: int) -> list[tuple[Group, int]]:

@@ -26,6 +26,7 @@ from tandem.state.resuming import may_go_on
 from tandem.state.run_folder import RunFolder
 from tandem.tracking.statistics import peak_memory_gib
 from tandem.tracking.tracker import Tracker
+from tandem.trainers.control import Control
 from tandem.trainers.opening import start_run
 from tandem.trainers.start import prepare
 
@@ -71,7 +72,10 @@ def run_session(
         late, to_save = models.late_writer, partial(wake, "save")
         saving = Saving(config, run, steps, models, models.save_tokenizer, recovery, late, to_save)
         stack.enter_context(saving)
-        return ended(loop(config, session, run, tracker, rows, steps, last, recovery, saving, oversight), run, steps)
+        control = Control(resolved, config, process, session, parts, rows, run)
+        return ended(
+            loop(config, session, run, tracker, rows, steps, last, recovery, saving, oversight, control), run, steps
+        )
 
 
 def step(session: Session) -> dict[str, float]:
@@ -107,6 +111,7 @@ def loop(
     recovery: Recovery,
     saving: Saving,
     oversight: Oversight,
+    control: Control,
 ) -> Summary:
     """All steps up to ``last`` that are not done yet, with evaluation, tracking and saving between them; ``steps``: of the
     whole run."""
@@ -122,6 +127,7 @@ def loop(
     timer.metrics()  # what came before the first step is not part of it
     for number in progress.remaining(last):
         enter("between", number)
+        control.before(number)
         with telling_step(number):
             metrics = step(session)
         saving.persist(partial(recovery.commit, number))
@@ -131,7 +137,7 @@ def loop(
             metrics |= found
             progress.evaluations |= _accuracy(number, found)
         metrics |= timer.metrics() | saving.metrics() | oversight.metrics() | session.residency.metrics()
-        metrics |= {"memory/peak_gib": peak_memory_gib()}
+        metrics |= control.metrics() | {"memory/peak_gib": peak_memory_gib()}
         groups, history = session.rollout.last_groups, session.publisher.history
         saving.persist(partial(tracker.log, number, metrics, groups, history) if tracker is not None else None)
         with timer("save"):  # after the line of this step, which a run that goes on from here does not make again

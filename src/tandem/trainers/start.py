@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,8 @@ def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokeni
                 f"reward {planned.name!r}: {path} is no reward model, because it has no trained head that scores; give the "
                 "folder of a checkpoint that `tandem reward` wrote, or a sequence classifier of one label"
             )
+        if resident.head == "text":
+            check_inference_engine(replace(config.rollout, backend="embedded"), describing(path), choose_device(config))
         open_reader(resident.engine.path, tokenizer, chats=type(planned.score).read is Score.read)
 
 
@@ -178,6 +181,8 @@ def check_models(plan: RunPlan, device: str) -> None:
     for resident in plan.residents:
         config, key = resident.engine, resident.key
         if config is None or resident.base_of is not None:
+            continue
+        if resident.head == "text":  # `check_scores` looks at it
             continue
         dtype, layout = resolve_dtype(config.dtype, device), parse_layout(config.backend, key)
         architecture = check_train_engine(
