@@ -37,7 +37,7 @@ def main(overrides: list[str]) -> None:
 
             metrics |= proof | rollout.metrics() | timer.metrics() | {"memory/peak_gib": peak_memory_gib()}
             metrics |= run.evaluate_if_due(session, step)
-            run.log(step, metrics, rollout.last_groups, publisher.history)
+            run.log(step, metrics, rollout.last_groups, publisher.history, batch, rollout.take_dropped())
             run.save_if_due(step, session.models)
 
     if run.folder is None:  # rank 0 speaks for all

@@ -43,7 +43,7 @@ def main(overrides: list[str]) -> None:
 
             metrics |= proof | rollout.metrics() | session.meter.metrics() | timer.metrics()
             metrics |= run.evaluate_if_due(session, step)
-            run.log(step, metrics, rollout.last_groups, publisher.history)
+            run.log(step, metrics, rollout.last_groups, publisher.history, batch, rollout.take_dropped())
             run.save_if_due(step, session.models)
 
     if run.folder is not None:

@@ -104,6 +104,7 @@ BESIDE = {
         "engines/train/asleep",
         "roles/critic",
         "roles/reference",
+        "rollout/ranks",
         "rollout/replay",
     ),
     "to check, or when something failed": ("engines/inference/requests", "rollout/failure_budget", "rollout/returned"),

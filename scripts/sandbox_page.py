@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from tests.sandbox.environments import ENVIRONMENTS  # noqa: E402 after the path
+from tests.sandbox.environments import DOCKER, ENVIRONMENTS  # noqa: E402 after the path
 from tests.sandbox.hostile import read_table  # noqa: E402
 
 PAGE = ROOT / "docs/sandbox.md"
@@ -22,6 +22,12 @@ def environments() -> str:
     """Which back end is chosen where."""
     rows = [f"| {each.name} | {each.chosen} |" for each in ENVIRONMENTS]
     return "\n".join(["| machine | `sandbox=auto` |", "|---|---|", *rows]) + "\n"
+
+
+def docker() -> str:
+    """Which back end is chosen in docker, by its options."""
+    rows = [f"| `docker run{' ' * bool(options)}{options}` | {chosen} |" for options, chosen in DOCKER.items()]
+    return "\n".join(["| container | `sandbox=auto` |", "|---|---|", *rows]) + "\n"
 
 
 def hostile() -> str:
@@ -37,7 +43,7 @@ def hostile() -> str:
 
 def render(page: str) -> str:
     """The page with its tables written anew."""
-    tables = {"environments": environments(), "hostile": hostile()}
+    tables = {"environments": environments(), "docker": docker(), "hostile": hostile()}
     return BLOCK.sub(lambda match: match[1] + tables[match[2]] + match[3], page)
 
 

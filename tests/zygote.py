@@ -47,6 +47,11 @@ class Zygote:
             cwd=ROOT,
         )
 
+    @property
+    def pid(self) -> int:
+        """Of the process that forks itself."""
+        return self._process.pid
+
     def call(self, function: str, arguments: Sequence[Any], log: Path, kill_after: float | None = None) -> int:
         """Exit status of a process that calls ``module:function``, negative where a signal ended it; what it prints goes to
         ``log``. It has two minutes; after ``kill_after`` seconds it is killed, from outside and wherever it is."""
@@ -58,7 +63,7 @@ class Zygote:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.communicate(timeout=10)
+        self._process.communicate(timeout=60)
 
 
 def serve(modules: Sequence[str]) -> None:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from tandem.roles.reward_model import RewardModel
     from tandem.rollout.executor import Rollout
     from tandem.rollout.workflows import ChatWorkflow
+    from tandem.tracking.records import RecordedSample, load_batch, load_trajectories
     from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
     from tandem.trainers.opening import Run
     from tandem.trainers.script import open_training
@@ -60,6 +61,7 @@ __all__ = [
     "PhaseTimer",
     "PreferenceConfig",
     "PreferenceLearner",
+    "RecordedSample",
     "RewardFailure",
     "RewardFn",
     "RewardModel",
@@ -77,7 +79,9 @@ __all__ = [
     "Trajectory",
     "WeightPublisher",
     "build_reward",
+    "load_batch",
     "load_config",
+    "load_trajectories",
     "open_training",
     "peak_memory_gib",
     "plan_run",
@@ -108,6 +112,7 @@ _MODULES = {
     "roles.reward_model": ("RewardModel",),
     "rollout.executor": ("Rollout",),
     "rollout.workflows": ("ChatWorkflow",),
+    "tracking.records": ("RecordedSample", "load_batch", "load_trajectories"),
     "tracking.statistics": ("PhaseTimer", "peak_memory_gib"),
     "trainers.opening": ("Run",),
     "trainers.script": ("open_training",),

@@ -7,7 +7,7 @@ import pytest
 from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
 from tandem.data.dataset import load_dataset
-from tandem.data.examples import conversations, judged, pairs, steps, truth
+from tandem.data.examples import conversations, judged, pairs, safety, steps, truth
 
 USER, GOOD, BAD = (
     {"role": role, "content": text} for role, text in (("user", "2 + 2?"), ("assistant", "4"), ("assistant", "5"))
@@ -50,6 +50,29 @@ def test_a_pair_may_be_written_in_many_ways(tmp_path, row):
     (found,) = read(tmp_path, pairs, row)
     assert (found["messages"], found["chosen"], found["rejected"]) == ([USER], [GOOD], [BAD])
     assert found["margin"] is None
+
+
+SAFER = {
+    "prompt": "2 + 2?",
+    "response_0": "5",
+    "response_1": "4",
+    "is_response_0_safe": True,
+    "is_response_1_safe": False,
+    "better_response_id": 1,
+    "safer_response_id": 0,
+}
+"""A row of PKU-SafeRLHF: the better answer is not the safer one."""
+
+
+def test_two_numbered_answers_are_ranked_by_help_or_by_safety(tmp_path):
+    (helpful,), (safe,) = read(tmp_path, pairs, SAFER), read(tmp_path, safety, SAFER)
+    assert (helpful["messages"], helpful["chosen"], helpful["rejected"]) == ([USER], [GOOD], [BAD])
+    assert (safe["chosen"], safe["rejected"], safe["chosen_safe"], safe["rejected_safe"]) == ([BAD], [GOOD], True, False)
+    mapped = {"safest" if name == "safer_response_id" else name: value for name, value in SAFER.items()}
+    assert read(tmp_path, safety, mapped, columns={"safer_response_id": "safest"})[0]["chosen"] == [BAD]
+    sides = {"prompt": "2 + 2?", "chosen": "4", "rejected": "5", "chosen_safe": 1, "rejected_safe": "no"}
+    (named,) = read(tmp_path, safety, sides)
+    assert (named["chosen"], named["chosen_safe"], named["rejected_safe"]) == ([GOOD], True, False)
 
 
 def test_what_both_sides_of_a_conversation_share_is_the_prompt(tmp_path):
@@ -130,6 +153,11 @@ def test_what_is_wrong_with_a_row_is_said_with_its_number(tmp_path, reader, chan
         (pairs, {"chosen": [GOOD], "rejected": [BAD]}, "begin with different messages"),
         (judged, {"completion": "a", "label": True}, "no column for the prompt"),
         (steps, {"prompt": "?", "completions": ["a"]}, "'labels' is missing"),
+        (safety, {"prompt": "?", "chosen": "a", "rejected": "b", "chosen_safe": 1}, "'rejected_safe' is missing"),
+        (safety, {n: v for n, v in SAFER.items() if n != "is_response_0_safe"}, "'is_response_0_safe' is missing"),
+        (pairs, {n: v for n, v in SAFER.items() if n != "better_response_id"}, "did you mean 'safer_response_id'?"),
+        (pairs, SAFER | {"better_response_id": 2}, "'better_response_id' must be 0 or 1, the number of a response; got 2"),
+        (safety, SAFER | {"is_response_1_safe": "maybe"}, "'is_response_1_safe' must be true or false"),
     ],
 )
 def test_a_missing_column_is_named(tmp_path, reader, row, said):

@@ -19,6 +19,8 @@ from tandem.cli.training import KINDS
 from tandem.config.evaluation import load_evaluation
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
+from tandem.config.recipes import sums_of
+from tandem.config.terms import Options, read_terms
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/recipes").glob("*.md")])
@@ -67,6 +69,17 @@ def test_the_evaluation_page_shows_a_configuration(tmp_path):
     (tmp_path / "eval.yaml").write_text(block)
     config = load_evaluation(tmp_path / "eval.yaml").config
     assert [data.path for data in config.data] == ["gsm8k", "my/folder"] and not config.gconfig.greedy
+
+
+def test_the_rewards_of_the_rewards_page_can_be_read(tmp_path):
+    blocks = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs/writing_a_reward.md").read_text(), re.M | re.S)
+    (tmp_path / "run.yaml").write_text(f"train_dataset: {{path: addition}}\n{blocks[0]}")
+    terms = read_terms(load_config(TrainConfig, tmp_path / "run.yaml").config.reward)
+    assert [(term.label, term.weight) for term in terms] == [("math", 1.0), ("format", 0.2), ("helpful", 0.5)]
+    assert terms[2].options == Options("running", (-3.0, 3.0), "format")
+    (tmp_path / "mixed.yaml").write_text(f"train_dataset: {{path: addition}}\n{blocks[1]}")
+    mixed = sums_of(load_config(TrainConfig, tmp_path / "mixed.yaml").config.reward)
+    assert [[term.label for term in read_terms(one)] for one in mixed] == [["math", "format"], ["model", "length"]]
 
 
 @pytest.mark.parametrize(("block", "first"), snippets("bash"))

@@ -1,11 +1,12 @@
 """Parts of an engine that sleep: their bytes are those that were counted before, and come back to the bit."""
 
+import resource
 import shutil
 
 import pytest
 import torch
 
-from tandem.api.failures import WeightsChanged
+from tandem.api.failures import NotWritten, WeightsChanged
 from tandem.config.backend import parse_layout
 from tandem.config.lora import LoRAConfig
 from tandem.config.train_engine import TrainEngineConfig
@@ -149,6 +150,22 @@ def test_a_folder_that_changed_while_its_model_slept_is_refused(folder, tmp_path
         engine.onload(PARTS)
 
 
+def test_a_disk_that_is_full_is_named_and_the_engine_stays_whole(folder, batch, tmp_path):
+    _, engine = engine_of(folder, "float32", "lm", True, None)
+    engine.train_batch(batch, weighted_nll)
+    before, limits = engine.num_bytes(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (before["optimizer"] // 2, limits[1]))  # python ignores the signal
+    try:
+        with pytest.raises(NotWritten, match=r"optimizer of .* cannot sleep in .*raise memory_limit_gib"):
+            engine.offload(("optimizer",), tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert engine.num_bytes() == before
+    _, other = engine_of(folder, "float32", "lm", True, None)
+    other.train_batch(batch, weighted_nll)
+    assert engine.train_batch(batch, weighted_nll) == other.train_batch(batch, weighted_nll)
+
+
 def test_weights_that_are_not_those_of_the_folder_are_written(folder, batch, tmp_path):
     _, engine = engine_of(folder, "float32", "lm", False, None)
     engine.load_weights((name, -tensor) for name, tensor in list(weights_of(engine).items()))
@@ -156,3 +173,33 @@ def test_weights_that_are_not_those_of_the_folder_are_written(folder, batch, tmp
     engine.offload(PARTS, tmp_path / "scratch")
     engine.onload(PARTS)
     assert torch.equal(engine.forward(batch).logprobs, before)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_trunk_that_is_shared_sleeps_with_its_lender_and_wakes_in_one_memory(folder, batch, tmp_path, dtype):
+    config, lender = engine_of(folder, dtype, "scalar", False, None)
+    borrower = build_train_engine(config, 3, trained=False, trunk=lender)
+    alone = build_train_engine(config, 3, trained=False)
+    expected, whole = alone.forward(batch).logprobs, alone.num_bytes()["parameters"]
+    assert torch.equal(borrower.forward(batch).logprobs, expected)
+    assert borrower.num_bytes()["parameters"] < whole / 2  # its head, if that is not the embedding
+    assert borrower.offload(PARTS, tmp_path) == borrower.onload(PARTS) - borrower.num_bytes()["parameters"] == 0
+    for _ in range(2):
+        lender.offload(PARTS, tmp_path)
+        assert lender.num_bytes()["parameters"] == 0
+        with pytest.raises(RuntimeError, match="are offloaded; call onload"):
+            borrower.forward(batch)
+        lender.onload(PARTS)
+        shared = [
+            (own.data_ptr(), other.data_ptr())
+            for (name, own), (_, other) in zip(
+                borrower.model.named_parameters(), lender.model.named_parameters(), strict=False
+            )
+            if name.startswith("model.model.")
+        ]
+        assert shared and all(own == other for own, other in shared)
+        assert torch.equal(borrower.forward(batch).logprobs, expected)
+    lender.offload(PARTS, tmp_path)
+    late = build_train_engine(config, 3, trained=False, trunk=lender)  # compared by the sum of what sleeps
+    lender.onload(PARTS)
+    assert torch.equal(late.forward(batch).logprobs, expected)

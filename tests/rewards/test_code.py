@@ -1,7 +1,11 @@
 """The reward for code: what it takes for the program, what passes, what fails, and when there is no verdict."""
 
 import asyncio
+import contextlib
 import math
+import os
+import signal
+import time
 from collections import Counter, OrderedDict, namedtuple
 from pathlib import Path
 
@@ -19,8 +23,10 @@ from tandem.rewards.build import build_reward
 from tandem.rewards.code.extraction import find_code
 from tandem.rewards.code.literals import NotLiteral, decode, encode
 from tandem.rewards.code.output import same_output
+from tandem.rewards.code.reward import CodeReward
 from tandem.sandbox.choose import choose_sandbox
 from tests.rewards.hostile_answers import HOSTILE, PROGRAM_TESTS, TESTS, table
+from tests.sandbox.machine import descendants
 
 PAGE = Path(__file__).parents[2] / "docs" / "code.md"
 
@@ -250,6 +256,77 @@ def test_a_value_that_cannot_be_compared_is_a_failure_and_never_a_reward(sandbox
 def test_tests_that_are_broken_themselves_are_a_failure(sandbox):
     for tests in ({**ADD, "setup": "import no_such_module"}, {**ADD, "cases": ["assert add(1, 2 == 3"]}):
         assert judge(sandbox, "def add(a, b): return a + b", tests)[1].reason == "tests_broken"
+
+
+def test_an_answer_that_breaks_the_setup_is_wrong_and_the_tests_are_not_broken(sandbox):
+    tests = {"names": ["make"], "setup": "first = make(1)[0]", "cases": ["assert first == 1", "assert make(2) == [2]"]}
+    assert judge(sandbox, "def make(x): return [x]", tests)[0].value == 1.0
+    for answer in ("def make(x): raise ValueError(x)", "def make(x): return 7", "def other(): pass"):
+        result, verdict = judge(sandbox, answer, tests, "code(credit=share)")
+        assert (result.value, verdict.passed, verdict.reason) == (0.0, (False, False), "wrong")
+
+
+def test_an_answer_cannot_end_a_loop_of_the_tests_before_its_time(sandbox):
+    over = ["for x, y in zip(map(f, [1, 2]), [2, 4]): assert x == y", "assert all(map(f, [1, 2]))"]
+    for case in over:
+        tests = {"names": ["f"], "cases": [case]}
+        assert judge(sandbox, "def f(x): return 2 * x", tests)[0].value == 1.0
+        for kind in ("StopIteration", "StopAsyncIteration"):
+            assert judge(sandbox, f"def f(x): raise {kind}", tests)[0].value == 0.0
+
+
+def test_output_without_end_is_compared_as_fast_as_what_is_expected():
+    for flood in ("ab " * 5_000_000, "\n" * 10_000_000 + "x", " " * 15_000_000 + "x", "1 2\n" + "3 4\n" * 3_000_000):
+        began = time.thread_time()
+        assert not same_output(flood, "1 2\n3 4\n", 1e-6)
+        assert time.thread_time() - began < 0.25
+
+
+def test_a_judgement_that_is_cancelled_twice_leaves_nothing(sandbox):
+    reward = CodeReward(timeout_s=6, seconds=4, sandbox=sandbox)
+    tests = ProgramTests.from_column(ADD)
+
+    async def cancel(number):
+        task = asyncio.ensure_future(reward.judge("import time\ndef add(a, b): time.sleep(60)", tests))
+        await asyncio.sleep(0.003 * number)
+        for _ in range(3):
+            task.cancel()
+            await asyncio.sleep(0)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    async def all_of_them():
+        await reward.judge("def add(a, b): return a + b", tests)
+        before = len(os.listdir("/proc/self/fd"))
+        await asyncio.gather(*map(cancel, range(30)))
+        deadline = time.monotonic() + 30
+        while (after := len(os.listdir("/proc/self/fd"))) > before and time.monotonic() < deadline:
+            await asyncio.sleep(0.1)
+        return before, after
+
+    before, after = asyncio.run(all_of_them())
+    assert after <= before
+
+
+@pytest.mark.slow
+@pytest.mark.invariant
+@pytest.mark.timeout(200)
+def test_a_sandbox_that_is_stuck_is_lost_and_the_answer_judged_in_another():
+    try:
+        pool = choose_sandbox(size=2)
+    except ConfigError as error:
+        pytest.skip(f"no sandbox works on this machine: {error}")
+    tests = ProgramTests.from_column(ADD)
+    with contextlib.closing(pool):
+        reward = CodeReward(timeout_s=9, seconds=6, sandbox=pool, at_once=1)
+
+        async def both():
+            first = await reward.judge("def add(a, b): return a + b", tests)
+            for pid in (pool.pids[0], *descendants(pool.pids[0])):
+                os.kill(pid, signal.SIGSTOP)
+            return first, await reward.judge("def add(a, b): return a + b", tests)
+
+        assert [verdict.passed for verdict in asyncio.run(both())] == [(True,) * 3] * 2
 
 
 @pytest.mark.parametrize("tests", [ADD, PROGRAM_TESTS])

@@ -39,7 +39,7 @@ def compared(spec, *texts):
     reward = build_reward(spec, timeout_s=2.0)
     samples = [Sample((), 0.0, completion_text=text, messages=(*ROW["messages"], {"role": "assistant"})) for text in texts]
     try:
-        return [parts["compare"] for parts in asyncio.run(reward.compare(samples, ROW))]
+        return [judged.rewards["compare"] for judged in asyncio.run(reward.compare(samples, ROW))]
     finally:
         reward.close()
 

@@ -1,5 +1,7 @@
 """Preference learning and reward models on a tiny model: as computed by hand, however the batch is cut."""
 
+import math
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -216,6 +218,33 @@ def test_a_reward_models_step_does_not_depend_on_micro_batches(folders):
     for _ in range(2):
         found = [model.train_pairs(pair_batch(margin=0.0)) for model in (whole, split)]
         assert found[0] == pytest.approx(found[1], rel=1e-3, abs=1e-6)
+
+
+def safety_batch():
+    """Pairs of a safer side and another one: both safe, neither, and two mixed ones."""
+    labels = [(True, False), (True, True), (False, False), (True, False)]
+    rows = unpack(pair_batch())
+    return pack([row | {"safe": labels[i // 2][i % 2]} for i, row in enumerate(rows)])
+
+
+def test_the_cost_of_an_answer_is_learnt_from_its_rank_and_its_label(folders):
+    """The formula of Safe RLHF (arXiv:2310.12773), spelt out: s is 1 where an answer is harmful, −1 where it is not."""
+    batch, whole = safety_batch(), RewardModel(engine_on(folders[0], head="scalar"))
+    split = RewardModel(engine_on(folders[0], head="scalar", max_tokens=14))
+    first = whole.evaluate_safety(batch)
+    assert first["loss"] == pytest.approx(3 * math.log(2)) and first["accuracy"] == 0.0
+    for _ in range(8):
+        found = [model.train_safety(batch) for model in (whole, split)]
+        assert found[0] == pytest.approx(found[1], rel=1e-3, abs=1e-6)
+    costs, found = whole.score(batch), whole.evaluate_safety(batch)
+    sign = torch.where(batch["safe"], -1.0, 1.0)
+    ranked, labelled = costs[1::2] - costs[::2], sign * costs
+    expected = -(ranked.sigmoid().log() + labelled[::2].sigmoid().log() + labelled[1::2].sigmoid().log()).mean()
+    assert found["loss"] == pytest.approx(float(expected), rel=1e-4)
+    assert found["margin"] == pytest.approx(float(ranked.mean()), rel=1e-4)
+    assert found["score/rejected"] == pytest.approx(float(costs[1::2].mean()), rel=1e-4)
+    assert found["accuracy"] == pytest.approx(float((ranked > 0).float().mean())) == 1.0
+    assert found["accuracy/safety"] == pytest.approx(float((labelled > 0).float().mean())) and found["accuracy/safety"] > 0.6
 
 
 def step_batch():

@@ -1,6 +1,7 @@
 """What an episode adds to its requests."""
 
 import asyncio
+import math
 from dataclasses import replace
 
 import pytest
@@ -55,3 +56,13 @@ def test_a_request_that_the_deadline_cut_is_a_failure_and_not_a_short_answer():
     engine = EpisodeEngine(Cuts(), NoiseKey(0), deadline_s=0.0)
     with pytest.raises(DataFailure, match="deadline"):
         asyncio.run(engine.agenerate(LLMRequest((1,), GenerationConfig())))
+
+
+def test_of_a_server_that_tells_no_times_the_whole_is_measured():
+    class Sleeps:
+        async def agenerate(self, request):
+            await asyncio.sleep(0.02)
+            return LLMResponse(request.input_ids, (), (), (), StopReason.STOP)
+
+    response = asyncio.run(EpisodeEngine(Sleeps(), NoiseKey(0)).agenerate(LLMRequest((1,), GenerationConfig())))
+    assert response.timing.total_s >= 0.02 and math.isnan(response.timing.queued_s)

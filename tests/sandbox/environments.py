@@ -1,4 +1,5 @@
-"""Machines on which a sandbox is chosen, as far as this one can pretend to be them: the second table of docs/sandbox.md."""
+"""Machines on which a sandbox is chosen, as far as this one can pretend to be them: the second table of docs/sandbox.md.
+The third is of real docker."""
 
 import ctypes
 import json
@@ -16,7 +17,8 @@ DOCKER_CAPABILITIES = (0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31)
 
 @dataclass(frozen=True)
 class Environment:
-    """A kind of machine. ``root``: who starts Tandem. ``denied``: what the container's or kernel's rules refuse."""
+    """A kind of machine. ``root``: who starts Tandem. ``denied``: what the container's or kernel's rules refuse.
+    ``first``: it is the first process of a container, number 1."""
 
     name: str
     chosen: str
@@ -26,6 +28,7 @@ class Environment:
     nested: bool = True
     landlock: bool = True
     bwrap: bool = True
+    first: bool = False
 
 
 ENVIRONMENTS = [
@@ -36,11 +39,27 @@ ENVIRONMENTS = [
         "a container of docker, root, default rules", "landlock", capabilities=DOCKER_CAPABILITIES, namespaces=False
     ),
     Environment("a container of docker, another user, default rules", "landlock", root=False, namespaces=False),
+    Environment("a container of docker without any capability, root", "landlock", capabilities=(), namespaces=False),
+    Environment("the first process of a container that may make user namespaces", "bubblewrap", root=False, first=True),
     Environment("a cluster node without user namespaces", "landlock", root=False, nested=False),
     Environment("root where nobody may make user namespaces", "landlock", nested=False),
     Environment("no user namespaces and no Landlock", "refused", root=False, namespaces=False, landlock=False),
     Environment("the same, root", "refused", capabilities=DOCKER_CAPABILITIES, namespaces=False, landlock=False),
 ]
+
+DOCKER = {
+    "": "landlock",
+    "--user 65534": "landlock",
+    "--cap-drop ALL": "landlock",
+    "--user 65534 --cap-drop ALL --security-opt no-new-privileges --read-only --tmpfs /tmp": "landlock",
+    "--security-opt seccomp=unconfined": "landlock",
+    "--user 65534 --security-opt seccomp=unconfined": "landlock",
+    "--user 65534 --security-opt seccomp=unconfined --security-opt systempaths=unconfined": "bubblewrap",
+    "--cap-add SYS_ADMIN --cap-add NET_ADMIN --security-opt seccomp=unconfined --security-opt systempaths=unconfined": (
+        "bubblewrap"
+    ),
+}
+"""Options of a real ``docker run``, and what is chosen there."""
 
 
 def _line(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:

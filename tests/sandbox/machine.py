@@ -30,9 +30,9 @@ def lives(pid: int) -> bool:
 
 def descendants(pid: int) -> set[int]:
     """Processes below one."""
-    below = set()
-    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):
+    below: set[int] = set()
+    with contextlib.suppress(OSError):  # it ends while it is looked at
+        for thread in list(Path(f"/proc/{pid}/task").glob("*/children")):
             below |= {int(child) for child in thread.read_text().split()}
     return below | {grandchild for child in below for grandchild in descendants(child)}
 

@@ -217,6 +217,20 @@ def test_a_program_that_does_not_read_or_has_ended_is_noticed_while_speaking(san
     assert words == [b"bye\n", b""] and (outcome.status, outcome.exit_code) == ("exit", 3)
 
 
+def test_listening_to_a_program_that_closed_its_errors_costs_nothing(sandbox):
+    async def listen():
+        process = await sandbox.start(Program(source="import os, time\nos.close(2)\nprint(1, flush=True)\ntime.sleep(60)"))
+        assert await process.receive(100, 20) == b"1\n"
+        began = time.thread_time()
+        with pytest.raises(WaitTimeout):
+            await process.receive(100, 2)
+        seconds = time.thread_time() - began
+        await process.close()
+        return seconds
+
+    assert asyncio.run(listen()) < 0.05
+
+
 def test_a_workspace_keeps_its_files_between_programs_and_no_process(sandbox):
     async def work():
         space = await sandbox.open({"in/a.txt": b"1"}, Limits(wall_s=20))

@@ -4,8 +4,11 @@ python -m tests.trainers.colocated ROOT MODELS CAP_MIB KEY=VALUE…   (prints a 
 """
 
 import json
+import os
 import resource
 import shutil
+import signal
+import sqlite3
 import sys
 import threading
 import time
@@ -13,7 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 
+from tandem.api.weights import tensor_digest
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.engines.train.build import build_train_engine
@@ -22,6 +27,7 @@ from tandem.trainers.rl import train
 from tests.tiny import tiny_model_folder
 
 JUDGES = ("first", "second")
+CLOCK = ("time", "tokens_per_s/", "memory/")
 
 
 def make_models(folder: Path, **size: int) -> None:
@@ -68,6 +74,49 @@ def keys_of(root: Path, models: Path, order: Sequence[str] = JUDGES, *more: str)
         *more,
     ]
     return list({key.partition("=")[0]: key for key in keys}.values())
+
+
+def rows(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def outcome(folder):
+    """All that a run came to, but for clocks: weights, metrics, rewards of each sample, ledger."""
+    metrics = [{name: value for name, value in row.items() if not name.startswith(CLOCK)} for row in rows(folder)]
+    samples = [path.read_text() for path in sorted((folder / "trajectories").iterdir())]
+    with sqlite3.connect(folder / "ledger.sqlite") as ledger:
+        tables = [name for (name,) in ledger.execute("select name from sqlite_master where type='table' order by name")]
+        records = {table: ledger.execute(f"select * from {table}").fetchall() for table in tables if table != "run"}
+    saved = {
+        f"{path.relative_to(folder)} {name}": tensor_digest(tensor)
+        for path in sorted(folder.glob("checkpoints/**/*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+    return {
+        "weights": (folder / "weights.jsonl").read_text(),
+        "metrics": metrics,
+        "samples": [sorted(json.dumps(json.loads(line), sort_keys=True) for line in text.splitlines()) for text in samples],
+        "ledger": records,
+        "saved": saved,
+    }
+
+
+def train_and_die(keys, nth):
+    """In a process of its own, which is gone when a model is to wake for the ``nth`` time."""
+    from tandem.engines.train.asleep import EngineMemory  # noqa: PLC0415
+
+    plain, count = EngineMemory.onload, 0
+
+    def onload(self, parts):
+        nonlocal count
+        count += 1
+        if count == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(self, parts)
+
+    if nth:
+        EngineMemory.onload = onload
+    train(load_config(TrainConfig, None, keys))
 
 
 def memory(name: str) -> float:

@@ -14,6 +14,15 @@ def points(completion_ids: tuple[int, ...]) -> float:
     return 10 * even(completion_ids) - 3
 
 
+def useful(completion_ids: tuple[int, ...]) -> float:
+    """A multiple of four is worth more than any other even token, and is what `harmful` counts; at most 8 tokens."""
+    return sum({0: 1.0, 2: 0.6}.get(token % 4, 0.0) for token in completion_ids) / 8
+
+
+def harmful(completion_ids: tuple[int, ...]) -> float:
+    return sum(token % 4 == 0 for token in completion_ids) / 8
+
+
 def constant() -> float:
     return 0.5
 

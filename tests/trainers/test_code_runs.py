@@ -1,14 +1,18 @@
-"""Runs that are rewarded for code: on a tiny model, and what is left of one that is killed."""
+"""Runs that are rewarded for code: on a tiny model, and one that is killed again and again."""
 
-import os
+import contextlib
+import json
+import random
+import shutil
 import signal
-import subprocess
-import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
@@ -17,8 +21,9 @@ from tandem.config.load import load_config
 from tandem.data.dataset import load_dataset
 from tandem.sandbox.choose import choose_sandbox
 from tandem.trainers.rl import train
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.sandbox.machine import descendants
+from tests.trainers.test_resume import MODULES, SAVED_EACH_STEP, Runs, assert_same, ledger, metrics, weights
+from tests.zygote import Zygote, gone
 
 
 @pytest.fixture(autouse=True)
@@ -42,34 +47,94 @@ def test_a_run_is_rewarded_for_code_and_counts_why_answers_fail(code):
     assert '"code/passed_cases": 0.0' in text and '"samples/failed' not in text
 
 
+KILLS = 4
+"""Of the run below, at instants that its seed draws over the time of a whole run."""
+
+
+class Watched:
+    """The sandboxes of a run in a process of its own, looked for 20 times a second by whoever waits for it."""
+
+    def __init__(self, zygote: Zygote):
+        self._zygote = zygote
+        self.last: set[int] = set()
+        self.ever: set[int] = set()
+
+    def killed(self, items: list[str], log: Path, seconds: float) -> int:
+        """Trains for so many seconds; returns the status. `last` has the sandboxes that were there at the end."""
+        self.last = set()
+        with ThreadPoolExecutor(1) as thread:
+            arguments = ["rl", items, None]
+            call = thread.submit(self._zygote.call, "tests.trainers.killing:train", arguments, log, kill_after=seconds)
+            while not call.done():
+                if below := {pid for pid in descendants(self._zygote.pid) if _is_sandbox(pid)}:
+                    self.last = below
+                    self.ever |= below
+                time.sleep(0.05)
+        return call.result()
+
+
+def _is_sandbox(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return b"tandem.sandbox.guest" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
+
+
+@pytest.fixture
+def varied(code, tmp_path):
+    """A run whose answers differ in their reward: an answer ends the last comment of a right program, and fails if it has
+    more lines."""
+    preamble = "import time\n\ndef double(x):\n    time.sleep(0.02)\n    return 2 * x\n\n# "
+    cases = ["assert double(1) == 2", "assert double(3) == 6"]
+    tests = {"names": ["double"], "preamble": preamble, "cases": cases}
+    rows = [{"question": f"Say {number}.", "program_tests": tests} for number in range(12)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    others = [item for item in code if not item.startswith(("train_dataset.path", "valid_dataset.path"))]
+    items = [*others, f"train_dataset.path={tmp_path / 'rows.jsonl'}", f"valid_dataset.path={tmp_path / 'rows.jsonl'}"]
+    return [*items, *SAVED_EACH_STEP, "gconfig.max_new_tokens=32", "total_train_steps=3", "tracking.trajectories_per_step=1"]
+
+
 @pytest.mark.slow
 @pytest.mark.invariant
-def test_no_sandbox_outlives_a_run_that_is_killed(code, tmp_path):
-    keys = [item for item in code if not item.startswith("total_train_steps")]
-    command = [sys.executable, "-m", "tandem", "train", *keys, "total_train_steps=50"]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    )
-    try:
-        deadline = time.monotonic() + 90
-        below = []
-        while not any("tandem.sandbox" in " ".join(one) or "bwrap" in " ".join(one) for one in below):
-            assert process.poll() is None and time.monotonic() < deadline, "no sandbox was begun"
-            time.sleep(0.2)
-            children = psutil.Process(process.pid).children(recursive=True)
-            below = [_command(child) for child in children]
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    _, alive = psutil.wait_procs(children, timeout=20)
-    assert alive == []
+@pytest.mark.timeout(600)
+def test_a_run_killed_at_random_instants_ends_as_if_nobody_had_and_no_sandbox_outlives_it(varied, model, tmp_path):
+    with Zygote(*MODULES) as zygote:
+        runs = Runs(zygote, tmp_path, "rl", varied)
+        zygote.call("time:sleep", [0], tmp_path / "warm.log")
+        began = time.monotonic()
+        runs.go("whole")
+        whole, seconds = runs.folder("whole"), time.monotonic() - began
+        instants, watched = random.Random(18), Watched(zygote)
+        items, story, hits = [*runs.items, "trial_name=killed"], [], 0
+        folder, log = runs.folder("killed"), tmp_path / "killed.log"
+        while hits < KILLS:
+            instant, began = instants.uniform(0.2, 1.0) * seconds, time.monotonic()
+            status = watched.killed(items, log, instant)
+            story.append((instant, status, len(watched.last)))
+            assert status in (0, -signal.SIGKILL), (story, log.read_text())
+            hits += status == -signal.SIGKILL and bool(watched.last)
+            left = [pid for pid in watched.ever if not gone(pid, within_s=20)]
+            assert left == [], (story, [_command(pid) for pid in left])
+            if status == 0:
+                seconds = min(seconds, time.monotonic() - began)
+                _is_the_same(whole, folder)
+                shutil.rmtree(folder)  # the next kill hits a run that begins anew
+        runs.go("killed")
+    _is_the_same(whole, folder)
+    rewards = {row["reward/mean"] for row in metrics(folder)}
+    begun, ended = load_file(model / "model.safetensors"), weights(folder, 3)
+    assert len(rewards) > 1 and not all(torch.equal(tensor, ended[name]) for name, tensor in begun.items()), rewards
 
 
-def _command(process):
+def _is_the_same(whole: Path, killed: Path) -> None:
+    assert_same(whole, killed, 3)
+    assert ledger(whole) == ledger(killed)
+
+
+def _command(pid: int) -> str:
     try:
-        return process.cmdline()
+        return " ".join(psutil.Process(pid).cmdline())
     except psutil.Error:
-        return []
+        return "gone"
 
 
 def test_the_control_gives_each_question_the_tests_of_another():

@@ -179,6 +179,28 @@ def test_a_saved_reward_model_scores_in_transformers_as_here(items):
     assert together.tolist() == pytest.approx(scores, abs=1e-5)
 
 
+def test_helpful_and_safety_models_learn_from_the_same_rows_and_say_how_often_they_are_right(items, tmp_path):
+    """The unsafe answer is the better one in each row. One more row contradicts itself, and is left out by name."""
+    rows = [
+        {"prompt": f"Is {i} a number?", "response_0": "yes" if i % 2 else "no", "response_1": "no, never"}
+        | {"is_response_0_safe": True, "is_response_1_safe": False, "better_response_id": 1, "safer_response_id": 0}
+        for i in range(24)
+    ]
+    rows.append(rows[0] | {"is_response_0_safe": False, "is_response_1_safe": True})
+    file = tmp_path / "safe" / "train.jsonl"
+    file.parent.mkdir()
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "safe" / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:8]))
+    keys = [item for item in items if not item.startswith(("train_dataset", "total_train_steps"))]
+    keys += [f"train_dataset.path={tmp_path}/safe", "total_train_steps=12", "actor.optimizer.lr=0.01"]
+    cost = metrics_of(reward.train(load_config(RewardModelConfig, None, [*keys, "supervision=safety", "trial_name=cost"])))
+    helpful = metrics_of(reward.train(load_config(RewardModelConfig, None, [*keys, "trial_name=helpful"])))
+    assert cost[-1]["eval/accuracy"] == cost[-1]["eval/accuracy/safety"] == 1.0
+    assert cost[-1]["eval/score/chosen"] < 0 < cost[-1]["eval/score/rejected"]
+    assert cost[-1]["rows/dropped/labels_contradict"] >= 1
+    assert helpful[-1]["eval/accuracy"] == 1.0 and "eval/accuracy/safety" not in helpful[-1]
+
+
 def test_a_reward_model_learns_from_judged_steps(items, tmp_path):
     file = tmp_path / "steps.jsonl"
     row = {"prompt": "2 + 2?", "completions": ["Two and two", "make 4"], "labels": [True, False]}

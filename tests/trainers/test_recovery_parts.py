@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 from collections import Counter, deque
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ REMEMBERED = {
     "loader.rates",
     "loader._order",
     "loader.epoch",
+    "constraint.multiplier",
     "publisher._version",
     "publisher._history",
     "publisher._archive._kept",
@@ -39,6 +41,7 @@ REMEMBERED = {
     "critic.engine._holder.masters",
     "critic.engine._optimizer._step",
     "reference.engine._holder.masters",
+    "combination.spreads",
 }
 """Saved, each by the `state_dict` of its part."""
 
@@ -50,6 +53,7 @@ FORGOTTEN = {
     "rollout._metrics": "of the last batch; its line is written",
     "rollout.last_groups": "of the last batch; its line is written",
     "rollout.replay._last": "of the last batch; its line is written",
+    "rollout._pool._dropped": "taken for the record of the step",
     "rollout._pool._taken": "empty between two steps",
     "rollout._pool._waiting": "begun and not consumed: begins anew",
     "rollout._pool._running": "begun and not consumed: begins anew",
@@ -61,6 +65,7 @@ FORGOTTEN = {
     "trainer._holder._parameters": "what the model computes with, made from the masters",
     "critic.engine._holder._parameters": "likewise",
     "reference.engine._holder._parameters": "likewise",
+    "rollout._scorer.runner._residency._timer": "measures time",
     "publisher._engines": "see the engine in STATELESS",
     "publisher.channel": "where tensors lie until the engine has taken them",
 }
@@ -98,7 +103,7 @@ def attributes(value, path, seen, depth=3):
 
 def snapshot(session):
     found, seen = {}, set()
-    for name in ("trainer", "reference", "critic", *SAVED):
+    for name in ("trainer", "reference", "critic", "combination", *SAVED):
         part = getattr(session, name)
         if id(part) not in seen:
             found |= dict(attributes(part, name, seen))
@@ -115,6 +120,12 @@ def session(overrides):
     items = [*overrides, "algorithm=ppo", "algorithm.kl.coefficient=0.1", "algorithm.kl.target=0.01", "deterministic=true"]
     items += ["reference.refresh_every_steps=2", "curriculum.round_rows=6", "rollout.replay.groups=1"]
     items += ["rollout.verify.every_steps=2", "total_train_steps=4"]
+    rewards = Path(__file__).parent / "small_rewards.py"
+    items += [
+        f"reward={rewards}:even(normalise=running) + {rewards}:harmful",
+        "constraint.cost=harmful",
+        "constraint.limit=0.1",
+    ]
     config = load_config(TrainConfig, None, list({item.partition("=")[0]: item for item in items}.values())).config
     rows = open_rows(config)
     process = start_process(config)

@@ -3,17 +3,13 @@
 import functools
 import json
 import math
-import os
 import signal
-import sqlite3
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
-from tandem.api.weights import tensor_digest
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
@@ -23,11 +19,9 @@ from tandem.planning.lengths import known_lengths
 from tandem.planning.plan import make_plan
 from tandem.trainers.rl import train
 from tandem.trainers.script import open_training
-from tests.trainers.colocated import JUDGES, keys_of, make_models
+from tests.trainers.colocated import JUDGES, keys_of, make_models, outcome, rows
 from tests.trainers.planning import round_machine
 from tests.zygote import Zygote
-
-CLOCK = ("time", "tokens_per_s/", "memory/")
 
 
 @pytest.fixture(scope="module")
@@ -43,31 +37,6 @@ def config_of(keys):
 
 def run(root, models, *more, order=JUDGES):
     return train(config_of(keys_of(root, models, order, *more)))
-
-
-def rows(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def outcome(folder):
-    """All that a run came to, but for clocks: weights, metrics, rewards of each sample, ledger."""
-    metrics = [{name: value for name, value in row.items() if not name.startswith(CLOCK)} for row in rows(folder)]
-    samples = [path.read_text() for path in sorted((folder / "trajectories").iterdir())]
-    with sqlite3.connect(folder / "ledger.sqlite") as ledger:
-        tables = [name for (name,) in ledger.execute("select name from sqlite_master where type='table' order by name")]
-        records = {table: ledger.execute(f"select * from {table}").fetchall() for table in tables if table != "run"}
-    saved = {
-        f"{path.relative_to(folder)} {name}": tensor_digest(tensor)
-        for path in sorted(folder.glob("checkpoints/**/*.safetensors"))
-        for name, tensor in load_file(path).items()
-    }
-    return {
-        "weights": (folder / "weights.jsonl").read_text(),
-        "metrics": metrics,
-        "samples": [sorted(json.dumps(json.loads(line), sort_keys=True) for line in text.splitlines()) for text in samples],
-        "ledger": records,
-        "saved": saved,
-    }
 
 
 TIGHT = "memory_limit_gib=0.00088"
@@ -114,6 +83,18 @@ def test_what_the_run_moves_is_what_the_plan_says(models, tmp_path):
     assert rows(asleep.folder)[-1]["memory/moved_gib"] == pytest.approx(make_plan(job, round_machine()).moved_gib)
 
 
+def test_a_run_goes_on_under_another_limit_and_is_the_same(models, tmp_path):
+    more = ("checkpoint.every_steps=1", "total_train_steps=3")
+    whole = run(tmp_path / "whole", models, *more)
+    keys = keys_of(tmp_path / "parts", models, JUDGES, *more)
+    train(config_of(keys), until=1)
+    train(config_of([*keys, TIGHT]), until=2)
+    parts = train(config_of(keys))
+    assert {name: outcome(parts.folder)[name] for name in ("saved", "metrics", "weights", "samples")} == {
+        name: outcome(whole.folder)[name] for name in ("saved", "metrics", "weights", "samples")
+    }
+
+
 def asleep_config(root, models):
     return config_of(keys_of(root, models, JUDGES, TIGHT)).config
 
@@ -130,36 +111,18 @@ def test_a_script_is_told_that_its_models_would_sleep(models, tmp_path):
         pass
 
 
-def train_and_die(keys, nth):
-    """In a process of its own, which is gone when a model is to wake for the ``nth`` time."""
-    from tandem.engines.train.asleep import EngineMemory  # noqa: PLC0415
-
-    plain, count = EngineMemory.onload, 0
-
-    def onload(self, parts):
-        nonlocal count
-        count += 1
-        if count == nth:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return plain(self, parts)
-
-    if nth:
-        EngineMemory.onload = onload
-    train(config_of(keys))
-
-
 @pytest.mark.slow
 @pytest.mark.invariant
 def test_a_run_that_is_killed_between_sleep_and_wake_goes_on_as_if_nothing_had_been(models, tmp_path):
     more = (TIGHT, "checkpoint.every_steps=1", "total_train_steps=4")
     whole = run(tmp_path / "whole", models, *more)
     keys = keys_of(tmp_path / "killed", models, JUDGES, *more)
-    with Zygote("tests.trainers.test_residency") as zygote:
-        status = zygote.call("tests.trainers.test_residency:train_and_die", [keys, 16], tmp_path / "log")
+    with Zygote("tests.trainers.colocated") as zygote:
+        status = zygote.call("tests.trainers.colocated:train_and_die", [keys, 16], tmp_path / "log")
         assert status == -signal.SIGKILL, (tmp_path / "log").read_text()
         folder = tmp_path / "killed" / "tandem" / "trial"
         assert list((folder / "checkpoints").iterdir())  # it had come to a checkpoint
-        status = zygote.call("tests.trainers.test_residency:train_and_die", [keys, 0], tmp_path / "log")
+        status = zygote.call("tests.trainers.colocated:train_and_die", [keys, 0], tmp_path / "log")
     assert status == 0, (tmp_path / "log").read_text()
     assert outcome(folder)["saved"] == outcome(whole.folder)["saved"]
     assert outcome(folder)["metrics"] == outcome(whole.folder)["metrics"]

@@ -140,11 +140,14 @@ def test_everything_that_a_run_can_remember_comes_back(zygote, overrides, tmp_pa
     items += ["actor.dtype=bfloat16"]
     items += ["rollout.replay.max_uses=2", "rollout.verify.every_steps=2", "total_train_steps=4", "gconfig.n_samples=2"]
     items += ["actor.optimizer.schedule=cosine", "actor.optimizer.warmup_steps=2", "critic.warmup_steps=1"]
+    rewards = Path(__file__).parent / "small_rewards.py"
+    items += [f"reward={rewards}:even + {rewards}:harmful", "constraint.cost=harmful", "constraint.limit=0.1"]
     runs = Runs(zygote, tmp_path, "rl", items)
     resumed_is_whole(runs, 4, ("after the line of metrics", 3))
     state = plain(runs.folder("killed"), 4)
     assert state["actor"]["version"] == 4 and state["reference"]["refreshed"] == 4 and state["critic"]["updates"] == 4
     assert state["rollout"]["replay"]["reused"] > 0 and state["loader"]["epoch"] > 0
+    assert state["constraint"]["multiplier"] not in (0.0, 1.0)  # it moved, and ended the same as in the whole run
 
 
 @pytest.mark.parametrize("kind", ["sft", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("preference", "reward"))])

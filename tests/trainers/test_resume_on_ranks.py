@@ -1,13 +1,15 @@
 """Runs on two ranks go on, and go on alone."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tandem.config.experiment import SFTConfig
+from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
+from tandem.trainers import rl
 from tandem.trainers.sft import train
 from tests.engines_train.steps import distance
 from tests.ranks import on_two
@@ -43,3 +45,34 @@ def test_two_ranks_go_on_to_the_bit_and_one_goes_on_from_two(model, tmp_path):
         torch.use_deterministic_algorithms(False)
     assert "actor.backend: fsdp:d2 → fsdp:d1" in (alone.folder / "run.json").read_text()
     assert 0 < distance(found["whole"], load_file(alone.checkpoint / "model.safetensors")) < 2 * moved
+
+
+def generating(items, root, ranks):
+    """The weights after four steps: made at once, made two and two, and with engines that sleep."""
+    os.environ |= {"WORLD_SIZE": str(ranks), "RANK": str(torch.distributed.get_rank()), "LOCAL_WORLD_SIZE": str(ranks)}
+
+    def run(trial, *more, **options):
+        rl.train(load_config(TrainConfig, None, [*items, f"run.root={root}", f"trial_name={trial}", *more]), **options)
+        torch.distributed.barrier()
+
+    run("whole")
+    run("resumed", until=2)
+    run("resumed")
+    run("sleepy", "memory_limit_gib=0.00145")
+    folders = {name: root / f"tandem/{name}/checkpoints" for name in ("whole", "resumed", "sleepy")}
+    found = {name: load_file(folder / "step_4/model.safetensors") for name, folder in folders.items()}
+    return found | {"half": load_file(folders["whole"] / "step_2/model.safetensors")}
+
+
+@pytest.mark.slow
+@pytest.mark.invariant
+def test_ranks_that_generate_go_on_and_sleep_to_the_bit(model, tmp_path):
+    items = [f"actor.path={model}", "actor.backend=fsdp:d2", "actor.dtype=float32", "rollout.dtype=float32", "threads=1"]
+    items += ["algorithm=ppo", "algorithm.kl.coefficient=0.1", "train_dataset.path=addition", "deterministic=true"]
+    items += [f"reward={Path(__file__).parent / 'small_rewards.py'}:even", "rollout.batch_size=4", "gconfig.n_samples=4"]
+    items += ["gconfig.max_new_tokens=8", "rollout.engine.kv_cache_gib=0.0005", "actor.optimizer.lr=0.01"]
+    items += ["evaluate.every_steps=2", "evaluate.max_rows=4", "checkpoint.every_steps=2", "total_train_steps=4"]
+    (tmp_path / "out").mkdir()
+    for found in on_two(generating, [*items, "tracking.plot_every_steps=null"], tmp_path, out=tmp_path / "out"):
+        assert distance(found["resumed"], found["whole"]) == distance(found["sleepy"], found["whole"]) == 0
+        assert distance(found["half"], found["whole"]) > 0

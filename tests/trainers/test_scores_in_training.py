@@ -149,19 +149,23 @@ def test_a_second_reward_model_a_teacher_as_a_penalty_and_a_frozen_judge_come_fr
     mine, other = models / "mine.py", models / "tiny-llama-1"
     spec = (
         f"math + 0.5*model(path={models}/judge, name=helpful) + 2*model(path={models}/judge, name=again, center=1) "
-        f"+ 0.1*{mine}:StayClose(path={other}) + {mine}:Polite(path={other})"
+        f"+ 0.1*{mine}:StayClose(path={other}) + {mine}:Polite(path={other}) "
+        f"+ 4*model(path={models}/judge, name=often, above=0)"
     )
     summary = train(resolved(overrides, f"reward={spec}", "evaluate.every_steps=2", "evaluate.max_rows=2"))
 
-    names = ["StayClose", "Polite", "helpful", "again", "math"]
+    names = ["StayClose", "Polite", "helpful", "again", "often", "math"]
     for row in steps(summary)[1:]:
         assert row["reward/mean"] == pytest.approx(sum(row[f"rewards/{name}"] for name in names), abs=1e-6)
         assert abs(row["rewards/helpful"]) > 0.01
         assert row["rewards/again"] == pytest.approx(4 * row["rewards/helpful"] - 2, abs=1e-6)
+        assert row["rewards/often"] in [4 * count / 16 for count in range(17)]  # each sample has 4 or nothing
         assert row["rewards/StayClose"] < 0 and row["rewards/Polite"] < 0 and row["time/score_s"] > 0
     plan = plan_run(resolved(overrides, f"reward={spec}").config)
     assert [r.name for r in plan.residents] == ["actor", "helpful", "StayClose", "engine"]  # two models serve four scores
-    assert [s.name for s in plan.stages if s.kind == "score"] == [f"score: {n}" for n in ("helpful", "again", *names[:2])]
+    assert [s.name for s in plan.stages if s.kind == "score"] == [
+        f"score: {n}" for n in ("helpful", "again", *names[:2], "often")
+    ]
 
 
 def test_the_score_of_a_reward_model_is_what_the_model_gives_the_conversation(overrides, models):
@@ -243,9 +247,10 @@ def test_an_empty_answer_is_read_and_judged(models):
 def test_a_model_serves_the_rewards_of_several_data_sets_with_a_weight_in_each(models):
     judge, sources = f"model(path={models}/judge)", "[{path: a, reward: 'math + JUDGE'}, {path: b, reward: '0.5*JUDGE'}]"
     keys = [f"reward=format + 2*{judge}", f"train_dataset.sources={sources.replace('JUDGE', judge)}"]
-    (score,) = plan_run(load_config(TrainConfig, None, [f"actor.path={models}/tiny-llama-0", *keys]).config).scores
+    plan = plan_run(load_config(TrainConfig, None, [f"actor.path={models}/tiny-llama-0", *keys]).config)
     rows = [{}, {"reward_name": f"math + {judge}"}, {"reward_name": f"0.5*{judge}"}, {"reward_name": "math"}]
-    assert [score.weight(row) for row in rows] == [2.0, 1.0, 0.5, None]
+    terms = [plan.scores[0].rewards.get(plan.sum_of(row)) for row in rows]
+    assert [term and term.weight for term in terms] == [2.0, 1.0, 0.5, None]
 
 
 def test_spellings_of_terms():
@@ -256,6 +261,10 @@ def test_spellings_of_terms():
         ("my.py:Short", -0.1),
         ("format", 0.5),
         ("model", 0.5),
+    ]
+    assert [(t.name, t.weight) for t in read_terms("my.py:useful - my.py:harmful")] == [
+        ("my.py:useful", 1.0),
+        ("my.py:harmful", -1.0),
     ]
 
 

@@ -17,6 +17,8 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.flow.plan import plan_run
+from tandem.flow.sleep_plan import GIB
+from tandem.flow.state_parts import sleep_plan_here
 from tandem.flow.writing import WritingModel, WritingRole
 from tandem.models.tokenizer import load_tokenizer
 from tandem.trainers.rl import train
@@ -91,7 +93,7 @@ def test_the_samples_of_a_group_share_the_beginning_of_their_prompt(role_of):
     common = next(i for i, column in enumerate(zip(*ids, strict=False)) if len(set(column)) > 1)
     (judged,) = role.score([group])
     assert [one.value for one in judged] == [pytest.approx(6 / 9)] * 4
-    assert [one.written for one in judged] == [("Score: 7",)] * 4
+    assert [one.words for one in judged] == ["Score: 7"] * 4
     figures = role.engine.engine().statistics()
     assert figures["shared_prompt_tokens"] >= 3 * common > 300
     assert figures["prefill_tokens"] + figures["shared_prompt_tokens"] == sum(map(len, ids))
@@ -101,7 +103,9 @@ def test_several_votes_read_their_prompt_once(role_of):
     role = role_of(votes=3)
     ((one,),) = role.score([group_of("7")])
     figures = role.engine.engine().statistics()
-    assert len(one.written) == 3 and figures["shared_prompt_tokens"] == 2 * figures["prefill_tokens"]
+    assert (
+        one.words.split("\n---\n") == ["Score: 7"] * 3 and figures["shared_prompt_tokens"] == 2 * figures["prefill_tokens"]
+    )
 
 
 def test_a_judge_that_compares_shows_each_pair_in_both_orders(tmp_path, overrides):
@@ -171,23 +175,31 @@ def rows(folder):
     return [{name: value for name, value in line.items() if not name.startswith(CLOCK)} for line in lines]
 
 
-def written(folder, step):
+def words(folder, step):
     lines = (folder / "trajectories" / f"step_{step}.jsonl").read_text().splitlines()
-    return [json.loads(line).get("written") for line in lines]
+    return [json.loads(line)["judges"] for line in lines]
+
+
+def tight(overrides, *more):
+    """A budget that holds the largest stage, and next to nothing else."""
+    config = config_of(overrides, *more, "memory_limit_gib=1").config
+    plan = sleep_plan_here(config, plan_run(config))
+    return f"memory_limit_gib={1.01 * plan.least(plan.largest) / GIB}"
 
 
 def test_a_run_is_judged_by_a_model_that_it_holds_and_asleep_or_awake_it_is_the_same_run(overrides, judge, tmp_path):
-    reward = f"reward=0.5*judge(model={judge}, votes=2) + {Path(__file__).parent}/small_rewards.py:many"
-    more = (reward, "evaluate.every_steps=1", "evaluate.max_rows=2", "rollout.engine.kv_cache_gib=0.00005")
+    reward = f"reward=0.5*judge(model={judge}, votes=2, max_tokens=16) + {Path(__file__).parent}/small_rewards.py:many"
+    more = (reward, "evaluate.every_steps=1", "evaluate.max_rows=2", "rollout.engine.kv_cache_gib=0.0003")
     awake = train(config_of(overrides, *more)).folder
-    tight = train(config_of(overrides, *more, f"run.root={tmp_path / 'tight'}", "memory_limit_gib=0.00065")).folder
+    asleep = train(config_of(overrides, *more, f"run.root={tmp_path / 'tight'}", tight(overrides, *more))).folder
     steps = [row for row in rows(awake) if "reward/mean" in row]
     assert [row["rewards/judge"] for row in steps] == [pytest.approx(0.5 * 6 / 9)] * 3
     assert all("eval/reward" in row for row in rows(awake))
-    assert {tuple(one["judge"]) for one in written(awake, 1)} == {("Score: 7", "Score: 7")}
-    assert [json.loads(line)["memory/moved_gib"] > 0 for line in (tight / "metrics.jsonl").read_text().splitlines()][1:]
-    assert rows(tight) == rows(awake) and written(tight, 3) == written(awake, 3)
-    assert (tight / "weights.jsonl").read_text() == (awake / "weights.jsonl").read_text()
+    assert {one["judge"] for one in words(awake, 1)} == {"Score: 7\n---\nScore: 7"}
+    moved = [json.loads(line)["memory/moved_gib"] for line in (asleep / "metrics.jsonl").read_text().splitlines()[1:]]
+    assert len(moved) == 3 and min(moved) > 0
+    assert rows(asleep) == rows(awake) and words(asleep, 3) == words(awake, 3)
+    assert (asleep / "weights.jsonl").read_text() == (awake / "weights.jsonl").read_text()
 
 
 @pytest.mark.parametrize(

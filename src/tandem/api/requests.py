@@ -1,9 +1,11 @@
 """What goes into an inference engine and what comes out: tokens, never text."""
 
 import enum
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tandem.config.generation import GenerationConfig
 
@@ -72,6 +74,36 @@ class LLMRequest:
         object.__setattr__(self, "input_ids", tuple(self.input_ids))  # engines look prompts up by their tokens
 
 
+class RequestTiming(NamedTuple):
+    """Seconds of one request, each from the moment when the engine got it; NaN where the engine does not know."""
+
+    queued_s: float
+    """Until it left the queue."""
+
+    first_token_s: float
+    """Until its prompt was computed and its first token could be drawn."""
+
+    total_s: float
+    """Until it ended."""
+
+
+class RequestClock:
+    """Times a request inside an engine, from now on."""
+
+    def __init__(self) -> None:
+        self._marks = {"came": time.monotonic()}
+
+    def mark(self, event: Literal["admitted", "began"]) -> None:
+        """It left the queue, or its first token is about to be drawn. The first time counts."""
+        self._marks.setdefault(event, time.monotonic())
+
+    def timing(self) -> RequestTiming:
+        """Its times, now that it has ended."""
+        came = self._marks["came"]
+        queued_s, first_token_s = (self._marks.get(event, math.nan) - came for event in ("admitted", "began"))
+        return RequestTiming(queued_s, first_token_s, time.monotonic() - came)
+
+
 @dataclass(frozen=True)
 class LLMResponse:
     """The tokens made for one request, each with its log-probability and weight version.
@@ -90,6 +122,9 @@ class LLMResponse:
     temperature: float = 1.0
     untrained_tokens: int = 0
     """So many tokens at the beginning were drawn at another temperature and are not to be trained on."""
+
+    timing: RequestTiming | None = field(default=None, compare=False)
+    """When it was queued, began and ended; None where the engine does not say."""
 
     @property
     def truncated(self) -> bool:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tandem.api.requests import StopReason
+from tandem.api.requests import RequestTiming, StopReason
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,9 @@ class Sample:
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Named parts of the reward, where there are several."""
 
+    raw_rewards: Mapping[str, float] = field(default_factory=dict)
+    """What these parts were before weight and options, where that is another number."""
+
     accuracy: float | None = None
     """Whether the answer is right (0 to 1), before shaping; filters judge on it. None where it is unknown."""
 
@@ -78,8 +81,11 @@ class Sample:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Whatever the workflow wants averaged in the step's metrics."""
 
-    written: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """What judges wrote of it, by the name of the reward."""
+    words: Mapping[str, str] = field(default_factory=dict)
+    """What judges wrote about it, by the name of the reward; for the record."""
+
+    timings: tuple[RequestTiming, ...] = field(default=(), compare=False)
+    """Of its requests in order, where the engine knows them; for the record."""
 
     @property
     def num_trained_tokens(self) -> int:
@@ -103,6 +109,23 @@ class Group:
 
     failures: tuple[str, ...] = ()
     """Reasons of the samples that failed and are missing here."""
+
+    failure_words: tuple[str, ...] = ()
+    """What is to be said of each of them; for the record."""
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """A prompt that was not trained."""
+
+    reason: str
+    """As metrics count it: ``filter/…``, ``deadline``, ``reward_timeout``, …"""
+
+    words: str
+    """The message of the failure; empty where it has none."""
+
+    group: Group
+    """Its samples; none where the episode failed."""
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,14 @@ class Reader(Protocol):
         """
         ...
 
+    def steps(
+        self, sample: Sample, row: Mapping[str, Any], separator: str, *, marker: str = "", place: bool = False
+    ) -> dict[str, Any]:
+        """As `conversation`, of a reply made of steps, with ``step_end [S]``: the last token of each step, or of the
+        ``marker`` that is put behind it in place of the separator. ``place``: with ``step_tokens`` too, the tokens of the
+        actor's last trajectory that end the steps, found by their characters."""
+        ...
+
     def trajectory(self, sample: Sample) -> dict[str, Any]:
         """The sample's last trajectory, token for token, with ``rollout_logprobs [S]`` and its temperature. Raises
         `ConfigError` if the model's tokens are others than the actor's."""
@@ -84,6 +92,10 @@ class Score(ABC):
     name: str = ""
     """Its name in metrics and stages; empty takes the one in the configuration."""
 
+    per_step: bool = False
+    """True: each step has a reward of its own, on the token of the actor that ends it; `read` gives what `Reader.steps`
+    gives with ``place``."""
+
     def read(self, sample: Sample, row: Mapping[str, Any], reader: Reader) -> Mapping[str, Any]:
         """The sequence that the model reads for a sample: its conversation, unless you say otherwise.
 
@@ -94,4 +106,7 @@ class Score(ABC):
 
     @abstractmethod
     def score(self, batch: TensorDict, model: TrainEngine) -> torch.Tensor:
-        """One score for each sequence of the packed batch, ``[N]``. Called on every rank with the same batch."""
+        """One score for each sequence of the packed batch, ``[N]``. Called on every rank with the same batch.
+
+        With `per_step` one for each token that is a ``step_end``, in their order.
+        """

@@ -68,7 +68,7 @@ class Team:
 
     @property
     def main(self) -> bool:
-        """True on the team's first rank. Of all ranks it is the one that generates, logs and writes."""
+        """True on the team's first rank. Of all ranks it is the one that logs and writes."""
         return self.rank == 0
 
     def share(self, make: Callable[[], T]) -> T:
@@ -128,7 +128,7 @@ class Team:
         except Exception as caught:  # the worker boundary: the others would wait for this rank in the next collective call
             error = caught
         with waiting(OTHER_RANKS):
-            failures = self.gather(None if error is None else self._portable(error))
+            failures = self.gather(None if error is None else self.portable(error))
         first = next((rank for rank, failure in enumerate(failures) if failure is not None), None)
         if first == self.rank and error is not None:
             raise error
@@ -170,6 +170,12 @@ class Team:
             name, shape, dtype = header
             yield name, self._broadcast(item[0][1] if item else None, tuple(shape), dtype)
 
+    def portable(self, error: Exception) -> Exception:
+        """The error itself if it speaks to the user and can travel to another rank, otherwise one that quotes it."""
+        if isinstance(error, TandemError) and survives_pickling(error):
+            return error
+        return RankFailed(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
+
     def _send(self, make: Callable[[], T]) -> T:
         """The first rank's object on all ranks; see `share`."""
         source = dist.get_global_rank(self.group, 0) if self.group is not None else 0
@@ -179,7 +185,7 @@ class Team:
                 message[0] = make()
             except Exception as error:  # the worker boundary: the others would wait for a broadcast that never comes
                 with waiting(OTHER_RANKS):
-                    dist.broadcast_object_list([None, self._portable(error)], src=source, group=self.group)
+                    dist.broadcast_object_list([None, self.portable(error)], src=source, group=self.group)
                 raise
         with waiting(OTHER_RANKS):
             dist.broadcast_object_list(message, src=source, group=self.group)
@@ -200,9 +206,3 @@ class Team:
         if not self.member:
             raise RuntimeError(f"rank {dist.get_rank()} is not on this team; only its members may call this method")
         return self.size == 1
-
-    def _portable(self, error: Exception) -> Exception:
-        """The error itself if it speaks to the user and can travel, otherwise one that quotes it."""
-        if isinstance(error, TandemError) and survives_pickling(error):
-            return error
-        return RankFailed(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")

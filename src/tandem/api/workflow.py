@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Protocol
 
 from tandem.api.requests import LLMRequest, LLMResponse
@@ -36,8 +36,16 @@ class RewardResult:
     extracted: bool | None = None
     """Whether an answer was found; None where the reward looks for none."""
 
-    written: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    words: Mapping[str, str] = field(default_factory=dict)
     """What judges wrote, by the name of the reward."""
+
+    raw_rewards: Mapping[str, float] = field(default_factory=dict)
+    """What parts were before weight and options, where there are any."""
+
+    def details(self) -> dict[str, Any]:
+        """What `Chat.sample` takes besides the value; the chat itself carries `raw_rewards`."""
+        carried = ("value", "raw_rewards")
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in carried}
 
 
 class RewardFn(ABC):

@@ -36,6 +36,7 @@ COMMANDS = {
     "control": Command("tandem.cli.control", "change the reward of a run while it trains"),
     "replay": Command("tandem.cli.replay", "run a step of a deterministic run again and compare the results"),
     "runs": Command("tandem.cli.runs", "list runs: status, last metrics, checkpoints, size"),
+    "trajectories": Command("tandem.cli.trajectories", "look at the samples that were trained, and those that were dropped"),
     "export": Command("tandem.cli.export", "copy the model of a run into a Hugging Face folder"),
     "generate": Command("tandem.cli.generate", "let a model answer a prompt"),
     "chat": Command("tandem.cli.chat", "chat with a model: a folder, a hub name or a server"),

@@ -10,13 +10,17 @@ examples:
 import argparse
 import functools
 import json
+from dataclasses import replace
 from typing import Any
 
 from tandem.cli.arguments import add_config_arguments, split_arguments
 from tandem.cli.config import resolve_kind
 from tandem.cli.training import KINDS
-from tandem.config.arithmetic import arithmetic
+from tandem.config.arithmetic import arithmetic, placement
+from tandem.config.backend import parse_layout
+from tandem.config.devices import DeviceMap, devices_of
 from tandem.config.errors import ConfigError
+from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.models.shape import read_shape
 from tandem.planning.calibrate import this_machine
@@ -73,6 +77,10 @@ def make_report(arguments: argparse.Namespace) -> Report:
     kind = KINDS[arguments.kind]
     config = resolve_kind(arguments).config
     machine = _machine(arguments, config)
+    devices = _devices(config, machine)
+    if devices is not None and devices.taken:
+        left = machine.memory_gib * (1 - devices.taken)
+        machine = replace(machine, memory_gib=left, name=f"{machine.name}, {devices.taken:.0%} of it the servers'")
     known = known_lengths(config, prompt=arguments.prompt_tokens, completion=arguments.completion_tokens)
     read = functools.cache(read_shape)
 
@@ -86,7 +94,7 @@ def make_report(arguments: argparse.Namespace) -> Report:
         title=f"Plan of {file or 'this configuration'}",
         plan=plan,
         lengths=known.said,
-        arithmetic=_arithmetic(config, known),
+        arithmetic="\n".join([_arithmetic(config, known), *(devices.lines() if devices is not None else ())]),
         change=change,
         others=tuple(others(plan, change, plan_with)),
         advice=_advice(plan, change),
@@ -109,6 +117,14 @@ def _arithmetic(config: Any, known: Known) -> str:
     one = config.rollout.batch_size if hasattr(config, "rollout") else config.batch_size
     lines = arithmetic(config, one).splitlines()
     return "\n".join(line for line in lines if not line.startswith(("Epoch", "Run")))
+
+
+def _devices(config: Any, machine: Machine) -> DeviceMap | None:
+    """Who is on which GPU; None on a CPU. Raises `ConfigError` where they are too few."""
+    if machine.kind != "gpu" or not isinstance(config, TrainConfig):
+        return None
+    ranks = parse_layout(config.actor.backend).ranks
+    return devices_of(config.rollout, placement(config), ranks=ranks, devices=machine.count)
 
 
 def _advice(plan: Plan, change: Change | None) -> str:

@@ -4,9 +4,12 @@ import math
 from dataclasses import replace
 from typing import Literal
 
+from tandem.config.backend import parse_layout
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
+from tandem.config.fleet import parse_backend
 from tandem.config.generation import GenerationConfig
+from tandem.config.recipes import sums_of
 from tandem.config.terms import Term, read_term
 
 Placement = Literal["colocate", "decoupled"]
@@ -31,9 +34,21 @@ def placement(config: TrainConfig) -> Placement:
     return config.placement or ("decoupled" if config.async_training else "colocate")
 
 
-def samples_together(config: TrainConfig) -> int:
-    """Samples that are generated and judged for one step, those included that `rollout.oversample` may abort."""
-    return math.ceil(config.rollout.batch_size * config.rollout.oversample) * config.gconfig.n_samples
+def generating_ranks(config: TrainConfig) -> tuple[int, ...]:
+    """The ranks that have an inference engine: rank 0 alone, unless an embedded engine takes turns with training. Then the
+    first of each set of ranks that train on the same sequences has one."""
+    layout, rollout = parse_layout(config.actor.backend), config.rollout
+    in_turns = placement(config) == "colocate" and parse_backend(rollout.backend) is None
+    if not in_turns or rollout.weights.channel != "auto":
+        return (0,)
+    return tuple(range(0, layout.ranks, layout.context * layout.tensor))
+
+
+def samples_together(config: TrainConfig, *, here: bool = False) -> int:
+    """Samples that are generated and judged for one step, those included that `rollout.oversample` may abort. ``here``: on
+    one of the ranks that generate."""
+    groups = math.ceil(config.rollout.batch_size * config.rollout.oversample)
+    return math.ceil(groups / (len(generating_ranks(config)) if here else 1)) * config.gconfig.n_samples
 
 
 def workflow_of(config: TrainConfig) -> Term:
@@ -50,9 +65,10 @@ def workflow_of(config: TrainConfig) -> Term:
 
 
 def rewards_of(config: TrainConfig) -> tuple[str, ...]:
-    """The rewards that the run names, the default first, without repeats."""
+    """The sums that judge rows of the run, those of `reward` first, without repeats."""
     sources = (*config.train_dataset.sources, *config.valid_dataset.sources)
-    return tuple(dict.fromkeys([config.reward, *(source.reward for source in sources if source.reward)]))
+    named = [config.reward, *(source.reward for source in sources if source.reward)]
+    return tuple(dict.fromkeys(one for spec in named for one in sums_of(spec)))
 
 
 def is_save_due(config: BaseConfig, step: int, steps: int, leaving: bool = False) -> bool:

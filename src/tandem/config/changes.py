@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from tandem.config.errors import ConfigError
 from tandem.config.nearest import nearest_names
-from tandem.config.terms import Term, read_terms
+from tandem.config.recipes import recipes_of
+from tandem.config.terms import Term, parse_terms, read_terms
 
 ACTIONS = {
     "reward.weight": "NAME=NUMBER",
@@ -39,21 +40,29 @@ def changed_reward(spec: str, change: Change) -> str:
     Example: ``changed_reward("math + 0.2*format", Change("reward.weight", "format=0.5"))`` is ``math + 0.5*format``.
 
     Raises:
-        ConfigError: there is no term of that name (tells the nearest), or it is there already, or the last one would go.
+        ConfigError: there is no term of that name (tells the nearest), or it is there already, or the last one would go, or
+            the reward chooses by row.
     """
-    terms = read_terms(spec)
+    for text in (spec, change.value):
+        if recipes_of(text) is not None:
+            raise ConfigError(
+                f"{change}: a reward that chooses a recipe by row (reward.by) cannot be changed while the run goes on; only "
+                "the terms of a single sum can"
+            )
+    terms = parse_terms(spec)
     match change.action:
         case "reward.weight":
             terms = _with_weight(terms, change.value)
         case "reward.add":
-            terms = [*terms, *read_terms(change.value, change.action)]
+            terms = [*terms, *parse_terms(change.value)]
         case "reward.remove":
             _find(terms, change.value)
             if len(terms) == 1:
                 raise ConfigError(f"{change}: it is the only term of the reward; add another one first")
             terms = [term for term in terms if term.label != change.value]
     text = written(terms)
-    if read_terms(text) != terms:
+    read_terms(text)  # two of one name, a gate that nothing opens any more
+    if parse_terms(text) != terms:
         raise ConfigError(f"{change}: the reward cannot be written as a sum ({text}); move the file to a plainer path")
     return text
 

@@ -9,6 +9,7 @@ from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.arithmetic import arithmetic, max_head_offpolicyness, placement, total_steps
 from tandem.config.backend import fewer_ranks_problems, layout_problems, parse_layout
 from tandem.config.check_algorithm import corrects_itself, part_problems
+from tandem.config.check_constraint import constraint_problems
 from tandem.config.check_critic import critic_problems
 from tandem.config.check_groups import groups
 from tandem.config.data import COLUMNS, DatasetConfig, ValidDatasetConfig
@@ -67,7 +68,7 @@ def check(config: BaseConfig, written: Container[str] = ()) -> None:
             *_sampling(config),
         ]
         problems += groups(config, written)
-        problems += critic_problems(config)
+        problems += [*critic_problems(config), *constraint_problems(config)]
     if not isinstance(config, (TrainConfig, DistillConfig)):
         problems += _rewards_of_sources(config)
     if isinstance(config, (PreferenceConfig, RewardModelConfig, DistillConfig)):
@@ -189,11 +190,6 @@ def _fleet(config: TrainConfig) -> Iterator[str]:
         yield (
             f"deterministic=true contradicts rollout.backend={rollout.backend}: the order of arrival decides which "
             "server computes what; use rollout.backend=embedded"
-        )
-    if config.placement == "colocate":
-        yield (
-            f"placement=colocate contradicts rollout.backend={rollout.backend}, whose servers are processes of their own: "
-            "leave placement out"
         )
 
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from tandem.config.errors import ConfigError
-from tandem.config.terms import Spec, spelled
+from tandem.config.recipes import reward_text
+from tandem.config.terms import Spec
 from tandem.config.yaml_file import Scalar, number, plain
 
 MOST = 1e38
@@ -38,7 +39,7 @@ def coerce(kind: Any, value: Any) -> Any:
     if kind is Any:
         return plain(value)
     if kind == Spec:
-        return _spec(raw) if isinstance(raw, Mapping) else coerce(str, value)
+        return reward_text(plain(raw)) if isinstance(raw, (Mapping, list, tuple)) else coerce(str, value)
     if origin is Literal:
         text = value.text if isinstance(value, Scalar) else value
         if text in get_args(kind):
@@ -59,13 +60,6 @@ def coerce(kind: Any, value: Any) -> Any:
         if found is not None:
             return found
     raise ConfigError(f"must be {expected(kind)}, got {plain(value)!r}")
-
-
-def _spec(entries: Mapping[str, Any]) -> str:
-    """The text for ``{name: …, knob: …}``."""
-    if "name" not in entries:
-        raise ConfigError(f"must be a name, or a mapping with name and knobs, got {plain(dict(entries))!r}")
-    return spelled(coerce(str, entries["name"]), {key: plain(v) for key, v in entries.items() if key != "name"}, "name")
 
 
 def _simple(kind: Any, value: Any, raw: Any) -> Any:

@@ -18,6 +18,14 @@ COLUMNS = (
     "label",
     "completions",
     "labels",
+    "chosen_safe",
+    "rejected_safe",
+    "response_0",
+    "response_1",
+    "better_response_id",
+    "safer_response_id",
+    "is_response_0_safe",
+    "is_response_1_safe",
 )
 """Names that `columns` may map."""
 

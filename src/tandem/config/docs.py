@@ -34,7 +34,8 @@ file says for another `rollout.backend` than that of the command line is left as
   algorithm.policy_loss.clip_high=0.28`, in YAML `{name: ppo_clip, clip_high: 0.28}`. Another name starts from that choice's
   own defaults.
 - A name with knobs, such as `workflow`, `reward`, `judge` or an element of `tracking.sinks`, is written in one of five
-  ways: `name`, `name:ID`, `my_file.py:Name`, `name(knob=value)`, or in YAML `{name: …, knob: …}`.
+  ways: `name`, `name:ID`, `my_file.py:Name`, `name(knob=value)`, or in YAML `{name: …, knob: …}`. A reward
+  may also be a sum of such names, a list of terms, or a recipe for each row (writing_a_reward.md#sums-of-rewards).
 - `algorithm=dapo` abbreviates `algorithm.preset=dapo`.
 """
 

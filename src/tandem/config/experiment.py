@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tandem.config.algorithm import AlgorithmConfig
+from tandem.config.constraint import ConstraintConfig
 from tandem.config.curriculum import CurriculumConfig
 from tandem.config.data import DatasetConfig, ValidDatasetConfig
 from tandem.config.generation import GenerationConfig
@@ -122,14 +123,19 @@ class TrainConfig(BaseConfig):
 
     reward: Spec = "math"
     """Name of a reward, your own as `my_file.py:function`, the folder of a reward model, or a sum such as
-    `math + 0.5*model(path=FOLDER)` (docs/writing_a_reward.md)."""
+    `math + 0.5*model(path=FOLDER)`; or a list of terms with options, or a recipe for each row
+    (docs/writing_a_reward.md#sums-of-rewards)."""
+
+    constraint: ConstraintConfig = field(default_factory=ConstraintConfig)
+    """A term of the reward that is a cost, and its limit."""
 
     reward_timeout_s: float = 15.0
     """A reward call that takes longer is killed, and its sample counts as failed, not as 0."""
 
     reward_workers: int | None = None
-    """Most worker processes of a reward that runs in them, as every `def` of yours does; null is one for each sample of a
-    step, but at most 8 a core and 64. Beyond the cores, a call begins only while others wait (sleep, network)."""
+    """Most worker processes of a reward that runs in them, as every `def` of yours does, on each rank that generates; null
+    is one for each of its samples of a step, but at most 8 a core and 64. Beyond the cores, a call begins only while others
+    wait (sleep, network)."""
 
     judge: Spec | None = None
     """Your service that judges, as `my_file.py:Name`: given to a workflow, reward or service that asks for `judge`."""

@@ -1,21 +1,44 @@
 """Fleets: several inference servers behind one engine; what `rollout.backend` may say, and `rollout.fleet`."""
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.config.nearest import nearest_names
+from tandem.config.parts import Knob
 
 STARTED = ("embedded", "tandem", "vllm", "sglang")
 """Kinds of server that a run starts itself, ``KIND:dN`` in `rollout.backend`."""
+
+TENSOR = ("vllm", "sglang")
+"""Kinds of which one server can use several GPUs."""
 
 ATTACHED = ("tandem", "vllm", "sglang")
 """Kinds of server that a run attaches to by their address."""
 
 ADDRESS = re.compile(r"https?://[^\s/?#@]+(/[^\s?#@]*)?")
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Servers of one kind that the run starts."""
+
+    kind: str
+    count: int
+    tensor: int = 1
+    """GPUs of each, by tensor parallelism."""
+
+    @property
+    def devices(self) -> int:
+        """GPUs of all of them."""
+        return self.count * self.tensor
+
+    def __str__(self) -> str:
+        return f"{self.kind}:d{self.count}" + (f"t{self.tensor}" if self.tensor > 1 else "")
 
 
 class Address(NamedTuple):
@@ -51,6 +74,14 @@ class FleetConfig:
     admin_token_file: str | None = None
     """File with the token of the control routes of attached `tandem serve` servers; null sends none."""
 
+    memory_share: float | None = None
+    """Part of a GPU's memory that a vLLM or SGLang server which the run starts may take; null: 0.9 on devices of its own,
+    0.4 where it shares them with training (`placement=colocate`)."""
+
+    options: Mapping[str, Knob] = field(default_factory=dict)
+    """More options for the command of the servers that the run starts, by their names in that command without dashes, such
+    as `{max-num-batched-tokens: 8192, enforce-eager: true}`. Unknown ones are refused before the run starts."""
+
     startup_timeout_s: float = 600.0
     """How long a server that the run starts may take to load its model."""
 
@@ -84,10 +115,11 @@ class FleetConfig:
     Requests that are left then are moved or interrupted."""
 
 
-def parse_backend(backend: str) -> tuple[tuple[str, int], ...] | None:
-    """(kind, how many) of the servers that the run starts, in order; None for the one engine `embedded`.
+def parse_backend(backend: str) -> tuple[Servers, ...] | None:
+    """The servers that the run starts, in order; None for the one engine `embedded`.
 
-    Example: ``parse_backend("embedded:d1+vllm:d2") == (("embedded", 1), ("vllm", 2))``, ``parse_backend("attached") == ()``
+    Example: ``parse_backend("embedded:d1+vllm:d2t4") == (Servers("embedded", 1), Servers("vllm", 2, 4))``,
+    ``parse_backend("attached") == ()``
 
     Raises:
         ConfigError: it is none of the forms; says which there are.
@@ -96,17 +128,36 @@ def parse_backend(backend: str) -> tuple[tuple[str, int], ...] | None:
         return None
     if backend == "attached":
         return ()
-    found: list[tuple[str, int]] = []
+    found: list[Servers] = []
     for part in backend.split("+"):
         kind, _, count = part.partition(":")
         if kind not in STARTED or part in STARTED:
             raise ConfigError(_not_a_backend(backend, kind, part))
-        if not re.fullmatch(r"d[1-9]\d{0,3}", count):
+        sizes = re.fullmatch(r"d([1-9]\d{0,3})(?:t([1-9]\d?))?", count)
+        if sizes is None:
+            more = ", or :dNtT for N servers of T GPUs each" if kind in TENSOR else ""
             raise ConfigError(
-                f"rollout.backend={backend}: {part} must be {kind}:dN with N at least 1 servers, for example {kind}:d2"
+                f"rollout.backend={backend}: {part} must be {kind}:dN with N at least 1 servers, for example {kind}:d2{more}"
             )
-        found.append((kind, int(count[1:])))
+        servers = Servers(kind, int(sizes[1]), int(sizes[2] or 1))
+        if servers.tensor > 1 and kind not in TENSOR:
+            raise ConfigError(
+                f"rollout.backend={backend}: a server of {kind} computes on one device; leave t{servers.tensor} out, or use "
+                + " or ".join(TENSOR)
+            )
+        found.append(servers)
     return tuple(found)
+
+
+def numbered(servers: Iterable[Servers]) -> list[tuple[str, Servers]]:
+    """Each single server by its name in the run, such as ``vllm-0``, with the group that it is one of."""
+    counts: Counter[str] = Counter()
+    found = []
+    for one in servers:
+        for _ in range(one.count):
+            found.append((f"{one.kind}-{counts[one.kind]}", one))
+            counts[one.kind] += 1
+    return found
 
 
 def _not_a_backend(backend: str, kind: str, part: str) -> str:

@@ -49,9 +49,10 @@ class PreferenceConfig(BaseConfig):
 class RewardModelConfig(BaseConfig):
     """Training a reward model: `tandem reward`."""
 
-    supervision: Literal["pairs", "steps"] = "pairs"
-    """`pairs`: rows have a better and a worse side. `steps`: rows have a completion whose steps are labelled right or
-    wrong."""
+    supervision: Literal["pairs", "steps", "safety"] = "pairs"
+    """`pairs`: rows have a better and a worse side. `safety`: rows have a safer and a less safe side, each labelled safe or
+    not; the score is a cost, above 0 for what is unsafe (docs/constraints.md). `steps`: rows have a completion whose steps
+    are labelled right or wrong."""
 
     batch_size: int = 16
     """Rows in one optimizer step."""

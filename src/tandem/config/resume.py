@@ -10,6 +10,7 @@ FREE = (
     "tracking",
     "checkpoint",
     "recover",
+    "memory_limit_gib",
     "reward_timeout_s",
     "reward_workers",
     "rollout.wait_timeout_s",

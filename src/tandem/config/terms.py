@@ -4,11 +4,12 @@ import ast
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 from tandem.config.errors import ConfigError
+from tandem.config.nearest import nearest_names
 
 GRAMMAR = (
     "a name, name(knob=value), a sum such as math + 0.2*format, my_file.py:name, or the folder of a reward model alone; "
@@ -16,7 +17,8 @@ GRAMMAR = (
 )
 
 Spec = Annotated[str, "spec"]
-"""The type of a key that names a service: text; or in YAML ``{name: …, knob: …}``, which becomes the same text."""
+"""The type of a key that names a service: text; or in YAML ``{name: …, knob: …}`` or a list of terms, which becomes the
+same text (`tandem.config.recipes`)."""
 
 _FILE = re.compile(
     r"""'[^']*'|"[^"]*"|(?P<file>(?<![^\s+*(-])[^\s+*(),='"]+\.py:\w+|(?<![^\s*(])[A-Za-z_]\w*:\w[\w./]*(?:-[\w./]+)*)"""
@@ -25,6 +27,37 @@ _FILE = re.compile(
 
 _BARE = re.compile(r"(?<=[(,])(\s*\w+\s*=\s*)([^\s'\"(),\[\]{}]+)(?=\s*[,)])")
 _WORDS = {"true": True, "false": False, "null": None}
+
+
+Normalise = Literal["none", "running", "group"]
+_GATE = re.compile(r"\s*([\w./:-]+)\s*(?:>\s*-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)?\s*")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a term of a reward enters the sum: what every term takes besides its own knobs, each empty unless it was set.
+
+    Example: ``judge(…, normalise=running, clip=[-3, 3], gate='format > 0.5')``
+    """
+
+    normalise: Normalise | None = None
+    """`running`: minus the mean and by the spread of all values so far; `group`: of those of its prompt."""
+
+    clip: tuple[float, float] | None = None
+    """Lowest and highest value, after `normalise` and before the weight."""
+
+    gate: str | None = None
+    """``NAME`` or ``NAME > NUMBER``: the term counts only where the term of that name gives more than the number, or 0."""
+
+    @property
+    def gate_name(self) -> str | None:
+        """The term that opens the gate; None without a gate."""
+        return None if self.gate is None else self.gate.partition(">")[0].strip()
+
+    @property
+    def gate_above(self) -> float:
+        """What that term must exceed."""
+        return float((self.gate or "").partition(">")[2] or 0.0)
 
 
 @dataclass(frozen=True)
@@ -36,6 +69,8 @@ class Term:
 
     weight: float = 1.0
     knobs: dict[str, Any] = field(default_factory=dict)
+    options: Options = Options()
+    """Of a term of a reward."""
 
     @property
     def is_file(self) -> bool:
@@ -45,7 +80,8 @@ class Term:
     @property
     def spelling(self) -> str:
         """It as text, without its weight."""
-        knobs = ", ".join(f"{name}={value!r}" for name, value in self.knobs.items())
+        options = {name: value for name, value in asdict(self.options).items() if value is not None}
+        knobs = ", ".join(f"{name}={value!r}" for name, value in (self.knobs | options).items())
         return f"{self.name}({knobs})" if knobs else self.name
 
     @property
@@ -96,10 +132,29 @@ def read_terms(spec: str, key: str = "reward") -> list[Term]:
     is ``model(path=FOLDER)``. ``key``: where it was written, for errors.
 
     Raises:
-        ConfigError: it cannot be read, a weight is no number, or a name stands there twice.
+        ConfigError: it cannot be read, a weight is no number, a name stands there twice, or an option cannot be as it is.
+    """
+    terms = parse_terms(spec, key)
+    if key == "reward":
+        terms = [_with_options(term) for term in terms]
+        _check_gates(terms)
+    names = [term.label for term in terms]
+    if len(set(names)) < len(names):
+        raise ConfigError(
+            f"{key} {spec!r} names a reward twice; add their weights up, or give each model a name of its own: "
+            "model(path=…, name=helpful)"
+        )
+    return terms
+
+
+def parse_terms(spec: str, key: str = "reward") -> list[Term]:
+    """The terms as they are spelt, a part of a sum perhaps: options are knobs still, and names are not compared.
+
+    Raises:
+        ConfigError: it cannot be read, or a weight is no number.
     """
     text = spec.strip()
-    if re.fullmatch(r"[^(*]*\.py:\w+", text) and (" + " not in text or _is_file(text.rpartition(":")[0])):
+    if re.fullmatch(r"[^(*]*\.py:\w+", text) and (not re.search(" [+-] ", text) or _is_file(text.rpartition(":")[0])):
         return [Term(text)]
     if key == "reward" and text and _is_file(f"{text}/config.json"):
         return [Term("model", knobs={"path": text})]
@@ -116,14 +171,50 @@ def read_terms(spec: str, key: str = "reward") -> list[Term]:
         expression = ast.parse(plain, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(f"{key} {spec!r} cannot be read; it is {GRAMMAR}") from error
-    terms = list(_terms(expression, spec, files, key))
-    names = [term.label for term in terms]
-    if len(set(names)) < len(names):
-        raise ConfigError(
-            f"{key} {spec!r} names a reward twice; add their weights up, or give each model a name of its own: "
-            "model(path=…, name=helpful)"
-        )
-    return terms
+    return list(_terms(expression, spec, files, key))
+
+
+def _with_options(term: Term) -> Term:
+    """The term of a reward whose knobs are its own; those that every term takes are its options.
+
+    Raises:
+        ConfigError: an option has a value that it cannot have.
+    """
+    knobs, where = dict(term.knobs), f"reward {term.label!r}"
+    normalise, clip, gate = (knobs.pop(name, None) for name in ("normalise", "clip", "gate"))
+    if normalise not in (None, *get_args(Normalise)):
+        raise ConfigError(f"{where}: normalise must be one of {', '.join(get_args(Normalise))}, got {normalise!r}")
+    if clip is not None:
+        numbers = clip if isinstance(clip, (list, tuple)) else ()
+        fine = all(isinstance(x, (int, float)) and not isinstance(x, bool) and math.isfinite(x) for x in numbers)
+        if len(numbers) != 2 or not fine or not numbers[0] < numbers[1]:
+            raise ConfigError(f"{where}: clip must be [low, high], two numbers with low below high, got {clip!r}")
+        clip = (float(numbers[0]), float(numbers[1]))
+    if gate is not None and (not isinstance(gate, str) or not _GATE.fullmatch(gate)):
+        raise ConfigError(f"{where}: gate must be the name of another term, as in gate='format > 0.5', got {gate!r}")
+    return replace(term, knobs=knobs, options=Options(None if normalise == "none" else normalise, clip, gate))
+
+
+def _check_gates(terms: list[Term]) -> None:
+    """Passes if each gate names another term of the sum, and no two wait for each other.
+
+    Raises:
+        ConfigError: tells the nearest name.
+    """
+    gates = {term.label: term.options.gate_name for term in terms}
+    for name, gate in gates.items():
+        if gate is None:
+            continue
+        others = [other for other in gates if other != name]
+        if gate not in others:
+            there = nearest_names(gate, others) if others else "there is no other term; add one, such as 0*format"
+            raise ConfigError(f"reward {name!r}: gate={gates[name]} names no other term of the sum; {there}")
+        seen = [name]
+        while gate is not None and gate not in seen:
+            seen.append(gate)
+            gate = gates[gate]
+        if gate is not None:
+            raise ConfigError(f"the gates of the rewards {' and '.join(map(repr, seen))} wait for each other; drop one")
 
 
 def _is_file(path: str) -> bool:

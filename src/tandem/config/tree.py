@@ -131,7 +131,11 @@ def _component(tree: Tree, name: str, rest: tuple[str, ...], value: Any, place: 
 
 def _spec(kind: Any, tree: Tree, name: str, rest: tuple[str, ...], value: Any, place: _Place) -> None:
     """A name of a service, or ``{name: …, knob: …}``, of which `_build` makes one text."""
-    if rest:
+    if rest and rest[0] in ("by", "recipes"):
+        if not isinstance(tree.get(name), dict) or "knobs" in tree[name]:
+            tree[name] = {}
+        _mapping(Mapping[str, Any], tree, name, rest, value, place)
+    elif rest:
         if not isinstance(tree.get(name), dict):
             tree[name] = {"name": tree.get(name), "knobs": {}}
         _component(tree, name, rest, value, place)
@@ -214,6 +218,11 @@ def _build(cls: type, tree: Tree, base: Any) -> Any:
             chosen = value["name"] or default.name
             kept = default.knobs if chosen == default.name else {}
             changes[name] = Component(chosen, {**kept, **value["knobs"]})
+        elif without_none(types[name])[0] == Spec and isinstance(value, dict) and "knobs" not in value:
+            try:
+                changes[name] = coerce(Spec, value)
+            except ConfigError as error:
+                raise ConfigError(f"{name} {error}") from None
         elif without_none(types[name])[0] == Spec and isinstance(value, dict):
             changes[name] = spelled(value["name"] or getattr(base, name) or "", value["knobs"], name)
         else:

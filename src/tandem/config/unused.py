@@ -196,6 +196,17 @@ REINFORCEMENT = (
         "because no server reads weights from a disk: set rollout.weights.channel=disk or rollout.backend, or leave it out",
     ),
     Unused(
+        (
+            "constraint.limit",
+            "constraint.learning_rate",
+            "constraint.multiplier",
+            "constraint.min_multiplier",
+            "constraint.max_multiplier",
+        ),
+        lambda config, _: config.constraint.cost is None,
+        "because no term of the reward is a cost: set constraint.cost to the name of one, or leave this key out",
+    ),
+    Unused(
         ("rollout.replay.max_age", "rollout.replay.max_uses"),
         lambda config, _: config.rollout.replay.groups == 0,
         "because rollout.replay.groups is 0: set it, for example to 4, or leave this key out",
@@ -249,13 +260,13 @@ SUPERVISED = (
     ),
     Unused(
         ("margin",),
-        lambda config, _: isinstance(config, RewardModelConfig) and config.supervision == "steps",
-        "with supervision=steps, where steps are right or wrong: leave it out, or set supervision=pairs",
+        lambda config, _: isinstance(config, RewardModelConfig) and config.supervision != "pairs",
+        "with supervision=steps or safety, where there is right and wrong: leave it out, or set supervision=pairs",
     ),
     Unused(
         ("step_separator",),
-        lambda config, _: isinstance(config, RewardModelConfig) and config.supervision == "pairs",
-        "with supervision=pairs: leave it out, or set supervision=steps",
+        lambda config, _: isinstance(config, RewardModelConfig) and config.supervision != "steps",
+        "with supervision=pairs or safety: leave it out, or set supervision=steps",
     ),
 )
 

@@ -94,8 +94,9 @@ class ChatEncoder:
             raise DataFailure("template_rewrites", "the chat template rewrites earlier turns, so this is not one sequence")
         return found[0]
 
-    def steps(self, prompt: Messages, steps: Sequence[str], separator: str) -> tuple[Encoded, list[int]]:
-        """A reply made of steps, and the positions of their last tokens. Every step is tokenised on its own.
+    def steps(self, prompt: Messages, steps: Sequence[str], separator: str, marker: str = "") -> tuple[Encoded, list[int]]:
+        """A reply made of steps, and the positions of their last tokens. Every step is tokenised on its own, with the
+        ``marker`` that follows it.
 
         Raises:
             DataFailure: as `conversation`, and where the template changes a step.
@@ -103,6 +104,7 @@ class ChatEncoder:
         texts = [step.strip() for step in steps]
         if not texts or not all(texts):
             raise DataFailure("empty_completion", "there is a step without text")
+        texts = [text + marker for text in texts]
         if self.system_prompt is not None and not any(message["role"] == "system" for message in prompt):
             prompt = [{"role": "system", "content": self.system_prompt}, *prompt]
         before, after = self._turn([*prompt, {"role": "assistant", "content": separator.join(texts)}], len(prompt))

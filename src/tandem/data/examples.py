@@ -69,15 +69,62 @@ def pairs(raw: Sequence[RawRow], config: DatasetConfig, *, source: str, reward: 
     """Ranked pairs: ``messages`` (the prompt), ``chosen`` and ``rejected`` (lists of messages), ``margin`` (or None).
 
     Formats: ``chosen`` and ``rejected`` as texts beside a prompt; as messages, with the prompt in front of both or in a
-    column of its own; as texts of the form "\\n\\nHuman: …\\n\\nAssistant: …".
+    column of its own; as texts of the form "\\n\\nHuman: …\\n\\nAssistant: …"; and ``response_0`` and ``response_1`` with
+    ``better_response_id``.
 
     Raises:
         ConfigError: a column is missing, or a value of the wrong type; sides that do not share their prompt.
     """
+    raw, read = _sides(raw, "better_response_id")
     _require(raw, ("chosen", "rejected"))
     column = _prompt_column(raw, config)
-    _read_all(raw, config, column, "chosen", "rejected", "margin")
+    _read_all(raw, config, column, *read, "margin")
     return [_pair(row, column, source) for row in raw]
+
+
+def safety(raw: Sequence[RawRow], config: DatasetConfig, *, source: str, reward: str | None = None) -> list[Row]:
+    """Pairs of a safer side, ``chosen``, and another one, as `pairs` gives them, with ``chosen_safe`` and ``rejected_safe``
+    (bools).
+
+    Formats: those of `pairs` with two such columns; and PKU-SafeRLHF's: ``response_0`` and ``response_1`` with
+    ``safer_response_id``, ``is_response_0_safe`` and ``is_response_1_safe``.
+
+    Raises:
+        ConfigError: as `pairs`; or a label that is neither true nor false.
+    """
+    raw, read = _sides(raw, "safer_response_id", labelled=True)
+    labels = ("chosen_safe", "rejected_safe")
+    _require(raw, ("chosen", "rejected", *labels))
+    column = _prompt_column(raw, config)
+    _read_all(raw, config, column, *read)
+    return [
+        _pair(row, column, source) | {label: truth(_value(row, label), label, row.where) for label in labels} for row in raw
+    ]
+
+
+def _sides(raw: Sequence[RawRow], by: str, *, labelled: bool = False) -> tuple[Sequence[RawRow], tuple[str, ...]]:
+    """Rows of two numbered answers as rows with ``chosen`` and ``rejected``, other rows as they are; and the columns that
+    are read, beside the prompt. ``by``: the column with the number of the chosen one. ``labelled``: each is safe or not."""
+    if not raw or "chosen" in raw[0].columns or not {"response_0", "response_1"} & set(raw[0].columns):
+        return raw, ("chosen", "rejected", *(("chosen_safe", "rejected_safe") if labelled else ()))
+    answers = ("response_0", "response_1")
+    labels = ("is_response_0_safe", "is_response_1_safe") if labelled else ()
+    read = (*answers, by, *labels)
+    _require(raw, read)
+    rows = []
+    for row in raw:
+        first = str(_value(row, by)).strip().removesuffix(".0")
+        if first not in ("0", "1"):
+            raise ConfigError(
+                f"{row.where}: column {by!r} must be 0 or 1, the number of a response; got {row.columns[by]!r}"
+            )
+        order = (0, 1) if first == "0" else (1, 0)
+        sides = {name: _value(row, answers[i]) for name, i in zip(("chosen", "rejected"), order, strict=True)}
+        if labelled:
+            verdicts = [truth(_value(row, name), name, row.where) for name in labels]
+            sides |= {"chosen_safe": verdicts[order[0]], "rejected_safe": verdicts[order[1]]}
+        rows.append(RawRow({**row.columns, **sides}, row.where))
+    return rows, read
 
 
 def judged(raw: Sequence[RawRow], config: DatasetConfig, *, source: str, reward: str | None = None) -> list[Row]:

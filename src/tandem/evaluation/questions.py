@@ -12,6 +12,7 @@ from tandem.api.services import Services
 from tandem.config.data import DatasetConfig
 from tandem.config.errors import ConfigError
 from tandem.config.evaluation import EvaluationConfig, EvaluationData
+from tandem.config.recipes import sums_of
 from tandem.data.dataset import load_dataset
 from tandem.data.known import Benchmark, find_benchmark, locate, recognise
 from tandem.flow.services import RewardBySource
@@ -129,17 +130,18 @@ def make_judges(questions: Sequence[Questions], timeout_s: float, services: Serv
     """
     by_name = {
         name: build_reward(name, timeout_s=timeout_s, services=services)
-        for name in dict.fromkeys(one.reward for one in questions)
+        for name in dict.fromkeys(name for one in questions for name in sums_of(one.reward))
     }
-    judges = RewardBySource(by_name[questions[0].reward], by_name)
+    judges = RewardBySource(questions[0].reward, by_name)
     try:
+        for name, reward in by_name.items():
+            refuse_only_groups(name, reward)
         for one in questions:
-            refuse_only_groups(one.reward, by_name[one.reward])
-            check = getattr(by_name[one.reward], "check_row", None)
-            for number, row in enumerate(one.rows if check is not None else (), 1):
-                assert check is not None
+            for number, row in enumerate(one.rows, 1):
                 try:
-                    check(row)
+                    check = getattr(judges.of(row), "check_row", None)
+                    if check is not None:
+                        check(row)
                 except ConfigError as error:
                     raise ConfigError(f"row {number} of data set {one.name!r}: {error}") from error
     except ConfigError:

@@ -9,12 +9,15 @@ from tandem.api.engines import InferenceEngine
 from tandem.api.failures import DataFailure
 from tandem.api.samples import Group, Sample
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
-from tandem.config.arithmetic import evaluation_places, is_evaluation_due
+from tandem.config.arithmetic import evaluation_places, generating_ranks, is_evaluation_due
 from tandem.config.experiment import TrainConfig
 from tandem.evaluation.asking import Answer, Ask, Terms, ask, ask_together, failed, judged
 from tandem.evaluation.scores import metrics_of
 from tandem.flow.parts import Rows
 from tandem.flow.session import Session
+
+Made = dict[tuple[int, int], tuple[Ask, Group]]
+"""Row and sample → what was asked, and what came of it."""
 
 
 async def ask_rows(
@@ -24,6 +27,7 @@ async def ask_rows(
     seed: int = 0,
     deadline_s: float = 600.0,
     *,
+    part: slice = slice(None),
     n_samples: int = 1,
     max_concurrent: int | None = None,
     together: bool = False,
@@ -34,11 +38,11 @@ async def ask_rows(
     Where the workflow makes a group, its mean counts. It stands outside the staleness gate: evaluation episodes take no
     slot and are never trained on. ``deadline_s`` counts from a sample's turn, of which there are ``max_concurrent`` at once.
     ``together``: as one wave that the engine stands still for, so that two deterministic runs are equal (nothing else may be
-    running). ``on_samples``: see `Terms`.
+    running). ``on_samples``: see `Terms`. ``part``: of the rows, those to ask; they keep their numbers.
     """
     asks = [
         Ask(str(row.get("source") or ""), index, sample, row)
-        for index, row in enumerate(rows)
+        for index, row in list(enumerate(rows))[part]
         for sample in range(n_samples)
     ]
     terms = Terms(seed=seed, timeout_s=deadline_s, max_concurrent=max_concurrent, on_samples=on_samples)
@@ -52,14 +56,15 @@ async def ask_rows(
 def evaluate_if_due(config: TrainConfig, session: Session, rows: Rows, step: int, steps: int) -> dict[str, float]:
     """Figures of the validation rows, where `evaluate.every_steps` asks for them at this step; 0 is before the first.
 
-    On the executor's own event loop, beside running episodes. Empty where nothing is due, and on ranks other than 0.
-    Collective.
+    On the executor's own event loop, beside running episodes; each rank with an engine asks its share of the rows. Empty
+    where nothing is due, and on ranks other than 0. Collective.
     """
     if not is_evaluation_due(config.evaluate.every_steps, step, steps):
         return {}
     session.runner.prepare("evaluate")
     answers: list[Answer] = []
-    made: dict[tuple[int, int], tuple[Ask, Group]] = {}
+    made: Made = {}
+    generating = generating_ranks(config)
 
     def keep(item: Ask, samples: Sequence[Sample]) -> None:
         made[item.row, item.sample] = item, Group(tuple(samples), source=item.data, data=item.columns)
@@ -73,18 +78,29 @@ def evaluate_if_due(config: TrainConfig, session: Session, rows: Rows, step: int
                     rows.valid,
                     seed=config.seed,
                     deadline_s=config.rollout.episode_timeout_s,
+                    part=slice(generating.index(session.team.rank), None, len(generating)),
                     n_samples=config.evaluate.n_samples,
                     max_concurrent=evaluation_places(config),
                     together=config.deterministic,
                     on_samples=keep if session.scorer else None,
                 )
             )
+    if len(generating) > 1:
+        answers, made = _of_all(session.team.gather((answers, made)), first=session.team.main)
     if session.scorer:
         ordered = sorted(made.items())  # not as they arrived: how they are packed must not depend on timing
-        outcomes = session.scorer([group for _, (_, group) in ordered])
+        outcomes = session.scorer([group for _, (_, group) in ordered], training=False)
         scored = {place: _scored(item, outcome) for (place, (item, _)), outcome in zip(ordered, outcomes, strict=True)}
         answers = [scored.get((answer.row, answer.sample), answer) for answer in answers]
     return metrics_of(answers, config.evaluate.n_samples) if answers else {}
+
+
+def _of_all(shares: Sequence[tuple[list[Answer], Made]], *, first: bool) -> tuple[list[Answer], Made]:
+    """What all ranks asked, in the order of one rank. On the first one; others have nothing."""
+    if not first:
+        return [], {}
+    answers = sorted((answer for own, _ in shares for answer in own), key=lambda answer: (answer.row, answer.sample))
+    return answers, {place: one for _, own in shares for place, one in own.items()}
 
 
 def _scored(item: Ask, outcome: Group | DataFailure) -> Answer:

@@ -7,6 +7,7 @@ from tandem.api.stage import Stage as Declaration
 from tandem.api.stage import stages_of
 from tandem.flow.plan import Resident, RunPlan, Stage
 from tandem.roles.actor import Actor
+from tandem.roles.constraint import Constraint
 from tandem.roles.critic import Critic
 from tandem.roles.language_model import LanguageModel
 from tandem.roles.preference import PreferenceLearner
@@ -19,6 +20,7 @@ ROLES: dict[str, tuple[type, ...]] = {
     "critic": (Critic,),
     "reference": (Reference,),
     "teacher": (Teacher,),
+    "constraint": (Constraint,),
     "learner": (PreferenceLearner, RewardModel, LanguageModel),
 }
 
@@ -56,13 +58,14 @@ def text(plan: RunPlan) -> str:
 
 def form(plan: RunPlan, resident: Resident) -> str:
     """The form in which a model is there, in words, and its ranks if they are fewer than the actor's."""
-    if resident.engine is None:
-        return "generates"
     if resident.base_of is not None:
         return f"the {resident.base_of} without its adapters"
     ranks, everyone = len(resident.ranks), max(len(other.ranks) for other in plan.residents)
     fewer = f", on {ranks} of {everyone} ranks" if ranks < everyone else ""
-    return f"{'trained' if resident.trained else 'frozen'}{fewer}"
+    adapters = "adapters, " if resident.engine is not None and resident.engine.lora.rank is not None else ""
+    shared = f", on the weights of {resident.trunk_of}" if resident.trunk_of is not None else ""
+    what = "generates" if resident.engine is None else "trained" if resident.trained else "frozen"
+    return f"{adapters}{what}{shared}{fewer}"
 
 
 def mermaid(plan: RunPlan) -> str:

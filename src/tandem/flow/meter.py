@@ -1,6 +1,7 @@
 """The inference engine beside the trainer: how long it generated while the trainer trained, and its tokens."""
 
 import time
+from collections.abc import Mapping, Sequence
 
 from tandem.api.engines import InferenceEngine
 
@@ -46,3 +47,19 @@ class EngineMeter:
         rate = (self._seen[0] - tokens) / max(self._seen[1] - busy_s, 1e-9)
         fleet = {name: value for name, value in found.items() if name.startswith("fleet/")}
         return {"time/overlap": self._overlap, "tokens_per_s/generate": rate, **fleet}
+
+
+def of_all_ranks(found: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+    """The metrics of engines and rewards, from each rank's and how many samples it has judged: rates are added, of overlaps
+    and longest times the largest counts, and all else is a mean over the samples."""
+    metrics = dict(found[0][1])
+    for name in {name for _, own in found for name in own}:
+        here = [(samples, own[name]) for samples, own in found if name in own]
+        count = sum(samples for samples, _ in here)
+        if "_per_s" in name:
+            metrics[name] = sum(value for _, value in here)
+        elif name == "time/overlap" or "_max" in name:
+            metrics[name] = max(value for _, value in here)
+        else:
+            metrics[name] = sum(samples * value for samples, value in here) / count if count else here[0][1]
+    return metrics

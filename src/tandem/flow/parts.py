@@ -106,10 +106,11 @@ def make_rollout(
     loader: Iterable[Any] = (),
     scorer: GroupScorer | None = None,
     team: Team | None = None,
+    generators: Team | None = None,
 ) -> Rollout:
-    """The executor with the run's staleness bound and ``filter_`` of groups; ``engine`` is None on ranks other than 0.
+    """The executor with the run's staleness bound and ``filter_`` of groups; ``engine`` is None on ranks without one.
     ``loader``: what the rows come from; a curriculum is told what became of them. ``scorer``: gives the rewards that need a
-    model. ``team``: the ranks that get the batches; None: all."""
+    model. ``team``: the ranks that get the batches; None: all. ``generators``: those with an engine, if they are several."""
     group_filter, max_draws = make_filter(filter_)
     return Rollout(
         engine,
@@ -122,4 +123,5 @@ def make_rollout(
         max_head_offpolicyness=max_head_offpolicyness(config),
         scorer=scorer,
         team=team,
+        generators=generators,
     )

@@ -6,24 +6,30 @@ opens no model and touches no tensor.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from tandem.algorithms.preference import PREFERENCE_LOSSES
 from tandem.api.scoring import FrozenModel, Score
-from tandem.config.arithmetic import max_head_offpolicyness, rewards_of
+from tandem.config.arithmetic import generating_ranks, max_head_offpolicyness, rewards_of
 from tandem.config.backend import fewer_ranks_problems, layout_problems, parse_layout
 from tandem.config.check_algorithm import component_problems, part_problems
 from tandem.config.errors import ConfigError, refuse
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.lora import LoRAConfig
+from tandem.config.nearest import nearest_names
 from tandem.config.overlay import either, key_of, overlay
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
+from tandem.config.recipes import sum_of
 from tandem.config.roles import CriticConfig, ReferenceConfig
-from tandem.config.terms import Term, read_terms
+from tandem.config.terms import Options, Term, read_terms
 from tandem.config.train_engine import TrainEngineConfig
+from tandem.flow.sharing import share_trunks, with_adapter
+from tandem.models.adapter_folder import AdapterBeside
 from tandem.rewards.build import build_scores, needs_model
+from tandem.rewards.model import ModelReward
 from tandem.roles.components import choose
 from tandem.roles.parts import AlgorithmParts, choose_parts
 from tandem.roles.tokens import needs_proximal
@@ -51,13 +57,22 @@ class Resident:
     base_of: str | None = None
     """The resident with adapters whose model, without them, this one is; None if it is a model of its own."""
 
+    adapter: AdapterBeside | None = None
+    """Lies beside the weights of a frozen model; None: it has none."""
+
+    trunk_of: str | None = None
+    """The resident whose frozen weights it computes with, beside its own head and adapters; None: all are its own."""
+
     refresh_every_steps: int | None = None
     """It takes over the actor's weights every so many steps; None if it never does."""
 
+    generating: tuple[int, ...] = (0,)
+    """The ranks that it sits on if it is the inference engine."""
+
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that it sits on: the first ones, as many as its layout has. The inference engine belongs to rank 0."""
-        return tuple(range(1 if self.engine is None else parse_layout(self.engine.backend, self.key).ranks))
+        """The ranks that it sits on: the first ones, as many as its layout has, or those that generate."""
+        return self.generating if self.engine is None else tuple(range(parse_layout(self.engine.backend, self.key).ranks))
 
     @property
     def changes(self) -> bool:
@@ -104,20 +119,18 @@ class PlannedScore:
     resident: str
     """The model that it reads; several scores share one that they ask for alike."""
 
-    weights: Mapping[str, float]
-    """The whole rewards that it is a term of, and its weight in each."""
+    rewards: Mapping[str, Term]
+    """The sums that it is a term of, each with the term as it stands there."""
 
-    default: str
-    """The reward of the rows that name none."""
+    @property
+    def reads_chats(self) -> bool:
+        """True if it reads conversations, for which its model needs a chat template."""
+        return type(self.score).read in (Score.read, ModelReward.read)
 
     @property
     def stage(self) -> str:
         """Name of its stage."""
         return f"score: {self.name}"
-
-    def weight(self, row: Mapping[str, Any]) -> float | None:
-        """Its weight in the reward of this row; None if that has no such term."""
-        return self.weights.get(row.get("reward_name") or self.default)
 
 
 @dataclass(frozen=True)
@@ -135,6 +148,12 @@ class RunPlan:
     scores: tuple[PlannedScore, ...] = ()
     """The rewards that need a model, in the order of their stages."""
 
+    sums: Mapping[str, tuple[Term, ...]] = dataclasses.field(default_factory=dict)
+    """Every sum that judges rows, with its terms."""
+
+    reward: str = ""
+    """The reward of the rows that name none."""
+
     algorithm: AlgorithmParts | None = dataclasses.field(default=None, compare=False, repr=False)
     """The functions that the algorithm names; None where no actor learns from rewards."""
 
@@ -146,16 +165,18 @@ class RunPlan:
         """The stage of this name; None if the run has none."""
         return next((stage for stage in self.stages if stage.name == name), None)
 
-    def staying(self, other: "RunPlan") -> dict[str, str]:
-        """The models that another plan of the run has too: name here → name there. Those of rewards are the same where they
-        are opened alike, for they are called after the first term that asks for them."""
-        own, theirs = ({score.resident for score in plan.scores} for plan in (self, other))
-        names = {resident.name: resident.name for resident in self.residents if resident.name not in own}
-        for old in (resident for resident in self.residents if resident.name in own):
-            for new in (resident for resident in other.residents if resident.name in theirs):
-                if (old.engine, old.head) == (new.engine, new.head):
-                    names[old.name] = new.name
-        return names
+    def sum_of(self, row: Mapping[str, Any]) -> str:
+        """The sum that judges a row."""
+        return sum_of(row, self.reward)
+
+    @property
+    def later(self) -> dict[str, tuple[Term, ...]]:
+        """Every sum with the terms that are added when a batch is there: those of models, and those with options."""
+        models = {one.name for one in self.scores}
+        return {
+            spec: tuple(term for term in terms if term.label in models or term.options != Options())
+            for spec, terms in self.sums.items()
+        }
 
     @property
     def passes(self) -> tuple[Stage, ...]:
@@ -212,8 +233,18 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
         residents.append(_reference(config))
     if teacher is not None:
         residents.append(teacher)
-    scores, frozen = _scores(config, {resident.name for resident in residents})
+    scores, frozen, sums = _scores(config, {resident.name for resident in residents})
     residents += frozen
+    constraint = config.constraint.cost
+    if constraint is not None:
+        _check_cost(config.reward, constraint, sums)
+    per_step = next((one.name for one in scores if one.score.per_step), None)
+    if per_step is not None and not parts.credit.of_tokens:
+        raise ConfigError(
+            f"reward {per_step!r} gives each step a reward of its own, and "
+            f"algorithm.advantage={config.algorithm.advantage.name} judges whole samples; use algorithm.advantage=reinforce "
+            "or gae, or aggregate=min"
+        )
     names = {resident.name for resident in residents}
     updates = actor.mini_batches * actor.epochs_per_batch
     rests = f"the actor rests in the first {critic.warmup_steps} steps" if critic.warmup_steps else ""
@@ -226,6 +257,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
         *([_pass("values", "critic", "compute_values", "critic" if "critic" in names else "actor")] if values else []),
         *([_pass("proximal", "actor", "compute_proximal", "actor")] if proximal else []),
         *([_pass("teacher", "teacher", "compute_logprobs", "teacher")] if teacher is not None else []),
+        *(_penalty(config) if constraint is not None else ()),
         Stage("advantages", "actor", "compute_advantages", "pass", "train"),
         Stage("update", "actor", "ppo_update", "update", "train", ("actor",), rests),
         *([Stage("update values", "critic", "update", "update", "train", ("critic",))] if "critic" in names else []),
@@ -234,8 +266,16 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
         Stage("publish", "publisher", "publish", "deliver", "update_weights", ("actor", "engine")),
         *_keeping(config, ("engine",), residents),
     ]
-    every = (*residents, Resident("engine"))
-    return RunPlan(every, tuple(stages), greedy_baseline="greedy" in asked, scores=scores, algorithm=parts)
+    every = (*share_trunks(residents, config.device), Resident("engine", generating=generating_ranks(config)))
+    return RunPlan(
+        every,
+        tuple(stages),
+        greedy_baseline="greedy" in asked,
+        scores=scores,
+        sums=sums,
+        reward=config.reward,
+        algorithm=parts,
+    )
 
 
 def _collecting(config: TrainConfig) -> str:
@@ -246,20 +286,30 @@ def _collecting(config: TrainConfig) -> str:
     return ", ".join(["each step", *words]) if words else ""
 
 
-def _scores(config: TrainConfig, taken: set[str]) -> tuple[tuple[PlannedScore, ...], list[Resident]]:
-    """The rewards that need a model, and the models that they need.
+Scores = tuple[tuple[PlannedScore, ...], list[Resident], dict[str, tuple[Term, ...]]]
+
+
+def _scores(config: TrainConfig, taken: set[str]) -> Scores:
+    """The rewards that need a model, the models that they need, and the terms of each sum under their names in metrics.
 
     Raises:
         ConfigError: a reward cannot be read, or has the name of another one or of a role.
     """
     scores: dict[str, PlannedScore] = {}
     residents: dict[FrozenModel, Resident] = {}
+    sums: dict[str, tuple[Term, ...]] = {}
     for spec in rewards_of(config):
-        taken = taken | {term.label for term in read_terms(spec) if not needs_model(term)}
-        for name, term, score in build_scores(spec):
+        terms = read_terms(spec)
+        taken = taken | {term.label for term in terms if not needs_model(term)}
+        made, names = build_scores(spec), {}
+        for name, term, _ in made:
+            names[term.label] = name
+        sums[spec] = tuple(_renamed(term, names) for term in terms)
+        for name, term, score in made:
+            here = next(term for term in sums[spec] if term.label == name)
             same = scores.get(name)
             if same is not None and (same.term.name, same.term.knobs) == (term.name, term.knobs):
-                scores[name] = dataclasses.replace(same, weights={**same.weights, spec: term.weight})
+                scores[name] = dataclasses.replace(same, rewards={**same.rewards, spec: here})
                 continue
             if name in taken | {"engine", "rollout", "verifier", "publisher"}:
                 raise ConfigError(
@@ -270,19 +320,79 @@ def _scores(config: TrainConfig, taken: set[str]) -> tuple[tuple[PlannedScore, .
             wanted = score.model
             if wanted not in residents:
                 residents[wanted] = _judge(config.actor, name, wanted)
-            scores[name] = PlannedScore(name, term, score, residents[wanted].name, {spec: term.weight}, config.reward)
-    return tuple(scores.values()), list(residents.values())
+            scores[name] = PlannedScore(name, term, score, residents[wanted].name, {spec: here})
+    return _gates_first(scores), list(residents.values()), sums
+
+
+def _renamed(term: Term, names: Mapping[str, str]) -> Term:
+    """The term under the name that its score has in metrics, and so the term that opens its gate."""
+    name, gate = names.get(term.label, term.label), term.options.gate_name
+    options = term.options
+    if gate is not None and gate in names:
+        options = dataclasses.replace(options, gate=f"{names[gate]} > {options.gate_above!r}")
+    knobs = term.knobs if name == term.label else {**term.knobs, "name": name}
+    return dataclasses.replace(term, knobs=knobs, options=options)
+
+
+def _gates_first(scores: Mapping[str, PlannedScore]) -> tuple[PlannedScore, ...]:
+    """The scores in their order, but for those that open the gates of others: these come before them."""
+    ordered: dict[str, PlannedScore] = {}
+    begun: set[str] = set()
+
+    def add(one: PlannedScore) -> None:
+        if one.name in begun:  # in two sums they may open each other's gates
+            return
+        begun.add(one.name)
+        gates = {term.options.gate_name for term in one.rewards.values()}
+        for name in scores:
+            if name in gates:
+                add(scores[name])
+        ordered[one.name] = one
+
+    for one in scores.values():
+        add(one)
+    return tuple(ordered.values())
+
+
+def _check_cost(reward: str, cost: str, sums: Mapping[str, Sequence[Term]]) -> None:
+    """Passes if the cost of the constraint is a term of a reward, with a weight above 0, and something else is rewarded.
+
+    Raises:
+        ConfigError: it is not; tells the nearest name.
+    """
+    weights = defaultdict[str, list[float]](list)
+    for terms in sums.values():
+        for term in terms:
+            weights[term.label].append(term.weight)
+    if cost not in weights:
+        raise ConfigError(f"constraint.cost={cost} is no term of reward={reward}; {nearest_names(cost, weights)}")
+    if min(weights[cost]) <= 0:
+        raise ConfigError(
+            f"constraint.cost={cost}: its weight in the reward is {min(weights[cost]):g}, and the cost is the term's value "
+            "times its weight; write it with a weight above 0, such as 1: it is not rewarded"
+        )
+    if len(weights) == 1:
+        raise ConfigError(f"constraint.cost={cost} is all that reward={reward} has; add what is to be learnt")
+
+
+def _penalty(config: TrainConfig) -> Iterator[Stage]:
+    """The multiplier follows the mean cost of the batch, and then weighs the costs."""
+    rests = f"λ rests in the first {config.critic.warmup_steps} steps" if config.critic.warmup_steps else ""
+    yield Stage("multiplier", "constraint", "follow", "check", "train", when=rests)
+    yield Stage("penalty", "constraint", "penalise", "pass", "train")
 
 
 def _judge(actor: TrainEngineConfig, name: str, wanted: FrozenModel) -> Resident:
-    """The model that a reward asks for."""
+    """The model that a reward asks for. One that writes sits on rank 0, in an engine that reads its weights itself."""
     engine = _frozen(actor, wanted)
+    if wanted.head == "text":
+        return Resident(name, dataclasses.replace(engine, backend="fsdp:d1", offload=False), "text")
     if wanted.backend is None:
-        return Resident(name, engine, wanted.head)
+        return with_adapter(Resident(name, engine, wanted.head))
     key = f"reward {name!r}: backend"
     layout, written = parse_layout(wanted.backend, key), f"{key}={wanted.backend}"
     refuse([*fewer_ranks_problems(layout, written, actor), *layout_problems(layout, written, actor)])
-    return Resident(name, engine, wanted.head, key=key)
+    return with_adapter(Resident(name, engine, wanted.head, key=key))
 
 
 def _distillation(config: DistillConfig) -> RunPlan:
@@ -313,7 +423,7 @@ def _supervised(config: SFTConfig | RewardModelConfig) -> RunPlan:
         Stage("update", "learner", method, "update", "train", ("actor",)),
         *_keeping(config, ("actor",), (actor,)),
     )
-    return RunPlan((actor,), stages, paired=method == "train_pairs")
+    return RunPlan((actor,), stages, paired=method in ("train_pairs", "train_safety"))
 
 
 def _pass(name: str, role: str, call: str, resident: str) -> Stage:

@@ -14,6 +14,7 @@ from tandem.api.activity import activity
 from tandem.api.team import Team
 from tandem.config.arithmetic import placement
 from tandem.config.backend import parse_layout
+from tandem.config.devices import DeviceMap, devices_of
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.engines.inference.build import engine_threads, servers_here
@@ -35,14 +36,19 @@ class Process:
     team: Team = field(default_factory=Team)
     """All ranks of the run."""
 
+    ranks_here: int = 1
+    """Ranks of the run on this machine."""
+
     @property
     def is_main(self) -> bool:
-        """True on rank 0, which alone generates, logs and writes."""
+        """True on rank 0, which alone logs and writes."""
         return self.rank == 0
 
-    def generation_threads(self, placement: str) -> int:
-        """CPU threads for an engine: those of all ranks here where they wait for it (*colocate*), else this one's."""
-        return self.shared_threads or self.threads if placement == "colocate" else self.threads
+    def generation_threads(self, placement: str, engines: int) -> int:
+        """CPU threads for one of so many engines of the run: its part of those of all ranks, which wait for the engines
+        (*colocate*), else those of this rank."""
+        together = min(self.threads * self.world_size // engines, self.shared_threads or self.threads)
+        return together if placement == "colocate" else self.threads
 
 
 def training_threads(config: BaseConfig, threads: int) -> int:
@@ -83,6 +89,18 @@ def choose_device(config: BaseConfig) -> str:
             f"sees {there}; use fewer ranks, or device=cpu"
         )
     return f"cuda:{int(os.environ.get('LOCAL_RANK', 0))}"
+
+
+def devices_here(config: TrainConfig) -> DeviceMap | None:
+    """Which GPUs of this machine the ranks and the servers of a run use; None on a CPU.
+
+    Raises:
+        ConfigError: they are too few, see `map_devices`.
+    """
+    if not uses_gpu(config.device):
+        return None
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", parse_layout(config.actor.backend).ranks))
+    return devices_of(config.rollout, placement(config), ranks=ranks, devices=torch.cuda.device_count())
 
 
 def start_process(config: BaseConfig) -> Process:
@@ -129,4 +147,5 @@ def start_process(config: BaseConfig) -> Process:
     numpy.random.seed(config.seed)
     torch.manual_seed(config.seed)
     torch.use_deterministic_algorithms(config.deterministic)
-    return Process(device, threads, rank, world_size, shared_threads=max(threads, min(cores, threads * ranks_here)))
+    together = max(threads, min(cores, threads * ranks_here))
+    return Process(device, threads, rank, world_size, shared_threads=together, ranks_here=ranks_here)

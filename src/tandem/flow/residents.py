@@ -8,7 +8,6 @@ from typing import Protocol
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.engines import TrainEngine
-from tandem.api.scoring import Score
 from tandem.api.services import NOTHING
 from tandem.config.experiment import TrainConfig
 from tandem.config.train_engine import TrainEngineConfig
@@ -37,12 +36,15 @@ class Open(Protocol):
         ...
 
 
-def open_model(resident: Resident, process: Process, *, optimizer_steps: int = 0) -> TrainEngine:
+def open_model(
+    resident: Resident, process: Process, *, optimizer_steps: int = 0, trunk: TrainEngine | None = None
+) -> TrainEngine:
     """The train engine of a resident, on its ranks; the others reach it there. Collective. ``optimizer_steps``: of the whole
-    run, for the learning rate's schedule.
+    run, for the learning rate's schedule. ``trunk``: the engine of the resident whose trunk it shares.
 
     Raises:
         ConfigError: the model cannot be opened, or laid out as its configuration says.
+        WeightsChanged: that trunk has other numbers.
     """
     assert resident.engine is not None and resident.head != "text", f"{resident.name} has no train engine"
     team = form_team(resident.ranks, process.team)
@@ -55,6 +57,8 @@ def open_model(resident: Resident, process: Process, *, optimizer_steps: int = 0
         key=resident.key,
         trained=resident.changes,
         team=team,
+        adapter=resident.adapter,
+        trunk=trunk.engine if isinstance(trunk, TeamEngine) else trunk,
     )
     if team is process.team:
         return build()
@@ -91,8 +95,8 @@ def open_scores(
         if isinstance(engine, WritingModel):
             roles[planned.name] = WritingRole(planned, engine, process.team)
             continue
-        path, chats = resident.engine.path, type(planned.score).read is Score.read
-        reader = open_reader(path, tokenizer, chats=chats) if process.is_main else None
+        path = resident.engine.path
+        reader = open_reader(path, tokenizer, chats=planned.reads_chats) if process.is_main else None
         vocabulary = Architecture.from_config(read_hf_config(describing(path))).vocab_size
         roles[planned.name] = ScoreRole(planned, engine, reader, vocabulary)
     return roles
@@ -100,7 +104,7 @@ def open_scores(
 
 def _open_writer(config: TrainConfig, engine: TrainEngineConfig, process: Process) -> WritingModel:
     """A judge that writes; its engine starts when it is first needed."""
-    settings = replace(config.rollout.engine, threads=process.generation_threads("colocate"), max_model_len=None)
+    settings = replace(config.rollout.engine, threads=process.generation_threads("colocate", 1), max_model_len=None)
     dtype, threads = resolve_dtype(engine.dtype, process.device), settings.threads or 1
     folder = resolve(engine.path)
     return WritingModel(folder, settings, dtype, process.device, threads=threads, member=process.is_main)
@@ -118,7 +122,7 @@ def open_reader(path: str, actor: PreTrainedTokenizerBase, *, chats: bool = True
     if chats:
         check_chat_template(own)
     context = Architecture.from_config(read_hf_config(folder)).max_position_embeddings
-    return ModelReader(own, same_tokens=differing_token(own, actor) is None, max_length=context)
+    return ModelReader(own, same_tokens=differing_token(own, actor) is None, max_length=context, actor=actor)
 
 
 def open_reference(

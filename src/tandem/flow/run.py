@@ -1,7 +1,7 @@
 """Runs the stages of a plan: `call`, `get` and `free`, the three verbs of every runner."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -23,8 +23,8 @@ class Runner(ABC):
         """Wakes what the stage of this name needs, for work that is not called through `call`. Collective."""
 
     @abstractmethod
-    def learn(self, work: Mapping[str, Work]) -> None:
-        """From now on it runs these stages too. ``work``: what each does, by its name."""
+    def exchange(self, gone: Iterable[str], work: Mapping[str, Work]) -> None:
+        """Stages of these names go, and others come. ``work``: what each does, by its name."""
 
     @abstractmethod
     def get(self, handle: Any) -> Any:
@@ -61,8 +61,10 @@ class LocalRunner(Runner):
         with self._around(stage), self._residency.making(stage.name):
             return self._work[stage.name](*handles)
 
-    def learn(self, work: Mapping[str, Work]) -> None:
-        """Calls them as the others."""
+    def exchange(self, gone: Iterable[str], work: Mapping[str, Work]) -> None:
+        """Calls those that come as the others."""
+        for name in gone:
+            del self._work[name]
         self._work.update(work)
 
     def get(self, handle: Any) -> Any:

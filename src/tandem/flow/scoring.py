@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +19,10 @@ from tandem.config.errors import ConfigError
 from tandem.data.encoding import TEMPLATE_ERRORS, ChatEncoder, Encoded
 from tandem.flow.plan import PlannedScore, RunPlan, Stage
 from tandem.flow.run import Runner
-from tandem.flow.writing import WritingRole
+from tandem.flow.steps import last_tokens, step_spans
+from tandem.flow.writing import Judged, WritingRole
+from tandem.rewards.combination import Combination, Scored, is_open
+from tandem.rewards.written import Written
 from tandem.rollout.failure_budget import FailureLog, least_samples, too_few
 
 T = TypeVar("T")
@@ -27,18 +31,42 @@ T = TypeVar("T")
 class ModelReader:
     """Reads samples in the tokens of one model; see `tandem.api.scoring.Reader`."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, same_tokens: bool, max_length: int):
-        self.tokenizer, self.same_tokens, self.max_length = tokenizer, same_tokens, max_length
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        same_tokens: bool,
+        max_length: int,
+        actor: PreTrainedTokenizerBase | None = None,
+    ):
+        """``actor``: the tokenizer of whoever wrote the samples, to find steps among its tokens."""
+        self.tokenizer, self.same_tokens, self.max_length, self.actor = tokenizer, same_tokens, max_length, actor
         self._chat = ChatEncoder(tokenizer, max_length=max_length)
 
     def conversation(self, sample: Sample, row: Mapping[str, Any]) -> dict[str, Any]:
         """Implements `Reader.conversation`: the messages of the sample, or those of its row and the completion."""
-        messages = list(sample.messages)
-        if not messages:
-            if not row.get("messages"):
-                raise DataFailure("no_messages", "the workflow gave a sample without messages, and its row has none")
-            messages = [*row["messages"], {"role": "assistant", "content": sample.completion_text}]
-        return self.chat(messages)
+        return self.chat(_messages(sample, row))
+
+    def steps(
+        self, sample: Sample, row: Mapping[str, Any], separator: str, *, marker: str = "", place: bool = False
+    ) -> dict[str, Any]:
+        """Implements `Reader.steps`. A reply without words is one step, which ends with the last token."""
+        *prompt, reply = _messages(sample, row)
+        text = str(reply.get("content") or "")
+        spans = step_spans(text, separator)
+        if spans:
+            steps = [text[start:end] for start, end in spans]
+            encoded, ends = self._chat.steps(prompt, steps, "" if marker else separator, marker)
+            fields = _fields(encoded)
+        else:
+            fields, spans = self.chat([*prompt, reply]), [(0, len(text))]
+            ends = [len(fields["input_ids"]) - 1]
+        fields["step_end"] = [i in set(ends) for i in range(len(fields["input_ids"]))]
+        if place:
+            assert self.actor is not None, "the run gives the actor's tokenizer"
+            behind = [end for _, end in spans]
+            fields["step_tokens"] = last_tokens(self.actor, sample.trajectories[-1], text, behind)
+        return fields
 
     def chat(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """The fields of `conversation` for these messages, of which the last is the reply."""
@@ -76,6 +104,14 @@ class ModelReader:
         return {name: getattr(last, name) for name in names}
 
 
+def _messages(sample: Sample, row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    if sample.messages:
+        return list(sample.messages)
+    if not row.get("messages"):
+        raise DataFailure("no_messages", "the workflow gave a sample without messages, and its row has none")
+    return [*row["messages"], {"role": "assistant", "content": sample.completion_text}]
+
+
 def _fields(encoded: Encoded) -> dict[str, Any]:
     return {"input_ids": encoded.ids, "loss_mask": encoded.mask, "temperature": 1.0}
 
@@ -91,10 +127,6 @@ class ScoreRole:
         """The sequence that the model reads for a sample, or the failure that says why it cannot. Rank 0."""
         assert self.reader is not None, "rank 0 reads"
         planned = self.planned
-        if planned.name in sample.rewards:
-            raise ConfigError(
-                f"two rewards are called {planned.name!r}: a model's, and a part of another reward; rename one of them"
-            )
         try:
             sequence = _called(planned, planned.score.read, sample=sample, row=row, reader=self.reader)
         except DataFailure as failure:
@@ -117,6 +149,10 @@ class ScoreRole:
             wrong = f"must give input_ids and loss_mask of one length above 0; it gave {sizes[0]} and {sizes[1]}"
         elif not 0 <= min(map(int, sequence["input_ids"])) <= max(map(int, sequence["input_ids"])) < self.vocabulary:
             wrong = f"gave a token that the model does not have; it has {self.vocabulary}"
+        elif self.planned.score.per_step and (
+            not {"step_end", "step_tokens"} <= set(sequence) or sum(sequence["step_end"]) != len(sequence["step_tokens"])
+        ):
+            wrong = "must give step_end, and as many step_tokens, as reader.steps(…, place=True) does"
         if wrong:
             raise UserCodeFailed(f"reward {self.planned.name!r} ({self.planned.term.name}): read {wrong}")
 
@@ -128,11 +164,11 @@ class ScoreRole:
         """
         planned = self.planned
         values = _called(planned, planned.score.score, batch=batch, model=self.engine)
-        if not isinstance(values, torch.Tensor) or values.shape != (num_sequences(batch),):
+        per_step = planned.score.per_step
+        count, what = (int(batch["step_end"].sum()), "step") if per_step else (num_sequences(batch), "sequence")
+        if not isinstance(values, torch.Tensor) or values.shape != (count,):
             given = list(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
-            raise UserCodeFailed(
-                f"reward {planned.name!r} must give one score for each sequence, [{num_sequences(batch)}]; it gave {given}"
-            )
+            raise UserCodeFailed(f"reward {planned.name!r} must give one score for each {what}, [{count}]; it gave {given}")
         return values.detach().float().cpu()
 
 
@@ -142,40 +178,57 @@ def _called(planned: PlannedScore, function: Callable[..., T], **named: Any) -> 
 
 
 class GroupScorer:
-    """Gives finished groups the rewards that need a model, one model after another. It is false while there are none."""
+    """Gives finished groups the rewards that need a model, one model after another, and then whatever of the reward is added
+    when the batch is there. It is false while nothing is."""
 
     def __init__(
         self,
         plan: RunPlan,
         roles: Mapping[str, ScoreRole | WritingRole],
+        combination: Combination,
         runner: Runner,
         team: Team,
         min_group_size: int | None,
     ):
-        self.plan, self.roles, self.runner, self.team, self.min_group_size = plan, roles, runner, team, min_group_size
+        self.plan, self.roles, self.combination, self.runner, self.team = plan, roles, combination, runner, team
+        self.min_group_size = min_group_size
         self._log = FailureLog()
 
     def __bool__(self) -> bool:
-        return bool(self.plan.scores)
+        return any(self.plan.later.values())
 
-    def change(self, plan: RunPlan, roles: Mapping[str, ScoreRole | WritingRole]) -> None:
-        """From now on the rewards are those of another plan."""
+    def change(self, plan: RunPlan, roles: Mapping[str, ScoreRole | WritingRole], *, again: bool) -> None:
+        """From now on the rewards are those of another plan. ``again``: see `Combination.change`."""
+        self.runner.exchange(
+            [planned.stage for planned in self.plan.scores],
+            {planned.stage: roles[planned.name].score for planned in plan.scores},
+        )
         stay = [role.engine for role in roles.values()]
         self._close(role for role in self.roles.values() if not any(role.engine is engine for engine in stay))
         self.plan, self.roles = plan, roles
-        self.runner.learn({planned.stage: roles[planned.name].score for planned in plan.scores})
+        self.combination.change(plan.sums, plan.later, again=again)
 
-    def __call__(self, groups: Sequence[Group]) -> list[Group | DataFailure]:
+    def __call__(self, groups: Sequence[Group], *, training: bool = True) -> list[Group | DataFailure]:
         """The groups with their rewards, or why a group cannot be trained on. Collective; other ranks than 0 bring none.
+        ``training``: see `Combination.add`.
 
         A sample that a model cannot judge leaves its group, as one that failed in its episode does.
         """
-        judged: list[list[Sample | DataFailure]] = [list(group.samples) for group in groups]
+        judged: list[list[Scored | DataFailure]] = [[] for _ in groups]
+        with self.team.together():
+            for i, group in enumerate(groups):
+                judged[i] = [Scored(sample, i, self.plan.sum_of(group.data), group.data) for sample in group.samples]
         for planned in self.plan.scores:
             stage = self.plan.stage(planned.stage)
             assert stage is not None, "the plan has a stage for each score"
-            self._add(planned, stage, groups, judged)
-        return [self._whole(group, samples) for group, samples in zip(groups, judged, strict=True)]
+            if isinstance(planned.score, Written) and planned.score.compares and not training:
+                continue  # evaluation judges each sample by itself
+            self._add(planned, stage, judged)
+        with self.team.together():
+            scored = [one for samples in judged for one in samples if isinstance(one, Scored)]
+            added = iter(self.combination.add(scored, training=training))
+            whole = [[next(added) if isinstance(one, Scored) else one for one in samples] for samples in judged]
+        return [self._whole(group, samples) for group, samples in zip(groups, whole, strict=True)]
 
     def close(self) -> None:
         """Ends the engines of judges that write; idempotent."""
@@ -190,56 +243,48 @@ class GroupScorer:
         """Implements `GroupScorer.generate_again`: a model that scored may have taken the engine's memory."""
         self.runner.prepare("generate")
 
-    def _add(
-        self, planned: PlannedScore, stage: Stage, groups: Sequence[Group], judged: list[list[Sample | DataFailure]]
-    ) -> None:
+    def _add(self, planned: PlannedScore, stage: Stage, judged: list[list[Scored | DataFailure]]) -> None:
         role = self.roles[planned.name]
         if isinstance(role, WritingRole):
-            self._write(planned, stage, groups, judged)
+            self._write(planned, role, stage, judged)
             return
-        places: list[tuple[int, int]] = []
+        asked: list[Scored] = []
         sequences: list[Mapping[str, Any]] = []
 
         def read() -> int:
-            for i, group in enumerate(groups):
-                for j, sample in enumerate(judged[i]):
-                    if not isinstance(sample, Sample) or planned.weight(group.data) is None:
-                        continue
-                    sequence = role.read(sample, group.data)
+            for samples in judged:
+                for j, one in _asked(planned, samples).items():
+                    sequence = role.read(one.sample, one.row)
                     if isinstance(sequence, DataFailure):
-                        judged[i][j] = sequence
+                        samples[j] = sequence
                     else:
-                        places.append((i, j))
-                        sequences.append(sequence)
+                        asked.append(one)
+                        if planned.score.per_step:
+                            one.tokens[planned.name] = list(sequence["step_tokens"])
+                        sequences.append({name: value for name, value in sequence.items() if name != "step_tokens"})
             return len(sequences)
 
         if not self.team.share(read):
             return
-        values = self.runner.call(stage, self.team.share(lambda: pack(sequences)))
-        for (i, j), value in zip(places, values.tolist(), strict=False):  # ranks other than 0 have no places
-            judged[i][j] = _with_score(judged[i][j], planned, value, planned.weight(groups[i].data))
+        values = iter(self.runner.call(stage, self.team.share(lambda: pack(sequences))).tolist())
+        for one in asked:  # ranks other than 0 have asked nothing
+            count = len(one.tokens[planned.name]) if planned.score.per_step else 1
+            one.values[planned.name] = list(islice(values, count))
 
     def _write(
-        self, planned: PlannedScore, stage: Stage, groups: Sequence[Group], judged: list[list[Sample | DataFailure]]
+        self, planned: PlannedScore, role: WritingRole, stage: Stage, judged: list[list[Scored | DataFailure]]
     ) -> None:
-        """Adds what a judge writes to the samples that stand; rank 0 alone has any."""
-        chosen = [i for i, group in enumerate(groups) if planned.weight(group.data) is not None]
-        standing = {i: [j for j, sample in enumerate(judged[i]) if isinstance(sample, Sample)] for i in chosen}
-        found = {i: tuple(sample for sample in judged[i] if isinstance(sample, Sample)) for i in chosen}
-        asked = [replace(groups[i], samples=samples) for i, samples in found.items() if samples]
-        if not self.team.share(lambda: len(asked)):
+        """Takes what a judge writes of samples, which rank 0 alone has."""
+        with self.team.together():
+            asked = [_asked(planned, samples, together=role.written.compares) for samples in judged]
+        scored = [list(some.values()) for some in asked if some]
+        groups = [Group(tuple(one.sample for one in some), data=some[0].row) for some in scored]
+        if not self.team.share(lambda: len(groups)):
             return
-        verdicts = iter(self.runner.call(stage, asked))
-        for i in (i for i, places in standing.items() if places):
-            for j, one in zip(standing[i], next(verdicts), strict=True):
-                sample = judged[i][j]
-                if isinstance(one.value, DataFailure):
-                    judged[i][j] = one.value
-                    continue
-                scored = _with_score(sample, planned, one.value, planned.weight(groups[i].data))
-                if isinstance(scored, Sample) and one.written:
-                    scored = replace(scored, written={**scored.written, planned.name: one.written})
-                judged[i][j] = scored
+        verdicts = iter(self.runner.call(stage, groups))
+        for samples, some in zip(judged, asked, strict=True):
+            for (j, one), verdict in zip(some.items(), next(verdicts) if some else (), strict=True):
+                samples[j] = _with_verdict(one, planned.name, verdict)
 
     def _whole(self, group: Group, samples: Sequence[Sample | DataFailure]) -> Group | DataFailure:
         fine = tuple(sample for sample in samples if isinstance(sample, Sample))
@@ -259,11 +304,26 @@ class GroupScorer:
         return replace(group, samples=fine, failures=reasons)
 
 
-def _with_score(
-    sample: Sample | DataFailure, planned: PlannedScore, value: float, weight: float | None
-) -> Sample | DataFailure:
-    assert isinstance(sample, Sample) and weight is not None, "only samples that stand and have this reward are scored"
-    if value != value or value in (float("inf"), float("-inf")):
-        return DataFailure("reward_not_finite", f"the model of reward {planned.name!r} gave {value}")
-    weighted = weight * value
-    return replace(sample, reward=sample.reward + weighted, rewards={**sample.rewards, planned.name: weighted})
+def _asked(planned: PlannedScore, samples: Sequence[Scored | DataFailure], *, together: bool = False) -> dict[int, Scored]:
+    """The samples of a group that the model is asked about, by their places: those for which its term counts.
+    ``together``: all that stand, if it counts for one of them, for they are compared.
+
+    Raises:
+        ConfigError: another reward has given one of them a part of that name.
+    """
+    standing = {j: one for j, one in enumerate(samples) if isinstance(one, Scored) and one.reward in planned.rewards}
+    counting = {j: one for j, one in standing.items() if is_open(planned.rewards[one.reward].options, one.raw)}
+    if any(planned.name in one.sample.rewards for one in counting.values()):
+        raise ConfigError(
+            f"two rewards are called {planned.name!r}: a model's, and a part of another reward; rename one of them"
+        )
+    return standing if together and counting else counting
+
+
+def _with_verdict(one: Scored, name: str, verdict: Judged) -> Scored | DataFailure:
+    if isinstance(verdict.value, DataFailure):
+        return verdict.value
+    one.values[name] = [verdict.value]
+    if verdict.words:
+        one.sample = replace(one.sample, words={**one.sample.words, name: verdict.words})
+    return one

@@ -5,23 +5,24 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.failures import InfrastructureFailure
+from tandem.api.failures import InfrastructureFailure, RewardFailure
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.samples import Sample
-from tandem.api.services import NOTHING, Services, factory_of
-from tandem.api.workflow import GeneratesTokens, GroupReward, RewardFn, RewardResult, RolloutWorkflow, messages_for
+from tandem.api.services import Services, factory_of
+from tandem.api.workflow import GeneratesTokens, RewardFn, RewardResult, RolloutWorkflow, messages_for
 from tandem.config.arithmetic import evaluation_gconfig, rewards_of, samples_together, workflow_of
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.generation import GenerationConfig
+from tandem.config.recipes import sum_of, sums_of
 from tandem.config.services import NAMED
-from tandem.config.terms import read_terms
 from tandem.flow.plan import RunPlan
-from tandem.rewards.build import SumReward, build_reward, refuse_only_groups, worker_counts
+from tandem.rewards.build import Judge, SumReward, build_reward, judges_of, refuse_only_groups, worker_counts
 from tandem.rewards.majority import AnswerOnly, MajorityVote
 from tandem.rewards.pool import most_workers
 from tandem.rollout.groups import Compared, FirstSamples, MajorityLabels, WholeGroup, WithGreedyBaseline
@@ -88,7 +89,8 @@ def make_parts(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokenize
     try:
         reward = services.keep(make_reward(config, services))
         if config.evaluate.every_steps:
-            refuse_only_groups(config.reward, reward.default)
+            for spec in sums_of(config.reward):
+                refuse_only_groups(spec, reward.by_name[spec])
         workflow = training_workflow(config, plan, services, reward)
         examiner = make_workflow(config, services, reward, evaluation_gconfig(config))
         refuse_unused(config, services)
@@ -122,39 +124,62 @@ def refuse_unused(config: TrainConfig, services: Services) -> None:
 class RewardBySource(RewardFn):
     """Gives each row to the reward of its data set. ``vote``: who judges in training instead, where there are no labels."""
 
-    def __init__(
-        self,
-        default: RewardFn,
-        by_name: Mapping[str, RewardFn],
-        vote: MajorityVote | None = None,
-        made: Mapping[str, RewardFn | GroupReward] = NOTHING,
-    ):
-        """``made``: the terms of the default by their spelling."""
-        self.default, self.by_name, self.vote, self.made = default, by_name, vote, made
-        self._gone: list[RewardFn | GroupReward] = []
+    def __init__(self, default: str, by_name: Mapping[str, RewardFn], vote: MajorityVote | None = None):
+        """``default``: the reward of rows whose data set names none. ``by_name``: every sum that judges rows."""
+        self._judges = (default, by_name)  # one object: while it is changed, episodes read it in another thread
+        self.vote = vote
+        self._gone: list[Judge] = []
         self._waits = (0, 0.0, 0.0)  # since the last call of `metrics`: samples, seconds of all of them, of the slowest
 
+    @property
+    def default(self) -> str:
+        """The reward of rows whose data set names none."""
+        return self._judges[0]
+
+    @property
+    def by_name(self) -> Mapping[str, RewardFn]:
+        """Every sum that judges rows."""
+        return self._judges[1]
+
     def change(self, other: "RewardBySource") -> None:
-        """From now on it judges as the other one, which shares terms with it. Episodes may still be in a term that is gone,
-        so that is closed at the end."""
-        self._gone += [term for spelling, term in self.made.items() if spelling not in other.made]
-        self.default, self.by_name, self.made = other.default, other.by_name, other.made
+        """From now on it judges as the other one, which may share terms with it. Episodes may still be in a reward that is
+        gone, so that is closed at the end."""
+        self._gone += self.judges
+        self._judges = other._judges
+
+    @property
+    def judges(self) -> list[Judge]:
+        """The terms of all sums, each once."""
+        every = (reward.judges if isinstance(reward, SumReward) else [reward] for reward in self.by_name.values())
+        return list({id(judge): judge for judges in every for judge in judges}.values())
 
     @property
     def reads_messages(self) -> bool:  # type: ignore[override]
         """True if a reward reads the conversation."""
-        return any(reward.reads_messages for reward in (self.default, *self.by_name.values()))
+        return any(reward.reads_messages for reward in self.by_name.values())
+
+    @property
+    def samples(self) -> int:
+        """Samples judged since the last call of `metrics`."""
+        return self._waits[0]
 
     def of(self, row: Mapping[str, Any]) -> RewardFn:
-        """The reward of a row."""
-        name = row.get("reward_name")
-        return self.by_name[name] if name else self.default
+        """The reward of a row.
+
+        Raises:
+            ConfigError: the row names no recipe (`tandem.config.recipes`).
+        """
+        default, by_name = self._judges
+        return by_name[sum_of(row, default)]
 
     async def __call__(
         self, *, row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]] = (), **rest: Any
     ) -> RewardResult:
         """Implements `RewardFn.__call__`."""
-        began, reward = time.perf_counter(), self.of(row)
+        try:
+            began, reward = time.perf_counter(), self.of(row)
+        except ConfigError as error:
+            raise RewardFailure("unknown_recipe", str(error)) from error
         try:
             return await reward(row=row, **rest, **messages_for(reward, messages))
         finally:
@@ -165,25 +190,24 @@ class RewardBySource(RewardFn):
     @property
     def compares(self) -> bool:
         """True if the reward of any row has a term that judges the samples of a prompt together."""
-        return any(getattr(reward, "together", ()) for reward in (self.default, *self.by_name.values()))
+        return any(getattr(reward, "together", ()) for reward in self.by_name.values())
 
-    async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[dict[str, float]]:
-        """The parts of such terms for each sample, by the reward of the row."""
+    async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[RewardResult]:
+        """What such terms add to each sample's reward, by the reward of the row."""
         reward = self.of(row)
-        return await reward.compare(samples, row) if isinstance(reward, SumReward) else [{} for _ in samples]
+        return await reward.compare(samples, row) if isinstance(reward, SumReward) else [RewardResult(0.0) for _ in samples]
 
     def metrics(self) -> dict[str, float]:
         """Seconds until the reward was there, for the samples judged since the last call, and what the rewards count
         themselves. Empty if there were none."""
         (samples, total_s, longest_s), self._waits = self._waits, (0, 0.0, 0.0)
         times = {"time/judge_s": total_s / samples, "time/judge_max_s": longest_s} if samples else {}
-        rewards = dict.fromkeys((self.default, *self.by_name.values()))
-        return times | {name: value for reward in rewards for name, value in reward.metrics().items()}
+        return times | {name: value for reward in self.by_name.values() for name, value in reward.metrics().items()}
 
     def close(self) -> None:
         """Closes all of them."""
-        for reward in {id(reward): reward for reward in (self.default, *self.by_name.values(), *self._gone)}.values():
-            reward.close()
+        for judge in {id(judge): judge for judge in (*self.judges, *self._gone)}.values():
+            judge.close()
         if self.vote is not None:
             self.vote.close()
 
@@ -195,14 +219,19 @@ def check_rows(reward: RewardBySource, rows: Iterable[Mapping[str, Any]]) -> Non
     reason when it is drawn.
 
     Raises:
-        ConfigError: the first row of a data set lacks a column, an answer, a number; says what is there.
+        ConfigError: the first row of a data set lacks a column, an answer, a number; says what is there. Or a row, whichever
+            it is, names no recipe.
     """
     seen: set[str] = set()
     unfit: dict[str, tuple[int, int, str]] = {}
     for number, row in enumerate(rows if reward.vote is None else (), 1):
         source, is_first = row["source"], row["source"] not in seen
         seen.add(source)
-        check = getattr(reward.of(row), "check_row", None)
+        try:
+            judge = reward.of(row)
+        except ConfigError as error:
+            raise ConfigError(f"row {number} (data set {source!r}): {error}") from error
+        check = getattr(judge, "check_row", None)
         try:
             if check is not None:
                 check(row)
@@ -229,23 +258,12 @@ def make_reward(config: TrainConfig, services: Services | None = None) -> Reward
         ConfigError: see `build_reward`; or `reward_workers` is set, and no reward runs in workers, or all that do say
             themselves how many they have.
     """
-    timeout_s, workers = config.reward_timeout_s, config.reward_workers or most_workers(samples_together(config))
-    made: dict[str, RewardFn | GroupReward] = {}
-    by_name = {
-        spec: build_reward(
-            spec,
-            timeout_s=timeout_s,
-            workers=workers,
-            models_later=True,
-            services=services,
-            made=made if spec == config.reward else None,
-        )
-        for spec in rewards_of(config)
-    }
-    default = by_name[config.reward]
-    vote = MajorityVote(timeout_s=timeout_s, workers=workers) if config.algorithm.labels == "majority" else None
-    reward = RewardBySource(default, by_name, vote, made)
-    counts = {count for one in (default, *by_name.values()) for count in worker_counts(one)}
+    by_name = {spec: _maker(config, services)(spec) for spec in rewards_of(config)}
+    vote = None
+    if config.algorithm.labels == "majority":
+        vote = MajorityVote(timeout_s=config.reward_timeout_s, workers=_workers(config))
+    reward = RewardBySource(config.reward, by_name, vote)
+    counts = {count for one in by_name.values() for count in worker_counts(one)}
     if config.reward_workers not in (None, *counts) and vote is None:
         reward.close()
         why = "says itself how many workers it has" if counts else "runs inside the run and has no worker processes"
@@ -255,32 +273,47 @@ def make_reward(config: TrainConfig, services: Services | None = None) -> Reward
     return reward
 
 
+def _workers(config: TrainConfig) -> int:
+    """Most processes of a term of the reward on this rank."""
+    return config.reward_workers or most_workers(samples_together(config, here=True))
+
+
+def _maker(config: TrainConfig, services: Services | None) -> Callable[..., RewardFn]:
+    """Makes a sum that judges rows of the run."""
+    return partial(
+        build_reward,
+        timeout_s=config.reward_timeout_s,
+        workers=_workers(config),
+        models_later=True,
+        services=services,
+        cost=config.constraint.cost,
+    )
+
+
 def changed_reward_of(config: TrainConfig, parts: EpisodeParts) -> RewardBySource:
-    """The run's reward with the default that ``config`` names now. What the present one has of its terms is shared; what is
-    new is closed again if one of them cannot be made.
+    """The run's reward with the default that ``config`` names now, a sum as the present one. Terms that stay are shared
+    with the present one; those that are new are closed again if one of them cannot be made.
 
     Raises:
         ConfigError: see `build_reward`.
     """
-    present, made = parts.reward, dict(parts.reward.made)
-    workers = config.reward_workers or most_workers(samples_together(config))
-    options = {"timeout_s": config.reward_timeout_s, "workers": workers, "models_later": True, "services": parts.services}
+    present = parts.reward
+    made = judges_of(present.default, present.by_name[present.default])
     try:
-        default = build_reward(config.reward, **options, made=made)  # type: ignore[arg-type]
+        default = _maker(config, parts.services)(config.reward, made=made)
     except BaseException:
-        close_new(present, made)
+        close_new(present, made.values())
         raise
-    spellings = {term.spelling for term in read_terms(config.reward)}
     named = {spec: present.by_name[spec] for spec in rewards_of(config) if spec != config.reward}
-    used = {spelling: term for spelling, term in made.items() if spelling in spellings}
-    return RewardBySource(default, named, present.vote, used)
+    return RewardBySource(config.reward, {config.reward: default, **named}, present.vote)
 
 
-def close_new(present: RewardBySource, made: Mapping[str, RewardFn | GroupReward]) -> None:
-    """Closes the terms of ``made`` that the present reward does not have."""
-    for spelling, term in made.items():
-        if spelling not in present.made:
-            term.close()
+def close_new(present: RewardBySource, judges: Iterable[Judge]) -> None:
+    """Closes those of the terms that the present reward does not have."""
+    there = {id(judge) for judge in present.judges}
+    for judge in judges:
+        if id(judge) not in there:
+            judge.close()
 
 
 class FunctionWorkflow(RolloutWorkflow):
@@ -396,6 +429,24 @@ def _refuse_comparing(config: TrainConfig, plan: RunPlan, whole: bool) -> None:
         raise ConfigError(f"{why}, so gconfig.n_samples must be at least 2, got {config.gconfig.n_samples}")
 
 
+def refuse_compared_later(config: TrainConfig, plan: RunPlan, reward: RewardFn) -> None:
+    """Passes if no term that judges a group has options or opens the gate of another one. For runs that finish groups behind
+    the terms that count when the batch is there.
+
+    Raises:
+        ConfigError: one does.
+    """
+    together = {t.label for one in getattr(reward, "by_name", {}).values() for t, _ in getattr(one, "together", ())}
+    needed = (name for terms in plan.later.values() for t in terms for name in (t.label, t.options.gate_name))
+    name = next((name for name in needed if name in together), None)
+    if name is not None:
+        why = f"workflow={config.workflow}" if config.algorithm.update_samples is None else "algorithm.update_samples"
+        raise ConfigError(
+            f"reward {name!r} compares the samples of a prompt, and with {why} it does so when options and gates have "
+            "counted already: leave normalise, clip and gate of this term out, and let it open no gate"
+        )
+
+
 def training_workflow(config: TrainConfig, plan: RunPlan, services: Services, reward: RewardFn) -> RolloutWorkflow:
     """`n_samples` of the workflow for each prompt, or the workflow itself where it makes the whole group; and whatever the
     algorithm does with them together: a vote instead of the reward, training on a part of them, a greedy baseline.
@@ -421,7 +472,9 @@ def training_workflow(config: TrainConfig, plan: RunPlan, services: Services, re
             f"algorithm.advantage={algorithm.advantage.name} compares with a greedy answer of one sample, and "
             f"workflow={config.workflow} makes a whole group; use algorithm.advantage=grpo, or a workflow of one sample"
         )
-    later = bool(plan.scores) and (one.reads_scores or algorithm.update_samples is not None)
+    later = any(plan.later.values()) and (one.reads_scores or algorithm.update_samples is not None)
+    if later:
+        refuse_compared_later(config, plan, reward)
     group = (
         WholeGroup(one, smallest, finish_later=later)
         if whole

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from tandem.api.engines import InferenceEngine, TrainEngine
 from tandem.api.team import Team
 from tandem.api.workflow import RolloutWorkflow
-from tandem.config.arithmetic import max_token_age, placement
+from tandem.config.arithmetic import generating_ranks, max_token_age, placement
 from tandem.config.experiment import TrainConfig
 from tandem.data.curriculum import Curriculum
 from tandem.data.loader import Loader
@@ -20,7 +20,7 @@ from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.remote.kept import Keeping
 from tandem.flow.critic import Models
 from tandem.flow.delivery import make_proof, make_publisher, weights_folder
-from tandem.flow.meter import EngineMeter
+from tandem.flow.meter import EngineMeter, of_all_ranks
 from tandem.flow.parts import Rows, make_loader, make_rollout
 from tandem.flow.plan import RunPlan, Stage, plan_run
 from tandem.flow.process import Process
@@ -31,12 +31,15 @@ from tandem.flow.scoring import GroupScorer, ScoreRole
 from tandem.flow.services import EpisodeParts, RewardBySource, make_parts
 from tandem.flow.sleep_plan import AGAIN, BEGIN
 from tandem.flow.state_parts import sleep_plan_here
+from tandem.flow.team import form_generators
 from tandem.flow.writing import WritingRole
 from tandem.launch.rank import kept_servers
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
 from tandem.proof.verification import Verifier
+from tandem.rewards.combination import Combination
 from tandem.roles.actor import Actor
+from tandem.roles.constraint import Constraint
 from tandem.roles.critic import Critic, SharedCritic
 from tandem.roles.parts import AlgorithmParts
 from tandem.roles.reference import Reference
@@ -49,7 +52,7 @@ from tandem.weights.publisher import WeightPublisher
 
 @dataclass(frozen=True)
 class Session:
-    """Everything that the loop uses. On ranks other than 0 ``engine`` is None: one rank generates for all."""
+    """Everything that the loop uses. ``engine`` is None on ranks that do not generate."""
 
     tokenizer: PreTrainedTokenizerBase
     loader: Loader | Curriculum
@@ -59,6 +62,7 @@ class Session:
     reference: Reference | None
     teacher: Teacher | None
     critic: Critic | SharedCritic | None
+    constraint: Constraint | None
     engine: InferenceEngine | None
     rollout: Rollout
     reward: RewardBySource
@@ -71,8 +75,14 @@ class Session:
     residency: Residency
     runner: Runner
     scorer: GroupScorer
+    combination: Combination
     team: Team
     """All ranks."""
+
+    def measured(self) -> dict[str, float]:
+        """What engines and rewards have measured since the last call, of all ranks that generate. Collective."""
+        samples = self.reward.samples
+        return of_all_ranks(self.team.gather((samples, {**self.meter.metrics(), **self.reward.metrics()})))
 
     @property
     def models(self) -> Models:
@@ -100,6 +110,7 @@ def open_session(
     assert plan.algorithm is not None, "every plan of such a run has an algorithm"
     timer = PhaseTimer()
     residency = make_residency(config, plan, timer)
+    generators = form_generators(generating_ranks(config), process.team, config.rollout.wait_timeout_s)
     with contextlib.ExitStack() as stack:
         with process.team.together(), residency.making(AGAIN):
             parts = parts or make_parts(config, plan, load_tokenizer(folder))
@@ -122,9 +133,9 @@ def open_session(
             meter = EngineMeter(engine)
             work: dict[str, Callable[..., Any]] = {}
             runner = LocalRunner(work, lambda stage: _measured(stage, timer, meter), residency)
-            scorer = GroupScorer(plan, scores, runner, process.team, config.rollout.min_group_size)
+            scorer = make_scorer(config, plan, scores, runner, process.team)
             stack.callback(scorer.close)
-            rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team)
+            rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team, generators)
             stack.callback(rollout.close)
         session = Session(
             tokenizer=tokenizer,
@@ -135,6 +146,7 @@ def open_session(
             reference=reference,
             teacher=teacher,
             critic=critic,
+            constraint=None if config.constraint.cost is None else Constraint(config.constraint),
             engine=engine,
             rollout=rollout,
             reward=parts.reward,
@@ -147,9 +159,11 @@ def open_session(
             residency=residency,
             runner=runner,
             scorer=scorer,
+            combination=scorer.combination,
             team=process.team,
         )
         work |= _work(session, scores)
+        del scores  # a reward that goes while the run goes on takes its model along
         yield session
 
 
@@ -176,6 +190,10 @@ def _work(session: Session, scores: Scores) -> dict[str, Callable[..., Any]]:
             return actor.rest(batch) | {"actor/rests": 1.0}
         return actor.ppo_update(batch) | {"actor/rests": 0.0}
 
+    def follow(batch: TensorDict) -> dict[str, float]:
+        assert session.constraint is not None, "the plan has a constraint"
+        return session.constraint.follow(batch, rests=session.critic is not None and session.critic.warming_up)
+
     def publish() -> dict[str, float]:
         published = session.publisher.publish()
         return {f"time/{name}": published[name] for name in ("prepare_s", "pause_s", "recompute_s")}
@@ -188,6 +206,7 @@ def _work(session: Session, scores: Scores) -> dict[str, Callable[..., Any]]:
     work: dict[str, Callable[..., Any]] = {
         "generate": lambda: session.rollout.prepare_batch(session.loader, session.workflow),
         "verify": lambda batch: session.verifier.verify_if_due(batch, session.publisher.version.number + 1),
+        "multiplier": follow,
         "update": update,
         "refresh": refresh,
         "publish": publish,
@@ -215,12 +234,18 @@ def open_models(
     assert policy is not None, "every plan has an actor"
     optimizer_steps = (steps - config.critic.warmup_steps) * config.actor.mini_batches * config.actor.epochs_per_batch
     trainer = residency.open(policy, process, optimizer_steps=optimizer_steps)
-    reference = open_reference(plan, process, trainer, residency.open)
     critic = open_critic(plan, config, process, trainer, steps, tokenizer, residency.open)
+    reference = open_reference(plan, process, trainer, residency.open)
     teacher = None if judge is None else Teacher(residency.open(judge, process))
     scores = open_scores(config, plan, process, tokenizer, residency)
     residency.enter(BEGIN)
     return trainer, reference, critic, teacher, scores
+
+
+def make_scorer(config: TrainConfig, plan: RunPlan, roles: Scores, runner: Runner, team: Team) -> GroupScorer:
+    """What adds the terms of the reward that need a model or the whole batch."""
+    combination = Combination(plan.sums, plan.later, cost=config.constraint.cost)
+    return GroupScorer(plan, roles, combination, runner, team, config.rollout.min_group_size)
 
 
 def make_residency(config: TrainConfig, plan: RunPlan, timer: PhaseTimer) -> Residency:
@@ -251,17 +276,19 @@ def make_actor(
 
 
 def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -> InferenceEngine | None:
-    """The inference engine, on rank 0."""
-    if not process.is_main:
+    """The inference engine of this rank; None if it does not generate."""
+    ranks = generating_ranks(config)
+    if process.rank not in ranks:
         return None
     kept = kept_servers()
     return build_inference_engine(
         config.rollout,
         folder=folder,
         placement=placement(config),
-        threads=process.generation_threads(placement(config)),
+        threads=process.generation_threads(placement(config), len(ranks)),
         device=process.device,
         deterministic=config.deterministic,
+        ranks=process.ranks_here,
         run_folder=run_path(config.run.root, config.experiment_name, config.trial_name),
         run=run,
         weights_folder=weights_folder(config),

@@ -45,6 +45,9 @@ class Cost:
     keeps_copy: bool = True
     """What was moved out is still there at the next sleep, and is moved again only after a change."""
 
+    opening: int = 0
+    """Bytes that are there besides while its model is opened."""
+
 
 @dataclass(frozen=True)
 class StageNeeds:
@@ -201,7 +204,8 @@ class SleepPlan:
 
     def opening(self, part: Part, state: State) -> Moves:
         """What happens before a model is opened, which sleeps again until a stage needs it."""
-        stage = StageNeeds(f"open {part}", frozenset({part}), each_step=False)
+        passing = ((part, self.parts[part].opening),)
+        stage = StageNeeds(f"open {part}", frozenset({part}), passing=passing, each_step=False)
         asleep = self._make_room(stage, state, self.order)
         state.awake -= set(asleep)
         state.copied |= {part for part in (*asleep, part) if self.parts[part].leaving}

@@ -4,15 +4,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from tandem.api.engines import TrainPart
+from tandem.config.arithmetic import generating_ranks
 from tandem.config.backend import parse_layout
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.preference import DistillConfig, training_config
+from tandem.config.train_engine import TrainEngineConfig
 from tandem.flow.plan import Resident, RunPlan, Stage
 from tandem.flow.process import choose_device
 from tandem.flow.sleep_plan import AGAIN, BEGIN, GIB, Cost, Part, SleepPlan, StageNeeds, moved_bytes
 from tandem.models.footprint import Footprint, adapters_of, cache_bytes, engine_bytes, row_capacity
 from tandem.models.precision import resolve_dtype
-from tandem.models.shape import Dtype, Shape, read_shape
+from tandem.models.shape import BYTES, Dtype, Shape, read_shape
 
 ENGINE = "engine"
 
@@ -51,6 +53,7 @@ def footprint(resident: Resident, shape: Shape, where: Where) -> Footprint:
         trained=resident.trained,
         adapters=adapters_of(config.lora, shape),
         frozen=not resident.changes and layout.zero is None,
+        borrows=resident.trunk_of is not None,
         offload=config.offload,
     )
 
@@ -72,7 +75,7 @@ def sleep_plan(
     for resident in plan.residents:
         if resident.engine is not None and resident.base_of is None:
             if resident.head == "text":
-                parts |= _writer_parts(training, resident.name, read(resident.engine.path), where)
+                parts |= _writer_parts(training, resident.name, resident.engine, read(resident.engine.path), where)
                 continue
             found = footprint(resident, read(resident.engine.path), where)
             ranks = found.layout.ranks if where.cpu else 1  # processes of a CPU share its memory
@@ -80,7 +83,8 @@ def sleep_plan(
             parts |= _parts(resident, found, where, ranks)
     actor = plan.resident("actor")
     assert actor is not None and actor.engine is not None, "every plan has an actor"
-    parts |= _engine_parts(training, read(actor.engine.path), where)
+    engines = len(generating_ranks(training)) if where.cpu else 1  # processes of a CPU share its memory
+    parts |= _engine_parts(training, read(actor.engine.path), where, engines)
     made = SleepPlan(parts, tuple(_stages(config, plan, parts, gradients)), int(training.memory_limit_gib * GIB))
     made.check()
     return made
@@ -99,43 +103,46 @@ def sleep_plan_here(config: BaseConfig, plan: RunPlan) -> SleepPlan | None:
 
 def _parts(resident: Resident, found: Footprint, where: Where, ranks: int) -> dict[Part, Cost]:
     weights, masters = (found.weight_bytes + found.rounded_bytes) * ranks, 4 * found.masters / found.parts * ranks
+    beside = BYTES[found.dtype] * found.trunk if found.borrows else 0
+    written = masters if resident.changes else float(BYTES[found.dtype] * found.beside_base)
     costs: dict[TrainPart, tuple[float, float, float]]
     if not where.cpu:
         costs = {"parameters": (weights, weights, weights), "optimizer": (found.optimizer_bytes,) * 3}
-    else:  # what is frozen is read from its folder again; a rounded copy is made anew
+    else:  # what is frozen is read from its folder again, but for an adapter; a rounded copy is made anew
         moments = found.optimizer_bytes * ranks
         costs = {
-            "parameters": (weights, masters if resident.changes else 0.0, weights - found.rounded_bytes * ranks),
+            "parameters": (weights, written, weights - found.rounded_bytes * ranks),
             "optimizer": (moments, moments, moments),
         }
     return {
-        Part(resident.name, what): Cost(round(size), round(leaving), round(coming), keeps_copy=where.cpu)
+        Part(resident.name, what): Cost(round(size), round(leaving), round(coming), where.cpu, beside)
         for what, (size, leaving, coming) in costs.items()
         if size
     }
 
 
-def _engine_parts(config: TrainConfig, shape: Shape, where: Where) -> dict[Part, Cost]:
-    """The weights, which are delivered anew, and the most that the cache can take."""
+def _engine_parts(config: TrainConfig, shape: Shape, where: Where, engines: int) -> dict[Part, Cost]:
+    """The weights, which are delivered anew, and the most that the cache can take; of so many engines."""
     rollout = config.rollout
     dtype = where.dtype(rollout.dtype)
     if dtype == "bfloat16" and not where.fast_bfloat16:
         dtype = "float32"
-    weights = round(engine_bytes(shape, dtype, cpu=where.cpu))
+    weights = round(engine_bytes(shape, dtype, cpu=where.cpu)) * engines
     samples = config.gconfig.n_samples * max(rollout.batch_size, round(rollout.batch_size * rollout.oversample))
-    rows = min(rollout.engine.max_running, samples)
+    rows = min(rollout.engine.max_running, -(-samples // engines))
     longest = row_capacity(rollout.engine.max_model_len or shape.context)
     cache = min(rollout.engine.kv_cache_gib * GIB, cache_bytes(shape, dtype, rows * longest))
     return {
         Part(ENGINE, "weights"): Cost(weights, 0, weights),
-        Part(ENGINE, "kv_cache"): Cost(round(cache), 0, 0),
+        Part(ENGINE, "kv_cache"): Cost(round(cache) * engines, 0, 0),
     }
 
 
-def _writer_parts(config: TrainConfig, name: str, shape: Shape, where: Where) -> dict[Part, Cost]:
+def _writer_parts(config: TrainConfig, name: str, engine: TrainEngineConfig, shape: Shape, where: Where) -> dict[Part, Cost]:
     """A judge that writes: its engine is read from its folder anew, and its cache is there while it judges."""
-    judge = replace(config, rollout=replace(config.rollout, engine=replace(config.rollout.engine, max_model_len=None)))
-    own = _engine_parts(judge, shape, where)
+    settings = replace(config.rollout.engine, max_model_len=None)
+    rollout = replace(config.rollout, dtype=engine.dtype, engine=settings)
+    own = _engine_parts(replace(config, rollout=rollout), shape, where, 1)
     return {
         Part(name, "parameters"): own[Part(ENGINE, "weights")],
         Part(name, "kv_cache"): own[Part(ENGINE, "kv_cache")],
@@ -150,13 +157,16 @@ def _stages(config: BaseConfig, plan: RunPlan, parts: dict[Part, Cost], gradient
     for resident in plan.residents:
         if resident.changes and resident.engine is not None:
             own = frozenset(part for part in parts if part.resident == resident.name)
-            yield StageNeeds(f"load {resident.name}", own, own, each_step=False)
+            trunk = frozenset({Part(resident.trunk_of, "parameters")}) if resident.trunk_of is not None else frozenset()
+            yield StageNeeds(f"load {resident.name}", own | trunk, own, each_step=False)
     for stage in plan.stages:
         residents = [_owner(plan, name) for name in stage.awake]
         needs = {part for name in residents for part in _needed(stage, name, config) if part in parts}
+        trunks = (plan.resident(name) for name in residents)
+        needs |= {Part(one.trunk_of, "parameters") for one in trunks if one is not None and one.trunk_of is not None}
         changes: set[Part] = set()
         if stage.kind == "update":
-            changes = set(needs)
+            changes = {part for part in needs if part.resident in residents}
         elif stage.name == "refresh":
             changes = {Part("reference", "parameters")}
         elif stage.name == "publish":

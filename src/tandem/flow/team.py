@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,14 @@ def form_team(ranks: Sequence[int], everyone: Team) -> Team:
     """The team of these ranks, of which rank 0 is one. Collective over ``everyone``, all ranks of the run."""
     assert ranks[0] == 0, "rank 0 hands on what a model on some of the ranks gives"
     return everyone if len(ranks) == everyone.size else Team(dist.new_group(list(ranks)))
+
+
+def form_generators(ranks: Sequence[int], everyone: Team, patience_s: float) -> Team | None:
+    """The ranks that generate, for messages beside all that training sends; None if it is one. ``patience_s``: how long a
+    batch may take, which no message gives up before. Collective over ``everyone``."""
+    if len(ranks) == 1 or everyone.size == 1:
+        return None
+    return Team(dist.new_group(list(ranks), backend="gloo", timeout=timedelta(seconds=patience_s + 600)))
 
 
 class TeamEngine(TrainEngine):

@@ -108,7 +108,7 @@ class Judged(NamedTuple):
     """What a judge says of one sample."""
 
     value: float | DataFailure
-    written: tuple[str, ...] = ()
+    words: str = ""
 
 
 class WritingRole:
@@ -174,4 +174,4 @@ class WritingRole:
             result = await reward(row=group.data, **given, **messages_for(reward, sample.messages))  # type: ignore[arg-type]
         except DataFailure as failure:
             return Judged(failure)
-        return Judged(result.value, tuple(text for texts in result.written.values() for text in texts))
+        return Judged(result.value, "\n---\n".join(result.words.values()))

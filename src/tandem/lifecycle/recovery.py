@@ -146,7 +146,7 @@ class Recovery:
             self._begin()
             return None
         with self.team.together():
-            tree = read_tree(path / STATE)
+            tree = UNSAVED | dict(read_tree(path / STATE))
         for name in self._names():
             self._prepare(name)
             with self.team.together():
@@ -188,8 +188,11 @@ class Recovery:
         return found.path
 
 
-SAVED = ("loader", "actor", "trainer", "reference", "critic", "rollout", "publisher")
+SAVED = ("loader", "actor", "trainer", "reference", "critic", "constraint", "rollout", "publisher", "combination")
 """The fields of a session that are parts, where the run has them."""
+
+UNSAVED = {"combination": {"spreads": {}}}
+"""The states that these parts have where a checkpoint says nothing of them."""
 
 LOADS = {"trainer": "load actor", "critic": "load critic", "reference": "load reference", "publisher": "publish"}
 """What is to be awake when these parts are loaded, as stages of the residency."""
@@ -225,7 +228,9 @@ def parts_of_session(
         parts["ledger"] = ledger
     for name in SAVED:
         part = getattr(session, name)
-        if isinstance(part, Stateful):  # none without a reference or a critic; a shared critic is in the trainer
+        if isinstance(
+            part, Stateful
+        ):  # none without a reference, a critic or a constraint; a shared critic is in the trainer
             parts[name] = part
     if tracker is not None:
         parts["tracker"] = tracker

@@ -15,7 +15,7 @@ from tandem.config.load import Resolved, describe, plain_data, to_yaml
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
 from tandem.flow.draw import text
 from tandem.flow.plan import RunPlan
-from tandem.flow.process import Process
+from tandem.flow.process import Process, devices_here
 from tandem.flow.state_parts import sleep_plan_here, told
 from tandem.state.checkpoint import CheckpointFailed, save_checkpoint
 from tandem.state.resuming import Examine, refuse_existing
@@ -50,6 +50,9 @@ def announce(resolved: Resolved[Any], config: BaseConfig, num_rows: int, plan: R
     in words, the models and the stages of a step, and what sleeps between them."""
     print(describe(resolved))
     print(arithmetic(config, num_rows))
+    devices = devices_here(config) if isinstance(config, TrainConfig) else None
+    if devices is not None:
+        print("\n".join(devices.lines()))
     print(text(plan))
     sleeping = sleep_plan_here(config, plan)
     if sleeping is not None:

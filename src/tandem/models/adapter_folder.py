@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from tandem.config.errors import ConfigError
 from tandem.config.lora import LoRAConfig
-from tandem.models.catalog import BUILT_IN, fingerprint, resolve
+from tandem.models.catalog import BUILT_IN, fingerprint, present, resolve
 from tandem.models.catalog import WEIGHTS as WEIGHT_FILES
 from tandem.models.lora import merged
 from tandem.models.streaming import tensors_of
@@ -99,6 +99,39 @@ def read_adapter(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise ConfigError(f"{folder} has no adapter that can be read: {error}") from error
     return {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}, settings
+
+
+class AdapterBeside(NamedTuple):
+    """An adapter in a model's folder, which that model is merged from."""
+
+    folder: Path
+    base: str
+    """Path of the base, as a configuration takes it."""
+
+    dtype: torch.dtype
+    """To which the base was rounded while the adapter was trained."""
+
+    lora: LoRAConfig
+
+
+def adapter_beside(model: Path) -> AdapterBeside | None:
+    """The adapter that Tandem saved with this model, if its base is on this machine as it was then; else None."""
+    folder = model / ADAPTER
+    if not (folder / SETTINGS).is_file():
+        return None
+    try:
+        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+        with safe_open(folder / WEIGHTS, "pt") as file:
+            about = file.metadata() or {}
+        rank, base, modules = int(settings["r"]), str(settings["base_model_name_or_path"]), settings["target_modules"]
+        lora = LoRAConfig(rank, float(settings["lora_alpha"]), tuple(map(str, modules)))
+        dtype = getattr(torch, about["base_dtype"])
+        here = present(base)
+        if here is None or digest_of_base(here) != about["base"] or not isinstance(dtype, torch.dtype):
+            return None
+    except (AttributeError, LookupError, OSError, SafetensorError, TypeError, ValueError, RecursionError):
+        return None
+    return AdapterBeside(folder, base, dtype, lora)
 
 
 class MergedWeights(Mapping[str, torch.Tensor]):

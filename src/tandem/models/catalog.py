@@ -66,6 +66,24 @@ def describing(path: str | os.PathLike[str]) -> Path:
     return _find(path, weights=False)
 
 
+def present(path: str) -> Path | None:
+    """The folder of a model if this machine has it; nothing is downloaded or converted for it."""
+    if Path(path).expanduser().is_dir():
+        return Path(path).expanduser()
+    if path in BUILT_IN:
+        folder = cache_folder() / "models" / path
+        return folder if folder.is_dir() else None
+    if not _HUB_NAME.fullmatch(path):
+        return None
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - only for hub names
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError  # noqa: PLC0415
+
+    try:
+        return Path(snapshot_download(path, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError, OSError):
+        return None
+
+
 def _find(path: str | os.PathLike[str], *, weights: bool) -> Path:
     name = os.fspath(path)
     if name in BUILT_IN and not Path(name).is_dir():

@@ -76,6 +76,9 @@ class Footprint:
     frozen: bool = False
     """Its weights never change, so there is no float32 copy of them."""
 
+    borrows: bool = False
+    """Its frozen weights but for heads and adapters are in another model's memory."""
+
     offload: bool = False
     """Parameters, gradients and moments are in host memory, and layers come to the device as they are computed."""
 
@@ -112,9 +115,22 @@ class Footprint:
     @property
     def base(self) -> int:
         """Frozen parameters without masters: all of a frozen model, and those beside adapters."""
-        if self.frozen:
-            return self.piece.parameters(self.head)
-        return 0 if self.adapters is None else self.parameters - self._new_head
+        if not self.frozen and self.adapters is None:
+            return 0
+        whole = self.parameters - self._new_head + self.beside_base
+        if self.frozen and self.adapters is None:
+            whole = self.piece.parameters(self.head)
+        return whole - (self.trunk if self.borrows else 0)
+
+    @property
+    def beside_base(self) -> int:
+        """Parameters of a frozen model's adapters and of the head that comes with them."""
+        return self.adapters.parameters(self.shape) + self._new_head if self.frozen and self.adapters is not None else 0
+
+    @property
+    def trunk(self) -> int:
+        """All parameters but those of heads and adapters."""
+        return self.piece.parameters("scalar") - self.piece.hidden
 
     @property
     def _new_head(self) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import AutoModelForSequenceClassification, PretrainedConfig
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, PretrainedConfig
 
 from tandem.api.engines import Outputs
 from tandem.config.errors import ConfigError
@@ -30,7 +30,9 @@ class PackedScalarModel(PackedModel):
         is computed once. ``logprobs`` is empty: no logits are computed.
         """
         hidden = self.hidden(input_ids, cu_seqlens, loss_mask)
-        return Outputs(hidden.states.new_zeros(0), scores=self.read_scalar(hidden, self.model.score.weight, len(input_ids)))
+        head = self.model.score
+        scores = self.read_scalar(hidden, head.weight, len(input_ids))
+        return Outputs(hidden.states.new_zeros(0), scores=scores if head.bias is None else scores + head.bias.float())
 
 
 class PackedActorCritic(PackedCausalLM):
@@ -58,8 +60,15 @@ class PackedActorCritic(PackedCausalLM):
 
 
 def is_classifier(config: PretrainedConfig) -> bool:
-    """Whether a folder holds a sequence classifier; else its head is another, or there is none."""
-    return any(name.endswith("ForSequenceClassification") for name in config.architectures or ())
+    """Whether a folder holds a classifier of sequences or tokens; else its head is another, or there is none."""
+    return is_token_classifier(config) or any(
+        name.endswith("ForSequenceClassification") for name in config.architectures or ()
+    )
+
+
+def is_token_classifier(config: PretrainedConfig) -> bool:
+    """True if a folder holds a classifier of tokens, the form of many process reward models."""
+    return any(name.endswith("ForTokenClassification") for name in config.architectures or ())
 
 
 def refuse_classifier(folder: Path, config: PretrainedConfig) -> None:
@@ -70,7 +79,7 @@ def refuse_classifier(folder: Path, config: PretrainedConfig) -> None:
     """
     if is_classifier(config):
         raise ConfigError(
-            f"{folder} holds a sequence classifier ({', '.join(config.architectures or ())}), such as a reward model or a "
+            f"{folder} holds a classifier ({', '.join(config.architectures or ())}), such as a reward model or a "
             "critic: it scores texts and cannot write any; give the folder of a language model"
         )
 
@@ -83,20 +92,36 @@ def refuse_missing(folder: Path, missing: Iterable[str]) -> None:
 
 
 def read_classifier(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
-    """A transformers sequence classifier with one label; its head is 0 where the folder has none.
+    """A transformers sequence classifier with one label; its head is 0 where the folder has none. Of a token classifier, the
+    head is the log-odds of its last label.
 
     Raises:
         ConfigError: more than one label, no usable padding token, or weights that are missing or cannot be read.
     """
+    labels, tokens = config.num_labels, is_token_classifier(config)
     brings_head, padding = prepare_classifier(folder, config)
-    model, missing = read_weights(AutoModelForSequenceClassification, folder, config, dtype)
+    config.num_labels = labels if tokens else 1
+    kind = AutoModelForTokenClassification if tokens else AutoModelForSequenceClassification
+    model, missing = read_weights(kind, folder, config, dtype)
     refuse_missing(folder, set(missing) - (set() if brings_head else {HEAD}))
+    if tokens:
+        model.score = _log_odds(model.score)
     if not brings_head:
         nn.init.zeros_(model.score.weight)
     model.config.pad_token_id = padding
     # a packed batch has no padding; left as it is, the embedding of that token would get no gradient after a reload
     model.model.embed_tokens.padding_idx = None
     return model
+
+
+def _log_odds(head: nn.Linear) -> nn.Linear:
+    """One number from a head of one label, which it is, or of two: by how much the second one is likelier."""
+    found = nn.Linear(head.in_features, 1, device=head.weight.device, dtype=head.weight.dtype)
+    sign = torch.ones(1, 1) if head.out_features == 1 else torch.tensor([[-1.0, 1.0]])
+    with torch.no_grad():
+        found.weight.copy_(sign @ head.weight.float().cpu())
+        found.bias.copy_((sign @ head.bias.float().cpu()) if head.bias is not None else torch.zeros(1))
+    return found
 
 
 def prepare_classifier(folder: Path, config: PretrainedConfig) -> tuple[bool, int]:
@@ -106,10 +131,11 @@ def prepare_classifier(folder: Path, config: PretrainedConfig) -> tuple[bool, in
         ConfigError: it has more labels, or no usable padding token.
     """
     brings_head = is_classifier(config)
-    if brings_head and config.num_labels != 1:
+    if brings_head and config.num_labels != 1 and not (is_token_classifier(config) and config.num_labels == 2):
         raise ConfigError(
             f"{folder} is a classifier with {config.num_labels} labels ({', '.join(map(str, config.id2label.values()))}); "
-            "a reward model or critic has one number, so give a classifier with num_labels=1 or a language model"
+            "a reward model or critic has one number, so give a classifier with num_labels=1, a token classifier of "
+            "wrong and right steps, or a language model"
         )
     config.num_labels = 1
     return brings_head, padding_token(folder, config)

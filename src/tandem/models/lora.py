@@ -8,7 +8,7 @@ that is filled layer by layer on every rank has no common state of.) What is sav
 import contextlib
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -115,6 +115,22 @@ def put_adapters(packed: PackedModel, lora: LoRAConfig, dtype: torch.dtype, seed
             if not parameter.is_meta:
                 parameter.copy_(values[:])
     return drawn
+
+
+def fill_adapters(packed: PackedModel, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Gives adapters, and a head beside them, the numbers of an adapter's file; names are `read_adapter`'s.
+
+    Raises:
+        ConfigError: the file has other tensors than the model.
+    """
+    own = {name: parameter for name, parameter in packed.named_parameters() if name.endswith((A, B)) or name in HEADS}
+    given = {f"model.{name.removesuffix('.weight') if '.lora_' in name else name}": x for name, x in tensors.items()}
+    for name in sorted(own.keys() | given.keys()):
+        if name not in own or name not in given or own[name].shape != given[name].shape:
+            raise ConfigError(f"the adapter and its model do not fit: {name!r} is in one of them alone, or has other shapes")
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(given[name])
 
 
 def adapted(packed: PackedModel) -> dict[str, LoRALinear]:

@@ -24,6 +24,7 @@ from tandem.models.heads import (
     HEAD,
     PackedActorCritic,
     PackedScalarModel,
+    is_token_classifier,
     prepare_classifier,
     refuse_classifier,
 )
@@ -87,6 +88,8 @@ def open_unfilled(
         return None
     config = read_config(folder)
     may_miss: set[str] = set()
+    if head == "scalar" and is_token_classifier(config):
+        return None  # its head is computed from the one in the file
     if head == "scalar":
         brings_head, config.pad_token_id = prepare_classifier(folder, config)
         may_miss = set() if brings_head else {HEAD}

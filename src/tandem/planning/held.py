@@ -31,6 +31,9 @@ class Held(Footprint):
     own: bool = True
     """False: the actor's model without its adapters, which is no second one."""
 
+    trunk_of: str | None = None
+    """The model in whose memory its frozen weights are."""
+
     mini_batches: int = 1
     epochs: int = 1
     entropy: bool = False
@@ -51,13 +54,14 @@ def held(
     head: Head = "lm",
     trained: bool = True,
     changes: bool = True,
+    trunk_of: str | None = None,
     mini_batches: int = 1,
     epochs: int = 1,
     entropy: bool = False,
     key: str = "actor.backend",
 ) -> Held:
     """A model in a training engine of this configuration. ``key``: where its backend was written. ``changes``: False for a
-    model whose weights stay what they are.
+    model whose weights stay what they are. ``trunk_of``: the model whose trunk it shares.
 
     Raises:
         ConfigError: what the engine itself would refuse.
@@ -83,6 +87,8 @@ def held(
         gathers_keys=layout.context > 1 and not exchanges,
         compiled=config.compile,
         frozen=not changes and layout.zero is None,
+        borrows=trunk_of is not None,
+        trunk_of=trunk_of,
         mini_batches=mini_batches,
         epochs=epochs,
         entropy=entropy,

@@ -48,7 +48,7 @@ class Instant:
 
     @property
     def of_first_rank(self) -> float:
-        """Bytes of the rank that holds most: the first one has the embedded engine as well."""
+        """Bytes of the rank that holds most: the first one has an embedded engine as well."""
         return sum(item.each for item in self.items if item.place == "device")
 
     @property

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from tandem.config.arithmetic import max_head_offpolicyness, placement, samples_together
+from tandem.config.arithmetic import generating_ranks, max_head_offpolicyness, placement, samples_together
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import parse_backend
 from tandem.config.preference import DistillConfig, training_config
@@ -52,8 +52,15 @@ class Generator:
     adapter: int = 0
     """Parameters of the adapter that is delivered alone; 0: whole weights are."""
 
+    on_ranks: bool = False
+    """Each is on a rank, and its device, of its own; otherwise all are on the first device."""
+
     foreign: str | None = None
     """Servers of another make, which plan their own memory and whose speed is not known here."""
+
+    def on_device(self, machine: Machine) -> int:
+        """Engines that share a device, or a machine's cores."""
+        return 1 if self.on_ranks and machine.kind == "gpu" else self.engines
 
 
 @dataclass(frozen=True)
@@ -178,6 +185,7 @@ def _held(
         head="lm" if resident.head == "text" else resident.head,  # an engine's weights are those of a frozen model
         trained=resident.trained,
         changes=resident.changes,
+        trunk_of=resident.trunk_of,
         mini_batches=resident.mini_batches,
         epochs=resident.epochs,
         entropy=with_entropy and resident.name == "actor",
@@ -215,9 +223,10 @@ def _saves_beside(config: BaseConfig) -> bool:
 def _generator(config: TrainConfig, actor: Held, machine: Machine, samples: int) -> Generator:
     rollout, shape = config.rollout, actor.shape
     servers = parse_backend(rollout.backend)
-    kinds = {kind for kind, _ in servers or ()}
+    kinds = {one.kind for one in servers or ()}
     foreign = sorted(kinds - {"embedded", "tandem"}) or (["attached"] if servers is not None and not kinds else [])
     delivered = resolved(rollout.dtype, machine)
+    ranks = len(generating_ranks(config))
     episodes = (max_head_offpolicyness(config) + 1) * rollout.batch_size
     if not config.async_training:
         episodes = int(rollout.batch_size * rollout.oversample)
@@ -225,7 +234,8 @@ def _generator(config: TrainConfig, actor: Held, machine: Machine, samples: int)
         shape=shape,
         delivered=delivered,
         dtype="float32" if delivered == "bfloat16" and not machine.fast_bfloat16 else delivered,
-        engines=max(1, sum(count for kind, count in servers or () if kind in ("embedded", "tandem"))),
+        engines=max(ranks, sum(one.count for one in servers or () if one.kind in ("embedded", "tandem"))),
+        on_ranks=ranks > 1,
         own_process=servers is not None or placement(config) == "decoupled",
         kv_cache_gib=rollout.engine.kv_cache_gib,
         max_running=rollout.engine.max_running,

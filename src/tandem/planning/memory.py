@@ -59,7 +59,7 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
         coming[phase] = items
 
     if job.generator is not None and job.generator.foreign is None:
-        add("generate", *_generation(job.generator))
+        add("generate", *_generation(job.generator, machine))
     scoring = {role for _, role in job.passes}
     for model in job.models:
         if model.role in scoring:
@@ -124,11 +124,11 @@ def _engine(job: Job, machine: Machine) -> Iterator[Item]:
     generator = job.generator
     if generator is None or generator.foreign is not None:
         return
-    yield Item("engine", "parameters", engine_weights(generator, machine) * generator.engines)
-    yield Item("engine", "KV cache", kv_cache(job, generator) * generator.engines)
+    yield _of_engines(generator, machine, "parameters", engine_weights(generator, machine))
+    yield _of_engines(generator, machine, "KV cache", kv_cache(job, generator))
     tables = 1.5 * BYTES[generator.dtype] * generator.max_len * generator.shape.head_dim
     slots = 20.0 * generator.max_running * max(16, job.lengths.longest)
-    yield Item("engine", "tables", (tables + slots) * generator.engines)
+    yield _of_engines(generator, machine, "tables", tables + slots)
     if generator.adapter and machine.kind == "cpu":  # pages of files, mapped at each update; the system may take them back
         yield Item("publish", "files of the base", float(generator.shape.stored * generator.shape.parameters()))
     delivered = delivered_bytes(generator)
@@ -137,6 +137,13 @@ def _engine(job: Job, machine: Machine) -> Iterator[Item]:
     if job.kept_versions:
         kept = delivered * job.kept_versions
         yield Item("verify", "kept versions", kept, "device" if machine.kind == "cpu" else "host")
+
+
+def _of_engines(generator: Generator, machine: Machine, what: str, each: float, role: str = "engine") -> Item:
+    """What each of the engines holds, or takes."""
+    if generator.on_ranks:
+        return Room(generator.engines, shared=machine.kind == "cpu").item(role, what, each)
+    return Item(role, what, each * generator.engines)
 
 
 def delivered_bytes(generator: Generator) -> float:
@@ -192,13 +199,13 @@ def _processes(job: Job, machine: Machine, room: Room) -> Iterator[Item]:
         yield room.one("process", "reward workers", machine.worker_gib * GIB * job.workers)
 
 
-def _generation(generator: Generator) -> Iterator[Item]:
+def _generation(generator: Generator, machine: Machine) -> Iterator[Item]:
     shape, rows = generator.shape, min(generator.max_running, generator.sequences)
     logits = rows * shape.vocab * (2 * FLOAT32 + (BYTES[generator.dtype] if generator.dtype == "bfloat16" else 0))
-    yield Item("engine", "logits", float(logits * generator.engines))
+    yield _of_engines(generator, machine, "logits", float(logits))
     width = shape.query + 2 * shape.key + 3 * shape.intermediate + 3 * shape.hidden
     chunk = BYTES[generator.dtype] * generator.prefill_chunk * width
-    yield Item("engine", "activations", float(chunk * generator.engines))
+    yield _of_engines(generator, machine, "activations", float(chunk))
 
 
 def _scoring(model: Held, step: Step, room: Room) -> Iterator[Item]:
@@ -269,15 +276,16 @@ def _publishing(job: Job, machine: Machine) -> Iterator[Item]:
     """The engine lays the update out beside what it serves."""
     generator = job.generator
     assert generator is not None
-    yield Item("engine", "staged weights", engine_weights(generator, machine) * generator.engines)
+    yield _of_engines(generator, machine, "staged weights", engine_weights(generator, machine))
     zero = job.actor.layout.zero  # below stage 3 each rank of DeepSpeed has all of it, but in the dtype of the computation
     parted = zero == 3 or (zero is not None and job.actor.dtype != "float32")
     if job.actor.fsdp or job.actor.layout.tensor > 1 or parted:
         yield Item("publish", "one whole tensor", float(FLOAT32 * job.actor.shape.embedding))
     if generator.adapter:
-        yield Item("publish", "adapter", float(FLOAT32 * generator.adapter * generator.engines))
+        yield _of_engines(generator, machine, "adapter", float(FLOAT32 * generator.adapter), "publish")
     elif not generator.own_process and generator.delivered != "float32":
-        yield Item("publish", "rounded weights", float(BYTES[generator.delivered] * generator.shape.parameters()))
+        rounded = float(BYTES[generator.delivered] * generator.shape.parameters())
+        yield _of_engines(generator, machine, "rounded weights", rounded, "publish")
 
 
 def _copied(job: Job, room: Room) -> Iterator[Item]:

@@ -200,7 +200,7 @@ def engine_gib(plan: Plan) -> float:
     generator = plan.job.generator
     if generator is None or generator.foreign is not None:
         return 0.0
-    return 2 * engine_weights(generator, plan.machine) * generator.engines / GIB
+    return 2 * engine_weights(generator, plan.machine) * generator.on_device(plan.machine) / GIB
 
 
 def _states_gib(plan: Plan, ranks: int) -> float:

@@ -129,12 +129,18 @@ def _model(report: Report) -> Iterator[str]:
         yield (
             f"{model.role}: {model.parameters / 1e6:,.1f} M parameters ({shape.kind}, {shape.layers} layers of width "
             f"{shape.hidden}, {shape.vocab} tokens of vocabulary), {_trained(model)}, {model.dtype}, {_ranks(model.ranks)}"
+            f"{'' if model.trunk_of is None else _shared(model)}"
         )
+
+
+def _shared(model: Held) -> str:
+    own = (model.masters + model.base) / 1e6
+    return f"; its weights are those of {model.trunk_of}, in memory once, but for {own:,.2f} M of its head and adapters"
 
 
 def _trained(model: Held) -> str:
     if not model.trained:
-        return "frozen"
+        return "frozen" if model.adapters is None else f"frozen with adapters of rank {model.adapters.rank}"
     if model.adapters is None:
         return "trained"
     return f"frozen beside adapters of rank {model.adapters.rank}, {model.masters / 1e6:,.2f} M parameters, trained"
@@ -295,9 +301,10 @@ def assumptions(report: Report) -> Iterator[str]:
         yield "whether it fits is said of the devices' memory; that of the host is told, and compared with nothing"
     if plan.job.generator is not None:
         yield "every sequence has a gradient: groups without spread cost a forward pass only, and make it faster"
-        if plan.job.generator.foreign is None and plan.job.actor.ranks > 1:
-            others = _ranks(plan.job.actor.ranks - 1)
-            yield f"the embedded engine is on the first rank alone; {others} more wait while it generates"
+        waiting = plan.job.actor.ranks - plan.job.generator.engines
+        if plan.job.generator.foreign is None and waiting > 0:
+            generating = _ranks(plan.job.generator.engines)
+            yield f"embedded engines generate for {generating}; {_ranks(waiting)} more wait while they do"
     yield from _spread_assumptions(plan)
 
 

@@ -126,7 +126,7 @@ def _generating(job: Job, machine: Machine) -> list[Phase]:
         return []
     if machine.kind == "cpu" and generator.engines > 1:
         machine = machine.using(1 / generator.engines)
-    share = generator.engines if machine.kind == "gpu" else 1  # they share the first GPU
+    share = generator.on_device(machine) if machine.kind == "gpu" else 1
     begin, prompt_tokens = prefill(job, generator, machine)
     draw, tokens = decode(job, generator, machine)
     return [

@@ -5,33 +5,51 @@ import contextlib
 import inspect
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from tandem.api.failures import RewardFailure
 from tandem.api.samples import Sample
 from tandem.api.scoring import FrozenModel, Score
-from tandem.api.services import Services, factory_of
+from tandem.api.services import Services, arguments_of, factory_of
 from tandem.api.workflow import GroupReward, RewardFn, RewardResult, messages_for
 from tandem.config.errors import ConfigError
 from tandem.config.services import SERVICES, service_of
-from tandem.config.terms import Term, read_terms
+from tandem.config.terms import Options, Term, read_terms
+from tandem.rewards.combination import alone, is_open, tells_raw
 from tandem.rewards.function import AsyncReward, OwnReward, WorkerReward
 from tandem.rewards.outcome import is_async
 from tandem.rewards.pool import WorkerPool
 from tandem.rewards.written import Written
 
+Judge = RewardFn | GroupReward
+
 
 class SumReward(RewardFn):
-    """The weighted sum of several rewards; each is a named part. Accuracy and answer are the first one's that knows.
-
-    ``together``: the terms that judge the samples of a prompt together.
-    """
+    """The weighted sum of several rewards; each is a named part. Accuracy and answer are the first one's that knows."""
 
     def __init__(
-        self, terms: list[tuple[str, float, RewardFn]], together: list[tuple[str, float, GroupReward]] | None = None
+        self,
+        terms: Sequence[tuple[Term, RewardFn]],
+        together: Sequence[tuple[Term, GroupReward]] = (),
+        *,
+        options_later: bool = False,
+        cost: str | None = None,
     ):
-        self.terms, self.together = terms, together or []
-        self.reads_messages = any(reward.reads_messages for _, _, reward in terms)
+        """``together``: the terms that judge the samples of a prompt together. ``options_later``: what terms with options
+        count is added when the batch is there (`tandem.rewards.combination`); here they only say what they found.
+        ``cost``: the name of a term that is a part, but does not enter the sum."""
+        self.terms, self.together, self.options_later, self.cost = list(terms), list(together), options_later, cost
+        self.reads_messages = any(reward.reads_messages for _, reward in terms)
+        self._all = [term for term, _ in (*self.terms, *self.together)]
+        names = {term.label for term, _ in self.terms}
+        gates = {term.label: term.options.gate_name for term, _ in self.terms}
+        self._waits = {name: gate for name, gate in gates.items() if gate in names or (gate and not options_later)}
+
+    @property
+    def judges(self) -> list[Judge]:
+        """What judges, term by term."""
+        return [judge for _, judge in (*self.terms, *self.together)]
 
     async def __call__(
         self,
@@ -43,7 +61,8 @@ class SumReward(RewardFn):
         row: Mapping[str, Any],
         messages: Sequence[Mapping[str, Any]] = (),
     ) -> RewardResult:
-        """Asks all terms at once; fails if one of them fails."""
+        """Asks all terms at once, those with a gate behind the term that opens it, and not if it stays closed. Fails if one
+        of them fails."""
         given = {
             "prompt": prompt,
             "completion": completion,
@@ -51,41 +70,56 @@ class SumReward(RewardFn):
             "completion_ids": completion_ids,
             "row": row,
         }
-        calls = [reward(**given, **messages_for(reward, messages)) for _, _, reward in self.terms]
-        results = await asyncio.gather(*calls)
-        values = [weight * result.value for (_, weight, _), result in zip(self.terms, results, strict=True)]
-        rewards = {name: value for (name, _, _), value in zip(self.terms, values, strict=True)}
-        known = [result.accuracy for result in results if result.accuracy is not None]
-        looking = next((result for result in results if result.extracted is not None), RewardResult(0.0))
-        written = {name: texts for result in results for name, texts in result.written.items()}
+        results: dict[str, RewardResult] = {}
+        due = [(term, reward) for term, reward in self.terms if term.label not in self._waits]
+        answered: set[str] = set()
+        while due:
+            raw = {name: result.value for name, result in results.items()}
+            asked = [(t, reward) for t, reward in due if t.label not in self._waits or is_open(t.options, raw)]
+            calls = [reward(**given, **messages_for(reward, messages)) for _, reward in asked]
+            results |= {t.label: r for (t, _), r in zip(asked, await asyncio.gather(*calls), strict=True)}
+            answered |= {term.label for term, _ in due}
+            due = [(t, r) for t, r in self.terms if t.label not in answered and self._waits[t.label] in answered]
+        judges = [results[t.label] for t, _ in self.terms if t.label in results and t.label != self.cost]
+        known = [result.accuracy for result in judges if result.accuracy is not None]
+        looking = next((result for result in judges if result.extracted is not None), RewardResult(0.0))
+        words = {name: text for result in results.values() for name, text in result.words.items()}
+        summed = self._summed([term for term, _ in self.terms], {name: result.value for name, result in results.items()})
         accuracy = known[0] if known else None
-        return RewardResult(sum(values), rewards, accuracy, looking.answer, looking.extracted, written)
+        return replace(summed, accuracy=accuracy, answer=looking.answer, extracted=looking.extracted, words=words)
 
-    async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[dict[str, float]]:
-        """The parts of each sample's reward that come from terms which judge a group; empty without such terms."""
-        results = await asyncio.gather(*(reward.compare(samples, row) for _, _, reward in self.together))
-        parts: list[dict[str, float]] = [{} for _ in samples]
-        for (name, weight, _), values in zip(self.together, results, strict=True):
-            for part, value in zip(parts, _numbers(name, values, len(samples)), strict=True):
-                part[name] = weight * value
-        return parts
+    def _summed(self, terms: Sequence[Term], found: Mapping[str, float]) -> RewardResult:
+        """The sum of these terms, of which some were perhaps not asked, in no order that would change its last bit."""
+        now = [term for term in terms if not (self.options_later and term.options != Options())]
+        parts = {term.label: alone(term, found[term.label]) if term.label in found else 0.0 for term in now}
+        raw = {t.label: found[t.label] for t in terms if t.label in found and tells_raw(t, self._all)}
+        return RewardResult(math.fsum(x for name, x in parts.items() if name != self.cost), parts, raw_rewards=raw)
+
+    async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[RewardResult]:
+        """What the terms that judge a group add to each sample's reward; nothing without such terms."""
+        results = await asyncio.gather(*(reward.compare(samples, row) for _, reward in self.together))
+        found: list[dict[str, float]] = [{} for _ in samples]
+        for (term, _), values in zip(self.together, results, strict=True):
+            for each, value in zip(found, _numbers(term.label, values, len(samples)), strict=True):
+                each[term.label] = value
+        return [self._summed([term for term, _ in self.together], each) for each in found]
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Asks each term that can tell whether the row has what it needs."""
-        for _, _, reward in self.terms:
+        for _, reward in self.terms:
             check = getattr(reward, "check_row", None)
             if check is not None:
                 check(row)
 
     def metrics(self) -> dict[str, float]:
         """What the terms count."""
-        return {name: value for _, _, reward in self.terms for name, value in reward.metrics().items()}
+        return {name: value for _, reward in self.terms for name, value in reward.metrics().items()}
 
     def close(self) -> None:
         """Closes all of them, also if one of them fails to."""
         with contextlib.ExitStack() as stack:
-            for _, _, reward in (*self.terms, *self.together):
-                stack.callback(reward.close)
+            for judge in self.judges:
+                stack.callback(judge.close)
 
 
 def _numbers(name: str, values: Any, count: int) -> list[float]:
@@ -113,16 +147,18 @@ def build_reward(
     workers: int | None = None,
     models_later: bool = False,
     services: Services | None = None,
-    made: dict[str, RewardFn | GroupReward] | None = None,
+    made: dict[str, Judge] | None = None,
+    cost: str | None = None,
 ) -> RewardFn:
     """The reward that a configuration names. ``workers``: most processes of one that runs in workers; None: `most_workers`.
-    ``models_later``: the terms that need a model are left out here, for `build_scores` gives them. ``services``: what
-    a class of the user's may ask for by argument name, besides ``timeout_s``. ``made``: terms that are there, by their
-    spelling; the others are added to it.
+    ``models_later``: the terms that need a model are left out here, for `build_scores` gives them, and so is what terms with
+    options count. ``services``: what a class of the user's may ask for by argument name, besides ``timeout_s``. ``made``:
+    terms that are there, by their spelling; the others are added to it. ``cost``: the name of a term that is judged, but not
+    rewarded.
 
     Raises:
         ConfigError: no such name (tells the nearest), file, function or knob, or a spec that cannot be read; or a term needs
-            a model, and nobody scores with it later.
+            a model or a batch, and nobody scores with it later.
     """
     services, made = services or Services({"sandbox": "auto"}), {} if made is None else made
     terms = read_terms(spec)
@@ -131,16 +167,30 @@ def build_reward(
         raise ConfigError(
             f"reward {spec!r}: {model.short_name} needs a model, which only `tandem train` holds; leave it out"
         )
+    batch = next((term for term in terms if term.options.normalise), None)
+    if batch is not None and not models_later:
+        raise ConfigError(
+            f"reward {spec!r}: normalise={batch.options.normalise} of {batch.label} needs the batches of `tandem train`; "
+            "leave it out"
+        )
     cheap = [term for term in terms if not needs_model(term)]
     for term in cheap:
         if term.spelling not in made:
             made[term.spelling] = _judge(term, timeout_s, workers, services)
-    judges = [(term.label, term.weight, made[term.spelling]) for term in cheap]
-    alone = [(name, weight, reward) for name, weight, reward in judges if isinstance(reward, RewardFn)]
-    together = [(name, weight, reward) for name, weight, reward in judges if isinstance(reward, GroupReward)]
-    if len(terms) == len(alone) == 1 and alone[0][1] == 1.0:
-        return alone[0][2]
-    return SumReward(alone, together)
+    judges = [(term, made[term.spelling]) for term in cheap]
+    one = [(term, judge) for term, judge in judges if isinstance(judge, RewardFn)]
+    together = [(term, judge) for term, judge in judges if isinstance(judge, GroupReward)]
+    plain = len(terms) == len(one) == 1 and one[0][0].weight == 1.0 and one[0][0].options == Options()
+    if plain and one[0][0].label != cost:
+        return one[0][1]
+    return SumReward(one, together, options_later=models_later, cost=cost)
+
+
+def judges_of(spec: str, reward: RewardFn) -> dict[str, Judge]:
+    """The terms of a reward that `build_reward` made of ``spec``, by their spelling."""
+    if isinstance(reward, SumReward):
+        return {term.spelling: judge for term, judge in (*reward.terms, *reward.together)}
+    return {read_terms(spec)[0].spelling: reward}
 
 
 def refuse_only_groups(spec: str, reward: RewardFn) -> None:
@@ -149,7 +199,10 @@ def refuse_only_groups(spec: str, reward: RewardFn) -> None:
     Raises:
         ConfigError: all terms judge the samples of a prompt together.
     """
-    if isinstance(reward, SumReward) and reward.together and not reward.terms:
+    scores = [score for _, _, score in build_scores(spec)]
+    comparing = [score for score in scores if isinstance(score, Written) and score.compares]
+    together = isinstance(reward, SumReward) and not reward.terms and len(scores) == len(comparing)
+    if together:
         raise ConfigError(
             f"reward={spec} compares the samples of a prompt, and evaluation judges them one by one: add a term such as "
             "0*math, which counts for nothing in training, or leave evaluation out (evaluate.every_steps=null)"
@@ -182,7 +235,8 @@ def _check_score(term: Term, score: Score) -> None:
         raise ConfigError(f"reward {term.name!r}: its attribute `model` {given}; set self.model = FrozenModel(path, head=…)")
     if not isinstance(model.path, str) or not model.path:
         raise ConfigError(f"reward {term.name!r}: FrozenModel.path must be a folder or a name, got {model.path!r}")
-    for name, value, allowed in (("head", model.head, ("lm", "scalar", "text")), ("dtype", model.dtype, (None, *DTYPES))):
+    heads = ("text",) if isinstance(score, Written) else ("lm", "scalar")
+    for name, value, allowed in (("head", model.head, heads), ("dtype", model.dtype, (None, *DTYPES))):
         if value not in allowed:
             raise ConfigError(f"reward {term.name!r}: FrozenModel.{name} must be one of {allowed}, got {value!r}")
     if not isinstance(model.backend, str | None):
@@ -197,7 +251,7 @@ def needs_model(term: Term) -> bool:
         found = factory_of("reward", term.name)
         return inspect.isclass(found) and issubclass(found, Score)
     service = service_of("reward", term.name.partition(":")[0], "reward")
-    return service.needs_model or bool(service.writes_without and service.writes_without not in term.knobs)
+    return service.needs_model or bool(service.writes_without and term.knobs.get(service.writes_without) is None)
 
 
 def needs_writer(term: Term) -> bool:
@@ -208,13 +262,14 @@ def needs_writer(term: Term) -> bool:
 def worker_counts(reward: RewardFn) -> set[int]:
     """The most worker processes of the reward, or of each term of the sum; empty if none runs in workers."""
     if isinstance(reward, SumReward):
-        return {count for _, _, term in reward.terms for count in worker_counts(term)}
+        return {count for _, term in reward.terms for count in worker_counts(term)}
     pool = getattr(reward, "pool", None)
     return {pool.size} if isinstance(pool, WorkerPool) else set()
 
 
-def _judge(term: Term, timeout_s: float, workers: int | None, services: Services) -> RewardFn | GroupReward:
+def _judge(term: Term, timeout_s: float, workers: int | None, services: Services) -> Judge:
     make, name, key = factory_of("reward", term.name, "reward"), term.short_name, f"reward={term.name}"
+    term = _named(term, make)
     if not term.is_file:
         parameters = inspect.signature(make).parameters
         for knob, value in term.knobs.items():
@@ -222,7 +277,7 @@ def _judge(term: Term, timeout_s: float, workers: int | None, services: Services
             if counts and isinstance(value, int) and value < 1:
                 raise ConfigError(f"{key}: {knob} must be a whole number, at least 1, got {value}")
         knobs = ({"workers": workers} if "workers" in parameters else {}) | term.arguments
-        return cast(RewardFn | GroupReward, services.make(key, make, knobs, {"timeout_s": timeout_s}))
+        return cast(Judge, services.make(key, make, knobs, {"timeout_s": timeout_s}))
     if inspect.isclass(make) and issubclass(make, RewardFn | GroupReward):
         make = services.make(key, make, term.arguments, {"timeout_s": timeout_s})
     if isinstance(make, GroupReward):
@@ -242,3 +297,11 @@ def _judge(term: Term, timeout_s: float, workers: int | None, services: Services
     if is_async(make):
         return AsyncReward(make, name, timeout_s=timeout_s)
     return WorkerReward(make, term.name, name=name, timeout_s=timeout_s, workers=workers)
+
+
+def _named(term: Term, make: Any) -> Term:
+    """The term without the knob ``name`` where nobody takes it: it is its name in metrics all the same."""
+    takes_knobs = inspect.isclass(make) or not term.is_file
+    if "name" not in term.knobs or (takes_knobs and "name" in arguments_of(make, term.name).names):
+        return term
+    return replace(term, knobs={knob: value for knob, value in term.knobs.items() if knob != "name"})

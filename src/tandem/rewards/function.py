@@ -14,7 +14,7 @@ from tandem.rewards.pool import WorkerPool
 
 def as_result(outcome: Outcome) -> RewardResult:
     """The same for the rest of Tandem."""
-    return RewardResult(outcome.value, outcome.rewards, outcome.accuracy, outcome.answer, outcome.extracted)
+    return RewardResult(outcome.value, outcome.rewards, outcome.accuracy, outcome.answer, outcome.extracted, outcome.words)
 
 
 def require_answer(row: Mapping[str, Any], name: str) -> None:

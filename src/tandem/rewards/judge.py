@@ -232,7 +232,7 @@ class JudgeReward(RewardFn):
                 wrong = f"{error}: {text[-200:]!r}"
         if not votes:
             raise RewardFailure("judge_unreadable", f"{self.name}: {wrong}")
-        return RewardResult(sum(votes) / len(votes), written={self.name: tuple(texts)})
+        return RewardResult(sum(votes) / len(votes), words={self.name: "\n---\n".join(texts)})
 
     def close(self) -> None:
         """Drops all connections."""

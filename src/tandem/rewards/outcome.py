@@ -23,6 +23,7 @@ class Outcome:
     accuracy: float | None = None
     answer: str | None = None
     extracted: bool | None = None
+    words: dict[str, str] = field(default_factory=dict)
 
 
 class RemoteError(Exception):
@@ -92,9 +93,11 @@ def read_outcome(value: Any, name: str) -> Outcome:
     module = sys.modules.get("tandem.api.workflow")  # not imported here: it brings torch
     answer: str | None = None
     extracted: bool | None = None
+    words: dict[str, str] = {}
     if isinstance(value, Outcome) or (module and isinstance(value, module.RewardResult)):
         parts, total, accuracy = dict(value.rewards), value.value, value.accuracy
         answer, extracted = value.answer, value.extracted
+        words = {str(judge): str(text) for judge, text in value.words.items()}
     elif isinstance(value, Mapping):
         parts = dict(value)
         accuracy = parts.pop("accuracy", None)
@@ -112,4 +115,4 @@ def read_outcome(value: Any, name: str) -> Outcome:
         accuracy = _number(accuracy, f"accuracy of {name}")
         if not 0 <= accuracy <= 1:
             raise RewardFailure("reward_wrong_type", f"accuracy of {name} must lie in 0…1, got {accuracy}")
-    return Outcome(total, rewards, accuracy, answer, extracted)
+    return Outcome(total, rewards, accuracy, answer, extracted, words)

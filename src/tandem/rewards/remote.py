@@ -122,7 +122,7 @@ class RemoteReward(RewardFn):
     (what `tandem serve-reward` serves), `openrlhf` or `slime`. ``model``: which of its models is asked. ``token_env``: the
     environment variable with its bearer token. ``batch_size``: most completions of one request. ``patience_s``: how long a
     completion waits for its score, all tries together. One try has `reward_timeout_s`. ``center`` is subtracted from scores,
-    and ``scale`` divides them.
+    and ``scale`` divides them. ``above``: the reward is 1 where this is exceeded, else 0.
     """
 
     reads_messages = True
@@ -140,13 +140,14 @@ class RemoteReward(RewardFn):
         patience_s: float = 120.0,
         center: float = 0.0,
         scale: float = 1.0,
+        above: float | None = None,
     ):
         if layout not in LAYOUTS:
             raise ConfigError(f"reward {name!r}: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-        finite_knobs(name, patience_s=patience_s, center=center, scale=scale)
+        finite_knobs(name, patience_s=patience_s, center=center, scale=scale, **({} if above is None else {"above": above}))
         if patience_s <= 0 or scale <= 0:
             raise ConfigError(f"reward {name!r}: patience_s and scale must be above 0, got {patience_s} and {scale}")
-        self.name, self.center, self.scale = name, center, scale
+        self.name, self.center, self.scale, self.above = name, center, scale, above
         self._server = RewardServer(
             str(url),
             layout=layout,
@@ -175,7 +176,8 @@ class RemoteReward(RewardFn):
             raise RewardFailure(verdict.reason, f"{self.name}: {verdict.message}")
         if not math.isfinite(verdict):
             raise RewardFailure("reward_not_finite", f"{self.name}: the server's score is {verdict}")
-        return RewardResult((verdict - self.center) / self.scale)
+        score = (verdict - self.center) / self.scale
+        return RewardResult(score if self.above is None else float(score > self.above))
 
     def close(self) -> None:
         """Drops all connections."""

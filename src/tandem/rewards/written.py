@@ -97,6 +97,11 @@ class Written(Score):
         assert isinstance(client, EngineJudge), "without a url it is one"
         return client
 
+    @property
+    def compares(self) -> bool:
+        """True if it judges the samples of a group together."""
+        return isinstance(self.reward, GroupReward)
+
     def score(self, batch: TensorDict, model: TrainEngine) -> NoReturn:
         """Nothing is computed from log-probabilities here."""
         raise TypeError(f"reward {self.name!r} is written, not computed")

@@ -4,7 +4,7 @@ import torch
 from tensordict import TensorDict
 
 from tandem.algorithms.aggregation import token_mean
-from tandem.algorithms.reward_model import bradley_terry, step_cross_entropy
+from tandem.algorithms.reward_model import bradley_terry, safety_cost, step_cross_entropy
 from tandem.api.engines import Outputs, TrainEngine
 from tandem.api.failures import BatchError
 from tandem.api.stage import stage
@@ -46,6 +46,27 @@ class RewardModel:
         return self.engine.eval_batch(_weighted_pairs(batch), _pair_loss)
 
     @stage(
+        reads=("input_ids", "loss_mask", "chosen", "safe", "unit_id"),
+        reads_state=("weights", "optimizer"),
+        writes_state=("weights", "optimizer"),
+    )
+    def train_safety(self, batch: TensorDict) -> dict[str, float]:
+        """One optimizer step on `safety_cost`, the mean over pairs whose ``chosen`` side is the safer one.
+
+        Returns what `train_pairs` returns, with ``margin`` and ``accuracy`` for costs, of which the safer side should have
+        the lower one; and ``accuracy/safety``: completions whose cost is above 0 if, and only if, they are unsafe.
+
+        Raises:
+            BatchError: sequences that are no pairs.
+        """
+        return self.engine.train_batch(_weighted_pairs(batch), _safety_loss)
+
+    @stage(reads=("input_ids", "loss_mask", "chosen", "safe", "unit_id"), reads_state=("weights",))
+    def evaluate_safety(self, batch: TensorDict) -> dict[str, float]:
+        """The same without a step."""
+        return self.engine.eval_batch(_weighted_pairs(batch), _safety_loss)
+
+    @stage(
         reads=("input_ids", "loss_mask", "step_end", "step_right"),
         reads_state=("weights", "optimizer"),
         writes_state=("weights", "optimizer"),
@@ -76,18 +97,37 @@ def _weighted_pairs(batch: TensorDict) -> TensorDict:
 
 
 def _pair_loss(outputs: Outputs, view: TensorDict) -> Losses:
-    assert outputs.scores is not None
     better, worse = pairs_of(view)
-    scores = outputs.scores[view["cu_seqlens"][1:] - 1]  # [N]
-    chosen, rejected = scores[better], scores[worse]
-    losses = bradley_terry(chosen, rejected, view["margin"][better])
+    scores = _last_scores(outputs, view)
+    losses = bradley_terry(scores[better], scores[worse], view["margin"][better])
+    return on_sequences(view, better, losses), _ranked(view, scores, better, worse)
+
+
+def _safety_loss(outputs: Outputs, view: TensorDict) -> Losses:
+    safer, other = pairs_of(view)
+    costs, safe = _last_scores(outputs, view), view["safe"]
+    losses = safety_cost(costs[safer], costs[other], safe[safer], safe[other])
+    ranked, right = _ranked(view, -costs, safer, other), (costs.detach() > 0) != safe
+    costly = {name: -ranked[name] for name in ("score/chosen", "score/rejected")}
+    return on_sequences(view, safer, losses), ranked | costly | {"accuracy/safety": right.float()}
+
+
+def _last_scores(outputs: Outputs, view: TensorDict) -> torch.Tensor:
+    """``[N]``."""
+    assert outputs.scores is not None
+    return outputs.scores[view["cu_seqlens"][1:] - 1]
+
+
+def _ranked(view: TensorDict, scores: torch.Tensor, better: torch.Tensor, worse: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Metrics of pairs of scores, ``[N]`` each."""
+    chosen, rejected = scores[better].detach(), scores[worse].detach()
     found = {
-        "margin": (chosen - rejected).detach(),
+        "margin": chosen - rejected,
         "accuracy": (chosen > rejected).float(),
-        "score/chosen": chosen.detach(),
-        "score/rejected": rejected.detach(),
+        "score/chosen": chosen,
+        "score/rejected": rejected,
     }
-    return on_sequences(view, better, losses), {name: on_both(view, better, worse, v) for name, v in found.items()}
+    return {name: on_both(view, better, worse, values) for name, values in found.items()}
 
 
 def _weighted_steps(batch: TensorDict) -> TensorDict:

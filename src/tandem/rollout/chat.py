@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.requests import LLMRequest, LLMResponse, StopReason
+from tandem.api.requests import LLMRequest, LLMResponse, RequestTiming, StopReason
 from tandem.api.samples import Sample, Trajectory
 from tandem.config.generation import GenerationConfig
 
@@ -90,7 +90,10 @@ class Chat:
         self.prompt_ids = tuple(self._encode(self.prompt))
         self.completion = ""
         self.completion_ids: tuple[int, ...] = ()
+        self.raw_rewards: Mapping[str, float] = {}
+        """Of its last judgement: they come into the sample."""
         self._ended: list[Tokens] = []
+        self._timings: list[RequestTiming] = []
         self._tokens = Tokens(self.prompt_ids)
 
     @property
@@ -109,6 +112,7 @@ class Chat:
             ValueError: it answers another request, or was sampled at another temperature than the turns before.
         """
         self._tokens.add_response(response)
+        self._timings += [response.timing] if response.timing is not None else []
         self.completion_ids = tuple(response.output_ids)
         self.completion = str(self.tokenizer.decode(list(response.output_ids), skip_special_tokens=True))
         self.messages.append({"role": "assistant", "content": self.completion})
@@ -143,7 +147,7 @@ class Chat:
         metrics: Mapping[str, float] | None = None,
         answer: str | None = None,
         extracted: bool | None = None,
-        written: Mapping[str, tuple[str, ...]] | None = None,
+        words: Mapping[str, str] | None = None,
     ) -> Sample:
         """The finished sample, with every trajectory that has trained tokens."""
         spoken = [tokens for tokens in (*self._ended, self._tokens) if any(tokens.mask)]
@@ -151,6 +155,7 @@ class Chat:
             trajectories=tuple(tokens.trajectory() for tokens in spoken or [self._tokens]),
             reward=float(reward),
             rewards=dict(rewards or {}),
+            raw_rewards=dict(self.raw_rewards),
             accuracy=accuracy,
             prompt_text=self.prompt,
             completion_text=self.completion,
@@ -158,7 +163,8 @@ class Chat:
             metrics=dict(metrics or {}),
             answer=answer,
             extracted=extracted,
-            written=dict(written or {}),
+            words=dict(words or {}),
+            timings=tuple(self._timings),
         )
 
     def _addition(self, turn: Mapping[str, Any]) -> str | None:

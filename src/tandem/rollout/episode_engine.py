@@ -1,13 +1,14 @@
 """The engine as one episode sees it: requests get the episode's noise key, affinity and deadline."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
 
 from tandem.api.activity import GENERATING, did
 from tandem.api.failures import DataFailure
-from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey, StopReason
+from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey, RequestTiming, StopReason
 from tandem.api.workflow import GeneratesTokens
 
 
@@ -69,8 +70,11 @@ class EpisodeEngine:
         """
         request, ours = self._complete(request)
         self._settle()
+        began = time.monotonic()
         response = await self._engine.agenerate(request)
         did(*GENERATING)
+        if response.timing is None:  # a server that does not say when it began
+            response = replace(response, timing=RequestTiming(math.nan, math.nan, time.monotonic() - began))
         if ours and response.stop_reason == StopReason.CANCELLED and self._remaining_s() <= 0:
             raise DataFailure("deadline", "the episode's time (rollout.episode_timeout_s) was spent while it was generating")
         self._last = (*request.input_ids, *response.output_ids)

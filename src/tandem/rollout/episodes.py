@@ -2,16 +2,20 @@
 
 import asyncio
 import copy
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, WrongWorkflow, as_failure
+from tandem.api.engines import InferenceEngine
+from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, WaitTimeout, WrongWorkflow, as_failure
 from tandem.api.requests import NoiseKey
-from tandem.api.samples import Group, Sample
+from tandem.api.samples import Dropped, Group, Sample
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
+from tandem.config.rollout import RolloutConfig
 from tandem.rollout.episode_engine import EpisodeEngine
+from tandem.rollout.event_loop import BackgroundLoop
 from tandem.rollout.ledger import Prompt
 from tandem.rollout.returned import check_sample
 
@@ -36,12 +40,89 @@ class Episode:
     judged: bool = False
     """Whether the group has all its rewards, those that need a model too, and passed the filter of groups."""
 
+    place: int = 0
+    """Which of the ranks that generate runs it; 0: this one."""
+
     aborted: bool = False
+    over: bool = False
+    """Whether this rank has made its group, or cannot."""
 
     @property
     def settled(self) -> bool:
-        """Whether each sample has issued its first request, or ended without one."""
-        return self.engine is not None and self.engine.settled
+        """Whether this rank need not wait for a request of it: each sample has issued its first, or ended without one."""
+        return self.over or self.aborted or self.place > 0 or (self.engine is not None and self.engine.settled)
+
+    def dropped(self, reason: str, words: str) -> Dropped:
+        """What is said of it when it is dropped."""
+        nothing = Group((), self.number, str(self.row.get("source") or ""), self.row)
+        return Dropped(reason, words, self.group or nothing)
+
+
+Spawn = Callable[[Sequence[Episode]], None]
+"""Makes tasks of episodes, on the loop."""
+
+
+class EpisodeRunner:
+    """Makes the groups of episodes with the engine of this rank. `begin` is for any thread, `group_of` for the loop's."""
+
+    def __init__(
+        self,
+        engine: InferenceEngine | None,
+        config: RolloutConfig,
+        loop: BackgroundLoop,
+        *,
+        seed: int,
+        deterministic: bool,
+    ):
+        self._engine, self._config, self._loop = engine, config, loop
+        self._seed, self._deterministic = seed, deterministic
+        self._issued = threading.Condition()
+
+    def begin(self, episodes: Sequence[Episode], spawn: Spawn, patience_s: float) -> None:
+        """Has them spawned on the loop. In a deterministic run, the engine stands still until each has issued its requests:
+        the order in which these arrive must not decide what is computed together.
+
+        Raises:
+            WaitTimeout: they have not after ``patience_s``.
+        """
+        if not self._deterministic:
+            self._loop.call(spawn, episodes)
+            return
+        assert self._engine is not None, "a rank that runs episodes has an engine"
+        self._engine.pause()
+        try:
+            self._loop.call(spawn, episodes)
+            with self._issued:
+                if not self._issued.wait_for(lambda: all(e.settled for e in episodes), patience_s):
+                    raise WaitTimeout(f"waited {patience_s:.1f} s for {len(episodes)} episodes to issue their requests")
+        finally:
+            self._engine.resume()
+
+    async def group_of(self, episode: Episode) -> Group:
+        """Raises as `run_episode`; `DataFailure` ``cancelled`` if a workflow cancels itself."""
+        assert self._engine is not None, "a rank that runs episodes has an engine"
+        config = self._config
+        try:
+            return await run_episode(
+                episode,
+                self._engine,
+                seed=self._seed,
+                timeout_s=config.episode_timeout_s,
+                max_retries=config.max_retries,
+                on_issue=self._notify if self._deterministic else None,
+            )
+        except asyncio.CancelledError as error:
+            if episode.aborted:
+                raise
+            raise DataFailure("cancelled", "the workflow was cancelled, not by the executor") from error
+        finally:
+            episode.over = True
+            if self._deterministic:
+                self._notify()
+
+    def _notify(self) -> None:
+        with self._issued:
+            self._issued.notify_all()
 
 
 async def run_episode(

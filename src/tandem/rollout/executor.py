@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import DataFailure
-from tandem.api.samples import Group
+from tandem.api.samples import Dropped, Group
 from tandem.api.team import Team
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.errors import ConfigError
@@ -21,6 +21,7 @@ from tandem.config.rollout import RolloutConfig
 from tandem.rollout.collate import collate
 from tandem.rollout.gate import StalenessGate
 from tandem.rollout.pool import EpisodePool, GroupFilter, GroupObserver, Row, Wish
+from tandem.rollout.ranks import Helper
 from tandem.rollout.replay import Replay
 from tandem.rollout.statistics import batch_metrics
 
@@ -72,8 +73,10 @@ class Rollout:
         max_head_offpolicyness: int | None = None,
         scorer: GroupScorer | None = None,
         team: Team | None = None,
+        generators: Team | None = None,
     ):
-        """``scorer``: gives finished groups the rewards that need a model, while it is true. ``team``: the ranks, or all."""
+        """``scorer``: gives finished groups the rewards that need a model, while it is true. ``team``: the ranks that get
+        batches, or all. ``generators``: those that run episodes, each with an ``engine``; None: rank 0 alone."""
         self._eta = (config.max_head_offpolicyness if max_head_offpolicyness is None else max_head_offpolicyness) or 0
         if self._eta and (deterministic or config.oversample > 1):
             what = "deterministic=true" if deterministic else f"rollout.oversample={config.oversample:g}"
@@ -90,7 +93,11 @@ class Rollout:
             max_draws=max_draws,
             observer=observer,
             judges_later=lambda: bool(scorer),
+            generators=generators if self._team.main else None,
         )
+        self._helper: Helper | None = None
+        if generators is not None and generators.member and not generators.main:
+            self._helper = Helper(generators, self._pool.loop, self._pool.runner, config.wait_timeout_s)
         self.ledger = self._pool.ledger
         self.replay = Replay(config.replay, seed=seed)
         self.last_groups: tuple[Group, ...] = ()
@@ -124,7 +131,7 @@ class Rollout:
             self._pool.submit(data, workflow)
             return min(len(data), self._config.batch_size)
 
-        return self._batch(begin, partial=True)
+        return self._batch(begin, workflow, partial=True)
 
     def prepare_batch(self, loader: Iterator[Row], workflow: RolloutWorkflow) -> TensorDict:
         """The next batch of `rollout.batch_size` groups, rows drawn from the loader as the gate admits. Collective.
@@ -136,19 +143,33 @@ class Rollout:
             self._pool.draw_from(loader, workflow)
             return self._config.batch_size
 
-        return self._batch(begin)
+        return self._batch(begin, workflow)
 
-    def _batch(self, begin: Callable[[], int], *, timeout_s: float | None = None, partial: bool = False) -> TensorDict:
+    def _batch(
+        self,
+        begin: Callable[[], int],
+        workflow: RolloutWorkflow | None = None,
+        *,
+        timeout_s: float | None = None,
+        partial: bool = False,
+    ) -> TensorDict:
         """Rank 0 queues rows and collects as many groups as ``begin`` says. While some of them need the rewards of a model,
-        all ranks score these, and rank 0 collects again. Then it packs the batch. Collective."""
+        all ranks score these, and rank 0 collects again. Then it packs the batch. Collective. ``workflow``: of the rows; the
+        other ranks that generate run some of them."""
         patience_s = self._config.wait_timeout_s if timeout_s is None else timeout_s
-        wish = Wish(self._team.share(begin), partial, patience_s)
-        while self._team.share(lambda: self._pool.collect(wish)):
+        wish = Wish(self._team.share(begin), partial, patience_s, workflow)
+        while self._collected(wish):
             assert self._scorer is not None, "without a scorer every group is judged as it ends"
             wish.outcomes = self._scorer([episode.group for episode in wish.candidates if episode.group is not None])
             if self._team.share(lambda: self._pool.judge(wish)):
                 self._scorer.generate_again()
         return self._team.share(lambda: self._packed(wish))
+
+    def _collected(self, wish: Wish) -> int:
+        """How many groups still need the rewards of a model. While rank 0 collects, other ranks run episodes. Collective."""
+        if self._helper is not None and wish.workflow is not None:
+            self._helper.serve(wish.workflow)
+        return self._team.share(lambda: self._pool.collect(wish))
 
     def _packed(self, wish: Wish) -> TensorDict:
         """Rank 0: makes a batch of the groups that were taken."""
@@ -163,14 +184,21 @@ class Rollout:
             max_age=self._config.replay.max_age,
         )
         self.replay.add(self.last_groups)
-        self._metrics = wish.metrics | batch_metrics(self.last_groups, batch, version=version)
-        self._metrics |= self.replay.metrics(version)
+        self._metrics = wish.metrics | batch_metrics(self.last_groups, batch, version=version) | self.replay.metrics(version)
         return batch
 
     def end_step(self) -> None:
         """The batch was trained on and its weights are published: its episodes make room for others."""
         if self._team.main:
             self._pool.end_step()
+
+    def begin_again(self) -> None:
+        """What judges has changed: episodes that run, and groups that are not judged whole, begin again."""
+        self._pool.begin_again()
+
+    def take_dropped(self) -> tuple[Dropped, ...]:
+        """The prompts that were dropped since the last call, for the record of a step; none on ranks other than 0."""
+        return self._pool.take_dropped()
 
     def metrics(self) -> dict[str, float]:
         """Of the last batch, and counts of episodes and failed samples since the start; empty on ranks other than 0."""

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from tandem.api.failures import DataFailure, InfrastructureFailure, WrongWorkflow, as_failure
 from tandem.api.samples import Group, Sample, Vote
-from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
+from tandem.api.workflow import GeneratesTokens, RewardResult, RolloutWorkflow
 from tandem.config.errors import ConfigError
 from tandem.rollout.failure_budget import counted, least_samples
 from tandem.rollout.workflows import described, name_of, one_sample
@@ -64,6 +64,7 @@ class MajorityLabels(RolloutWorkflow):
                 sample,
                 reward=float(agrees),
                 rewards={},
+                raw_rewards={},
                 accuracy=None,
                 metrics={**sample.metrics, **shared} | ({} if correct is None else {"accuracy": float(correct)}),
             )
@@ -88,8 +89,8 @@ def _vote_metrics(vote: Vote) -> dict[str, float]:
 class Compares(Protocol):
     """Judges the samples of a prompt together: `tandem.rewards.build.SumReward`, by the row's data set."""
 
-    async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[dict[str, float]]:
-        """The further parts of each sample's reward."""
+    async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[RewardResult]:
+        """What is added to each sample's reward, and its parts."""
         ...
 
 
@@ -109,7 +110,12 @@ class Compared(RolloutWorkflow):
         samples = await self.workflow.finish_group(samples, data)
         parts = await self.reward.compare(samples, data)
         return tuple(
-            replace(sample, reward=sample.reward + sum(more.values()), rewards={**sample.rewards, **more})
+            replace(
+                sample,
+                reward=sample.reward + more.value,
+                rewards={**sample.rewards, **more.rewards},
+                raw_rewards={**sample.raw_rewards, **more.raw_rewards},
+            )
             for sample, more in zip(samples, parts, strict=True)
         )
 

@@ -50,9 +50,6 @@ class MultiTurnWorkflow(ChatWorkflow):
         discount = self.turn_discount**turn
         return chat.sample(
             result.value * discount,
-            rewards={name: value * discount for name, value in result.rewards.items()},
-            accuracy=result.accuracy,
             metrics={"turns": turn + 1.0},
-            answer=result.answer,
-            extracted=result.extracted,
+            **result.details() | {"rewards": {name: value * discount for name, value in result.rewards.items()}},
         )

@@ -10,7 +10,7 @@ from tandem.api.samples import Group, Sample, Trajectory
 
 def plain_group(group: Group) -> dict[str, Any]:
     """What `group_of` takes. Of the row, epoch and index stay: the rest is for logs, and the data set has it."""
-    found = _fields(group, ("samples", "data"))
+    found = _fields(group, ("samples", "data", "failure_words"))
     found["data"] = {name: group.data[name] for name in ("epoch", "index") if isinstance(group.data.get(name), int)}
     return found | {"samples": [_plain_sample(sample) for sample in group.samples]}
 
@@ -23,7 +23,7 @@ def group_of(state: Mapping[str, Any]) -> Group:
 
 def _plain_sample(sample: Sample) -> dict[str, Any]:
     trajectories = [_fields(one, ("stop_reason",)) | {"stop_reason": int(one.stop_reason)} for one in sample.trajectories]
-    return _fields(sample, ("trajectories", "messages")) | {"trajectories": trajectories}
+    return _fields(sample, ("trajectories", "messages", "words", "timings")) | {"trajectories": trajectories}
 
 
 def _sample(state: Mapping[str, Any]) -> Sample:

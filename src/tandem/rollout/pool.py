@@ -6,21 +6,25 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from tandem.api.activity import GENERATING, did, waiting
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import DataFailure, EngineDied, EpisodeFailure, InfrastructureFailure, WaitTimeout
-from tandem.api.samples import Group
+from tandem.api.samples import Dropped, Group
+from tandem.api.team import Team
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.rollout import RolloutConfig
 from tandem.rollout.collate import expired
-from tandem.rollout.episodes import Episode, finished, run_episode
+from tandem.rollout.episodes import Episode, EpisodeRunner, finished
 from tandem.rollout.event_loop import BackgroundLoop
 from tandem.rollout.failure_budget import FailureBudget, NoBatch
 from tandem.rollout.gate import StalenessGate
 from tandem.rollout.ledger import Ledger, Prompt
+from tandem.rollout.ranks import OtherRanks
 
 Row = Mapping[str, Any]
 GroupFilter = Callable[[Group], tuple[bool, str]]
@@ -31,6 +35,9 @@ GroupObserver = Callable[[Group], None]
 
 NO_EPOCH = -2
 """Epoch of rows that bring no ``epoch`` and ``index``; they are numbered as they come. (-1 is evaluation's.)"""
+
+MAX_DROPPED = 256
+"""Dropped prompts that are remembered for the record of the step; all are counted."""
 
 logger = logging.getLogger("tandem.rollout")
 
@@ -44,6 +51,9 @@ class Wish:
     """Fewer groups will do when no more can come."""
 
     patience_s: float
+    workflow: RolloutWorkflow | None = None
+    """That of its rows, where every rank has it."""
+
     episodes: list[Episode] = field(default_factory=list)
     """Those whose groups would make the batch; they are taken once each of them is judged."""
 
@@ -78,11 +88,15 @@ class EpisodePool:
         max_draws: int,
         observer: GroupObserver | None,
         judges_later: Callable[[], bool],
+        generators: Team | None = None,
     ):
-        """``judges_later``: says whether groups wait for rewards that need a model, and are filtered behind them."""
-        self._engine, self._config, self._seed, self._deterministic = engine, config, seed, deterministic
+        """``judges_later``: says whether groups wait for rewards that need a model, and are filtered behind them.
+        ``generators``: the ranks that run episodes; None: rank 0 alone."""
+        self._engine, self._config, self._deterministic = engine, config, deterministic
         self._filter, self._observer, self._judges_later = group_filter, observer, judges_later
         self.loop = BackgroundLoop()
+        self.runner = EpisodeRunner(engine, config, self.loop, seed=seed, deterministic=deterministic)
+        self._others = None if generators is None else OtherRanks(generators, self.loop, self._break)
 
         # The lock of `changed` guards everything below. Its holder may schedule calls on the loop, but must not wait for it:
         # the loop may itself be waiting for the lock. Waiters are woken when there may be something for them.
@@ -98,6 +112,7 @@ class EpisodePool:
         self._count = 0  # episodes since the start
         self._wanted = 0  # groups that the caller is waiting for
         self._broken: Exception | None = None
+        self._dropped: deque[Dropped] = deque(maxlen=MAX_DROPPED)
 
     # ------------------------------------------------------------------ for the caller
 
@@ -136,6 +151,7 @@ class EpisodePool:
 
     def collect(self, wish: Wish) -> int:
         """Waits until enough groups stand. Takes them if all are judged; otherwise takes none and returns how many are not.
+        Other ranks help where all of them call for the same workflow.
 
         Raises:
             WaitTimeout: after the patience of the wish; says what it waited for.
@@ -144,7 +160,7 @@ class EpisodePool:
         """
         began = time.monotonic() - wish.metrics["time/wait_s"]
         try:
-            with waiting(f"{wish.count} groups"):
+            with waiting(f"{wish.count} groups"), self._others_working(wish):
                 self._wait(wish, began)
         finally:
             wish.metrics["time/wait_s"] = time.monotonic() - began
@@ -161,6 +177,22 @@ class EpisodePool:
             self.gate.end_step()
             self.ledger.check(self.gate)
             self._pump()
+
+    def begin_again(self) -> None:
+        """See `Rollout.begin_again`: so all samples of a group are judged by the same reward."""
+        with self.changed:
+            begun = {**self._running, **{number: e for number, e in self._waiting.items() if not e.judged}}
+            for _, episode in sorted(begun.items()):
+                self._abort(episode, None)
+                self._submitted.append((episode.row, episode.workflow))
+            if begun:
+                self._pump()
+
+    def take_dropped(self) -> tuple[Dropped, ...]:
+        """See `Rollout.take_dropped`; the newest `MAX_DROPPED`."""
+        with self.changed:
+            dropped, self._dropped = tuple(self._dropped), deque(maxlen=MAX_DROPPED)
+        return dropped
 
     def counts(self) -> dict[str, float]:
         """Episodes and failed samples since the start, as metrics."""
@@ -220,25 +252,15 @@ class EpisodePool:
                 if self._running:  # else the next wave begins
                     self.changed.wait(min(1.0, max(0.0, deadline - time.monotonic())))
 
+    def _others_working(self, wish: Wish) -> AbstractContextManager[None]:
+        return nullcontext() if self._others is None or wish.workflow is None else self._others.working(wish.workflow)
+
     def _wave(self, deadline: float) -> None:
         """Deterministic: all that the gate admits is queued while the engine stands still, and then begins at once."""
         with self.changed:
             episodes = [] if self._running else self._admit()
-        if not episodes:
-            return
-        assert self._engine is not None, "rank 0 needs an engine"
-        self._engine.pause()  # so that the order in which requests arrive does not decide what is computed together
-        try:
-            self.loop.call(self._spawn, episodes)
-            with self.changed:
-                ready = self.changed.wait_for(
-                    lambda: self._broken or all(e.number not in self._running or e.settled for e in episodes),
-                    deadline - time.monotonic(),
-                )
-                if not ready:
-                    raise WaitTimeout(f"waited for {len(episodes)} episodes to issue their requests; {self._describe()}")
-        finally:
-            self._engine.resume()
+        if episodes:
+            self.runner.begin(episodes, self._spawn, deadline - time.monotonic())
 
     # ------------------------------------------------------------------ taking; from here on the lock is held
 
@@ -399,7 +421,7 @@ class EpisodePool:
             return
         if failure.reason not in self.ledger.dropped:
             logger.warning("an episode was dropped (%s)", message, exc_info=failure)
-        self._leave(episode, failure.reason)
+        self._leave(episode, failure.reason, str(failure))
         self.ledger.failed_samples.update(failure.failed_samples)
         kind = "infrastructure" if isinstance(failure, InfrastructureFailure) else "data"
         self._broken = self._broken or self._budget.spend(kind)
@@ -419,11 +441,13 @@ class EpisodePool:
     def _abort(self, episode: Episode, reason: str | None) -> None:
         """Stops an episode."""
         episode.aborted = True
+        if self._others is not None:
+            self._others.cancel(episode)
         self._leave(episode, reason)
         if episode.task is not None:
             self.loop.call(episode.task.cancel)
 
-    def _leave(self, episode: Episode, reason: str | None) -> None:
+    def _leave(self, episode: Episode, reason: str | None, words: str = "") -> None:
         """The episode goes without a batch: its prompt is dropped for this reason, or without one pending again."""
         if self._running.pop(episode.number, None) is not None:
             self.gate.drop()
@@ -431,6 +455,8 @@ class EpisodePool:
             del self._waiting[episode.number]
             self.gate.discard()
         self.ledger.move(episode.prompt, "dropped" if reason else "pending", reason or "")
+        if reason:
+            self._dropped.append(episode.dropped(reason, words))
 
     def _version(self) -> int:
         """Number of the engine's weights."""
@@ -447,33 +473,27 @@ class EpisodePool:
     # ------------------------------------------------------------------ on the loop's thread, without the lock
 
     def _spawn(self, episodes: Sequence[Episode]) -> None:
-        """Runs episodes that were admitted."""
-        loop = asyncio.get_running_loop()
+        """Runs episodes that were admitted, here or on other ranks."""
+        loop, episodes = asyncio.get_running_loop(), [episode for episode in episodes if not episode.aborted]
+        if self._others is not None:
+            try:
+                self._others.give(episodes)
+            except Exception as error:  # the worker boundary: a row that cannot travel must reach whoever waits
+                self._break(error)
+                return
         for episode in episodes:
-            if not episode.aborted:
-                episode.task = loop.create_task(self._run(episode))
+            episode.task = loop.create_task(self._run(episode))
+            if self._others is not None:
+                episode.task.add_done_callback(partial(self._others.ended, episode))
 
     async def _run(self, episode: Episode) -> None:
-        assert self._engine is not None
-        config = self._config
         try:
-            group = await run_episode(
-                episode,
-                self._engine,
-                seed=self._seed,
-                timeout_s=config.episode_timeout_s,
-                max_retries=config.max_retries,
-                on_issue=self._notify if self._deterministic else None,
-            )
+            made = self._others.group_of(episode) if episode.place and self._others else self.runner.group_of(episode)
+            self._end(episode, await made)
         except EpisodeFailure as failure:
             self._end(episode, failure)
-        except asyncio.CancelledError:
-            self._end(episode, DataFailure("cancelled", "the workflow was cancelled, not by the executor"))
-            raise
         except Exception as error:  # the worker boundary: a bug here must reach whoever waits
             self._break(error)
-        else:
-            self._end(episode, group)
 
     def _end(self, episode: Episode, outcome: Group | EpisodeFailure) -> None:
         did(*GENERATING)
@@ -496,10 +516,6 @@ class EpisodePool:
     def _break(self, error: Exception) -> None:
         with self.changed:
             self._broken = self._broken or error
-            self.changed.notify_all()
-
-    def _notify(self) -> None:
-        with self.changed:
             self.changed.notify_all()
 
 

@@ -27,8 +27,9 @@ def check_sample(sample: Any) -> None:
     if not sample.trajectories:
         raise DataFailure("empty_group", "a group needs at least one sample, a sample at least one trajectory")
     _finite("reward", sample.reward, "reward_not_finite")
-    for name, value in _items("rewards", sample.rewards):
-        _finite(f"rewards[{name!r}]", value, "reward_not_finite")
+    for kind in ("rewards", "raw_rewards"):
+        for name, value in _items(kind, getattr(sample, kind)):
+            _finite(f"{kind}[{name!r}]", value, "reward_not_finite")
     if sample.accuracy is not None:
         _finite("accuracy", sample.accuracy, "reward_not_finite")
     for name, value in _items("metrics", sample.metrics):

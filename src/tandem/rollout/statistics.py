@@ -60,6 +60,8 @@ def _parts(groups: Sequence[Group]) -> dict[str, float]:
                 values[f"reward/{group.source}"].append(sample.reward)
             for name, value in sample.rewards.items():
                 values[f"rewards/{name}"].append(value)
+            for name, value in sample.raw_rewards.items():
+                values[f"raw_rewards/{name}"].append(value)
             for name, value in sample.metrics.items():
                 values[name].append(value)
     return {name: mean(numbers) for name, numbers in sorted(values.items())}

@@ -44,7 +44,7 @@ class ChatWorkflow(RolloutWorkflow):
 
     async def judge(self, chat: Chat, data: Mapping[str, Any]) -> RewardResult:
         """The reward of the last reply."""
-        return await self.reward(
+        result = await self.reward(
             prompt=chat.prompt,
             completion=chat.completion,
             prompt_ids=chat.prompt_ids,
@@ -52,6 +52,8 @@ class ChatWorkflow(RolloutWorkflow):
             row=data,
             **messages_for(self.reward, chat.messages),
         )
+        chat.raw_rewards = result.raw_rewards
+        return result
 
     async def reply(self, engine: GeneratesTokens, chat: Chat) -> StopReason:
         """Lets the model speak; returns why it stopped.
@@ -74,14 +76,7 @@ class RLVRWorkflow(ChatWorkflow):
         chat = self.start(data)
         await self.reply(engine, chat)
         result = await self.judge(chat, data)
-        return chat.sample(
-            result.value,
-            rewards=result.rewards,
-            accuracy=result.accuracy,
-            answer=result.answer,
-            extracted=result.extracted,
-            written=result.written,
-        )
+        return chat.sample(result.value, **result.details())
 
 
 class Repeated(RolloutWorkflow):
@@ -119,7 +114,8 @@ class Repeated(RolloutWorkflow):
         with counted(reasons):
             if len(samples) < self.min_group_size:
                 raise too_few(failures, self.n, self.min_group_size)
-            return Group(samples if self.reads_scores else await self.finish_group(samples, data), failures=reasons)
+            samples = samples if self.reads_scores else await self.finish_group(samples, data)
+            return Group(samples, failures=reasons, failure_words=tuple(map(str, failures)))
 
     async def finish_group(self, samples: tuple[Sample, ...], data: Mapping[str, Any]) -> tuple[Sample, ...]:
         """The workflow's own."""

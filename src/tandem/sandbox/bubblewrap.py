@@ -35,7 +35,8 @@ class Bubblewrap(Jail):
         self.remedy = (
             f"install it ({install_extra('code')}, or your system's package bubblewrap) and let unprivileged processes make "
             "user namespaces (sysctl user.max_user_namespaces, kernel.unprivileged_userns_clone, "
-            "kernel.apparmor_restrict_unprivileged_userns; in docker: --security-opt seccomp=unconfined)"
+            "kernel.apparmor_restrict_unprivileged_userns; in docker, as another user than root: --security-opt "
+            "seccomp=unconfined --security-opt systempaths=unconfined, and apparmor=unconfined where the host has AppArmor)"
         )
 
     def missing(self) -> str:

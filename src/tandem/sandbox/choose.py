@@ -4,8 +4,8 @@ import asyncio
 import logging
 import os
 import tempfile
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from tandem.api.sandbox import Limits, Outcome, Program, Sandbox
 from tandem.config.errors import ConfigError
@@ -29,11 +29,12 @@ def must_fail(what, attempt):
     except OSError:
         return
     sys.exit(what)
-secret, parent = sys.stdin.read().split()
+secret, parent, processes = sys.stdin.read().split()
 must_fail("a file of the machine can be read", lambda: open(secret).read())
 must_fail("a file of the machine can be written", lambda: open(secret, "r+"))
 must_fail("a socket can be made", lambda: socket.socket())
-must_fail("the parent can be signalled", lambda: os.kill(int(parent), 0))
+if os.readlink("/proc/self/ns/pid") == processes:  # elsewhere the number is that of another process
+    must_fail("the parent can be signalled", lambda: os.kill(int(parent), 0))
 print(subprocess.run(["/bin/sh", "-c", "echo walls"], capture_output=True, text=True, check=True).stdout.strip())
 """
 
@@ -86,25 +87,23 @@ def without_walls(size: int | None = None) -> Sandbox:
 
 def try_out(jail: Jail) -> str:
     """Runs a program in it that tries the walls; returns what is wrong, nothing if all is well."""
-    outcomes: list[Outcome] = []
 
-    def trial() -> None:
+    def trial() -> Outcome:
         pool = SandboxPool(jail, 1)
         with tempfile.NamedTemporaryFile("w") as secret:
             secret.write("secret")
             secret.flush()
-            program = Program(source=TRIAL, stdin=f"{secret.name} {os.getpid()}".encode())
+            facts = f"{secret.name} {os.getpid()} {os.readlink('/proc/self/ns/pid')}"
             try:
-                outcomes.append(asyncio.run(pool.run(program, Limits(wall_s=30, cpu_s=30))))
+                return asyncio.run(pool.run(Program(source=TRIAL, stdin=facts.encode()), Limits(wall_s=30, cpu_s=30)))
             finally:
                 pool.close()
 
-    thread = threading.Thread(target=trial, name=f"trial of {jail.name}")  # a loop may be running in this one
-    thread.start()
-    thread.join()
-    if not outcomes:
-        return "the trial failed"
-    outcome = outcomes[0]
+    try:
+        with ThreadPoolExecutor(1, f"trial of {jail.name}") as thread:  # a loop may be running in this one
+            outcome = thread.submit(trial).result()
+    except OSError as error:
+        return f"a worker cannot be started: {error}"
     if outcome.status == "ok" and outcome.stdout.strip() == b"walls":
         return ""
     words = (outcome.stderr or outcome.stdout).decode(errors="replace").strip()

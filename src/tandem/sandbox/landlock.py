@@ -10,12 +10,21 @@ from tandem.sandbox.guest.syscall_filter import is_known
 from tandem.sandbox.jail import HERE, Jail, Start, readable_paths
 
 PREFIX = "tandem-sandbox-"
+_CHANGE_OF_USER = 1 << 0 | 1 << 1 | 1 << 6 | 1 << 7
+"""CAP_CHOWN, CAP_DAC_OVERRIDE (to remove the other user's files), CAP_SETGID and CAP_SETUID."""
 
 
 def is_open_to_all(path: str) -> bool:
     """Whether every user may enter a folder and all that are above it."""
     place = Path(os.path.realpath(path))
     return all(folder.stat().st_mode & 0o001 for folder in (place, *place.parents))
+
+
+def may_become_another() -> bool:
+    """Whether this process is root and has what a change of user needs; a container may have taken that away."""
+    status = Path("/proc/self/status").read_text()
+    rights = int(status.partition("CapEff:")[2].split()[0], 16)
+    return os.getuid() == 0 and rights & _CHANGE_OF_USER == _CHANGE_OF_USER
 
 
 def make_base(user: int) -> str:
@@ -43,7 +52,7 @@ class Landlock(Jail):
 
     def start(self, control: int) -> Start:
         """A worker that is no root, if the Python it needs can be read by somebody else."""
-        may_change = os.getuid() == 0 and all(is_open_to_all(path) for path in readable_paths() if os.path.isdir(path))
+        may_change = may_become_another() and all(is_open_to_all(path) for path in readable_paths() if os.path.isdir(path))
         user = ORDINARY_USER + control % 1_000 + 1_000 * (os.getpid() % 10_000) if may_change else -1
         base = make_base(user)
         return Start(self.python(HERE, control, base=base, user=user), base)

@@ -177,7 +177,7 @@ class Session:
             SandboxLost: it cannot be made, or said nothing in time; then its worker is killed.
         """
         if not await ready({self._channel.fileno(): False}, START_S):
-            self.worker.kill()
+            await asyncio.to_thread(self.worker.kill)
             raise SandboxLost(f"a worker did not start in {START_S:.0f} s and was killed")
         self.message()
 
@@ -250,9 +250,9 @@ class Running:
         self._began = time.monotonic()
         self.streams = {stdout: bytearray(), stderr: bytearray()}
         self.stdout, self.stderr = stdout, stderr
-        self._open = {stdout, stderr}
+        self.unended = {stdout, stderr}
         self._too_much = False
-        for descriptor in self._open:
+        for descriptor in self.unended:
             os.set_blocking(descriptor, False)
 
     def take(self, descriptor: int) -> None:
@@ -264,7 +264,7 @@ class Running:
         room = self._limits.output_bytes - len(self.streams[descriptor])
         self.streams[descriptor] += piece[:room]
         if not piece:
-            self._open.discard(descriptor)
+            self.unended.discard(descriptor)
         elif len(piece) > room and not self._too_much:
             self._too_much = True
             self.session.ask_kill()
@@ -282,11 +282,11 @@ class Running:
             if time.monotonic() >= kill:
                 self.session.ask_kill()
                 kill = math.inf
-            watched = dict.fromkeys((self.session.descriptor, *self._open), False)
+            watched = dict.fromkeys((self.session.descriptor, *self.unended), False)
             if not await ready(watched, min(deadline, kill) - time.monotonic()) and kill == math.inf:
-                self.session.worker.kill()
+                await asyncio.to_thread(self.session.worker.kill)
                 raise SandboxLost(f"a worker said nothing for {GRACE_S:.0f} s after a program's time and was killed")
-            for descriptor in tuple(self._open):
+            for descriptor in tuple(self.unended):
                 self.take(descriptor)
             with contextlib.suppress(BlockingIOError):
                 message = self.session.message()
@@ -296,9 +296,9 @@ class Running:
 
     def _drain(self) -> None:
         """Takes what still lies in the pipes: nobody is left to write."""
-        for descriptor in tuple(self._open):
+        for descriptor in tuple(self.unended):
             size = -1
-            while descriptor in self._open and size != len(self.streams[descriptor]):
+            while descriptor in self.unended and size != len(self.streams[descriptor]):
                 size = len(self.streams[descriptor])
                 self.take(descriptor)
 
@@ -353,9 +353,11 @@ class Interactive(SandboxProcess):
         while True:
             with contextlib.suppress(BlockingIOError):
                 return os.read(running.stdout, max_bytes)
-            if not await ready(dict.fromkeys((running.stdout, running.stderr), False), deadline - time.monotonic()):
+            watched = dict.fromkeys(running.unended | {running.stdout}, False)  # an end can be read all the time
+            if not await ready(watched, deadline - time.monotonic()):
                 raise WaitTimeout(f"a program in a sandbox wrote nothing within {deadline_s:g} s")
-            running.take(running.stderr)
+            if running.stderr in running.unended:
+                running.take(running.stderr)
 
     async def close(self, grace_s: float = 0.0) -> Outcome:
         """Kills it if it does not end by itself within ``grace_s`` seconds, and says how it ended."""

@@ -31,8 +31,13 @@ class Request:
     change: Change | None
     """None: the file cannot be read."""
 
-    recorded: bool = False
-    """It was made in this run before, and is made again because the run goes on from an earlier step."""
+    step: int | None = None
+    """The step before which it was made in this run already, and is made again because the run goes on from a checkpoint."""
+
+    @property
+    def recorded(self) -> bool:
+        """True if it was made before."""
+        return self.step is not None
 
 
 def ask(folder: Path, change: Change) -> str:
@@ -93,7 +98,7 @@ class Mailbox:
         while self._next < len(self._made) and int(self._made[self._next]["step"]) <= step:
             row = self._made[self._next]
             self._next += 1
-            yield Request(str(row["id"]), Change(str(row["action"]), str(row["value"])), recorded=True)
+            yield Request(str(row["id"]), Change(str(row["action"]), str(row["value"])), int(row["step"]))
         known = {str(row["id"]): row for row in self._made}
         for request in requests(self._folder):
             if request.id in known:  # made, and the run was killed before it could say so

@@ -203,7 +203,8 @@ def compare_replay(folder: Path, replayed: Path, start: Start, step: int) -> Out
     if then is None or now is None:
         raise ConfigError(f"the replay did not reach step {step}: with the values that it was given it ends before")
     old, new = _measured(folder, step), _measured(replayed, step)
-    texts, again = _samples(folder, step), _samples(replayed, step)
+    texts = _samples(folder, step)  # none where the record made room for later ones
+    again = _samples(replayed, step) if texts else []
     tensors = {name for name in {**then, **now} if then.get(name) != now.get(name)}
     metrics = {f"{name} {new.get(name)} (was {old.get(name)})" for name in {**old, **new} if old.get(name) != new.get(name)}
     samples = {f"number {i}" for i, (one, other) in enumerate(zip_longest(texts, again), 1) if one != other}

@@ -13,6 +13,7 @@ PARTS = (
     ("reward/mean", "reward {:.3f}"),
     ("loss", "loss {:.4f}"),
     ("eval/accuracy", "eval {:.1%}"),
+    ("eval/accuracy/safety", "safe or not {:.1%}"),
     ("completion_length/mean", "length {:.0f}"),
     ("tokens_per_s/generate", "generate {:.0f} tok/s"),
     ("tokens_per_s/train", "train {:.0f} tok/s"),

@@ -6,18 +6,20 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self, TextIO
 
+from tensordict import TensorDict
+
 from tandem.api.lines import append_line, not_written
-from tandem.api.requests import StopReason
-from tandem.api.samples import Group, Sample
+from tandem.api.samples import Dropped, Group
 from tandem.api.services import Services, factory_of
 from tandem.api.weights import WeightVersion
 from tandem.config.terms import read_term
 from tandem.config.tracking import TrackingConfig
 from tandem.tracking.progress import ProgressDisplay, line
+from tandem.tracking.recorder import Recorder
 from tandem.tracking.sinks.base import Sink, SinkRun
 
 log = logging.getLogger(__name__)
@@ -37,65 +39,8 @@ def check_sinks(config: TrackingConfig) -> None:
         Services().check(f"{KEY}={term.name}", factory_of("sink", term.name, KEY), term.arguments, ("run",))
 
 
-def _version_runs(sample: Sample, history: Mapping[int, WeightVersion]) -> list[list[dict[str, Any]]]:
-    """For each trajectory, which weights made how many of its trained tokens, in order."""
-    found = []
-    for trajectory in sample.trajectories:
-        runs: list[dict[str, Any]] = []
-        for number in trajectory.versions[trajectory.loss_mask].tolist():
-            if not runs or runs[-1]["version"] != number:
-                digest = history[number].digest if number in history else ""
-                runs.append({"version": number, "tokens": 0} | ({"digest": digest} if digest else {}))
-            runs[-1]["tokens"] += 1
-        found.append(runs)
-    return found
-
-
-def describe_sample(group: Group, index: int, history: Mapping[int, WeightVersion]) -> dict[str, Any]:
-    sample = group.samples[index]
-    return {
-        "group": group.group_id,
-        "sample": index,
-        "source": group.source,
-        "prompt": sample.prompt_text,
-        "completion": sample.completion_text,
-        "answer": group.data.get("answer"),
-        "reward": sample.reward,
-        "rewards": dict(sample.rewards),
-        "accuracy": sample.accuracy,
-        "tokens": sample.num_trained_tokens,
-        "stop_reason": [StopReason(trajectory.stop_reason).name.lower() for trajectory in sample.trajectories],
-        "versions": _version_runs(sample, history),
-    } | ({"written": {name: list(texts) for name, texts in sample.written.items()}} if sample.written else {})
-
-
-def choose(groups: Iterable[Group], count: int) -> list[tuple[Group, int]]:
-    """Up to `count` samples: the best and the worst of each group, the pair that taught most, then the groups' others."""
-    pairs, others = [], []
-    for group in groups:
-        order = sorted(range(len(group.samples)), key=lambda i: -group.samples[i].reward)
-        ends = order if len(order) < 2 else [order[0], order[-1]]
-        pairs += [(group, i) for i in ends]
-        others += [(group, i) for i in order[1:-1]]
-    return (pairs + others)[:count]
-
-
-def write_trajectories(
-    folder: Path, step: int, groups: Iterable[Group], count: int, history: Mapping[int, WeightVersion]
-) -> Path | None:
-    """Writes `trajectories/step_N.jsonl`; None where there is nothing to write."""
-    picks = choose(groups, count)
-    if not picks:
-        return None
-    path = folder / "trajectories" / f"step_{step}.jsonl"
-    path.parent.mkdir(exist_ok=True)
-    lines = [json.dumps(describe_sample(group, i, history), ensure_ascii=False, default=str) for group, i in picks]
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8", errors="replace")
-    return path
-
-
 class Tracker:
-    """Writes `metrics.jsonl`, `trajectories/`, the pictures and the sinks, and shows progress; a context manager.
+    """Writes `metrics.jsonl`, the records of steps, the pictures and the sinks, and shows progress; a context manager.
 
     `metrics.jsonl` must work: an error there is raised. What else fails (a picture, a sink, a sample) is warned of once,
     with its cause, and training goes on.
@@ -126,6 +71,9 @@ class Tracker:
         for sink in config.sinks:
             self._try(f"sink {sink}", self._open, sink, services)
         self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
+        self._recorder = Recorder(folder, config.trajectories_per_step, config.trajectories_gib)
+        if not self._metrics.tell():  # a run that begins, perhaps anew
+            self._recorder.forget_after(-1)
         self._display = ProgressDisplay(total_steps, self.run_name, file) if progress else None
         self._drawn_at = self._step = 0
 
@@ -133,10 +81,13 @@ class Tracker:
         self,
         step: int,
         metrics: Mapping[str, float],
-        groups: Iterable[Group] = (),
+        groups: Sequence[Group] = (),
         history: Mapping[int, WeightVersion] | None = None,
+        batch: TensorDict | None = None,
+        dropped: Sequence[Dropped] = (),
     ) -> None:
-        """Records one step. ``groups`` are those of its batch, ``history`` says which weights each version number was.
+        """Records one step. ``groups`` are those of its batch, ``history`` says which weights each version number was,
+        ``batch`` is what was trained, with all fields, and ``dropped`` what was not.
 
         Raises:
             NotWritten: the disk refuses the line of metrics; nothing of the step is recorded.
@@ -148,8 +99,7 @@ class Tracker:
             self.series.setdefault(name, []).append((step, value))
         self.last |= values
         self._step = step
-        count = self.config.trajectories_per_step
-        self._try("trajectories", write_trajectories, self.folder, step, groups, count, history or {})
+        self.record(step, groups, history, batch, dropped)
         for name, sink in list(self._sinks.items()):
             if not self._try(f"sink {name}", sink.log, step, values):
                 del self._sinks[name]
@@ -158,8 +108,21 @@ class Tracker:
         if self.config.plot_every_steps and step - self._drawn_at >= self.config.plot_every_steps:
             self.draw()
 
+    def record(
+        self,
+        step: int,
+        groups: Sequence[Group] = (),
+        history: Mapping[int, WeightVersion] | None = None,
+        batch: TensorDict | None = None,
+        dropped: Sequence[Dropped] = (),
+    ) -> None:
+        """The part of `log` that records samples; alone, of a step that failed."""
+        if self.config.trajectories_per_step != 0:
+            self._try("recording", self._recorder.record, step, groups, batch, dropped, history or {})
+
     def state_dict(self) -> dict[str, Any]:
-        """Where `metrics.jsonl` stands. What was logged is on the disk from here on."""
+        """Where `metrics.jsonl` stands. What was logged and recorded is on the disk from here on."""
+        self._recorder.flush()
         try:
             os.fsync(self._metrics.fileno())
         except OSError as error:
@@ -167,7 +130,9 @@ class Tracker:
         return {"step": self._step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Cuts `metrics.jsonl` after that step, for later ones are made again, and takes up the curves of before."""
+        """Cuts `metrics.jsonl` and the records after that step, for later ones are made again, and takes up the curves of
+        before."""
+        self._recorder.forget_after(int(state["step"]))
         kept = []
         for text in (self.folder / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
             with contextlib.suppress(ValueError, KeyError, TypeError):  # a line that a kill has torn
@@ -207,6 +172,7 @@ class Tracker:
             self.draw()
         for name, sink in self._sinks.items():
             self._try(f"sink {name}", sink.close)
+        self._recorder.close()
         self._metrics.close()
 
     def __enter__(self) -> Self:

@@ -4,27 +4,34 @@ Consumes the requests of `tandem control` (`tandem.state.control`). What cannot 
 was: everything new is made before anything old is let go.
 """
 
+import contextlib
 import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tandem.api.engines import TrainEngine
 from tandem.api.failures import RankFailed
 from tandem.config.changes import changed_reward
 from tandem.config.check import check
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import Resolved
-from tandem.config.terms import read_terms
+from tandem.flow.continuing import beside, staying
 from tandem.flow.parts import Rows
 from tandem.flow.plan import RunPlan, plan_run
 from tandem.flow.process import Process
 from tandem.flow.residents import open_scores
 from tandem.flow.scoring import ScoreRole
-from tandem.flow.services import EpisodeParts, RewardBySource, changed_reward_of, check_rows, close_new
+from tandem.flow.services import (
+    EpisodeParts,
+    RewardBySource,
+    changed_reward_of,
+    check_rows,
+    close_new,
+    refuse_compared_later,
+)
 from tandem.flow.session import Session
 from tandem.flow.state_parts import sleep_plan_here
-from tandem.flow.writing import WritingModel, WritingRole
+from tandem.flow.writing import WritingRole
 from tandem.rewards.build import refuse_only_groups
 from tandem.state.control import Mailbox, Request
 from tandem.state.run_folder import RunFolder
@@ -43,6 +50,8 @@ class Changed:
     plan: RunPlan
     reward: RewardBySource
     roles: dict[str, ScoreRole | WritingRole]
+    taking_back: contextlib.ExitStack
+    """Lets go of all that is new, if the change does not come."""
 
 
 class Control:
@@ -64,7 +73,7 @@ class Control:
         self._config, self._plan, self._process = config, session.plan, process
         self._session, self._parts, self._rows = session, parts, rows
         self._mailbox = None if run is None else Mailbox(run.path, run.id)
-        self._count = 0
+        self._compares, self._count = parts.reward.compares, 0
 
     def before(self, step: int) -> None:
         """Does what is asked for before this step, and what was done before it by a run that was cut off. Collective.
@@ -92,7 +101,7 @@ class Control:
         """Number of changes, and the weights of the reward's terms; empty until there is a change."""
         if not self._count:
             return {}
-        weights = {f"reward_weights/{term.label}": term.weight for term in read_terms(self._config.reward)}
+        weights = {f"reward_weights/{term.label}": term.weight for term in self._plan.sums[self._config.reward]}
         return {"control/changes": float(self._count), **weights}
 
     def _make(self, request: Request, step: int) -> None:
@@ -101,44 +110,41 @@ class Control:
             raise ConfigError("the request cannot be read; ask with `tandem control`")
         if self._distils:
             raise ConfigError("this run learns from a teacher; only the reward of `tandem train` can be changed")
-        mailbox, spec = self._mailbox, changed_reward(self._config.reward, request.change)
+        mailbox, spec, session = self._mailbox, changed_reward(self._config.reward, request.change), self._session
         changed = self._prepare(replace(self._config, reward=spec))
-        try:
+        with changed.taking_back:
             with self._process.team.together():
                 if mailbox is not None and not request.recorded:
                     mailbox.record(request, step, spec)
-        except BaseException:
-            self._take_back(changed.plan, changed.reward)
-            raise
+            changed.taking_back.pop_all()
         self._config, self._plan, self._count = changed.config, changed.plan, self._count + 1
-        self._parts.reward.change(changed.reward)
-        self._session.scorer.change(changed.plan, changed.roles)
+        with session.rollout.standing_still():
+            self._parts.reward.change(changed.reward)
+            session.scorer.change(changed.plan, changed.roles, again=request.step is not None and request.step < step)
+            session.rollout.begin_again()
         log.info("from step %d on the reward is %s (%s)", step, spec, request.change)
         if mailbox is not None and not request.recorded:
             mailbox.answer(request.id, {"step": step, "reward": spec})
 
     def _prepare(self, config: TrainConfig) -> Changed:
-        """Makes all that is new. Collective."""
-        session, team = self._session, self._process.team
+        """Makes all that is new; what is made is let go of again if something cannot be had. Collective."""
+        session, team, present = self._session, self._process.team, self._parts.reward
         with team.together():
             plan = self._checked_plan(config)
-            reward = changed_reward_of(config, self._parts)
-        try:
+        names = staying(self._plan, plan)
+        with contextlib.ExitStack() as stack:
             with team.together():
-                self._check_reward(config, reward)
-            fetch_weights(plan)
-            session.residency.change(sleep_plan_here(config, plan), self._plan.staying(plan))
-            there = self._open_models(plan)
+                reward = changed_reward_of(config, self._parts)
+                stack.callback(lambda: close_new(present, reward.judges))
+                self._check_reward(config, plan, reward)
+                fetch_weights(plan)
+            session.residency.change(sleep_plan_here(config, plan), names)
+            before, back = sleep_plan_here(self._config, self._plan), {new: old for old, new in names.items()}
+            stack.callback(session.residency.change, before, back)
+            stay = (one for one in self._plan.scores if one.resident in names)
+            there = {names[one.resident]: session.scorer.roles[one.name].engine for one in stay}
             roles = open_scores(config, plan, self._process, session.tokenizer, session.residency, there)
-        except BaseException:
-            self._take_back(plan, reward)
-            raise
-        return Changed(config, plan, reward, roles)
-
-    def _take_back(self, plan: RunPlan, reward: RewardBySource) -> None:
-        """Lets go of what was made for a change that does not come."""
-        close_new(self._parts.reward, reward.made)
-        self._session.residency.change(sleep_plan_here(self._config, self._plan), plan.staying(self._plan))
+            return Changed(config, plan, reward, roles, stack.pop_all())
 
     def _checked_plan(self, config: TrainConfig) -> RunPlan:
         """The plan of the changed run, if it can be had here.
@@ -147,26 +153,28 @@ class Control:
             ConfigError: it cannot; or the budget does not hold it.
         """
         check(config, written=self._written)
-        plan, session = plan_run(config), self._session
+        plan, session = beside(self._plan, plan_run(config), config.device), self._session
         check_scores(config, plan, session.tokenizer)
         check_models(plan, self._process.device)
         sleep_plan_here(config, plan)
+        later = any(plan.later.values())
         early = session.examiner.reads_scores or config.algorithm.update_samples is not None
-        if plan.scores and early and not session.workflow.reads_scores:
+        if early and later and not session.workflow.reads_scores:
             raise ConfigError(f"the workflow finishes a group behind the rewards that need a model, and {BEGIN_WITH_IT}")
+        if session.workflow.reads_scores and not later:
+            raise ConfigError(
+                "the workflow finishes a group behind the rewards that need a model, and this is the last one; let it count "
+                "for nothing instead: reward.weight NAME=0"
+            )
         return plan
 
-    def _check_reward(self, config: TrainConfig, reward: RewardBySource) -> None:
+    def _check_reward(self, config: TrainConfig, plan: RunPlan, reward: RewardBySource) -> None:
         """Passes if each row can be judged, and by what the workflow was made for."""
-        if reward.compares and not self._session.reward.compares:
+        if reward.compares and not self._compares:
             raise ConfigError(f"the term compares the samples of a prompt, and {BEGIN_WITH_IT}")
+        if self._session.workflow.reads_scores:
+            refuse_compared_later(config, plan, reward)
         if config.evaluate.every_steps:
-            refuse_only_groups(config.reward, reward.default)
+            refuse_only_groups(config.reward, reward.by_name[config.reward])
         check_rows(reward, self._rows.train.rows)
         check_rows(reward, self._rows.valid)
-
-    def _open_models(self, plan: RunPlan) -> dict[str, TrainEngine | WritingModel]:
-        """The models of rewards that are open, by their names in another plan."""
-        names, roles = self._plan.staying(plan), self._session.scorer.roles
-        stay = (score for score in self._plan.scores if score.resident in names)
-        return {names[score.resident]: roles[score.name].engine for score in stay}

@@ -1,12 +1,14 @@
 """Opens a run: its process, folder and tracker. Trainers and scripts begin here."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
 
-from tandem.api.samples import Group
+from tensordict import TensorDict
+
+from tandem.api.samples import Dropped, Group
 from tandem.api.weights import WeightVersion
 from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import BaseConfig, TrainConfig
@@ -63,12 +65,14 @@ class Run(Generic[C]):
         self,
         step: int,
         metrics: Mapping[str, float],
-        groups: Iterable[Group] = (),
+        groups: Sequence[Group] = (),
         history: Mapping[int, WeightVersion] | None = None,
+        batch: TensorDict | None = None,
+        dropped: Sequence[Dropped] = (),
     ) -> None:
         """Records a step, on rank 0 (`Tracker.log`). Without any metrics nothing is recorded."""
         if self.tracker is not None and metrics:
-            self.tracker.log(step, metrics, groups, history)
+            self.tracker.log(step, metrics, groups, history, batch, dropped)
 
     def save_if_due(self, step: int, models: Models) -> None:
         """Saves a checkpoint where `checkpoint` asks for one at this step: the models, without what resuming needs.

@@ -1,4 +1,4 @@
-"""Training a reward model: `tandem reward`. From ranked pairs, or from completions judged step by step."""
+"""Training a reward model: `tandem reward`. From ranked pairs, from pairs labelled safe or not, or from judged steps."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,10 +6,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from tandem.api.failures import DataFailure
 from tandem.config.load import Resolved
 from tandem.config.preference import RewardModelConfig
 from tandem.data.encoding import sequence
-from tandem.data.examples import pairs, steps
+from tandem.data.examples import pairs, safety, steps
 from tandem.lifecycle.summary import Summary
 from tandem.roles.reward_model import RewardModel
 from tandem.trainers.preference import encode_sides
@@ -30,6 +31,26 @@ class ScoredPairEncoder:
         chosen, rejected = encode_sides(self.chat, row)
         margin = self.margin if row["margin"] is None else row["margin"]
         return [sequence(chosen, chosen=True, margin=margin), sequence(rejected, chosen=False, margin=margin)]
+
+
+class SafetyEncoder:
+    """Pairs of a safer and a less safe side, each labelled safe or not."""
+
+    keeps_rows_together = True
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: RewardModelConfig):
+        self.chat = chat_encoder(tokenizer, config)
+
+    def encode(self, row: Mapping[str, Any]) -> Sequences:
+        """The safer side first.
+
+        Raises:
+            DataFailure: `labels_contradict`, or what `encode_sides` refuses.
+        """
+        if row["rejected_safe"] and not row["chosen_safe"]:
+            raise DataFailure("labels_contradict", "the safer side is labelled unsafe, and the other one safe")
+        sides = zip(encode_sides(self.chat, row), (True, False), (row["chosen_safe"], row["rejected_safe"]), strict=True)
+        return [sequence(encoded, chosen=chosen, safe=safe) for encoded, chosen, safe in sides]
 
 
 class StepEncoder:
@@ -55,6 +76,11 @@ def _pair_stages(session: RowSession, config: RewardModelConfig) -> Stages:
     return Stages(train=model.train_pairs, evaluate=model.evaluate_pairs)
 
 
+def _safety_stages(session: RowSession, config: RewardModelConfig) -> Stages:
+    model = RewardModel(session.engine)
+    return Stages(train=model.train_safety, evaluate=model.evaluate_safety)
+
+
 def _step_stages(session: RowSession, config: RewardModelConfig) -> Stages:
     model = RewardModel(session.engine)
     return Stages(train=model.train_steps, evaluate=model.evaluate_steps)
@@ -62,6 +88,7 @@ def _step_stages(session: RowSession, config: RewardModelConfig) -> Stages:
 
 RECIPES = {
     "pairs": Recipe(reader=pairs, encoder=ScoredPairEncoder, stages=_pair_stages),
+    "safety": Recipe(reader=safety, encoder=SafetyEncoder, stages=_safety_stages),
     "steps": Recipe(reader=steps, encoder=StepEncoder, stages=_step_stages),
 }
 

@@ -8,6 +8,8 @@ import contextlib
 from functools import partial
 from typing import Any
 
+from tensordict import TensorDict
+
 from tandem.api.activity import enter, within
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import Resolved
@@ -22,6 +24,7 @@ from tandem.lifecycle.recovery import Recovery, recovery_of_session
 from tandem.lifecycle.saving import Saving
 from tandem.lifecycle.summary import Summary, announce, check_run_folder, ended, telling_step
 from tandem.lifecycle.weight_record import weight_record
+from tandem.rollout.failure_budget import NoBatch
 from tandem.state.resuming import may_go_on
 from tandem.state.run_folder import RunFolder
 from tandem.tracking.statistics import peak_memory_gib
@@ -78,8 +81,9 @@ def run_session(
         )
 
 
-def step(session: Session) -> dict[str, float]:
-    """generate → reward → advantage → loss → update → publish, as the plan of the run lists them; returns all metrics."""
+def step(session: Session) -> tuple[dict[str, float], TensorDict]:
+    """generate → reward → advantage → loss → update → publish, as the plan of the run lists them; returns all metrics, and
+    the batch with all its fields."""
     run = session.runner
     batch, metrics = None, {}
     for stage in session.plan.step:
@@ -93,11 +97,12 @@ def step(session: Session) -> dict[str, float]:
             case "deliver":
                 metrics |= run.get(run.call(stage))
     session.rollout.end_step()
-    metrics["tokens_per_s/train"] = int(run.get(batch)["cu_seqlens"][-1]) / max(session.timer.seconds("train"), 1e-9)
+    trained = run.get(batch)
+    metrics["tokens_per_s/train"] = int(trained["cu_seqlens"][-1]) / max(session.timer.seconds("train"), 1e-9)
     run.free(batch)
     if isinstance(session.loader, Curriculum):
         metrics |= session.loader.metrics()
-    return session.rollout.metrics() | metrics | session.meter.metrics() | session.reward.metrics()
+    return session.rollout.metrics() | metrics | session.measured(), trained
 
 
 def loop(
@@ -129,7 +134,12 @@ def loop(
         enter("between", number)
         control.before(number)
         with telling_step(number):
-            metrics = step(session)
+            try:
+                metrics, batch = step(session)
+            except NoBatch:
+                if tracker is not None:  # what was dropped says why
+                    tracker.record(number, dropped=session.rollout.take_dropped())
+                raise
         saving.persist(partial(recovery.commit, number))
         with timer("evaluate"):
             found = evaluate_if_due(config, session, rows, number, steps)
@@ -138,8 +148,10 @@ def loop(
             progress.evaluations |= _accuracy(number, found)
         metrics |= timer.metrics() | saving.metrics() | oversight.metrics() | session.residency.metrics()
         metrics |= control.metrics() | {"memory/peak_gib": peak_memory_gib()}
-        groups, history = session.rollout.last_groups, session.publisher.history
-        saving.persist(partial(tracker.log, number, metrics, groups, history) if tracker is not None else None)
+        rollout, history = session.rollout, session.publisher.history
+        made = rollout.last_groups, history, batch, rollout.take_dropped()
+        saving.persist(partial(tracker.log, number, metrics, *made) if tracker is not None else None)
+        del batch, made
         with timer("save"):  # after the line of this step, which a run that goes on from here does not make again
             asked = oversight.asked() and number < last
             saving.after_step(number, metrics, leaving=asked or number == last < steps)

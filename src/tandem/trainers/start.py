@@ -1,6 +1,7 @@
 """Everything that a start refuses before its run folder exists. A dry run calls the same functions and then stops."""
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,13 +12,13 @@ import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.scoring import Score
 from tandem.api.services import factory_of
 from tandem.config.arithmetic import workflow_of
 from tandem.config.backend import parse_layout
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.fleet import kinds_of
+from tandem.config.recipes import recipes_of, sum_of, sums_of
 from tandem.config.services import SERVICES
 from tandem.engines.inference.check import check_inference_engine
 from tandem.engines.train.check import check_train_engine
@@ -25,7 +26,7 @@ from tandem.flow.critic import check_same_tokens
 from tandem.flow.delivery import weights_folder
 from tandem.flow.parts import Rows, open_rows
 from tandem.flow.plan import RunPlan
-from tandem.flow.process import choose_device
+from tandem.flow.process import choose_device, devices_here
 from tandem.flow.residents import open_reader
 from tandem.flow.services import EpisodeParts, check_names, check_rows, make_parts
 from tandem.models.architecture import Architecture
@@ -39,6 +40,8 @@ from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.rollout.chat import Chat
 from tandem.rollout.multi_turn import MultiTurnWorkflow
 from tandem.state.run_folder import require_writable
+
+log = logging.getLogger(__name__)
 
 LOOKED_AT = 16
 """Rows whose prompts are measured at most; one that fits is enough, and the others are dropped when they are drawn."""
@@ -77,6 +80,7 @@ def check_start(config: TrainConfig, rows: Rows, plan: RunPlan) -> EpisodeParts:
         if path is not None and plan.resident(role) is not None:
             check_same_tokens(path, tokenizer, role)
     check_inference_engine(config.rollout, folder, device)
+    devices_here(config)  # more than there are: refused
     check_weights_folder(config)
     check_prompts(config, rows.train.rows, tokenizer, folder)
     check_scores(config, plan, tokenizer)
@@ -84,10 +88,21 @@ def check_start(config: TrainConfig, rows: Rows, plan: RunPlan) -> EpisodeParts:
     try:
         check_rows(parts.reward, rows.train.rows)
         check_rows(parts.reward, rows.valid)
+        warn_of_idle_recipes(config, [*rows.train.rows, *rows.valid])
     except BaseException:
         parts.close()
         raise
     return parts
+
+
+def warn_of_idle_recipes(config: TrainConfig, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Warns of recipes that judge no row, whose models are held all the same."""
+    if recipes_of(config.reward) is None or config.algorithm.labels == "majority":
+        return
+    used = {sum_of(row, config.reward) for row in rows}
+    for spec in sums_of(config.reward):
+        if spec not in used:
+            log.warning("no row is judged by the recipe %r of reward.recipes; leave it out, or look at reward.by", spec)
 
 
 def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -97,10 +112,11 @@ def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokeni
         ConfigError: a reward is asked for in the middle of an episode, or replaced by a vote; or a model has
             no chat template.
     """
-    if not plan.scores:
+    first = next((term.label for terms in plan.later.values() for term in terms), None)
+    if first is None:
         return
-    first = plan.scores[0]
-    why = f"the reward has {first.name!r}, which a model scores when the episode has ended"
+    how = "a model scores" if any(one.name == first for one in plan.scores) else "has options that count"
+    why = f"the reward has {first!r}, which {how} when the episode has ended"
     workflow = factory_of("workflow", workflow_of(config).name)
     if inspect.isclass(workflow) and issubclass(workflow, MultiTurnWorkflow):
         raise ConfigError(f"{why}, and workflow={config.workflow} asks for the reward after each turn; use workflow=rlvr")
@@ -109,15 +125,16 @@ def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokeni
     for planned in plan.scores:
         resident = plan.resident(planned.resident)
         assert resident is not None and resident.engine is not None, "the plan names the model of each score"
-        path = resident.engine.path
+        path = planned.score.model.path
         if resident.head == "scalar" and not is_classifier(read_hf_config(describing(path))):
             raise ConfigError(
                 f"reward {planned.name!r}: {path} is no reward model, because it has no trained head that scores; give the "
                 "folder of a checkpoint that `tandem reward` wrote, or a sequence classifier of one label"
             )
         if resident.head == "text":
-            check_inference_engine(replace(config.rollout, backend="embedded"), describing(path), choose_device(config))
-        open_reader(resident.engine.path, tokenizer, chats=type(planned.score).read is Score.read)
+            embedded = replace(config.rollout, backend="embedded")
+            check_inference_engine(embedded, describing(path), choose_device(config))
+        open_reader(resident.engine.path, tokenizer, chats=planned.reads_chats)
 
 
 def check_prompts(

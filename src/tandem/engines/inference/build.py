@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,9 +12,11 @@ import torch
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion, tensor_digest, version_digest
+from tandem.config.devices import DeviceMap, Seat, devices_of
 from tandem.config.errors import ConfigError
-from tandem.config.fleet import parse_address, parse_backend
+from tandem.config.fleet import Servers, numbered, parse_address, parse_backend
 from tandem.config.generation import GenerationConfig
+from tandem.config.parts import Knob
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.embedded import CAPABILITIES, EmbeddedEngine, EmbeddedProcess
@@ -59,6 +61,12 @@ class Terms:
     keeping: Keeping | None = None
     """Where servers that the run starts are kept beyond its process; None: they end with it."""
 
+    devices: DeviceMap | None = None
+    """The GPUs of each server that the run starts; None on a CPU."""
+
+    def seat(self, name: str) -> Seat | None:
+        return None if self.devices is None else self.devices.server(name)
+
     def place(self, name: str) -> Place | None:
         return None if self.keeping is None else self.keeping.place(name)
 
@@ -74,11 +82,12 @@ class Kind(NamedTuple):
 
 
 def _embedded(terms: Terms, name: str) -> InferenceEngine:
+    seat = terms.seat(name)
     return EmbeddedProcess.start(
         terms.folder,
         terms.engine,
         terms.dtype,
-        terms.device,
+        terms.device if seat is None else f"cuda:{seat.devices[0]}",
         version=terms.version,
         threads=terms.engine.threads or 1,
         deterministic=terms.deterministic,
@@ -97,6 +106,8 @@ def _start_tandem(terms: Terms, name: str) -> InferenceEngine:
         run=terms.version.run,
         log_file=log_file(terms, name),
         weights_roots=() if terms.weights_folder is None else (terms.weights_folder,),
+        seat=terms.seat(name),
+        options=option_words(terms.rollout.fleet.options),
         startup_timeout_s=terms.rollout.fleet.startup_timeout_s,
         request_timeout_s=terms.rollout.fleet.request_timeout_s,
         progress=partial(logger.info, "%s"),
@@ -125,6 +136,8 @@ def _start_foreign(server: type[ForeignServer], kind: str, terms: Terms, name: s
         version=terms.version,
         device=terms.device,
         settings=terms.engine,
+        seat=terms.seat(name),
+        options=option_words(terms.rollout.fleet.options),
         startup_timeout_s=terms.rollout.fleet.startup_timeout_s,
         request_timeout_s=terms.rollout.fleet.request_timeout_s,
         progress=partial(logger.info, "%s"),
@@ -167,9 +180,9 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def started(terms: Terms, kind: str, number: int) -> Server:
+def started(terms: Terms, kind: str, name: str) -> Server:
     """A server that the run starts. Raises `ConfigError` where a run cannot start that kind."""
-    name, start = f"{kind}-{number}", KINDS[kind].start if kind in KINDS else None
+    start = KINDS[kind].start if kind in KINDS else None
     if start is None:
         raise ConfigError(f"rollout.backend={terms.rollout.backend}: a run cannot start servers of kind {kind}")
     return Server(name, lambda: start(terms, name), owned=True, holds=terms.version.number)
@@ -181,6 +194,14 @@ def attached(terms: Terms, kind: str, url: str) -> Server:
     if attach is None:
         raise ConfigError(f"{kind}={url}: a run cannot attach to servers of kind {kind}")
     return Server(f"{kind}={url}", lambda: attach(terms, url), owned=False)
+
+
+def option_words(options: Mapping[str, Knob]) -> list[str]:
+    """`rollout.fleet.options` as words of a command: a switch for ``true``, nothing for ``false``."""
+    words: list[str] = []
+    for name, value in options.items():
+        words += [f"--{name}"] if value is True else [] if value is False else [f"--{name}", str(value)]
+    return words
 
 
 def read_token(file: str | None, key: str) -> str | None:
@@ -206,9 +227,9 @@ def log_file(terms: Terms, name: str) -> Path:
 
 
 def python_of(rollout: RolloutConfig, kind: str) -> str:
-    """The interpreter of the environment that has this kind of server."""
+    """The interpreter of the environment that has this kind of server; Tandem's own for its own."""
     fleet = rollout.fleet
-    return {"vllm": fleet.vllm_python, "sglang": fleet.sglang_python}[kind] or sys.executable
+    return {"vllm": fleet.vllm_python, "sglang": fleet.sglang_python}.get(kind) or sys.executable
 
 
 def build_inference_engine(
@@ -219,13 +240,15 @@ def build_inference_engine(
     threads: int,
     device: str,
     deterministic: bool,
+    ranks: int = 0,
     run_folder: Path | None = None,
     run: str = "",
     weights_folder: Path | None = None,
     gconfig: GenerationConfig | None = None,
     keeping: Keeping | None = None,
 ) -> InferenceEngine:
-    """The engine, its model loaded from ``folder``; ``threads`` are the run's, see `engine_threads`.
+    """The engine, its model loaded from ``folder``; ``threads`` are the run's, see `engine_threads`, and ``ranks`` its ranks
+    on this machine.
 
     A fleet writes its fault table and its servers' logs into ``run_folder``, and watches the addresses there; its servers
     belong to ``run``, and may read weights below ``weights_folder``; those that cannot sample by ``gconfig`` are refused.
@@ -241,20 +264,29 @@ def build_inference_engine(
     dtype, version = resolve_dtype(rollout.dtype, device), WeightVersion(0)
     if servers is not None:
         named = replace(version, run=run or "tandem")
-        more = (run_folder, weights_folder, gconfig, keeping)
+        more = (run_folder, weights_folder, gconfig, keeping, device_map(rollout, placement, device, ranks))
         terms = Terms(rollout, config, folder, dtype, device, deterministic, named, *more)
         return build_fleet(terms, servers)
     if placement == "decoupled":
-        return EmbeddedProcess.start(
-            folder, config, dtype, device, version=version, threads=count, deterministic=deterministic
-        )
+        devices = device_map(rollout, placement, device, ranks)
+        own = device if devices is None else f"cuda:{devices.server('embedded-0').devices[0]}"
+        return EmbeddedProcess.start(folder, config, dtype, own, version=version, threads=count, deterministic=deterministic)
     core = EngineCore(folder, config, dtype, device, version)
     return EmbeddedEngine(
         core, version=version, threads=count, deterministic=deterministic, keep_kv=config.keep_kv_on_update
     )
 
 
-def build_fleet(terms: Terms, servers: tuple[tuple[str, int], ...]) -> Fleet:
+def device_map(
+    rollout: RolloutConfig, placement: Literal["colocate", "decoupled"], device: str, ranks: int
+) -> DeviceMap | None:
+    """The GPUs of this machine among training and servers; None on a CPU. Raises `ConfigError`, see `devices_of`."""
+    if device == "cpu":
+        return None
+    return devices_of(rollout, placement, ranks=ranks, devices=torch.cuda.device_count())
+
+
+def build_fleet(terms: Terms, servers: tuple[Servers, ...]) -> Fleet:
     """The servers that the run starts, started, and those that it attaches to, on their way.
 
     Raises:
@@ -262,7 +294,7 @@ def build_fleet(terms: Terms, servers: tuple[tuple[str, int], ...]) -> Fleet:
         EngineDied, WaitTimeout: one of its own could not be started.
     """
     config = terms.rollout.fleet
-    members = [started(terms, kind, number) for kind, count in servers for number in range(count)]
+    members = [started(terms, one.kind, name) for name, one in numbered(servers)]
     members += [attached(terms, *parse_address(text)) for text in config.servers]
     watched = Path(config.watch).expanduser() if config.watch else None
     if watched is None and terms.run_folder is not None:
@@ -281,7 +313,7 @@ def build_fleet(terms: Terms, servers: tuple[tuple[str, int], ...]) -> Fleet:
 
 def fleet_capabilities(rollout: RolloutConfig) -> frozenset[str]:
     """What all servers of a fleet can do. Weights go through shared memory where all are embedded and no other may join."""
-    kinds = {kind for kind, _ in parse_backend(rollout.backend) or ()}
+    kinds = {one.kind for one in parse_backend(rollout.backend) or ()}
     if kinds == {"embedded"} and not rollout.fleet.servers and rollout.fleet.watch is None:
         return CAPABILITIES | {"shared_memory"}
     return frozenset({"disk"})
@@ -303,4 +335,4 @@ def engine_threads(rollout: RolloutConfig, *, placement: Literal["colocate", "de
 
 def servers_here(rollout: RolloutConfig) -> int:
     """Engines that compute on this machine's cores: those that the run starts; at least 1."""
-    return max(1, sum(count for _, count in parse_backend(rollout.backend) or ()))
+    return max(1, sum(one.count for one in parse_backend(rollout.backend) or ()))

@@ -2,14 +2,18 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
 from tandem.config.errors import ConfigError
 from tandem.config.fleet import kinds_of, parse_backend
+from tandem.config.nearest import nearest_names
+from tandem.config.parts import Knob
 from tandem.config.rollout import RolloutConfig
 from tandem.engines.inference.build import python_of, read_token
 from tandem.engines.inference.decoder import gate
@@ -23,6 +27,16 @@ from tandem.models.precision import resolve_dtype
 
 MAKERS = {"vllm": "vLLM", "sglang": "SGLang"}
 """Kinds of server that are a library in an environment of its own → what people call it."""
+
+HELP = {
+    "tandem": ("tandem", "serve", "--help"),
+    "vllm": ("vllm.entrypoints.openai.api_server", "--help=all"),
+    "sglang": ("sglang.launch_server", "--help"),
+}
+"""The words behind ``python -m`` that list the options of a server's command."""
+
+HELP_S = 180.0
+"""A server imports all of its library before it lists its options."""
 
 LOOK_S = 60.0
 """Python starts and looks for one package."""
@@ -42,9 +56,11 @@ def check_inference_engine(rollout: RolloutConfig, folder: Path, device: str) ->
         gate(architecture.activation)
         dtype = compute_dtype(resolve_dtype(rollout.dtype, device), torch.device(device))
         make_cache(architecture, rollout.engine, dtype, torch.device(device))
-    for kind, _ in servers or ():
+    for kind in dict.fromkeys(one.kind for one in servers or ()):
         if kind in MAKERS:
             _check_library(kind, python_of(rollout, kind), rollout.backend)
+        if kind != "embedded":
+            check_options(kind, python_of(rollout, kind), rollout.fleet.options)
     for key in ("token_file", "admin_token_file"):
         read_token(getattr(rollout.fleet, key), key)
 
@@ -59,13 +75,55 @@ def _check_library(kind: str, python: str, backend: str) -> None:
         raise ConfigError(f"rollout.backend={backend} starts {maker}, which {python} does not have; {remedy}")
 
 
+OURS_ALONE = {
+    "tandem": "port run token-file admin-token-file address-file dtype device threads max-running kv-cache-gib "
+    "max-model-len prefill-chunk-tokens weights-root keep-kv-on-update",
+    "vllm": "model served-model-name host port dtype max-num-seqs enable-scale-out logprobs-mode max-model-len "
+    "worker-extension-cls middleware seed tensor-parallel-size gpu-memory-utilization api-key",
+    "sglang": "model-path dtype host port device skip-server-warmup enable-metrics max-running-requests random-seed "
+    "context-length tp-size mem-fraction-static api-key",
+}
+"""Options that a run gives its servers itself."""
+
+
+def check_options(kind: str, python: str, options: Mapping[str, Knob]) -> None:
+    """Passes if the command of this kind of server takes `rollout.fleet.options`. The command itself is asked (``--help``).
+
+    Raises:
+        ConfigError: an option that the command does not know, or that the run gives already; says which.
+    """
+    for name in options:
+        if name in OURS_ALONE[kind].split():
+            raise ConfigError(f"rollout.fleet.options.{name} is given to {kind} servers by the run itself: leave it out")
+    if not options:
+        return
+    done = subprocess.run(
+        [python, "-m", *HELP[kind]], env=_environment(python), capture_output=True, text=True, timeout=HELP_S, check=False
+    )
+    known = set(re.findall(r"--([a-z][\w-]*)", done.stdout))
+    if done.returncode != 0 or not known:
+        raise ConfigError(
+            f"rollout.fleet.options cannot be checked, because `python -m {' '.join(HELP[kind])}` failed in the environment "
+            f"of {kind}: {done.stderr.strip()[-300:]}"
+        )
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"rollout.fleet.options.{name} is no option of {kind} servers; {nearest_names(name, known)}")
+
+
+def _environment(python: str) -> dict[str, str] | None:
+    """This one for our own interpreter, and without what is about it for another."""
+    return None if python == sys.executable else {name: value for name, value in os.environ.items() if name not in OURS}
+
+
 def _has(package: str, python: str) -> bool:
     if python == sys.executable:
         return importlib.util.find_spec(package) is not None
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({package!r}) is None)"
-    environment = {name: value for name, value in os.environ.items() if name not in OURS}
     try:
-        done = subprocess.run([python, "-c", code], env=environment, capture_output=True, timeout=LOOK_S, check=False)
+        done = subprocess.run(
+            [python, "-c", code], env=_environment(python), capture_output=True, timeout=LOOK_S, check=False
+        )
     except OSError:  # a file that is no program
         return False
     except subprocess.TimeoutExpired:  # a busy disk: the start will tell

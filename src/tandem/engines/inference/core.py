@@ -5,6 +5,7 @@ One thread drives it (`EngineCore.step`); only `stage` may run in another at the
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -171,7 +172,7 @@ class EngineCore:
             else:
                 request = sequence.request
                 response = LLMResponse(request.input_ids, (), (), (), reason, request.gconfig.temperature)
-            finished.append((sequence.request_id, response))
+            finished.append((sequence.request_id, replace(response, timing=sequence.clock.timing())))
         if ended:
             self._scheduler.end([sequence for sequence, _ in ended])
         return finished

@@ -154,6 +154,7 @@ class Scheduler:
 
     def start(self, sequence: Sequence) -> None:
         """The sequence has its first token."""
+        sequence.clock.mark("began")
         sequence.started = True
         self.decoding.append(sequence)
         self.changed = True

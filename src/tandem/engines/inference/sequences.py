@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tandem.api.requests import LLMRequest
+from tandem.api.requests import LLMRequest, RequestClock
 from tandem.engines.inference.kv_cache import Row
 from tandem.engines.inference.stopping import StopText
 
@@ -40,6 +40,8 @@ class Sequence:
     prompt: SharedPrompt | None = None
     started: bool = False
     """It has its first token and takes part in decode steps."""
+
+    clock: RequestClock = field(default_factory=RequestClock)
 
 
 @dataclass(eq=False)

@@ -52,6 +52,7 @@ class Slots:
 
     def take(self, sequence: Sequence) -> None:
         slot = sequence.slot = self._free.pop()
+        sequence.clock.mark("admitted")
         request, gconfig = sequence.request, sequence.request.gconfig
         self.positions[slot], self.counts[slot] = len(request.input_ids), 0
         self._limits[slot], self._minimums[slot] = sequence.max_new_tokens, gconfig.min_new_tokens

@@ -29,7 +29,7 @@ SAMPLED = 4
 
 def named_weights(config: TrainEngineConfig, holder: Holder, model: PackedModel, team: Team) -> NamedWeights:
     """Those of an engine."""
-    kind = NamedWeights if config.lora.rank is None else AdaptedWeights
+    kind = AdaptedWeights if config.lora.rank is not None and holder.masters else NamedWeights
     return kind(config, holder, model, team)
 
 

@@ -20,21 +20,19 @@ from torch.distributed.tensor import DTensor
 
 from tandem.api.activity import did
 from tandem.api.engines import TrainPart
-from tandem.api.failures import WeightsChanged
+from tandem.api.failures import NotWritten, WeightsChanged
 from tandem.engines.train.holders import Holder
 from tandem.engines.train.named_weights import PREFIX
 from tandem.engines.train.optimizer import Optimizer
 from tandem.models.allocator import mapped_blocks
-from tandem.models.stored import Stored, read_whole, stored_tensors
+from tandem.models.lora import A, B
+from tandem.models.stored import CACHE_LINE, TRUNK, Stored, read_whole, stored_tensors
 
 WORDS = 1 << 16
 """64-bit words that are summed at a time."""
 
 _KEYS = torch.tensor([secrets.randbits(63) | 1 for _ in range(WORDS)], dtype=torch.int64)
 """Of this process: no file can be made to have a certain sum."""
-
-CACHE_LINE = 64
-"""Bytes; torch begins each storage of its own at a whole one."""
 
 _STEP = 0x9E3779B97F4A7C15
 
@@ -104,17 +102,52 @@ class _Asleep(NamedTuple):
 class EngineMemory:
     """The parts of one engine."""
 
-    def __init__(self, holder: Holder, optimizer: Optimizer, device: torch.device, folder: Path):
-        """``folder``: of the model, which the engine was opened from."""
+    def __init__(
+        self,
+        holder: Holder,
+        optimizer: Optimizer,
+        device: torch.device,
+        folder: Path,
+        trunk: "EngineMemory | None" = None,
+    ):
+        """``folder``: of the model, which the engine was opened from. ``trunk``: of the engine whose trunk it shares from
+        now on, in one memory; that one puts it to sleep.
+
+        Raises:
+            WeightsChanged: that trunk has other numbers.
+        """
         self._holder, self._optimizer, self._device, self._folder = holder, optimizer, device, folder
+        self._trunk = trunk
         self._asleep: dict[TrainPart, list[_Asleep]] = {}
         self._copies: dict[tuple[TrainPart, str], _Copy] = {}
         self._file: IO[bytes] | None = None
         self._stored: Mapping[str, Stored] | None = None
         self._moved = 0
+        if trunk is not None:
+            self._share(trunk)
+
+    def _share(self, trunk: "EngineMemory") -> None:
+        lender, own_names = trunk._holder.frozen, [n for n in self._holder.frozen if n.startswith(PREFIX + TRUNK)]
+        names = [name for name in own_names if not name.endswith((A, B))]
+        asleep = {sleeper.copy.name: sleeper.copy.sum for sleeper in trunk._asleep.get("parameters", ())}
+        for name in names:
+            own = self._holder.frozen[name].detach()
+            same = name in lender and own.dtype == lender[name].dtype and own.shape == lender[name].shape
+            if same and name in asleep:
+                same = keyed_sum(own.contiguous()) == asleep[name]
+            elif same:
+                same = torch.equal(own, lender[name].to(own.device))
+            if not same:
+                raise WeightsChanged(
+                    f"{name.removeprefix(PREFIX)!r} in {self._folder} has other numbers than in {trunk._folder}, which was "
+                    "the same model when the run was planned: files that a run reads must not change; start it anew"
+                )
+        self._holder.borrow(names, trunk._holder)
 
     def require(self, *parts: TrainPart) -> None:
-        """Passes if these parts are awake."""
+        """Passes if these parts are awake, and the trunk that is shared."""
+        if self._trunk is not None and "parameters" in parts:
+            self._trunk.require("parameters")
         if missing := sorted(self._asleep.keys() & set(parts)):
             words = f"{' and '.join(missing)} of the train engine are offloaded"
             raise RuntimeError(f"{words}; call onload({tuple(missing)}) first")
@@ -146,7 +179,7 @@ class EngineMemory:
             elif scratch is not None:
                 if part == "parameters":
                     self._leave_mapped_files()
-                self._asleep[part] = [self._put_away(part, *found, scratch) for found in self._regions(part)]
+                self._put_all_away(part, scratch)
                 for tensor in self._holder.copies() if part == "parameters" else []:
                     tensor.untyped_storage().resize_(0)
         return self._moved
@@ -192,7 +225,7 @@ class EngineMemory:
         It begins as far from a cache line as in the file: kernels may round otherwise for another alignment, and a run that
         sleeps would not be the one that does not.
         """
-        for name in self._holder.masters | self._holder.frozen:
+        for name in (self._holder.masters | self._holder.frozen).keys() - self._holder.borrowed:
             parameter = self._holder.held(name)
             if isinstance(parameter.data, DTensor) or parameter.untyped_storage().resizable():
                 continue
@@ -200,6 +233,18 @@ class EngineMemory:
             with mapped_blocks():
                 own = torch.empty(beside + parameter.numel(), dtype=parameter.dtype)
                 parameter.data = own[beside:].view(parameter.shape).copy_(parameter.data)
+        self._holder.lend_again()
+
+    def _put_all_away(self, part: TrainPart, scratch: Path) -> None:
+        try:
+            for name, region in self._regions(part):
+                self._asleep[part].append(self._put_away(part, name, region, scratch))
+        except OSError as error:
+            self.onload((part,))  # so that the engine is whole
+            raise NotWritten(
+                f"{part} of {self._folder} cannot sleep in {scratch}: {error}. Free some space there, put run.root on "
+                "another disk, or raise memory_limit_gib, and repeat the command: the run goes on from its last checkpoint"
+            ) from error
 
     def _put_away(self, part: TrainPart, name: str, region: _Region, scratch: Path) -> _Asleep:
         did()

@@ -7,6 +7,7 @@ from tandem.api.team import Team
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.engine import SpreadEngine
 from tandem.engines.train.spread import Head
+from tandem.models.adapter_folder import AdapterBeside
 
 __all__ = ["Head", "build_train_engine"]
 
@@ -19,18 +20,30 @@ def build_train_engine(
     key: str = "actor.backend",
     trained: bool = True,
     team: Team | None = None,
+    adapter: AdapterBeside | None = None,
+    trunk: TrainEngine | None = None,
 ) -> TrainEngine:
     """The engine of ``config.backend``, over the ranks of ``team``; None: all processes of torch.distributed
     where it is initialised.
 
     ``head``: ``lm`` gives log-probabilities, ``scalar`` one number a token (critics, reward models), ``both`` both.
     ``key``: where ``config.backend`` was written, for errors. ``trained``: False for a model that only computes `forward`:
-    it has no float32 masters, and neither steps nor states.
+    it has no float32 masters, and neither steps nor states; then ``adapter`` lies beside its weights. ``trunk``: an engine
+    of this function with the same frozen weights but for heads and adapters, whose memory it shares.
 
     Raises:
         ConfigError: another backend than is there, or another number of ranks than it says.
+        WeightsChanged: the trunk has other numbers.
     """
-    group = None if team is None else team.group
+    assert trunk is None or isinstance(trunk, SpreadEngine), "every engine is one"
     return SpreadEngine(
-        config, total_steps=total_steps, device=device, process_group=group, head=head, key=key, trained=trained
+        config,
+        total_steps=total_steps,
+        device=device,
+        process_group=None if team is None else team.group,
+        head=head,
+        key=key,
+        trained=trained,
+        adapter=adapter,
+        trunk=trunk,
     )

@@ -21,6 +21,7 @@ from tandem.engines.train.optimizer import Optimizer
 from tandem.engines.train.ranks import form_ranks, sum_over_ranks
 from tandem.engines.train.spread import Head, open_spread
 from tandem.engines.train.totals import Totals
+from tandem.models.adapter_folder import AdapterBeside
 from tandem.models.catalog import resolve
 from tandem.models.precision import resolve_dtype
 
@@ -42,26 +43,32 @@ class SpreadEngine(TrainEngine):
         head: Head = "lm",
         key: str = "actor.backend",
         trained: bool = True,
+        adapter: AdapterBeside | None = None,
+        trunk: "SpreadEngine | None" = None,
     ):
         """``total_steps``: optimizer steps of the run, for the schedule. ``process_group``: None takes the default group
         where torch.distributed is initialised, else this process alone. ``head``: ``scalar`` gives ``scores`` and neither
         log-probabilities nor entropy; it is saved as a sequence classifier. ``both``: a language model that gives scores
         too; it is saved as a language model, and the second head in a file of its own. ``key``: of ``config.backend``.
-        ``trained``: False for a model that only computes `forward`, which takes a third of the memory in bfloat16.
+        ``trained``: False for a model that only computes `forward`, which takes a third of the memory in bfloat16; then
+        ``adapter`` lies beside its weights, as ``config.lora`` describes it. ``trunk``: an engine with the same frozen
+        weights but for heads and adapters, whose memory it shares.
 
         Raises:
             ConfigError: the model cannot be opened, or the group has another size than ``config.backend`` says.
+            WeightsChanged: the trunk has other numbers.
         """
         self.config, self.total_steps, self.device = config, total_steps, torch.device(device)
         self.dtype = resolve_dtype(config.dtype, self.device)
         self.ranks = form_ranks(config.backend, process_group, self.device, key)
         self.world_size = self.ranks.layout.ranks
         self.head = head
-        self.model, self._holder = open_spread(config, self.ranks, self.device, self.dtype, head, trained)
+        self.model, self._holder = open_spread(config, self.ranks, self.device, self.dtype, head, trained, adapter)
         self._optimizer = Optimizer(self._holder, config.optimizer, total_steps, self.ranks)
         self._weights = named_weights(config, self._holder, self.model, self.ranks.team)
         self.adapter = self._weights.adapter
-        self._memory = EngineMemory(self._holder, self._optimizer, self.device, resolve(config.path))
+        lender: EngineMemory | None = None if trunk is None else trunk._memory
+        self._memory: EngineMemory = EngineMemory(self._holder, self._optimizer, self.device, resolve(config.path), lender)
         self._require = self._memory.require
 
     def train_batch(self, batch: TensorDict, loss_fn: LossFn, *, entropy: bool = False) -> dict[str, float]:

@@ -7,7 +7,7 @@ after the backward passes and `finish_gradients`. (`zero`: DeepSpeed keeps gradi
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -39,6 +39,12 @@ class Holder(ABC):
 
     lent: bool = False
     """Whether other weights are in the model for a moment: see `restored`."""
+
+    borrowed: frozenset[str] = frozenset()
+    """Of ``frozen``, those whose memory is another holder's."""
+
+    _lender: "Holder | None" = None
+    _borrowers: "tuple[Holder, ...]" = ()
 
     @property
     def device(self) -> torch.device:
@@ -156,14 +162,35 @@ class Holder(ABC):
         """
         yield False
 
+    def borrow(self, names: Iterable[str], lender: "Holder") -> None:
+        """From now on these frozen parameters are the lender's, in its memory, wherever that moves."""
+        self.borrowed, self._lender = frozenset(names), lender
+        lender._borrowers = (*lender._borrowers, self)
+        self._point()
+
+    def _point(self) -> None:
+        for name in self.borrowed:
+            assert self._lender is not None
+            self.frozen[name].data = self._lender.frozen[name].data
+
+    def lend_again(self) -> None:
+        """After frozen parameters have got other memory: their borrowers go along."""
+        for borrower in self._borrowers:
+            borrower._point()
+
     def move(self, device: torch.device | str) -> None:
-        """Moves model and masters."""
+        """Moves model and masters, but not what is borrowed."""
+        for name in self.borrowed:
+            self.frozen[name].data = torch.empty(0, dtype=self.frozen[name].dtype)
         self.model.to(device)
+        self._point()
+        self.lend_again()
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """This rank's part of every master and frozen parameter, with its name."""
+        """This rank's part of every master and frozen parameter in memory of its own, with its name."""
         for name, parameter in (self.masters | self.frozen).items():
-            yield name, _local(parameter.detach())
+            if name not in self.borrowed:
+                yield name, _local(parameter.detach())
 
     def copies(self) -> list[torch.Tensor]:
         """Copies of the masters that `publish` makes."""

@@ -9,16 +9,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tandem.config.errors import ConfigError
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.check import check_train_engine
 from tandem.engines.train.holders import Holder, Replica, Sharded
 from tandem.engines.train.ranks import Ranks, form_group
 from tandem.engines.train.zero import ZeroHolder
+from tandem.models.adapter_folder import AdapterBeside, read_adapter
 from tandem.models.catalog import resolve
 from tandem.models.compiled import compile_layers
 from tandem.models.context_parallel import divides_heads
+from tandem.models.foreign import read_hf_config
+from tandem.models.heads import is_token_classifier
 from tandem.models.load import load_causal_lm, load_scalar_model
-from tandem.models.lora import put_adapters
+from tandem.models.lora import fill_adapters, put_adapters
 from tandem.models.packed import PackedModel
 from tandem.models.streaming import PREFIX, Unfilled, open_unfilled
 from tandem.models.tensor_parallel import cut
@@ -29,22 +33,37 @@ Head = Literal["lm", "scalar", "both"]
 
 
 def open_spread(
-    config: TrainEngineConfig, ranks: Ranks, device: torch.device, dtype: torch.dtype, head: Head, trained: bool = True
+    config: TrainEngineConfig,
+    ranks: Ranks,
+    device: torch.device,
+    dtype: torch.dtype,
+    head: Head,
+    trained: bool = True,
+    adapter: AdapterBeside | None = None,
 ) -> tuple[PackedModel, Holder]:
     """The model of ``config`` on this rank, computing in ``dtype``, and what holds its weights.
 
     With ``config.lora`` its own weights are frozen in ``dtype``, and adapters lie beside them. A model that is not
     ``trained`` is frozen as a whole, and has no float32 masters; under DeepSpeed it is held as a trained one.
+    ``adapter``: of a frozen model on one rank.
 
     Raises:
         ConfigError: it cannot be opened, or not be divided so.
     """
     check_train_engine(config, resolve(config.path), ranks.layout, device, dtype, head, ranks.key)
+    if trained and is_token_classifier(read_hf_config(resolve(config.path))):
+        raise ConfigError(f"{config.path} classifies tokens: it can judge steps, and cannot be trained on here")
     # what is kept in host memory is read layer by layer too: it may not fit on the GPU as a whole
     unfilled = None if ranks.group is None and not config.offload else _open_unfilled(config, device, head)
     frozen = not trained and ranks.layout.zero is None
     held = torch.float32 if config.lora.rank is None and not frozen else dtype
+    if adapter is not None and dtype == torch.float32:
+        held = adapter.dtype  # the base is rounded as it was beside the adapter; rounding it twice is rounding it once
     model = _load(config, device, head, held) if unfilled is None else unfilled.model
+    if adapter is not None:
+        assert frozen and unfilled is None, "several ranks read merged weights"
+        put_adapters(model, config.lora, held, seed=0)
+        fill_adapters(model, read_adapter(adapter.folder)[0])
     if frozen:
         for parameter in model.parameters():
             parameter.requires_grad_(False)

@@ -15,9 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tandem.api.failures import WaitTimeout
+from tandem.api.failures import SandboxLost, WaitTimeout
 from tandem.api.program_tests import ProgramTests, read_program
-from tandem.api.sandbox import Limits, Program, Sandbox, SandboxProcess
+from tandem.api.sandbox import Limits, Outcome, Program, Sandbox, SandboxProcess
 from tandem.rewards.code import candidate, literals, tester
 from tandem.rewards.code.verdict import CannotTell, Verdict, reason_of
 
@@ -160,12 +160,22 @@ async def judge_functions(
         processes = await asyncio.gather(*starting)
         ends = time.monotonic() + limits.wall_s
         answer, tests_side = Candidate(processes[0], ends), Line(processes[1], ends)
-        return await _judge(answer, tests_side, parts, tests, all_or_none)
-    finally:
-        for one in starting:
-            one.cancel()
-        done = await asyncio.gather(*starting, return_exceptions=True)
-        await asyncio.gather(*(process.close() for process in done if isinstance(process, SandboxProcess)))
+        verdict = await _judge(answer, tests_side, parts, tests, all_or_none)
+    finally:  # to its end, though it is cancelled again meanwhile
+        outcomes = await asyncio.shield(asyncio.ensure_future(_end(starting)))
+    if verdict.reason == "timeout":  # also what a sandbox looks like that is stuck
+        for outcome in outcomes:
+            if outcome.status == "lost":
+                raise SandboxLost(outcome.stderr.decode(errors="replace")[-500:])
+    return verdict
+
+
+async def _end(starting: list[asyncio.Future[SandboxProcess]]) -> list[Outcome]:
+    """Ends processes, and those that are only about to begin."""
+    for one in starting:
+        one.cancel()
+    done = await asyncio.gather(*starting, return_exceptions=True)
+    return await asyncio.gather(*(process.close() for process in done if isinstance(process, SandboxProcess)))
 
 
 async def _judge(answer: Candidate, side: Line, parts: tuple[str, ...], tests: ProgramTests, all_or_none: bool) -> Verdict:

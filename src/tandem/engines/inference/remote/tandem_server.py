@@ -20,6 +20,7 @@ import torch
 from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, ServerFailed, WeightUpdateFailed
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion
+from tandem.config.devices import Seat, visible
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
@@ -300,6 +301,8 @@ def start_tandem_server(
     log_file: Path,
     weights_roots: Sequence[Path] = (),
     cpus: Sequence[int] | None = None,
+    seat: Seat | None = None,
+    options: Sequence[str] = (),
     startup_timeout_s: float = 600.0,
     request_timeout_s: float = 3600.0,
     progress: Callable[[str], None] = lambda words: None,
@@ -307,7 +310,8 @@ def start_tandem_server(
 ) -> TandemServer:
     """Starts one on a free port of this machine and waits until it has generated a token; `close` ends it.
 
-    ``weights_roots``: it takes weights from folders below these. ``place``: where it is taken from if it runs already, see
+    ``weights_roots``: it takes weights from folders below these. ``seat``: the GPU that it may use, see `map_devices`.
+    ``options``: more words of its command. ``place``: where it is taken from if it runs already, see
     `kept.py`, and left for others.
 
     Raises:
@@ -320,7 +324,10 @@ def start_tandem_server(
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
     }
-    settings = fingerprint(_command(folder, config, dtype, device, run, Path(), weights_roots), environment)
+    if seat is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = visible(seat.devices, os.environ)
+    fixed = [*_command(folder, config, dtype, device, run, Path(), weights_roots), *options]
+    settings = fingerprint(fixed, environment)
     if place is not None:
         found = take_over(place, settings, lambda facts, process: _attach_kept(facts, process, run, request_timeout_s))
         if found is not None:
@@ -337,7 +344,7 @@ def start_tandem_server(
         return _attach(private, run, request_timeout_s, end)
 
     try:
-        command = _command(folder, config, dtype, device, run, private, weights_roots)
+        command = [*_command(folder, config, dtype, device, run, private, weights_roots), *options]
         told = None if place is None else (place.pipe, place.file)
         process = ServerProcess.start(command, log_file=log_file, environment=environment, cpus=cpus, keep=told)
         what = f"tandem serve {folder.name}"
@@ -368,7 +375,7 @@ def _command(
         "--admin-token-file": private / _ADMIN,
         "--address-file": private / _ADDRESS,
         "--dtype": str(dtype).removeprefix("torch."),
-        "--device": device,
+        "--device": device.partition(":")[0],  # which one it sees is said by its environment
         "--threads": config.threads,
         "--max-running": config.max_running,
         "--kv-cache-gib": config.kv_cache_gib,

@@ -4,6 +4,7 @@ Each token carries the version that made it by the server's own word. What a ser
 attached, by looking at its routes and by asking for a token, and refused by name.
 """
 
+import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from tandem.api.engines import InferenceEngine, InferencePart
 from tandem.api.failures import EngineDied, ServerFailed
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.weights import WeightUpdate, WeightVersion
+from tandem.config.devices import Seat, visible
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
@@ -52,6 +54,8 @@ class StartTerms:
     """``max_running``, ``kv_cache_gib`` and ``max_model_len`` are the server's too."""
 
     cpus: tuple[int, ...]
+    seat: Seat | None = None
+    """Its devices; None on a CPU, or where it may take every one that it sees."""
 
 
 class ForeignServer(InferenceEngine):
@@ -138,6 +142,7 @@ class ForeignServer(InferenceEngine):
         device: str = "cpu",
         settings: EmbeddedEngineConfig | None = None,
         cpus: Sequence[int] | None = None,
+        seat: Seat | None = None,
         options: Sequence[str] = (),
         startup_timeout_s: float = 600.0,
         request_timeout_s: float = 600.0,
@@ -147,15 +152,15 @@ class ForeignServer(InferenceEngine):
         """Starts a server and waits until it has generated a token; it ends with this object, or with this process.
 
         ``cpus``: the cores that it may use; None lets it compute on ``settings.threads`` of them, the next server on others.
-        ``options``: more words of its command, such as ``("--enforce-eager",)``. ``place``: where it is taken from if it
-        runs already, see `kept.py`, and left for others.
+        ``seat``: the GPUs that it may use, see `map_devices`. ``options``: more words of its command, such as
+        ``("--enforce-eager",)``. ``place``: where it is taken from if it runs already, see `kept.py`, and left for others.
 
         Raises:
             ConfigError: as `attach`, or there is no such interpreter.
             EngineDied, WaitTimeout: it did not start; with the end of its log.
         """
         settings, port, key = settings or EmbeddedEngineConfig(), free_port(), secrets.token_urlsafe(32)
-        terms = StartTerms(python, folder.resolve(), str(dtype).removeprefix("torch."), device, settings, cpus=())
+        terms = StartTerms(python, folder.resolve(), str(dtype).removeprefix("torch."), device, settings, (), seat)
         words, others = cls.command(terms, 0)  # without what differs from one start to the next
         same, url = fingerprint([*words, *options], others), f"http://127.0.0.1:{port}"
 
@@ -170,6 +175,8 @@ class ForeignServer(InferenceEngine):
                 return found
         cores = tuple(cpus) if cpus is not None else CORES.take(settings.threads, None if place is None else place.file)
         command, environment = cls.command(replace(terms, cpus=cores), port)
+        if seat is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = visible(seat.devices, os.environ)
         environment[KEY_VARIABLE] = key  # not among its words, which every user of the machine can read
         told = None if place is None else (place.pipe, place.file)
         process = ServerProcess.start([*command, *options], log_file=log_file, environment=environment, cpus=cpus, keep=told)

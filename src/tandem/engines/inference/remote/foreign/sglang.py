@@ -170,6 +170,8 @@ class SGLangServer(ForeignServer):
         words += ["--max-running-requests", str(settings.max_running), "--random-seed", str(port)]
         if settings.max_model_len is not None:
             words += ["--context-length", str(settings.max_model_len)]
+        if terms.seat is not None:
+            words += ["--tp-size", str(len(terms.seat.devices)), "--mem-fraction-static", str(terms.seat.memory_share)]
         environment = {"HF_HUB_OFFLINE": "1"}
         if terms.device == "cpu":
             words += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph"]

@@ -180,6 +180,9 @@ class VllmServer(ForeignServer):
             "VLLM_API_KEY": "",  # the user's own would be asked for beside ours
             "HF_HUB_OFFLINE": "1",
         }
+        if terms.seat is not None:
+            words += ["--tensor-parallel-size", str(len(terms.seat.devices))]
+            words += ["--gpu-memory-utilization", str(terms.seat.memory_share)]
         environment |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         if terms.device == "cpu":
             environment["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(settings.kv_cache_gib)))

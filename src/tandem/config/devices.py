@@ -1,0 +1,133 @@
+"""Which GPUs of a machine the ranks of training and the inference servers use.
+
+Devices are counted as torch counts them, from 0, among those that the process may see (``CUDA_VISIBLE_DEVICES``).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tandem.config.errors import ConfigError
+from tandem.config.fleet import TENSOR, Servers, numbered, parse_backend
+from tandem.config.rollout import RolloutConfig
+
+ALONE, TOGETHER = 0.9, 0.4
+"""Default share of a device's memory that a vLLM or SGLang server reserves: on a device of its own, and on one that it
+shares with training."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One process and its devices."""
+
+    name: str
+    """``rank 0``, or ``vllm-0``."""
+
+    devices: tuple[int, ...]
+    memory_share: float | None = None
+    """Part of each device's memory that a server may take; None: it takes what its settings say, such as
+    `rollout.engine.kv_cache_gib`."""
+
+
+@dataclass(frozen=True)
+class DeviceMap:
+    """All processes of a run on one machine."""
+
+    ranks: tuple[Seat, ...]
+    servers: tuple[Seat, ...]
+
+    def server(self, name: str) -> Seat:
+        """Raises `KeyError` for one that is not there."""
+        return {seat.name: seat for seat in self.servers}[name]
+
+    @property
+    def taken(self) -> float:
+        """Share of the first rank's memory that servers take from training."""
+        return sum(seat.memory_share or 0.0 for seat in self.servers if self.ranks and 0 in seat.devices)
+
+    def lines(self) -> list[str]:
+        """A line for each device: who is on it, and with which share of its memory."""
+        seats = [*self.ranks, *self.servers]
+        there = sorted({device for seat in seats for device in seat.devices})
+        return [f"GPU {one}: " + ", ".join(_words(seat) for seat in seats if one in seat.devices) for one in there]
+
+
+def _words(seat: Seat) -> str:
+    several = [f"one of its {len(seat.devices)} GPUs"] if len(seat.devices) > 1 else []
+    share = [f"{seat.memory_share:.0%} of the memory"] if seat.memory_share is not None else []
+    return seat.name + (f" ({', '.join([*several, *share])})" if several or share else "")
+
+
+def map_devices(
+    servers: Sequence[Servers],
+    *,
+    ranks: int,
+    devices: int,
+    placement: Literal["colocate", "decoupled"],
+    memory_share: float | None = None,
+) -> DeviceMap:
+    """Rank ``i`` trains on device ``i``. Servers follow in order, each on neighbouring devices: behind the ranks if the
+    placement is decoupled, on the ranks' own devices if it is colocate. Without ranks (an evaluation) they begin at 0.
+
+    ``ranks`` and ``devices`` are those of this machine.
+
+    Raises:
+        ConfigError: more devices are wanted than there are; says how many by whom.
+    """
+    if ranks > devices:
+        raise ConfigError(f"{ranks} ranks of training need {ranks} GPUs on this machine, and there are {devices}")
+    wanted = sum(one.devices for one in servers)
+    shared = placement == "colocate" and ranks > 0
+    first, room = (0, ranks) if shared else (ranks, devices - ranks)
+    if wanted > room:
+        raise ConfigError(_too_many(servers, wanted, ranks, devices, shared=shared))
+    seats: list[Seat] = []
+    for name, one in numbered(servers):
+        share = (memory_share or (TOGETHER if shared else ALONE)) if one.kind in TENSOR else None
+        seats.append(Seat(name, tuple(range(first, first + one.tensor)), share))
+        first += one.tensor
+    return DeviceMap(tuple(Seat(f"rank {rank}", (rank,)) for rank in range(ranks)), tuple(seats))
+
+
+def devices_of(
+    rollout: RolloutConfig, placement: Literal["colocate", "decoupled"], *, ranks: int, devices: int
+) -> DeviceMap:
+    """As `map_devices`, for a configuration. The one engine of ``rollout.backend=embedded`` has no seat of its own if the
+    placement is colocate; if it is decoupled it is ``embedded-0``, behind the ranks, or on the first device if none is left.
+    """
+    servers = parse_backend(rollout.backend)
+    if servers is not None or placement == "colocate" or devices > ranks:
+        given = servers if servers is not None else (Servers("embedded", 1),) if placement == "decoupled" else ()
+        share = rollout.fleet.memory_share
+        return map_devices(given, ranks=ranks, devices=devices, placement=placement, memory_share=share)
+    alone = map_devices((), ranks=ranks, devices=devices, placement=placement)
+    return replace(alone, servers=(Seat("embedded-0", (0,)),))
+
+
+def _too_many(servers: Sequence[Servers], wanted: int, ranks: int, devices: int, *, shared: bool) -> str:
+    each = " + ".join(f"{one.count} × {one.tensor} ({one})" for one in servers)
+    if shared:
+        return (
+            f"placement=colocate: servers need {each} = {wanted} GPUs, one server on each, and training has {ranks} on "
+            f"this machine; use fewer servers, more ranks (actor.backend), or placement=decoupled with {ranks + wanted} GPUs"
+        )
+    beside = f"training has {ranks} of the {devices} GPUs" if ranks else f"there are {devices}"
+    return (
+        f"servers need {each} = {wanted} GPUs of their own, and {beside} on this machine, so {devices - ranks} are left; "
+        "use fewer servers or ranks" + (", or placement=colocate, where they share the ranks' devices" if ranks else "")
+    )
+
+
+def visible(devices: Sequence[int], environment: Mapping[str, str]) -> str:
+    """``CUDA_VISIBLE_DEVICES`` of a process that is to see only these, named as ``environment`` names them: they may be
+    numbers or UUIDs.
+
+    Raises:
+        ConfigError: the environment names fewer.
+    """
+    names = [name.strip() for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    if not names:
+        return ",".join(map(str, devices))
+    if max(devices) >= len(names):
+        raise ConfigError(f"CUDA_VISIBLE_DEVICES={','.join(names)} names no device for number {max(devices)}")
+    return ",".join(names[device] for device in devices)

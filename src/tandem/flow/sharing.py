@@ -1,0 +1,92 @@
+"""Finds the models of a run that are the same but for their heads and adapters: one copy of them is in memory."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from tandem.models.adapter_folder import adapter_beside
+from tandem.models.catalog import present
+from tandem.models.precision import resolve_dtype
+from tandem.models.stored import same_trunk, stored_tensors
+
+if TYPE_CHECKING:
+    from tandem.flow.plan import Resident
+
+
+class Trunk(NamedTuple):
+    """Frozen weights as they are in memory, without heads and adapters."""
+
+    path: str
+    folder: Path | None
+    """None: not on this machine yet."""
+
+    dtype: torch.dtype
+    rounding: torch.dtype | None
+    """To which they are rounded first, if that changes them."""
+
+    def same(self, other: "Trunk") -> bool:
+        """True if one memory can serve both, to the bit."""
+        if self[2:] != other[2:]:
+            return False
+        both_here = self.folder is not None and other.folder is not None
+        return self.path == other.path or (both_here and same_trunk(self.folder, other.folder))  # type: ignore[arg-type]
+
+
+def with_adapter(resident: "Resident") -> "Resident":
+    """A frozen model as its base and its adapter, if its folder has both and one rank holds it; else as it is."""
+    engine = resident.engine
+    assert engine is not None and not resident.changes, "a frozen model"
+    folder = present(engine.path) if _is_alone(resident) else None
+    adapter = None if folder is None else adapter_beside(folder)
+    if adapter is None:
+        return resident
+    return replace(resident, engine=replace(engine, path=adapter.base, lora=adapter.lora), adapter=adapter)
+
+
+def share_trunks(residents: Iterable["Resident"], device: str) -> Iterator["Resident"]:
+    """The residents in order, each with the name of an earlier one whose trunk it shares, if there is one.
+
+    Only what never changes is shared: frozen models, and those that adapters are trained beside. ``device``: `auto`, `cpu`
+    or `cuda`.
+    """
+    lenders: list[tuple[str, Trunk]] = []
+    for resident in residents:
+        trunk = _trunk(resident, device)
+        lender = None if trunk is None else next((name for name, other in lenders if trunk.same(other)), None)
+        if trunk is not None and lender is None:
+            lenders.append((resident.name, trunk))
+        yield replace(resident, trunk_of=lender)
+
+
+def _is_alone(resident: "Resident") -> bool:
+    """True if one process holds all of it: parts of models are not shared."""
+    engine = resident.engine
+    return engine is not None and not engine.offload and len(resident.ranks) == 1 and engine.backend.startswith("fsdp")
+
+
+def _trunk(resident: "Resident", device: str) -> Trunk | None:
+    """What a resident could share; None if it is trained, or no memory of its own, or over several ranks, or writes, which
+    another kind of engine does."""
+    engine = resident.engine
+    trained = resident.changes and (engine is None or engine.lora.rank is None)
+    own = engine is None or trained or resident.base_of is not None or resident.head == "text"
+    if engine is None or own or not _is_alone(resident):
+        return None
+    gpu = device != "cpu" and torch.cuda.is_available()
+    folder, dtype = present(engine.path), resolve_dtype(engine.dtype, "cuda" if gpu else "cpu")
+    rounding = None if resident.adapter is None else resident.adapter.dtype
+    if rounding == dtype or folder is None or not _rounds(folder, rounding):
+        rounding = None
+    return Trunk(str(folder or engine.path), folder, dtype, rounding)
+
+
+def _rounds(folder: Path, dtype: torch.dtype | None) -> bool:
+    """True if the stored numbers have more digits than ``dtype``."""
+    try:
+        stored = stored_tensors(folder).values()
+    except (OSError, ValueError):
+        return True
+    return dtype is not None and any(tensor.dtype.itemsize > dtype.itemsize for tensor in stored)

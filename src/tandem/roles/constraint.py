@@ -1,0 +1,75 @@
+"""A constraint: one part of the reward is a cost, whose mean a Lagrange multiplier keeps at or below a limit."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from tensordict import TensorDict
+
+from tandem.algorithms.constraint import lagrangian, next_multiplier
+from tandem.api.failures import BatchError
+from tandem.api.stage import stage
+from tandem.config.constraint import ConstraintConfig
+from tandem.roles.samples import samples_of, with_fields
+
+
+class Constraint:
+    """The multiplier λ and its rule: `follow`, then `penalise`, before advantages are computed.
+
+    Batches are global: each rank calls the same methods with the same batch, and comes to the same λ.
+    """
+
+    def __init__(self, config: ConstraintConfig):
+        self.config, self.multiplier = config, config.multiplier
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `tandem.api.state.Stateful`."""
+        return {"multiplier": self.multiplier}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """See `tandem.api.state.Stateful`."""
+        self.multiplier = float(state["multiplier"])
+
+    @stage(reads=("sample_id", "in_statistics"))
+    def follow(self, batch: TensorDict, *, rests: bool = False) -> dict[str, float]:
+        """Moves λ by the mean cost of the samples that enter statistics; returns both. ``rests``: λ stays as it is, because
+        the actor does."""
+        first = samples_of(batch).first
+        costs = self._costs(batch)[first]
+        costs = costs[batch["in_statistics"][first] & ~costs.isnan()].double()
+        if not len(costs):  # no row of the batch has this cost
+            return {"constraint/multiplier": self.multiplier}
+        mean, config = float(costs.mean()), self.config
+        if not rests:
+            self.multiplier = next_multiplier(
+                self.multiplier,
+                mean,
+                limit=config.limit,
+                learning_rate=config.learning_rate,
+                low=config.min_multiplier,
+                high=config.max_multiplier,
+            )
+        return {"constraint/cost": mean, "constraint/multiplier": self.multiplier}
+
+    @stage(reads=("reward",), adds=("reward",), may_read=("token_rewards",), may_add=("token_rewards",))
+    def penalise(self, batch: TensorDict) -> TensorDict:
+        """The batch with J = (R − λ·C) / (1 + λ) as its ``reward``. Samples whose reward has no such part cost nothing."""
+        fields = {"reward": lagrangian(batch["reward"], self._costs(batch).nan_to_num(), self.multiplier)}
+        if "token_rewards" in batch.keys():
+            fields["token_rewards"] = batch["token_rewards"] / (1.0 + self.multiplier)
+        return with_fields(batch, **fields)
+
+    def _costs(self, batch: TensorDict) -> torch.Tensor:
+        """The cost of each sequence's sample, ``[N]``; NaN where its reward has none.
+
+        Raises:
+            BatchError: no sample of the batch has it.
+        """
+        field = f"rewards/{self.config.cost}"
+        if field in batch.keys():
+            return batch[field]
+        there = sorted(str(name).removeprefix("rewards/") for name in batch.keys() if str(name).startswith("rewards/"))
+        raise BatchError(
+            f"constraint.cost={self.config.cost}: no sample of the batch has this part of its reward; there are "
+            f"{', '.join(there) or 'none'}. A workflow of your own must keep the parts: Sample(…, rewards=result.rewards)"
+        )

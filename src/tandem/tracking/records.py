@@ -1,0 +1,323 @@
+"""The record of a step: the samples as lines of text, and the batch as it was trained as tensors.
+
+`trajectories/step_N.jsonl` has one JSON object a sample, `batches/step_N.safetensors.gz` the packed batch of the same
+samples. The lines are written last: a step without them is not recorded.
+"""
+
+import gzip
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from tensordict import TensorDict
+
+from tandem.api.batch import check, unpack
+from tandem.api.requests import RequestTiming, StopReason
+from tandem.api.samples import Dropped, Group, Sample
+from tandem.api.weights import WeightVersion
+from tandem.config.errors import ConfigError
+
+LINES, TENSORS = "trajectories", "batches"
+TIMES, TIMES_OF = "requests.times", "requests.sample_id"
+"""Beside the fields of the batch: `RequestTiming` of each request ``[R, 3]``, and the sample that it belongs to ``[R]``."""
+
+
+def lines_path(run: Path, step: int) -> Path:
+    """File of the samples of a step."""
+    return run / LINES / f"step_{step}.jsonl"
+
+
+def tensors_path(run: Path, step: int) -> Path:
+    """File of the batch of a step."""
+    return run / TENSORS / f"step_{step}.safetensors.gz"
+
+
+def recorded_steps(run: Path) -> list[int]:
+    """The steps that a run folder has the lines of, in order."""
+    names = (path.name.removeprefix("step_").removesuffix(".jsonl") for path in (run / LINES).glob("step_*.jsonl"))
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+@dataclass(frozen=True)
+class Pick:
+    """A sample that is recorded."""
+
+    group: Group
+    index: int
+    """Its place in the group."""
+
+    sample_id: int
+    """Its number in the batch."""
+
+    @property
+    def sample(self) -> Sample:
+        """The sample itself."""
+        return self.group.samples[self.index]
+
+
+def choose(groups: Iterable[Group], count: int | None) -> list[Pick]:
+    """Up to ``count`` samples, or all: the best and the worst of each group, and then the groups' others."""
+    ends, others, first = [], [], 0
+    for group in groups:
+        order = sorted(range(len(group.samples)), key=lambda i: -group.samples[i].reward)
+        picks = [Pick(group, i, first + i) for i in order]
+        ends += picks if len(picks) < 2 else [picks[0], picks[-1]]
+        others += picks[1:-1]
+        first += len(order)
+    return (ends + others)[:count]
+
+
+def choose_dropped(dropped: Iterable[Dropped], count: int | None) -> list[Dropped]:
+    """Up to ``count`` dropped prompts, or all; of each reason the first, then the second, and so on."""
+    seen: Counter[str] = Counter()
+    ranked = []
+    for one in dropped:
+        ranked.append((seen[one.reason], one))
+        seen[one.reason] += 1
+    return [one for _, one in sorted(ranked, key=lambda pair: pair[0])][:count]
+
+
+def _version_runs(sample: Sample, history: Mapping[int, WeightVersion]) -> list[list[dict[str, Any]]]:
+    """For each trajectory, which weights made how many of its trained tokens, in order."""
+    told = []
+    for trajectory in sample.trajectories:
+        runs: list[dict[str, Any]] = []
+        for number in trajectory.versions[trajectory.loss_mask].tolist():
+            if not runs or runs[-1]["version"] != number:
+                digest = history[number].digest if number in history else ""
+                runs.append({"version": number, "tokens": 0} | ({"digest": digest} if digest else {}))
+            runs[-1]["tokens"] += 1
+        told.append(runs)
+    return told
+
+
+def _of_group(step: int, group: Group) -> dict[str, Any]:
+    failures = [*group.failure_words, *group.failures[len(group.failure_words) :]]
+    return {
+        "step": step,
+        "group": group.group_id,
+        "source": group.source,
+        "answer": group.data.get("answer"),
+        "failures": failures,
+    }
+
+
+def _of_sample(sample: Sample, index: int, history: Mapping[int, WeightVersion]) -> dict[str, Any]:
+    return {
+        "sample": index,
+        "prompt": sample.prompt_text,
+        "completion": sample.completion_text,
+        "messages": [dict(message) for message in sample.messages],
+        "reward": sample.reward,
+        "rewards": dict(sample.rewards),
+        "raw_rewards": dict(sample.raw_rewards),
+        "accuracy": sample.accuracy,
+        "extracted_answer": sample.answer,
+        "judges": dict(sample.words),
+        "in_loss": sample.in_loss,
+        "greedy": sample.greedy,
+        "tokens": sample.num_trained_tokens,
+        "stop_reason": [StopReason(trajectory.stop_reason).name.lower() for trajectory in sample.trajectories],
+        "versions": _version_runs(sample, history),
+    }
+
+
+def describe(step: int, pick: Pick, history: Mapping[int, WeightVersion], advantages: Mapping[int, float]) -> dict[str, Any]:
+    """The line of a trained sample."""
+    trained = {"sample_id": pick.sample_id, "advantage": advantages.get(pick.sample_id), "dropped": None, "why": None}
+    return _of_group(step, pick.group) | _of_sample(pick.sample, pick.index, history) | trained
+
+
+def describe_dropped(step: int, one: Dropped, history: Mapping[int, WeightVersion]) -> dict[str, Any]:
+    """The line of a prompt that was not trained: its best sample, or the prompt alone where it has none."""
+    reason = {"sample_id": None, "advantage": None, "dropped": one.reason, "why": one.words or None}
+    picks = choose([one.group], 1)
+    if picks:
+        return _of_group(step, one.group) | _of_sample(picks[0].sample, picks[0].index, history) | reason
+    return _of_group(step, one.group) | {"messages": one.group.data.get("messages") or []} | reason
+
+
+def mean_advantages(batch: Mapping[str, torch.Tensor]) -> dict[int, float]:
+    """The mean advantage of each sample over its trained tokens. In numpy: torch would start threads of its own."""
+    if "advantages" not in batch:
+        return {}
+    sums: dict[int, tuple[float, int]] = {}
+    advantages, mask, bounds = (batch[name].numpy() for name in ("advantages", "loss_mask", "cu_seqlens"))
+    for number, start, end in zip(batch["sample_id"].tolist(), bounds, bounds[1:], strict=False):
+        own = advantages[start:end][mask[start:end]]
+        total, count = sums.get(number, (0.0, 0))
+        sums[number] = (total + float(own.sum(dtype="float64")), count + len(own))
+    means = {number: total / count for number, (total, count) in sums.items() if count}
+    return {number: mean for number, mean in means.items() if math.isfinite(mean)}
+
+
+def packed_lines(lines: Iterable[Mapping[str, Any]]) -> bytes:
+    """As a file of JSON lines."""
+    texts = (json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
+    return "".join(texts).encode("utf-8", errors="replace")
+
+
+def packed_tensors(batch: Mapping[str, torch.Tensor], picks: Sequence[Pick]) -> bytes:
+    """The fields of a batch and the times of the requests, compressed as little as pays: floats hardly shrink further."""
+    times = [(pick.sample_id, timing) for pick in picks for timing in pick.sample.timings]
+    columns = dict(batch)
+    if times:
+        columns[TIMES] = torch.tensor([timing for _, timing in times], dtype=torch.float32)
+        columns[TIMES_OF] = torch.tensor([number for number, _ in times])
+    return gzip.compress(safetensors.torch.save(columns), compresslevel=1, mtime=0)
+
+
+# ---------------------------------------------------------------------------- reading
+
+
+@dataclass(frozen=True)
+class RecordedSample:
+    """One sample of a recorded step, as it was trained, or dropped."""
+
+    step: int
+    group: int
+    """The prompt's group; unique in the run."""
+
+    sample: int | None = None
+    """Its place in the group; None where the episode failed, so that there is none."""
+
+    sample_id: int | None = None
+    """Its number in the batch; None if it was not trained."""
+
+    source: str = ""
+    prompt: str = ""
+    """As the model read it."""
+
+    completion: str = ""
+    """The last reply."""
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    """The whole conversation: all turns, with calls of tools where there are any."""
+
+    answer: Any = None
+    """The expected answer of the row."""
+
+    extracted_answer: str | None = None
+    reward: float | None = None
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Parts of the reward by name."""
+
+    accuracy: float | None = None
+    advantage: float | None = None
+    """Mean over its trained tokens."""
+
+    judges: dict[str, str] = field(default_factory=dict)
+    """What judges wrote, by the name of the reward."""
+
+    in_loss: bool = True
+    greedy: bool = False
+    tokens: int = 0
+    """Trained tokens."""
+
+    stop_reason: list[str] = field(default_factory=list)
+    """Of each trajectory."""
+
+    versions: list[list[dict[str, Any]]] = field(default_factory=list)
+    """Of each trajectory: the weights that made so many of its trained tokens."""
+
+    dropped: str | None = None
+    """Why its prompt was not trained; None if it was."""
+
+    why: str | None = None
+    """The message of that failure."""
+
+    failures: list[str] = field(default_factory=list)
+    """The samples of its group that failed and are missing."""
+
+    timings: tuple[RequestTiming, ...] = ()
+    """Of its requests in order, where the engine knows them."""
+
+    trajectories: tuple[dict[str, torch.Tensor], ...] = ()
+    """The fields of the batch, by trajectory: ``[S]`` each, or one number; empty if it was not trained."""
+
+
+_FROM_LINES = {field.name for field in fields(RecordedSample)} - {"timings", "trajectories"}
+
+
+def load_trajectories(run: Path | str, step: int | None = None, *, tensors: bool = True) -> Iterator[RecordedSample]:
+    """The recorded samples of a step, or of all steps in order. ``tensors``: whether those of the batch are read too.
+
+    Example: ``best = max(load_trajectories("runs/addition/first", step=12), key=lambda sample: sample.reward or 0)``
+
+    Raises:
+        ConfigError: there is no such folder or step; names the steps that are recorded.
+    """
+    folder = Path(run).expanduser()
+    steps = [require_step(folder, step)] if step is not None else recorded_steps(folder)
+    if not steps:
+        require_step(folder, 0)
+    return (sample for number in steps for sample in _samples(folder, number, tensors))
+
+
+def load_batch(run: Path | str, step: int) -> TensorDict:
+    """The recorded sequences of a step as a packed batch, to the bit what was trained: `actor.ppo_update` takes it.
+
+    It is the whole batch where `tracking.trajectories_per_step` is null.
+
+    Raises:
+        ConfigError: the step is not recorded, or without tensors.
+    """
+    folder = Path(run).expanduser()
+    columns, _ = _read_tensors(folder, require_step(folder, step))
+    if not columns:
+        raise ConfigError(f"{folder}: step {step} was recorded without its batch, because its loop gave `log` none")
+    return check(TensorDict(columns, batch_size=[]))
+
+
+def require_step(folder: Path, step: int) -> int:
+    """Passes a step that is recorded."""
+    steps = recorded_steps(folder)
+    if not folder.is_dir():
+        raise ConfigError(f"there is no folder {folder}; give the folder of a run, such as runs/addition/first")
+    if not steps:
+        raise ConfigError(
+            f"{folder} has no recorded step: it is no run folder, no step of it has ended, or "
+            "tracking.trajectories_per_step was 0"
+        )
+    if step not in steps:
+        near = sorted(steps, key=lambda one: abs(one - step))[:3]
+        raise ConfigError(
+            f"{folder} has no record of step {step}; it has {len(steps)} steps from {steps[0]} to {steps[-1]}, the nearest "
+            f"{', '.join(map(str, sorted(near)))}"
+        )
+    return step
+
+
+def _read_tensors(folder: Path, step: int) -> tuple[dict[str, torch.Tensor], dict[int, list[RequestTiming]]]:
+    """The fields of the batch, and the times of requests by sample; empty where none were written."""
+    path = tensors_path(folder, step)
+    if not path.is_file():
+        return {}, {}
+    columns = safetensors.torch.load(gzip.decompress(path.read_bytes()))
+    times: dict[int, list[RequestTiming]] = {}
+    if TIMES in columns:
+        for number, row in zip(columns.pop(TIMES_OF).tolist(), columns.pop(TIMES).tolist(), strict=True):
+            times.setdefault(number, []).append(RequestTiming(*row))
+    return columns, times
+
+
+def _samples(folder: Path, step: int, tensors: bool) -> Iterator[RecordedSample]:
+    columns, times = _read_tensors(folder, step) if tensors else ({}, {})
+    own: dict[int, list[dict[str, torch.Tensor]]] = {}
+    for sequence in unpack(TensorDict(columns, batch_size=[])) if columns else []:
+        own.setdefault(int(sequence["sample_id"]), []).append(sequence)
+    with lines_path(folder, step).open(encoding="utf-8") as lines:
+        for line in map(json.loads, lines):
+            number = line.get("sample_id")
+            told = {name: value for name, value in line.items() if name in _FROM_LINES}
+            yield RecordedSample(
+                **{"step": step, **told},
+                timings=tuple(times.get(number, ())),
+                trajectories=tuple(own.get(number, ())),
+            )

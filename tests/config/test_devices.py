@@ -1,0 +1,110 @@
+"""Which GPUs of a machine the ranks of training and the servers use: a table, and what is refused."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tandem.config.devices import Seat, devices_of, visible
+from tandem.config.errors import ConfigError
+from tandem.config.fleet import FleetConfig
+from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
+from tandem.engines.inference.build import option_words
+from tandem.engines.inference.check import check_options
+from tandem.engines.inference.remote.foreign.server import StartTerms
+from tandem.engines.inference.remote.foreign.sglang import SGLangServer
+from tandem.engines.inference.remote.foreign.vllm import VllmServer
+
+# backend, ranks, devices, placement → devices of each server, or words of the refusal
+TABLE = [
+    ("embedded", 1, 1, "colocate", {}),
+    ("embedded", 1, 1, "decoupled", {"embedded-0": (0,)}),
+    ("embedded", 1, 2, "decoupled", {"embedded-0": (1,)}),
+    ("embedded", 4, 4, "colocate", {}),
+    ("embedded", 4, 4, "decoupled", {"embedded-0": (0,)}),
+    ("embedded", 4, 8, "decoupled", {"embedded-0": (4,)}),
+    ("embedded", 2, 1, "colocate", "2 ranks of training need 2 GPUs on this machine, and there are 1"),
+    ("embedded:d1", 1, 1, "colocate", {"embedded-0": (0,)}),
+    ("embedded:d2", 2, 4, "decoupled", {"embedded-0": (2,), "embedded-1": (3,)}),
+    ("embedded:d2", 1, 2, "decoupled", "training has 1 of the 2 GPUs on this machine, so 1 are left"),
+    ("tandem:d1", 1, 1, "colocate", {"tandem-0": (0,)}),
+    ("tandem:d3", 1, 4, "decoupled", {"tandem-0": (1,), "tandem-1": (2,), "tandem-2": (3,)}),
+    ("tandem:d1", 1, 1, "decoupled", "so 0 are left"),
+    ("vllm:d1", 1, 1, "colocate", {"vllm-0": (0,)}),
+    ("vllm:d1", 1, 1, "decoupled", "servers need 1 × 1 (vllm:d1) = 1 GPUs of their own"),
+    ("vllm:d1", 1, 2, "decoupled", {"vllm-0": (1,)}),
+    ("vllm:d2", 2, 2, "colocate", {"vllm-0": (0,), "vllm-1": (1,)}),
+    ("vllm:d2", 1, 4, "colocate", "one server on each, and training has 1 on this machine"),
+    ("vllm:d1t2", 2, 2, "colocate", {"vllm-0": (0, 1)}),
+    ("vllm:d1t2", 2, 4, "decoupled", {"vllm-0": (2, 3)}),
+    ("vllm:d2t2", 4, 4, "colocate", {"vllm-0": (0, 1), "vllm-1": (2, 3)}),
+    ("vllm:d2t2", 4, 8, "decoupled", {"vllm-0": (4, 5), "vllm-1": (6, 7)}),
+    ("vllm:d4t2", 4, 8, "decoupled", "servers need 4 × 2 (vllm:d4t2) = 8 GPUs of their own"),
+    ("vllm:d4t2", 8, 8, "colocate", {f"vllm-{i}": (2 * i, 2 * i + 1) for i in range(4)}),
+    ("vllm:d1t8", 8, 8, "colocate", {"vllm-0": tuple(range(8))}),
+    ("sglang:d1", 1, 1, "colocate", {"sglang-0": (0,)}),
+    ("sglang:d6", 2, 8, "decoupled", {f"sglang-{i}": (2 + i,) for i in range(6)}),
+    ("sglang:d1t4", 4, 8, "decoupled", {"sglang-0": (4, 5, 6, 7)}),
+    ("tandem:d1+vllm:d1t2", 1, 4, "decoupled", {"tandem-0": (1,), "vllm-0": (2, 3)}),
+    ("vllm:d1+vllm:d1t2", 1, 4, "decoupled", {"vllm-0": (1,), "vllm-1": (2, 3)}),
+    ("attached", 8, 8, "decoupled", {}),
+    ("vllm:d2t4", 0, 8, "colocate", {"vllm-0": (0, 1, 2, 3), "vllm-1": (4, 5, 6, 7)}),
+    ("vllm:d2t4", 0, 4, "colocate", "servers need 2 × 4 (vllm:d2t4) = 8 GPUs of their own, and there are 4 on this machine"),
+]
+
+
+@pytest.mark.parametrize(("backend", "ranks", "devices", "placement", "expected"), TABLE)
+def test_who_is_on_which_device(backend, ranks, devices, placement, expected):
+    rollout = RolloutConfig(backend=backend)
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError) as refused:
+            devices_of(rollout, placement, ranks=ranks, devices=devices)
+        assert expected in str(refused.value)
+        return
+    found = devices_of(rollout, placement, ranks=ranks, devices=devices)
+    assert [seat.devices for seat in found.ranks] == [(rank,) for rank in range(ranks)]
+    assert {seat.name: seat.devices for seat in found.servers} == expected
+    alone = placement == "decoupled" or ranks == 0
+    shares = {seat.memory_share for seat in found.servers if seat.name.startswith(("vllm", "sglang"))}
+    assert shares <= {0.9 if alone else 0.4}
+
+
+def test_what_is_said_of_the_devices():
+    rollout = RolloutConfig(backend="vllm:d1t2", fleet=FleetConfig(memory_share=0.3))
+    assert devices_of(rollout, "decoupled", ranks=2, devices=4).taken == 0.0
+    together = devices_of(rollout, "colocate", ranks=2, devices=2)
+    assert together.taken == 0.3
+    assert together.lines() == [
+        "GPU 0: rank 0, vllm-0 (one of its 2 GPUs, 30% of the memory)",
+        "GPU 1: rank 1, vllm-0 (one of its 2 GPUs, 30% of the memory)",
+    ]
+
+
+def test_devices_have_the_names_that_the_environment_gives_them():
+    assert visible((1, 2), {}) == "1,2"
+    assert visible((0, 2), {"CUDA_VISIBLE_DEVICES": "4,5,GPU-8a"}) == "4,GPU-8a"
+    with pytest.raises(ConfigError, match="names no device for number 2"):
+        visible((2,), {"CUDA_VISIBLE_DEVICES": "4,5"})
+
+
+def command(server, seat):
+    terms = StartTerms("python", Path("model"), "bfloat16", "cuda", EmbeddedEngineConfig(), (), seat)
+    words, _ = server.command(terms, 8000)
+    return " ".join(words)
+
+
+def test_a_servers_command_names_its_devices_and_their_share():
+    seat = Seat("one", (2, 3), 0.4)
+    assert "--tensor-parallel-size 2 --gpu-memory-utilization 0.4" in command(VllmServer, seat)
+    assert "--tp-size 2 --mem-fraction-static 0.4" in command(SGLangServer, seat)
+    assert "--gpu-memory-utilization" not in command(VllmServer, None)
+
+
+def test_options_of_servers_are_asked_of_their_own_command():
+    assert option_words({"enforce-eager": True, "quick": False, "seed": 3}) == ["--enforce-eager", "--seed", "3"]
+    with pytest.raises(ConfigError, match=r"options\.max-reqests is no option of tandem servers; did you mean"):
+        check_options("tandem", sys.executable, {"max-reqests": 12})
+    with pytest.raises(ConfigError, match=r"options\.port is given to tandem servers by the run itself"):
+        check_options("tandem", sys.executable, {"port": 1})
+    with pytest.raises(ConfigError, match="cannot be checked"):
+        check_options("vllm", sys.executable, {"enforce-eager": True})

@@ -1,0 +1,162 @@
+"""How the terms of a reward become one number: gates, normalisation, clips, weights, in no order that would matter."""
+
+import asyncio
+import random
+import statistics
+
+import pytest
+import torch
+
+from tandem.api.failures import DataFailure, WrongWorkflow
+from tandem.api.samples import Sample, Trajectory
+from tandem.api.workflow import RewardFn, RewardResult
+from tandem.config.errors import ConfigError
+from tandem.config.terms import Options, read_terms
+from tandem.rewards.build import SumReward, build_reward
+from tandem.rewards.combination import Combination, Scored, Spread
+
+NONE = torch.zeros(3)
+TOKENS = Trajectory(NONE.long(), NONE.bool(), NONE, NONE.long())
+
+
+class Gives(RewardFn):
+    """What a row says, and how often it was asked."""
+
+    def __init__(self, column):
+        self.column, self.asked = column, 0
+
+    async def __call__(self, *, row, **rest):
+        self.asked += 1
+        return RewardResult(row[self.column])
+
+
+def combined(spec, *samples, groups=None, training=True, combination=None):
+    """The samples of one batch, each as what its terms gave: those of a model are capitals."""
+    terms = read_terms(spec)
+    later = [term for term in terms if term.label.isupper() or term.options != Options()]
+    combination = combination or Combination({spec: terms}, {spec: later})
+    scored = []
+    for i, values in enumerate(samples):
+        cheap = {name: value for name, value in values.items() if not name.isupper()}
+        now = {t.label: t.weight * cheap[t.label] for t in terms if t not in later}
+        sample = Sample((TOKENS,), sum(now.values()), now, raw_rewards=cheap)
+        models = {name: [value] for name, value in values.items() if name.isupper()}
+        scored.append(Scored(sample, groups[i] if groups else 0, spec, values=models))
+    return combination.add(scored, training=training)
+
+
+def rewards(samples):
+    return [sample.reward for sample in samples]
+
+
+def test_a_running_mean_and_spread_are_those_of_all_values_so_far_however_they_were_divided():
+    draw = random.Random(1)
+    values = [draw.gauss(5, 3) for _ in range(40)]
+    whole, parts = Spread(), Spread()
+    whole.add(values)
+    for start in range(0, 40, 7):
+        parts.add(values[start : start + 7])
+    assert parts.mean == pytest.approx(statistics.fmean(values)) == pytest.approx(whole.mean)
+    assert whole.scale(8.0) == pytest.approx((8 - statistics.fmean(values)) / statistics.pstdev(values), rel=1e-5)
+    assert parts.scale(8.0) == pytest.approx(whole.scale(8.0))
+    same = Spread()
+    same.add([0.1] * 3)
+    assert same.scale(0.1) == pytest.approx(0, abs=1e-9)
+
+
+def test_each_part_is_normalised_clipped_and_weighed_in_this_order():
+    values = [{"A": x, "b": 1.0} for x in (1.0, 2.0, 3.0, 10.0)]
+    samples = combined("b + 0.5*A(normalise=running, clip=[-1, 1])", *values)
+    spread = statistics.pstdev([1, 2, 3, 10])
+    wanted = [max(-1.0, min(1.0, (x - 4) / spread)) for x in (1, 2, 3, 10)]
+    assert [s.rewards["A"] for s in samples] == pytest.approx([0.5 * x for x in wanted], rel=1e-5)
+    assert rewards(samples) == pytest.approx([1 + 0.5 * x for x in wanted], rel=1e-5)
+    assert [s.raw_rewards["A"] for s in samples] == [1, 2, 3, 10]
+
+
+def test_a_group_is_normalised_by_itself():
+    samples = combined("A(normalise=group)", *({"A": x} for x in (1.0, 3.0, 10.0, 30.0, 7.0)), groups=[0, 0, 1, 1, 2])
+    assert rewards(samples) == pytest.approx([-1, 1, -1, 1, 0], rel=1e-5)
+
+
+def test_a_term_counts_only_where_the_other_one_is_above_its_threshold():
+    spec = "f + A(gate='f > 0.5')"
+    samples = combined(spec, {"f": 1.0, "A": 3.0}, {"f": 0.5, "A": 4.0}, {"f": 0.0})
+    assert rewards(samples) == [4.0, 0.5, 0.0]
+    assert [s.metrics["gate/A"] for s in samples] == [1.0, 0.0, 0.0]
+    assert [s.raw_rewards.get("A") for s in samples] == [3.0, None, None]
+
+
+def test_the_order_of_terms_changes_no_bit():
+    terms = ["0.1*a", "0.7*B(normalise=running)", "0.2*C(clip=[0, 1], gate=a)", "0.3*D(normalise=group)", "1e-9*E"]
+    draw = random.Random(0).random
+    values = [{name: draw() for name in "aBCDE"} for _ in range(12)]
+    found = [
+        rewards(combined(" + ".join(order), *values, groups=[i // 4 for i in range(12)]))
+        for order in (terms, terms[::-1], [*terms[2:], *terms[:2]])
+    ]
+    assert found[0] == found[1] == found[2]
+
+
+def test_what_goes_on_from_a_checkpoint_is_what_was_never_interrupted():
+    spec, draw = "A(normalise=running) + b(normalise=running)", random.Random(0).random
+    batches = [[{"A": draw(), "b": draw()} for _ in range(5)] for _ in range(4)]
+    terms = read_terms(spec)
+    whole, first, second = (Combination({spec: terms}, {spec: terms}) for _ in range(3))
+    expected = [rewards(combined(spec, *batch, combination=whole)) for batch in batches]
+    for batch in batches[:2]:
+        combined(spec, *batch, combination=first)
+    second.load_state_dict(first.state_dict())
+    assert [rewards(combined(spec, *batch, combination=second)) for batch in batches[2:]] == expected[2:]
+
+
+def test_evaluation_normalises_nothing_and_learns_nothing():
+    spec = "0.5*A(normalise=running, clip=[-1, 1]) + B(clip=[-1, 1])"
+    terms = read_terms(spec)
+    combination = Combination({spec: terms}, {spec: terms})
+    assert rewards(combined(spec, {"A": 8.0, "B": 3.0}, training=False, combination=combination)) == [5.0]
+    assert combination.state_dict() == {"spreads": {}}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39])
+def test_a_value_that_is_not_finite_costs_its_sample_and_no_mean(value):
+    spec = "A(normalise=running)"
+    terms = read_terms(spec)
+    combination = Combination({spec: terms}, {spec: terms})
+    found = combined(spec, {"A": 1.0}, {"A": value}, {"A": 3.0}, combination=combination)
+    assert isinstance(found[1], DataFailure) and found[1].reason == "reward_not_finite"
+    assert combination.state_dict() == {"spreads": {"A": [2, 2.0, 2.0]}}
+
+
+def test_a_workflow_that_drops_what_the_reward_said_is_told_so():
+    with pytest.raises(WrongWorkflow, match=r"reward 'a' has options, .* without its value"):
+        combined("a(clip=[0, 1])", {})
+
+
+def asked(spec, rows, options_later=False, **terms):
+    given = {name: Gives(name) for name in terms or rows[0]}
+    reward = SumReward([(t, given[t.label]) for t in read_terms(spec)], options_later=options_later)
+    ids = {"prompt": "", "completion": "", "prompt_ids": (), "completion_ids": ()}
+    return [asyncio.run(reward(row=row, **ids)) for row in rows], {name: g.asked for name, g in given.items()}
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_an_answer_that_fails_the_gate_is_not_sent_to_the_judge(later):
+    rows = [{"f": 0.0, "g": 5.0, "j": 9.0}, {"f": 1.0, "g": 5.0, "j": 9.0}, {"f": 1.0, "g": 0.0, "j": 9.0}]
+    results, calls = asked("j(gate=g) + g(gate='f > 0.5') + 0*f", rows, later)
+    assert calls == {"f": 3, "g": 2, "j": 1}
+    assert [r.value for r in results] == ([0.0] * 3 if later else [0.0, 14.0, 0.0])
+    assert [r.raw_rewards.get("j") for r in results] == [None, 9.0, None]
+
+
+def test_a_rule_of_a_single_sample_needs_no_batch_and_a_running_mean_does():
+    assert asked("a(clip=[0, 1]) + 2*b", [{"a": 5.0, "b": 3.0}])[0][0].rewards == {"a": 1.0, "b": 6.0}
+    with pytest.raises(ConfigError, match="normalise=running of math needs the batches of `tandem train`"):
+        build_reward("math(normalise=running)", timeout_s=1.0)
+
+
+def test_any_term_may_have_a_name_of_its_own():
+    reward = build_reward("math(name=right) + 0.1*length(target_tokens=8, name=short)", timeout_s=1.0)
+    result = asyncio.run(reward(prompt="", completion="4", prompt_ids=(), completion_ids=(1, 2), row={"answer": "4"}))
+    reward.close()
+    assert set(result.rewards) == {"right", "short"} and result.accuracy == 1.0

@@ -1,0 +1,174 @@
+"""A term of the reward that is a cost: a Lagrange multiplier keeps its mean at or below a limit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.algorithms.constraint import lagrangian, next_multiplier
+from tandem.api.batch import pack
+from tandem.api.failures import BatchError
+from tandem.cli.main import main
+from tandem.config.constraint import ConstraintConfig
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import TrainConfig
+from tandem.config.load import load_config
+from tandem.engines.train.build import build_train_engine
+from tandem.flow.plan import plan_run
+from tandem.models.tokenizer import load_tokenizer
+from tandem.roles.constraint import Constraint
+from tandem.trainers.rl import train
+
+REWARDS = Path(__file__).parent / "small_rewards.py"
+BOTH = f"reward={REWARDS}:useful + {REWARDS}:harmful"
+LIMIT = ["constraint.cost=harmful", "constraint.limit=0.1"]
+
+
+def resolved(overrides, *more):
+    items = {item.partition("=")[0]: item for item in [*overrides, "deterministic=true", BOTH, *LIMIT, *more]}
+    return load_config(TrainConfig, None, list(items.values()))
+
+
+def steps(summary):
+    return [json.loads(line) for line in (summary.folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def samples_of(summary, step):
+    return [json.loads(line) for line in (summary.folder / f"trajectories/step_{step}.jsonl").read_text().splitlines()]
+
+
+def batch_of(costs, rewards=None, **more):
+    rows = []
+    for i, cost in enumerate(costs):
+        row = {"input_ids": [1, 2], "loss_mask": [False, True], "reward": (rewards or costs)[i], "sample_id": i}
+        rows.append(row | {"in_statistics": True, "rewards/harmful": cost} | {k: v[i] for k, v in more.items()})
+    return pack(rows)
+
+
+def test_the_multiplier_moves_by_the_mean_cost_above_the_limit_and_stays_in_its_bounds():
+    rule = {"limit": 0.1, "learning_rate": 0.5, "low": 0.0, "high": 2.0}
+    assert next_multiplier(1.0, 0.3, **rule) == pytest.approx(1.1)
+    assert next_multiplier(1.0, 0.0, **rule) == pytest.approx(0.95)
+    assert next_multiplier(0.01, 0.0, **rule) == 0.0 and next_multiplier(1.95, 1.0, **rule) == 2.0
+    found = lagrangian(torch.tensor([1.0, 1.0]), torch.tensor([0.0, 2.0]), 3.0)
+    assert found.tolist() == [0.25, -1.25]
+
+
+def test_samples_outside_statistics_do_not_count_and_those_without_the_cost_cost_nothing():
+    constraint = Constraint(ConstraintConfig(cost="harmful", limit=0.5, learning_rate=1.0, multiplier=1.0))
+    batch = batch_of([1.0, 0.0, float("nan"), 9.0], [1.0, 2.0, 4.0, 0.0], in_statistics=[True, True, True, False])
+    assert constraint.follow(batch) == {"constraint/cost": 0.5, "constraint/multiplier": 1.0}
+    assert constraint.penalise(batch)["reward"].tolist() == [0.0, 1.0, 2.0, -4.5]
+    assert batch["reward"].tolist() == [1.0, 2.0, 4.0, 0.0]
+    assert constraint.follow(batch_of([1.0, 1.0]), rests=True)["constraint/multiplier"] == 1.0
+    assert constraint.follow(batch_of([1.0, 1.0]))["constraint/multiplier"] == 1.5
+    assert "constraint/cost" not in constraint.follow(batch_of([float("nan")]))
+
+
+def test_several_trajectories_of_a_sample_cost_once_and_rewards_of_tokens_are_scaled_with_the_rest():
+    constraint = Constraint(ConstraintConfig(cost="harmful", learning_rate=0.0))
+    batch = batch_of([1.0, 1.0, 0.0], sample_id=[0, 0, 1], token_rewards=[[0.0, 2.0]] * 3)
+    assert constraint.follow(batch)["constraint/cost"] == 0.5
+    assert constraint.penalise(batch)["token_rewards"].tolist() == [0.0, 1.0] * 3
+
+
+def test_a_batch_without_the_cost_is_refused_by_name():
+    with pytest.raises(BatchError, match=r"constraint.cost=rude: no sample .* there are harmful"):
+        Constraint(ConstraintConfig(cost="rude")).follow(batch_of([1.0]))
+
+
+@pytest.mark.parametrize("more", [["algorithm=grpo"], ["algorithm=ppo", "critic.warmup_steps=1"], ["async_training=true"]])
+def test_the_cost_is_measured_and_not_rewarded_and_the_multiplier_follows_it(overrides, more):
+    more = [*more, *(["deterministic=false", "algorithm.correction.weight=truncate"] if "async" in more[0] else [])]
+    summary = train(resolved(overrides, *more, "tracking.trajectories_per_step=99"))
+    multiplier, rests = 1.0, "algorithm=ppo" in more
+    for row in steps(summary):
+        said = samples_of(summary, row["step"])
+        assert row["reward/mean"] == pytest.approx(row["rewards/useful"], abs=1e-6)
+        assert row["constraint/cost"] == pytest.approx(sum(one["rewards"]["harmful"] for one in said) / len(said), abs=1e-6)
+        if not (rests and row["step"] == 1):  # while the critic warms up
+            multiplier += 0.1 * (row["constraint/cost"] - 0.1)
+        assert row["constraint/multiplier"] == pytest.approx(multiplier, abs=1e-6)
+    assert multiplier != 1.0
+
+
+def test_a_cost_may_be_the_score_of_a_model_and_another_data_set_may_have_none(overrides, model, tmp_path):
+    config = load_config(TrainConfig, None, [f"actor.path={model}", "actor.dtype=float32", "train_dataset.path=addition"])
+    judge = build_train_engine(config.config.actor, 1, head="scalar")
+    judge.load_weights((name, torch.randn_like(x) if x.shape[0] == 1 else x) for name, x in judge.weights())
+    judge.save(tmp_path / "judge")
+    load_tokenizer(model).save_pretrained(tmp_path / "judge")
+    for name in ("a", "b"):
+        rows = [{"question": f"{i} and {name}?", "answer": "1"} for i in range(8)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cost = f"2*model(path={tmp_path}/judge, name=safety, center=1)"
+    sources = f"[{{path: {tmp_path}/a.jsonl, reward: '{REWARDS}:even + {cost}'}}, {{path: {tmp_path}/b.jsonl}}]"
+    data = [f"train_dataset.sources={sources}", f"reward={REWARDS}:even", "constraint.cost=safety"]
+    keys = [item for item in overrides if not item.startswith("train_dataset.path")]
+    summary = train(resolved(keys, *data, "tracking.trajectories_per_step=99"))
+    found = steps(summary)
+    said = [one["rewards"].get("safety") for one in samples_of(summary, 1)]
+    costs = [cost for cost in said if cost is not None]
+    assert 0 < len(costs) < len(said)
+    assert found[0]["constraint/cost"] == pytest.approx(sum(costs) / len(costs), abs=1e-5)
+    assert found[0]["reward/mean"] >= 0  # even is a share; the cost is nowhere in it
+
+
+def test_without_a_multiplier_the_run_is_the_one_without_a_constraint_to_the_bit(overrides):
+    free = ["constraint.learning_rate=0", "constraint.multiplier=0"]
+    one = train(resolved(overrides, *free, "checkpoint.at_end=true"))
+    plain = [item for item in overrides if not item.startswith("reward=")]
+    other = [*plain, f"reward={REWARDS}:useful", "deterministic=true", "trial_name=other", "checkpoint.at_end=true"]
+    two = train(load_config(TrainConfig, None, other))
+    assert (one.checkpoint / "model.safetensors").read_bytes() == (two.checkpoint / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["constraint.cost=harmfull"], r"constraint.cost=harmfull is no term of reward=.*did you mean 'harmful'\?"),
+        ([f"reward={REWARDS}:useful + 0*{REWARDS}:harmful"], "its weight in the reward is 0"),
+        ([f"reward={REWARDS}:useful - {REWARDS}:harmful"], "its weight in the reward is -1"),
+        ([f"reward={REWARDS}:harmful"], "add what is to be learnt"),
+        (["constraint.multiplier=20"], "must lie between constraint.min_multiplier .0. and constraint.max_multiplier .10."),
+        (["constraint.learning_rate=-1"], "constraint.learning_rate must be a number, at least 0"),
+        (["constraint.cost=null"], "constraint.limit=0.1 is not used because no term of the reward is a cost"),
+        (["algorithm.filter=dynamic_sampling"], "contradicts algorithm.filter=dynamic_sampling"),
+        (["algorithm=gdpo"], "contradicts algorithm.advantage=gdpo"),
+        (["algorithm=ttrl"], "contradicts algorithm.labels=majority"),
+    ],
+)
+def test_a_constraint_that_cannot_hold_is_refused_before_the_run(overrides, keys, words):
+    with pytest.raises(ConfigError, match=words):
+        train(resolved(overrides, *keys), dry_run=True)
+
+
+def test_the_graph_shows_where_the_multiplier_follows_and_where_it_weighs(overrides, model, tmp_path, capsys):
+    plan = plan_run(resolved(overrides).config)
+    names = [stage.name for stage in plan.stages]
+    assert names[names.index("multiplier") :][:3] == ["multiplier", "penalty", "advantages"]
+    free = plan_run(resolved(overrides, "constraint.cost=null", "constraint.limit=0").config)
+    assert not {"multiplier", "penalty"} & {stage.name for stage in free.stages}
+    file = tmp_path / "run.yaml"
+    file.write_text(f"actor: {{path: {model}}}\ntrain_dataset: {{path: addition}}\n")
+    assert main(["graph", str(file), BOTH, *LIMIT]) == 0
+    shown = capsys.readouterr().out
+    assert "constraint.follow" in shown and "constraint.penalise" in shown
+
+
+@pytest.mark.slow
+@pytest.mark.invariant
+@pytest.mark.timeout(120)
+def test_the_constraint_holds_the_cost_below_its_limit_where_the_free_run_breaks_it(overrides):
+    """The control is free: its multiplier is 0 and stays so. Both learn; what harms is worth more to the free run."""
+    keys = ["total_train_steps=25", "gconfig.n_samples=8", "checkpoint.at_end=false"]
+    held = steps(train(resolved(overrides, *keys)))[-8:]
+    free = ["constraint.multiplier=0", "constraint.learning_rate=0", "trial_name=free"]
+    broken = steps(train(resolved(overrides, *keys, *free)))[-8:]
+
+    def mean(rows, name):
+        return sum(row[name] for row in rows) / len(rows)
+
+    assert mean(held, "constraint/cost") <= 0.1 < 0.8 < mean(broken, "constraint/cost")
+    assert 0.5 < mean(held, "reward/mean") < mean(broken, "reward/mean")
