@@ -19,7 +19,11 @@ RECORD = Path(__file__).with_suffix(".json")
 PAGE = ROOT / "docs" / "recipes" / "rlhf_on_a_laptop.md"
 PICTURE = ROOT / "docs" / "pictures" / "rlhf_on_a_laptop.png"
 BLOCK = re.compile(r"(<!-- measured -->\n).*?(<!-- end -->)", re.S)
-POLICIES = {"ppo": ("PPO", "#2563eb"), "ppo_shuffled": ("control", "#a1a1aa")}
+POLICIES = {
+    "ppo": ("PPO", "#2563eb"),
+    "ppo_weak_kl": ("KL penalty of 0.05", "#dc2626"),
+    "ppo_shuffled": ("control", "#a1a1aa"),
+}
 """Trial → its name in the page, and its colour."""
 JUDGES = {"reward": "reward model", "reward_shuffled": "control: shuffled labels"}
 KEPT = (

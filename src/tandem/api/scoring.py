@@ -5,7 +5,7 @@ with the others, so it works in a stage of its own, ``score:<name>``, when the e
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -13,7 +13,8 @@ import torch
 from tensordict import TensorDict
 
 from tandem.api.engines import TrainEngine
-from tandem.api.samples import Sample
+from tandem.api.failures import DataFailure
+from tandem.api.samples import Group, Sample
 
 
 @dataclass(frozen=True)
@@ -110,3 +111,13 @@ class Score(ABC):
 
         With `per_step` one for each token that is a ``step_end``, in their order.
         """
+
+
+class GroupScorer(Protocol):
+    """Gives finished groups the rewards that need a model."""
+
+    def __call__(self, groups: Sequence[Group]) -> list[Group | DataFailure]:
+        """Groups → the same with more rewards, or why one cannot be trained on. Collective; rank 0 alone brings any."""
+
+    def generate_again(self) -> None:
+        """More groups are generated: the engine must be awake. Collective."""

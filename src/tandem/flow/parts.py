@@ -6,6 +6,7 @@ from typing import Any
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.samples import Group
+from tandem.api.scoring import GroupScorer
 from tandem.api.team import Team
 from tandem.config.arithmetic import max_head_offpolicyness
 from tandem.config.data import DatasetConfig
@@ -15,7 +16,7 @@ from tandem.data.curriculum import Curriculum
 from tandem.data.dataset import Dataset, load_dataset
 from tandem.data.loader import Loader
 from tandem.roles.components import Choice
-from tandem.rollout.executor import MAX_DRAWS, GroupFilter, GroupObserver, GroupScorer, Rollout
+from tandem.rollout.executor import MAX_DRAWS, GroupFilter, GroupObserver, Rollout
 
 
 @dataclass(frozen=True)

@@ -75,9 +75,13 @@ class Session:
     residency: Residency
     runner: Runner
     scorer: GroupScorer
-    combination: Combination
     team: Team
     """All ranks."""
+
+    @property
+    def combination(self) -> Combination:
+        """What adds the terms of the reward that need more than their own sample."""
+        return self.scorer.combination
 
     def measured(self) -> dict[str, float]:
         """What engines and rewards have measured since the last call, of all ranks that generate. Collective."""
@@ -120,10 +124,9 @@ def open_session(
             if engine is not None:
                 stack.callback(engine.close)
         residency.add_engine(engine)
-        tokenizer = parts.tokenizer
-        trainer, reference, critic, teacher, scores = open_models(config, plan, process, steps, tokenizer, residency)
+        trainer, reference, critic, teacher, scores = open_models(config, plan, process, steps, parts.tokenizer, residency)
         actor = make_actor(config, trainer, reference, critic, plan.algorithm)
-        archive, verifier = make_proof(config, process, trainer, tokenizer, folder)
+        archive, verifier = make_proof(config, process, trainer, parts.tokenizer, folder)
         publisher = make_publisher(config, process, trainer, engine, folder, run=run, archive=archive)
         stack.callback(publisher.close)
         residency.deliver_by(publisher.deliver_again)
@@ -138,7 +141,7 @@ def open_session(
             rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team, generators)
             stack.callback(rollout.close)
         session = Session(
-            tokenizer=tokenizer,
+            tokenizer=parts.tokenizer,
             loader=loader,
             actor=actor if teacher is None else Student(actor),
             trainer=trainer,
@@ -159,7 +162,6 @@ def open_session(
             residency=residency,
             runner=runner,
             scorer=scorer,
-            combination=scorer.combination,
             team=process.team,
         )
         work |= _work(session, scores)

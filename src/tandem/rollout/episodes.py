@@ -14,6 +14,7 @@ from tandem.api.requests import NoiseKey
 from tandem.api.samples import Dropped, Group, Sample
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
 from tandem.config.rollout import RolloutConfig
+from tandem.rollout.collate import expired
 from tandem.rollout.episode_engine import EpisodeEngine
 from tandem.rollout.event_loop import BackgroundLoop
 from tandem.rollout.ledger import Prompt
@@ -51,6 +52,11 @@ class Episode:
     def settled(self) -> bool:
         """Whether this rank need not wait for a request of it: each sample has issued its first, or ended without one."""
         return self.over or self.aborted or self.place > 0 or (self.engine is not None and self.engine.settled)
+
+    def has_expired(self, oldest: int) -> bool:
+        """True if a trained token of its group is of an older version than ``oldest``."""
+        samples = () if self.group is None else self.group.samples
+        return any(bool(expired(t, oldest).any()) for sample in samples for t in sample.trajectories)
 
     def dropped(self, reason: str, words: str) -> Dropped:
         """What is said of it when it is dropped."""
@@ -163,9 +169,23 @@ async def run_episode(
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
-async def finished(workflow: RolloutWorkflow, group: Group, timeout_s: float) -> Group | DataFailure:
-    """The group after its workflow's `finish_group`, where that had to wait for rewards that need a model; or why there is
-    none, as ``deadline`` after ``timeout_s``."""
+Scored = tuple[Episode, Group | DataFailure]
+"""An episode, and what the rewards that need a model made of its group."""
+
+
+async def finished(scored: Sequence[Scored], timeout_s: float) -> list[Group | DataFailure]:
+    """The groups after the `finish_group` of workflows that wait for such rewards, all at the same time."""
+
+    async def finish(episode: Episode, outcome: Group | DataFailure) -> Group | DataFailure:
+        if isinstance(outcome, DataFailure) or not episode.workflow.reads_scores:
+            return outcome
+        return await _finished(episode.workflow, outcome, timeout_s)
+
+    return await asyncio.gather(*(finish(*one) for one in scored))
+
+
+async def _finished(workflow: RolloutWorkflow, group: Group, timeout_s: float) -> Group | DataFailure:
+    """The group, or why there is none: ``deadline`` after ``timeout_s``."""
     limit = asyncio.timeout(timeout_s)
     try:
         async with limit:

@@ -7,13 +7,13 @@ while the caller trains. A batch waits for its episodes, at most `rollout.wait_t
 import math
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from tensordict import TensorDict
 
 from tandem.api.engines import InferenceEngine
-from tandem.api.failures import DataFailure
 from tandem.api.samples import Dropped, Group
+from tandem.api.scoring import GroupScorer
 from tandem.api.team import Team
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.errors import ConfigError
@@ -26,16 +26,6 @@ from tandem.rollout.replay import Replay
 from tandem.rollout.statistics import batch_metrics
 
 T = TypeVar("T")
-
-
-class GroupScorer(Protocol):
-    """Gives finished groups the rewards that need a model."""
-
-    def __call__(self, groups: Sequence[Group]) -> list[Group | DataFailure]:
-        """Groups → the same with more rewards, or why one cannot be trained on. Collective; rank 0 alone brings any."""
-
-    def generate_again(self) -> None:
-        """More groups are generated: the engine must be awake. Collective."""
 
 
 MAX_DRAWS = 10

@@ -26,12 +26,22 @@ Record = tuple[int, int, bool, str]
 """A prompt that ended: epoch, index, whether it was trained, and the reason where it was dropped."""
 
 
+NO_EPOCH = -2
+"""Epoch of rows that bring no ``epoch`` and ``index``; they are numbered as they come. (-1 is evaluation's.)"""
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """Names a prompt: its epoch, and its place in that epoch."""
 
     epoch: int
     index: int
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any], count: int) -> "Prompt":
+        """That of a row; ``count``: the number of a row that brings none."""
+        epoch, index = row.get("epoch"), row.get("index")
+        return cls(epoch, index) if isinstance(epoch, int) and isinstance(index, int) else cls(NO_EPOCH, count)
 
 
 class Ledger:

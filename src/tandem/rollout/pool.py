@@ -18,12 +18,11 @@ from tandem.api.samples import Dropped, Group
 from tandem.api.team import Team
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.rollout import RolloutConfig
-from tandem.rollout.collate import expired
 from tandem.rollout.episodes import Episode, EpisodeRunner, finished
 from tandem.rollout.event_loop import BackgroundLoop
 from tandem.rollout.failure_budget import FailureBudget, NoBatch
 from tandem.rollout.gate import StalenessGate
-from tandem.rollout.ledger import Ledger, Prompt
+from tandem.rollout.ledger import NO_EPOCH, Ledger, Prompt
 from tandem.rollout.ranks import OtherRanks
 
 Row = Mapping[str, Any]
@@ -32,9 +31,6 @@ GroupFilter = Callable[[Group], tuple[bool, str]]
 
 GroupObserver = Callable[[Group], None]
 """Called with each group once, when it enters a batch or is dropped: from then on it is never made again."""
-
-NO_EPOCH = -2
-"""Epoch of rows that bring no ``epoch`` and ``index``; they are numbered as they come. (-1 is evaluation's.)"""
 
 MAX_DROPPED = 256
 """Dropped prompts that are remembered for the record of the step; all are counted."""
@@ -133,21 +129,12 @@ class EpisodePool:
 
     def judge(self, wish: Wish) -> bool:
         """Judges the candidates that were scored. True if too few groups are left, so that more have to be generated."""
-        outcomes = self.loop.run(self._finish(wish))  # without the lock, which the loop needs
+        scored = list(zip(wish.candidates, wish.outcomes, strict=True))
+        judged = self.loop.run(finished(scored, self._config.episode_timeout_s))  # without the lock, which the loop needs
         with self.changed:
-            for episode, outcome in zip(wish.candidates, outcomes, strict=True):
+            for (episode, _), outcome in zip(scored, judged, strict=True):
                 self._judge(episode, outcome)
             return len(self._waiting) < wish.count
-
-    async def _finish(self, wish: Wish) -> list[Group | DataFailure]:
-        """The candidates after the `finish_group` of those whose workflow reads scores, all at the same time."""
-
-        async def finish(episode: Episode, outcome: Group | DataFailure) -> Group | DataFailure:
-            if isinstance(outcome, DataFailure) or not episode.workflow.reads_scores:
-                return outcome
-            return await finished(episode.workflow, outcome, self._config.episode_timeout_s)
-
-        return await asyncio.gather(*(finish(*pair) for pair in zip(wish.candidates, wish.outcomes, strict=True)))
 
     def collect(self, wish: Wish) -> int:
         """Waits until enough groups stand. Takes them if all are judged; otherwise takes none and returns how many are not.
@@ -181,10 +168,11 @@ class EpisodePool:
     def begin_again(self) -> None:
         """See `Rollout.begin_again`: so all samples of a group are judged by the same reward."""
         with self.changed:
-            begun = {**self._running, **{number: e for number, e in self._waiting.items() if not e.judged}}
-            for _, episode in sorted(begun.items()):
-                self._abort(episode, None)
-                self._submitted.append((episode.row, episode.workflow))
+            begun = sorted({**self._running, **self._waiting}.items())
+            for _, episode in begun:
+                if not episode.judged:
+                    self._abort(episode, None)
+                    self._submitted.append((episode.row, episode.workflow))
             if begun:
                 self._pump()
 
@@ -288,7 +276,7 @@ class EpisodePool:
         eta = self.gate.max_head_offpolicyness
         oldest = self._version() - eta
         if self._config.on_expiry == "drop":
-            for episode in [e for e in self._waiting.values() if _has_expired(e, oldest)]:
+            for episode in [e for e in self._waiting.values() if e.has_expired(oldest)]:
                 self._discard(episode, "expired")
         if self._config.on_expiry == "wait" and eta and any(e.version <= oldest for e in self._running.values()):
             return None
@@ -348,8 +336,7 @@ class EpisodePool:
             if item is None:
                 break
             row, workflow = item
-            numbered = isinstance(row.get("epoch"), int) and isinstance(row.get("index"), int)
-            prompt = Prompt(row["epoch"], row["index"]) if numbered else Prompt(NO_EPOCH, self._count)
+            prompt = Prompt.of(row, self._count)
             self.ledger.move(prompt, "running")
             self.gate.submit()
             episode = Episode(self._count, prompt, row, workflow, version)
@@ -517,8 +504,3 @@ class EpisodePool:
         with self.changed:
             self._broken = self._broken or error
             self.changed.notify_all()
-
-
-def _has_expired(episode: Episode, oldest: int) -> bool:
-    group = episode.group
-    return group is not None and any(bool(expired(t, oldest).any()) for s in group.samples for t in s.trajectories)
