@@ -1,11 +1,14 @@
 """Rewards for runs that are changed while they go on: one of them asks for a change itself, at a step that is known."""
 
+import asyncio
+import gc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from tandem.api.workflow import GroupReward, RewardFn, RewardResult
 from tandem.config.changes import Change
+from tandem.engines.train.engine import SpreadEngine
 from tandem.state.control import ask
 
 
@@ -29,3 +32,18 @@ class Shortest(GroupReward):
     async def compare(self, samples: Any, row: Any) -> list[float]:
         least = min(sample.num_trained_tokens for sample in samples)
         return [float(sample.num_trained_tokens == least) for sample in samples]
+
+
+class Slow(RewardFn):
+    """1 for all, after a while."""
+
+    async def __call__(self, **_: Any) -> RewardResult:
+        await asyncio.sleep(0.02)
+        return RewardResult(1.0)
+
+
+class Engines(RewardFn):
+    """How many models are in memory in a training engine."""
+
+    async def __call__(self, **_: Any) -> RewardResult:
+        return RewardResult(float(sum(isinstance(one, SpreadEngine) for one in gc.get_objects())))

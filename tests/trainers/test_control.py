@@ -5,6 +5,7 @@ import json
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from tandem.config.changes import Change, changed_reward
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.state.control import FOLDER, JOURNAL, ask, changes, requests
+from tandem.config.terms import read_terms
+from tandem.rewards.combination import Combination, Spread
+from tandem.state.control import FOLDER, JOURNAL, ask, changes, requests, take_answer
 from tandem.trainers.rl import train
 from tests.tiny import tiny_model_folder
 from tests.trainers.colocated import keys_of, make_models
@@ -66,6 +69,7 @@ def asks(where):
         ("reward.weight", "a=-1", "-1.0*a + 0.2*b(words=2)"),
         ("reward.add", "0.5*model(path='x y', name=c)", "a + 0.2*b(words=2) + 0.5*model(path='x y', name='c')"),
         ("reward.remove", "a", "0.2*b(words=2)"),
+        ("reward.add", "c(clip=[0, 1], gate='a > 0.5')", "a + 0.2*b(words=2) + c(clip=[0, 1], gate='a > 0.5')"),
     ],
 )
 def test_a_change_is_written_into_the_spelling_of_the_reward(action, value, reward):
@@ -89,6 +93,17 @@ def test_a_change_that_makes_no_sense_names_what_is_near(action, value, words):
         changed_reward("math + 0.2*format", Change(action, value))
     with pytest.raises(ConfigError, match="only term"):
         changed_reward("math", Change("reward.remove", "math"))
+    with pytest.raises(ConfigError, match="gate=format names no other term"):
+        changed_reward("math(gate=format) + length + 0*format", Change("reward.remove", "format"))
+
+
+BY = "by(column='source', recipes={'a': 'math', 'b': 'format'})"
+
+
+@pytest.mark.parametrize(("spec", "change"), [(BY, Change("reward.weight", "math=2")), ("math", Change("reward.add", BY))])
+def test_a_reward_that_chooses_by_row_stays_as_it_is(spec, change):
+    with pytest.raises(ConfigError, match=r"chooses a recipe by row \(reward.by\) cannot be changed"):
+        changed_reward(spec, change)
 
 
 def test_a_change_counts_from_the_next_step_on_and_a_run_that_goes_on_is_the_run_that_was_not_cut(overrides, asks, where):
@@ -198,6 +213,113 @@ def test_a_journal_of_another_run_in_the_same_folder_is_not_read(overrides, wher
     (where / JOURNAL).write_text(json.dumps(row) + "\n")
     train(config_of(overrides, "total_train_steps=1", f"reward={SMALL}:many"))
     assert "control/changes" not in rows(where)[0]
+
+
+def test_a_term_with_options_comes_and_the_means_of_the_others_go_on_also_when_the_run_is_cut(overrides, where, asks):
+    even = asks(25, "reward.add", f'0.3*{SMALL}:short(normalise="running", gate="many > 4")')
+    reward = f"reward={even} + 0.5*{SMALL}:many(normalise=running, clip=[-1, 1])"
+    resolved = config_of(overrides, "total_train_steps=6", "checkpoint.keep_last=null", reward)
+    train(resolved, until=5)
+    whole = outcome(where)
+    assert [set(row) & {"gate/short", "raw_rewards/short"} for row in whole[1]] == [set()] * 2 + [
+        {"gate/short", "raw_rewards/short"}
+    ] * 3
+    for newest in (4, 2, 1):
+        for path in (where / "checkpoints").iterdir():
+            if int(path.name.removeprefix("step_")) > newest:
+                shutil.rmtree(path)
+        train(resolved, until=5)
+        assert outcome(where)[1] == whole[1]
+
+
+def test_the_first_term_with_options_may_come_later_and_the_last_one_may_go(overrides, where):
+    resolved = config_of(overrides, "total_train_steps=3", f"reward={SMALL}:even")
+    train(resolved, until=1)
+    ask(where, Change("reward.add", f"{SMALL}:many(normalise=group)"))
+    train(resolved, until=2)
+    ask(where, Change("reward.remove", "many"))
+    train(resolved)
+    first, second, third = rows(where)
+    assert second["rewards/many"] == pytest.approx(0, abs=1e-6) and second["raw_rewards/many"] > 0
+    assert "rewards/many" not in third and "rewards/many" not in first
+
+
+def test_means_of_terms_that_are_gone_are_forgotten():
+    def counting(spec):
+        return {spec: [replace(term, knobs={}) for term in read_terms(spec)]}
+
+    both, one = counting("a(normalise=running) + b(normalise=running)"), counting("b(normalise=running)")
+    combination = Combination(both, both)
+    combination.spreads = {"a": Spread(2, 1.0, 1.0), "b": Spread(3, 2.0, 1.0)}
+    combination.change(one, one, again=True)  # a run that goes on: what was loaded is as it was left
+    assert set(combination.spreads) == {"a", "b"}
+    combination.change(one, one)
+    assert combination.spreads == {"b": Spread(3, 2.0, 1.0)}
+
+
+def test_the_cost_of_a_constraint_stays_a_term_that_costs(overrides, where):
+    reward = f"{SMALL}:useful + {SMALL}:harmful"
+    resolved = config_of(
+        overrides, "total_train_steps=3", f"reward={reward}", "constraint.cost=harmful", "constraint.limit=0.1"
+    )
+    train(resolved, until=1)
+    refused = {
+        Change("reward.remove", "harmful"): "constraint.cost=harmful is no term of reward",
+        Change("reward.weight", "harmful=0"): "write it with a weight above 0",
+        Change("reward.remove", "useful"): "is all that reward",
+    }
+    names = {ask(where, change): words for change, words in refused.items()}
+    ask(where, Change("reward.weight", "harmful=2"))
+    ask(where, Change("reward.add", f"0.1*{SMALL}:many"))
+    train(resolved)
+    for name, words in names.items():
+        assert words in json.loads((where / FOLDER / f"{name}.answer").read_text())["refused"]
+    assert [row["step"] for row in changes(where)] == [2, 2]
+    for row in rows(where)[1:]:
+        assert row["constraint/cost"] == pytest.approx(row["rewards/harmful"])
+        assert row["reward/mean"] == pytest.approx(row["rewards/useful"] + row["rewards/many"], abs=1e-6)
+
+
+def test_rows_whose_data_set_names_a_reward_keep_it_and_the_others_get_the_changed_one(overrides, where):
+    sources = f"[{{path: addition, name: a, reward: '{SMALL}:even'}}, {{path: addition, name: b}}]"
+    keys = [item for item in overrides if not item.startswith("train_dataset.path")]
+    more = (f"train_dataset.sources={sources}", f"reward={SMALL}:even", "tracking.trajectories_per_step=99")
+    resolved = config_of(keys, "total_train_steps=2", *more)
+    train(resolved, until=1)
+    ask(where, Change("reward.add", f"{SMALL}:many"))
+    train(resolved)
+    lines = (where / "trajectories" / "step_2.jsonl").read_text().splitlines()
+    found = {(one["source"], *sorted(one["rewards"])) for one in map(json.loads, lines)}
+    assert found == {("a",), ("b", "even", "many")}
+
+
+def test_beside_generation_no_group_is_judged_by_two_rewards(overrides, where):
+    more = ("deterministic=false", "async_training=true", "algorithm.correction.weight=truncate")
+    more = (*more, "rollout.max_head_offpolicyness=2", "tracking.trajectories_per_step=99", "total_train_steps=8")
+    keys = [*overrides, *more, f"reward={MINE}:Slow + 0*{SMALL}:many"]
+    resolved = load_config(TrainConfig, None, list({key.partition("=")[0]: key for key in keys}.values()))
+    where.mkdir(parents=True)
+    made = threading.Event()
+
+    def operate():
+        while not (where / "metrics.jsonl").is_file() or len((where / "metrics.jsonl").read_text().splitlines()) < 2:
+            time.sleep(0.002)
+        for change in (Change("reward.add", f"10*{SMALL}:short(clip=[-99, 0])"), Change("reward.weight", "Slow=3")):
+            take_answer(where, ask(where, change), 60)
+        made.set()
+
+    threading.Thread(target=operate, daemon=True).start()
+    train(resolved)
+    assert made.wait(1) and len(changes(where)) == 2
+    kinds = set()
+    for step in range(1, 9):
+        groups = {}
+        for line in (where / "trajectories" / f"step_{step}.jsonl").read_text().splitlines():
+            one = json.loads(line)
+            groups.setdefault(one["group"], set()).add((*sorted(one["rewards"]), one["rewards"]["Slow"]))
+        assert all(len(found) == 1 for found in groups.values())
+        kinds |= set.union(*groups.values())
+    assert ("Slow", "many", 1.0) in kinds and ("Slow", "many", "short", 3.0) in kinds
 
 
 @pytest.fixture(scope="module")
