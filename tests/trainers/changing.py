@@ -46,4 +46,4 @@ class Engines(RewardFn):
     """How many models are in memory in a training engine."""
 
     async def __call__(self, **_: Any) -> RewardResult:
-        return RewardResult(float(sum(isinstance(one, SpreadEngine) for one in gc.get_objects())))
+        return RewardResult(float(sum(type(one) is SpreadEngine for one in gc.get_objects())))

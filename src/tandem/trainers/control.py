@@ -93,9 +93,10 @@ class Control:
                         f"the run was changed before step {step} by {request.change}, which cannot be done again: {error}; "
                         "mend that, or take its line out of control.jsonl in the run's folder"
                     ) from error
-                log.warning("before step %d, %s was refused: %s", step, request.change, error)
+                why = str(error) or type(error).__name__  # not the error, whose traceback holds what was made
+                log.warning("before step %d, %s was refused: %s", step, request.change, why)
                 if mailbox is not None:
-                    mailbox.answer(request.id, {"refused": str(error) or type(error).__name__})
+                    mailbox.answer(request.id, {"refused": why})
 
     def metrics(self) -> dict[str, float]:
         """Number of changes, and the weights of the reward's terms; empty until there is a change."""
