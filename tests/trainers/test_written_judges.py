@@ -202,6 +202,16 @@ def test_a_run_is_judged_by_a_model_that_it_holds_and_asleep_or_awake_it_is_the_
     assert (asleep / "weights.jsonl").read_text() == (awake / "weights.jsonl").read_text()
 
 
+def test_a_judge_that_compares_is_not_asked_in_evaluation_and_needs_another_term_there(tmp_path, overrides):
+    compare = f"compare(model={judge_folder(tmp_path, says='Verdict: A')}, max_tokens=32)"
+    more = ("evaluate.every_steps=1", "evaluate.max_rows=2", "total_train_steps=1")
+    with pytest.raises(ConfigError, match="evaluation judges them one by one"):
+        train(config_of(overrides, f"reward={compare}", *more), dry_run=True)
+    many = f"{Path(__file__).parent}/small_rewards.py:many"
+    first, second = rows(train(config_of(overrides, f"reward={compare} + {many}", *more)).folder)
+    assert first["eval/reward"] >= 1 and second["rewards/compare"] == 0.5
+
+
 @pytest.mark.parametrize(
     ("knobs", "words"),
     [
