@@ -95,8 +95,7 @@ class Rollout:
 
     def submit(self, data: Row, workflow: RolloutWorkflow) -> None:
         """Queues one episode; it starts as soon as the gate admits it. Rank 0 only."""
-        self._pool.submit([data], workflow)
-        self._pool.start()
+        self._pool.submit([data], workflow, start=True)
 
     def wait(self, count: int, timeout_s: float | None = None) -> TensorDict:
         """The oldest ``count`` groups of what was submitted. Collective.
@@ -144,8 +143,7 @@ class Rollout:
         partial: bool = False,
     ) -> TensorDict:
         """Rank 0 queues rows and collects as many groups as ``begin`` says. While some of them need the rewards of a model,
-        all ranks score these, and rank 0 collects again. Then it packs the batch. Collective. ``workflow``: of the rows; the
-        other ranks that generate run some of them."""
+        all ranks score these, and rank 0 collects again. Then it packs the batch. Collective. ``workflow``: of the rows."""
         patience_s = self._config.wait_timeout_s if timeout_s is None else timeout_s
         wish = Wish(self._team.share(begin), partial, patience_s, workflow)
         while self._collected(wish):
@@ -166,12 +164,9 @@ class Rollout:
         assert self._engine is not None
         version = self._engine.version.number
         self.last_groups = tuple(episode.group for episode in wish.episodes if episode.group is not None)
+        replayed, max_age = self.replay.draw(version), self._config.replay.max_age
         batch = collate(
-            self.last_groups,
-            version=version,
-            max_head_offpolicyness=self._eta,
-            replayed=self.replay.draw(version),
-            max_age=self._config.replay.max_age,
+            self.last_groups, version=version, max_head_offpolicyness=self._eta, replayed=replayed, max_age=max_age
         )
         self.replay.add(self.last_groups)
         self._metrics = wish.metrics | batch_metrics(self.last_groups, batch, version=version) | self.replay.metrics(version)

@@ -112,20 +112,17 @@ class EpisodePool:
 
     # ------------------------------------------------------------------ for the caller
 
-    def submit(self, rows: Sequence[Row], workflow: RolloutWorkflow) -> None:
-        """Queues one episode on each row."""
+    def submit(self, rows: Sequence[Row], workflow: RolloutWorkflow, *, start: bool = False) -> None:
+        """Queues one episode on each row. ``start``: what the gate admits begins now, not when a batch is wanted."""
         with self.changed:
             self._submitted.extend((row, workflow) for row in rows)
+            if start:
+                self._pump()
 
     def draw_from(self, loader: Iterator[Row], workflow: RolloutWorkflow) -> None:
         """Rows that follow when no submitted ones are left."""
         with self.changed:
             self._source = (loader, workflow)
-
-    def start(self) -> None:
-        """Starts what the gate admits."""
-        with self.changed:
-            self._pump()
 
     def judge(self, wish: Wish) -> bool:
         """Judges the candidates that were scored. True if too few groups are left, so that more have to be generated."""
@@ -168,13 +165,10 @@ class EpisodePool:
     def begin_again(self) -> None:
         """See `Rollout.begin_again`: so all samples of a group are judged by the same reward."""
         with self.changed:
-            begun = sorted({**self._running, **self._waiting}.items())
-            for _, episode in begun:
+            for _, episode in sorted({**self._running, **self._waiting}.items()):
                 if not episode.judged:
                     self._abort(episode, None)
                     self._submitted.append((episode.row, episode.workflow))
-            if begun:
-                self._pump()
 
     def take_dropped(self) -> tuple[Dropped, ...]:
         """See `Rollout.take_dropped`; the newest `MAX_DROPPED`."""
@@ -300,10 +294,8 @@ class EpisodePool:
         raise NoBatch(f"the data ended with {len(self._waiting)} of {wish.count} groups; {self._describe()}")
 
     def _take(self, wish: Wish) -> None:
-        wish.metrics |= {
-            "episodes/running": float(len(self._running)),
-            "episodes/waiting": float(len(self._waiting) - len(wish.episodes)),
-        }
+        left = len(self._waiting) - len(wish.episodes)
+        wish.metrics |= {"episodes/running": float(len(self._running)), "episodes/waiting": float(left)}
         for episode in wish.episodes:
             del self._waiting[episode.number]
             self._settle(episode)
