@@ -70,8 +70,8 @@ def test_a_name_that_is_not_there_fails_with_the_nearest_one():
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_imports_only_public_names_torch_and_the_standard_library(example):
-    others = {"torch", *sys.stdlib_module_names}
+def test_an_example_imports_only_public_names_what_models_are_made_with_and_the_standard_library(example):
+    others = {"torch", "transformers", "tokenizers", *sys.stdlib_module_names}
     for module, name in imports(example.read_text()):
         public = module == "tandem" and name in tandem.__all__
         assert public or module.split(".")[0] in others, f"{example.name} imports {module} {name}"

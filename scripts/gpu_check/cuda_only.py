@@ -21,6 +21,8 @@ CUDA_LINES = {
     "planning/calibrate.py": "measures the GPU",
     "flow/process.py": "device=cuda, one GPU a rank, nccl",
     "lifecycle/random_state.py": "the GPU's random generator is saved",
+    "flow/sharing.py": "says in which precision a model is stored on a GPU",
+    "engines/inference/build.py": "GPUs of servers and of the engine's process, by their map",
     "flow/delivery.py": "the collective channel speaks nccl",
     "weights/collective.py": "the same, on the sending and the receiving side",
 }

@@ -1,8 +1,10 @@
 """`tandem trajectories`: what it shows, and in which order; hostile text steers no terminal."""
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 
 from tandem.api.samples import Dropped
 from tandem.cli.main import main
@@ -49,6 +51,17 @@ def test_the_text_has_all_turns_calls_judges_and_parts_of_the_reward(run, capsys
     text = said(capsys, run, "--step", 3, "--sort", "reward", "--limit", 1)
     assert "reward 1 (right 1)" in text and "-- judge style: nice" in text and "-- expected answer: 7" in text
     assert text.count("-- assistant") == 2 and '"name": "add", "arguments": {"a": 3, "b": 4}' in text and "-- tool" in text
+
+
+def test_what_a_part_was_before_its_options_and_what_steps_earned_is_shown(tmp_path, capsys):
+    one = sample(0.5)
+    earned = tuple(
+        replace(t, token_rewards=torch.where(t.loss_mask, 0.125, torch.zeros(len(t.input_ids)))) for t in one.trajectories
+    )
+    record(tmp_path, 1, [group(0, replace(one, raw_rewards={"right": 3.5}, trajectories=earned))])
+    assert rows(capsys, tmp_path)[0]["raw_rewards"] == {"right": 3.5}
+    text = said(capsys, tmp_path, "--tokens")
+    assert "-- before weights and options: right 3.5" in text and "    rewards" in text and "     0.125" in text
 
 
 def test_tokens_have_their_figures_also_for_scripts(run, capsys):

@@ -6,7 +6,7 @@ import pytest
 
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
-from tandem.config.fleet import parse_backend
+from tandem.config.fleet import Servers, parse_backend
 from tandem.config.keys import leaves
 from tandem.config.load import describe, load_config, to_yaml
 
@@ -19,9 +19,10 @@ def load(*items):
     ("backend", "servers"),
     [
         ("embedded", None),
-        ("embedded:d2", (("embedded", 2),)),
-        ("tandem:d16", (("tandem", 16),)),
-        ("vllm:d1+sglang:d2", (("vllm", 1), ("sglang", 2))),
+        ("embedded:d2", (Servers("embedded", 2),)),
+        ("tandem:d16", (Servers("tandem", 16),)),
+        ("vllm:d1+sglang:d2", (Servers("vllm", 1), Servers("sglang", 2))),
+        ("vllm:d4t2", (Servers("vllm", 4, 2),)),
         ("attached", ()),
     ],
 )
@@ -48,7 +49,11 @@ def test_backends_name_servers(backend, servers):
         (["rollout.backend=embedded:d2", "rollout.fleet.stall_timeout_s=4"], "must exceed rollout.fleet.suspect_after_s"),
         (["rollout.backend=embedded:d2", "rollout.fleet.max_restarts=-1"], "max_restarts must be .*at least 0"),
         (["rollout.backend=embedded:d2", "deterministic=true"], "deterministic=true contradicts rollout.backend"),
-        (["rollout.backend=embedded:d2", "placement=colocate"], "placement=colocate contradicts rollout.backend"),
+        (["rollout.backend=tandem:d2t2"], "a server of tandem computes on one device; leave t2 out, or use vllm or sglang"),
+        (
+            ["rollout.backend=vllm:t2"],
+            "vllm:dN with N at least 1 servers, for example vllm:d2, or :dNtT for N servers of T GPUs",
+        ),
         (["rollout.backend=sglang:d1", "gconfig.min_new_tokens=2"], "min_new_tokens=2 is refused by sglang.*vllm:dN"),
         (
             ["rollout.backend=attached", "rollout.fleet.servers=[sglang=http://x]", "gconfig.min_new_tokens=5"],

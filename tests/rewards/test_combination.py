@@ -49,6 +49,15 @@ def rewards(samples):
     return [sample.reward for sample in samples]
 
 
+def test_a_baseline_beside_samples_that_are_all_the_same_is_no_millionfold_of_them():
+    terms = read_terms("M(normalise=group)")
+    combination, same = Combination({"": terms}, {"": terms}), [0.1, 0.1, 0.1]
+    samples = [Sample((TOKENS,), 0.0, in_statistics=value == 0.1) for value in (*same, 1.0)]
+    scored = [Scored(one, 0, "", values={"M": [value]}) for one, value in zip(samples, (*same, 1.0), strict=True)]
+    assert rewards(combination.add(scored)) == [0.0, 0.0, 0.0, 0.0]
+    assert Spread().scale(3.0) == 0.0
+
+
 def test_a_running_mean_and_spread_are_those_of_all_values_so_far_however_they_were_divided():
     draw = random.Random(1)
     values = [draw.gauss(5, 3) for _ in range(40)]

@@ -17,6 +17,7 @@ from tandem.trainers.rl import train
 from tests.tiny import tiny_model_folder
 
 MINE = '''
+from tandem import GroupReward
 from tandem.api.scoring import FrozenModel, Score
 from tandem.api.workflow import GroupReward
 
@@ -45,6 +46,13 @@ class Counts(Score):
         sequences = len(batch["cu_seqlens"]) - 1
         Counts.asked += sequences
         return torch.full((sequences,), float(Counts.asked))
+
+class Longest(GroupReward):
+    """1 for the longest samples of a prompt."""
+
+    async def compare(self, samples, row):
+        most = max(sample.num_trained_tokens for sample in samples)
+        return [float(sample.num_trained_tokens == most) for sample in samples]
 
 class Single(Counts):
     """One score too few."""
@@ -162,6 +170,12 @@ def test_rows_are_judged_by_their_data_set(run):
     assert max(s["reward"] for s in samples if s["source"] == "a") <= 0.5
 
 
+def test_an_evaluation_leaves_out_the_terms_that_compare_samples_with_options_too(run):
+    summary = run("reward=MINE:even + MINE:Longest(normalise=group)", "evaluate.every_steps=1", "total_train_steps=1")
+    before, after = steps(summary)
+    assert 0 < before["eval/reward"] < 1 and "rewards/Longest" in after
+
+
 def test_the_filter_of_groups_sees_the_whole_reward(run):
     keys = ["algorithm.filter=dynamic_sampling", "train_dataset.size=64"]
     kept = run(*keys, "reward=MINE:even(normalise=running)")
@@ -184,6 +198,8 @@ def test_a_score_too_few_says_what_was_expected(run):
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
+        (["reward={by: source, recipes: {a: 'model(path=JUDGE, name=even)', b: 'MINE:even'}}"], "'even' is the name of"),
+        (["reward={by: source, recipes: {a: 'MINE:even', b: 'model(path=JUDGE, name=even)'}}"], "'even' is the name of"),
         (["reward=math(normalise=running)", "workflow=multi_turn"], "has options that count .* after each turn"),
         (["reward=math(clip=[0, 1])", "algorithm=ttrl"], "vote"),
         (["reward=MINE:even(clip=[0, 1], words=3)"], "only a class takes knobs: leave words out"),

@@ -22,6 +22,7 @@ from tandem.trainers.rl import train
 
 REWARDS = Path(__file__).parent / "small_rewards.py"
 BOTH = f"reward={REWARDS}:useful + {REWARDS}:harmful"
+STEPS = "model(path=nowhere, name=harmful, steps='e', aggregate=none)"
 LIMIT = ["constraint.cost=harmful", "constraint.limit=0.1"]
 
 
@@ -47,7 +48,7 @@ def batch_of(costs, rewards=None, **more):
 
 
 def test_the_multiplier_moves_by_the_mean_cost_above_the_limit_and_stays_in_its_bounds():
-    rule = {"limit": 0.1, "learning_rate": 0.5, "low": 0.0, "high": 2.0}
+    rule = {"limit": 0.1, "step_size": 0.5, "low": 0.0, "high": 2.0}
     assert next_multiplier(1.0, 0.3, **rule) == pytest.approx(1.1)
     assert next_multiplier(1.0, 0.0, **rule) == pytest.approx(0.95)
     assert next_multiplier(0.01, 0.0, **rule) == 0.0 and next_multiplier(1.95, 1.0, **rule) == 2.0
@@ -56,7 +57,7 @@ def test_the_multiplier_moves_by_the_mean_cost_above_the_limit_and_stays_in_its_
 
 
 def test_samples_outside_statistics_do_not_count_and_those_without_the_cost_cost_nothing():
-    constraint = Constraint(ConstraintConfig(cost="harmful", limit=0.5, learning_rate=1.0, multiplier=1.0))
+    constraint = Constraint(ConstraintConfig(cost="harmful", limit=0.5, step_size=1.0, multiplier=1.0))
     batch = batch_of([1.0, 0.0, float("nan"), 9.0], [1.0, 2.0, 4.0, 0.0], in_statistics=[True, True, True, False])
     assert constraint.follow(batch) == {"constraint/cost": 0.5, "constraint/multiplier": 1.0}
     assert constraint.penalise(batch)["reward"].tolist() == [0.0, 1.0, 2.0, -4.5]
@@ -67,7 +68,7 @@ def test_samples_outside_statistics_do_not_count_and_those_without_the_cost_cost
 
 
 def test_several_trajectories_of_a_sample_cost_once_and_rewards_of_tokens_are_scaled_with_the_rest():
-    constraint = Constraint(ConstraintConfig(cost="harmful", learning_rate=0.0))
+    constraint = Constraint(ConstraintConfig(cost="harmful", step_size=0.0))
     batch = batch_of([1.0, 1.0, 0.0], sample_id=[0, 0, 1], token_rewards=[[0.0, 2.0]] * 3)
     assert constraint.follow(batch)["constraint/cost"] == 0.5
     assert constraint.penalise(batch)["token_rewards"].tolist() == [0.0, 1.0] * 3
@@ -115,8 +116,25 @@ def test_a_cost_may_be_the_score_of_a_model_and_another_data_set_may_have_none(o
     assert found[0]["reward/mean"] >= 0  # even is a share; the cost is nowhere in it
 
 
+def test_a_batch_may_be_of_rows_alone_whose_recipe_has_no_such_cost(overrides, tmp_path):
+    rows = [{"prompt": f"{i}?", "answer": "1", "task": "free" if i < 4 else "held"} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recipes = f"reward={{by: task, recipes: {{free: '{REWARDS}:useful', held: '{REWARDS}:useful + {REWARDS}:harmful'}}}}"
+    keys = [f"train_dataset.path={tmp_path}/rows.jsonl", recipes, "rollout.batch_size=1", "total_train_steps=8"]
+    found = steps(train(resolved(overrides, *keys)))
+    there = ["constraint/cost" in row for row in found]
+    assert sum(there) == 4 and all(("rewards/harmful" in row) == has for row, has in zip(found, there, strict=True))
+    before = 1.0
+    for row, has in zip(found, there, strict=True):
+        assert (row["constraint/multiplier"] != before) == has  # λ rests where nothing costs
+        before = row["constraint/multiplier"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows[:4])))
+    with pytest.raises(ConfigError, match=r"constraint.cost=harmful: no row of train_dataset is judged by a reward with"):
+        train(resolved(overrides, *keys, "trial_name=none"), dry_run=True)
+
+
 def test_without_a_multiplier_the_run_is_the_one_without_a_constraint_to_the_bit(overrides):
-    free = ["constraint.learning_rate=0", "constraint.multiplier=0"]
+    free = ["constraint.step_size=0", "constraint.multiplier=0"]
     one = train(resolved(overrides, *free, "checkpoint.at_end=true"))
     plain = [item for item in overrides if not item.startswith("reward=")]
     other = [*plain, f"reward={REWARDS}:useful", "deterministic=true", "trial_name=other", "checkpoint.at_end=true"]
@@ -131,8 +149,10 @@ def test_without_a_multiplier_the_run_is_the_one_without_a_constraint_to_the_bit
         ([f"reward={REWARDS}:useful + 0*{REWARDS}:harmful"], "its weight in the reward is 0"),
         ([f"reward={REWARDS}:useful - {REWARDS}:harmful"], "its weight in the reward is -1"),
         ([f"reward={REWARDS}:harmful"], "add what is to be learnt"),
+        ([f"reward={REWARDS}:useful + {REWARDS}:harmful(normalise=group)"], "normalise takes away the mean"),
+        (["algorithm=ppo", f"reward={REWARDS}:useful + {STEPS}"], "aggregate=none .* a cost is one number"),
         (["constraint.multiplier=20"], "must lie between constraint.min_multiplier .0. and constraint.max_multiplier .10."),
-        (["constraint.learning_rate=-1"], "constraint.learning_rate must be a number, at least 0"),
+        (["constraint.step_size=-1"], "constraint.step_size must be a number, at least 0"),
         (["constraint.cost=null"], "constraint.limit=0.1 is not used because no term of the reward is a cost"),
         (["algorithm.filter=dynamic_sampling"], "contradicts algorithm.filter=dynamic_sampling"),
         (["algorithm=gdpo"], "contradicts algorithm.advantage=gdpo"),
@@ -164,7 +184,7 @@ def test_the_constraint_holds_the_cost_below_its_limit_where_the_free_run_breaks
     """The control is free: its multiplier is 0 and stays so. Both learn; what harms is worth more to the free run."""
     keys = ["total_train_steps=25", "gconfig.n_samples=8", "checkpoint.at_end=false"]
     held = steps(train(resolved(overrides, *keys)))[-8:]
-    free = ["constraint.multiplier=0", "constraint.learning_rate=0", "trial_name=free"]
+    free = ["constraint.multiplier=0", "constraint.step_size=0", "trial_name=free"]
     broken = steps(train(resolved(overrides, *keys, *free)))[-8:]
 
     def mean(rows, name):

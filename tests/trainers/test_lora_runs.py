@@ -72,7 +72,7 @@ def test_there_is_no_second_model_for_the_reference_unless_it_is_asked_for(overr
         config = loaded(TrainConfig, [*items, *more]).config
         with open_session(config, start_process(config), open_rows(config), 3, "test") as session:
             assert (session.reference.engine is session.trainer) == same
-            metrics = rl.step(session)
+            metrics, _ = rl.step(session)
             assert "kl/reference" in metrics and session.engine.version.number == 1
 
 

@@ -79,7 +79,6 @@ REFUSED = {
             pytest.param("rollout.backend=embedded:d1+sglang:d1", "SGLang", marks=without("sglang")),
             ("rollout.backend=vllm:d1 rollout.fleet.vllm_python=/nowhere/python", "rollout.fleet.vllm_python"),
             ("rollout.backend=embedded:d1 rollout.fleet.token_file={empty_token}", "rollout.fleet.token_file"),
-            ("rollout.backend=embedded:d1 placement=colocate", "placement=colocate contradicts"),
             pytest.param("device=cuda", "torch sees no GPU", marks=no_gpu),
             ("device=cpu actor.offload=true", "actor.offload=true"),
             ("actor.path={vision}", "gemma3"),

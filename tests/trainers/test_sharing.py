@@ -16,7 +16,7 @@ from tandem.flow.draw import text
 from tandem.flow.plan import plan_run
 from tandem.flow.process import Process
 from tandem.flow.residency import Residency
-from tandem.flow.residents import open_model
+from tandem.flow.residents import open_model, open_scores
 from tandem.flow.sleep_plan import GIB, Part, moved_bytes
 from tandem.flow.state_parts import sleep_plan_here
 from tandem.models.tokenizer import load_tokenizer
@@ -155,6 +155,17 @@ def test_where_the_base_is_gone_the_merged_reward_model_is_read(models, tmp_path
     apart = opened(config_of(tmp_path, models, names=("polite",)).config)["polite"]
     batch = random_batch((3, 14, 2))
     assert torch.allclose(merged.forward(batch).scores, apart.forward(batch).scores, atol=1e-4)
+
+
+def test_a_reward_model_on_a_shared_base_reads_by_the_chat_template_of_its_own_folder(models, tmp_path):
+    shutil.copytree(models, tmp_path / "models")
+    judge, policy = load_tokenizer(tmp_path / "models" / "polite-judge"), load_tokenizer(models / "policy")
+    judge.chat_template = judge.chat_template.replace("<|im_start|>", "judge this: ")
+    judge.save_pretrained(tmp_path / "models" / "polite-judge")
+    plan = plan_run(config_of(tmp_path, tmp_path / "models", names=("polite",)).config)
+    assert plan.resident("polite").adapter is not None
+    role = open_scores(plan, Process("cpu", 1), policy)["polite"]
+    assert role.reader.tokenizer.chat_template == judge.chat_template != policy.chat_template
 
 
 ADAPTED = ("actor.lora.rank=2", "critic.lora.rank=2")

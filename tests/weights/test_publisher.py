@@ -118,7 +118,7 @@ def test_every_token_made_during_updates_has_the_log_probability_of_its_stamped_
     models = {publisher.version.number: trainer.model}
 
     async def updates_under_way():
-        tasks = [asyncio.ensure_future(engine.agenerate(ask(i, tokens=200))) for i in range(8)]
+        tasks = [asyncio.ensure_future(engine.agenerate(ask(i, tokens=400))) for i in range(8)]
         made = engine.statistics()["generated_tokens"]
         for seed in range(1, 6):
             while engine.statistics()["generated_tokens"] < made + 200 * seed:

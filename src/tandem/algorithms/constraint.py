@@ -11,7 +11,7 @@ def lagrangian(rewards: torch.Tensor, costs: torch.Tensor, multiplier: float) ->
 
 
 def next_multiplier(
-    multiplier: float, cost: float, *, limit: float, learning_rate: float, low: float = 0.0, high: float
+    multiplier: float, cost: float, *, limit: float, step_size: float, low: float = 0.0, high: float
 ) -> float:
     """λ ← λ + η·(mean cost − limit), within [low, high]: a projected step up the gradient of the dual problem."""
-    return min(high, max(low, multiplier + learning_rate * (cost - limit)))
+    return min(high, max(low, multiplier + step_size * (cost - limit)))

@@ -26,7 +26,15 @@ if TYPE_CHECKING:
 
 SHOWN = 10
 SORTS = ("reward", "advantage", "accuracy", "tokens", "group", "step")
-COLUMNS = ("advantages", "rollout_logprobs", "proximal_logprobs", "reference_logprobs", "values", "versions")
+COLUMNS = (
+    "advantages",
+    "token_rewards",
+    "rollout_logprobs",
+    "proximal_logprobs",
+    "reference_logprobs",
+    "values",
+    "versions",
+)
 """Fields of the batch that --tokens shows, where they are there."""
 
 Decode = Callable[[int], str]
@@ -197,6 +205,9 @@ def _turns(sample: "RecordedSample") -> Iterator[str]:
 def _notes(sample: "RecordedSample") -> Iterator[str]:
     if sample.answer is not None:
         yield f"-- expected answer: {shown_text(str(sample.answer))}"
+    if sample.raw_rewards:
+        parts = ", ".join(f"{name} {number:.4g}" for name, number in sample.raw_rewards.items())
+        yield f"-- before weights and options: {shown_text(parts)}"
     for name, words in sample.judges.items():
         yield f"-- judge {shown_text(name)}: {shown_text(words)}"
     if sample.why:
@@ -218,7 +229,8 @@ def _tokens(sample: "RecordedSample", decode: Decode) -> Iterator[str]:
     for number, trajectory in enumerate(sample.trajectories, 1):
         names = [name for name in COLUMNS if name in trajectory]
         yield f"-- tokens of trajectory {number}"
-        yield "  ".join([f"{'token':<20}", *(f"{name.removesuffix('_logprobs'):>10}" for name in names)])
+        heads = (name.removesuffix("_logprobs").removeprefix("token_") for name in names)
+        yield "  ".join([f"{'token':<20}", *(f"{head:>10}" for head in heads)])
         rows = zip(*(trajectory[name].tolist() for name in ("input_ids", "loss_mask", *names)), strict=True)
         for trained, run in itertools.groupby(rows, key=lambda row: row[1]):
             if not trained:

@@ -16,7 +16,7 @@ class ConstraintConfig:
     limit: float = 0.0
     """Largest mean cost of the samples that is fine: 0.1 allows a tenth of them to have a cost of 1."""
 
-    learning_rate: float = 0.1
+    step_size: float = 0.1
     """After each batch λ grows by this, times how far the mean cost is above the limit, or shrinks if it is below; 0 leaves
     λ as it is."""
 

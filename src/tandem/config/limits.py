@@ -30,7 +30,7 @@ LIMITS: dict[str, KnobRule] = {
     "reward_workers": _count(1, 1024),
     "memory_limit_gib": POSITIVE,
     "constraint.limit": KnobRule(None),
-    "constraint.learning_rate": NOT_NEGATIVE,
+    "constraint.step_size": NOT_NEGATIVE,
     "constraint.multiplier": NOT_NEGATIVE,
     "constraint.min_multiplier": NOT_NEGATIVE,
     "constraint.max_multiplier": NOT_NEGATIVE,

@@ -198,7 +198,7 @@ REINFORCEMENT = (
     Unused(
         (
             "constraint.limit",
-            "constraint.learning_rate",
+            "constraint.step_size",
             "constraint.multiplier",
             "constraint.min_multiplier",
             "constraint.max_multiplier",

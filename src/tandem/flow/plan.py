@@ -6,7 +6,6 @@ opens no model and touches no tensor.
 """
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -237,7 +236,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
     residents += frozen
     constraint = config.constraint.cost
     if constraint is not None:
-        _check_cost(config.reward, constraint, sums)
+        _check_cost(config.reward, constraint, sums, scores)
     per_step = next((one.name for one in scores if one.score.per_step), None)
     if per_step is not None and not parts.credit.of_tokens:
         raise ConfigError(
@@ -300,10 +299,11 @@ def _scores(config: TrainConfig, taken: set[str]) -> Scores:
     sums: dict[str, tuple[Term, ...]] = {}
     for spec in rewards_of(config):
         terms = read_terms(spec)
-        taken = taken | {term.label for term in terms if not needs_model(term)}
-        made, names = build_scores(spec), {}
-        for name, term, _ in made:
-            names[term.label] = name
+        plain = {term.label for term in terms if not needs_model(term)}
+        if both := plain & scores.keys():
+            raise _name_taken(spec, min(both))
+        taken, made = taken | plain, build_scores(spec)
+        names = {term.label: name for name, term, _ in made}
         sums[spec] = tuple(_renamed(term, names) for term in terms)
         for name, term, score in made:
             here = next(term for term in sums[spec] if term.label == name)
@@ -312,16 +312,20 @@ def _scores(config: TrainConfig, taken: set[str]) -> Scores:
                 scores[name] = dataclasses.replace(same, rewards={**same.rewards, spec: here})
                 continue
             if name in taken | {"engine", "rollout", "verifier", "publisher"}:
-                raise ConfigError(
-                    f"reward {spec!r}: {name!r} is the name of another reward's model or of a role; give it one of its own: "
-                    f"model(path=…, name=helpful), or the attribute `name` of your class"
-                )
+                raise _name_taken(spec, name)
             taken = taken | {name}
             wanted = score.model
             if wanted not in residents:
                 residents[wanted] = _judge(config.actor, name, wanted)
             scores[name] = PlannedScore(name, term, score, residents[wanted].name, {spec: here})
     return _gates_first(scores), list(residents.values()), sums
+
+
+def _name_taken(spec: str, name: str) -> ConfigError:
+    return ConfigError(
+        f"reward {spec!r}: {name!r} is the name of another reward's model or of a role; give it one of its own: "
+        "model(path=…, name=helpful), or the attribute `name` of your class"
+    )
 
 
 def _renamed(term: Term, names: Mapping[str, str]) -> Term:
@@ -354,25 +358,28 @@ def _gates_first(scores: Mapping[str, PlannedScore]) -> tuple[PlannedScore, ...]
     return tuple(ordered.values())
 
 
-def _check_cost(reward: str, cost: str, sums: Mapping[str, Sequence[Term]]) -> None:
-    """Passes if the cost of the constraint is a term of a reward, with a weight above 0, and something else is rewarded.
+def _check_cost(reward: str, cost: str, sums: Mapping[str, Sequence[Term]], scores: Sequence[PlannedScore]) -> None:
+    """Passes if the cost is a term with a weight above 0 and one plain number a sample, and something else is rewarded.
 
     Raises:
         ConfigError: it is not; tells the nearest name.
     """
-    weights = defaultdict[str, list[float]](list)
-    for terms in sums.values():
-        for term in terms:
-            weights[term.label].append(term.weight)
-    if cost not in weights:
-        raise ConfigError(f"constraint.cost={cost} is no term of reward={reward}; {nearest_names(cost, weights)}")
-    if min(weights[cost]) <= 0:
+    names = dict.fromkeys(term.label for terms in sums.values() for term in terms)
+    costs = [term for terms in sums.values() for term in terms if term.label == cost]
+    key = f"constraint.cost={cost}"
+    if not costs:
+        raise ConfigError(f"{key} is no term of reward={reward}; {nearest_names(cost, names)}")
+    if (least := min(term.weight for term in costs)) <= 0:
         raise ConfigError(
-            f"constraint.cost={cost}: its weight in the reward is {min(weights[cost]):g}, and the cost is the term's value "
-            "times its weight; write it with a weight above 0, such as 1: it is not rewarded"
+            f"{key}: its weight in the reward is {least:g}, and the cost is the term's value times its weight; write it "
+            "with a weight above 0, such as 1: it is not rewarded"
         )
-    if len(weights) == 1:
-        raise ConfigError(f"constraint.cost={cost} is all that reward={reward} has; add what is to be learnt")
+    if any(term.options.normalise for term in costs):
+        raise ConfigError(f"{key}: normalise takes away the mean that constraint.limit is compared with; leave it out")
+    if any(one.name == cost and one.score.per_step for one in scores):
+        raise ConfigError(f"{key}: aggregate=none gives each step a reward, and a cost is one number; use aggregate=mean")
+    if len(names) == 1:
+        raise ConfigError(f"{key} is all that reward={reward} has; add what is to be learnt")
 
 
 def _penalty(config: TrainConfig) -> Iterator[Stage]:
@@ -387,11 +394,10 @@ def _judge(actor: TrainEngineConfig, name: str, wanted: FrozenModel) -> Resident
     engine = _frozen(actor, wanted)
     if wanted.head == "text":
         return Resident(name, dataclasses.replace(engine, backend="fsdp:d1", offload=False), "text")
-    if wanted.backend is None:
-        return with_adapter(Resident(name, engine, wanted.head))
-    key = f"reward {name!r}: backend"
-    layout, written = parse_layout(wanted.backend, key), f"{key}={wanted.backend}"
-    refuse([*fewer_ranks_problems(layout, written, actor), *layout_problems(layout, written, actor)])
+    key = "actor.backend" if wanted.backend is None else f"reward {name!r}: backend"
+    if wanted.backend is not None:
+        layout, written = parse_layout(wanted.backend, key), f"{key}={wanted.backend}"
+        refuse([*fewer_ranks_problems(layout, written, actor), *layout_problems(layout, written, actor)])
     return with_adapter(Resident(name, engine, wanted.head, key=key))
 
 

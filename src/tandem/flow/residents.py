@@ -95,7 +95,7 @@ def open_scores(
         if isinstance(engine, WritingModel):
             roles[planned.name] = WritingRole(planned, engine, process.team)
             continue
-        path = resident.engine.path
+        path = planned.score.model.path  # not that of the base on which an adapter is
         reader = open_reader(path, tokenizer, chats=planned.reads_chats) if process.is_main else None
         vocabulary = Architecture.from_config(read_hf_config(describing(path))).vocab_size
         roles[planned.name] = ScoreRole(planned, engine, reader, vocabulary)

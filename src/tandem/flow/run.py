@@ -23,8 +23,8 @@ class Runner(ABC):
         """Wakes what the stage of this name needs, for work that is not called through `call`. Collective."""
 
     @abstractmethod
-    def exchange(self, gone: Iterable[str], work: Mapping[str, Work]) -> None:
-        """Stages of these names go, and others come. ``work``: what each does, by its name."""
+    def learn(self, work: Mapping[str, Work], forget: Iterable[str] = ()) -> None:
+        """What stages do, by their names, besides those that are known. ``forget``: stages that there are no more."""
 
     @abstractmethod
     def get(self, handle: Any) -> Any:
@@ -43,13 +43,18 @@ class LocalRunner(Runner):
 
     def __init__(
         self,
-        work: dict[str, Work],
         around: Callable[[Stage], AbstractContextManager[Any]],
         residency: Residency,
     ):
-        """``work``: what each stage does, by its name. ``around``: a block for the time of a stage, which measures it.
-        ``residency``: wakes what a stage needs."""
-        self._work, self._around, self._residency = work, around, residency
+        """``around``: a block for the time of a stage, which measures it. ``residency``: wakes what a stage needs."""
+        self._work: dict[str, Work] = {}
+        self._around, self._residency = around, residency
+
+    def learn(self, work: Mapping[str, Work], forget: Iterable[str] = ()) -> None:
+        """Keeps them, and nothing of those that are forgotten."""
+        for name in forget:
+            del self._work[name]
+        self._work |= work
 
     def prepare(self, name: str) -> None:
         """Wakes what sleeps of it."""
@@ -60,12 +65,6 @@ class LocalRunner(Runner):
         self._residency.enter(stage.name)
         with self._around(stage), self._residency.making(stage.name):
             return self._work[stage.name](*handles)
-
-    def exchange(self, gone: Iterable[str], work: Mapping[str, Work]) -> None:
-        """Calls those that come as the others."""
-        for name in gone:
-            del self._work[name]
-        self._work.update(work)
 
     def get(self, handle: Any) -> Any:
         """Gives the handle back, which is the object itself."""

@@ -199,10 +199,8 @@ class GroupScorer:
 
     def change(self, plan: RunPlan, roles: Mapping[str, ScoreRole | WritingRole], *, again: bool) -> None:
         """From now on the rewards are those of another plan. ``again``: see `Combination.change`."""
-        self.runner.exchange(
-            [planned.stage for planned in self.plan.scores],
-            {planned.stage: roles[planned.name].score for planned in plan.scores},
-        )
+        work = {planned.stage: roles[planned.name].score for planned in plan.scores}
+        self.runner.learn(work, forget=[planned.stage for planned in self.plan.scores])
         stay = [role.engine for role in roles.values()]
         self._close(role for role in self.roles.values() if not any(role.engine is engine for engine in stay))
         self.plan, self.roles = plan, roles

@@ -75,13 +75,9 @@ class Session:
     residency: Residency
     runner: Runner
     scorer: GroupScorer
+    combination: Combination
     team: Team
     """All ranks."""
-
-    @property
-    def combination(self) -> Combination:
-        """What adds the terms of the reward that need more than their own sample."""
-        return self.scorer.combination
 
     def measured(self) -> dict[str, float]:
         """What engines and rewards have measured since the last call, of all ranks that generate. Collective."""
@@ -134,8 +130,7 @@ def open_session(
             stack.callback(parts.close)  # once nothing rolls out any more, and before the engine
             loader = make_loader(config, rows)
             meter = EngineMeter(engine)
-            work: dict[str, Callable[..., Any]] = {}
-            runner = LocalRunner(work, lambda stage: _measured(stage, timer, meter), residency)
+            runner = LocalRunner(lambda stage: _measured(stage, timer, meter), residency)
             scorer = make_scorer(config, plan, scores, runner, process.team)
             stack.callback(scorer.close)
             rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team, generators)
@@ -149,7 +144,7 @@ def open_session(
             reference=reference,
             teacher=teacher,
             critic=critic,
-            constraint=None if config.constraint.cost is None else Constraint(config.constraint),
+            constraint=make_constraint(config, plan),
             engine=engine,
             rollout=rollout,
             reward=parts.reward,
@@ -162,9 +157,10 @@ def open_session(
             residency=residency,
             runner=runner,
             scorer=scorer,
+            combination=scorer.combination,
             team=process.team,
         )
-        work |= _work(session, scores)
+        runner.learn(_work(session, scores))
         del scores  # a reward that goes while the run goes on takes its model along
         yield session
 
@@ -248,6 +244,17 @@ def make_scorer(config: TrainConfig, plan: RunPlan, roles: Scores, runner: Runne
     """What adds the terms of the reward that need a model or the whole batch."""
     combination = Combination(plan.sums, plan.later, cost=config.constraint.cost)
     return GroupScorer(plan, roles, combination, runner, team, config.rollout.min_group_size)
+
+
+def make_constraint(config: TrainConfig, plan: RunPlan) -> Constraint | None:
+    """What keeps a cost at or below its limit; None where no term of the reward is a cost."""
+    cost = config.constraint.cost
+    return None if cost is None else Constraint(config.constraint, everywhere=is_everywhere(plan, cost))
+
+
+def is_everywhere(plan: RunPlan, cost: str) -> bool:
+    """True if every row is judged by a reward with this cost."""
+    return all(any(term.label == cost for term in terms) for terms in plan.sums.values())
 
 
 def make_residency(config: TrainConfig, plan: RunPlan, timer: PhaseTimer) -> Residency:

@@ -191,7 +191,7 @@ class Recovery:
 SAVED = ("loader", "actor", "trainer", "reference", "critic", "constraint", "rollout", "publisher", "combination")
 """The fields of a session that are parts, where the run has them."""
 
-UNSAVED = {"combination": {"spreads": {}}}
+UNSAVED: dict[str, Any] = {"combination": {"spreads": {}}}
 """The states that these parts have where a checkpoint says nothing of them."""
 
 LOADS = {"trainer": "load actor", "critic": "load critic", "reference": "load reference", "publisher": "publish"}

@@ -78,8 +78,9 @@ def refuse_classifier(folder: Path, config: PretrainedConfig) -> None:
         ConfigError: it is a sequence classifier.
     """
     if is_classifier(config):
+        what = "token" if is_token_classifier(config) else "sequence"
         raise ConfigError(
-            f"{folder} holds a classifier ({', '.join(config.architectures or ())}), such as a reward model or a "
+            f"{folder} holds a {what} classifier ({', '.join(config.architectures or ())}), such as a reward model or a "
             "critic: it scores texts and cannot write any; give the folder of a language model"
         )
 

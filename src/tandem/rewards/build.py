@@ -49,7 +49,7 @@ class SumReward(RewardFn):
     @property
     def judges(self) -> list[Judge]:
         """What judges, term by term."""
-        return [judge for _, judge in (*self.terms, *self.together)]
+        return [*(judge for _, judge in self.terms), *(judge for _, judge in self.together)]
 
     async def __call__(
         self,
@@ -189,7 +189,8 @@ def build_reward(
 def judges_of(spec: str, reward: RewardFn) -> dict[str, Judge]:
     """The terms of a reward that `build_reward` made of ``spec``, by their spelling."""
     if isinstance(reward, SumReward):
-        return {term.spelling: judge for term, judge in (*reward.terms, *reward.together)}
+        terms = [*(term for term, _ in reward.terms), *(term for term, _ in reward.together)]
+        return {term.spelling: judge for term, judge in zip(terms, reward.judges, strict=True)}
     return {read_terms(spec)[0].spelling: reward}
 
 

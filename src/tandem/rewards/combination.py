@@ -22,6 +22,9 @@ MOST = 1e38
 EPSILON = 1e-6
 """Added to a spread before something is divided by it."""
 
+ROUNDING = 1e-12
+"""A spread that is smaller than the mean by this factor is nothing but rounding."""
+
 
 def is_open(options: Options, raw: Mapping[str, float]) -> bool:
     """True if the term counts. ``raw``: what the other terms gave; one that was not asked opens no gate."""
@@ -70,9 +73,10 @@ class Spread:
         self.count = total
 
     def scale(self, value: float) -> float:
-        """The value in units of the spread from the mean; 0 where all values are the same."""
+        """The value in units of the spread from the mean; 0 where all values are the same, whatever this one is: a sample
+        outside statistics may have another."""
         spread = math.sqrt(self.squares / self.count) if self.count else 0.0
-        return (value - self.mean) / (spread + EPSILON)
+        return (value - self.mean) / (spread + EPSILON) if spread > ROUNDING * abs(self.mean) else 0.0
 
 
 @dataclass
@@ -134,13 +138,13 @@ class Combination:
         return None if name is None else DataFailure("reward_not_finite", f"reward {name!r} gave {value}")
 
     def _values(self, one: Scored, training: bool) -> dict[str, list[float]]:
-        """The values of the terms that count for a sample. Evaluation has none of terms that compare samples."""
+        """The values of the terms that count for a sample."""
         raw, found = one.raw, {}
         for term in self.later[one.reward]:
             if not is_open(term.options, raw):
                 continue
             if term.label not in one.values and term.label not in one.sample.raw_rewards:
-                if not training:
+                if not training:  # in evaluation no term compares the samples of a prompt
                     continue
                 raise WrongWorkflow(
                     f"reward {term.label!r} has options, which count when its batch is there, and the workflow gave a "

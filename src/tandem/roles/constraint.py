@@ -7,6 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from tandem.algorithms.constraint import lagrangian, next_multiplier
+from tandem.api.batch import num_sequences
 from tandem.api.failures import BatchError
 from tandem.api.stage import stage
 from tandem.config.constraint import ConstraintConfig
@@ -19,8 +20,9 @@ class Constraint:
     Batches are global: each rank calls the same methods with the same batch, and comes to the same λ.
     """
 
-    def __init__(self, config: ConstraintConfig):
-        self.config, self.multiplier = config, config.multiplier
+    def __init__(self, config: ConstraintConfig, *, everywhere: bool = True):
+        """``everywhere``: every row is judged by a reward with this cost; else whole batches may be without it."""
+        self.config, self.multiplier, self.everywhere = config, config.multiplier, everywhere
 
     def state_dict(self) -> dict[str, Any]:
         """See `tandem.api.state.Stateful`."""
@@ -45,7 +47,7 @@ class Constraint:
                 self.multiplier,
                 mean,
                 limit=config.limit,
-                learning_rate=config.learning_rate,
+                step_size=config.step_size,
                 low=config.min_multiplier,
                 high=config.max_multiplier,
             )
@@ -63,11 +65,13 @@ class Constraint:
         """The cost of each sequence's sample, ``[N]``; NaN where its reward has none.
 
         Raises:
-            BatchError: no sample of the batch has it.
+            BatchError: no sample of the batch has it, and each should.
         """
         field = f"rewards/{self.config.cost}"
         if field in batch.keys():
             return batch[field]
+        if not self.everywhere:
+            return torch.full((num_sequences(batch),), torch.nan, device=batch["cu_seqlens"].device)
         there = sorted(str(name).removeprefix("rewards/") for name in batch.keys() if str(name).startswith("rewards/"))
         raise BatchError(
             f"constraint.cost={self.config.cost}: no sample of the batch has this part of its reward; there are "

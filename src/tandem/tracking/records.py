@@ -208,6 +208,9 @@ class RecordedSample:
     rewards: dict[str, float] = field(default_factory=dict)
     """Parts of the reward by name."""
 
+    raw_rewards: dict[str, float] = field(default_factory=dict)
+    """What a part was before weight, normalisation and clip, where that is another number."""
+
     accuracy: float | None = None
     advantage: float | None = None
     """Mean over its trained tokens."""

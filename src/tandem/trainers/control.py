@@ -29,13 +29,13 @@ from tandem.flow.services import (
     close_new,
     refuse_compared_later,
 )
-from tandem.flow.session import Session
+from tandem.flow.session import Session, is_everywhere
 from tandem.flow.state_parts import sleep_plan_here
 from tandem.flow.writing import WritingRole
 from tandem.rewards.build import refuse_only_groups
 from tandem.state.control import Mailbox, Request
 from tandem.state.run_folder import RunFolder
-from tandem.trainers.start import check_models, check_scores, fetch_weights
+from tandem.trainers.start import check_cost, check_models, check_scores, fetch_weights
 
 log = logging.getLogger(__name__)
 
@@ -123,6 +123,8 @@ class Control:
             self._parts.reward.change(changed.reward)
             session.scorer.change(changed.plan, changed.roles, again=request.step is not None and request.step < step)
             session.rollout.begin_again()
+        if session.constraint is not None:
+            session.constraint.everywhere = is_everywhere(changed.plan, str(changed.config.constraint.cost))
         log.info("from step %d on the reward is %s (%s)", step, spec, request.change)
         if mailbox is not None and not request.recorded:
             mailbox.answer(request.id, {"step": step, "reward": spec})
@@ -179,3 +181,4 @@ class Control:
             refuse_only_groups(config.reward, reward.by_name[config.reward])
         check_rows(reward, self._rows.train.rows)
         check_rows(reward, self._rows.valid)
+        check_cost(config, plan, self._rows.train.rows)

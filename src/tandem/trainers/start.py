@@ -89,6 +89,7 @@ def check_start(config: TrainConfig, rows: Rows, plan: RunPlan) -> EpisodeParts:
         check_rows(parts.reward, rows.train.rows)
         check_rows(parts.reward, rows.valid)
         warn_of_idle_recipes(config, [*rows.train.rows, *rows.valid])
+        check_cost(config, plan, rows.train.rows)
     except BaseException:
         parts.close()
         raise
@@ -103,6 +104,21 @@ def warn_of_idle_recipes(config: TrainConfig, rows: Sequence[Mapping[str, Any]])
     for spec in sums_of(config.reward):
         if spec not in used:
             log.warning("no row is judged by the recipe %r of reward.recipes; leave it out, or look at reward.by", spec)
+
+
+def check_cost(config: TrainConfig, plan: RunPlan, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Passes if some row that is trained on can cost what the constraint limits.
+
+    Raises:
+        ConfigError: none can.
+    """
+    cost = config.constraint.cost
+    costly = {spec for spec, terms in plan.sums.items() if any(term.label == cost for term in terms)}
+    if cost is not None and not any(plan.sum_of(row) in costly for row in rows):
+        raise ConfigError(
+            f"constraint.cost={cost}: no row of train_dataset is judged by a reward with this term, so nothing would be "
+            "limited; add it to a recipe that rows have, or leave constraint out"
+        )
 
 
 def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> None:
