@@ -293,6 +293,22 @@ def test_rows_whose_data_set_names_a_reward_keep_it_and_the_others_get_the_chang
     assert found == {("a",), ("b", "even", "many")}
 
 
+def test_a_cost_that_only_another_data_set_has_costs_there(overrides, where):
+    even = f"{SMALL}:even"
+    sources = f"[{{path: addition, name: a, reward: '{even} + {SMALL}:harmful'}}, {{path: addition, name: b}}]"
+    keys = [item for item in overrides if not item.startswith("train_dataset.path")]
+    more = (f"train_dataset.sources={sources}", f"reward={even} + {SMALL}:harmful", "tracking.trajectories_per_step=99")
+    resolved = config_of(keys, "total_train_steps=6", "rollout.batch_size=1", "constraint.cost=harmful", *more)
+    train(resolved, until=1)
+    ask(where, Change("reward.remove", "harmful"))
+    train(resolved)
+    with_cost = set()
+    for step in range(2, 7):
+        lines = (where / "trajectories" / f"step_{step}.jsonl").read_text().splitlines()
+        with_cost |= {(one["source"], "harmful" in one["rewards"]) for one in map(json.loads, lines)}
+    assert with_cost == {("a", True), ("b", False)}  # one prompt a batch, so there are batches without the cost
+
+
 def test_beside_generation_no_group_is_judged_by_two_rewards(overrides, where):
     more = ("deterministic=false", "async_training=true", "algorithm.correction.weight=truncate")
     more = (*more, "rollout.max_head_offpolicyness=2", "tracking.trajectories_per_step=99", "total_train_steps=8")
