@@ -202,6 +202,17 @@ def test_a_run_is_judged_by_a_model_that_it_holds_and_asleep_or_awake_it_is_the_
     assert (asleep / "weights.jsonl").read_text() == (awake / "weights.jsonl").read_text()
 
 
+def test_a_judge_is_asked_only_about_samples_whose_gate_is_open(overrides, judge):
+    small = Path(__file__).parent / "small_rewards.py"
+    reward = f"reward=0*{small}:even + judge(model={judge}, max_tokens=16, clip=[0, 0.5], gate='even > 0.5')"
+    folder = train(config_of(overrides, reward, "total_train_steps=1")).folder
+    samples = [json.loads(line) for line in (folder / "trajectories" / "step_1.jsonl").read_text().splitlines()]
+    asked = [sample for sample in samples if sample["judges"]]
+    assert asked == [sample for sample in samples if sample["raw_rewards"]["even"] > 0.5] and 0 < len(asked) < len(samples)
+    assert {sample["reward"] for sample in asked} == {0.5}
+    assert {sample["raw_rewards"]["judge"] for sample in asked} == {6 / 9}
+
+
 def test_a_judge_that_compares_is_not_asked_in_evaluation_and_needs_another_term_there(tmp_path, overrides):
     compare = f"compare(model={judge_folder(tmp_path, says='Verdict: A')}, max_tokens=32)"
     more = ("evaluate.every_steps=1", "evaluate.max_rows=2", "total_train_steps=1")
@@ -210,6 +221,12 @@ def test_a_judge_that_compares_is_not_asked_in_evaluation_and_needs_another_term
     many = f"{Path(__file__).parent}/small_rewards.py:many"
     first, second = rows(train(config_of(overrides, f"reward={compare} + {many}", *more)).folder)
     assert first["eval/reward"] >= 1 and second["rewards/compare"] == 0.5
+
+
+@pytest.mark.parametrize(("key", "words"), [("algorithm=remax", "greedy baseline"), ("gconfig.n_samples=1", "at least 2")])
+def test_a_judge_that_compares_needs_several_samples_of_a_prompt(overrides, judge, key, words):
+    with pytest.raises(ConfigError, match=words):
+        train(config_of(overrides, f"reward=compare(model={judge})", key), dry_run=True)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tandem.config.changes import ACTIONS, Change
 from tandem.config.errors import ConfigError, TandemError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
+from tandem.config.recipes import sums_of
 from tandem.config.terms import read_terms
 from tandem.state.control import ask, changes, requests, take_answer
 from tandem.state.existing import begun_elsewhere, is_held, run_info
@@ -78,7 +79,8 @@ def shown(folder: Path) -> str:
     """What the reward is, what was changed, and what is waiting."""
     made = changes(folder, str(run_info(folder).get("id") or "") or None)
     reward = str(made[-1]["reward"]) if made else load_config(TrainConfig, folder / "config.yaml").config.reward
-    terms = [f"  {term.label:<20} {term.weight:>8g}  {term.spelling}" for term in read_terms(reward)]
+    every = (term for one in sums_of(reward) for term in read_terms(one))
+    terms = [f"  {term.label:<20} {term.weight:>8g}  {term.spelling}" for term in every]
     lines = [f"reward={reward}", *terms]
     lines += [f"step {row['step']}: {row['action']} {row['value']}" for row in made] or ["Nothing was changed so far."]
     lines += [f"waiting: {request.change or request.id}" for request in requests(folder)]

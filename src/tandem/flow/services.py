@@ -25,6 +25,7 @@ from tandem.flow.plan import RunPlan
 from tandem.rewards.build import Judge, SumReward, build_reward, judges_of, refuse_only_groups, worker_counts
 from tandem.rewards.majority import AnswerOnly, MajorityVote
 from tandem.rewards.pool import most_workers
+from tandem.rewards.written import Written
 from tandem.rollout.groups import Compared, FirstSamples, MajorityLabels, WholeGroup, WithGreedyBaseline
 from tandem.rollout.workflows import Repeated
 from tandem.tracking.tracker import check_sinks
@@ -413,12 +414,16 @@ def make_workflow(
     return workflow
 
 
-def _refuse_comparing(config: TrainConfig, plan: RunPlan, whole: bool) -> None:
-    """Passes if each sample has others that it can be compared with.
+def refuse_comparing(config: TrainConfig, plan: RunPlan, reward: RewardFn, whole: bool) -> None:
+    """Passes if no term compares the samples of a prompt, or each has others that it can be compared with. ``whole``: the
+    workflow makes whole groups.
 
     Raises:
         ConfigError: it has none; or a greedy baseline, which is compared with nobody, would be judged by fewer terms.
     """
+    written = any(isinstance(one.score, Written) and one.score.compares for one in plan.scores)
+    if not written and not (isinstance(reward, RewardBySource) and reward.compares):
+        return
     why = f"reward={config.reward} has a term that compares the samples of a prompt"
     if plan.greedy_baseline:
         raise ConfigError(
@@ -465,8 +470,7 @@ def training_workflow(config: TrainConfig, plan: RunPlan, services: Services, re
         one = Compared(one, reward)
     if algorithm.update_samples is not None:
         one = FirstSamples(one, algorithm.update_samples)
-    if isinstance(reward, RewardBySource) and reward.compares:
-        _refuse_comparing(config, plan, whole)
+    refuse_comparing(config, plan, reward, whole)
     if whole and plan.greedy_baseline:
         raise ConfigError(
             f"algorithm.advantage={algorithm.advantage.name} compares with a greedy answer of one sample, and "

@@ -28,6 +28,7 @@ from tandem.flow.services import (
     check_rows,
     close_new,
     refuse_compared_later,
+    refuse_comparing,
 )
 from tandem.flow.session import Session, is_everywhere
 from tandem.flow.state_parts import sleep_plan_here
@@ -175,6 +176,7 @@ class Control:
         """Passes if each row can be judged, and by what the workflow was made for."""
         if reward.compares and not self._compares:
             raise ConfigError(f"the term compares the samples of a prompt, and {BEGIN_WITH_IT}")
+        refuse_comparing(config, plan, reward, self._session.examiner.makes_group)
         if self._session.workflow.reads_scores:
             refuse_compared_later(config, plan, reward)
         if config.evaluate.every_steps:
