@@ -184,12 +184,13 @@ class GroupScorer:
     def __init__(
         self,
         plan: RunPlan,
-        roles: Mapping[str, ScoreRole | WritingRole],
+        roles: dict[str, ScoreRole | WritingRole],
         combination: Combination,
         runner: Runner,
         team: Team,
         min_group_size: int | None,
     ):
+        """``roles``: by the names of the scores; no other hand keeps the models of those that go (`change`)."""
         self.plan, self.roles, self.combination, self.runner, self.team = plan, roles, combination, runner, team
         self.min_group_size = min_group_size
         self._log = FailureLog()
@@ -203,7 +204,9 @@ class GroupScorer:
         self.runner.learn(work, forget=[planned.stage for planned in self.plan.scores])
         stay = [role.engine for role in roles.values()]
         self._close(role for role in self.roles.values() if not any(role.engine is engine for engine in stay))
-        self.plan, self.roles = plan, roles
+        self.plan = plan
+        self.roles.clear()
+        self.roles.update(roles)
         self.combination.change(plan.sums, plan.later, again=again)
 
     def __call__(self, groups: Sequence[Group], *, training: bool = True) -> list[Group | DataFailure]:

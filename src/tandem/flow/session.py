@@ -131,8 +131,7 @@ def open_session(
             loader = make_loader(config, rows)
             meter = EngineMeter(engine)
             runner = LocalRunner(lambda stage: _measured(stage, timer, meter), residency)
-            scorer = make_scorer(config, plan, scores, runner, process.team)
-            stack.callback(scorer.close)
+            scorer = stack.enter_context(contextlib.closing(make_scorer(config, plan, scores, runner, process.team)))
             rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team, generators)
             stack.callback(rollout.close)
         session = Session(
@@ -160,8 +159,7 @@ def open_session(
             combination=scorer.combination,
             team=process.team,
         )
-        runner.learn(_work(session, scores))
-        del scores  # a reward that goes while the run goes on takes its model along
+        runner.learn(_work(session))
         yield session
 
 
@@ -176,7 +174,7 @@ def _measured(stage: Stage, timer: PhaseTimer, meter: EngineMeter) -> Iterator[N
         yield
 
 
-def _work(session: Session, scores: Scores) -> dict[str, Callable[..., Any]]:
+def _work(session: Session) -> dict[str, Callable[..., Any]]:
     """The function behind each stage of the plan: the method of its role, or one of those below."""
 
     def update(batch: TensorDict) -> dict[str, float]:
@@ -211,7 +209,7 @@ def _work(session: Session, scores: Scores) -> dict[str, Callable[..., Any]]:
     }
     for stage in session.plan.stages:
         if stage.name not in work and stage.kind != "keep":
-            role = scores[stage.role] if stage.kind == "score" else getattr(session, stage.role)
+            role = session.scorer.roles[stage.role] if stage.kind == "score" else getattr(session, stage.role)
             work[stage.name] = getattr(role, stage.call)
     return work
 
