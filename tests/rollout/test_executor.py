@@ -62,6 +62,8 @@ def test_nothing_is_lost_or_counted_twice_for_any_arrivals_failures_and_rejectio
             assert rollout.metrics()["staleness/max"] <= eta
             consumed += prompts(batch)
             train(engine, rollout)
+            if draw.random() < 0.3:
+                rollout.begin_again()  # as when a reward has changed
         fine = [row["index"] for row in data if row["reward"] > 0 and not is_bad(row)]
         assert len(set(consumed)) == len(consumed)
         assert set(consumed) <= set(fine)

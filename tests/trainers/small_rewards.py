@@ -65,3 +65,13 @@ def fails_now_and_then(completion_ids: tuple[int, ...]) -> float:
 def never_right(completion_ids: tuple[int, ...]) -> dict[str, float]:
     """No answer is right, so every one is asked again; some are better than others."""
     return {"reward": even(completion_ids) - 1.0, "accuracy": 0.0}
+
+
+def short(completion_ids: tuple[int, ...]) -> float:
+    """Fewer tokens are better."""
+    return -float(len(completion_ids))
+
+
+def many(completion_ids: tuple[int, ...]) -> float:
+    """Different tokens are better."""
+    return float(len(set(completion_ids)))

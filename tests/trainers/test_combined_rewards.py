@@ -19,6 +19,12 @@ from tests.tiny import tiny_model_folder
 MINE = '''
 from tandem import GroupReward
 from tandem.api.scoring import FrozenModel, Score
+from tandem.api.workflow import GroupReward
+
+class Shortest(GroupReward):
+    async def compare(self, samples, row):
+        least = min(sample.num_trained_tokens for sample in samples)
+        return [float(sample.num_trained_tokens == least) for sample in samples]
 
 def even(completion_ids):
     """Share of even token ids."""
@@ -176,6 +182,12 @@ def test_the_filter_of_groups_sees_the_whole_reward(run):
     assert all(row["groups/without_spread"] == 0 for row in steps(kept))
     with pytest.raises(NoBatch, match="the filter of groups kept 0 of"):
         run(*keys, "reward=MINE:even(clip=[5, 6])", "trial_name=same")
+
+
+def test_evaluation_judges_samples_by_themselves_also_where_a_term_with_options_compares_them(run):
+    summary = run("reward=MINE:even + MINE:Shortest(clip=[0.5, 1])", "evaluate.every_steps=1", "evaluate.max_rows=2")
+    assert all(0 <= row["eval/reward"] <= 1 for row in steps(summary))
+    assert all(row["rewards/Shortest"] >= 0.5 for row in steps(summary) if "reward/mean" in row)
 
 
 def test_a_score_too_few_says_what_was_expected(run):

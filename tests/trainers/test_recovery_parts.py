@@ -66,7 +66,7 @@ FORGOTTEN = {
     "critic.engine._holder._parameters": "likewise",
     "reference.engine._holder._parameters": "likewise",
     "rollout._scorer.runner._residency._timer": "measures time",
-    "rollout._scorer.runner._residency._opened": "the engines of models, which are parts or frozen",
+    "rollout._scorer.runner._residency._models": "the engines of models, which are parts or frozen",
     "publisher._engines": "see the engine in STATELESS",
     "publisher.channel": "where tensors lie until the engine has taken them",
 }

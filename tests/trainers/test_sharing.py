@@ -162,9 +162,11 @@ def test_a_reward_model_on_a_shared_base_reads_by_the_chat_template_of_its_own_f
     judge, policy = load_tokenizer(tmp_path / "models" / "polite-judge"), load_tokenizer(models / "policy")
     judge.chat_template = judge.chat_template.replace("<|im_start|>", "judge this: ")
     judge.save_pretrained(tmp_path / "models" / "polite-judge")
-    plan = plan_run(config_of(tmp_path, tmp_path / "models", names=("polite",)).config)
-    assert plan.resident("polite").adapter is not None
-    role = open_scores(plan, Process("cpu", 1), policy)["polite"]
+    config = config_of(tmp_path, tmp_path / "models", names=("polite",)).config
+    plan, process, residency = plan_run(config), Process("cpu", 1), Residency(None, None, PhaseTimer(), open_model)
+    polite = plan.resident("polite")
+    assert polite.adapter is not None
+    role = open_scores(config, plan, process, policy, residency, {"polite": open_model(polite, process)})["polite"]
     assert role.reader.tokenizer.chat_template == judge.chat_template != policy.chat_template
 
 

@@ -27,8 +27,8 @@ class FrozenModel:
     path: str
     """Model folder, hub name, or built-in name."""
 
-    head: Literal["lm", "scalar"] = "lm"
-    """`lm` gives log-probabilities, `scalar` one number a token (the folder of a reward model)."""
+    head: Literal["lm", "scalar", "text"] = "lm"
+    """`lm` gives log-probabilities, `scalar` one number a token (the folder of a reward model), `text` writes."""
 
     dtype: Literal["auto", "bfloat16", "float32"] | None = None
     """Precision; None takes the actor's."""

@@ -33,6 +33,7 @@ COMMANDS = {
     "reward": Command("tandem.cli.training:REWARD", "train a reward model from ranked pairs or judged steps"),
     "distill": Command("tandem.cli.training:DISTILL", "train a student on its own answers, judged by a teacher model"),
     "continue": Command("tandem.cli.continue_run", "go on with an interrupted run, or train a finished one longer"),
+    "control": Command("tandem.cli.control", "change the reward of a run while it trains"),
     "replay": Command("tandem.cli.replay", "run a step of a deterministic run again and compare the results"),
     "runs": Command("tandem.cli.runs", "list runs: status, last metrics, checkpoints, size"),
     "trajectories": Command("tandem.cli.trajectories", "look at the samples that were trained, and those that were dropped"),

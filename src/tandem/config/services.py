@@ -28,6 +28,9 @@ class Service:
     needs_model: bool = False
     """A reward that is scored by a model which the run holds (`tandem.api.scoring.Score`)."""
 
+    writes_without: str = ""
+    """The knob without which its model writes in the run itself; with it, elsewhere."""
+
     package: str = ""
     """The optional library that it needs; the extra of the service's own name installs it."""
 
@@ -67,8 +70,8 @@ for _service in (
     Service("reward", "reasoning_gym", "tandem.rewards.reasoning_gym:build_reasoning_gym"),
     Service("reward", "code", "tandem.rewards.code.reward:CodeReward"),
     Service("reward", "model", "tandem.rewards.model:ModelReward", needs_model=True),
-    Service("reward", "judge", "tandem.rewards.judge:JudgeReward"),
-    Service("reward", "compare", "tandem.rewards.compare:CompareReward"),
+    Service("reward", "judge", "tandem.rewards.judge:JudgeReward", writes_without="url"),
+    Service("reward", "compare", "tandem.rewards.compare:CompareReward", writes_without="url"),
     Service("reward", "remote", "tandem.rewards.remote:RemoteReward"),
     Service("sandbox", "auto", "tandem.sandbox.choose:with_what_works"),
     Service("sandbox", "bubblewrap", "tandem.sandbox.choose:with_bubblewrap"),

@@ -82,12 +82,12 @@ def evaluate_if_due(config: TrainConfig, session: Session, rows: Rows, step: int
                     n_samples=config.evaluate.n_samples,
                     max_concurrent=evaluation_places(config),
                     together=config.deterministic,
-                    on_samples=None if session.scorer is None else keep,
+                    on_samples=keep if session.scorer else None,
                 )
             )
     if len(generating) > 1:
         answers, made = _of_all(session.team.gather((answers, made)), first=session.team.main)
-    if session.scorer is not None:
+    if session.scorer:
         ordered = sorted(made.items())  # not as they arrived: how they are packed must not depend on timing
         outcomes = session.scorer([group for _, (_, group) in ordered], training=False)
         scored = {place: _scored(item, outcome) for (place, (item, _)), outcome in zip(ordered, outcomes, strict=True)}

@@ -33,7 +33,7 @@ from tandem.roles.components import choose
 from tandem.roles.parts import AlgorithmParts, choose_parts
 from tandem.roles.tokens import needs_proximal
 
-Head = Literal["lm", "scalar", "both"]
+Head = Literal["lm", "scalar", "both", "text"]
 
 
 @dataclass(frozen=True)
@@ -302,9 +302,8 @@ def _scores(config: TrainConfig, taken: set[str]) -> Scores:
         plain = {term.label for term in terms if not needs_model(term)}
         if both := plain & scores.keys():
             raise _name_taken(spec, min(both))
-        taken, made, names = taken | plain, build_scores(spec), {}
-        for name, term, _ in made:
-            names[term.label] = name
+        taken, made = taken | plain, build_scores(spec)
+        names = {term.label: name for name, term, _ in made}
         sums[spec] = tuple(_renamed(term, names) for term in terms)
         for name, term, score in made:
             here = next(term for term in sums[spec] if term.label == name)
@@ -391,13 +390,14 @@ def _penalty(config: TrainConfig) -> Iterator[Stage]:
 
 
 def _judge(actor: TrainEngineConfig, name: str, wanted: FrozenModel) -> Resident:
-    """The model that a reward asks for."""
+    """The model that a reward asks for. One that writes sits on rank 0, in an engine that reads its weights itself."""
     engine = _frozen(actor, wanted)
-    if wanted.backend is None:
-        return with_adapter(Resident(name, engine, wanted.head))
-    key = f"reward {name!r}: backend"
-    layout, written = parse_layout(wanted.backend, key), f"{key}={wanted.backend}"
-    refuse([*fewer_ranks_problems(layout, written, actor), *layout_problems(layout, written, actor)])
+    if wanted.head == "text":
+        return Resident(name, dataclasses.replace(engine, backend="fsdp:d1", offload=False), "text")
+    key = "actor.backend" if wanted.backend is None else f"reward {name!r}: backend"
+    if wanted.backend is not None:
+        layout, written = parse_layout(wanted.backend, key), f"{key}={wanted.backend}"
+        refuse([*fewer_ranks_problems(layout, written, actor), *layout_problems(layout, written, actor)])
     return with_adapter(Resident(name, engine, wanted.head, key=key))
 
 

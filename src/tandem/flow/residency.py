@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from tandem.api.activity import waiting
@@ -12,6 +12,7 @@ from tandem.flow.plan import Resident
 from tandem.flow.process import Process
 from tandem.flow.sleep_plan import GIB, Moves, Part, SleepPlan, State
 from tandem.flow.state_parts import ENGINE
+from tandem.flow.writing import WritingModel
 from tandem.models.allocator import give_back, mapped_blocks
 from tandem.tracking.statistics import PhaseTimer
 
@@ -37,8 +38,7 @@ class Residency:
         self._open_model = open_model
         self._scratch, self._timer, self._idle_timeout_s = scratch, timer, idle_timeout_s
         self._state = State(set(self.plan.beginning) if self.plan is not None else set())
-        self._opened: dict[str, TrainEngine] = {}
-        self._trained: dict[str, TrainEngine] = {}
+        self._models: dict[str, TrainEngine | WritingModel] = {}
         self._engine: InferenceEngine | None = None
         self._deliver_again: Callable[[], None] = lambda: None
         self._moved = 0
@@ -54,20 +54,43 @@ class Residency:
     def open(self, resident: Resident, process: Process, *, optimizer_steps: int = 0) -> TrainEngine:
         """Makes room for a model and opens it as `open_model` does. Under a budget it sleeps until a stage needs it."""
         part = Part(resident.name, "parameters")
-        trunk = None if resident.trunk_of is None else self._opened[resident.trunk_of]
+        trunk = None if resident.trunk_of is None else self._models[resident.trunk_of]
         sleeps = self.plan is not None and part in self.plan.parts
         if self.plan is not None and sleeps:
             self._do(self.plan.opening(part, self._state))
         gives = sleeps or trunk is not None  # memory back to the system: what sleeps, or what is there already
         with mapped_blocks() if gives else contextlib.nullcontext():
             engine = self._open_model(resident, process, optimizer_steps=optimizer_steps, trunk=trunk)
-            self._opened[resident.name] = engine
+            self._models[resident.name] = engine
             if sleeps:
-                self._trained[resident.name] = engine
                 self._sleep(part)
         if gives:
             give_back()
         return engine
+
+    def add(self, name: str, model: WritingModel) -> WritingModel:
+        """Lets a judge that writes sleep and wake with the others; it is asleep now."""
+        self._models[name] = model
+        return model
+
+    def change(self, plan: SleepPlan | None, names: Mapping[str, str]) -> None:
+        """From now on another plan counts, in which some models are new and some are gone. ``names``: of those that stay,
+        as they are called now → as they will be."""
+        self._models = {names[old]: model for old, model in self._models.items() if old in names}
+        if self.plan is None and (plan is None or not plan.sleeps):
+            return
+        assert plan is not None, "a budget stays"
+        if self.plan is None:  # nothing slept so far
+            there = {part for part in plan.parts if part.resident == ENGINE or part.resident in self._models}
+            self._state = State(there, changed={part for part in there if plan.parts[part].leaving})
+        else:
+
+            def stay(parts: set[Part]) -> set[Part]:
+                renamed = {Part(names[part.resident], part.what) for part in parts if part.resident in names}
+                return renamed & set(plan.parts)
+
+            self._state = State(stay(self._state.awake), stay(self._state.changed), stay(self._state.copied))
+        self.plan = plan
 
     def enter(self, name: str) -> None:
         """Before a stage: what it needs wakes, and what has to make room for it sleeps. Collective."""
@@ -104,16 +127,16 @@ class Residency:
             if part.resident == ENGINE:
                 if self._engine is not None:
                     self._engine.wake((part.what,))  # type: ignore[arg-type]
-            elif part.resident in self._trained:
-                self._moved += self._trained[part.resident].onload((part.what,))  # type: ignore[arg-type]
+            elif part.resident in self._models:
+                self._moved += self._models[part.resident].onload((part.what,))  # type: ignore[arg-type]
 
     def _sleep(self, part: Part) -> None:
         if part.resident == ENGINE:
             if self._engine is not None:
                 self._wait_until_idle(self._engine)
                 self._engine.sleep((part.what,))  # type: ignore[arg-type]
-        elif part.resident in self._trained:
-            self._moved += self._trained[part.resident].offload((part.what,), self._scratch)  # type: ignore[arg-type]
+        elif part.resident in self._models:
+            self._moved += self._models[part.resident].offload((part.what,), self._scratch)  # type: ignore[arg-type]
 
     def _wait_until_idle(self, engine: InferenceEngine) -> None:
         """Requests that were cancelled, or drawn beside those that were needed, may still be under way."""

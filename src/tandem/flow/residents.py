@@ -1,21 +1,28 @@
 """Opens the models that the plan of a run names."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.engines import TrainEngine
+from tandem.api.services import NOTHING
 from tandem.config.experiment import TrainConfig
+from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.build import build_train_engine
 from tandem.flow.critic import check_same_tokens, differing_token
 from tandem.flow.plan import Resident, RunPlan
 from tandem.flow.process import Process
+from tandem.flow.residency import Residency
 from tandem.flow.scoring import ModelReader, ScoreRole
 from tandem.flow.team import TeamEngine, form_team
+from tandem.flow.writing import WritingModel, WritingRole
 from tandem.models.architecture import Architecture
-from tandem.models.catalog import describing
+from tandem.models.catalog import describing, resolve
 from tandem.models.foreign import read_hf_config
+from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.roles.critic import Critic, SharedCritic
 from tandem.roles.reference import Reference
@@ -39,7 +46,7 @@ def open_model(
         ConfigError: the model cannot be opened, or laid out as its configuration says.
         WeightsChanged: that trunk has other numbers.
     """
-    assert resident.engine is not None, f"{resident.name} has no train engine"
+    assert resident.engine is not None and resident.head != "text", f"{resident.name} has no train engine"
     team = form_team(resident.ranks, process.team)
     build = partial(
         build_train_engine,
@@ -61,26 +68,46 @@ def open_model(
 
 
 def open_scores(
-    plan: RunPlan, process: Process, tokenizer: PreTrainedTokenizerBase, open_engine: Open = open_model
-) -> dict[str, ScoreRole]:
+    config: TrainConfig,
+    plan: RunPlan,
+    process: Process,
+    tokenizer: PreTrainedTokenizerBase,
+    residency: Residency,
+    there: Mapping[str, TrainEngine | WritingModel] = NOTHING,
+) -> dict[str, ScoreRole | WritingRole]:
     """Opens the models of the rewards that need one. Rewards that ask for the same model share it. ``tokenizer``: the
-    actor's. Rank 0, where the samples are, reads them.
+    actor's. Rank 0, where the samples are, reads them. ``there``: models that are open, by their names in the plan.
 
     Raises:
         ConfigError: see `open_model`; or a model has no chat template.
     """
-    engines: dict[str, TrainEngine] = {}
-    roles = {}
+    engines = dict(there)
+    roles: dict[str, ScoreRole | WritingRole] = {}
     for planned in plan.scores:
         resident = plan.resident(planned.resident)
         assert resident is not None and resident.engine is not None, "the plan names the model of each score"
         if resident.name not in engines:
-            engines[resident.name] = open_engine(resident, process)
+            if resident.head == "text":
+                engines[resident.name] = residency.add(resident.name, _open_writer(config, resident.engine, process))
+            else:
+                engines[resident.name] = residency.open(resident, process)
+        engine = engines[resident.name]
+        if isinstance(engine, WritingModel):
+            roles[planned.name] = WritingRole(planned, engine, process.team)
+            continue
         path = planned.score.model.path  # not that of the base on which an adapter is
         reader = open_reader(path, tokenizer, chats=planned.reads_chats) if process.is_main else None
         vocabulary = Architecture.from_config(read_hf_config(describing(path))).vocab_size
-        roles[planned.name] = ScoreRole(planned, engines[resident.name], reader, vocabulary)
+        roles[planned.name] = ScoreRole(planned, engine, reader, vocabulary)
     return roles
+
+
+def _open_writer(config: TrainConfig, engine: TrainEngineConfig, process: Process) -> WritingModel:
+    """A judge that writes; its engine starts when it is first needed."""
+    settings = replace(config.rollout.engine, threads=process.generation_threads("colocate", 1), max_model_len=None)
+    dtype, threads = resolve_dtype(engine.dtype, process.device), settings.threads or 1
+    folder = resolve(engine.path)
+    return WritingModel(folder, settings, dtype, process.device, threads=threads, member=process.is_main)
 
 
 def open_reader(path: str, actor: PreTrainedTokenizerBase, *, chats: bool = True) -> ModelReader:

@@ -1,7 +1,7 @@
 """Runs the stages of a plan: `call`, `get` and `free`, the three verbs of every runner."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -21,6 +21,10 @@ class Runner(ABC):
     @abstractmethod
     def prepare(self, name: str) -> None:
         """Wakes what the stage of this name needs, for work that is not called through `call`. Collective."""
+
+    @abstractmethod
+    def learn(self, work: Mapping[str, Work], forget: Iterable[str] = ()) -> None:
+        """What stages do, by their names, besides those that are known. ``forget``: stages that there are no more."""
 
     @abstractmethod
     def get(self, handle: Any) -> Any:
@@ -46,8 +50,10 @@ class LocalRunner(Runner):
         self._work: dict[str, Work] = {}
         self._around, self._residency = around, residency
 
-    def learn(self, work: Mapping[str, Work]) -> None:
-        """What stages do, by their names, besides those that are known."""
+    def learn(self, work: Mapping[str, Work], forget: Iterable[str] = ()) -> None:
+        """Keeps them, and nothing of those that are forgotten."""
+        for name in forget:
+            del self._work[name]
         self._work |= work
 
     def prepare(self, name: str) -> None:

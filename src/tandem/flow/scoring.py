@@ -1,6 +1,6 @@
 """The rewards that need a model, as stages between the end of the episodes and the choice of the groups to train on."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, TypeVar
@@ -20,7 +20,9 @@ from tandem.data.encoding import TEMPLATE_ERRORS, ChatEncoder, Encoded
 from tandem.flow.plan import PlannedScore, RunPlan, Stage
 from tandem.flow.run import Runner
 from tandem.flow.steps import last_tokens, step_spans
+from tandem.flow.writing import Judged, WritingRole
 from tandem.rewards.combination import Combination, Scored, is_open
+from tandem.rewards.written import Written
 from tandem.rollout.failure_budget import FailureLog, least_samples, too_few
 
 T = TypeVar("T")
@@ -125,10 +127,6 @@ class ScoreRole:
         """The sequence that the model reads for a sample, or the failure that says why it cannot. Rank 0."""
         assert self.reader is not None, "rank 0 reads"
         planned = self.planned
-        if planned.name in sample.rewards:
-            raise ConfigError(
-                f"two rewards are called {planned.name!r}: a model's, and a part of another reward; rename one of them"
-            )
         try:
             sequence = _called(planned, planned.score.read, sample=sample, row=row, reader=self.reader)
         except DataFailure as failure:
@@ -181,20 +179,35 @@ def _called(planned: PlannedScore, function: Callable[..., T], **named: Any) -> 
 
 class GroupScorer:
     """Gives finished groups the rewards that need a model, one model after another, and then whatever of the reward is added
-    when the batch is there."""
+    when the batch is there. It is false while nothing is."""
 
     def __init__(
         self,
         plan: RunPlan,
-        roles: Mapping[str, ScoreRole],
+        roles: dict[str, ScoreRole | WritingRole],
         combination: Combination,
         runner: Runner,
         team: Team,
         min_group_size: int | None,
     ):
+        """``roles``: by the names of the scores; no other hand keeps the models of those that go (`change`)."""
         self.plan, self.roles, self.combination, self.runner, self.team = plan, roles, combination, runner, team
         self.min_group_size = min_group_size
         self._log = FailureLog()
+
+    def __bool__(self) -> bool:
+        return any(self.plan.later.values())
+
+    def change(self, plan: RunPlan, roles: Mapping[str, ScoreRole | WritingRole], *, again: bool) -> None:
+        """From now on the rewards are those of another plan. ``again``: see `Combination.change`."""
+        work = {planned.stage: roles[planned.name].score for planned in plan.scores}
+        self.runner.learn(work, forget=[planned.stage for planned in self.plan.scores])
+        stay = [role.engine for role in roles.values()]
+        self._close(role for role in self.roles.values() if not any(role.engine is engine for engine in stay))
+        self.plan = plan
+        self.roles.clear()
+        self.roles.update(roles)
+        self.combination.change(plan.sums, plan.later, again=again)
 
     def __call__(self, groups: Sequence[Group], *, training: bool = True) -> list[Group | DataFailure]:
         """The groups with their rewards, or why a group cannot be trained on. Collective; other ranks than 0 bring none.
@@ -209,6 +222,8 @@ class GroupScorer:
         for planned in self.plan.scores:
             stage = self.plan.stage(planned.stage)
             assert stage is not None, "the plan has a stage for each score"
+            if isinstance(planned.score, Written) and planned.score.compares and not training:
+                continue  # evaluation judges each sample by itself
             self._add(planned, stage, judged)
         with self.team.together():
             scored = [one for samples in judged for one in samples if isinstance(one, Scored)]
@@ -216,21 +231,30 @@ class GroupScorer:
             whole = [[next(added) if isinstance(one, Scored) else one for one in samples] for samples in judged]
         return [self._whole(group, samples) for group, samples in zip(groups, whole, strict=True)]
 
+    def close(self) -> None:
+        """Ends the engines of judges that write; idempotent."""
+        self._close(self.roles.values())
+
+    def _close(self, roles: Iterable[ScoreRole | WritingRole]) -> None:
+        for role in roles:
+            if isinstance(role, WritingRole):
+                role.engine.close()
+
     def generate_again(self) -> None:
         """Implements `GroupScorer.generate_again`: a model that scored may have taken the engine's memory."""
         self.runner.prepare("generate")
 
     def _add(self, planned: PlannedScore, stage: Stage, judged: list[list[Scored | DataFailure]]) -> None:
         role = self.roles[planned.name]
+        if isinstance(role, WritingRole):
+            self._write(planned, role, stage, judged)
+            return
         asked: list[Scored] = []
         sequences: list[Mapping[str, Any]] = []
 
         def read() -> int:
             for samples in judged:
-                for j, one in enumerate(samples):
-                    term = planned.rewards.get(one.reward) if isinstance(one, Scored) else None
-                    if not isinstance(one, Scored) or term is None or not is_open(term.options, one.raw):
-                        continue
+                for j, one in _asked(planned, samples).items():
                     sequence = role.read(one.sample, one.row)
                     if isinstance(sequence, DataFailure):
                         samples[j] = sequence
@@ -248,6 +272,21 @@ class GroupScorer:
             count = len(one.tokens[planned.name]) if planned.score.per_step else 1
             one.values[planned.name] = list(islice(values, count))
 
+    def _write(
+        self, planned: PlannedScore, role: WritingRole, stage: Stage, judged: list[list[Scored | DataFailure]]
+    ) -> None:
+        """Takes what a judge writes of samples, which rank 0 alone has."""
+        with self.team.together():
+            asked = [_asked(planned, samples, together=role.written.compares) for samples in judged]
+        scored = [list(some.values()) for some in asked if some]
+        groups = [Group(tuple(one.sample for one in some), data=some[0].row) for some in scored]
+        if not self.team.share(lambda: len(groups)):
+            return
+        verdicts = iter(self.runner.call(stage, groups))
+        for samples, some in zip(judged, asked, strict=True):
+            for (j, one), verdict in zip(some.items(), next(verdicts) if some else (), strict=True):
+                samples[j] = _with_verdict(one, planned.name, verdict)
+
     def _whole(self, group: Group, samples: Sequence[Sample | DataFailure]) -> Group | DataFailure:
         fine = tuple(sample for sample in samples if isinstance(sample, Sample))
         failed = [sample for sample in samples if isinstance(sample, DataFailure)]
@@ -264,3 +303,28 @@ class GroupScorer:
             lost.failed_samples = reasons
             return lost
         return replace(group, samples=fine, failures=reasons)
+
+
+def _asked(planned: PlannedScore, samples: Sequence[Scored | DataFailure], *, together: bool = False) -> dict[int, Scored]:
+    """The samples of a group that the model is asked about, by their places: those for which its term counts.
+    ``together``: all that stand, if it counts for one of them, for they are compared.
+
+    Raises:
+        ConfigError: another reward has given one of them a part of that name.
+    """
+    standing = {j: one for j, one in enumerate(samples) if isinstance(one, Scored) and one.reward in planned.rewards}
+    counting = {j: one for j, one in standing.items() if is_open(planned.rewards[one.reward].options, one.raw)}
+    if any(planned.name in one.sample.rewards for one in counting.values()):
+        raise ConfigError(
+            f"two rewards are called {planned.name!r}: a model's, and a part of another reward; rename one of them"
+        )
+    return standing if together and counting else counting
+
+
+def _with_verdict(one: Scored, name: str, verdict: Judged) -> Scored | DataFailure:
+    if isinstance(verdict.value, DataFailure):
+        return verdict.value
+    one.values[name] = [verdict.value]
+    if verdict.words:
+        one.sample = replace(one.sample, words={**one.sample.words, name: verdict.words})
+    return one

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -21,9 +22,10 @@ from tandem.config.generation import GenerationConfig
 from tandem.config.recipes import sum_of, sums_of
 from tandem.config.services import NAMED
 from tandem.flow.plan import RunPlan
-from tandem.rewards.build import SumReward, build_reward, refuse_only_groups, worker_counts
+from tandem.rewards.build import Judge, SumReward, build_reward, judges_of, refuse_only_groups, worker_counts
 from tandem.rewards.majority import AnswerOnly, MajorityVote
 from tandem.rewards.pool import most_workers
+from tandem.rewards.written import Written
 from tandem.rollout.groups import Compared, FirstSamples, MajorityLabels, WholeGroup, WithGreedyBaseline
 from tandem.rollout.workflows import Repeated
 from tandem.tracking.tracker import check_sinks
@@ -125,9 +127,37 @@ class RewardBySource(RewardFn):
 
     def __init__(self, default: str, by_name: Mapping[str, RewardFn], vote: MajorityVote | None = None):
         """``default``: the reward of rows whose data set names none. ``by_name``: every sum that judges rows."""
-        self.default, self.by_name, self.vote = default, by_name, vote
-        self.reads_messages = any(reward.reads_messages for reward in by_name.values())
+        self._judges = (default, by_name)  # one object: while it is changed, episodes read it in another thread
+        self.vote = vote
+        self._gone: list[Judge] = []
         self._waits = (0, 0.0, 0.0)  # since the last call of `metrics`: samples, seconds of all of them, of the slowest
+
+    @property
+    def default(self) -> str:
+        """The reward of rows whose data set names none."""
+        return self._judges[0]
+
+    @property
+    def by_name(self) -> Mapping[str, RewardFn]:
+        """Every sum that judges rows."""
+        return self._judges[1]
+
+    def change(self, other: "RewardBySource") -> None:
+        """From now on it judges as the other one, which may share terms with it. Episodes may still be in a reward that is
+        gone, so that is closed at the end."""
+        self._gone += self.judges
+        self._judges = other._judges
+
+    @property
+    def judges(self) -> list[Judge]:
+        """The terms of all sums, each once."""
+        every = (reward.judges if isinstance(reward, SumReward) else [reward] for reward in self.by_name.values())
+        return list({id(judge): judge for judges in every for judge in judges}.values())
+
+    @property
+    def reads_messages(self) -> bool:  # type: ignore[override]
+        """True if a reward reads the conversation."""
+        return any(reward.reads_messages for reward in self.by_name.values())
 
     @property
     def samples(self) -> int:
@@ -140,7 +170,8 @@ class RewardBySource(RewardFn):
         Raises:
             ConfigError: the row names no recipe (`tandem.config.recipes`).
         """
-        return self.by_name[sum_of(row, self.default)]
+        default, by_name = self._judges
+        return by_name[sum_of(row, default)]
 
     async def __call__(
         self, *, row: Mapping[str, Any], messages: Sequence[Mapping[str, Any]] = (), **rest: Any
@@ -176,8 +207,8 @@ class RewardBySource(RewardFn):
 
     def close(self) -> None:
         """Closes all of them."""
-        for reward in self.by_name.values():
-            reward.close()
+        for judge in {id(judge): judge for judge in (*self.judges, *self._gone)}.values():
+            judge.close()
         if self.vote is not None:
             self.vote.close()
 
@@ -228,19 +259,10 @@ def make_reward(config: TrainConfig, services: Services | None = None) -> Reward
         ConfigError: see `build_reward`; or `reward_workers` is set, and no reward runs in workers, or all that do say
             themselves how many they have.
     """
-    timeout_s, workers = config.reward_timeout_s, config.reward_workers or most_workers(samples_together(config, here=True))
-    by_name = {
-        spec: build_reward(
-            spec,
-            timeout_s=timeout_s,
-            workers=workers,
-            models_later=True,
-            services=services,
-            cost=config.constraint.cost,
-        )
-        for spec in rewards_of(config)
-    }
-    vote = MajorityVote(timeout_s=timeout_s, workers=workers) if config.algorithm.labels == "majority" else None
+    by_name = {spec: _maker(config, services)(spec) for spec in rewards_of(config)}
+    vote = None
+    if config.algorithm.labels == "majority":
+        vote = MajorityVote(timeout_s=config.reward_timeout_s, workers=_workers(config))
     reward = RewardBySource(config.reward, by_name, vote)
     counts = {count for one in by_name.values() for count in worker_counts(one)}
     if config.reward_workers not in (None, *counts) and vote is None:
@@ -250,6 +272,49 @@ def make_reward(config: TrainConfig, services: Services | None = None) -> Reward
             f"reward_workers={config.reward_workers} is not used: reward={config.reward} {why}; leave reward_workers out"
         )
     return reward
+
+
+def _workers(config: TrainConfig) -> int:
+    """Most processes of a term of the reward on this rank."""
+    return config.reward_workers or most_workers(samples_together(config, here=True))
+
+
+def _maker(config: TrainConfig, services: Services | None) -> Callable[..., RewardFn]:
+    """Makes a sum that judges rows of the run."""
+    return partial(
+        build_reward,
+        timeout_s=config.reward_timeout_s,
+        workers=_workers(config),
+        models_later=True,
+        services=services,
+        cost=config.constraint.cost,
+    )
+
+
+def changed_reward_of(config: TrainConfig, parts: EpisodeParts) -> RewardBySource:
+    """The run's reward with the default that ``config`` names now, a sum as the present one. Terms that stay are shared
+    with the present one; those that are new are closed again if one of them cannot be made.
+
+    Raises:
+        ConfigError: see `build_reward`.
+    """
+    present = parts.reward
+    made = judges_of(present.default, present.by_name[present.default])
+    try:
+        default = _maker(config, parts.services)(config.reward, made=made)
+    except BaseException:
+        close_new(present, made.values())
+        raise
+    named = {spec: present.by_name[spec] for spec in rewards_of(config) if spec != config.reward}
+    return RewardBySource(config.reward, {config.reward: default, **named}, present.vote)
+
+
+def close_new(present: RewardBySource, judges: Iterable[Judge]) -> None:
+    """Closes those of the terms that the present reward does not have."""
+    there = {id(judge) for judge in present.judges}
+    for judge in judges:
+        if id(judge) not in there:
+            judge.close()
 
 
 class FunctionWorkflow(RolloutWorkflow):
@@ -349,12 +414,16 @@ def make_workflow(
     return workflow
 
 
-def _refuse_comparing(config: TrainConfig, plan: RunPlan, whole: bool) -> None:
-    """Passes if each sample has others that it can be compared with.
+def refuse_comparing(config: TrainConfig, plan: RunPlan, reward: RewardFn, whole: bool) -> None:
+    """Passes if no term compares the samples of a prompt, or each has others that it can be compared with. ``whole``: the
+    workflow makes whole groups.
 
     Raises:
         ConfigError: it has none; or a greedy baseline, which is compared with nobody, would be judged by fewer terms.
     """
+    written = any(isinstance(one.score, Written) and one.score.compares for one in plan.scores)
+    if not written and not (isinstance(reward, RewardBySource) and reward.compares):
+        return
     why = f"reward={config.reward} has a term that compares the samples of a prompt"
     if plan.greedy_baseline:
         raise ConfigError(
@@ -365,11 +434,22 @@ def _refuse_comparing(config: TrainConfig, plan: RunPlan, whole: bool) -> None:
         raise ConfigError(f"{why}, so gconfig.n_samples must be at least 2, got {config.gconfig.n_samples}")
 
 
-def _compared_later(plan: RunPlan, reward: RewardFn) -> str | None:
-    """A term that judges a group, and has options or opens the gate of another one; None if there is none."""
+def refuse_compared_later(config: TrainConfig, plan: RunPlan, reward: RewardFn) -> None:
+    """Passes if no term that judges a group has options or opens the gate of another one. For runs that finish groups behind
+    the terms that count when the batch is there.
+
+    Raises:
+        ConfigError: one does.
+    """
     together = {t.label for one in getattr(reward, "by_name", {}).values() for t, _ in getattr(one, "together", ())}
     needed = (name for terms in plan.later.values() for t in terms for name in (t.label, t.options.gate_name))
-    return next((name for name in needed if name in together), None)
+    name = next((name for name in needed if name in together), None)
+    if name is not None:
+        why = f"workflow={config.workflow}" if config.algorithm.update_samples is None else "algorithm.update_samples"
+        raise ConfigError(
+            f"reward {name!r} compares the samples of a prompt, and with {why} it does so when options and gates have "
+            "counted already: leave normalise, clip and gate of this term out, and let it open no gate"
+        )
 
 
 def training_workflow(config: TrainConfig, plan: RunPlan, services: Services, reward: RewardFn) -> RolloutWorkflow:
@@ -390,20 +470,15 @@ def training_workflow(config: TrainConfig, plan: RunPlan, services: Services, re
         one = Compared(one, reward)
     if algorithm.update_samples is not None:
         one = FirstSamples(one, algorithm.update_samples)
-    if isinstance(reward, RewardBySource) and reward.compares:
-        _refuse_comparing(config, plan, whole)
+    refuse_comparing(config, plan, reward, whole)
     if whole and plan.greedy_baseline:
         raise ConfigError(
             f"algorithm.advantage={algorithm.advantage.name} compares with a greedy answer of one sample, and "
             f"workflow={config.workflow} makes a whole group; use algorithm.advantage=grpo, or a workflow of one sample"
         )
     later = any(plan.later.values()) and (one.reads_scores or algorithm.update_samples is not None)
-    if later and (name := _compared_later(plan, reward)) is not None:
-        why = "algorithm.update_samples" if algorithm.update_samples is not None else f"workflow={config.workflow}"
-        raise ConfigError(
-            f"reward {name!r} compares the samples of a prompt, and with {why} it does so when options and gates have "
-            "counted already: leave normalise, clip and gate of this term out, and let it open no gate"
-        )
+    if later:
+        refuse_compared_later(config, plan, reward)
     group = (
         WholeGroup(one, smallest, finish_later=later)
         if whole

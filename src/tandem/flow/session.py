@@ -1,7 +1,7 @@
 """A run's objects, made in order and closed in reverse, whatever happens."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from tandem.flow.services import EpisodeParts, RewardBySource, make_parts
 from tandem.flow.sleep_plan import AGAIN, BEGIN
 from tandem.flow.state_parts import sleep_plan_here
 from tandem.flow.team import form_generators
+from tandem.flow.writing import WritingRole
 from tandem.launch.rank import kept_servers
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
@@ -73,8 +74,8 @@ class Session:
     timer: PhaseTimer
     residency: Residency
     runner: Runner
-    scorer: GroupScorer | None
-    combination: Combination | None
+    scorer: GroupScorer
+    combination: Combination
     team: Team
     """All ranks."""
 
@@ -130,7 +131,7 @@ def open_session(
             loader = make_loader(config, rows)
             meter = EngineMeter(engine)
             runner = LocalRunner(lambda stage: _measured(stage, timer, meter), residency)
-            scorer = make_scorer(config, plan, scores, runner, process.team)
+            scorer = stack.enter_context(contextlib.closing(make_scorer(config, plan, scores, runner, process.team)))
             rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team, generators)
             stack.callback(rollout.close)
         session = Session(
@@ -155,11 +156,14 @@ def open_session(
             residency=residency,
             runner=runner,
             scorer=scorer,
-            combination=None if scorer is None else scorer.combination,
+            combination=scorer.combination,
             team=process.team,
         )
-        runner.learn(_work(session, scores))
+        runner.learn(_work(session))
         yield session
+
+
+Scores = dict[str, ScoreRole | WritingRole]
 
 
 @contextlib.contextmanager
@@ -170,7 +174,7 @@ def _measured(stage: Stage, timer: PhaseTimer, meter: EngineMeter) -> Iterator[N
         yield
 
 
-def _work(session: Session, scores: Mapping[str, ScoreRole]) -> dict[str, Callable[..., Any]]:
+def _work(session: Session) -> dict[str, Callable[..., Any]]:
     """The function behind each stage of the plan: the method of its role, or one of those below."""
 
     def update(batch: TensorDict) -> dict[str, float]:
@@ -205,12 +209,12 @@ def _work(session: Session, scores: Mapping[str, ScoreRole]) -> dict[str, Callab
     }
     for stage in session.plan.stages:
         if stage.name not in work and stage.kind != "keep":
-            role = scores[stage.role] if stage.kind == "score" else getattr(session, stage.role)
+            role = session.scorer.roles[stage.role] if stage.kind == "score" else getattr(session, stage.role)
             work[stage.name] = getattr(role, stage.call)
     return work
 
 
-Opened = tuple[TrainEngine, Reference | None, Critic | SharedCritic | None, Teacher | None, dict[str, ScoreRole]]
+Opened = tuple[TrainEngine, Reference | None, Critic | SharedCritic | None, Teacher | None, Scores]
 
 
 def open_models(
@@ -229,17 +233,13 @@ def open_models(
     critic = open_critic(plan, config, process, trainer, steps, tokenizer, residency.open)
     reference = open_reference(plan, process, trainer, residency.open)
     teacher = None if judge is None else Teacher(residency.open(judge, process))
-    scores = open_scores(plan, process, tokenizer, residency.open)
+    scores = open_scores(config, plan, process, tokenizer, residency)
     residency.enter(BEGIN)
     return trainer, reference, critic, teacher, scores
 
 
-def make_scorer(
-    config: TrainConfig, plan: RunPlan, roles: Mapping[str, ScoreRole], runner: Runner, team: Team
-) -> GroupScorer | None:
-    """What adds the terms of the reward that need a model or the whole batch; None if there are none."""
-    if not any(plan.later.values()):
-        return None
+def make_scorer(config: TrainConfig, plan: RunPlan, roles: Scores, runner: Runner, team: Team) -> GroupScorer:
+    """What adds the terms of the reward that need a model or the whole batch."""
     combination = Combination(plan.sums, plan.later, cost=config.constraint.cost)
     return GroupScorer(plan, roles, combination, runner, team, config.rollout.min_group_size)
 
@@ -247,10 +247,12 @@ def make_scorer(
 def make_constraint(config: TrainConfig, plan: RunPlan) -> Constraint | None:
     """What keeps a cost at or below its limit; None where no term of the reward is a cost."""
     cost = config.constraint.cost
-    if cost is None:
-        return None
-    everywhere = all(any(term.label == cost for term in terms) for terms in plan.sums.values())
-    return Constraint(config.constraint, everywhere=everywhere)
+    return None if cost is None else Constraint(config.constraint, everywhere=is_everywhere(plan, cost))
+
+
+def is_everywhere(plan: RunPlan, cost: str) -> bool:
+    """True if every row is judged by a reward with this cost."""
+    return all(any(term.label == cost for term in terms) for terms in plan.sums.values())
 
 
 def make_residency(config: TrainConfig, plan: RunPlan, timer: PhaseTimer) -> Residency:

@@ -68,10 +68,12 @@ def _is_alone(resident: "Resident") -> bool:
 
 
 def _trunk(resident: "Resident", device: str) -> Trunk | None:
-    """Names what a resident could share; None if it is trained, or no memory of its own, or over several ranks."""
+    """Names what a resident could share; None if it is trained, or no memory of its own, or over several ranks, or writes, which
+    another kind of engine does."""
     engine = resident.engine
     trained = resident.changes and (engine is None or engine.lora.rank is None)
-    if engine is None or trained or resident.base_of is not None or not _is_alone(resident):
+    own = engine is None or trained or resident.base_of is not None or resident.head == "text"
+    if engine is None or own or not _is_alone(resident):
         return None
     gpu = device != "cpu" and torch.cuda.is_available()
     folder, dtype = present(engine.path), resolve_dtype(engine.dtype, "cuda" if gpu else "cpu")

@@ -1,13 +1,14 @@
 """From the plan of a run to the parts of its models, their bytes, and what each stage needs of them."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tandem.api.engines import TrainPart
 from tandem.config.arithmetic import generating_ranks
 from tandem.config.backend import parse_layout
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.preference import DistillConfig, training_config
+from tandem.config.train_engine import TrainEngineConfig
 from tandem.flow.plan import Resident, RunPlan, Stage
 from tandem.flow.process import choose_device
 from tandem.flow.sleep_plan import AGAIN, BEGIN, GIB, Cost, Part, SleepPlan, StageNeeds, moved_bytes
@@ -42,7 +43,7 @@ def here(device: str) -> Where:
 def footprint(resident: Resident, shape: Shape, where: Where) -> Footprint:
     """The bytes of a resident with a train engine."""
     config = resident.engine
-    assert config is not None, f"{resident.name} has no train engine"
+    assert config is not None and resident.head != "text", f"{resident.name} has no train engine"
     layout = parse_layout(config.backend, resident.key)
     return Footprint(
         shape=shape,
@@ -73,6 +74,9 @@ def sleep_plan(
     gradients: dict[str, int] = {}
     for resident in plan.residents:
         if resident.engine is not None and resident.base_of is None:
+            if resident.head == "text":
+                parts |= _writer_parts(training, resident.name, resident.engine, read(resident.engine.path), where)
+                continue
             found = footprint(resident, read(resident.engine.path), where)
             ranks = found.layout.ranks if where.cpu else 1  # processes of a CPU share its memory
             gradients[resident.name] = round(found.gradient_bytes * ranks)
@@ -134,6 +138,17 @@ def _engine_parts(config: TrainConfig, shape: Shape, where: Where, engines: int)
     }
 
 
+def _writer_parts(config: TrainConfig, name: str, engine: TrainEngineConfig, shape: Shape, where: Where) -> dict[Part, Cost]:
+    """A judge that writes: its engine is read from its folder anew, and its cache is there while it judges."""
+    settings = replace(config.rollout.engine, max_model_len=None)
+    rollout = replace(config.rollout, dtype=engine.dtype, engine=settings)
+    own = _engine_parts(replace(config, rollout=rollout), shape, where, 1)
+    return {
+        Part(name, "parameters"): own[Part(ENGINE, "weights")],
+        Part(name, "kv_cache"): own[Part(ENGINE, "kv_cache")],
+    }
+
+
 def _stages(config: BaseConfig, plan: RunPlan, parts: dict[Part, Cost], gradients: dict[str, int]) -> Iterator[StageNeeds]:
     weights = frozenset({Part(ENGINE, "weights")})
     actor = frozenset({Part("actor", "parameters")})
@@ -181,6 +196,7 @@ def _needed(stage: Stage, name: str, config: BaseConfig) -> Iterator[Part]:
             yield Part(name, "kv_cache")
         return
     yield Part(name, "parameters")
+    yield Part(name, "kv_cache")  # of a judge that writes; no other model has one
     if stage.kind == "update" or (stage.name == "save" and config.checkpoint.resumable):
         yield Part(name, "optimizer")
 

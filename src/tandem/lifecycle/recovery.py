@@ -146,7 +146,7 @@ class Recovery:
             self._begin()
             return None
         with self.team.together():
-            tree = read_tree(path / STATE)
+            tree = UNSAVED | dict(read_tree(path / STATE))
         for name in self._names():
             self._prepare(name)
             with self.team.together():
@@ -191,6 +191,9 @@ class Recovery:
 SAVED = ("loader", "actor", "trainer", "reference", "critic", "constraint", "rollout", "publisher", "combination")
 """The fields of a session that are parts, where the run has them."""
 
+UNSAVED: dict[str, Any] = {"combination": {"spreads": {}}}
+"""The states that these parts have where a checkpoint says nothing of them."""
+
 LOADS = {"trainer": "load actor", "critic": "load critic", "reference": "load reference", "publisher": "publish"}
 """What is to be awake when these parts are loaded, as stages of the residency."""
 
@@ -199,7 +202,8 @@ STATELESS = {
     "engine": "has no more than the weights that the publisher delivers, and requests that are made again",
     "plan": "follows from the configuration",
     "teacher": "is frozen",
-    "reward": "judges each sample by itself; what a user's reward remembers is his own",
+    "reward": "judges each sample by itself; what a user's reward remembers is his own, and what it was changed by is in "
+    "control.jsonl, from which the changes are made again",
     "workflow": "runs each episode by itself",
     "examiner": "likewise, in evaluation",
     "verifier": "draws from seed and version; the versions that it compares with are the publisher's, and evidence and a "
@@ -208,7 +212,7 @@ STATELESS = {
     "timer": "likewise",
     "runner": "calls stages, and remembers nothing",
     "residency": "moves what others have; what slept in a file is in the checkpoint, and the file is gone with the process",
-    "scorer": "its models are frozen",
+    "scorer": "its models are frozen; those that came later are opened again with the change that brought them",
     "team": "is the ranks that there are",
 }
 """The other fields, and why nothing of them need be saved. A test compares both with the fields that there are."""

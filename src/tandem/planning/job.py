@@ -182,7 +182,7 @@ def _held(
         resident.engine,
         machine,
         read(resident.engine.path),
-        head=resident.head,
+        head="lm" if resident.head == "text" else resident.head,  # an engine's weights are those of a frozen model
         trained=resident.trained,
         changes=resident.changes,
         trunk_of=resident.trunk_of,

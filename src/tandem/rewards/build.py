@@ -14,12 +14,15 @@ from tandem.api.scoring import FrozenModel, Score
 from tandem.api.services import Services, arguments_of, factory_of
 from tandem.api.workflow import GroupReward, RewardFn, RewardResult, messages_for
 from tandem.config.errors import ConfigError
-from tandem.config.services import service_of
+from tandem.config.services import SERVICES, service_of
 from tandem.config.terms import Options, Term, read_terms
 from tandem.rewards.combination import alone, is_open, tells_raw
 from tandem.rewards.function import AsyncReward, OwnReward, WorkerReward
 from tandem.rewards.outcome import is_async
 from tandem.rewards.pool import WorkerPool
+from tandem.rewards.written import Written
+
+Judge = RewardFn | GroupReward
 
 
 class SumReward(RewardFn):
@@ -42,6 +45,11 @@ class SumReward(RewardFn):
         names = {term.label for term, _ in self.terms}
         gates = {term.label: term.options.gate_name for term, _ in self.terms}
         self._waits = {name: gate for name, gate in gates.items() if gate in names or (gate and not options_later)}
+
+    @property
+    def judges(self) -> list[Judge]:
+        """What judges, term by term."""
+        return [*(judge for _, judge in self.terms), *(judge for _, judge in self.together)]
 
     async def __call__(
         self,
@@ -110,8 +118,8 @@ class SumReward(RewardFn):
     def close(self) -> None:
         """Closes all of them, also if one of them fails to."""
         with contextlib.ExitStack() as stack:
-            for _, reward in (*self.terms, *self.together):
-                stack.callback(reward.close)
+            for judge in self.judges:
+                stack.callback(judge.close)
 
 
 def _numbers(name: str, values: Any, count: int) -> list[float]:
@@ -139,18 +147,20 @@ def build_reward(
     workers: int | None = None,
     models_later: bool = False,
     services: Services | None = None,
+    made: dict[str, Judge] | None = None,
     cost: str | None = None,
 ) -> RewardFn:
     """The reward that a configuration names. ``workers``: most processes of one that runs in workers; None: `most_workers`.
     ``models_later``: the terms that need a model are left out here, for `build_scores` gives them, and so is what terms with
-    options count. ``services``: what a class of the user's may ask for by argument name, besides ``timeout_s``. ``cost``:
-    the name of a term that is judged, but not rewarded.
+    options count. ``services``: what a class of the user's may ask for by argument name, besides ``timeout_s``. ``made``:
+    terms that are there, by their spelling; the others are added to it. ``cost``: the name of a term that is judged, but not
+    rewarded.
 
     Raises:
         ConfigError: no such name (tells the nearest), file, function or knob, or a spec that cannot be read; or a term needs
             a model or a batch, and nobody scores with it later.
     """
-    services = services or Services({"sandbox": "auto"})
+    services, made = services or Services({"sandbox": "auto"}), {} if made is None else made
     terms = read_terms(spec)
     model = next((term for term in terms if needs_model(term)), None)
     if model is not None and not models_later:
@@ -163,13 +173,25 @@ def build_reward(
             f"reward {spec!r}: normalise={batch.options.normalise} of {batch.label} needs the batches of `tandem train`; "
             "leave it out"
         )
-    made = [(term, _judge(term, timeout_s, workers, services)) for term in terms if not needs_model(term)]
-    one = [(term, reward) for term, reward in made if isinstance(reward, RewardFn)]
-    together = [(term, reward) for term, reward in made if isinstance(reward, GroupReward)]
+    cheap = [term for term in terms if not needs_model(term)]
+    for term in cheap:
+        if term.spelling not in made:
+            made[term.spelling] = _judge(term, timeout_s, workers, services)
+    judges = [(term, made[term.spelling]) for term in cheap]
+    one = [(term, judge) for term, judge in judges if isinstance(judge, RewardFn)]
+    together = [(term, judge) for term, judge in judges if isinstance(judge, GroupReward)]
     plain = len(terms) == len(one) == 1 and one[0][0].weight == 1.0 and one[0][0].options == Options()
     if plain and one[0][0].label != cost:
         return one[0][1]
     return SumReward(one, together, options_later=models_later, cost=cost)
+
+
+def judges_of(spec: str, reward: RewardFn) -> dict[str, Judge]:
+    """The terms of a reward that `build_reward` made of ``spec``, by their spelling."""
+    if isinstance(reward, SumReward):
+        terms = [*(term for term, _ in reward.terms), *(term for term, _ in reward.together)]
+        return {term.spelling: judge for term, judge in zip(terms, reward.judges, strict=True)}
+    return {read_terms(spec)[0].spelling: reward}
 
 
 def refuse_only_groups(spec: str, reward: RewardFn) -> None:
@@ -178,7 +200,10 @@ def refuse_only_groups(spec: str, reward: RewardFn) -> None:
     Raises:
         ConfigError: all terms judge the samples of a prompt together.
     """
-    if isinstance(reward, SumReward) and reward.together and not reward.terms:
+    scores = [score for _, _, score in build_scores(spec)]
+    comparing = [score for score in scores if isinstance(score, Written) and score.compares]
+    together = isinstance(reward, SumReward) and not reward.terms and len(scores) == len(comparing)
+    if together:
         raise ConfigError(
             f"reward={spec} compares the samples of a prompt, and evaluation judges them one by one: add a term such as "
             "0*math, which counts for nothing in training, or leave evaluation out (evaluate.every_steps=null)"
@@ -194,7 +219,10 @@ def build_scores(spec: str) -> list[tuple[str, Term, Score]]:
     scores = []
     for term in read_terms(spec):
         if needs_model(term):
-            score = Services().make(f"reward={term.name}", factory_of("reward", term.name, "reward"), term.arguments)
+            make, key = factory_of("reward", term.name, "reward"), f"reward={term.name}"
+            score = Services().make(key, make, term.arguments, {"timeout_s": math.inf} if needs_writer(term) else {})
+            if needs_writer(term):
+                score = Written(score, str(term.knobs.get("model")))
             assert isinstance(score, Score), "needs_model has seen to it"
             _check_score(term, score)
             scores.append((str(score.name) or term.short_name, term, score))
@@ -208,7 +236,8 @@ def _check_score(term: Term, score: Score) -> None:
         raise ConfigError(f"reward {term.name!r}: its attribute `model` {given}; set self.model = FrozenModel(path, head=…)")
     if not isinstance(model.path, str) or not model.path:
         raise ConfigError(f"reward {term.name!r}: FrozenModel.path must be a folder or a name, got {model.path!r}")
-    for name, value, allowed in (("head", model.head, ("lm", "scalar")), ("dtype", model.dtype, (None, *DTYPES))):
+    heads = ("text",) if isinstance(score, Written) else ("lm", "scalar")
+    for name, value, allowed in (("head", model.head, heads), ("dtype", model.dtype, (None, *DTYPES))):
         if value not in allowed:
             raise ConfigError(f"reward {term.name!r}: FrozenModel.{name} must be one of {allowed}, got {value!r}")
     if not isinstance(model.backend, str | None):
@@ -222,7 +251,13 @@ def needs_model(term: Term) -> bool:
     if term.is_file:
         found = factory_of("reward", term.name)
         return inspect.isclass(found) and issubclass(found, Score)
-    return service_of("reward", term.name.partition(":")[0], "reward").needs_model
+    service = service_of("reward", term.name.partition(":")[0], "reward")
+    return service.needs_model or bool(service.writes_without and term.knobs.get(service.writes_without) is None)
+
+
+def needs_writer(term: Term) -> bool:
+    """True if the model of a term writes its judgement, in the run."""
+    return not term.is_file and bool(SERVICES["reward"][term.name.partition(":")[0]].writes_without) and needs_model(term)
 
 
 def worker_counts(reward: RewardFn) -> set[int]:
@@ -233,7 +268,7 @@ def worker_counts(reward: RewardFn) -> set[int]:
     return {pool.size} if isinstance(pool, WorkerPool) else set()
 
 
-def _judge(term: Term, timeout_s: float, workers: int | None, services: Services) -> RewardFn | GroupReward:
+def _judge(term: Term, timeout_s: float, workers: int | None, services: Services) -> Judge:
     make, name, key = factory_of("reward", term.name, "reward"), term.short_name, f"reward={term.name}"
     term = _named(term, make)
     if not term.is_file:
@@ -243,7 +278,7 @@ def _judge(term: Term, timeout_s: float, workers: int | None, services: Services
             if counts and isinstance(value, int) and value < 1:
                 raise ConfigError(f"{key}: {knob} must be a whole number, at least 1, got {value}")
         knobs = ({"workers": workers} if "workers" in parameters else {}) | term.arguments
-        return cast(RewardFn | GroupReward, services.make(key, make, knobs, {"timeout_s": timeout_s}))
+        return cast(Judge, services.make(key, make, knobs, {"timeout_s": timeout_s}))
     if inspect.isclass(make) and issubclass(make, RewardFn | GroupReward):
         make = services.make(key, make, term.arguments, {"timeout_s": timeout_s})
     if isinstance(make, GroupReward):

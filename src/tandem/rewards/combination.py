@@ -112,6 +112,15 @@ class Combination:
         self.sums, self.later, self.cost = sums, later, cost
         self.spreads: dict[str, Spread] = {}
 
+    def change(
+        self, sums: Mapping[str, Sequence[Term]], later: Mapping[str, Sequence[Term]], *, again: bool = False
+    ) -> None:
+        """From now on these terms count. The means of terms that stay go on; those of terms that are gone are forgotten.
+        ``again``: the change was made before the means were loaded, which are as it and later changes left them."""
+        self.sums, self.later = sums, later
+        running = {term.label for terms in later.values() for term in terms if term.options.normalise == "running"}
+        self.spreads = {name: spread for name, spread in self.spreads.items() if again or name in running}
+
     def add(self, samples: Sequence[Scored], *, training: bool = True) -> list[Sample | DataFailure]:
         """Each sample with the whole reward, or why it cannot have one. In evaluation nothing is normalised or learnt."""
         failures = [self._failure(one) for one in samples]

@@ -65,8 +65,8 @@ class Rollout:
         team: Team | None = None,
         generators: Team | None = None,
     ):
-        """``scorer``: gives finished groups the rewards that need a model. ``team``: the ranks that get batches, or all.
-        ``generators``: those that run episodes, each with an ``engine``; None: rank 0 alone."""
+        """``scorer``: gives finished groups the rewards that need a model, while it is true. ``team``: the ranks that get
+        batches, or all. ``generators``: those that run episodes, each with an ``engine``; None: rank 0 alone."""
         self._eta = (config.max_head_offpolicyness if max_head_offpolicyness is None else max_head_offpolicyness) or 0
         if self._eta and (deterministic or config.oversample > 1):
             what = "deterministic=true" if deterministic else f"rollout.oversample={config.oversample:g}"
@@ -82,7 +82,7 @@ class Rollout:
             group_filter=group_filter,
             max_draws=max_draws,
             observer=observer,
-            judges_later=scorer is not None,
+            judges_later=lambda: bool(scorer),
             generators=generators if self._team.main else None,
         )
         self._helper: Helper | None = None
@@ -95,8 +95,7 @@ class Rollout:
 
     def submit(self, data: Row, workflow: RolloutWorkflow) -> None:
         """Queues one episode; it starts as soon as the gate admits it. Rank 0 only."""
-        self._pool.submit([data], workflow)
-        self._pool.start()
+        self._pool.submit([data], workflow, start=True)
 
     def wait(self, count: int, timeout_s: float | None = None) -> TensorDict:
         """The oldest ``count`` groups of what was submitted. Collective.
@@ -144,8 +143,7 @@ class Rollout:
         partial: bool = False,
     ) -> TensorDict:
         """Rank 0 queues rows and collects as many groups as ``begin`` says. While some of them need the rewards of a model,
-        all ranks score these, and rank 0 collects again. Then it packs the batch. Collective. ``workflow``: of the rows; the
-        other ranks that generate run some of them."""
+        all ranks score these, and rank 0 collects again. Then it packs the batch. Collective. ``workflow``: of the rows."""
         patience_s = self._config.wait_timeout_s if timeout_s is None else timeout_s
         wish = Wish(self._team.share(begin), partial, patience_s, workflow)
         while self._collected(wish):
@@ -166,22 +164,22 @@ class Rollout:
         assert self._engine is not None
         version = self._engine.version.number
         self.last_groups = tuple(episode.group for episode in wish.episodes if episode.group is not None)
+        replayed, max_age = self.replay.draw(version), self._config.replay.max_age
         batch = collate(
-            self.last_groups,
-            version=version,
-            max_head_offpolicyness=self._eta,
-            replayed=self.replay.draw(version),
-            max_age=self._config.replay.max_age,
+            self.last_groups, version=version, max_head_offpolicyness=self._eta, replayed=replayed, max_age=max_age
         )
         self.replay.add(self.last_groups)
-        self._metrics = wish.metrics | batch_metrics(self.last_groups, batch, version=version)
-        self._metrics |= self.replay.metrics(version)
+        self._metrics = wish.metrics | batch_metrics(self.last_groups, batch, version=version) | self.replay.metrics(version)
         return batch
 
     def end_step(self) -> None:
         """The batch was trained on and its weights are published: its episodes make room for others."""
         if self._team.main:
             self._pool.end_step()
+
+    def begin_again(self) -> None:
+        """What judges has changed: episodes that run, and groups that are not judged whole, begin again."""
+        self._pool.begin_again()
 
     def take_dropped(self) -> tuple[Dropped, ...]:
         """The prompts that were dropped since the last call, for the record of a step; none on ranks other than 0."""

@@ -13,7 +13,7 @@ STATES: tuple[State, ...] = ("pending", "running", "waiting", "taken", "trained"
 
 # From which states a prompt may enter each.
 BEFORE: dict[State, tuple[State | None, ...]] = {
-    "pending": (None, "running"),
+    "pending": (None, "running", "waiting"),
     "running": (None, "pending"),
     "waiting": ("running",),
     "taken": ("waiting",),

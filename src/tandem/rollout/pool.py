@@ -83,11 +83,11 @@ class EpisodePool:
         group_filter: GroupFilter | None,
         max_draws: int,
         observer: GroupObserver | None,
-        judges_later: bool,
+        judges_later: Callable[[], bool],
         generators: Team | None = None,
     ):
-        """``judges_later``: groups wait for rewards that need a model, and are filtered behind them. ``generators``: the
-        ranks that run episodes; None: rank 0 alone."""
+        """``judges_later``: says whether groups wait for rewards that need a model, and are filtered behind them.
+        ``generators``: the ranks that run episodes; None: rank 0 alone."""
         self._engine, self._config, self._deterministic = engine, config, deterministic
         self._filter, self._observer, self._judges_later = group_filter, observer, judges_later
         self.loop = BackgroundLoop()
@@ -112,20 +112,17 @@ class EpisodePool:
 
     # ------------------------------------------------------------------ for the caller
 
-    def submit(self, rows: Sequence[Row], workflow: RolloutWorkflow) -> None:
-        """Queues one episode on each row."""
+    def submit(self, rows: Sequence[Row], workflow: RolloutWorkflow, *, start: bool = False) -> None:
+        """Queues one episode on each row. ``start``: what the gate admits begins now, not when a batch is wanted."""
         with self.changed:
             self._submitted.extend((row, workflow) for row in rows)
+            if start:
+                self._pump()
 
     def draw_from(self, loader: Iterator[Row], workflow: RolloutWorkflow) -> None:
         """Rows that follow when no submitted ones are left."""
         with self.changed:
             self._source = (loader, workflow)
-
-    def start(self) -> None:
-        """Starts what the gate admits."""
-        with self.changed:
-            self._pump()
 
     def judge(self, wish: Wish) -> bool:
         """Judges the candidates that were scored. True if too few groups are left, so that more have to be generated."""
@@ -164,6 +161,14 @@ class EpisodePool:
             self.gate.end_step()
             self.ledger.check(self.gate)
             self._pump()
+
+    def begin_again(self) -> None:
+        """See `Rollout.begin_again`: so all samples of a group are judged by the same reward."""
+        with self.changed:
+            for _, episode in sorted({**self._running, **self._waiting}.items()):
+                if not episode.judged:
+                    self._abort(episode, None)
+                    self._submitted.append((episode.row, episode.workflow))
 
     def take_dropped(self) -> tuple[Dropped, ...]:
         """See `Rollout.take_dropped`; the newest `MAX_DROPPED`."""
@@ -289,10 +294,8 @@ class EpisodePool:
         raise NoBatch(f"the data ended with {len(self._waiting)} of {wish.count} groups; {self._describe()}")
 
     def _take(self, wish: Wish) -> None:
-        wish.metrics |= {
-            "episodes/running": float(len(self._running)),
-            "episodes/waiting": float(len(self._waiting) - len(wish.episodes)),
-        }
+        left = len(self._waiting) - len(wish.episodes)
+        wish.metrics |= {"episodes/running": float(len(self._running)), "episodes/waiting": float(left)}
         for episode in wish.episodes:
             del self._waiting[episode.number]
             self._settle(episode)
@@ -365,7 +368,7 @@ class EpisodePool:
         self._waiting[episode.number] = episode
         self.gate.finish()
         self.ledger.move(episode.prompt, "waiting")
-        if not self._judges_later:
+        if not self._judges_later():
             self._judge(episode, group)
 
     def _judge(self, episode: Episode, outcome: Group | DataFailure) -> None:
@@ -385,7 +388,7 @@ class EpisodePool:
             self._discard(episode, f"filter/{reason}")
             kept = sum(episode.judged for episode in self._waiting.values())
             error = self._budget.turn_down(reason, kept, self._wanted)
-            if self._judges_later or self._wanted > kept:  # else the batch is full already
+            if self._judges_later() or self._wanted > kept:  # else the batch is full already
                 self._broken = self._broken or error
 
     def _failed(self, episode: Episode, failure: EpisodeFailure) -> None:

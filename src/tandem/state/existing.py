@@ -16,7 +16,7 @@ import yaml
 from tandem.config.errors import ConfigError
 
 OWN_FILES = ("run.json", "config.yaml", "metrics.jsonl", "checkpoints", "trajectories", "ledger.sqlite")
-SHOWN = ("reward/mean", "loss", "eval/accuracy")
+SHOWN = ("reward/mean", "loss", "eval/accuracy", "control/changes")
 SIGNS = (".lock", "run.json", "log.txt", "metrics.jsonl", "ledger.sqlite", "trajectories", "checkpoints", "checkpoints/*")
 """What a run writes to, each of them again and again or at its beginning."""
 

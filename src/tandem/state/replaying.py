@@ -13,6 +13,7 @@ import yaml
 
 from tandem.config.errors import ConfigError
 from tandem.config.resume import differences, is_free
+from tandem.state.control import JOURNAL
 from tandem.state.existing import checkpoints, is_held, rows_of, run_info, step_of, times_resumed
 from tandem.state.ledger import FILE as LEDGER
 from tandem.state.manifest import newest_of
@@ -159,15 +160,19 @@ def _set_back(config: Any, key: Mapping[str, Any]) -> None:
 
 
 def prepare_replay(folder: Path, target: Path, start: Start) -> None:
-    """Makes ``target`` a run folder that goes on from there; nothing of it is made where that is the beginning.
+    """Makes ``target`` a run folder that goes on from there; where that is the beginning, only what the run was changed by.
 
     Nothing is written below ``folder``: its checkpoint is linked. `write_leg` says how it goes on.
     """
-    if start.checkpoint is None:
+    names: tuple[str, ...] = (JOURNAL, "run.json")
+    if start.checkpoint is not None:
+        (target / "checkpoints").mkdir(parents=True)
+        (target / "checkpoints" / start.name).symlink_to(start.checkpoint.resolve(), target_is_directory=True)
+        names = (*names, LEDGER, f"{LEDGER}-journal", "metrics.jsonl")
+    elif not (folder / JOURNAL).is_file():
         return
-    (target / "checkpoints").mkdir(parents=True)
-    (target / "checkpoints" / start.name).symlink_to(start.checkpoint.resolve(), target_is_directory=True)
-    for name in (LEDGER, f"{LEDGER}-journal", "metrics.jsonl", "run.json"):
+    target.mkdir(parents=True, exist_ok=True)
+    for name in names:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, target / name)
 

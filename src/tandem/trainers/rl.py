@@ -29,6 +29,7 @@ from tandem.state.resuming import may_go_on
 from tandem.state.run_folder import RunFolder
 from tandem.tracking.statistics import peak_memory_gib
 from tandem.tracking.tracker import Tracker
+from tandem.trainers.control import Control
 from tandem.trainers.opening import start_run
 from tandem.trainers.start import prepare
 
@@ -74,7 +75,10 @@ def run_session(
         late, to_save = models.late_writer, partial(wake, "save")
         saving = Saving(config, run, steps, models, models.save_tokenizer, recovery, late, to_save)
         stack.enter_context(saving)
-        return ended(loop(config, session, run, tracker, rows, steps, last, recovery, saving, oversight), run, steps)
+        control = Control(resolved, config, process, session, parts, rows, run)
+        return ended(
+            loop(config, session, run, tracker, rows, steps, last, recovery, saving, oversight, control), run, steps
+        )
 
 
 def step(session: Session) -> tuple[dict[str, float], TensorDict]:
@@ -112,6 +116,7 @@ def loop(
     recovery: Recovery,
     saving: Saving,
     oversight: Oversight,
+    control: Control,
 ) -> Summary:
     """All steps up to ``last`` that are not done yet, with evaluation, tracking and saving between them; ``steps``: of the
     whole run."""
@@ -127,6 +132,7 @@ def loop(
     timer.metrics()  # what came before the first step is not part of it
     for number in progress.remaining(last):
         enter("between", number)
+        control.before(number)
         with telling_step(number):
             try:
                 metrics, batch = step(session)
@@ -141,7 +147,7 @@ def loop(
             metrics |= found
             progress.evaluations |= _accuracy(number, found)
         metrics |= timer.metrics() | saving.metrics() | oversight.metrics() | session.residency.metrics()
-        metrics |= {"memory/peak_gib": peak_memory_gib()}
+        metrics |= control.metrics() | {"memory/peak_gib": peak_memory_gib()}
         rollout, history = session.rollout, session.publisher.history
         made = rollout.last_groups, history, batch, rollout.take_dropped()
         saving.persist(partial(tracker.log, number, metrics, *made) if tracker is not None else None)

@@ -4,6 +4,7 @@ import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,9 @@ def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokeni
                 f"reward {planned.name!r}: {path} is no reward model, because it has no trained head that scores; give the "
                 "folder of a checkpoint that `tandem reward` wrote, or a sequence classifier of one label"
             )
+        if resident.head == "text":
+            embedded = replace(config.rollout, backend="embedded")
+            check_inference_engine(embedded, describing(path), choose_device(config))
         open_reader(resident.engine.path, tokenizer, chats=planned.reads_chats)
 
 
@@ -210,6 +214,8 @@ def check_models(plan: RunPlan, device: str) -> None:
     for resident in plan.residents:
         config, key = resident.engine, resident.key
         if config is None or resident.base_of is not None:
+            continue
+        if resident.head == "text":  # `check_scores` looks at it
             continue
         dtype, layout = resolve_dtype(config.dtype, device), parse_layout(config.backend, key)
         architecture = check_train_engine(

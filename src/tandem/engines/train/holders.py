@@ -6,6 +6,7 @@ after the backward passes and `finish_gradients`. (`zero`: DeepSpeed keeps gradi
 """
 
 import contextlib
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
@@ -44,7 +45,7 @@ class Holder(ABC):
     """Of ``frozen``, those whose memory is another holder's."""
 
     _lender: "Holder | None" = None
-    _borrowers: "tuple[Holder, ...]" = ()
+    _borrowers: "tuple[weakref.ref[Holder], ...]" = ()
 
     @property
     def device(self) -> torch.device:
@@ -165,7 +166,7 @@ class Holder(ABC):
     def borrow(self, names: Iterable[str], lender: "Holder") -> None:
         """From now on these frozen parameters are the lender's, in its memory, wherever that moves."""
         self.borrowed, self._lender = frozenset(names), lender
-        lender._borrowers = (*lender._borrowers, self)
+        lender._borrowers = (*(one for one in lender._borrowers if one() is not None), weakref.ref(self))
         self._point()
 
     def _point(self) -> None:
@@ -175,7 +176,7 @@ class Holder(ABC):
 
     def lend_again(self) -> None:
         """After frozen parameters have got other memory: their borrowers go along."""
-        for borrower in self._borrowers:
+        for borrower in filter(None, (one() for one in self._borrowers)):
             borrower._point()
 
     def move(self, device: torch.device | str) -> None:

@@ -1,0 +1,177 @@
+"""Language models that judge in words: an inference engine beside the policy's, awake only while it judges."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from tandem.api.engines import InferenceEngine
+from tandem.api.failures import DataFailure, RewardFailure, WeightsChanged
+from tandem.api.samples import Group, Sample
+from tandem.api.team import Team
+from tandem.api.weights import WeightVersion
+from tandem.api.workflow import GroupReward, RewardFn, messages_for
+from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.engines.inference.core import EngineCore
+from tandem.engines.inference.embedded import EmbeddedEngine
+from tandem.engines.train.asleep import KeyedSum
+from tandem.flow.plan import PlannedScore
+from tandem.models.tokenizer import load_tokenizer
+from tandem.rewards.written import PLACE, Place, Written
+
+SETTLE_S = 0.02
+"""Without a new request for so long, all that judge have asked."""
+
+GRACE_S = 5.0
+"""So long after its deadline an engine that has not given up by itself counts as hanging."""
+
+
+class WritingModel:
+    """One model on rank 0, opened when it is needed and closed to sleep."""
+
+    def __init__(
+        self, folder: Path, settings: EmbeddedEngineConfig, dtype: torch.dtype, device: str, *, threads: int, member: bool
+    ):
+        """``member``: False on other ranks, which have none."""
+        self.folder, self.member = folder, member
+        self.tokenizer = load_tokenizer(folder)
+        self._settings, self._dtype, self._device, self._threads = settings, dtype, device, threads
+        self._engine: InferenceEngine | None = None
+        self._sums: dict[str, int] = {}
+
+    def engine(self) -> InferenceEngine:
+        """It, awake.
+
+        Raises:
+            WeightsChanged: the folder has other weights than at first.
+        """
+        if self._engine is None:
+            sums = {file.name: _file_sum(file) for file in sorted(self.folder.glob("*.safetensors"))}
+            if self._sums and sums != self._sums:
+                raise WeightsChanged(f"{self.folder} has other weights than when the run opened it; put them back")
+            self._sums, version = sums, WeightVersion(0)
+            core = EngineCore(self.folder, self._settings, self._dtype, self._device, version)
+            self._engine = EmbeddedEngine(core, version=version, threads=self._threads, deterministic=True)
+        return self._engine
+
+    def lend(self, engine: InferenceEngine) -> None:
+        """From now on, and until it sleeps, another engine writes."""
+        self.close()
+        self._engine = engine
+
+    def onload(self, parts: Iterable[str]) -> int:
+        """Wakes; returns the bytes that were read."""
+        if "parameters" not in parts:
+            return 0
+        if self.member:
+            self.engine()
+        return sum(file.stat().st_size for file in self.folder.glob("*.safetensors"))
+
+    def offload(self, parts: Iterable[str], scratch: Path | None = None) -> int:
+        """Gives all memory back; nothing moves, for the folder has it."""
+        if "parameters" in parts:
+            self.close()
+        return 0
+
+    def rest(self) -> None:
+        """Gives the cache back, which is worth nothing for other prompts."""
+        if self._engine is not None:
+            self._engine.sleep(("kv_cache",))
+
+    def abandon(self) -> None:
+        """Leaves an engine that hangs or has died; the next call opens another."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            threading.Thread(target=engine.close, name="abandoned judge", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the engine; idempotent."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+
+def _file_sum(file: Path) -> int:
+    total = KeyedSum()
+    with file.open("rb") as stream:
+        while piece := stream.read(1 << 19):
+            total.add(torch.frombuffer(bytearray(piece), dtype=torch.uint8))
+    return total.value
+
+
+class Judged(NamedTuple):
+    """What a judge says of one sample."""
+
+    value: float | DataFailure
+    words: str = ""
+
+
+class WritingRole:
+    """A `Written` reward with the model that it asked for."""
+
+    def __init__(self, planned: PlannedScore, engine: WritingModel, team: Team):
+        assert isinstance(planned.score, Written), "its head is text"
+        self.planned, self.engine, self.written, self._team = planned, engine, planned.score, team
+
+    def score(self, groups: Sequence[Group]) -> list[list[Judged]]:
+        """The judgements of each group's samples, on rank 0. Collective. Ends within the judge's patience."""
+        with self._team.together():
+            if not self.engine.member:
+                return []
+            with ThreadPoolExecutor(1) as thread:  # the caller may stand in a loop already, as in a notebook
+                return thread.submit(asyncio.run, self._judge_all(groups)).result()
+        raise AssertionError("unreachable: the block returns or raises")
+
+    async def _judge_all(self, groups: Sequence[Group]) -> list[list[Judged]]:
+        """All groups as one wave, the samples of a group side by side, so that they share their prompt."""
+        engine, client = self.engine.engine(), self.written.client
+        client.use(engine, self.engine.tokenizer)
+        until = time.monotonic() + client.patience_s + GRACE_S
+        engine.pause()
+        try:
+            tasks = [asyncio.ensure_future(self._judge(i, group)) for i, group in enumerate(groups)]
+            issued = -1
+            while issued != client.issued:
+                issued = client.issued
+                await asyncio.sleep(SETTLE_S)
+        finally:
+            engine.resume()
+        _, late = await asyncio.wait(tasks, timeout=max(0.0, until - time.monotonic()))
+        for task in late:
+            task.cancel()
+        hanging = Judged(RewardFailure("judge_timeout", f"{client.name}: no answer within patience_s={client.patience_s:g}"))
+        judged = [
+            [hanging] * len(group.samples) if task in late else task.result()
+            for group, task in zip(groups, tasks, strict=True)
+        ]
+        died = any(isinstance(j.value, RewardFailure) and j.value.reason == "judge_died" for group in judged for j in group)
+        if late or died:
+            self.engine.abandon()
+        else:
+            self.engine.rest()
+        return judged
+
+    async def _judge(self, number: int, group: Group) -> list[Judged]:
+        reward = self.written.reward
+        if isinstance(reward, GroupReward):
+            PLACE.set(Place(number))
+            try:
+                return [Judged(value) for value in await reward.compare(group.samples, group.data)]
+            except DataFailure as failure:
+                return [Judged(failure)] * len(group.samples)
+        return list(await asyncio.gather(*(self._judge_one(reward, number, j, group) for j in range(len(group.samples)))))
+
+    async def _judge_one(self, reward: RewardFn, number: int, place: int, group: Group) -> Judged:
+        PLACE.set(Place(number, place))
+        sample: Sample = group.samples[place]
+        given = {"prompt": sample.prompt_text, "completion": sample.completion_text, "prompt_ids": (), "completion_ids": ()}
+        try:
+            result = await reward(row=group.data, **given, **messages_for(reward, sample.messages))  # type: ignore[arg-type]
+        except DataFailure as failure:
+            return Judged(failure)
+        return Judged(result.value, "\n---\n".join(result.words.values()))

@@ -1,0 +1,107 @@
+"""Judges that the run holds itself: a language model writes, in an engine beside the policy's.
+
+A judgement is asked for by the same reward as from a server (`tandem.rewards.judge`); only the client differs.
+"""
+
+import asyncio
+import contextvars
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from tensordict import TensorDict
+from transformers import PreTrainedTokenizerBase
+
+from tandem.api.engines import TrainEngine
+from tandem.api.failures import EngineDied, RewardFailure
+from tandem.api.requests import LLMRequest, NoiseKey, StopReason
+from tandem.api.scoring import FrozenModel, Score
+from tandem.api.workflow import GeneratesTokens, GroupReward, RewardFn
+from tandem.config.generation import GenerationConfig
+
+Mark = Callable[[Sequence[Mapping[str, Any]]], str]
+
+
+class Place(NamedTuple):
+    """A sample among those that are judged together."""
+
+    group: int = 0
+    sample: int = 0
+
+
+PLACE: contextvars.ContextVar[Place] = contextvars.ContextVar("PLACE")
+"""Which sample the task judges: requests are admitted in this order, so that those of a group stand side by side."""
+
+
+class EngineJudge:
+    """A language model in an inference engine; it is lent one with `use` while it is awake."""
+
+    def __init__(self, name: str, mark: Mark, *, model: str, n: int, temperature: float, max_tokens: int, patience_s: float):
+        """``name``: of the reward. ``n``: texts for each prompt. ``patience_s``: for all that are asked together."""
+        self.name, self.mark, self.model, self.patience_s = name, mark, model, patience_s
+        self._n = n
+        greedy = temperature == 0
+        self._gconfig = GenerationConfig(
+            max_new_tokens=max_tokens, greedy=greedy, temperature=1.0 if greedy else temperature, n_samples=1
+        )
+        self._engine: GeneratesTokens | None = None
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self.issued = 0
+        """Requests so far."""
+
+    def use(self, engine: GeneratesTokens, tokenizer: PreTrainedTokenizerBase) -> None:
+        """From now on this engine is asked."""
+        self._engine, self._tokenizer = engine, tokenizer
+
+    async def texts(self, prompt: str) -> list[str]:
+        """What it writes, one text a vote.
+
+        Raises:
+            RewardFailure: ``judge_timeout``, ``judge_died``, or what the engine says of the prompt.
+        """
+        assert self._engine is not None and self._tokenizer is not None, "it was lent an engine"
+        rendered = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
+        )
+        ids = tuple(self._tokenizer(str(rendered), add_special_tokens=False)["input_ids"])
+        return list(await asyncio.gather(*(self._write(ids, vote) for vote in range(self._n))))
+
+    async def _write(self, ids: tuple[int, ...], vote: int) -> str:
+        assert self._engine is not None and self._tokenizer is not None
+        place, digest = PLACE.get(Place()), hashlib.sha256(str(ids).encode()).digest()
+        key = NoiseKey(0, 0, place.group, place.sample, int.from_bytes(digest[:4], "big"), vote)
+        request = LLMRequest(ids, self._gconfig, key, deadline_s=self.patience_s, needs_logprobs=False)
+        self.issued += 1
+        try:
+            response = await self._engine.agenerate(request)
+        except EngineDied as error:
+            raise RewardFailure("judge_died", f"{self.name}: {error}") from error
+        if response.stop_reason == StopReason.CANCELLED:
+            raise RewardFailure("judge_timeout", f"{self.name}: not done within patience_s={self.patience_s:g}")
+        return str(self._tokenizer.decode(list(response.output_ids), skip_special_tokens=True))
+
+    def close(self) -> None:
+        """The engine is its owner's to close."""
+
+
+class Written(Score):
+    """A reward whose model writes. ``reward`` asks and reads the answers; its client is the `EngineJudge`."""
+
+    def __init__(self, reward: RewardFn | GroupReward, path: str):
+        self.reward, self.name, self.model = reward, str(getattr(reward, "name", "")), FrozenModel(path, head="text")
+
+    @property
+    def client(self) -> EngineJudge:
+        """What asks the engine."""
+        client = getattr(self.reward, "judge", None)
+        assert isinstance(client, EngineJudge), "without a url it is one"
+        return client
+
+    @property
+    def compares(self) -> bool:
+        """True if it judges the samples of a group together."""
+        return isinstance(self.reward, GroupReward)
+
+    def score(self, batch: TensorDict, model: TrainEngine) -> NoReturn:
+        """Nothing is computed from log-probabilities here."""
+        raise TypeError(f"reward {self.name!r} is written, not computed")

@@ -1,0 +1,186 @@
+"""Changes of a run that goes on: taken between two steps, on all ranks, and written into the run.
+
+Consumes the requests of `tandem control` (`tandem.state.control`). What cannot be done is refused, and the run goes on as it
+was: everything new is made before anything old is let go.
+"""
+
+import contextlib
+import logging
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tandem.api.failures import RankFailed
+from tandem.config.changes import changed_reward
+from tandem.config.check import check
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import TrainConfig
+from tandem.config.load import Resolved
+from tandem.flow.continuing import beside, staying
+from tandem.flow.parts import Rows
+from tandem.flow.plan import RunPlan, plan_run
+from tandem.flow.process import Process
+from tandem.flow.residents import open_scores
+from tandem.flow.scoring import ScoreRole
+from tandem.flow.services import (
+    EpisodeParts,
+    RewardBySource,
+    changed_reward_of,
+    check_rows,
+    close_new,
+    refuse_compared_later,
+    refuse_comparing,
+)
+from tandem.flow.session import Session, is_everywhere
+from tandem.flow.state_parts import sleep_plan_here
+from tandem.flow.writing import WritingRole
+from tandem.rewards.build import refuse_only_groups
+from tandem.state.control import Mailbox, Request
+from tandem.state.run_folder import RunFolder
+from tandem.trainers.start import check_cost, check_models, check_scores, fetch_weights
+
+log = logging.getLogger(__name__)
+
+BEGIN_WITH_IT = "this run began without one; begin a run with it, with the weight 0 if it is to count later"
+
+
+@dataclass(frozen=True)
+class Changed:
+    """The rewards of a run as they will be, and their models."""
+
+    config: TrainConfig
+    plan: RunPlan
+    reward: RewardBySource
+    roles: dict[str, ScoreRole | WritingRole]
+    taking_back: contextlib.ExitStack
+    """Lets go of all that is new, if the change does not come."""
+
+
+class Control:
+    """Between the steps of a run of `tandem train`."""
+
+    def __init__(
+        self,
+        resolved: Resolved[Any],
+        config: TrainConfig,
+        process: Process,
+        session: Session,
+        parts: EpisodeParts,
+        rows: Rows,
+        run: RunFolder | None,
+    ):
+        """``resolved``: the configuration that the folder tells of; another one than ``config`` where the run distils.
+        ``run``: on rank 0."""
+        self._distils, self._written = resolved.config is not config, resolved.sources
+        self._config, self._plan, self._process = config, session.plan, process
+        self._session, self._parts, self._rows = session, parts, rows
+        self._mailbox = None if run is None else Mailbox(run.path, run.id)
+        self._compares, self._count = parts.reward.compares, 0
+
+    def before(self, step: int) -> None:
+        """Does what is asked for before this step, and what was done before it by a run that was cut off. Collective.
+
+        Raises:
+            ConfigError: a change of before cannot be made again.
+        """
+        mailbox = self._mailbox
+        for request in self._process.team.share(lambda: [] if mailbox is None else list(mailbox.due(step))):
+            try:
+                self._make(request, step)
+            except RankFailed:
+                raise
+            except Exception as error:  # the worker boundary: whatever a change raises, the run goes on as it was
+                if request.recorded:
+                    raise ConfigError(
+                        f"the run was changed before step {step} by {request.change}, which cannot be done again: {error}; "
+                        "mend that, or take its line out of control.jsonl in the run's folder"
+                    ) from error
+                why = str(error) or type(error).__name__  # not the error, whose traceback holds what was made
+                log.warning("before step %d, %s was refused: %s", step, request.change, why)
+                if mailbox is not None:
+                    mailbox.answer(request.id, {"refused": why})
+
+    def metrics(self) -> dict[str, float]:
+        """Number of changes, and the weights of the reward's terms; empty until there is a change."""
+        if not self._count:
+            return {}
+        weights = {f"reward_weights/{term.label}": term.weight for term in self._plan.sums[self._config.reward]}
+        return {"control/changes": float(self._count), **weights}
+
+    def _make(self, request: Request, step: int) -> None:
+        """Makes one change, or raises and leaves everything as it was. Collective."""
+        if request.change is None:
+            raise ConfigError("the request cannot be read; ask with `tandem control`")
+        if self._distils:
+            raise ConfigError("this run learns from a teacher; only the reward of `tandem train` can be changed")
+        mailbox, spec, session = self._mailbox, changed_reward(self._config.reward, request.change), self._session
+        changed = self._prepare(replace(self._config, reward=spec))
+        with changed.taking_back:
+            with self._process.team.together():
+                if mailbox is not None and not request.recorded:
+                    mailbox.record(request, step, spec)
+            changed.taking_back.pop_all()
+        self._config, self._plan, self._count = changed.config, changed.plan, self._count + 1
+        with session.rollout.standing_still():
+            self._parts.reward.change(changed.reward)
+            session.scorer.change(changed.plan, changed.roles, again=request.step is not None and request.step < step)
+            session.rollout.begin_again()
+        if session.constraint is not None:
+            session.constraint.everywhere = is_everywhere(changed.plan, str(changed.config.constraint.cost))
+        log.info("from step %d on the reward is %s (%s)", step, spec, request.change)
+        if mailbox is not None and not request.recorded:
+            mailbox.answer(request.id, {"step": step, "reward": spec})
+
+    def _prepare(self, config: TrainConfig) -> Changed:
+        """Makes all that is new; what is made is let go of again if something cannot be had. Collective."""
+        session, team, present = self._session, self._process.team, self._parts.reward
+        with team.together():
+            plan = self._checked_plan(config)
+        names = staying(self._plan, plan)
+        with contextlib.ExitStack() as stack:
+            with team.together():
+                reward = changed_reward_of(config, self._parts)
+                stack.callback(lambda: close_new(present, reward.judges))
+                self._check_reward(config, plan, reward)
+                fetch_weights(plan)
+            session.residency.change(sleep_plan_here(config, plan), names)
+            before, back = sleep_plan_here(self._config, self._plan), {new: old for old, new in names.items()}
+            stack.callback(session.residency.change, before, back)
+            stay = (one for one in self._plan.scores if one.resident in names)
+            there = {names[one.resident]: session.scorer.roles[one.name].engine for one in stay}
+            roles = open_scores(config, plan, self._process, session.tokenizer, session.residency, there)
+            return Changed(config, plan, reward, roles, stack.pop_all())
+
+    def _checked_plan(self, config: TrainConfig) -> RunPlan:
+        """The plan of the changed run, if it can be had here.
+
+        Raises:
+            ConfigError: it cannot; or the budget does not hold it.
+        """
+        check(config, written=self._written)
+        plan, session = beside(self._plan, plan_run(config), config.device), self._session
+        check_scores(config, plan, session.tokenizer)
+        check_models(plan, self._process.device)
+        sleep_plan_here(config, plan)
+        later = any(plan.later.values())
+        early = session.examiner.reads_scores or config.algorithm.update_samples is not None
+        if early and later and not session.workflow.reads_scores:
+            raise ConfigError(f"the workflow finishes a group behind the rewards that need a model, and {BEGIN_WITH_IT}")
+        if session.workflow.reads_scores and not later:
+            raise ConfigError(
+                "the workflow finishes a group behind the rewards that need a model, and this is the last one; let it count "
+                "for nothing instead: reward.weight NAME=0"
+            )
+        return plan
+
+    def _check_reward(self, config: TrainConfig, plan: RunPlan, reward: RewardBySource) -> None:
+        """Passes if each row can be judged, and by what the workflow was made for."""
+        if reward.compares and not self._compares:
+            raise ConfigError(f"the term compares the samples of a prompt, and {BEGIN_WITH_IT}")
+        refuse_comparing(config, plan, reward, self._session.examiner.makes_group)
+        if self._session.workflow.reads_scores:
+            refuse_compared_later(config, plan, reward)
+        if config.evaluate.every_steps:
+            refuse_only_groups(config.reward, reward.by_name[config.reward])
+        check_rows(reward, self._rows.train.rows)
+        check_rows(reward, self._rows.valid)
+        check_cost(config, plan, self._rows.train.rows)
