@@ -1,10 +1,23 @@
-"""Lines that are added to a file of a run: whole ones or none."""
+"""Lines of the files of a run: one value is one line, and a line that is added is whole or not there."""
 
 import contextlib
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 from tandem.api.failures import NotWritten
+
+_SEPARATORS = str.maketrans({mark: f"\\u{ord(mark):04x}" for mark in "\x85\u2028\u2029"})
+"""The marks that end a line for `str.splitlines`, but that JSON allows inside a string as they are."""
+
+
+def json_line(value: Any) -> str:
+    """Writes a value as one line of JSON for every reader, also for one that splits at Unicode's ends of lines.
+
+    What JSON does not know is written as its text.
+    """
+    return json.dumps(value, ensure_ascii=False, default=str).translate(_SEPARATORS)
 
 
 def append_line(path: Path, text: str) -> None:

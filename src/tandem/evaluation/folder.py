@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from tandem.api.lines import json_line
 from tandem.config.errors import ConfigError
 from tandem.config.evaluation import NOT_PART_OF_THE_RESULT, differences
 from tandem.evaluation.asking import Answer, Ask
@@ -203,7 +204,7 @@ def read_samples(path: Path) -> list[Answer]:
 
 
 def line_of(answer: Answer) -> bytes:
-    return json.dumps(asdict(answer), ensure_ascii=False).encode("utf-8", errors="replace") + b"\n"
+    return f"{json_line(asdict(answer))}\n".encode(errors="replace")
 
 
 def read_answer(line: bytes, file: Path, number: int) -> Answer:

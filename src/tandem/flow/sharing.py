@@ -68,8 +68,8 @@ def _is_alone(resident: "Resident") -> bool:
 
 
 def _trunk(resident: "Resident", device: str) -> Trunk | None:
-    """Names what a resident could share; None if it is trained, or no memory of its own, or over several ranks, or writes, which
-    another kind of engine does."""
+    """Names what a resident could share; None if it is trained, has no memory of its own, lies on several ranks, or writes
+    (another kind of engine does that)."""
     engine = resident.engine
     trained = resident.changes and (engine is None or engine.lora.rank is None)
     own = engine is None or trained or resident.base_of is not None or resident.head == "text"

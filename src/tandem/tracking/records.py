@@ -18,6 +18,7 @@ import torch
 from tensordict import TensorDict
 
 from tandem.api.batch import check, unpack
+from tandem.api.lines import json_line
 from tandem.api.requests import RequestTiming, StopReason
 from tandem.api.samples import Dropped, Group, Sample
 from tandem.api.weights import WeightVersion
@@ -159,8 +160,7 @@ def mean_advantages(batch: Mapping[str, torch.Tensor]) -> dict[int, float]:
 
 def packed_lines(lines: Iterable[Mapping[str, Any]]) -> bytes:
     """Packs the lines as a file of JSON lines."""
-    texts = (json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
-    return "".join(texts).encode("utf-8", errors="replace")
+    return "".join(json_line(line) + "\n" for line in lines).encode("utf-8", errors="replace")
 
 
 def packed_tensors(batch: Mapping[str, torch.Tensor], picks: Sequence[Pick]) -> bytes:

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import logging
 import math
 import statistics
@@ -14,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tandem.api.failures import EngineDied, InfrastructureFailure
+from tandem.api.lines import json_line
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.config.fleet import FleetConfig
@@ -68,7 +68,7 @@ class Journal:
         if silent_s is not None:
             row["silent_s"] = round(silent_s, 3)
         with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            file.write(json_line(row) + "\n")
 
 
 PROGRESS_STEP_S = 0.25

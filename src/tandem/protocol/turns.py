@@ -1,0 +1,95 @@
+"""One turn of a chat with tools, whatever dialect it came in: what was asked, and what the model replied.
+
+Messages are those of a chat template (`transformers`, ``apply_chat_template``): mappings with ``role`` and ``content`` (a
+text); an assistant's may have ``reasoning_content`` and ``tool_calls``, each ``{"id", "type": "function", "function": {"name",
+"arguments"}}`` with ``arguments`` as a mapping; a tool's result has ``role`` ``tool``, ``tool_call_id`` and ``name``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+from tandem.api.requests import StopReason
+
+Message = Mapping[str, Any]
+
+
+class CallStatus(StrEnum):
+    """How a call of a tool reads in the model's text."""
+
+    OK = "ok"
+    INVALID_JSON = "invalid_json"
+    UNCLOSED = "unclosed"
+    UNKNOWN_TOOL = "unknown_tool"
+    WRONG_ARGUMENTS = "wrong_arguments"
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool that the model called, or tried to call."""
+
+    name: str
+    """Empty where none could be read."""
+
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    status: CallStatus = CallStatus.OK
+    text: str = ""
+    """What the model wrote."""
+
+    why: str = ""
+    """What is wrong with it, in words for the model; empty for a call that is ``ok``."""
+
+    call_id: str = ""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The model's turn, as it reads."""
+
+    content: str
+    """The text beside thinking and calls."""
+
+    reasoning: str = ""
+    calls: tuple[Call, ...] = ()
+    """In the order of the text, the malformed ones too."""
+
+    stop_reason: StopReason = StopReason.STOP
+
+    @property
+    def good_calls(self) -> tuple[Call, ...]:
+        """The calls that can be carried out."""
+        return tuple(call for call in self.calls if call.status == CallStatus.OK)
+
+    def message(self) -> dict[str, Any]:
+        """The assistant's message of a chat template."""
+        made: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            made["reasoning_content"] = self.reasoning
+        if self.good_calls:
+            made["tool_calls"] = [
+                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+                for call in self.good_calls
+            ]
+        return made
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A request for the model's next turn."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """``{"type": "function", "function": {"name", "description", "parameters": JSON schema}}`` each."""
+
+    tool_choice: Literal["auto", "none", "required"] = "auto"
+    stops: tuple[str, ...] = ()
+    """Texts that end the turn."""
+
+    max_tokens: int | None = None
+    stream: bool = False
+    overridden: tuple[str, ...] = ()
+    """Fields of sampling that the caller set and that the trainer decides instead; for the metrics."""
+
+    ignored: tuple[str, ...] = ()
+    """Fields that change nothing here."""
