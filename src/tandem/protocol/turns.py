@@ -1,8 +1,8 @@
 """One turn of a chat with tools, whatever dialect it came in: what was asked, and what the model replied.
 
-Messages are those of a chat template (`transformers`, ``apply_chat_template``): mappings with ``role`` and ``content`` (a
-text); an assistant's may have ``reasoning_content`` and ``tool_calls``, each ``{"id", "type": "function", "function": {"name",
-"arguments"}}`` with ``arguments`` as a mapping; a tool's result has ``role`` ``tool``, ``tool_call_id`` and ``name``.
+Messages are those of a chat template (`transformers`, ``apply_chat_template``): mappings with ``role`` and ``content``, a
+text. An assistant's may have ``reasoning_content`` and ``tool_calls``, each ``{"id", "type": "function", "function":
+{"name", "arguments"}}`` with ``arguments`` as a mapping. A tool's result has ``role`` ``tool``, ``tool_call_id`` and ``name``.
 """
 
 from collections.abc import Mapping
