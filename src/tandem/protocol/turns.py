@@ -2,7 +2,7 @@
 
 Messages are those of a chat template (`transformers`, ``apply_chat_template``): mappings with ``role`` and ``content``, a
 text. An assistant's may have ``reasoning_content`` and ``tool_calls``, each ``{"id", "type": "function", "function":
-{"name", "arguments"}}`` with ``arguments`` as a mapping. A tool's result has ``role`` ``tool``, ``tool_call_id`` and ``name``.
+{"name", "arguments"}}`` with ``arguments`` as a mapping. A tool's result has ``role`` ``tool``, ``tool_call_id``, ``name``.
 """
 
 from collections.abc import Mapping
