@@ -2,7 +2,6 @@
 
 import asyncio
 
-
 from tests.rollout.scripted import ScriptedEngine, opened, reply_of, user
 
 

@@ -9,7 +9,7 @@ from tandem.api.requests import StopReason
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.turns import Reply, Turn
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "top_logprobs")
+SAMPLING: tuple[str, ...] = ("temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "top_logprobs")
 SAMPLING += ("frequency_penalty", "presence_penalty", "repetition_penalty")
 """Fields that the trainer decides."""
 
