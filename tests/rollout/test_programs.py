@@ -84,7 +84,7 @@ def test_a_program_plays_an_episode_and_its_turns_are_trained_as_they_were_sampl
     (trajectory,) = sample.trajectories
     assert len(engine.log) == 2 and trajectory.loss_mask.sum() == sum(len(r.output_ids) for _, r in engine.log)
     assert sample.messages[0] == ROW["messages"][0] and sample.metrics["rollout/recorded/turns"] == 2
-    assert sample.metrics["rollout/program/seconds"] > 0
+    assert sample.metrics["time/program_s"] > 0
 
 
 def test_a_program_reaches_the_recorder_and_no_other_address(walls):
@@ -220,7 +220,7 @@ def test_what_a_row_says_stays_one_argument(walls):
     row = {"messages": [{"role": "user", "content": NASTY}], "answer": 4}
     source = 'ask("x")\nprint(json.dumps(sys.argv[1:]), os.environ["HINT"], os.listdir("."))'
     command = "python3 -c {source} --ask={prompt} {answer} {{answer}} 'two words'"
-    (sample,), _ = play(walls, source, row=row, command=command, environment={"HINT": "is {answer}"}, reward=Longest())
+    (sample,), _ = play(walls, source, row=row, command=command, variables={"HINT": "is {answer}"}, reward=Longest())
     arguments = json.dumps([f"--ask={NASTY}", "4", "{answer}", "two words"])
     assert sample.words["stdout"] == f"{arguments} is 4 ['.tandem']\n"
 

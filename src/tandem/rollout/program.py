@@ -57,7 +57,7 @@ class ProgramWorkflow(RolloutWorkflow):
         *,
         template: str | None = None,
         files: str | None = None,
-        environment: Mapping[str, str] | None = None,
+        variables: Mapping[str, str] | None = None,
         reward_from: From = "said",
         timeout_s: float | None = None,
         memory_mib: int = 1024,
@@ -69,7 +69,7 @@ class ProgramWorkflow(RolloutWorkflow):
         side_calls: Literal["skip", "train"] = "skip",
     ):
         """``template``: a folder that is copied into the program's. ``files``: the row's column with further files, path to
-        text. ``environment``: further variables, with the places of the command. ``timeout_s``: longest time of a program;
+        text. ``variables``: more of them, with the places of the command. ``timeout_s``: longest time of a program;
         None: 0.8 of the episode's."""
         self.timeout_s = SHARE_OF_EPISODE * episode_timeout_s if timeout_s is None else timeout_s
         if not 0 < self.timeout_s < episode_timeout_s:
@@ -79,7 +79,7 @@ class ProgramWorkflow(RolloutWorkflow):
             )
         if reward_from in ("reply", "output") and reward is None:
             raise ConfigError(f"workflow=program: reward_from={reward_from} needs a reward; set reward")
-        self.command, self.environment = Command(command), {str(k): str(v) for k, v in (environment or {}).items()}
+        self.command, self.variables = Command(command), {str(k): str(v) for k, v in (variables or {}).items()}
         self.template = packed_folder(template) if template else None
         self.reward, self.gconfig, self.recorder, self.sandbox = reward, gconfig, recorder, sandbox
         self.reward_from, self.files, self.side_calls = reward_from, files, side_calls
@@ -113,7 +113,7 @@ class ProgramWorkflow(RolloutWorkflow):
         return session.sample(
             **verdict
             | {
-                "metrics": {"rollout/program/seconds": outcome.seconds, **verdict.get("metrics", {})},
+                "metrics": {"time/program_s": outcome.seconds, **verdict.get("metrics", {})},
                 "words": {**verdict.get("words", {}), **{name: text for name, text in printed.items() if text}},
             }
         )
@@ -149,7 +149,7 @@ class ProgramWorkflow(RolloutWorkflow):
             "TANDEM_REWARD_FILE": REWARD,
             "TANDEM_DEADLINE": f"{time.time() + self.timeout_s:.3f}",
         }
-        environment |= {name: filled(text, values) for name, text in self.environment.items()}
+        environment |= {name: filled(text, values) for name, text in self.variables.items()}
         row = json.dumps(dict(data), ensure_ascii=False, default=str).encode(errors="replace")
         return Program(argv=self.command.words(values), files={**self._row_files(data), ROW: row}, environment=environment)
 
