@@ -113,6 +113,11 @@ async def cancels_itself(base_url, api_key, data):
     raise asyncio.CancelledError
 
 
+async def asks_in_vain(base_url, api_key, data):
+    await ask(base_url, api_key, data["messages"], n=3)
+    return 1.0
+
+
 async def hangs(base_url, api_key, data):
     await ask(base_url, api_key, data["messages"])
     await asyncio.sleep(60)
@@ -130,6 +135,7 @@ async def hangs_and_will_not_end(base_url, api_key, data):
     [
         (never_calls, "agent_never_called"),
         (exits_early, "agent_exited_early"),
+        (asks_in_vain, "agent_refused: no request of the agent could be served; the last: n is not served"),
         (raises, "agent_raised: KeyError: 'plan'"),
         (leaves, "agent_raised: RuntimeError: the agent called sys.exit\\(3\\)"),
         (cancels_itself, "agent_raised: CancelledError"),
@@ -187,10 +193,13 @@ def test_agents_run_beside_each_other():
     assert time.monotonic() - began < 3.0
 
 
-@pytest.mark.parametrize("failure", [InfrastructureFailure("server", "gone"), EngineDied("gone")])
-def test_a_failure_of_the_engine_begins_the_episode_again_and_is_not_the_agents(failure):
+GONE = [InfrastructureFailure("server", "gone"), EngineDied("gone"), DataFailure("prompt_too_long", "9 tokens")]
+
+
+@pytest.mark.parametrize("failure", GONE)
+def test_a_failure_of_the_engine_is_not_the_agents(failure):
     async def agent(base_url, api_key, data):
         assert (await ask(base_url, api_key, data["messages"]))[0] == 200
 
-    with pytest.raises(type(failure)):
+    with pytest.raises(type(failure), match=failure.reason):
         run(agent, ScriptedEngine(lambda r, n: failure))

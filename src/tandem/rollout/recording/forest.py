@@ -91,7 +91,10 @@ class Node:
     """As the client was shown it."""
 
     words: str
-    """The text of the tokens, without the one that ended the turn."""
+    """The text of the tokens without special ones, for rewards."""
+
+    said: str
+    """All of that text, but for the token that ended the turn."""
 
     response: LLMResponse
     """Without its ``input_ids``, which are the path."""
@@ -185,13 +188,14 @@ class Forest:
             raise ValueError("the response answers another request: its input_ids are not the tokens of this session")
         end = self._end_token(response)
         output = list(response.output_ids)
-        words = self._decode(output[:-1] if end else output)
+        words = str(self._tokenizer.decode(output, skip_special_tokens=True))
         start = asked.parent.path if asked.parent is not None else b""
         path = digests((*asked.tail, reply), start)[-1]
         node = Node(
             replace(asked, text="", input_ids=(), digest=b""),
             reply,
             words,
+            self._decode(output[:-1] if end else output),
             replace(response, input_ids=()),
             key,
             len(self.nodes),
@@ -248,7 +252,7 @@ class Forest:
 
     def _reads_alike(self, written: str, node: Node, tools: Tools, prompt: str) -> bool:
         """Whether what the template writes for a reply says what the model said."""
-        if written.strip() == node.words.strip():
+        if written.strip() == node.said.strip():
             return True
         ids = self._encode(written)
         read = shown(self.reader.read(ids, tools, prompt=prompt, stop_reason=StopReason.STOP))

@@ -218,8 +218,8 @@ class Endpoint(Application):
 
     async def _turn(self, dialect: Dialect, body: dict[str, Any], request: web.Request) -> web.StreamResponse:
         """One turn in a dialect. The reply is taken once all of it is written to a client that is still there."""
+        session = self._sessions.of(request)
         try:
-            session = self._sessions.of(request)
             turn = dialect.read(body)
             attempt = session.begin(turn, _retry(request))
             with attempt.listening():
@@ -229,6 +229,7 @@ class Endpoint(Application):
                     session.took(attempt)
                 return response
         except Refusal as refusal:
+            session.refuse(refusal)
             return web.json_response(dialect.refused(refusal), status=refusal.status, headers=refusal.headers)
 
     async def _whole(
