@@ -91,7 +91,10 @@ class Node:
     """As the client was shown it."""
 
     words: str
-    """The text of the tokens, without the one that ended the turn."""
+    """The text of the tokens without special ones, for rewards."""
+
+    said: str
+    """All of that text, but for the token that ended the turn."""
 
     response: LLMResponse
     """Without its ``input_ids``, which are the path."""
@@ -185,13 +188,14 @@ class Forest:
             raise ValueError("the response answers another request: its input_ids are not the tokens of this session")
         end = self._end_token(response)
         output = list(response.output_ids)
-        words = self._decode(output[:-1] if end else output)
+        words = str(self._tokenizer.decode(output, skip_special_tokens=True))
         start = asked.parent.path if asked.parent is not None else b""
         path = digests((*asked.tail, reply), start)[-1]
         node = Node(
             replace(asked, text="", input_ids=(), digest=b""),
             reply,
             words,
+            self._decode(output[:-1] if end else output),
             replace(response, input_ids=()),
             key,
             len(self.nodes),
@@ -248,7 +252,7 @@ class Forest:
 
     def _reads_alike(self, written: str, node: Node, tools: Tools, prompt: str) -> bool:
         """Whether what the template writes for a reply says what the model said."""
-        if written.strip() == node.words.strip():
+        if written.strip() == node.said.strip():
             return True
         ids = self._encode(written)
         read = shown(self.reader.read(ids, tools, prompt=prompt, stop_reason=StopReason.STOP))
@@ -264,16 +268,15 @@ class Forest:
         """The roots that belong to the task, among those of ``nodes``: the one that holds its first turn, and those that
         share a prefix with one of these, or repeat a reply of theirs. Other roots are side calls.
 
-        Of several roots that were asked for before any reply was there, the first turn is in the one with tools, the most
-        turns, and the longest prompt: agents ask for a title beside the task.
+        The first turn is in a root with tools, if there is one, that was asked for before any reply was there: of several of
+        them in the one with the most turns and the longest prompt. So a title that an agent asks for beside the task is not.
         """
         trees: dict[Node, list[Node]] = {}
         for node in nodes:
             trees.setdefault(node.root, []).append(node)
         if not trees:
             return set()
-        opening = [root for root in trees if root.asked.opening] or list(trees)
-        first = max(opening, key=lambda root: (bool(root.asked.tools), len(trees[root]), len(root.asked.context), -root.key))
+        first = max(trees, key=lambda r: (bool(r.asked.tools), r.asked.opening, len(trees[r]), len(r.asked.context), -r.key))
         ours, others = {first}, set(trees) - {first}
         while True:
             begin = {meaning(root.asked.tail[0]) for root in ours}
