@@ -335,6 +335,14 @@ def close_new(present: RewardBySource, judges: Iterable[Judge]) -> None:
             judge.close()
 
 
+def may_say_reward(config: TrainConfig) -> bool:
+    """Whether no reward was chosen, and the workflow is an agent or a program, which says its reward itself: then rows need
+    nothing for a reward to be judged by."""
+    make, _ = _workflow_factory(config)
+    takes = inspect.signature(make).parameters
+    return config.reward == TrainConfig().reward and (is_agent(make) or "recorder" in takes)
+
+
 def check_names(config: TrainConfig) -> None:
     """Passes if the workflow and the sinks are there and can have what they ask for. Makes nothing, so it comes before rows
     are read.
