@@ -78,17 +78,19 @@ class CallReader:
         **template_kwargs: Any,
     ) -> str:
         """The chat as the model reads it."""
+        options: dict[str, Any] = {**template_kwargs, "add_generation_prompt": add_generation_prompt}
+        if tools and self.writes_tools:
+            options["tools"] = [dict(tool) for tool in tools]
+        return str(self.tokenizer.apply_chat_template(self.spelled(messages, tools), tokenize=False, **options))
+
+    def spelled(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[dict[str, Any]]:
+        """The messages as the template takes them: what it cannot write itself (tools, calls, results) is text in them."""
         written = [dict(message) for message in messages]
         if tools and not self.writes_tools:
             written = _with_system_block(written, tools, self.family)
         if self.family.text_arguments:
             written = [_with_text_arguments(message) for message in written]
-        if not self.writes_calls:
-            written = list(_as_plain_text(written))
-        options: dict[str, Any] = {**template_kwargs, "add_generation_prompt": add_generation_prompt}
-        if tools and self.writes_tools:
-            options["tools"] = [dict(tool) for tool in tools]
-        return str(self.tokenizer.apply_chat_template(written, tokenize=False, **options))
+        return written if self.writes_calls else list(_as_plain_text(written))
 
     def read(
         self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = (), *, prompt: str = "", stop_reason: StopReason
