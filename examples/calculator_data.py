@@ -1,41 +1,64 @@
-"""Makes the folder `calculator_data`: arithmetic that a small model cannot do in its head, and a few calls to imitate.
+"""Makes the data of the calculator recipe (docs/agents_tools.md): arithmetic that a small model cannot do in its head.
 
     python examples/calculator_data.py calculator_data
 
-`rl.jsonl` and `test.jsonl` have questions with answers; no question is in both. `sft.jsonl` shows how a tool is called and its result read, in
-chats as the model's template writes them.
+The folder gets rl.jsonl and test.jsonl, with questions and answers, and sft.jsonl: chats that show a call of the calculator.
+No expression is in two of them.
 """
 
+import argparse
 import json
 import random
-import sys
 from pathlib import Path
 
-from tandem.protocol.tool_calls import CallReader
-from tandem.rollout.tools.calculator import calculator
-from tandem.rollout.tools.tool import schema_of
+from tandem import plain_chat, tool_schema
 
 WORDS = ("What is {}?", "Compute {}.", "How much is {}?", "{} = ?")
+SHOWN, TESTED = 64, 100
 
 
-def question(draw: random.Random) -> tuple[str, str]:
-    """An expression of two or three numbers, and its value."""
+def problem(draw: random.Random) -> dict[str, str]:
+    """An expression of two or three numbers, a question about it, and its value."""
     a, b, c = draw.randint(100, 999), draw.randint(11, 99), draw.randint(100, 999)
-    expression = draw.choice([f"{a} * {b}", f"{a} * {b} + {c}", f"{a} * {b} - {c}", f"({a} + {c}) * {b}"])
-    return expression, calculator(expression)
+    expressions = {
+        f"{a} * {b}": a * b,
+        f"{a} * {b} + {c}": a * b + c,
+        f"{a} * {b} - {c}": a * b - c,
+        f"({a} + {c}) * {b}": (a + c) * b,
+    }
+    expression = draw.choice(list(expressions))
+    question = draw.choice(WORDS).format(expression)
+    return {"question": question, "answer": str(expressions[expression]), "expression": expression}
 
 
-def main(folder: str) -> None:
+def shown(row: dict[str, str]) -> dict[str, object]:
+    """A chat in which the calculator is called and its result read."""
+    call = {"name": "calculator", "arguments": {"expression": row["expression"]}}
+    chat = [
+        {"role": "user", "content": row["question"]},
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "name": "calculator", "content": row["answer"]},
+        {"role": "assistant", "content": row["answer"]},
+    ]
+    return {"messages": plain_chat(chat, [tool_schema("calculator")])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder to write")
+    out = parser.parse_args().out
     draw = random.Random(0)
-    asked = {question(draw) for _ in range(3000)}
-    rows = [{"question": draw.choice(WORDS).format(e), "answer": a, "expression": e} for e, a in sorted(asked)]
-    draw.shuffle(rows)
-    parts = {"test": rows[:100], "sft": rows[100:400], "rl": rows[400:2400]}
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    rows = list({row["expression"]: row for row in (problem(draw) for _ in range(1200))}.values())
+    parts = {
+        "sft": [shown(row) for row in rows[:SHOWN]],
+        "test": rows[SHOWN : SHOWN + TESTED],
+        "rl": rows[SHOWN + TESTED :],
+    }
+    out.mkdir(parents=True, exist_ok=True)
     for name, part in parts.items():
-        lines = [json.dumps(row) for row in part]
-        (Path(folder) / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+        (out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
+        print(f"{out / name}.jsonl: {len(part)} rows")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

@@ -22,8 +22,8 @@ _CODER = (
     "{{ v if v is string else v | tojson }}{{ '\n</parameter>' }}{%- endfor -%}{{ '\n</function>\n</tool_call>' }}"
 )
 _GLM = (
-    "{{ '\n<tool_call>' + f.name }}{%- for k, v in f.arguments | items -%}{{ '\n<arg_key>' + k + '</arg_key>\n<arg_value>' }}"
-    "{{ v if v is string else v | tojson }}</arg_value>{%- endfor -%}{{ '\n</tool_call>' }}"
+    "{{ '\n<tool_call>' + f.name }}{%- for k, v in f.arguments | items -%}{{ '\n<arg_key>' + k + '</arg_key>\n' }}"
+    "<arg_value>{{ v if v is string else v | tojson }}</arg_value>{%- endfor -%}{{ '\n</tool_call>' }}"
 )
 _DEEPSEEK = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{{ f.name }}\n```json\n{{ f.arguments }}\n```<｜tool▁call▁end｜>"
 _KIMI = (
@@ -33,8 +33,9 @@ _KIMI = (
 _HARMONY = " to=functions.{{ f.name }}<|channel|>commentary json<|message|>{{ f.arguments | tojson }}<|call|>"
 _LLAMA = '{"name": "{{ f.name }}", "parameters": {{ f.arguments | tojson }}}'
 _BARE = (
-    "{%- macro value(v) -%}{%- if v is string -%}QUOTE{{ v }}QUOTE{%- elif v is mapping -%}{{ '{' }}{%- for k, x in v | items -%}"
-    "{{ k }}:{{ value(x) }}{%- if not loop.last -%},{%- endif -%}{%- endfor -%}{{ '}' }}{%- elif v is sequence -%}["
+    "{%- macro value(v) -%}{%- if v is string -%}QUOTE{{ v }}QUOTE{%- elif v is mapping -%}{{ '{' }}"
+    "{%- for k, x in v | items -%}{{ k }}:{{ value(x) }}{%- if not loop.last -%},{%- endif -%}{%- endfor -%}"
+    "{{ '}' }}{%- elif v is sequence -%}["
     "{%- for x in v -%}{{ value(x) }}{%- if not loop.last -%},{%- endif -%}{%- endfor -%}]{%- else -%}{{ v | tojson }}"
     "{%- endif -%}{%- endmacro -%}"
 )

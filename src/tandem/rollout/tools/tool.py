@@ -13,6 +13,7 @@ from typing import Any
 from transformers.utils import get_json_schema
 from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
+from tandem.api.services import factory_of
 from tandem.config.errors import ConfigError
 
 MAX_STUCK = 64
@@ -59,9 +60,9 @@ class FunctionBox(Toolbox):
     An ordinary function runs in a thread of its own, so it may block.
     """
 
-    def __init__(self, function: Callable[..., Any], who: str = ""):
+    def __init__(self, function: Callable[..., Any]):
         """Raises `ConfigError` if a model could not be told how to call it."""
-        self.tool = Tool(schema_of(function, who or getattr(function, "__name__", "the function")), self._run)
+        self.tool = Tool(tool_schema(function), self._run)
         self._function, self._stuck = function, 0
 
     @asynccontextmanager
@@ -89,12 +90,16 @@ class FunctionBox(Toolbox):
             future.exception()  # taken, though nobody may wait for it any more
 
 
-def schema_of(function: Callable[..., Any], who: str) -> dict[str, Any]:
+def tool_schema(function: Callable[..., Any] | str) -> dict[str, Any]:
     """What a model is told of a function: name, docstring, and each argument's type and line in ``Args:``.
+    ``function``: it, or how it is named: ``calculator``, ``my_file.py:weather``.
 
     Raises:
         ConfigError: the docstring or a type is missing; says what to write.
     """
+    if isinstance(function, str):
+        function = factory_of("tool", function)
+    who = getattr(function, "__name__", "the function")
     try:
         made: dict[str, Any] = get_json_schema(function)
     except (DocstringParsingException, TypeHintParsingException, ValueError, TypeError) as error:

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -230,7 +231,7 @@ def make_toolboxes(specs: Any, services: Services) -> list[Toolbox]:
     terms = [_term(spec) for spec in (specs if isinstance(specs, list | tuple) else [specs])]
     if not terms:
         raise ConfigError("workflow_args.tools is empty; name a tool, as in workflow_args.tools=calculator")
-    return [services.once(f"tool {term.spelling}", lambda term=term: _make(term, services)) for term in terms]
+    return [services.once(f"tool {term.spelling}", partial(_make, term, services)) for term in terms]
 
 
 def _term(spec: Any) -> Term:
@@ -249,7 +250,7 @@ def _make(term: Term, services: Services) -> Toolbox:
     if not inspect.isclass(factory):
         if term.arguments:
             raise ConfigError(f"{who} is a function, so its arguments are the model's: it has no knobs; make it a class")
-        return FunctionBox(factory, term.name)
+        return FunctionBox(factory)
     box = services.make(who, factory, term.arguments)
     if not isinstance(box, Toolbox):
         raise ConfigError(f"{who} made a {type(box).__name__}; derive the class from tandem.Toolbox, or name a function")
