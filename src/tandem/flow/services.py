@@ -34,7 +34,7 @@ from tandem.tracking.tracker import check_sinks
 
 log = logging.getLogger(__name__)
 
-GIVEN = ("reward", "gconfig", "tokenizer", "system_prompt", "chat_template_kwargs", "engine", "recorder")
+GIVEN = ("reward", "gconfig", "tokenizer", "system_prompt", "chat_template_kwargs", "engine", "recorder", "services")
 """Arguments that every workflow may ask for by name, besides the services that the configuration names."""
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_new_tokens", "stop", "stop_token_ids")
