@@ -79,6 +79,7 @@ for _service in (
     Service("sandbox", "landlock", "tandem.sandbox.choose:with_landlock"),
     Service("sandbox", "none", "tandem.sandbox.choose:without_walls"),
     Service("workflow", "rlvr", "tandem.rollout.workflows:RLVRWorkflow"),
+    Service("workflow", "program", "tandem.rollout.program:ProgramWorkflow"),
     Service("workflow", "multi_turn", "tandem.rollout.multi_turn:MultiTurnWorkflow"),
     Service("workflow", "tools", "tandem.rollout.tools.workflow:ToolWorkflow"),
     Service("tool", "calculator", "tandem.rollout.tools.calculator:calculator"),

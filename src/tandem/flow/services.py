@@ -34,7 +34,17 @@ from tandem.tracking.tracker import check_sinks
 
 log = logging.getLogger(__name__)
 
-GIVEN = ("reward", "gconfig", "tokenizer", "system_prompt", "chat_template_kwargs", "engine", "recorder", "services")
+GIVEN = (
+    "reward",
+    "gconfig",
+    "tokenizer",
+    "system_prompt",
+    "chat_template_kwargs",
+    "engine",
+    "recorder",
+    "services",
+    "episode_timeout_s",
+)
 """Arguments that every workflow may ask for by name, besides the services that the configuration names."""
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_new_tokens", "stop", "stop_token_ids")
@@ -396,7 +406,8 @@ def _refuse_ignored(config: TrainConfig, taken: Collection[str]) -> None:
 def _settings(config: TrainConfig) -> dict[str, Any]:
     """Settings that a workflow or another service may ask for by name."""
     return {name: getattr(config, name) for name in ("gconfig", "system_prompt")} | {
-        "chat_template_kwargs": dict(config.chat_template_kwargs)
+        "chat_template_kwargs": dict(config.chat_template_kwargs),
+        "episode_timeout_s": config.rollout.episode_timeout_s,
     }
 
 
