@@ -37,7 +37,12 @@ WITHOUT_EFFECT = {
 """Sampling parameters of vLLM's that ask for nothing with these values, and are refused with others."""
 
 _ANY: Schema = {}
-_HARMLESS = ("skip_special_tokens", "spaces_between_special_tokens", "detokenize", "include_stop_str_in_output")
+_HARMLESS: tuple[str, ...] = (
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "detokenize",
+    "include_stop_str_in_output",
+)
 _HARMLESS += ("routed_experts_prompt_start", "skip_reading_prefix_cache")
 """Parameters that are about text, or about what this engine's answers do not have."""
 
