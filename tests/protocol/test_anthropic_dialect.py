@@ -84,20 +84,20 @@ def test_a_request_is_read_as_a_turn():
     assert [message["name"] for message in turn.messages[3:5]] == ["bash", "bash"]
     assert turn.tools[0]["function"] == {"name": "bash", "description": "Runs.", "parameters": {"type": "object"}}
     assert turn.tool_choice == "required" and turn.stops == ("\n\nHuman:",) and turn.max_tokens == 32000 and turn.stream
-    assert set(turn.overridden) == {"max_tokens", "temperature"} and set(turn.ignored) == {"metadata", "thinking"}
+    assert set(turn.overridden) == {"temperature"} and set(turn.ignored) == {"metadata", "thinking"}
 
 
 @pytest.mark.parametrize(
     ("change", "where", "why"),
     [
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type", "input_schema"),
-        ({"tool_choice": {"type": "tool", "name": "bash"}}, "tool_choice", "the model chooses"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type", "text only"),
+        ({"tool_choice": {"type": "best"}}, "tool_choice", "are known"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content", "must be text"),
         ({"messages": [{"role": "assistant", "content": "{"}]}, "messages", "not continued"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "must be user"),
         ({"output_config": {"format": {}}}, "output_config", "does not constrain"),
         ({"mcp_servers": [{}]}, "mcp_servers", "by the agent"),
-        ({"best_of": 2}, "best_of", "not known here"),
+        ({"stop_sequences": [""]}, "stop", "none of them empty"),
     ],
 )
 def test_what_would_mean_something_else_is_refused_by_its_place(change, where, why):

@@ -5,56 +5,54 @@ A message is a list of blocks: text, thinking, calls of tools (``tool_use``), an
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from tandem.api.requests import StopReason
-from tandem.protocol.dialects.wire import (
-    Fields,
-    History,
-    as_list,
-    as_object,
-    as_text,
-    call_of,
-    refused,
-    text_of,
-    tool_of,
-    wrong,
-)
+from tandem.protocol.dialects.chat import named_results, read_function, read_limit, read_stops, read_text
+from tandem.protocol.dialects.wire import Fields, History, as_list, as_object, as_text, refused, wrong
+from tandem.protocol.refusal import Refusal
 from tandem.protocol.turns import Reply, Turn
 
 FIELDS = Fields(
-    read={"model", "messages", "system", "tools", "tool_choice", "max_tokens", "stop_sequences", "stream"},
-    sampling={"max_tokens", "temperature", "top_p", "top_k"},
-    harmless={"metadata", "service_tier", "thinking", "cache_control", "inference_geo"},
+    read=("model", "messages", "system", "tools", "tool_choice", "stop_sequences", "stream", "max_tokens"),
+    sampling=("temperature", "top_p", "top_k"),
+    meant={
+        "output_config": "the engine does not constrain what it writes",
+        "output_format": "the engine does not constrain what it writes",
+        "mcp_servers": "tools are called by the agent",
+        "container": "tools are called by the agent",
+        "context_management": "the history is taken as it is sent; let the agent shorten it",
+    },
 )
-REMEDIES = {
-    "output_config": "the engine does not constrain what it writes",
-    "output_format": "the engine does not constrain what it writes",
-    "mcp_servers": "tools are called by the agent, not here",
-    "container": "tools are called by the agent, not here",
-    "context_management": "the history is taken as it is sent; let the agent shorten it",
+_CHOICES: Mapping[Any, Literal["auto", "none", "required"]] = {
+    "auto": "auto",
+    "none": "none",
+    "any": "required",
+    "tool": "required",  # asked for, not enforced: the answer says what the model did
 }
 
 
 def read(body: Mapping[str, Any]) -> Turn:
-    """The turn that a request asks for.
+    """The turn that a body asks for.
 
     Raises:
-        Refusal: 400, the body has not this shape, or asks for what would mean something else here.
+        Refusal: 400 for what cannot be had, or would change the meaning.
     """
-    overridden, ignored = FIELDS.sort(body, REMEDIES)
-    history = History()
-    system = text_of(body.get("system"), "system", {"text"})
+    overridden, ignored = FIELDS.sort(body)
+    history, limit, choice = History(), body.get("max_tokens"), as_object(body.get("tool_choice") or {}, "tool_choice")
+    system = read_text(body.get("system"), "system")
     if system:
         history.say("system", system)
     for number, message in enumerate(as_list(body.get("messages"), "messages")):
         _read_message(as_object(message, f"messages[{number}]"), history, f"messages[{number}]")
+    if choice.get("type", "auto") not in _CHOICES:
+        raise refused("tool_choice", f"{', '.join(_CHOICES)} are known; got {choice!r:.80}")
     return Turn(
-        history.messages("messages"),
-        tuple(_tool(tool, f"tools[{number}]") for number, tool in enumerate(as_list(body.get("tools"), "tools"))),
-        tool_choice=_tool_choice(body.get("tool_choice")),
-        stops=tuple(as_text(stop, "stop_sequences") for stop in as_list(body.get("stop_sequences"), "stop_sequences")),
-        max_tokens=body.get("max_tokens"),
+        messages=tuple(named_results(history.messages("messages"))),
+        tools=tuple(_tool(tool, f"tools[{number}]") for number, tool in enumerate(as_list(body.get("tools"), "tools"))),
+        tool_choice=_CHOICES[choice.get("type", "auto")],
+        stops=read_stops(body.get("stop_sequences")),
+        max_tokens=None if limit is None else read_limit(limit, "max_tokens"),
         stream=bool(body.get("stream")),
         overridden=overridden,
         ignored=ignored,
@@ -68,24 +66,25 @@ def _read_message(message: Mapping[str, Any], history: History, where: str) -> N
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else as_list(content, f"{where}.content")
     if role == "assistant":
         history.assistant()
-    words: list[str] = []
+    texts: list[Any] = []
     for number, block in enumerate(blocks):
         place = f"{where}.content[{number}]"
         if role == "assistant":
             _read_own(as_object(block, place), history, place)
         elif as_object(block, place).get("type") == "tool_result":
-            _say(words, role, history)
-            result = text_of(block.get("content"), f"{place}.content", {"text"})
-            history.result(as_text(block.get("tool_use_id"), f"{place}.tool_use_id"), result, f"{place}.tool_use_id")
+            _say(role, texts, history, where)
+            result = read_text(block.get("content"), f"{place}.content")
+            history.result(as_text(block.get("tool_use_id"), f"{place}.tool_use_id"), result)
         else:
-            words.append(text_of([block], f"{where}.content", {"text"}))
-    _say(words, role, history)
+            texts.append(block)
+    _say(role, texts, history, where)
 
 
-def _say(words: list[str], role: str, history: History) -> None:
-    if words:
-        history.say(role, "".join(words))
-        words.clear()
+def _say(role: str, texts: list[Any], history: History, where: str) -> None:
+    """The blocks of text that came together, as one message."""
+    if texts:
+        history.say(role, read_text(texts, f"{where}.content"))
+        texts.clear()
 
 
 def _read_own(block: Mapping[str, Any], history: History, where: str) -> None:
@@ -97,26 +96,17 @@ def _read_own(block: Mapping[str, Any], history: History, where: str) -> None:
         history.assistant(reasoning=as_text(block.get("thinking"), f"{where}.thinking"))
     elif kind == "tool_use":
         name, call_id = as_text(block.get("name"), f"{where}.name"), as_text(block.get("id"), f"{where}.id")
-        history.assistant(call=call_of(call_id, name, as_object(block.get("input"), f"{where}.input")))
+        history.call(call_id, name, as_object(block.get("input"), f"{where}.input"))
     else:
-        raise refused(f"{where}.type", f"blocks of the assistant are text, thinking and tool_use, got {kind!r}")
+        raise refused(f"{where}.type", f"blocks of the assistant are text, thinking and tool_use; got {kind!r}")
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     kind = as_object(tool, where).get("type") or "custom"
     if kind != "custom":
-        raise refused(
-            f"{where}.type", f"only tools with an input_schema can be called, got {kind!r}; switch it off in the agent"
-        )
-    return tool_of(tool.get("name"), tool.get("description"), tool.get("input_schema"), where)
-
-
-def _tool_choice(choice: Any) -> Any:
-    names = {"auto": "auto", "any": "required", "none": "none"}
-    kind = "auto" if choice is None else as_object(choice, "tool_choice").get("type")
-    if kind not in names:
-        raise refused("tool_choice", f"the model chooses the tool; auto, any and none are known, got {kind!r}")
-    return names[kind]
+        raise refused(f"{where}.type", f"only tools with an input_schema can be called; switch the tool {kind!r} off")
+    as_text(tool.get("name"), f"{where}.name")
+    return read_function({**tool, "parameters": tool.get("input_schema")})
 
 
 # ------------------------------------------------------------------ what is answered
@@ -145,13 +135,24 @@ def events(turn: Turn, reply: Reply, *, response_id: str, model: str, usage: Map
     yield _event("message_stop")
 
 
+def refused_body(refusal: Refusal) -> dict[str, Any]:
+    """The body of a refusal."""
+    error = refusal.body()["error"]
+    return {"type": "error", "error": {"type": error["type"], "message": error["message"]}}
+
+
+def failed(refusal: Refusal) -> bytes:
+    """The event that tells of a refusal in the middle of a stream."""
+    return _event("error", error=refused_body(refusal)["error"])
+
+
 def _event(kind: str, **more: Any) -> bytes:
     return f"event: {kind}\ndata: {json.dumps({'type': kind, **more})}\n\n".encode()
 
 
 def _frame(response_id: str, model: str, usage: Mapping[str, int]) -> dict[str, Any]:
     return {
-        "id": response_id,
+        "id": f"msg_{response_id}",
         "type": "message",
         "role": "assistant",
         "model": model,
@@ -168,7 +169,7 @@ def _usage(prompt: int, completion: int) -> dict[str, int]:
 
 
 def _stop_reason(reply: Reply) -> str:
-    if reply.stop_reason != StopReason.STOP:
+    if reply.stop_reason == StopReason.LENGTH:
         return "max_tokens"
     return "tool_use" if reply.good_calls else "end_turn"
 
