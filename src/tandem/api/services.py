@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
-ONLY_BY_NAME = ("engine", "sandbox")
+ONLY_BY_NAME = ("engine", "sandbox", "recorder")
 """Arguments that a factory gets only if it names them; `**rest` alone does not ask for them."""
 
 CLOSING_S = 10.0
