@@ -96,6 +96,8 @@ def test_a_request_is_read_as_a_turn():
         ({"messages": [{"role": "assistant", "content": "{"}]}, "messages", "not continued"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "must be user"),
         ({"output_config": {"format": {}}}, "output_config", "does not constrain"),
+        ({"thread": {"type": "continue", "previous_message_id": "m"}}, "thread", "send all messages"),
+        ({"conversation": "c"}, "conversation", "not known here"),
         ({"mcp_servers": [{}]}, "mcp_servers", "by the agent"),
         ({"stop_sequences": [""]}, "stop", "none of them empty"),
     ],

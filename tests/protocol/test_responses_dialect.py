@@ -101,6 +101,7 @@ def test_sampling_is_noted_and_left_to_the_trainer():
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id", "send the whole history in input"),
         ({"conversation": "conv_1"}, "conversation", "send the whole history"),
+        ({"thread": "t"}, "thread", "not known here"),
         ({"background": True}, "background", "the request that asks"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {}}}}, "text.format", "does not constrain"),
         ({"tool_choice": {"type": "file_search"}}, "tool_choice", "a function are known"),

@@ -16,11 +16,13 @@ from tandem.protocol.turns import Reply, Turn
 FIELDS = Fields(
     read=("model", "messages", "system", "tools", "tool_choice", "stop_sequences", "stream", "max_tokens"),
     sampling=("temperature", "top_p", "top_k"),
-    meant={
+    harmless=("betas", "cache_control", "inference_geo", "metadata", "service_tier", "speed", "thinking", "user_profile_id"),
+    refused={
         "output_config": "the engine does not constrain what it writes",
         "output_format": "the engine does not constrain what it writes",
         "mcp_servers": "tools are called by the agent",
         "container": "tools are called by the agent",
+        "fallbacks": "the policy alone is asked",
         "context_management": "the history is taken as it is sent; let the agent shorten it",
     },
 )
@@ -38,6 +40,8 @@ def read(body: Mapping[str, Any]) -> Turn:
     Raises:
         Refusal: 400 for what cannot be had, or would change the meaning.
     """
+    if body.get("thread"):  # half the history; with this code the SDK sends all of it
+        raise Refusal(400, "thread is not served here: send all messages", code="thread_unsupported_request", param="thread")
     overridden, ignored = FIELDS.sort(body)
     history, limit, choice = History(), body.get("max_tokens"), as_object(body.get("tool_choice") or {}, "tool_choice")
     system = read_text(body.get("system"), "system")
@@ -138,7 +142,8 @@ def events(turn: Turn, reply: Reply, *, response_id: str, model: str, usage: Map
 def refused_body(refusal: Refusal) -> dict[str, Any]:
     """The body of a refusal."""
     error = refusal.body()["error"]
-    return {"type": "error", "error": {"type": error["type"], "message": error["message"]}}
+    details = {"error_code": refusal.code, "unsupported": [refusal.param]} if refusal.code else None
+    return {"type": "error", "error": {"type": error["type"], "message": error["message"], "details": details}}
 
 
 def failed(refusal: Refusal) -> bytes:

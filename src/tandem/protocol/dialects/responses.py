@@ -18,7 +18,23 @@ from tandem.protocol.turns import Reply, Turn
 FIELDS = Fields(
     read=("model", "input", "instructions", "tools", "tool_choice", "stream", "text", "max_output_tokens"),
     sampling=("temperature", "top_p", "top_logprobs"),
-    meant={
+    harmless=(
+        "client_metadata",
+        "include",
+        "max_tool_calls",
+        "metadata",
+        "parallel_tool_calls",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "reasoning",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "stream_options",
+        "truncation",
+        "user",
+    ),
+    refused={
         "previous_response_id": "answers are not stored under their ids; send the whole history in input (store=false)",
         "conversation": "conversations are not stored; send the whole history in input",
         "prompt": "there are no stored prompts; send instructions and input",

@@ -9,7 +9,8 @@ from tandem.protocol.refusal import Refusal
 
 @dataclass(frozen=True)
 class Fields:
-    """The fields of a dialect's body by what they do here; any other changes nothing."""
+    """The fields of a dialect's body by what they do here. Any other is refused: a new one may leave out half the history,
+    because the maker's own service stores it."""
 
     read: Collection[str]
     """Fields that the dialect's reader looks at."""
@@ -17,22 +18,25 @@ class Fields:
     sampling: Collection[str]
     """Fields of sampling: the trainer decides them."""
 
-    meant: Mapping[str, str]
+    harmless: Collection[str]
+    """Fields that change nothing of the model's turn."""
+
+    refused: Mapping[str, str]
     """Fields that would change what a reply means, each with the reason why it is refused where it is set."""
 
     def sort(self, body: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The names that are set among the fields of sampling, and among those that change nothing.
 
         Raises:
-            Refusal: 400, a field that would change what a reply means is set.
+            Refusal: 400, another field is set.
         """
-        for name, why in self.meant.items():
-            if body.get(name):
-                raise refused(name, why)
-        overridden = tuple(name for name in self.sampling if body.get(name) is not None)
-        return overridden, tuple(
-            sorted({name for name in body if body[name] is not None} - {*self.read, *self.sampling, *self.meant})
-        )
+        given = [name for name, value in body.items() if value is not None]
+        for name in given:
+            if name in self.refused and body[name]:
+                raise refused(name, self.refused[name])
+            if name not in {*self.read, *self.sampling, *self.harmless, *self.refused}:
+                raise refused(name, "it is not known here, and may change what a reply means; leave it out")
+        return tuple(n for n in given if n in self.sampling), tuple(n for n in given if n in self.harmless)
 
 
 def refused(where: str, why: str) -> Refusal:
