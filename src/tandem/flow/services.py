@@ -132,6 +132,10 @@ class RewardBySource(RewardFn):
 
     def __init__(self, default: str, by_name: Mapping[str, RewardFn], vote: MajorityVote | None = None):
         """``default``: the reward of rows whose data set names none. ``by_name``: every sum that judges rows."""
+        sums = [reward for reward in by_name.values() if isinstance(reward, SumReward)]
+        for reward in sums:  # or a mean of raw values would be over other rows than that of the parts
+            reward.told = reward.told.union(*(one.told for one in sums))
+        self.cost = next((reward.cost for reward in sums), None)
         self._judges = (default, by_name)  # one object: while it is changed, episodes read it in another thread
         self.vote = vote
         self._gone: list[Judge] = []

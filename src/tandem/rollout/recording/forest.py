@@ -264,16 +264,15 @@ class Forest:
         """The roots that belong to the task, among those of ``nodes``: the one that holds its first turn, and those that
         share a prefix with one of these, or repeat a reply of theirs. Other roots are side calls.
 
-        Of several roots that were asked for before any reply was there, the first turn is in the one with tools, the most
-        turns, and the longest prompt: agents ask for a title beside the task.
+        The first turn is in a root with tools, if there is one, that was asked for before any reply was there: of several of
+        them in the one with the most turns and the longest prompt. So a title that an agent asks for beside the task is not.
         """
         trees: dict[Node, list[Node]] = {}
         for node in nodes:
             trees.setdefault(node.root, []).append(node)
         if not trees:
             return set()
-        opening = [root for root in trees if root.asked.opening] or list(trees)
-        first = max(opening, key=lambda root: (bool(root.asked.tools), len(trees[root]), len(root.asked.context), -root.key))
+        first = max(trees, key=lambda r: (bool(r.asked.tools), r.asked.opening, len(trees[r]), len(r.asked.context), -r.key))
         ours, others = {first}, set(trees) - {first}
         while True:
             begin = {meaning(root.asked.tail[0]) for root in ours}

@@ -98,6 +98,10 @@ class Recorder:
         """Runs an agent in a thread beside that of the engine: one that blocks keeps neither the server nor the engine."""
         return self._agents.start(coroutine)
 
+    def session_of(self, request: web.Request) -> Session:
+        """See `Sessions.of`. The server asks here, so that the recorder lives as long as its server listens."""
+        return self.sessions.of(request)
+
     async def _listening(self) -> int:
         """The port. Starts the server if none runs on this loop."""
         loop = asyncio.get_running_loop()
@@ -108,7 +112,7 @@ class Recorder:
         return await asyncio.shield(self._port)
 
     async def _serve(self, port: "asyncio.Future[int]") -> None:
-        access = KeyedAccess(None, None, Access.of(HOST, token=None, admin_token=None).hosts, self.sessions.of)
+        access = KeyedAccess(None, None, Access.of(HOST, token=None, admin_token=None).hosts, self.session_of)
         try:
             async with Server(self._application, access).listening(HOST, 0) as number:
                 port.set_result(number)
