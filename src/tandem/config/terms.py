@@ -78,6 +78,11 @@ class Term:
         return self.name.rpartition(":")[0].endswith(".py")
 
     @property
+    def registered(self) -> str:
+        """The name under which it is registered: that of ``name:ID`` is ``name``."""
+        return self.name.partition(":")[0]
+
+    @property
     def spelling(self) -> str:
         """It as text, without its weight."""
         options = {name: value for name, value in asdict(self.options).items() if value is not None}

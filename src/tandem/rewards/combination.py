@@ -10,10 +10,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-import torch
-
 from tandem.api.failures import DataFailure, WrongWorkflow
-from tandem.api.samples import Sample, Trajectory
+from tandem.api.samples import Sample
 from tandem.config.terms import Options, Term
 
 MOST = 1e38
@@ -45,12 +43,6 @@ def alone(term: Term, value: float) -> float:
 def tells_raw(term: Term, terms: Sequence[Term]) -> bool:
     """True if the value before the weight is recorded: it is another number, or opens the gate of another term."""
     return term.weight != 1 or term.options != Options() or any(t.options.gate_name == term.label for t in terms)
-
-
-def earning(trajectory: Trajectory, tokens: Sequence[int], values: Sequence[float]) -> Trajectory:
-    """The trajectory whose ``tokens`` earn these rewards besides what they earn already."""
-    earned = torch.zeros(len(trajectory.input_ids)) if trajectory.token_rewards is None else trajectory.token_rewards.clone()
-    return replace(trajectory, token_rewards=earned.index_add(0, torch.tensor(tokens), torch.tensor(values)))
 
 
 @dataclass
@@ -181,7 +173,7 @@ class Combination:
             counted = [term.weight * clipped(term.options, x) if training else alone(term, x) for x in given]
             parts[name] = math.fsum(counted)
             if name in one.tokens and given:
-                trajectory = earning(trajectory, one.tokens[name], counted)
+                trajectory = trajectory.earning(one.tokens[name], counted)
             if given and tells_raw(term, self.sums[one.reward]):
                 raws[name] = raw[name]
         gates = {
@@ -190,7 +182,7 @@ class Combination:
         return replace(
             sample,
             trajectories=(*sample.trajectories[:-1], trajectory),
-            reward=sample.reward + math.fsum(parts[name] for name in parts if name not in one.tokens and name != self.cost),
+            reward=sample.reward + math.fsum(value for name, value in parts.items() if name != self.cost),
             rewards={**sample.rewards, **parts},
             raw_rewards={**sample.raw_rewards, **raws},
             metrics={**sample.metrics, **gates},

@@ -17,6 +17,7 @@ import struct
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tandem.workers.trees import adopt_orphans, children_of, kill_tree
@@ -124,6 +125,11 @@ def _end_leftovers(kept: set[int]) -> None:
                 pass
 
 
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
 Answering = Callable[[dict[str, Any]], dict[str, Any]]
 """Answers one call; never raises."""
 
@@ -136,7 +142,7 @@ def serve(requests: int, answers: int, load: Callable[[], Answering], *, reason:
     os.set_inheritable(answers, False)
     _fork_keeper(requests, answers)
     worker = os.getpid()
-    os.register_at_fork(after_in_child=lambda: (os.close(requests), os.close(answers)))  # a fork cannot answer
+    os.register_at_fork(after_in_child=partial(_close, requests, answers))  # a fork cannot answer
     try:
         answer = load()
     except BaseException as error:  # the worker boundary: a file that cannot be loaded
