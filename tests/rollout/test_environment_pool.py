@@ -91,6 +91,10 @@ def test_a_worker_is_reused_and_replaced_after_so_many_episodes(pool):
     assert pids[0] == pids[1] != pids[2] == pids[3]
 
 
+def test_a_worker_does_without_torch(pool):
+    assert asyncio.run(play(pool("Who"))).observation == "torch: False"
+
+
 def test_no_more_workers_than_allowed_and_all_get_their_turn(pool):
     worlds = pool("Who", workers=2)
 

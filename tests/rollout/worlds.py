@@ -7,9 +7,6 @@ from pathlib import Path
 
 from tandem.api.environment import InvalidAction, StepResult
 
-if "torch" in sys.modules:
-    raise RuntimeError("a worker of an environment has imported torch")
-
 
 class Count:
     """Counts what it is told. The first words depend on the seed."""
@@ -107,4 +104,4 @@ class Who:
         return str(os.getpid())
 
     def step(self, action):
-        return str(os.getpid()), 0.0, True
+        return f"torch: {'torch' in sys.modules}", 0.0, True
