@@ -21,7 +21,7 @@ Spec = Annotated[str, "spec"]
 same text (`tandem.config.recipes`)."""
 
 _FILE = re.compile(
-    r"""'[^']*'|"[^"]*"|(?P<file>(?<![^\s+*(-])[^\s+*(),='"]+\.py:\w+|(?<![^\s*(])[A-Za-z_]\w*:\w[\w./]*(?:-[\w./]+)*)"""
+    r"""'[^']*'|"[^"]*"|(?P<file>(?<![^\s+*(-])[^\s+*(),='"]+\.py:\w+|(?<![^\s*(])[A-Za-z_]\w*:\w[\w./:]*(?:-[\w./:]+)*)"""
 )
 """A user's file or ``name:ID``; texts in quotes are passed over."""
 

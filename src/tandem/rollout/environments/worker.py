@@ -9,6 +9,7 @@ import inspect
 import json
 import math
 import os
+import threading
 from collections.abc import Mapping
 from numbers import Real
 from typing import Any
@@ -56,7 +57,7 @@ class Player:
     """Calls the methods of one environment and reads what they return."""
 
     def __init__(self, spec: str, knobs: Mapping[str, Any]):
-        self._loop = asyncio.new_event_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._world = load_function(spec)(**knobs)
         self._reset_takes = inspect.signature(self._world.reset).parameters
 
@@ -71,13 +72,18 @@ class Player:
         return {}
 
     def _call(self, method: Any, *arguments: Any, **named: Any) -> Any:
-        """Its result; of an ``async def``, when it is there."""
+        """Its result; of an ``async def``, when it is there. The loop runs in a thread, also between two calls."""
 
         async def waited(coroutine: Any) -> Any:
             return await coroutine
 
         result = method(*arguments, **named)
-        return self._loop.run_until_complete(waited(result)) if inspect.isawaitable(result) else result
+        if not inspect.isawaitable(result):
+            return result
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=self._loop.run_forever, daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(waited(result), self._loop).result()
 
     def _reset(self, data: dict[str, Any], seed: int) -> dict[str, Any]:
         given = {"data": data, "seed": seed, "options": data}

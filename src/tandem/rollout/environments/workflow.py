@@ -120,7 +120,7 @@ class EnvironmentWorkflow(RolloutWorkflow):
         if last["role"] == "user" and isinstance(last["content"], str):
             before.append(last | {"content": "\n\n".join(text for text in (last["content"].strip(), observation) if text)})
         else:
-            before += [last, {"role": "user", "content": observation}]
+            before += [last, *([{"role": "user", "content": observation}] if observation else [])]
         return Chat(self.tokenizer, before, system_prompt=self.system_prompt, chat_template_kwargs=self.chat_template_kwargs)
 
     async def _reply(self, engine: GeneratesTokens, chat: Chat, *, may_be_full: bool) -> bool:
