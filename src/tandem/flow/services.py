@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from tandem.api.failures import InfrastructureFailure, RewardFailure
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.samples import Sample
-from tandem.api.services import Services, factory_of
+from tandem.api.services import Services, arguments_of, factory_of
 from tandem.api.workflow import GeneratesTokens, RewardFn, RewardResult, RolloutWorkflow, messages_for
 from tandem.config.arithmetic import evaluation_gconfig, rewards_of, samples_together, workflow_of
 from tandem.config.errors import ConfigError
@@ -354,6 +354,13 @@ def check_names(config: TrainConfig) -> None:
         asked, _ = services.check(key, make, term.arguments, GIVEN, skip=skip)
     _refuse_ignored(config, (*asked, "chat_template_kwargs") if "recorder" in asked else asked)
     check_sinks(config.tracking)
+
+
+def asks_for_reward(config: TrainConfig) -> bool:
+    """True if the workflow lets the run's reward judge; an environment gives its own."""
+    make, skip = _workflow_factory(config)
+    arguments = arguments_of(make, f"workflow={config.workflow}", skip)
+    return arguments.open or "reward" in arguments.names
 
 
 def _workflow_factory(config: TrainConfig) -> tuple[Callable[..., Any], int]:
