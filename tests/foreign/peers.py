@@ -82,7 +82,7 @@ async def _run(command, given, folder, environment):
     pipe = asyncio.subprocess.PIPE
     quiet = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "OPENAI", "ANTHROPIC"))}
     process = await asyncio.create_subprocess_exec(
-        *command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=folder, env=quiet | environment
+        *command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=folder, env=quiet | {"PWD": str(folder)} | environment
     )
     try:
         out, error = await asyncio.wait_for(process.communicate(given), EPISODE_S)
