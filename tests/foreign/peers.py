@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 ENVS = Path(os.environ.get("TANDEM_FOREIGN", ROOT / "envs"))
 PYTHON, NODE = ENVS / "agents/bin/python", ENVS / "npm/node_modules/.bin"
 SCRIPTS = Path(__file__).parent / "agents"
-EPISODE_S = 240.0
+EPISODE_S = 500.0
 
 
 def adding(prompt):
