@@ -140,4 +140,3 @@ def test_a_deterministic_run_that_is_resumed_is_the_run_that_never_stopped(overr
 def test_an_agent_with_a_wrong_knob_is_refused_at_start(overrides, capsys, knob, words):
     assert main(["train", *items(overrides, knob)]) != 0
     assert words in capsys.readouterr().err
-

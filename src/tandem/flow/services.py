@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from tandem.api.failures import InfrastructureFailure, RewardFailure
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.samples import Sample
-from tandem.api.services import Services, factory_of
+from tandem.api.services import Services, arguments_of, factory_of
 from tandem.api.workflow import GeneratesTokens, RewardFn, RewardResult, RolloutWorkflow, messages_for
 from tandem.config.arithmetic import evaluation_gconfig, rewards_of, samples_together, workflow_of
 from tandem.config.errors import ConfigError
@@ -34,7 +34,17 @@ from tandem.tracking.tracker import check_sinks
 
 log = logging.getLogger(__name__)
 
-GIVEN = ("reward", "gconfig", "tokenizer", "system_prompt", "chat_template_kwargs", "engine", "recorder")
+GIVEN = (
+    "reward",
+    "gconfig",
+    "tokenizer",
+    "system_prompt",
+    "chat_template_kwargs",
+    "engine",
+    "recorder",
+    "services",
+    "episode_timeout_s",
+)
 """Arguments that every workflow may ask for by name, besides the services that the configuration names."""
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_new_tokens", "stop", "stop_token_ids")
@@ -346,6 +356,13 @@ def check_names(config: TrainConfig) -> None:
     check_sinks(config.tracking)
 
 
+def asks_for_reward(config: TrainConfig) -> bool:
+    """True if the workflow lets the run's reward judge; an environment gives its own."""
+    make, skip = _workflow_factory(config)
+    arguments = arguments_of(make, f"workflow={config.workflow}", skip)
+    return arguments.open or "reward" in arguments.names
+
+
 def _workflow_factory(config: TrainConfig) -> tuple[Callable[..., Any], int]:
     """The class or coroutine function that `workflow` names, and how many arguments of a function are each episode's.
 
@@ -396,7 +413,8 @@ def _refuse_ignored(config: TrainConfig, taken: Collection[str]) -> None:
 def _settings(config: TrainConfig) -> dict[str, Any]:
     """Settings that a workflow or another service may ask for by name."""
     return {name: getattr(config, name) for name in ("gconfig", "system_prompt")} | {
-        "chat_template_kwargs": dict(config.chat_template_kwargs)
+        "chat_template_kwargs": dict(config.chat_template_kwargs),
+        "episode_timeout_s": config.rollout.episode_timeout_s,
     }
 
 

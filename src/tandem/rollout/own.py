@@ -90,7 +90,7 @@ class AgentWorkflow(RolloutWorkflow):
         if returned is not None and session.reward is not None:
             raise DataFailure("two_rewards", "the agent returned a reward, and sent one to …/reward; do one of both")
         given = session.reward if returned is None else returned
-        return session.sample(**(await self._judged(session, data) if given is None else given))
+        return session.sample(**(await judged(self.reward, session, data) if given is None else given))
 
     async def _run(self, session: Session, data: Mapping[str, Any]) -> dict[str, Any] | None:
         """What the agent returned."""
@@ -116,20 +116,27 @@ class AgentWorkflow(RolloutWorkflow):
         except ValueError as wrong:
             raise WrongWorkflow(f"agent {self.name} must return a number, a dict with 'reward', or None: {wrong}") from wrong
 
-    async def _judged(self, session: Session, data: Mapping[str, Any]) -> dict[str, Any]:
-        """The verdict of the configured reward on the last reply."""
-        if self.reward is None:
-            raise DataFailure("no_reward", "the agent gave no reward, and none is configured")
-        last = session.last
-        result = await self.reward(
-            prompt=last.root.prompt_text,
-            completion=last.words,
-            prompt_ids=last.root.asked.context,
-            completion_ids=last.response.output_ids,
-            row=data,
-            **messages_for(self.reward, last.messages()),
-        )
-        return {"reward": result.value, "raw_rewards": dict(result.raw_rewards), **result.details()}
+
+async def judged(
+    reward: RewardFn | None, session: Session, data: Mapping[str, Any], output: str | None = None
+) -> dict[str, Any]:
+    """The verdict of the configured reward on the last reply of a session, or on an ``output`` in its place.
+
+    Raises:
+        DataFailure: ``no_reward``, where none is configured.
+    """
+    if reward is None:
+        raise DataFailure("no_reward", "the agent gave no reward, and none is configured")
+    last = session.last
+    result = await reward(
+        prompt=last.root.prompt_text,
+        completion=last.words if output is None else output,
+        prompt_ids=last.root.asked.context,
+        completion_ids=last.response.output_ids,
+        row=data,
+        **messages_for(reward, last.messages()),
+    )
+    return {"reward": result.value, "raw_rewards": dict(result.raw_rewards), **result.details()}
 
 
 async def _guarded(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
