@@ -16,7 +16,7 @@ from tests.foreign.peers import PEERS
 
 EPISODES = 8
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")
