@@ -31,12 +31,14 @@ if TYPE_CHECKING:
     from tandem.data.loader import Loader
     from tandem.flow.plan import plan_run
     from tandem.flow.session import Session
+    from tandem.protocol.tool_calls import plain_chat
     from tandem.rewards.build import build_reward
     from tandem.roles.actor import Actor
     from tandem.roles.language_model import LanguageModel
     from tandem.roles.preference import PreferenceLearner
     from tandem.roles.reward_model import RewardModel
     from tandem.rollout.executor import Rollout
+    from tandem.rollout.tools.tool import Tool, Toolbox, ToolFailure, tool_schema
     from tandem.rollout.workflows import ChatWorkflow
     from tandem.tracking.records import RecordedSample, load_batch, load_trajectories
     from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
@@ -76,6 +78,9 @@ __all__ = [
     "Sample",
     "Score",
     "Session",
+    "Tool",
+    "ToolFailure",
+    "Toolbox",
     "TrainConfig",
     "TrainEngine",
     "Trajectory",
@@ -86,9 +91,11 @@ __all__ = [
     "load_trajectories",
     "open_training",
     "peak_memory_gib",
+    "plain_chat",
     "plan_run",
     "prepared_by",
     "run_script",
+    "tool_schema",
 ]
 
 _MODULES = {
@@ -108,12 +115,14 @@ _MODULES = {
     "data.loader": ("Loader",),
     "flow.plan": ("plan_run",),
     "flow.session": ("Session",),
+    "protocol.tool_calls": ("plain_chat",),
     "rewards.build": ("build_reward",),
     "roles.actor": ("Actor",),
     "roles.language_model": ("LanguageModel",),
     "roles.preference": ("PreferenceLearner",),
     "roles.reward_model": ("RewardModel",),
     "rollout.executor": ("Rollout",),
+    "rollout.tools.tool": ("Tool", "ToolFailure", "Toolbox", "tool_schema"),
     "rollout.workflows": ("ChatWorkflow",),
     "tracking.records": ("RecordedSample", "load_batch", "load_trajectories"),
     "tracking.statistics": ("PhaseTimer", "peak_memory_gib"),

@@ -16,6 +16,7 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.build import build_train_engine
+from tandem.flow.plan import plan_run
 from tandem.flow.residents import open_reader
 from tandem.flow.steps import last_tokens, step_spans
 from tandem.models.load import load_causal_lm, load_scalar_model
@@ -171,3 +172,21 @@ def test_a_run_learns_from_the_worst_step(tmp_path, judges):
 def test_what_cannot_be_read_at_steps_is_refused_at_start(tmp_path, judges, knobs, words):
     with pytest.raises(ConfigError, match=words):
         run(tmp_path, judges, f"reward=model(path={judges}/sequences, {knobs})")
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ("algorithm.filter=dynamic_sampling", "algorithm.filter=dynamic_sampling chooses prompts .* such as 0\\*math"),
+        ("algorithm.filter=accuracy_band", "algorithm.filter=accuracy_band chooses prompts"),
+        ("curriculum.round_rows=8", "curriculum.round_rows chooses prompts .* leave curriculum.round_rows out"),
+    ],
+)
+def test_prompts_cannot_be_chosen_by_samples_whose_steps_alone_are_rewarded(tmp_path, judges, keys, words):
+    term = f"model(path={judges}/sequences, steps='e', aggregate=none)"
+    with pytest.raises(ConfigError, match=words):
+        run(tmp_path, judges, "algorithm=ppo", f"reward={term}", keys)
+    items = [f"actor.path={judges}/tiny-llama-0", "train_dataset.path=addition", "algorithm=ppo", keys]
+    assert plan_run(load_config(TrainConfig, None, [*items, f"reward=0*math + {term}"]).config).scores, (
+        "it chooses by accuracy"
+    )

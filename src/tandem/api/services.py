@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
-ONLY_BY_NAME = ("engine", "sandbox")
+ONLY_BY_NAME = ("engine", "sandbox", "recorder", "services")
 """Arguments that a factory gets only if it names them; `**rest` alone does not ask for them."""
 
 CLOSING_S = 10.0
@@ -202,7 +202,8 @@ class Services:
         ``given``: argument → an object that is there."""
         self._named = tuple(named or ())
         self._terms = {name: read_term(spec, name) for name, spec in (named or {}).items() if spec is not None}
-        self._given = dict(given)
+        self._given = {"services": self, **given}
+        self._made: dict[str, Any] = {}
         self._asking: list[str] = []
         self._stack = contextlib.ExitStack()
 
@@ -296,6 +297,12 @@ class Services:
     def unused(self) -> tuple[str, ...]:
         """Names of services that the configuration names and nobody asked for."""
         return tuple(name for name in self._terms if name not in self._given)
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """What was made under this name, or is made now; it is closed with the others."""
+        if name not in self._made:
+            self._made[name] = self.keep(make())
+        return cast(T, self._made[name])
 
     def keep(self, service: Any) -> Any:
         """Closes it with the others, before those that were there earlier; returns it."""

@@ -54,6 +54,9 @@ class RewardFn(ABC):
     reads_messages: bool = False
     """True: it is also given ``messages``, the conversation so far, with the completion as the last reply."""
 
+    cost: str | None = None
+    """The part that is measured and not rewarded (`constraint`)."""
+
     @abstractmethod
     async def __call__(
         self,

@@ -5,7 +5,7 @@ added here, when the groups of a batch stand: those that a model scores, and tho
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -40,9 +40,12 @@ def alone(term: Term, value: float) -> float:
     return term.weight * (value if term.options.normalise else clipped(term.options, value))
 
 
-def tells_raw(term: Term, terms: Sequence[Term]) -> bool:
-    """True if the value before the weight is recorded: it is another number, or opens the gate of another term."""
-    return term.weight != 1 or term.options != Options() or any(t.options.gate_name == term.label for t in terms)
+def told_raw(sums: Iterable[Sequence[Term]]) -> frozenset[str]:
+    """The terms whose value before the weight is recorded: in one of the sums it is another number, or opens the gate of
+    another term."""
+    terms = [term for one in sums for term in one]
+    gates = {term.options.gate_name for term in terms}
+    return frozenset(t.label for t in terms if t.weight != 1 or t.options != Options() or t.label in gates)
 
 
 @dataclass
@@ -101,7 +104,7 @@ class Combination:
     def __init__(self, sums: Mapping[str, Sequence[Term]], later: Mapping[str, Sequence[Term]], *, cost: str | None = None):
         """``sums``: each reward with all of its terms; ``later``: with those that are added here. ``cost``: the name of a
         term that is a part, but does not enter the sum."""
-        self.sums, self.later, self.cost = sums, later, cost
+        self.later, self.told, self.cost = later, told_raw(sums.values()), cost
         self.spreads: dict[str, Spread] = {}
 
     def change(
@@ -109,7 +112,7 @@ class Combination:
     ) -> None:
         """From now on these terms count. The means of terms that stay go on; those of terms that are gone are forgotten.
         ``again``: the change was made before the means were loaded, which are as it and later changes left them."""
-        self.sums, self.later = sums, later
+        self.later, self.told = later, told_raw(sums.values())
         running = {term.label for terms in later.values() for term in terms if term.options.normalise == "running"}
         self.spreads = {name: spread for name, spread in self.spreads.items() if again or name in running}
 
@@ -174,7 +177,7 @@ class Combination:
             parts[name] = math.fsum(counted)
             if name in one.tokens and given:
                 trajectory = trajectory.earning(one.tokens[name], counted)
-            if given and tells_raw(term, self.sums[one.reward]):
+            if given and name in self.told:
                 raws[name] = raw[name]
         gates = {
             f"gate/{t.label}": float(t.label in values) for t in self.later[one.reward] if t.options.gate_name is not None

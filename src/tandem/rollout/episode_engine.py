@@ -99,7 +99,7 @@ class EpisodeEngine:
         did(*GENERATING)
         if response.timing is None:  # a server that does not say when it began
             response = replace(response, timing=RequestTiming(math.nan, math.nan, time.monotonic() - began))
-        if ours and response.stop_reason == StopReason.CANCELLED and self._remaining_s() <= 0:
+        if ours and response.stop_reason == StopReason.CANCELLED and self.remaining_s <= 0:
             raise DataFailure("deadline", "the episode's time (rollout.episode_timeout_s) was spent while it was generating")
         self._last = (*request.input_ids, *response.output_ids)
         return response
@@ -125,10 +125,12 @@ class EpisodeEngine:
             changes["needs_logprobs"] = False
         ours = request.deadline_s is None and self._expires is not None
         if ours:
-            changes["deadline_s"] = max(0.0, self._remaining_s())
+            changes["deadline_s"] = max(0.0, self.remaining_s)
         return replace(request, **changes), ours  # type: ignore[arg-type]
 
-    def _remaining_s(self) -> float:
+    @property
+    def remaining_s(self) -> float:
+        """Seconds that the episode has left."""
         return float("inf") if self._expires is None else self._expires - time.monotonic()
 
     def _settle(self) -> None:
