@@ -81,7 +81,7 @@ class EnvironmentWorkflow(RolloutWorkflow):
         """
         rewards: list[float] = []
         is_trained: list[bool] = []
-        malformed, is_cut, result = 0, True, StepResult("", 0.0, False)
+        malformed, is_cut, result, accuracy = 0, True, StepResult("", 0.0, False), None
         async with self.pool.world() as world:
             chat = self._start(data, await world.reset(data, self.seed_of(engine, data)))
             for turn in range(self.max_turns):
@@ -93,6 +93,7 @@ class EnvironmentWorkflow(RolloutWorkflow):
                 answer = await self._act(world, chat.completion)
                 malformed += isinstance(answer, str)
                 result = self._malformed(answer) if isinstance(answer, str) else answer
+                accuracy = result.info.get("accuracy", accuracy)
                 rewards.append(result.reward)
                 is_trained.append(response.untrained_tokens < len(response.output_ids))
                 if result.terminated or result.truncated:
@@ -104,7 +105,7 @@ class EnvironmentWorkflow(RolloutWorkflow):
             "malformed_actions": malformed / len(rewards),
             "cut_episodes": float(is_cut),
         }
-        sample = chat.sample(sum(earned), accuracy=result.info.get("accuracy"), metrics=metrics)
+        sample = chat.sample(sum(earned), accuracy=accuracy, metrics=metrics)
         return _with_turns(sample, [value for value, trained in zip(earned, is_trained, strict=True) if trained])
 
     def seed_of(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> int:
