@@ -32,6 +32,7 @@ FOR_PEOPLE = {
     "engines/inference/serve/service.py:Service": "`created` of OpenAI's protocol",
     "protocol/dialects/chat.py:_frame": "`created` of OpenAI's protocol",
     "protocol/dialects/responses.py:_frame": "`created_at` of OpenAI's protocol",
+    "rollout/program.py:_program": "when the time of a program is over, for the program, whose clock is another",
     "state/control.py:ask": "the order in which people asked for changes, as the names of their requests",
     "state/control.py:record": "the time of a row of control.jsonl",
     "state/existing.py:silent_s": "for how long a run on another machine has written nothing, for `tandem runs`",
