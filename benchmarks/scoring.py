@@ -35,9 +35,8 @@ from tandem.models.tokenizer import load_tokenizer
 from tandem.roles.actor import Actor
 
 MOST = 0.35
-WORDS = (
-    "the sum of these numbers is first we add ten and five then take away two so that three apples are left for her".split()
-)
+TEXT = "the sum of these numbers is first we add ten and five then take away two so that three apples are left for her"
+WORDS = TEXT.split(" ")
 
 
 def make_judge(path: str, folder: Path, dtype: str) -> None:
