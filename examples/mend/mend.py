@@ -1,7 +1,7 @@
 """Mends a package: shows the model the function whose tests fail, puts its line there, and lets the tests judge.
 
-A program like any other: it knows nothing of Tandem but the variables that it is started with. It ends with exit code 0 if the
-package's own tests pass, so the run takes `reward_from=exit`.
+A program like any other: it knows nothing of Tandem but the variables that it is started with. It ends with exit code 0 if
+the package's own tests pass, so the run takes `reward_from=exit`.
 """
 
 import ast
@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import urllib.request
+from pathlib import Path
 
 MAY_BE_THERE = (ast.expr_context, ast.operator, ast.unaryop, ast.cmpop, ast.Name, ast.BinOp, ast.UnaryOp, ast.Compare)
 MAY_BE_THERE += (ast.Return, ast.AugAssign, ast.Subscript)
@@ -38,16 +39,15 @@ def is_plain(line: str) -> bool:
 
 
 def main() -> int:
-    row = json.load(open(os.environ["TANDEM_ROW"]))
+    row = json.loads(Path(os.environ["TANDEM_ROW"]).read_text())
     reply = ask(row["messages"])
     lines = [line for line in reply.strip().splitlines() if not line.startswith("```")]
     line = lines[0].strip() if lines else ""
     print(line)
     if not is_plain(line):
         return 1
-    text = open(row["path"]).read()
-    with open(row["path"], "w") as file:
-        file.write(text.replace(f"{row['wrong']}  # here", line))
+    file = Path(row["path"])
+    file.write_text(file.read_text().replace(f"{row['wrong']}  # here", line))
     return subprocess.run([sys.executable, "-m", "unittest", "-q", row["tests"]], capture_output=True).returncode
 
 
