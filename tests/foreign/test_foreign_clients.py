@@ -12,9 +12,9 @@ from tests.rollout.scripted import ScriptedEngine, opened, user
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_times_out_and_asks_again_gives_one_turn(dialect, stream):
     async def talk():
-        engine = ScriptedEngine(lambda request, number: f"answer {number}", delay_s=lambda number: 1.5)
+        engine = ScriptedEngine(lambda request, number: f"answer {number}", delay_s=lambda number: 1.0)
         async with opened(engine) as (session, _):
-            client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, timeout=0.6, max_retries=4)
+            client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key, timeout=0.4, max_retries=6)
             async with client:
                 if dialect == "chat":
                     asked = client.chat.completions.create(model="m", messages=[user("Hi.")], stream=stream)
