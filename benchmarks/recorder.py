@@ -1,8 +1,8 @@
-"""The recorder's own cost a call, with an engine that waits and then says what it was told. Reach: at most 3 ms at 200 sessions.
+"""The recorder's own cost a call, with an engine that waits and says what it was told. Reach: 3 ms at 200 sessions.
 
     chrt -r 5 python benchmarks/recorder.py [--sessions 200] [--turns 8] [--wait-s 1.0]
 
-The clients are a process of their own. Each plays a chat that grows by a question of 60 words and a reply of 64 tokens a turn.
+The clients are a process of their own. Each plays a chat that grows by a question of 60 words and a reply of 64 tokens.
 ``cpu_ms`` is the time that the recorder's process computes, divided by the calls: reading the request, finding its turn,
 rendering, tokens, the reply as JSON, and HTTP. ``added_ms`` is what a client waits beyond the engine's time, median and
 95th percentile, while all sessions call at once. Prints one JSON object.

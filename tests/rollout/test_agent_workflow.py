@@ -1,6 +1,7 @@
 """Coroutines of the user's as agents: where their reward comes from, and a name for each way in which one fails."""
 
 import asyncio
+import contextlib
 import json
 import sys
 import time
@@ -20,9 +21,9 @@ ROW = {"messages": [user("3 + 4 =")], "answer": "7"}
 
 async def ask(base_url, api_key, messages, path="/chat/completions", **fields):
     headers = {"Authorization": f"Bearer {api_key}"}
-    async with aiohttp.ClientSession() as http:
-        async with http.post(base_url + path, json={"messages": messages} | fields, headers=headers) as answer:
-            return answer.status, await answer.json()
+    body = {"messages": messages} | fields
+    async with aiohttp.ClientSession() as http, http.post(base_url + path, json=body, headers=headers) as answer:
+        return answer.status, await answer.json()
 
 
 def run(agent, engine=None, reward=None, count=1, **knobs):
@@ -95,8 +96,8 @@ async def never_calls(base_url, api_key, data):
 
 
 async def exits_early(base_url, api_key, data):
-    asyncio.ensure_future(ask(base_url, api_key, data["messages"]))
-    await asyncio.sleep(0.1)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(ask(base_url, api_key, data["messages"]), 0.1)
     return 1.0
 
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from tandem.api.failures import InfrastructureFailure, RewardFailure
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.samples import Sample
-from tandem.api.services import Services, factory_of
+from tandem.api.services import Services, arguments_of, factory_of
 from tandem.api.workflow import GeneratesTokens, RewardFn, RewardResult, RolloutWorkflow, messages_for
 from tandem.config.arithmetic import evaluation_gconfig, rewards_of, samples_together, workflow_of
 from tandem.config.errors import ConfigError
@@ -42,6 +42,7 @@ GIVEN = (
     "chat_template_kwargs",
     "engine",
     "recorder",
+    "services",
     "episode_timeout_s",
 )
 """Arguments that every workflow may ask for by name, besides the services that the configuration names."""
@@ -335,14 +336,6 @@ def close_new(present: RewardBySource, judges: Iterable[Judge]) -> None:
             judge.close()
 
 
-def may_say_reward(config: TrainConfig) -> bool:
-    """Whether no reward was chosen, and the workflow is an agent or a program, which says its reward itself: then rows need
-    nothing for a reward to be judged by."""
-    make, _ = _workflow_factory(config)
-    takes = inspect.signature(make).parameters
-    return config.reward == TrainConfig().reward and (is_agent(make) or "recorder" in takes)
-
-
 def check_names(config: TrainConfig) -> None:
     """Passes if the workflow and the sinks are there and can have what they ask for. Makes nothing, so it comes before rows
     are read.
@@ -361,6 +354,16 @@ def check_names(config: TrainConfig) -> None:
         asked, _ = services.check(key, make, term.arguments, GIVEN, skip=skip)
     _refuse_ignored(config, (*asked, "chat_template_kwargs") if "recorder" in asked else asked)
     check_sinks(config.tracking)
+
+
+def asks_for_reward(config: TrainConfig) -> bool:
+    """True if the workflow lets the run's reward judge. An environment gives its own; an agent or a program may, so that
+    only a reward that was chosen for it counts."""
+    make, skip = _workflow_factory(config)
+    if is_agent(make) or "recorder" in inspect.signature(make).parameters:
+        return config.reward != TrainConfig().reward
+    arguments = arguments_of(make, f"workflow={config.workflow}", skip)
+    return arguments.open or "reward" in arguments.names
 
 
 def _workflow_factory(config: TrainConfig) -> tuple[Callable[..., Any], int]:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from jinja2 import TemplateError
@@ -78,17 +79,19 @@ class CallReader:
         **template_kwargs: Any,
     ) -> str:
         """The chat as the model reads it."""
-        written = [dict(message) for message in messages]
-        if tools and not self.writes_tools:
-            written = _with_system_block(written, tools, self.family)
-        if self.family.text_arguments:
-            written = [_with_text_arguments(message) for message in written]
-        if not self.writes_calls:
-            written = list(_as_plain_text(written))
         options: dict[str, Any] = {**template_kwargs, "add_generation_prompt": add_generation_prompt}
         if tools and self.writes_tools:
             options["tools"] = [dict(tool) for tool in tools]
-        return str(self.tokenizer.apply_chat_template(written, tokenize=False, **options))
+        return str(self.tokenizer.apply_chat_template(self._spelled(messages, tools), tokenize=False, **options))
+
+    def _spelled(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages as the template takes them: what it cannot write itself is text in them."""
+        if not self.writes_calls:
+            return plain_chat(messages, tools)
+        written = [dict(message) for message in messages]
+        if tools and not self.writes_tools:
+            written = _with_system_block(written, tools, self.family)
+        return [_with_text_arguments(message) for message in written] if self.family.text_arguments else written
 
     def read(
         self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = (), *, prompt: str = "", stop_reason: StopReason
@@ -112,7 +115,7 @@ class CallReader:
         return Reply(
             content.strip() if calls or reasoning else content,
             reasoning=reasoning,
-            calls=tuple(_with_id(call, salt, i) for i, call in enumerate(calls)),
+            calls=_with_ids(calls, salt),
             stop_reason=stop_reason,
         )
 
@@ -158,18 +161,19 @@ class CallReader:
         if not found.written:
             yield Call("", status=found.status, text=text, why=f"This is no call that can be read: {found.why}.")
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
-        for name, arguments in found.written:
+        for name, arguments, own_id in found.written:
             if name not in schemas:
                 there = ", ".join(sorted(schemas)) or "none"
                 why = f"There is no tool {name!r}. The tools are: {there}."
-                yield Call(name, arguments, CallStatus.UNKNOWN_TOOL, text, why)
+                yield Call(name, arguments, CallStatus.UNKNOWN_TOOL, text, why, own_id)
                 continue
             try:
                 fitted = fit(arguments, schemas[name], bare=self.family.bare_values)
             except (Unfit, RecursionError) as error:
-                yield Call(name, arguments, CallStatus.WRONG_ARGUMENTS, text, f"Wrong arguments for {name}: {error}.")
+                why = f"Wrong arguments for {name}: {error}."
+                yield Call(name, arguments, CallStatus.WRONG_ARGUMENTS, text, why, own_id)
             else:
-                yield Call(name, fitted, CallStatus.OK, text)
+                yield Call(name, fitted, CallStatus.OK, text, call_id=own_id)
 
     def _split_thinking(self, text: str, prompt: str) -> tuple[str, int]:
         """The thinking at the beginning of a reply, and where the rest begins."""
@@ -200,15 +204,29 @@ class CallReader:
         return self._marks.sub("", text) if self._special else text
 
 
+def plain_chat(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A chat with tools as a chat that any template takes: tools are text of the system, calls (``hermes``) of the
+    assistant, results of the user. It is what a model reads whose template knows no tools, so imitate such chats.
+    """
+    written = [dict(message) for message in messages]
+    return list(_as_plain_text(_with_system_block(written, tools, FAMILIES["hermes"]) if tools else written))
+
+
 def call_message(call: Call) -> dict[str, Any]:
     """A call in the shape of a chat template."""
     return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
 
 
-def _with_id(call: Call, salt: str, index: int) -> Call:
-    """Nine letters and digits, as Mistral's templates want; the same for the same reply to the same prompt."""
-    digest = hashlib.blake2s(f"{salt}\0{index}".encode(errors="replace")).hexdigest()[:9]
-    return Call(call.name, call.arguments, call.status, call.text, call.why, digest)
+def _with_ids(calls: Sequence[Call], salt: str) -> tuple[Call, ...]:
+    """Each with an id of its own: the model's, or nine letters and digits, as Mistral's templates want; the same for the
+    same reply to the same prompt.
+    """
+    made: dict[str, Call] = {}
+    for i, call in enumerate(calls):
+        digest = hashlib.blake2s(f"{salt}\0{i}".encode(errors="replace")).hexdigest()[:9]
+        call_id = call.call_id if call.call_id and call.call_id not in made else digest
+        made[call_id] = replace(call, call_id=call_id)
+    return tuple(made.values())
 
 
 def _template_of(tokenizer: PreTrainedTokenizerBase) -> str:

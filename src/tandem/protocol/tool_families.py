@@ -17,6 +17,8 @@ class Written(NamedTuple):
 
     name: str
     arguments: dict[str, Any]
+    call_id: str = ""
+    """The model's own name for the call, where its family writes one: results refer to it."""
 
 
 class Body(NamedTuple):
@@ -65,7 +67,10 @@ def _as_call(value: Any) -> Written:
     name = value.get("name") or value.get("function")
     if not isinstance(name, str):
         raise ValueError('the key "name" is missing or no text')
-    return Written(name, _as_arguments(value.get("arguments", value.get("parameters"))))
+    own_id = value.get("id")
+    return Written(
+        name, _as_arguments(value.get("arguments", value.get("parameters"))), own_id if isinstance(own_id, str) else ""
+    )
 
 
 def _as_arguments(value: Any) -> dict[str, Any]:
@@ -96,7 +101,7 @@ def read_json_list(text: str, start: int) -> Body:
 
 
 def named_json(name: str) -> ReadBody:
-    """Reads a name by a pattern with the group ``name``, then a JSON object of arguments."""
+    """Reads a name by a pattern with the group ``name``, and perhaps ``id``, then a JSON object of arguments."""
     head = re.compile(name)
 
     def read(text: str, start: int) -> Body:
@@ -104,7 +109,8 @@ def named_json(name: str) -> ReadBody:
         if match is None:
             raise ValueError("the name of the tool is missing")
         value, end = decode_json(text, match.end())
-        return Body([Written(match["name"].strip(), _as_arguments(value))], end)
+        own_id = match.groupdict().get("id") or ""
+        return Body([Written(match["name"].strip(), _as_arguments(value), own_id)], end)
 
     return read
 
@@ -272,7 +278,7 @@ _FAMILIES = (
         ("<|tool_call_begin|>", "<|tool_call_argument_begin|>"),
         'write <|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{"argument": value}<|tool_call_end|>',
         r"<\|tool_call_begin\|>",
-        named_json(r"\s*(?:functions\.)?(?P<name>[^\s<:]+)(?::\d+)?\s*<\|tool_call_argument_begin\|>"),
+        named_json(r"\s*(?P<id>(?:functions\.)?(?P<name>[^\s<:]+)(?::\d+)?)\s*<\|tool_call_argument_begin\|>"),
         r"\s*<\|tool_call_end\|>",
         "<|tool_call_end|>",
         noise=r"<\|tool_calls_section_(?:begin|end)\|>",
@@ -301,7 +307,7 @@ _FAMILIES = (
         ("[TOOL_CALLS]", "[ARGS]"),
         'write [TOOL_CALLS]NAME[ARGS]{"argument": value}',
         r"\[TOOL_CALLS\]",
-        named_json(r"\s*(?P<name>[^\s\[]+)\s*(?:\[CALL_ID\][^\[]*)?\[ARGS\]"),
+        named_json(r"\s*(?P<name>[^\s\[]+)\s*(?:\[CALL_ID\](?P<id>[^\[]*))?\[ARGS\]"),
         r"\s*(?=\[TOOL_CALLS\])",
         "end of the turn",
         end_closes=True,

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tandem.protocol.dialects import chat
+from tandem.protocol.dialects import anthropic, chat, responses
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.turns import Reply, Turn
 
@@ -47,4 +47,16 @@ class Dialect:
 
 DIALECTS = (
     Dialect("/v1/chat/completions", "OpenAI's chat completions", chat.read, chat.answer, chat.events),
-)  # fmt: skip
+    Dialect(
+        "/v1/responses", "OpenAI's responses", responses.read, responses.answer, responses.events, failed=responses.failed
+    ),
+    Dialect(
+        "/v1/messages",
+        "Anthropic's messages",
+        anthropic.read,
+        anthropic.answer,
+        anthropic.events,
+        anthropic.refused_body,
+        anthropic.failed,
+    ),
+)

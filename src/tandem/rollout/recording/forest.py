@@ -78,6 +78,9 @@ class Asked:
     opening: bool
     """No turn of the session had ended when it came."""
 
+    number: int
+    """In the order of requests."""
+
     digest: bytes = b""
     """Of the tokens."""
 
@@ -101,9 +104,6 @@ class Node:
 
     key: int
     """Names it in its session, whatever the order in which requests arrive: a function of its prompt."""
-
-    number: int
-    """In the order of the replies."""
 
     path: bytes
     """Digest of the messages up to the reply."""
@@ -155,6 +155,7 @@ class Forest:
         self._special = frozenset(tokenizer.all_special_ids)
         self._ends: dict[bytes, list[Node]] = {}
         self.nodes: list[Node] = []
+        self._count = 0
 
     # ------------------------------------------------------------------ growing
 
@@ -164,7 +165,7 @@ class Forest:
         Raises:
             Unrenderable: the template refuses the messages.
         """
-        messages = tuple(messages)
+        messages, self._count = tuple(messages), self._count + 1
         paths = digests(messages)
         for length in range(len(messages), 0, -1):
             nodes = [node for node in self._ends.get(paths[length - 1], ()) if _thinks_alike(node, messages)]
@@ -176,7 +177,7 @@ class Forest:
                 break
         text = self._render(messages, tools)
         ids = tuple(self._encode(text))
-        return Asked(None, messages, tools, text, ids, ids, not self.nodes, _digest(ids))
+        return Asked(None, messages, tools, text, ids, ids, not self.nodes, self._count, _digest(ids))
 
     def add(self, asked: Asked, response: LLMResponse, reply: Message, key: int = 0) -> Node:
         """The reply to a request.
@@ -198,7 +199,6 @@ class Forest:
             self._decode(output[:-1] if end else output),
             replace(response, input_ids=()),
             key,
-            len(self.nodes),
             path,
             Text.of(asked.text),
             asked.text if asked.parent is None else "",
@@ -223,7 +223,7 @@ class Forest:
             return None
         context = tuple(self._encode(addition))
         ids = (*_tokens(node), *context)
-        return Asked(node, tail, tools, full, ids, context, False, _digest(ids))
+        return Asked(node, tail, tools, full, ids, context, False, self._count, _digest(ids))
 
     def _addition(self, node: Node, path: list[Message], tail: Sequence[Message], tools: Tools, full: str) -> str | None:
         """What the template writes behind the tokens of a reply when ``tail`` follows; None if it writes the path otherwise.
@@ -294,11 +294,11 @@ class Forest:
     def trajectories(self, nodes: Sequence[Node]) -> Iterator[Tokens]:
         """The paths from root to leaf through these turns. A turn that several share is trained in the first alone.
 
-        Their order is a function of what was said; the path of the last reply comes last.
+        Their order is a function of what was said; the path of the turn that was asked for last comes last.
         """
         inside = set(nodes)
         leaves = [node for node in nodes if not inside.intersection(node.children)]
-        last = max(nodes, key=lambda node: node.number, default=None)
+        last = max(nodes, key=lambda node: node.asked.number, default=None)
         done: set[Node] = set()
         for leaf in sorted(leaves, key=lambda node: (last in node.line(), node.key)):
             tokens: Tokens | None = None

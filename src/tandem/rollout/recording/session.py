@@ -289,14 +289,14 @@ class Session:
 
     @property
     def last(self) -> Node:
-        """The last turn of the task.
+        """The turn of the task that was asked for last.
 
         Raises:
             DataFailure: ``agent_never_called``, ``agent_refused`` or ``agent_exited_early``.
         """
         nodes = self.nodes
         if nodes:
-            return max(nodes, key=lambda node: node.number)
+            return max(nodes, key=lambda node: node.asked.number)
         if self.failure is not None:
             raise self.failure
         if not self.asked and self.refused is None:
