@@ -10,6 +10,7 @@ import torch
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
+from tandem.flow.services import may_say_reward
 from tandem.sandbox.choose import choose_sandbox
 from tandem.trainers.rl import train
 from tests.sandbox.machine import processes_with
@@ -57,6 +58,15 @@ def test_a_run_trains_on_what_a_program_said_to_the_model_and_is_repeatable(play
     assert {row["rollout/recorded/turns"] for row in rows} == {2.0} and not any("samples/failed" in row for row in rows)
     assert len({row["reward/mean"] for row in rows}) == 2 and rows[0]["grad_norm"] > 0
     assert '"assistant"' in next((folders[0] / "trajectories").iterdir()).read_text()
+
+
+def test_rows_need_no_answer_where_no_reward_was_chosen_and_a_program_says_it():
+    def config(*items):
+        return load_config(TrainConfig, None, ["train_dataset.path=addition", *items]).config
+
+    program = ("workflow=program", "workflow_args.command=true")
+    assert may_say_reward(config(*program)) and not may_say_reward(config())
+    assert not may_say_reward(config(*program, "reward=gsm8k"))
 
 
 @pytest.mark.slow
