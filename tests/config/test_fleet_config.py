@@ -69,7 +69,10 @@ def test_what_cannot_work_is_refused_with_the_remedy(items, words):
 @pytest.mark.parametrize(
     ("items", "words"),
     [
-        (["rollout.fleet.max_restarts=5"], "max_restarts=5 is not used because rollout.backend=embedded is one engine"),
+        (
+            ["rollout.backend=embedded", "rollout.fleet.max_restarts=5"],
+            "max_restarts=5 is not used because rollout.backend=embedded is one engine",
+        ),
         (["rollout.backend=embedded:d2", "rollout.fleet.vllm_python=/x"], "starts no vLLM server"),
         (["rollout.backend=embedded:d2", "rollout.fleet.sglang_python=/x"], "starts no SGLang server"),
         (["rollout.backend=embedded:d2", "rollout.fleet.finish_before_update=true"], "at staleness 0"),

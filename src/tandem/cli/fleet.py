@@ -16,7 +16,7 @@ from typing import Any
 
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
-from tandem.config.fleet import parse_address
+from tandem.config.fleet import INSIDE, parse_address
 from tandem.config.load import load_config
 from tandem.engines.inference.fleet.addresses import (
     DEFAULT_NAME,
@@ -62,7 +62,7 @@ def run(arguments: argparse.Namespace) -> int:
 def watched_by(folder: Path) -> Path:
     """The file or folder of addresses that the run reads."""
     config = load_config(TrainConfig, folder / "config.yaml").config
-    if config.rollout.backend == "embedded":
+    if config.rollout.backend in INSIDE:
         raise ConfigError(f"{folder} generates with rollout.backend=embedded, one engine inside the run: there is no fleet")
     watch = config.rollout.fleet.watch
     return Path(watch).expanduser() if watch else folder / DEFAULT_NAME

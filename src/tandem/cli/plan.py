@@ -16,12 +16,14 @@ from typing import Any
 from tandem.cli.arguments import add_config_arguments, split_arguments
 from tandem.cli.config import resolve_kind
 from tandem.cli.training import KINDS
+from tandem.config import choose_backend
 from tandem.config.arithmetic import arithmetic, placement
 from tandem.config.backend import parse_layout
 from tandem.config.devices import DeviceMap, devices_of
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
+from tandem.engines.inference.check import installed_servers
 from tandem.models.shape import read_shape
 from tandem.planning.calibrate import this_machine
 from tandem.planning.devices import DEVICES, device
@@ -40,6 +42,7 @@ from tandem.planning.remedy import (
     overrides,
 )
 from tandem.planning.report import Report
+from tandem.trainers.backend import decided, told
 
 DOES_NOT_FIT = 1
 
@@ -75,8 +78,11 @@ def make_report(arguments: argparse.Namespace) -> Report:
     """The plan of these arguments, with what to change where it does not fit."""
     file, given = split_arguments(arguments.arguments)
     kind = KINDS[arguments.kind]
-    config = resolve_kind(arguments).config
-    machine = _machine(arguments, config)
+    resolved = resolve_kind(arguments)
+    machine = _machine(arguments, resolved.config)
+    decide = functools.partial(decided, machine=_seats(resolved.config, machine))
+    resolved = decide(resolved)
+    config = resolved.config
     devices = _devices(config, machine)
     if devices is not None and devices.taken:
         left = machine.memory_gib * (1 - devices.taken)
@@ -85,7 +91,7 @@ def make_report(arguments: argparse.Namespace) -> Report:
     read = functools.cache(read_shape)
 
     def plan_with(settings: dict[str, Any]) -> Plan:
-        changed = load_config(kind, file, [*given, *overrides(settings)]).config
+        changed = decide(load_config(kind, file, [*given, *overrides(settings)])).config
         return make_plan(job_of(changed, machine, known.lengths, read, rows=known.rows), machine)
 
     plan = plan_with({})
@@ -94,7 +100,9 @@ def make_report(arguments: argparse.Namespace) -> Report:
         title=f"Plan of {file or 'this configuration'}",
         plan=plan,
         lengths=known.said,
-        arithmetic="\n".join([_arithmetic(config, known), *(devices.lines() if devices is not None else ())]),
+        arithmetic="\n".join(
+            [_arithmetic(config, known), *((told(resolved), *devices.lines()) if devices is not None else ())]
+        ),
         change=change,
         others=tuple(others(plan, change, plan_with)),
         advice=_advice(plan, change),
@@ -125,6 +133,14 @@ def _devices(config: Any, machine: Machine) -> DeviceMap | None:
         return None
     ranks = parse_layout(config.actor.backend).ranks
     return devices_of(config.rollout, placement(config), ranks=ranks, devices=machine.count)
+
+
+def _seats(config: Any, machine: Machine) -> choose_backend.Machine:
+    """The machine, as far as it decides which engine generates."""
+    if machine.kind != "gpu" or not hasattr(config, "rollout"):
+        return choose_backend.Machine()
+    ranks = parse_layout(config.actor.backend).ranks
+    return choose_backend.Machine(machine.count, ranks, installed_servers(config.rollout))
 
 
 def _advice(plan: Plan, change: Change | None) -> str:

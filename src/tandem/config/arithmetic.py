@@ -7,7 +7,7 @@ from typing import Literal
 from tandem.config.backend import parse_layout
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
-from tandem.config.fleet import parse_backend
+from tandem.config.fleet import INSIDE, parse_backend
 from tandem.config.generation import GenerationConfig
 from tandem.config.recipes import sums_of
 from tandem.config.terms import Term, read_term
@@ -162,7 +162,7 @@ def _step(config: TrainConfig) -> list[str]:
 def _where(config: TrainConfig) -> str:
     """Names where samples come from: the placement of the one embedded engine, or servers, which are other processes."""
     backend = config.rollout.backend
-    return placement(config) if backend == "embedded" else f"on servers (rollout.backend={backend})"
+    return placement(config) if backend in INSIDE else f"on servers (rollout.backend={backend})"
 
 
 def _supervised(config: BaseConfig) -> list[str]:

@@ -16,7 +16,7 @@ from tandem.config.data import COLUMNS, DatasetConfig, ValidDatasetConfig
 from tandem.config.delivery import delivery_problems
 from tandem.config.errors import ConfigError, refuse
 from tandem.config.experiment import BaseConfig, TrainConfig
-from tandem.config.fleet import fleet_problems
+from tandem.config.fleet import INSIDE, fleet_problems
 from tandem.config.generation import truncations
 from tandem.config.keys import leaves
 from tandem.config.limits import LIMITS
@@ -57,26 +57,31 @@ def check(config: BaseConfig, written: Container[str] = ()) -> None:
     Raises:
         ConfigError: each problem with its key, the value, the rule and the remedy.
     """
-    problems = [*_limits(config), *_texts(config), *_common(config), *unused(config, written)]
-    problems += lora_problems(config, compares=isinstance(config, (TrainConfig, DistillConfig, PreferenceConfig)))
+    refuse(problems(config, written))
+
+
+def problems(config: BaseConfig, written: Container[str] = ()) -> list[str]:
+    """What cannot work, one message each; see `check`."""
+    wrong = [*_limits(config), *_texts(config), *_common(config), *unused(config, written)]
+    wrong += lora_problems(config, compares=isinstance(config, (TrainConfig, DistillConfig, PreferenceConfig)))
     if isinstance(config, TrainConfig):
-        problems += [
+        wrong += [
             *_rollout(config),
             *_algorithm(config),
             *part_problems(config),
             *_correction(config, written),
             *_sampling(config),
         ]
-        problems += groups(config, written)
-        problems += [*critic_problems(config), *constraint_problems(config)]
+        wrong += groups(config, written)
+        wrong += [*critic_problems(config), *constraint_problems(config)]
     if not isinstance(config, (TrainConfig, DistillConfig)):
-        problems += _rewards_of_sources(config)
+        wrong += _rewards_of_sources(config)
     if isinstance(config, (PreferenceConfig, RewardModelConfig, DistillConfig)):
-        problems += preference.problems(config)
+        wrong += preference.problems(config)
     if isinstance(config, DistillConfig):
         trained = training_config(config)
-        problems += [*_rollout(trained), *_sampling(trained), *groups(trained, written)]
-    refuse(problems)
+        wrong += [*_rollout(trained), *_sampling(trained), *groups(trained, written)]
+    return wrong
 
 
 def _limits(config: BaseConfig) -> Iterator[str]:
@@ -184,7 +189,7 @@ def _backends(config: BaseConfig) -> Iterator[str]:
 def _fleet(config: TrainConfig) -> Iterator[str]:
     """What a fleet cannot do with the rest of the configuration."""
     rollout = config.rollout
-    if rollout.backend == "embedded":
+    if rollout.backend in INSIDE:
         return
     if config.deterministic:
         yield (
@@ -198,7 +203,7 @@ def _memory_limit(config: TrainConfig) -> Iterator[str]:
     limit = f"memory_limit_gib={config.memory_limit_gib}"
     if config.memory_limit_gib is None:
         return
-    if config.rollout.backend != "embedded" or placement(config) != "colocate":
+    if config.rollout.backend not in INSIDE or placement(config) != "colocate":
         yield (
             f"{limit} is for placement=colocate with rollout.backend=embedded, where the engine sleeps while others work; "
             "here the engine is a process of its own: leave memory_limit_gib out"

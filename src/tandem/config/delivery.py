@@ -34,7 +34,7 @@ class VerifyConfig:
 
 def delivery_problems(channel: str, backend: str, placement: str) -> Iterator[str]:
     """What of `rollout.weights` contradicts the rest; one message each."""
-    if channel == "collective" and (backend != "embedded" or placement != "decoupled"):
+    if channel == "collective" and (backend not in ("embedded", "auto") or placement != "decoupled"):
         yield (
             f"rollout.weights.channel=collective is for one embedded engine in a process of its own, and here "
             f"rollout.backend={backend} with placement={placement}; set rollout.backend=embedded and placement=decoupled, "

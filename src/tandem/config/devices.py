@@ -92,7 +92,7 @@ def map_devices(
 def devices_of(
     rollout: RolloutConfig, placement: Literal["colocate", "decoupled"], *, ranks: int, devices: int
 ) -> DeviceMap:
-    """Reads a configuration for `map_devices`. The one engine of ``rollout.backend=embedded`` has no seat of its own if the
+    """Reads a configuration for `map_devices`. The one engine inside the run has no seat of its own if the
     placement is colocate; if it is decoupled it is ``embedded-0``, behind the ranks, or on the first device if none is left.
     """
     servers = parse_backend(rollout.backend)

@@ -20,6 +20,10 @@ TENSOR = ("vllm", "sglang")
 ATTACHED = ("tandem", "vllm", "sglang")
 """Kinds of server that a run attaches to by their address."""
 
+INSIDE = ("embedded", "auto")
+"""Values of `rollout.backend` for the one engine inside the run. `auto` is one as long as nobody has decided otherwise
+(`tandem.config.choose_backend`)."""
+
 ADDRESS = re.compile(r"https?://[^\s/?#@]+(/[^\s?#@]*)?")
 
 
@@ -116,7 +120,7 @@ class FleetConfig:
 
 
 def parse_backend(backend: str) -> tuple[Servers, ...] | None:
-    """The servers that the run starts, in order; None for the one engine `embedded`.
+    """The servers that the run starts, in order; None for the one engine inside the run.
 
     Example: ``parse_backend("embedded:d1+vllm:d2t4") == (Servers("embedded", 1), Servers("vllm", 2, 4))``,
     ``parse_backend("attached") == ()``
@@ -124,7 +128,7 @@ def parse_backend(backend: str) -> tuple[Servers, ...] | None:
     Raises:
         ConfigError: it is none of the forms; says which there are.
     """
-    if backend == "embedded":
+    if backend in INSIDE:
         return None
     if backend == "attached":
         return ()
@@ -172,7 +176,7 @@ def _not_a_backend(backend: str, kind: str, part: str) -> str:
         )
     return (
         f"rollout.backend={backend}: {kind!r} is not an inference backend; {nearest_names(kind, STARTED)}. Write embedded, "
-        "KIND:dN, a sum such as embedded:d1+vllm:d1, or attached"
+        "auto, KIND:dN, a sum such as embedded:d1+vllm:d1, or attached"
     )
 
 
@@ -195,7 +199,7 @@ def parse_address(text: str) -> Address:
 
 def kinds_of(backend: str, fleet: FleetConfig) -> frozenset[str]:
     """Kinds of the servers that the configuration names; without what cannot be read of it, which others complain of."""
-    kinds = {"embedded"} if backend == "embedded" else {part.partition(":")[0] for part in backend.split("+")}
+    kinds = {"embedded"} if backend in INSIDE else {part.partition(":")[0] for part in backend.split("+")}
     return frozenset(STARTED) & (kinds | {address.partition("=")[0].strip() for address in fleet.servers})
 
 

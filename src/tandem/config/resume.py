@@ -62,6 +62,10 @@ OTHER_DEFAULTS = {"rollout.min_group_size": (1, None)}
 not write the key asks for nothing new."""
 
 
+AS_BEFORE = {"rollout.backend": "auto"}
+"""Key → its value that asks for whatever the run began with."""
+
+
 class Difference(NamedTuple):
     """One key that a run began with another value of."""
 
@@ -104,7 +108,7 @@ def differences(
         if isinstance(old, Mapping) and isinstance(value, Mapping) and old and value:
             inner = defaults.get(name)
             yield from differences(old, value, inner if isinstance(inner, Mapping) else {}, (*outer, name))
-        elif old != value:
+        elif old != value and AS_BEFORE.get(".".join((*outer, name)), old) != value:
             yield Difference((*outer, name), old, value, added=name not in before and name not in defaults)
 
 

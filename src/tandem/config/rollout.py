@@ -48,9 +48,11 @@ class ReplayConfig:
 class RolloutConfig:
     """Where samples come from, and how many are generated at a time."""
 
-    backend: str = "embedded"
-    """Inference engine. `embedded`: the built-in engine, inside the run. `embedded:dN`, `tandem:dN`, `vllm:dN`, `sglang:dN`:
-    the run starts N servers of that kind; `+` joins kinds. `attached`: only the servers named in `rollout.fleet`."""
+    backend: str = "auto"
+    """Inference engine. `auto`: on GPUs vLLM or SGLang where one is installed and can do what the run asks for, else
+    `embedded` (docs/gpu.md). `embedded`: the built-in engine, inside the run. `embedded:dN`, `tandem:dN`, `vllm:dN`,
+    `sglang:dN`: the run starts N servers of that kind; `+` joins kinds. `attached`: only the servers named in
+    `rollout.fleet`."""
 
     dtype: Literal["auto", "bfloat16", "float32"] = "auto"
     """Precision of generation (auto: bfloat16 if the device has instructions for it, else float32)."""

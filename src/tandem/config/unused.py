@@ -11,9 +11,9 @@ from tandem.config.algorithm import Component
 from tandem.config.arithmetic import max_head_offpolicyness
 from tandem.config.data import DatasetConfig, ValidDatasetConfig, is_procedural
 from tandem.config.experiment import BaseConfig, TrainConfig
-from tandem.config.fleet import kinds_of
+from tandem.config.fleet import INSIDE, FleetConfig, kinds_of
 from tandem.config.generation import truncations
-from tandem.config.keys import leaves
+from tandem.config.keys import field_types, leaves
 from tandem.config.parts import part_of
 from tandem.config.preference import (
     DistillConfig,
@@ -169,14 +169,21 @@ REINFORCEMENT = (
         choice="rollout.backend",
     ),
     Unused(
+        tuple(f"rollout.fleet.{name}" for name in field_types(FleetConfig) if not name.endswith("_python")),
+        lambda config, _: config.rollout.backend == "auto",
+        "because rollout.backend=auto starts a server only where a GPU is: set rollout.backend, for example to vllm:d1, or "
+        "leave it out",
+        choice="rollout.backend",
+    ),
+    Unused(
         ("rollout.fleet.vllm_python",),
-        lambda config, _: "vllm:" not in config.rollout.backend,
+        lambda config, _: "vllm:" not in config.rollout.backend and config.rollout.backend != "auto",
         "because this run starts no vLLM server: set rollout.backend=vllm:d1, or leave it out",
         choice="rollout.backend",
     ),
     Unused(
         ("rollout.fleet.sglang_python",),
-        lambda config, _: "sglang:" not in config.rollout.backend,
+        lambda config, _: "sglang:" not in config.rollout.backend and config.rollout.backend != "auto",
         "because this run starts no SGLang server: set rollout.backend=sglang:d1, or leave it out",
         choice="rollout.backend",
     ),
@@ -192,7 +199,7 @@ REINFORCEMENT = (
     ),
     Unused(
         ("rollout.weights.folder",),
-        lambda config, _: config.rollout.weights.channel != "disk" and config.rollout.backend == "embedded",
+        lambda config, _: config.rollout.weights.channel != "disk" and config.rollout.backend in INSIDE,
         "because no server reads weights from a disk: set rollout.weights.channel=disk or rollout.backend, or leave it out",
     ),
     Unused(

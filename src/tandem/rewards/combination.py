@@ -10,10 +10,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-import torch
-
 from tandem.api.failures import DataFailure, WrongWorkflow
-from tandem.api.samples import Sample, Trajectory
+from tandem.api.samples import Sample
 from tandem.config.terms import Options, Term
 
 MOST = 1e38
@@ -48,12 +46,6 @@ def told_raw(sums: Iterable[Sequence[Term]]) -> frozenset[str]:
     terms = [term for one in sums for term in one]
     gates = {term.options.gate_name for term in terms}
     return frozenset(t.label for t in terms if t.weight != 1 or t.options != Options() or t.label in gates)
-
-
-def earning(trajectory: Trajectory, tokens: Sequence[int], values: Sequence[float]) -> Trajectory:
-    """The trajectory whose ``tokens`` earn these rewards besides what they earn already."""
-    earned = torch.zeros(len(trajectory.input_ids)) if trajectory.token_rewards is None else trajectory.token_rewards.clone()
-    return replace(trajectory, token_rewards=earned.index_add(0, torch.tensor(tokens), torch.tensor(values)))
 
 
 @dataclass
@@ -184,7 +176,7 @@ class Combination:
             counted = [term.weight * clipped(term.options, x) if training else alone(term, x) for x in given]
             parts[name] = math.fsum(counted)
             if name in one.tokens and given:
-                trajectory = earning(trajectory, one.tokens[name], counted)
+                trajectory = trajectory.earning(one.tokens[name], counted)
             if given and name in self.told:
                 raws[name] = raw[name]
         gates = {
@@ -193,7 +185,7 @@ class Combination:
         return replace(
             sample,
             trajectories=(*sample.trajectories[:-1], trajectory),
-            reward=sample.reward + math.fsum(parts[name] for name in parts if name not in one.tokens and name != self.cost),
+            reward=sample.reward + math.fsum(value for name, value in parts.items() if name != self.cost),
             rewards={**sample.rewards, **parts},
             raw_rewards={**sample.raw_rewards, **raws},
             metrics={**sample.metrics, **gates},

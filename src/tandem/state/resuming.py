@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig
@@ -69,6 +70,19 @@ def may_go_on(config: BaseConfig, *, override: bool = False) -> Examine:
         return Going(found, changed)
 
     return examine
+
+
+def value_before(folder: Path, key: str) -> Any:
+    """What the run that is in the folder began with; None where there is none, or it does not know the key.
+
+    Raises:
+        ConfigError: nobody knows what it was.
+    """
+    found = existing_run(folder)
+    value = None if found is None or _left_nothing(found) else written_config(folder, "what the run was", "restore it")
+    for name in key.split("."):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
 
 
 def _refuse_shorter(found: ExistingRun, total: int | None) -> None:

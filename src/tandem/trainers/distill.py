@@ -11,6 +11,7 @@ from tandem.config.preference import DistillConfig, training_config
 from tandem.lifecycle.summary import Summary
 from tandem.models.catalog import describing
 from tandem.models.tokenizer import load_tokenizer
+from tandem.trainers.backend import decided
 from tandem.trainers.rl import run_session
 
 
@@ -22,6 +23,7 @@ def train(
     Raises:
         ConfigError: anything about the configuration, before a model is loaded; a teacher with another tokenizer.
     """
+    resolved = decided(resolved)
     config = resolved.config
     check_teacher(config)
     return run_session(resolved, training_config(config), dry_run=dry_run, override=override, until=until)

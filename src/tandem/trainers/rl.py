@@ -29,6 +29,7 @@ from tandem.state.resuming import may_go_on
 from tandem.state.run_folder import RunFolder
 from tandem.tracking.statistics import peak_memory_gib
 from tandem.tracking.tracker import Tracker
+from tandem.trainers.backend import decided, log_choice
 from tandem.trainers.control import Control
 from tandem.trainers.opening import start_run
 from tandem.trainers.start import prepare
@@ -43,6 +44,7 @@ def train(resolved: Resolved, *, dry_run: bool = False, override: bool = False, 
         ConfigError: anything about the configuration, before the model is loaded.
         TandemError: what ended the run; the folder says so too.
     """
+    resolved = decided(resolved)
     return run_session(resolved, resolved.config, dry_run=dry_run, override=override, until=until)
 
 
@@ -64,13 +66,16 @@ def run_session(
             return announce(resolved, config, len(rows.train), plan)
         examine = may_go_on(resolved.config, override=override)
         begun = stack.enter_context(start_run(config, rows, plan, recorded=resolved.config, examine=examine))
+        log_choice(resolved, begun.process)
         run, tracker, process, steps = begun.folder, begun.tracker, begun.process, begun.steps
         last = min(steps, until or steps)
         oversight = stack.enter_context(Oversight(resolved.config, run, process.team))
         session = stack.enter_context(open_session(config, process, rows, steps, begun.id, plan, parts))
         models = session.models
         wake = session.runner.prepare
-        record = weight_record(process.team, config, run, models.named_weights, partial(wake, "record"))
+        record = weight_record(
+            process.team, run, models.named_weights, partial(wake, "record"), deterministic=config.deterministic
+        )
         recovery = recovery_of_session(session, run, tracker, stack, process, record)
         late, to_save = models.late_writer, partial(wake, "save")
         saving = Saving(config, run, steps, models, models.save_tokenizer, recovery, late, to_save)

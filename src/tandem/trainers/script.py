@@ -6,9 +6,11 @@ from typing import Any, overload
 
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
+from tandem.config.load import Resolved
 from tandem.config.preference import PreferenceConfig, RewardModelConfig
 from tandem.flow.plan import RunPlan, plan_run
 from tandem.flow.session import Session, open_session
+from tandem.trainers.backend import decided, log_choice
 from tandem.trainers.opening import Run, start_run
 from tandem.trainers.recipes import recipe_of
 from tandem.trainers.start import prepare
@@ -48,7 +50,8 @@ def open_training(config: BaseConfig, *, passes: Collection[str] | None = None) 
 
 @contextmanager
 def _reinforcement(config: TrainConfig, passes: Collection[str] | None) -> Iterator[tuple[Run[TrainConfig], Session]]:
-    plan = plan_run(config)
+    resolved = decided(Resolved(config, {}))
+    config, plan = resolved.config, plan_run(resolved.config)
     if config.memory_limit_gib is not None:
         raise ConfigError(
             f"memory_limit_gib={config.memory_limit_gib} is for `tandem train`, which wakes each model before its stage; a "
@@ -61,6 +64,7 @@ def _reinforcement(config: TrainConfig, passes: Collection[str] | None) -> Itera
         start_run(config, rows, plan) as run,
         open_session(config, run.process, rows, run.steps, run.id, plan, parts) as session,
     ):
+        log_choice(resolved, run.process)
         yield run, session
 
 

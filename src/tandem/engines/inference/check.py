@@ -65,6 +65,12 @@ def check_inference_engine(rollout: RolloutConfig, folder: Path, device: str) ->
         read_token(getattr(rollout.fleet, key), key)
 
 
+def installed_servers(rollout: RolloutConfig) -> tuple[str, ...]:
+    """Kinds of server whose library is there: first those whose interpreter `rollout.fleet` names, whatever it has."""
+    named = [kind for kind in MAKERS if python_of(rollout, kind) != sys.executable]
+    return (*named, *(kind for kind in MAKERS if kind not in named and _has(kind, sys.executable)))
+
+
 def _check_library(kind: str, python: str, backend: str) -> None:
     """Passes if an interpreter exists and finds the library of this kind of server."""
     key, maker = f"rollout.fleet.{kind}_python", MAKERS[kind]

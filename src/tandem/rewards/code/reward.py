@@ -17,7 +17,7 @@ from tandem.rewards.code.extraction import find_code
 from tandem.rewards.code.functions import complete, judge_functions
 from tandem.rewards.code.programs import judge_program
 from tandem.rewards.code.verdict import REASONS, CannotTell, Verdict
-from tandem.rewards.processes import usable_cores
+from tandem.workers.trees import usable_cores
 
 ATTEMPTS = 3
 """How often a judgement is begun whose sandbox is lost."""
