@@ -17,6 +17,7 @@ from tandem.config.libraries import set_up
 if TYPE_CHECKING:
     from tandem.algorithms.registry import prepared_by
     from tandem.api.engines import InferenceEngine, TrainEngine
+    from tandem.api.environment import InvalidAction
     from tandem.api.failures import DataFailure, InfrastructureFailure, RewardFailure
     from tandem.api.requests import LLMRequest
     from tandem.api.samples import Group, Sample, Trajectory
@@ -57,6 +58,7 @@ __all__ = [
     "GroupReward",
     "InferenceEngine",
     "InfrastructureFailure",
+    "InvalidAction",
     "LLMRequest",
     "LanguageModel",
     "Loader",
@@ -99,6 +101,7 @@ __all__ = [
 _MODULES = {
     "algorithms.registry": ("prepared_by",),
     "api.engines": ("InferenceEngine", "TrainEngine"),
+    "api.environment": ("InvalidAction",),
     "api.failures": ("DataFailure", "InfrastructureFailure", "RewardFailure"),
     "api.requests": ("LLMRequest",),
     "api.samples": ("Group", "Sample", "Trajectory"),

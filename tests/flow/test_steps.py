@@ -16,7 +16,6 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.build import build_train_engine
-from tandem.flow.plan import plan_run
 from tandem.flow.residents import open_reader
 from tandem.flow.steps import last_tokens, step_spans
 from tandem.models.load import load_causal_lm, load_scalar_model
@@ -150,7 +149,8 @@ def test_a_run_learns_from_rewards_at_the_ends_of_steps(tmp_path, judges):
     """The steps of a random model: the letter e ends one."""
     term = f"model(path={judges}/tokens, steps='e', marker='<step>', aggregate=none, normalise=group, clip=[-1, 1])"
     row, samples = run(tmp_path, judges, "algorithm=ppo", f"reward=0*format + 0.5*{term}")
-    assert {sample["reward"] for sample in samples} == {0.0} and any(abs(s["rewards"]["model"]) > 0.01 for s in samples)
+    assert all(sample["reward"] == pytest.approx(sample["rewards"]["model"]) for sample in samples)
+    assert any(abs(sample["reward"]) > 0.01 for sample in samples)
     assert all(0 <= sample["raw_rewards"]["model"] <= 1 for sample in samples) and row["loss"] == row["loss"]
 
 
@@ -172,21 +172,3 @@ def test_a_run_learns_from_the_worst_step(tmp_path, judges):
 def test_what_cannot_be_read_at_steps_is_refused_at_start(tmp_path, judges, knobs, words):
     with pytest.raises(ConfigError, match=words):
         run(tmp_path, judges, f"reward=model(path={judges}/sequences, {knobs})")
-
-
-@pytest.mark.parametrize(
-    ("keys", "words"),
-    [
-        ("algorithm.filter=dynamic_sampling", "algorithm.filter=dynamic_sampling chooses prompts .* such as 0\\*math"),
-        ("algorithm.filter=accuracy_band", "algorithm.filter=accuracy_band chooses prompts"),
-        ("curriculum.round_rows=8", "curriculum.round_rows chooses prompts .* leave curriculum.round_rows out"),
-    ],
-)
-def test_prompts_cannot_be_chosen_by_samples_whose_steps_alone_are_rewarded(tmp_path, judges, keys, words):
-    term = f"model(path={judges}/sequences, steps='e', aggregate=none)"
-    with pytest.raises(ConfigError, match=words):
-        run(tmp_path, judges, "algorithm=ppo", f"reward={term}", keys)
-    items = [f"actor.path={judges}/tiny-llama-0", "train_dataset.path=addition", "algorithm=ppo", keys]
-    assert plan_run(load_config(TrainConfig, None, [*items, f"reward=0*math + {term}"]).config).scores, (
-        "it chooses by accuracy"
-    )

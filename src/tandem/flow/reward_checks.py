@@ -11,7 +11,7 @@ Sums = Mapping[str, Sequence[Term]]
 
 
 def check_rewards(config: TrainConfig, sums: Sums, stepwise: Collection[str], *, of_tokens: bool) -> None:
-    """Passes if the algorithm can learn from every term of ``sums``, and choose prompts by them.
+    """Passes if the algorithm can learn from every term of ``sums``.
 
     ``stepwise``: the terms that give each step a reward of its own. ``of_tokens``: the advantage counts rewards of tokens.
 
@@ -20,21 +20,11 @@ def check_rewards(config: TrainConfig, sums: Sums, stepwise: Collection[str], *,
     """
     if config.constraint.cost is not None:
         _check_cost(config.reward, config.constraint.cost, sums, stepwise)
-    if not stepwise:
-        return
-    if not of_tokens:
+    if stepwise and not of_tokens:
         raise ConfigError(
             f"reward {min(stepwise)!r} gives each step a reward of its own, and "
             f"algorithm.advantage={config.algorithm.advantage.name} judges whole samples; use algorithm.advantage=reinforce "
             "or gae, or aggregate=min"
-        )
-    by_filter = config.algorithm.filter.name != "none"
-    key = f"algorithm.filter={config.algorithm.filter.name}" if by_filter else "curriculum.round_rows"
-    blind = next((spec for spec, terms in sums.items() if {term.label for term in terms} <= {*stepwise}), None)
-    if blind is not None and (by_filter or config.curriculum.round_rows is not None):
-        raise ConfigError(
-            f"{key} chooses prompts by what whole samples earn, and reward={blind} rewards steps alone (aggregate=none), so "
-            f"every sample earns 0; add a term for samples, such as 0*math, use aggregate=min, or leave {key} out"
         )
 
 

@@ -137,19 +137,13 @@ def _token_rewards(batch: TensorDict, samples: Samples, rewards: torch.Tensor, m
     trained token, so that each trajectory is told everything that comes after it."""
     position = torch.arange(len(mask), device=mask.device)
     last = torch.full_like(samples.of_sequence, -1).scatter_reduce(0, sequence_index(batch)[mask], position[mask], "amax")
-    trained = last >= 0  # [N]
-    left = rewards[samples.of_sequence]  # [N]
-    if "token_rewards" not in batch.keys():
-        earned = torch.zeros_like(mask, dtype=torch.float32)
-    else:
+    earned, left = torch.zeros_like(mask, dtype=torch.float32), rewards[samples.of_sequence]  # [T], [N]
+    if "token_rewards" in batch.keys():
         earned = batch["token_rewards"].clone()
-        order = samples.of_sequence.argsort(stable=True)  # the trajectories of a sample one after another
-        own, sample = sum_by_sequence(batch, earned).double()[order], samples.of_sequence[order]
-        begin = torch.searchsorted(sample, torch.arange(len(rewards), device=mask.device))
-        until = own.cumsum(0)
-        until = torch.empty_like(own).index_copy(0, order, until - (until - own)[begin][sample])
-        left = (left - until).float()
-    earned[last[trained]] += left[trained]
+        own = sum_by_sequence(batch, earned).double()  # [N]; the trajectories of a sample follow each other
+        before = own.cumsum(0) - own
+        left = (left - (before - before[samples.first][samples.of_sequence]) - own).float()
+    earned[last[last >= 0]] += left[last >= 0]
     return earned
 
 

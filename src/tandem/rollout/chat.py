@@ -105,13 +105,6 @@ class Chat:
         """Tokens of the trajectory so far: what the next request sends."""
         return tuple(self._tokens.ids)
 
-    @property
-    def newest(self) -> tuple[int, int] | None:
-        """Its last token: the number of its trajectory in `sample`, and its place there; None if that trains nothing."""
-        if not any(self._tokens.mask):
-            return None
-        return sum(any(tokens.mask) for tokens in self._ended), len(self._tokens.ids) - 1
-
     def request(self, gconfig: GenerationConfig) -> LLMRequest:
         """Asks for the next turn of the model."""
         return LLMRequest(self.input_ids, gconfig)

@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.environment import InvalidAction, StepResult
 from tandem.api.failures import DataFailure
-from tandem.api.requests import StopReason
+from tandem.api.requests import LLMResponse, StopReason
 from tandem.api.samples import Sample
 from tandem.api.services import PerEpisode
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
@@ -79,20 +80,22 @@ class EnvironmentWorkflow(RolloutWorkflow):
             DataFailure: the environment failed, under ``environment_…``; or the engine refused or cancelled a request.
         """
         rewards: list[float] = []
-        places: list[tuple[int, int] | None] = []
-        malformed, is_cut, result = 0, True, StepResult("", 0.0, False)
+        is_trained: list[bool] = []
+        malformed, is_cut, result, accuracy = 0, True, StepResult("", 0.0, False), None
         async with self.pool.world() as world:
             chat = self._start(data, await world.reset(data, self.seed_of(engine, data)))
             for turn in range(self.max_turns):
                 if turn:
                     chat.say(result.observation)
-                if not await self._reply(engine, chat, may_be_full=turn > 0):
+                response = await self._reply(engine, chat, may_be_full=turn > 0)
+                if response is None:
                     break
                 answer = await self._act(world, chat.completion)
                 malformed += isinstance(answer, str)
                 result = self._malformed(answer) if isinstance(answer, str) else answer
+                accuracy = result.info.get("accuracy", accuracy)
                 rewards.append(result.reward)
-                places.append(chat.newest)
+                is_trained.append(response.untrained_tokens < len(response.output_ids))
                 if result.terminated or result.truncated:
                     is_cut = False
                     break
@@ -102,8 +105,8 @@ class EnvironmentWorkflow(RolloutWorkflow):
             "malformed_actions": malformed / len(rewards),
             "cut_episodes": float(is_cut),
         }
-        sample = chat.sample(sum(earned), accuracy=result.info.get("accuracy"), metrics=metrics)
-        return _with_turns(sample, places, earned)
+        sample = chat.sample(sum(earned), accuracy=accuracy, metrics=metrics)
+        return _with_turns(sample, [value for value, trained in zip(earned, is_trained, strict=True) if trained])
 
     def seed_of(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> int:
         """The seed of an episode: the row's ``seed``, else one that follows from the run's seed, the epoch and the row."""
@@ -123,18 +126,18 @@ class EnvironmentWorkflow(RolloutWorkflow):
             before += [last, *([{"role": "user", "content": observation}] if observation else [])]
         return Chat(self.tokenizer, before, system_prompt=self.system_prompt, chat_template_kwargs=self.chat_template_kwargs)
 
-    async def _reply(self, engine: GeneratesTokens, chat: Chat, *, may_be_full: bool) -> bool:
-        """Lets the model speak; False if the context has no room for it."""
+    async def _reply(self, engine: GeneratesTokens, chat: Chat, *, may_be_full: bool) -> LLMResponse | None:
+        """Lets the model speak; None if the context has no room for it."""
         try:
             response = await engine.agenerate(chat.request(self.gconfig))
         except DataFailure as failure:
             if may_be_full and failure.reason == "prompt_too_long":
-                return False
+                return None
             raise
         if response.stop_reason == StopReason.CANCELLED:
             raise DataFailure("cancelled", "the request was cancelled, so the reply is not what the policy would have said")
         chat.add(response)
-        return True
+        return response
 
     async def _act(self, world: World, reply: str) -> StepResult | str:
         """What came of it; a text says why it is no action."""
@@ -159,10 +162,12 @@ def earned_by_turn(rewards: Sequence[float], discount: float) -> list[float]:
     return earned[::-1]
 
 
-def _with_turns(sample: Sample, places: Sequence[tuple[int, int] | None], earned: Sequence[float]) -> Sample:
-    """The sample whose tokens at these places (number of the trajectory, number of the token) earn these rewards."""
-    trajectories = list(sample.trajectories)
-    for place, value in zip(places, earned, strict=True):
-        if place is not None:
-            trajectories[place[0]] = trajectories[place[0]].earning([place[1]], [value])
+def _with_turns(sample: Sample, earned: Sequence[float]) -> Sample:
+    """The sample whose turns earn these rewards, each with its last trained token. Context stands between two turns."""
+    left, trajectories = list(earned), []
+    for trajectory in sample.trajectories:
+        mask = trajectory.loss_mask
+        ends = (mask & ~torch.cat([mask[1:], mask.new_zeros(1)])).nonzero().flatten().tolist()
+        values, left = left[: len(ends)], left[len(ends) :]
+        trajectories.append(trajectory.earning(ends, values))
     return replace(sample, trajectories=tuple(trajectories))
