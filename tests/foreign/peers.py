@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 ENVS = Path(os.environ.get("TANDEM_FOREIGN", ROOT / "envs"))
 PYTHON, NODE = ENVS / "agents/bin/python", ENVS / "npm/node_modules/.bin"
 SCRIPTS = Path(__file__).parent / "agents"
-EPISODE_S = 240.0
+EPISODE_S = 500.0
 
 
 def adding(prompt):
@@ -82,7 +82,7 @@ async def _run(command, given, folder, environment):
     pipe = asyncio.subprocess.PIPE
     quiet = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "OPENAI", "ANTHROPIC"))}
     process = await asyncio.create_subprocess_exec(
-        *command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=folder, env=quiet | environment
+        *command, stdin=pipe, stdout=pipe, stderr=pipe, cwd=folder, env=quiet | {"PWD": str(folder)} | environment
     )
     try:
         out, error = await asyncio.wait_for(process.communicate(given), EPISODE_S)

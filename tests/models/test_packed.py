@@ -50,7 +50,8 @@ def test_packed_equals_padded_in_values_and_gradients(kind):
     generator = torch.Generator().manual_seed(1)
     direction = [torch.randn(sum(LENGTHS), generator=generator) for _ in range(2)]
 
-    packed = PackedCausalLM(model, chunk_tokens=7)(**pack, entropy=True)
+    ours = PackedCausalLM(model, chunk_tokens=7)
+    packed = ours(ours.lay_out(**pack), entropy=True)
     padded = padded_reference(reference, pack)
 
     torch.testing.assert_close(packed.logprobs, padded[0], atol=2e-5, rtol=1e-5)
@@ -68,7 +69,7 @@ def test_gradient_checkpointing_changes_nothing(kind):
         model = PackedCausalLM(tiny_model(kind))
         if checkpointing:
             model.enable_gradient_checkpointing()
-        model(**pack).logprobs.sum().backward()
+        model(model.lay_out(**pack)).logprobs.sum().backward()
         gradients.append([p.grad for p in model.parameters()])
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other)
@@ -77,8 +78,9 @@ def test_gradient_checkpointing_changes_nothing(kind):
 def test_a_sequence_does_not_see_its_neighbours():
     model = PackedCausalLM(tiny_model("gemma2"))
     pack = random_pack((9, 12, 9))
-    whole = model(**pack).logprobs[9:21]
-    alone = model(pack["input_ids"][9:21], torch.tensor([0, 12]), pack["temperature"][1:2], pack["loss_mask"][9:21]).logprobs
+    whole = model(model.lay_out(**pack)).logprobs[9:21]
+    own = pack["input_ids"][9:21], torch.tensor([0, 12]), pack["loss_mask"][9:21], pack["temperature"][1:2]
+    alone = model(model.lay_out(*own)).logprobs
     torch.testing.assert_close(whole, alone, atol=1e-5, rtol=1e-5)
 
 
@@ -86,13 +88,13 @@ def test_bounds_that_do_not_cover_the_tokens_are_refused():
     model, pack = PackedCausalLM(tiny_model()), random_pack((4, 4))
     pack["cu_seqlens"] = torch.tensor([0, 4, 7])
     with pytest.raises(ValueError, match="rise from 0 to 8"):
-        model(**pack)
+        model(model.lay_out(**pack))
 
 
 def test_nothing_to_predict_gives_zeros_and_a_graph():
     model, pack = PackedCausalLM(tiny_model()), random_pack((3, 1))
     pack["loss_mask"] = torch.tensor([True, False, False, True])  # only first tokens
-    logprobs = model(**pack).logprobs
+    logprobs = model(model.lay_out(**pack)).logprobs
     logprobs.sum().backward()
     assert logprobs.tolist() == [0, 0, 0, 0]
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())

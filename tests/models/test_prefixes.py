@@ -44,14 +44,15 @@ def test_shared_prompts_give_the_log_probabilities_and_gradients_of_separate_seq
     ids, cu_seqlens, mask = grouped_batch()
     bounds = cu_seqlens.tolist()
     temperature = torch.linspace(0.7, 1.3, len(bounds) - 1)
-    together = model(ids, cu_seqlens, temperature, mask, True)
+    together = model(model.lay_out(ids, cu_seqlens, mask, temperature), True)
     (together.logprobs.sum() + together.entropy.square().sum()).backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
 
     alone = []
     for i, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        one = model(ids[start:end], torch.tensor([0, end - start]), temperature[i : i + 1], mask[start:end], True)
+        own = ids[start:end], torch.tensor([0, end - start]), mask[start:end], temperature[i : i + 1]
+        one = model(model.lay_out(*own), True)
         (one.logprobs.sum() + one.entropy.square().sum()).backward()
         alone.append(one)
 

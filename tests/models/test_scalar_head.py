@@ -38,7 +38,7 @@ def test_transformers_scores_the_saved_classifier_the_same_at_every_prefix(tmp_p
     ids = pack["input_ids"] = pack["input_ids"].masked_fill(pack["input_ids"] == PADDING, 7)
     ids[pack["cu_seqlens"][1:] - 1] = 2  # every text ends as the chat template ends it
 
-    scores = ours(ids, pack["cu_seqlens"], pack["loss_mask"]).scores
+    scores = ours(ours.lay_out(ids, pack["cu_seqlens"], pack["loss_mask"])).scores
     bounds = pack["cu_seqlens"].tolist()
     prefixes = [ids[a : t + 1] for a, b in zip(bounds, bounds[1:], strict=False) for t in range(a, b)]
     padded = torch.nn.utils.rnn.pad_sequence(prefixes, batch_first=True, padding_value=theirs.config.pad_token_id)
@@ -56,7 +56,7 @@ def test_gradients_are_those_of_transformers(tmp_path):
     reference = copy.deepcopy(ours.model)
     reference.set_attn_implementation("eager")
     ids = random_pack((9,))["input_ids"]
-    ours(ids, torch.tensor([0, 9]), torch.ones(9, dtype=torch.bool)).scores.square().sum().backward()
+    ours(ours.lay_out(ids, torch.tensor([0, 9]), torch.ones(9, dtype=torch.bool))).scores.square().sum().backward()
     states = reference.model(input_ids=ids[None]).last_hidden_state[0]
     reference.score(states).square().sum().backward()
     for (name, mine), theirs in zip(ours.model.named_parameters(), reference.parameters(), strict=True):
@@ -69,15 +69,15 @@ def test_shared_prompts_give_the_scores_and_gradients_of_separate_sequences(tmp_
     model = scored(load_scalar_model(tiny_model_folder(tmp_path, kind)))
     ids, cu_seqlens, mask = grouped_batch()
     weights = torch.linspace(-1, 1, len(ids))
-    together = model(ids, cu_seqlens, mask).scores
+    together = model(model.lay_out(ids, cu_seqlens, mask)).scores
     (together * weights).sum().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
 
-    alone = model(ids, cu_seqlens, torch.ones_like(mask)).scores  # no prompts: nothing is shared
+    alone = model(model.lay_out(ids, cu_seqlens, torch.ones_like(mask))).scores  # no prompts: nothing is shared
     (alone * weights).sum().backward()
-    assert model.hidden(ids, cu_seqlens, mask).place is not None
-    assert model.hidden(ids, cu_seqlens, torch.ones_like(mask)).place is None
+    assert model.lay_out(ids, cu_seqlens, mask).place is not None
+    assert model.lay_out(ids, cu_seqlens, torch.ones_like(mask)).place is None
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
     for name, parameter in model.named_parameters():
         assert torch.allclose(parameter.grad, gradients[name], atol=2e-4 * float(gradients[name].abs().max()) + 1e-6), name

@@ -1,6 +1,7 @@
 """Coroutines of the user's as agents: where their reward comes from, and a name for each way in which one fails."""
 
 import asyncio
+import contextlib
 import json
 import sys
 import time
@@ -20,9 +21,9 @@ ROW = {"messages": [user("3 + 4 =")], "answer": "7"}
 
 async def ask(base_url, api_key, messages, path="/chat/completions", **fields):
     headers = {"Authorization": f"Bearer {api_key}"}
-    async with aiohttp.ClientSession() as http:
-        async with http.post(base_url + path, json={"messages": messages} | fields, headers=headers) as answer:
-            return answer.status, await answer.json()
+    body = {"messages": messages} | fields
+    async with aiohttp.ClientSession() as http, http.post(base_url + path, json=body, headers=headers) as answer:
+        return answer.status, await answer.json()
 
 
 def run(agent, engine=None, reward=None, count=1, **knobs):
@@ -95,8 +96,8 @@ async def never_calls(base_url, api_key, data):
 
 
 async def exits_early(base_url, api_key, data):
-    asyncio.ensure_future(ask(base_url, api_key, data["messages"]))
-    await asyncio.sleep(0.1)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(ask(base_url, api_key, data["messages"]), 0.1)
     return 1.0
 
 
@@ -111,6 +112,11 @@ async def leaves(base_url, api_key, data):
 
 async def cancels_itself(base_url, api_key, data):
     raise asyncio.CancelledError
+
+
+async def asks_in_vain(base_url, api_key, data):
+    await ask(base_url, api_key, data["messages"], n=3)
+    return 1.0
 
 
 async def hangs(base_url, api_key, data):
@@ -130,6 +136,7 @@ async def hangs_and_will_not_end(base_url, api_key, data):
     [
         (never_calls, "agent_never_called"),
         (exits_early, "agent_exited_early"),
+        (asks_in_vain, "agent_refused: no request of the agent could be served; the last: n is not served"),
         (raises, "agent_raised: KeyError: 'plan'"),
         (leaves, "agent_raised: RuntimeError: the agent called sys.exit\\(3\\)"),
         (cancels_itself, "agent_raised: CancelledError"),
@@ -187,10 +194,13 @@ def test_agents_run_beside_each_other():
     assert time.monotonic() - began < 3.0
 
 
-@pytest.mark.parametrize("failure", [InfrastructureFailure("server", "gone"), EngineDied("gone")])
-def test_a_failure_of_the_engine_begins_the_episode_again_and_is_not_the_agents(failure):
+GONE = [InfrastructureFailure("server", "gone"), EngineDied("gone"), DataFailure("prompt_too_long", "9 tokens")]
+
+
+@pytest.mark.parametrize("failure", GONE)
+def test_a_failure_of_the_engine_is_not_the_agents(failure):
     async def agent(base_url, api_key, data):
         assert (await ask(base_url, api_key, data["messages"]))[0] == 200
 
-    with pytest.raises(type(failure)):
+    with pytest.raises(type(failure), match=failure.reason):
         run(agent, ScriptedEngine(lambda r, n: failure))

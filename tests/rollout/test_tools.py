@@ -297,7 +297,8 @@ def test_tools_come_from_names_files_and_lists(tmp_path):
         "    async def open(self, data):\n"
         "        state = {'n': self.start}\n"
         "        async def run(arguments):\n            state['n'] += arguments['n']\n            return str(state['n'])\n"
-        "        yield [Tool({**tool_schema(double), 'function': {**tool_schema(double)['function'], 'name': 'add'}}, run)]\n"
+        "        schema = tool_schema(double)\n        schema['function']['name'] = 'add'\n"
+        "        yield [Tool(schema, run)]\n"
     )
     with Services() as services:
         names = ["calculator", f"{file}:double", f"{file}:Counter(start=5)"]

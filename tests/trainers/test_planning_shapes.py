@@ -91,7 +91,7 @@ def kept_really(model: PackedCausalLM, groups: tuple[tuple[int, int], ...]) -> i
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(torch.cat(rows), cu_seqlens, torch.ones(len(rows)), torch.cat(masks))
+        model(model.lay_out(torch.cat(rows), cu_seqlens, torch.cat(masks), torch.ones(len(rows))))
     return sum(storage.nbytes() for storage in storages.values())
 
 

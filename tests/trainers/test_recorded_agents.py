@@ -128,6 +128,18 @@ def test_a_deterministic_run_that_is_resumed_is_the_run_that_never_stopped(overr
     assert [name for name in whole[1] if not torch.equal(whole[1][name], cut[1][name])] == []
 
 
+@pytest.mark.slow
+@pytest.mark.invariant
+def test_agents_that_ask_for_several_turns_at_once_repeat_to_the_bit(overrides):
+    more = ["deterministic=true", "rollout.engine.max_running=1", f"workflow={AGENTS}:branching", "total_train_steps=1"]
+    try:
+        one, other = (run(overrides, *more, f"trial_name={name}") for name in ("one", "other"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert one[0] == other[0] and one[0][0]["rollout/recorded/turns"] == 9
+    assert [name for name in one[1] if not torch.equal(one[1][name], other[1][name])] == []
+
+
 @pytest.mark.parametrize(
     ("knob", "words"),
     [

@@ -16,9 +16,11 @@ def log_ratio(numerator: torch.Tensor, denominator: torch.Tensor, mask: torch.Te
 
 
 def sum_by(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Sum over all entries with the same index, given back to each of them: ``[T]``, ``[T]`` → ``[T]``."""
-    count = int(index.max()) + 1 if len(index) else 0
-    return values.new_zeros(count).index_add(0, index, values)[index]
+    """Sum over all entries with the same index, given back to each of them: ``[T]``, ``[T]`` → ``[T]``.
+
+    Indices are below T: they number sequences or samples that have tokens.
+    """
+    return values.new_zeros(len(index)).index_add(0, index, values)[index]
 
 
 def mean_by_sequence(values: torch.Tensor, mask: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:

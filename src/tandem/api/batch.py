@@ -111,7 +111,12 @@ def lengths(batch: TensorDict) -> torch.Tensor:
 
 def sequence_index(batch: TensorDict) -> torch.Tensor:
     """For each token the sequence it belongs to, ``[T]`` int64."""
-    return torch.repeat_interleave(lengths(batch))
+    return torch.repeat_interleave(lengths(batch), output_size=_num_tokens(batch))
+
+
+def _num_tokens(batch: TensorDict) -> int:
+    """T; of a batch with tokens no GPU is asked for it."""
+    return len(batch["input_ids"]) if "input_ids" in batch.keys() else int(batch["cu_seqlens"][-1])
 
 
 def per_token(batch: TensorDict, values: torch.Tensor) -> torch.Tensor:

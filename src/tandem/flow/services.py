@@ -357,8 +357,11 @@ def check_names(config: TrainConfig) -> None:
 
 
 def asks_for_reward(config: TrainConfig) -> bool:
-    """True if the workflow lets the run's reward judge; an environment gives its own."""
+    """True if the workflow lets the run's reward judge. An environment gives its own; an agent or a program may, so that
+    only a reward that was chosen for it counts."""
     make, skip = _workflow_factory(config)
+    if is_agent(make) or "recorder" in inspect.signature(make).parameters:
+        return config.reward != TrainConfig().reward
     arguments = arguments_of(make, f"workflow={config.workflow}", skip)
     return arguments.open or "reward" in arguments.names
 

@@ -18,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from tandem.models.context_parallel import Context
 from tandem.models.prefixes import Prompt
+from tandem.models.upload import upload
 
 NAME = "tandem_packed"
 
@@ -63,6 +64,10 @@ class Packing:
         """Prompts with their completions; ``cu_seqlens`` is that of the batch that they came from."""
         longest = max(prompt.length + max(prompt.completions) for prompt in prompts)
         return cls(cu_seqlens.to(torch.int32), tuple(prompts), longest)
+
+    def on(self, device: torch.device) -> "Packing":
+        """The same with its tensors on a device."""
+        return replace(self, cu_seqlens=upload(self.cu_seqlens, device))
 
     def divided(self, context: Context, extra: int) -> "Packing":
         """The same for a row of which each rank of ``context`` has a piece; ``extra`` tokens behind it fill it up."""
@@ -264,7 +269,7 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, _no_mask)
 
 
-def check_lengths(cu_seqlens: torch.Tensor, total: int) -> Sequence[int]:
+def check_lengths(cu_seqlens: torch.Tensor, total: int) -> list[int]:
     """The bounds as a list, if they cover ``total`` tokens.
 
     Raises:

@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from tandem.api.engines import Outputs
 from tandem.config.errors import ConfigError
 from tandem.models.foreign import UNREADABLE, read_generation_config, read_weights, told
+from tandem.models.layout import Layout
 from tandem.models.packed import PackedCausalLM, PackedModel
 
 HEAD = "score.weight"
@@ -23,16 +24,14 @@ HEAD = "score.weight"
 class PackedScalarModel(PackedModel):
     """A transformers sequence classifier with one label, read at every token."""
 
-    def forward(self, input_ids: torch.Tensor, cu_seqlens: torch.Tensor, loss_mask: torch.Tensor) -> Outputs:
+    def forward(self, layout: Layout) -> Outputs:
         """``scores [T]`` float32: position t holds what the head reads from the state *after* token t, for every token.
 
-        ``input_ids [T]``, ``cu_seqlens [N + 1]``; ``loss_mask [T]`` bool only tells where prompts end, so that a common one
-        is computed once. ``logprobs`` is empty: no logits are computed.
+        ``logprobs`` is empty: no logits are computed.
         """
-        hidden = self.hidden(input_ids, cu_seqlens, loss_mask)
-        head = self.model.score
-        scores = self.read_scalar(hidden, head.weight, len(input_ids))
-        return Outputs(hidden.states.new_zeros(0), scores=scores if head.bias is None else scores + head.bias.float())
+        states, head = self.hidden(layout), self.model.score
+        scores = self.read_scalar(states, head.weight, layout)
+        return Outputs(states.new_zeros(0), scores=scores if head.bias is None else scores + head.bias.float())
 
 
 class PackedActorCritic(PackedCausalLM):
@@ -45,18 +44,11 @@ class PackedActorCritic(PackedCausalLM):
         self.value = nn.Linear(weight.shape[1], 1, bias=False, device=weight.device, dtype=weight.dtype)
         nn.init.zeros_(self.value.weight)
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        temperature: torch.Tensor,
-        loss_mask: torch.Tensor,
-        entropy: bool = False,
-    ) -> Outputs:
+    def forward(self, layout: Layout, entropy: bool = False) -> Outputs:
         """`PackedCausalLM.forward`, with ``scores [T]`` as `PackedScalarModel.forward` gives them."""
-        hidden = self.hidden(input_ids, cu_seqlens, loss_mask)
-        outputs = self.predict(hidden, input_ids, cu_seqlens, temperature, loss_mask, entropy)
-        return outputs._replace(scores=self.read_scalar(hidden, self.value.weight, len(input_ids)))
+        states = self.hidden(layout)
+        outputs = self.predict(states, layout, entropy)
+        return outputs._replace(scores=self.read_scalar(states, self.value.weight, layout))
 
 
 def is_classifier(config: PretrainedConfig) -> bool:

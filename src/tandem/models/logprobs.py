@@ -20,7 +20,7 @@ def chunked_logprobs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
-    temperature: torch.Tensor,
+    temperature: torch.Tensor | None,
     *,
     softcap: float | None = None,
     entropy: bool = False,
@@ -28,15 +28,21 @@ def chunked_logprobs(
 ) -> HeadOutputs:
     """Log-probability of ``targets`` under softmax(z / temperature), z = ``hidden @ weight.T``, soft-capped if asked.
 
-    ``hidden [M, H]``, ``weight [V, H]``, ``targets [M]`` int64, ``temperature [M]`` positive. Entropy in nats, of the same
-    distribution, with its gradient. ``chunk_tokens`` rows of logits exist at a time; the result does not depend on it.
+    ``hidden [M, H]``, ``weight [V, H]``, ``targets [M]`` int64, ``temperature [M]`` float32 and positive, None where all
+    are 1. Entropy in nats, of the same distribution, with its gradient. ``chunk_tokens`` rows of logits exist at a time; the
+    result does not depend on it.
     """
-    logprobs, entropies = _Head.apply(hidden, weight, targets, temperature.float(), softcap, entropy, chunk_tokens)
+    logprobs, entropies = _Head.apply(hidden, weight, targets, temperature, softcap, entropy, chunk_tokens)
     return HeadOutputs(logprobs, entropies if entropy else None)
 
 
+def part_of(temperature: torch.Tensor | None, rows: slice) -> torch.Tensor | None:
+    """The temperatures of some rows; None where all are 1."""
+    return None if temperature is None else temperature[rows]
+
+
 def scaled_logits(
-    hidden: torch.Tensor, weight: torch.Tensor, temperature: torch.Tensor, softcap: float | None
+    hidden: torch.Tensor, weight: torch.Tensor, temperature: torch.Tensor | None, softcap: float | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Logits over temperature ``[C, V]`` float32, and the soft-cap's tanh for its derivative."""
     logits = linear(hidden, weight).float()
@@ -44,7 +50,7 @@ def scaled_logits(
     if softcap is not None:
         saturation = logits.div_(softcap).tanh_()
         logits = saturation * softcap
-    if bool((temperature != 1).any()):
+    if temperature is not None:
         logits.div_(temperature[:, None])
     return logits, saturation
 
@@ -56,7 +62,7 @@ class _Head(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         targets: torch.Tensor,
-        temperature: torch.Tensor,
+        temperature: torch.Tensor | None,
         softcap: float | None,
         entropy: bool,
         chunk_tokens: int,
@@ -65,7 +71,7 @@ class _Head(torch.autograd.Function):
         entropies = hidden.new_zeros(len(hidden) if entropy else 0, dtype=torch.float32)
         for start in range(0, len(hidden), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            logits, _ = scaled_logits(hidden[rows], weight, temperature[rows], softcap)
+            logits, _ = scaled_logits(hidden[rows], weight, part_of(temperature, rows), softcap)
             all_logprobs = torch.log_softmax(logits, -1)
             logprobs[rows] = all_logprobs.gather(1, targets[rows, None])[:, 0]
             if entropy:
@@ -84,7 +90,7 @@ class _Head(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for start in range(0, len(hidden), ctx.chunk_tokens):
             rows = slice(start, start + ctx.chunk_tokens)
-            logits, saturation = scaled_logits(hidden[rows], weight, temperature[rows], ctx.softcap)
+            logits, saturation = scaled_logits(hidden[rows], weight, part_of(temperature, rows), ctx.softcap)
             grad = grad_logprobs[rows, None].float()
             if ctx.entropy:
                 # dH/dz_j = -p_j (log p_j + H), d log p_y / dz_j = [j = y] - p_j
@@ -95,7 +101,7 @@ class _Head(torch.autograd.Function):
             else:
                 grad_logits = torch.softmax(logits, -1).mul_(-grad)
             grad_logits.scatter_add_(1, targets[rows, None], grad)
-            if bool((temperature[rows] != 1).any()):
+            if temperature is not None:
                 grad_logits.div_(temperature[rows, None])
             if saturation is not None:
                 grad_logits.mul_(1 - saturation.square_())

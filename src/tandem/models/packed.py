@@ -1,19 +1,18 @@
 """A Hugging Face causal language model that takes packed sequences and gives log-probabilities."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.functional import pad
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from tandem.api.engines import Outputs
 from tandem.models.architecture import Architecture
-from tandem.models.attention import NAME, Packing, check_lengths, positions
+from tandem.models.attention import NAME
 from tandem.models.context_parallel import Context
 from tandem.models.exchanges import sum_parts
+from tandem.models.layout import Layout, lay_out
 from tandem.models.logprobs import chunked_logprobs
-from tandem.models.prefixes import compact
 from tandem.models.vocabulary import Vocabulary, vocabulary_parallel_logprobs
 
 _PRODUCTS = ("mm", "addmm", "bmm")
@@ -28,23 +27,6 @@ def keeping_products() -> Any:
         return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
-
-
-class Hidden(NamedTuple):
-    """Last hidden states, without those of repeated prompts."""
-
-    states: torch.Tensor
-    """``[C, H]``, normalised."""
-
-    place: torch.Tensor | None
-    """``[T]``: the row of each token; None where C = T and every token has its own."""
-
-    first: int = 0
-    """Row of ``states[0]``: under context parallelism they are this rank's, ``[C / ranks, H]``."""
-
-    def own(self, rows: torch.Tensor) -> torch.Tensor:
-        """Which of ``rows`` are among ``states``, bool."""
-        return (rows >= self.first) & (rows < self.first + len(self.states))
 
 
 class PackedModel(nn.Module):
@@ -86,39 +68,37 @@ class PackedModel(nn.Module):
         # transformers recomputes only in training mode; nothing else depends on that, because dropout is 0
         self.model.train()
 
-    def hidden(self, input_ids: torch.Tensor, cu_seqlens: torch.Tensor, loss_mask: torch.Tensor) -> Hidden:
-        """States after each token, ``input_ids [T]``, ``cu_seqlens [N + 1]``.
+    def lay_out(
+        self,
+        input_ids: torch.Tensor,
+        cu_seqlens: torch.Tensor,
+        loss_mask: torch.Tensor,
+        temperature: torch.Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> Layout:
+        """What `forward` takes, see `lay_out`. ``device``: of the model; None: these tensors are there."""
+        return lay_out(
+            input_ids, cu_seqlens, loss_mask, temperature, device=device or input_ids.device, context=self.context
+        )
 
-        A prompt (the tokens before the first one in ``loss_mask [T]``) that several sequences begin with is computed once:
-        causal attention makes its states the same in all of them.
-        """
-        bounds = check_lengths(cu_seqlens, len(input_ids))
-        ids, at = input_ids, positions(cu_seqlens, len(input_ids))
-        shares = self.context is None or self.context.way == "all_to_all"
-        shared = compact(input_ids, bounds, loss_mask) if shares else None
-        if shared is None:
-            packing = Packing.from_cu_seqlens(cu_seqlens)
-        else:
-            packing = Packing.from_prompts(cu_seqlens, shared.prompts)
-            ids, at = ids[shared.tokens], at[shared.tokens]
-        first = 0
-        if self.context is not None:
-            extra = self.context.padding(len(ids))
-            mine = self.context.rows(len(ids) + extra)
-            ids, at, first = pad(ids, (0, extra))[mine], pad(at, (0, extra))[mine], mine.start
-            packing = packing.divided(self.context, extra)
-        states = self.model.model(
-            input_ids=ids[None], position_ids=at[None], use_cache=False, packing=packing
-        ).last_hidden_state[0]  # [C, H]
-        return Hidden(states, None if shared is None else shared.place, first)
+    def hidden(self, layout: Layout) -> torch.Tensor:
+        """States after each token, normalised, ``[C, H]``; under context parallelism this rank's."""
+        return self.model.model(
+            input_ids=layout.ids[None],
+            position_ids=layout.at[None],
+            # nobody reads it; without one transformers would ask the device where sequences begin
+            attention_mask=layout.ids.new_zeros(1, 1, 1, 1),
+            use_cache=False,
+            packing=layout.packing,
+        ).last_hidden_state[0]
 
-    def read_scalar(self, hidden: Hidden, weight: torch.Tensor, total: int) -> torch.Tensor:
-        """One number a token, ``[T]`` float32, ``total`` being T, from ``weight [1, H]``."""
+    def read_scalar(self, states: torch.Tensor, weight: torch.Tensor, layout: Layout) -> torch.Tensor:
+        """One number a token, ``[T]`` float32, from ``states [C, H]`` and ``weight [1, H]``."""
         # in float32: bfloat16 has steps of 1/128 between 1 and 2, coarser than what values must tell apart
-        scores = (hidden.states.float() @ weight.float().T)[:, 0]  # [C]
+        scores = (states.float() @ weight.float().T)[:, 0]  # [C]
         if self.context is not None:
             scores = self.context.place(scores)
-        return scores[:total] if hidden.place is None else scores[hidden.place]
+        return scores[: layout.total] if layout.place is None else scores[layout.place]
 
 
 class PackedCausalLM(PackedModel):
@@ -133,43 +113,19 @@ class PackedCausalLM(PackedModel):
         super().__init__(model)
         self.chunk_tokens = chunk_tokens
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        temperature: torch.Tensor,
-        loss_mask: torch.Tensor,
-        entropy: bool = False,
-    ) -> Outputs:
-        """Log-probabilities (and entropies) of the tokens in ``loss_mask``, given what precedes them in their sequence.
+    def forward(self, layout: Layout, entropy: bool = False) -> Outputs:
+        """Log-probabilities (and entropies) of the tokens in the mask, given what precedes them in their sequence.
 
-        ``input_ids [T]``, ``cu_seqlens [N + 1]``, ``temperature [N]``, ``loss_mask [T]`` bool. Returns ``[T]`` float32
-        tensors, 0 where nothing is predicted: outside the mask and at the first token of each sequence.
+        Returns ``[T]`` float32 tensors, 0 where nothing is predicted: outside the mask, and at the first token of each
+        sequence.
         """
-        states = self.hidden(input_ids, cu_seqlens, loss_mask)
-        return self.predict(states, input_ids, cu_seqlens, temperature, loss_mask, entropy)
+        return self.predict(self.hidden(layout), layout, entropy)
 
-    def predict(
-        self,
-        hidden: Hidden,
-        input_ids: torch.Tensor,
-        cu_seqlens: torch.Tensor,
-        temperature: torch.Tensor,
-        loss_mask: torch.Tensor,
-        entropy: bool,
-    ) -> Outputs:
-        """The head of `forward`."""
-        bounds = cu_seqlens.tolist()
-        predicted = loss_mask.clone()
-        predicted[[start for start, end in zip(bounds, bounds[1:], strict=False) if start < end]] = False
-        index = predicted.nonzero().flatten()  # [M]
-        before = index - 1  # the state before a token predicts it
-        before = before if hidden.place is None else hidden.place[before]
-        if self.context is not None:
-            own = hidden.own(before)
-            index, before = index[own], before[own] - hidden.first
-        of_token = torch.repeat_interleave(temperature, cu_seqlens.diff(), output_size=len(input_ids))
-        given = hidden.states.index_select(0, before), self.model.lm_head.weight, input_ids[index], of_token[index]
+    def predict(self, states: torch.Tensor, layout: Layout, entropy: bool) -> Outputs:
+        """The head of `forward`, from ``states [C, H]``."""
+        wanted = layout.prediction
+        assert wanted is not None, "a layout with temperatures"
+        given = states.index_select(0, wanted.before), self.model.lm_head.weight, wanted.targets, wanted.temperature
         settings: dict[str, Any] = {
             "softcap": self.architecture.final_softcap,
             "entropy": entropy,
@@ -179,7 +135,7 @@ class PackedCausalLM(PackedModel):
             head = chunked_logprobs(*given, **settings)
         else:
             head = vocabulary_parallel_logprobs(*given, self.vocabulary, **settings)
-        spread = [None if x is None else x.new_zeros(len(input_ids)).index_copy(0, index, x) for x in head]
+        spread = [None if x is None else x.new_zeros(layout.total).index_copy(0, wanted.index, x) for x in head]
         if self.context is not None:
             spread = [None if x is None else sum_parts(x, self.context.group) for x in spread]
         return Outputs(*spread)

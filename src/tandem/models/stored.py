@@ -46,6 +46,23 @@ class Stored:
                 yield torch.frombuffer(view, dtype=self.dtype).to(dtype)
                 left -= len(view)
 
+    def read_into(self, flat: torch.Tensor, memory: memoryview) -> None:
+        """Fills ``flat``, whose bytes are ``memory``, with its numbers in order; straight from the file if they are of one
+        dtype.
+
+        Raises:
+            OSError: as `pieces`.
+        """
+        if self.dtype == flat.dtype:
+            with self.file.open("rb", buffering=0) as file:
+                file.seek(self.start)
+                read_whole(file, memory)
+            return
+        start = 0
+        for piece in self.pieces(flat.dtype):
+            flat[start : start + len(piece)] = piece
+            start += len(piece)
+
 
 def read_whole(file, view: memoryview) -> None:  # type: ignore[no-untyped-def]
     """Fills ``view`` from an unbuffered file.

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tandem.models.exchanges import reduce
-from tandem.models.logprobs import HeadOutputs, scaled_logits
+from tandem.models.logprobs import HeadOutputs, part_of, scaled_logits
 
 
 class Vocabulary(NamedTuple):
@@ -24,7 +24,7 @@ def vocabulary_parallel_logprobs(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
-    temperature: torch.Tensor,
+    temperature: torch.Tensor | None,
     vocabulary: Vocabulary,
     *,
     softcap: float | None = None,
@@ -37,7 +37,7 @@ def vocabulary_parallel_logprobs(
     gradient of ``hidden`` is that of the whole vocabulary.
     """
     settings = (vocabulary, softcap, entropy, chunk_tokens)
-    logprobs, entropies = _Head.apply(hidden, weight, targets, temperature.float(), settings)
+    logprobs, entropies = _Head.apply(hidden, weight, targets, temperature, settings)
     return HeadOutputs(logprobs, entropies if entropy else None)
 
 
@@ -62,7 +62,7 @@ class _Head(torch.autograd.Function):
         hidden: torch.Tensor,
         weight: torch.Tensor,
         targets: torch.Tensor,
-        temperature: torch.Tensor,
+        temperature: torch.Tensor | None,
         settings: tuple[Vocabulary, float | None, bool, int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         vocabulary, softcap, entropy, chunk_tokens = ctx.settings = settings
@@ -70,7 +70,7 @@ class _Head(torch.autograd.Function):
         own = hidden.new_zeros(3, len(hidden), dtype=torch.float32)
         for start in range(0, len(hidden), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            logits, _ = scaled_logits(hidden[rows], weight, temperature[rows], softcap)
+            logits, _ = scaled_logits(hidden[rows], weight, part_of(temperature, rows), softcap)
             own[0, rows] = total = logits.logsumexp(-1)
             own[1, rows] = logits.gather(1, at[rows, None])[:, 0].where(here[rows], 0)
             if entropy:
@@ -94,7 +94,7 @@ class _Head(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
         for start in range(0, len(hidden), chunk_tokens):
             rows = slice(start, start + chunk_tokens)
-            logits, saturation = scaled_logits(hidden[rows], weight, temperature[rows], softcap)
+            logits, saturation = scaled_logits(hidden[rows], weight, part_of(temperature, rows), softcap)
             grad = grad_logprobs[rows, None].float()
             logprobs = logits.sub_(totals[rows, None])
             probabilities = logprobs.exp()
@@ -105,7 +105,8 @@ class _Head(torch.autograd.Function):
             else:
                 grad_logits = probabilities.mul_(-grad)
             grad_logits.scatter_add_(1, at[rows, None], grad * here[rows, None])
-            grad_logits.div_(temperature[rows, None])
+            if temperature is not None:
+                grad_logits.div_(temperature[rows, None])
             if saturation is not None:
                 grad_logits.mul_(1 - saturation.square_())
             grad_logits = grad_logits.to(hidden.dtype)

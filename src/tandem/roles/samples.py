@@ -42,10 +42,9 @@ def truncated(batch: TensorDict, samples: Samples) -> torch.Tensor:
 
 def trained_tokens(batch: TensorDict) -> torch.Tensor:
     """``loss_mask [T]`` without the first token of each sequence, which nothing predicts."""
-    mask = batch["loss_mask"].clone()
-    starts = batch["cu_seqlens"][:-1]
-    mask[starts[starts < len(mask)]] = False
-    return mask
+    mask, starts = batch["loss_mask"], batch["cu_seqlens"][:-1]
+    first = mask.new_zeros(len(mask) + 1).index_fill(0, starts, True)  # one more: an empty sequence may begin at the end
+    return mask & ~first[:-1]
 
 
 def with_fields(batch: TensorDict, **fields: torch.Tensor) -> TensorDict:

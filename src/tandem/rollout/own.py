@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, WrongWorkflow
+from tandem.api.failures import DataFailure, EngineDied, WrongWorkflow
 from tandem.api.samples import Sample
 from tandem.api.workflow import GeneratesTokens, RewardFn, RolloutWorkflow, messages_for
 from tandem.config.errors import ConfigError
@@ -81,8 +81,8 @@ class AgentWorkflow(RolloutWorkflow):
         """See `RolloutWorkflow`.
 
         Raises:
-            DataFailure: ``agent_timeout``, ``agent_raised``, ``agent_never_called``, ``agent_exited_early``, ``two_rewards``
-                or ``no_reward``.
+            DataFailure: ``agent_timeout``, ``agent_raised``, ``agent_never_called``, ``agent_refused``,
+                ``agent_exited_early``, ``two_rewards`` or ``no_reward``; ``prompt_too_long`` where it ended by that.
         """
         async with self.recorder.session(engine, self.gconfig, limits=self.limits, side_calls=self.side_calls) as session:
             returned = await self._run(session, data)
@@ -106,8 +106,8 @@ class AgentWorkflow(RolloutWorkflow):
                 running.cancel()
         error = asyncio.CancelledError("it cancelled itself") if running.cancelled() else running.exception()
         if error is not None:
-            if isinstance(session.failure, InfrastructureFailure):
-                raise session.failure  # what the agent could not know of: the episode begins again
+            if session.failure is not None:
+                raise session.failure from error  # the engine's, which the agent could not help
             raise DataFailure("agent_raised", f"{type(error).__name__}: {error}") from error
         if isinstance(session.failure, EngineDied):
             raise session.failure

@@ -38,7 +38,7 @@ ENVIRONMENT = {
 def system_paths() -> list[str]:
     """What every program may read of this machine: the system's programs and libraries, and Python."""
     system = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache", "/etc/alternatives"]
-    system += ["/etc/ssl/openssl.cnf"]  # without it Node does not start
+    system += ["/etc/ssl/openssl.cnf", "/etc/ssl/certs", "/etc/ssl/cert.pem"]  # clients of HTTP do not start without them
     python = {os.path.realpath(prefix) for prefix in (sys.base_prefix, sys.base_exec_prefix)}
     return system + [path for path in sorted(python) if not path.startswith("/usr/") and path != "/usr"]
 

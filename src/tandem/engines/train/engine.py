@@ -24,6 +24,7 @@ from tandem.engines.train.totals import Totals
 from tandem.models.adapter_folder import AdapterBeside
 from tandem.models.catalog import resolve
 from tandem.models.precision import resolve_dtype
+from tandem.models.upload import upload, uploaded
 
 
 class SpreadEngine(TrainEngine):
@@ -112,13 +113,10 @@ class SpreadEngine(TrainEngine):
         names = self._given(entropy)
         found = torch.zeros(len(names), bounds[-1], device=self.device)
         for indices in self._micro_batches(batch):
-            if not indices:
-                self._compute(filler(self.device), entropy)
+            outputs = self._compute(select(batch, indices) if indices else filler(), entropy)
+            if not indices or not self.ranks.is_first_with_batch:
                 continue
-            outputs = self._compute(select(batch, indices).to(self.device), entropy)
-            if not self.ranks.is_first_with_batch:
-                continue
-            tokens = torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in indices]).to(self.device)
+            tokens = upload(torch.cat([torch.arange(bounds[i], bounds[i + 1]) for i in indices]), self.device)
             for row, name in zip(found, names, strict=True):
                 row[tokens] = getattr(outputs, name)
         sum_over_ranks(found, self.ranks.group)
@@ -140,31 +138,32 @@ class SpreadEngine(TrainEngine):
     def _gathered(self, totals: Totals) -> dict[str, float]:
         return totals.gather(self.ranks.group, counts=self.ranks.is_first_with_batch)
 
-    def _compute(self, view: TensorDict, entropy: bool) -> Outputs:
+    def _compute(self, chosen: TensorDict, entropy: bool) -> Outputs:
+        """``chosen``: on the host, which lays them out; the device only computes."""
         did()  # a micro-batch, also one that only keeps the others company
+        given = chosen["input_ids"], chosen["cu_seqlens"], chosen["loss_mask"]
         if self.head == "scalar":
             if entropy:
                 raise ValueError("a model with a scalar head has no distribution over tokens, so it has no entropy")
-            return self._holder.compute(view["input_ids"], view["cu_seqlens"], view["loss_mask"])
-        temperature = (
-            view["temperature"] if "temperature" in view.keys() else torch.ones(num_sequences(view), device=self.device)
-        )
-        return self._holder.compute(view["input_ids"], view["cu_seqlens"], temperature, view["loss_mask"], entropy)
+            return self._holder.compute(self.model.lay_out(*given, device=self.device))
+        temperature = chosen["temperature"] if "temperature" in chosen.keys() else torch.ones(num_sequences(chosen))
+        return self._holder.compute(self.model.lay_out(*given, temperature, self.device), entropy)
 
     def _loss(self, batch: TensorDict, indices: list[int], loss_fn: LossFn, entropy: bool, totals: Totals) -> torch.Tensor:
         """Weighted sum of the losses of one micro-batch; its metrics go into ``totals``."""
         if not indices:
             # another rank has one more: take part in the communication, add nothing
-            outputs = self._compute(filler(self.device), entropy)
+            outputs = self._compute(filler(), entropy)
             return sum((x.sum() for x in outputs if x is not None), start=torch.zeros((), device=self.device)) * 0.0
-        view = select(batch, indices).to(self.device)
-        losses, metrics = loss_fn(self._compute(view, entropy), view)
+        chosen = select(batch, indices)
+        view = uploaded(chosen, self.device)
+        losses, metrics = loss_fn(self._compute(chosen, entropy), view)
         weights = view["loss_weights"]
         if losses.shape != weights.shape:
             raise BatchError(f"the loss function gave losses {list(losses.shape)}, loss_weights are {list(weights.shape)}")
         loss = (losses * weights).sum()
-        totals.loss += float(loss.detach())
-        totals.add_all(metrics, view["loss_mask"], num_sequences(view))
+        trained = upload(chosen["loss_mask"].nonzero().flatten(), self.device)
+        totals.add(loss.detach(), metrics, trained, len(chosen["loss_mask"]), num_sequences(chosen))
         return loss
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:

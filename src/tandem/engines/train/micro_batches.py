@@ -64,14 +64,14 @@ def has_weight(batch: TensorDict) -> torch.Tensor:
     return weighted > 0
 
 
-def filler(device: torch.device) -> TensorDict:
+def filler() -> TensorDict:
     """Two tokens for a rank that has nothing to do."""
     columns = {
         "input_ids": torch.zeros(2, dtype=torch.int64),
         "cu_seqlens": torch.tensor([0, 2]),
         "loss_mask": torch.tensor([False, True]),
     }
-    return TensorDict(columns, batch_size=[]).to(device)
+    return TensorDict(columns, batch_size=[])
 
 
 def plan(items: Sequence[Item], max_tokens: int, ranks: int) -> list[list[list[int]]]:

@@ -78,6 +78,9 @@ class Asked:
     opening: bool
     """No turn of the session had ended when it came."""
 
+    number: int
+    """In the order of requests."""
+
     digest: bytes = b""
     """Of the tokens."""
 
@@ -91,16 +94,16 @@ class Node:
     """As the client was shown it."""
 
     words: str
-    """The text of the tokens, without the one that ended the turn."""
+    """The text of the tokens without special ones, for rewards."""
+
+    said: str
+    """All of that text, but for the token that ended the turn."""
 
     response: LLMResponse
     """Without its ``input_ids``, which are the path."""
 
     key: int
     """Names it in its session, whatever the order in which requests arrive: a function of its prompt."""
-
-    number: int
-    """In the order of the replies."""
 
     path: bytes
     """Digest of the messages up to the reply."""
@@ -152,6 +155,7 @@ class Forest:
         self._special = frozenset(tokenizer.all_special_ids)
         self._ends: dict[bytes, list[Node]] = {}
         self.nodes: list[Node] = []
+        self._count = 0
 
     # ------------------------------------------------------------------ growing
 
@@ -161,7 +165,7 @@ class Forest:
         Raises:
             Unrenderable: the template refuses the messages.
         """
-        messages = tuple(messages)
+        messages, self._count = tuple(messages), self._count + 1
         paths = digests(messages)
         for length in range(len(messages), 0, -1):
             nodes = [node for node in self._ends.get(paths[length - 1], ()) if _thinks_alike(node, messages)]
@@ -173,7 +177,7 @@ class Forest:
                 break
         text = self._render(messages, tools)
         ids = tuple(self._encode(text))
-        return Asked(None, messages, tools, text, ids, ids, not self.nodes, _digest(ids))
+        return Asked(None, messages, tools, text, ids, ids, not self.nodes, self._count, _digest(ids))
 
     def add(self, asked: Asked, response: LLMResponse, reply: Message, key: int = 0) -> Node:
         """The reply to a request.
@@ -185,16 +189,16 @@ class Forest:
             raise ValueError("the response answers another request: its input_ids are not the tokens of this session")
         end = self._end_token(response)
         output = list(response.output_ids)
-        words = self._decode(output[:-1] if end else output)
+        words = str(self._tokenizer.decode(output, skip_special_tokens=True))
         start = asked.parent.path if asked.parent is not None else b""
         path = digests((*asked.tail, reply), start)[-1]
         node = Node(
             replace(asked, text="", input_ids=(), digest=b""),
             reply,
             words,
+            self._decode(output[:-1] if end else output),
             replace(response, input_ids=()),
             key,
-            len(self.nodes),
             path,
             Text.of(asked.text),
             asked.text if asked.parent is None else "",
@@ -219,7 +223,7 @@ class Forest:
             return None
         context = tuple(self._encode(addition))
         ids = (*_tokens(node), *context)
-        return Asked(node, tail, tools, full, ids, context, False, _digest(ids))
+        return Asked(node, tail, tools, full, ids, context, False, self._count, _digest(ids))
 
     def _addition(self, node: Node, path: list[Message], tail: Sequence[Message], tools: Tools, full: str) -> str | None:
         """What the template writes behind the tokens of a reply when ``tail`` follows; None if it writes the path otherwise.
@@ -248,7 +252,7 @@ class Forest:
 
     def _reads_alike(self, written: str, node: Node, tools: Tools, prompt: str) -> bool:
         """Whether what the template writes for a reply says what the model said."""
-        if written.strip() == node.words.strip():
+        if written.strip() == node.said.strip():
             return True
         ids = self._encode(written)
         read = shown(self.reader.read(ids, tools, prompt=prompt, stop_reason=StopReason.STOP))
@@ -290,11 +294,11 @@ class Forest:
     def trajectories(self, nodes: Sequence[Node]) -> Iterator[Tokens]:
         """The paths from root to leaf through these turns. A turn that several share is trained in the first alone.
 
-        Their order is a function of what was said; the path of the last reply comes last.
+        Their order is a function of what was said; the path of the turn that was asked for last comes last.
         """
         inside = set(nodes)
         leaves = [node for node in nodes if not inside.intersection(node.children)]
-        last = max(nodes, key=lambda node: node.number, default=None)
+        last = max(nodes, key=lambda node: node.asked.number, default=None)
         done: set[Node] = set()
         for leaf in sorted(leaves, key=lambda node: (last in node.line(), node.key)):
             tokens: Tokens | None = None

@@ -186,7 +186,7 @@ class Endpoint(Application):
     """The routes: every dialect, the models, and the reward; each also with the key in its path."""
 
     def __init__(self, sessions: Sessions, keep_alive_s: float, max_body_bytes: int):
-        self.limits = ServerLimits(max_body_bytes=max_body_bytes, max_depth=64, idle_timeout_s=300.0, shutdown_s=1.0)
+        self.limits = ServerLimits(max_body_bytes=max_body_bytes, max_depth=64, idle_timeout_s=5.0, shutdown_s=1.0)
         self._sessions, self._keep_alive_s = sessions, keep_alive_s
         routes = [
             Route("POST", d.path, "data", d.summary, partial(self._turn, d), ANYTHING, None, max_body_bytes)
@@ -197,6 +197,10 @@ class Endpoint(Application):
         routes.append(Route("POST", "/v1/reward", "data", "The same", self._reward, ANYTHING, None, 1 << 16))
         keyed = [Route(r.method, f"/sessions/{{key}}{r.path}", *_rest(r)) for r in routes]
         self.routes: Sequence[Route] = (*routes, *keyed)
+
+    def headers(self) -> Mapping[str, str]:
+        """A connection serves one request: many agents never close theirs, and each would stay open."""
+        return {"Connection": "close"}
 
     def busy(self) -> bool:
         """See `Application`: nothing waits for a turn at the end of a run."""
@@ -218,8 +222,8 @@ class Endpoint(Application):
 
     async def _turn(self, dialect: Dialect, body: dict[str, Any], request: web.Request) -> web.StreamResponse:
         """One turn in a dialect. The reply is taken once all of it is written to a client that is still there."""
+        session = self._sessions.of(request)
         try:
-            session = self._sessions.of(request)
             turn = dialect.read(body)
             attempt = session.begin(turn, _retry(request))
             with attempt.listening():
@@ -229,13 +233,15 @@ class Endpoint(Application):
                     session.took(attempt)
                 return response
         except Refusal as refusal:
+            session.refuse(refusal)
             return web.json_response(dialect.refused(refusal), status=refusal.status, headers=refusal.headers)
 
     async def _whole(
         self, dialect: Dialect, turn: Turn, attempt: Attempt, model: str, request: web.Request
     ) -> web.StreamResponse:
         answered = await asyncio.shield(attempt.done)
-        response = web.json_response(dialect.answer(turn, answered.reply, **answered.names, model=model))
+        response: web.StreamResponse = web.json_response(dialect.answer(turn, answered.reply, **answered.names, model=model))
+        response.force_close()
         async with _sending():
             await response.prepare(request)
             await response.write_eof()
@@ -245,6 +251,7 @@ class Endpoint(Application):
         self, dialect: Dialect, turn: Turn, attempt: Attempt, model: str, request: web.Request
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers=EVENTS)
+        response.force_close()
         while not (await asyncio.wait([attempt.done], timeout=self._keep_alive_s))[0]:
             async with _sending():
                 await response.prepare(request)  # once

@@ -103,8 +103,10 @@ class Counts:
     """What is told of a session in the metrics."""
 
     retries: int = 0
+    refused: int = 0
+    """Requests that were not served."""
+
     overridden: Counter[str] = field(default_factory=Counter)
-    ignored: Counter[str] = field(default_factory=Counter)
     without_call: int = 0
     """Turns that had to call a tool and called none."""
 
@@ -125,7 +127,10 @@ class Session:
         self.forest, self.counts = forest, Counts()
         self.reward: dict[str, Any] | None = None
         self.failure: EpisodeFailure | None = None
-        """The last failure of the engine, which the agent may have seen as a refusal."""
+        """Why the last turn failed in the engine, which the agent saw as a refusal; None after one that went well."""
+
+        self.refused: Refusal | None = None
+        """The last refusal of a request."""
 
         self.asked = False
         """Whether a turn was asked for."""
@@ -159,7 +164,6 @@ class Session:
             return attempt
         self._check_bounds()
         self.counts.overridden.update(turn.overridden)
-        self.counts.ignored.update(turn.ignored)
         if turn.max_tokens is not None and turn.max_tokens > self._gconfig.max_new_tokens:
             self.counts.overridden["max_tokens"] += 1
         self._started += 1
@@ -182,6 +186,12 @@ class Session:
         """
         self._check_open()
         self.reward = dict(given)
+
+    def refuse(self, refusal: Refusal) -> None:
+        """A request of this session was not served."""
+        if not self._closed:
+            self.refused = refusal
+            self.counts.refused += 1
 
     async def close(self) -> None:
         """No turn is taken any more; those under way are cancelled."""
@@ -236,7 +246,8 @@ class Session:
         """Has the turn sampled; whoever waits for it gets the reply, or the reason why there is none."""
         try:
             answered = await self._sampled(attempt, tools)
-            attempt.ended = time.monotonic()
+            attempt.ended, self.failure = time.monotonic(), None
+            attempt.asked = replace(attempt.asked, text="", input_ids=())  # the node knows its tokens by those before it
             if not attempt.done.done():
                 attempt.done.set_result(answered)
         except Exception as error:  # the request boundary: whoever waits raises it, and a retry samples anew
@@ -278,18 +289,20 @@ class Session:
 
     @property
     def last(self) -> Node:
-        """The last turn of the task.
+        """The turn of the task that was asked for last.
 
         Raises:
-            DataFailure: ``agent_never_called`` or ``agent_exited_early``.
+            DataFailure: ``agent_never_called``, ``agent_refused`` or ``agent_exited_early``.
         """
         nodes = self.nodes
         if nodes:
-            return max(nodes, key=lambda node: node.number)
+            return max(nodes, key=lambda node: node.asked.number)
         if self.failure is not None:
             raise self.failure
-        if not self.asked:
+        if not self.asked and self.refused is None:
             raise DataFailure("agent_never_called", "the agent ended without asking for a turn")
+        if self.refused is not None and not self.forest.nodes:
+            raise DataFailure("agent_refused", f"no request of the agent could be served; the last: {self.refused.message}")
         raise DataFailure("agent_exited_early", "the agent ended before it had taken a reply")
 
     def metrics(self) -> dict[str, float]:
@@ -302,8 +315,8 @@ class Session:
             "retries": self.counts.retries,
             "orphans": len(left),
             "side_calls": len(all_) - len(left) - len(nodes),
+            "refused": self.counts.refused,
             "overridden": self.counts.overridden.total(),
-            "ignored": self.counts.ignored.total(),
             "without_call": self.counts.without_call,
         }
         return {f"rollout/recorded/{name}": float(value) for name, value in values.items()}

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.failures import DataFailure
+from tandem.api.failures import DataFailure, InfrastructureFailure
 from tandem.api.requests import StopReason
 from tandem.api.samples import Sample
 from tandem.api.services import Services, factory_of
@@ -192,6 +192,8 @@ class Talk:
         try:
             async with limit:
                 return await self.tools[call.name].run(call.arguments)
+        except InfrastructureFailure:
+            raise  # the sandbox or a server: no fault of the model's, so the episode is run again
         except ToolFailure as failure:
             self.faults["tool_raised"] += 1
             return f"Error: {failure}"
