@@ -10,7 +10,7 @@ import torch
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.flow.services import may_say_reward
+from tandem.flow.services import asks_for_reward
 from tandem.sandbox.choose import choose_sandbox
 from tandem.trainers.rl import train
 from tests.sandbox.machine import processes_with
@@ -65,8 +65,8 @@ def test_rows_need_no_answer_where_no_reward_was_chosen_and_a_program_says_it():
         return load_config(TrainConfig, None, ["train_dataset.path=addition", *items]).config
 
     program = ("workflow=program", "workflow_args.command=true")
-    assert may_say_reward(config(*program)) and not may_say_reward(config())
-    assert not may_say_reward(config(*program, "reward=gsm8k"))
+    assert not asks_for_reward(config(*program)) and asks_for_reward(config())
+    assert asks_for_reward(config(*program, "reward=gsm8k"))
 
 
 @pytest.mark.slow
