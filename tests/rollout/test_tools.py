@@ -1,6 +1,7 @@
 """A chat with tools: what was sampled is trained, and whatever a tool does, the model is told and the chat goes on."""
 
 import asyncio
+import json
 import threading
 import time
 from dataclasses import replace
@@ -69,8 +70,6 @@ def observations(sample):
 
 
 def call_of(name, **arguments):
-    import json  # noqa: PLC0415
-
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
@@ -210,8 +209,7 @@ def test_deadlines_nest_and_come_from_the_time_of_the_episode():
         workflow(tool_seconds=9, turn_seconds=5)
 
 
-def test_calls_that_hang_for_ever_close_the_tool_and_nothing_else(monkeypatch):
-    monkeypatch.setattr("tandem.rollout.tools.tool.MAX_STUCK", 2)
+def test_calls_that_hang_for_ever_close_the_tool_and_nothing_else():
     release = threading.Event()
 
     def hangs(word: str) -> str:
@@ -223,7 +221,7 @@ def test_calls_that_hang_for_ever_close_the_tool_and_nothing_else(monkeypatch):
         release.wait(20)
         return word
 
-    made = workflow([hangs, calculator], tool_seconds=0.1)
+    made = workflow([FunctionBox(hangs, max_stuck=2), calculator], tool_seconds=0.1)
     sample, _ = play(made, call_of("hangs", word="a") * 2, call_of("hangs", word="b"), CALL, "408")
     release.set()
     assert "closed" in observations(sample)[2] and observations(sample)[3] == "408"

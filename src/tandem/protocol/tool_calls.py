@@ -51,17 +51,14 @@ class CallReader:
         if family is not None and family not in FAMILIES:
             raise ConfigError(f"no family of tool calls is called {family!r}; {nearest_names(family, FAMILIES)}")
         self.tokenizer = tokenizer
-        template = _template_of(tokenizer)
-        known = family_of(template)
-        if family is not None and family != "hermes" and "tool_calls" not in template:
-            raise ConfigError(
-                f"the chat template of this model writes no tool calls, so they cannot be {family!r}; use 'hermes'"
-            )
-        self.family: Family = FAMILIES[family] if family is not None else known or FAMILIES["hermes"]
-        self.writes_calls = "tool_calls" in template and (family is not None or known is not None)
+        known = FAMILIES[family] if family is not None else family_of(_template_of(tokenizer))
+        self.writes_calls = known is not None and _writes(tokenizer, known, _PROBE_CALL)
         """The template writes calls and results itself."""
 
-        self.writes_tools = self.writes_calls and _writes_tools(tokenizer)
+        if not self.writes_calls and family not in (None, "hermes"):
+            raise ConfigError(f"the chat template of this model writes no tool calls, so not {family!r}; use 'hermes'")
+        self.family: Family = known if known is not None and self.writes_calls else FAMILIES["hermes"]
+        self.writes_tools = self.writes_calls and _writes(tokenizer, self.family)
         """The template writes the tools' schemas itself."""
 
         self._opening, self._closing = re.compile(self.family.opening), re.compile(self.family.closing)
@@ -237,13 +234,25 @@ def _template_of(tokenizer: PreTrainedTokenizerBase) -> str:
     return template or ""
 
 
-def _writes_tools(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Asks the template: many name ``tools`` and leave them out."""
-    probe = {"name": "probe_of_tandem", "description": "?", "parameters": {"type": "object", "properties": {}}}
-    options: dict[str, Any] = {"tools": [{"type": "function", "function": probe}], "tokenize": False}
+_PROBE = "probe_of_tandem"
+_PROBE_CALL = {"id": "000000000", "type": "function", "function": {"name": _PROBE, "arguments": {_PROBE: _PROBE}}}
+
+
+def _writes(tokenizer: PreTrainedTokenizerBase, family: Family, call: Mapping[str, Any] | None = None) -> bool:
+    """Whether the template writes the tools, or the call in an assistant's message. It is asked, for many name what they
+    leave out.
+    """
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "?"}]
+    options: dict[str, Any] = {"tokenize": False}
+    if call is not None:
+        reply = {"role": "assistant", "content": "", "tool_calls": [dict(call)]}
+        messages.append(_with_text_arguments(reply) if family.text_arguments else reply)
+    else:
+        function = {"name": _PROBE, "description": "?", "parameters": {"type": "object", "properties": {}}}
+        options["tools"] = [{"type": "function", "function": function}]
     try:
-        return "probe_of_tandem" in str(tokenizer.apply_chat_template([{"role": "user", "content": "?"}], **options))
-    except TemplateError:
+        return _PROBE in str(tokenizer.apply_chat_template(messages, **options))
+    except (TemplateError, TypeError, KeyError, ValueError):
         return False
 
 

@@ -134,6 +134,9 @@ def tagged(head: str, argument: str, end: str) -> ReadBody:
     return read
 
 
+_PYTHON = {"None": None, "True": True, "False": False}
+
+
 def bare_keys(quote: str) -> ReadBody:
     """``call:f{key:value,…}``: JSON whose keys are bare, and whose texts stand between two ``quote`` marks."""
     head, key = re.compile(r"\s*call:\s*(?P<name>[^\s{]+)\s*(?=\{)"), re.compile(r"\s*([^:,{}\[\]]+):")
@@ -153,7 +156,8 @@ def bare_keys(quote: str) -> ReadBody:
                 raise ValueError(f"a text has no closing {quote}")
             return text[at + len(quote) : end], end + len(quote)
         if text[at : at + 1] not in ("{", "["):
-            return decode_json(text, at)
+            word = next((word for word in _PYTHON if text.startswith(word, at)), None)  # as some of its templates write
+            return (_PYTHON[word], at + len(word)) if word else decode_json(text, at)
         return _several(text, at)
 
     def _several(text: str, at: int) -> tuple[Any, int]:

@@ -35,6 +35,9 @@ WORDS = 1 << 16
 _KEYS = torch.tensor([secrets.randbits(63) | 1 for _ in range(WORDS)], dtype=torch.int64)
 """Of this process: no file can be made to have a certain sum."""
 
+READERS = 2
+"""Threads that read what wakes: half of the time the kernel clears pages, which it does on each core."""
+
 _STEP = 0x9E3779B97F4A7C15
 
 
@@ -200,7 +203,7 @@ class EngineMemory:
                 self._move(part, self._device)
             else:
                 sleepers = self._asleep[part]
-                with mapped_blocks(), ThreadPoolExecutor(1, "waking") as reader:  # the next is read while one is summed
+                with mapped_blocks(), ThreadPoolExecutor(READERS, "waking") as reader:  # while one is summed
                     for sleeper, read in [(one, reader.submit(self._read, *one)) for one in sleepers]:
                         self._check(*sleeper, read)
                     if sleepers and part == "parameters":
@@ -302,8 +305,7 @@ class EngineMemory:
             copy.place.read_into(flat, _bytes(flat))
         else:
             assert self._file is not None and copy.place is not None, "it was written when it went to sleep"
-            self._file.seek(copy.place)
-            read_whole(self._file, _bytes(flat))
+            read_whole(self._file, _bytes(flat), copy.place)
 
     def _check(self, region: _Region, copy: _Copy, read: Future[None]) -> None:
         """Passes if what is read is what slept."""

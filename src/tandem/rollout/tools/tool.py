@@ -17,7 +17,7 @@ from tandem.api.services import factory_of
 from tandem.config.errors import ConfigError
 
 MAX_STUCK = 64
-"""Calls of one tool that may hang in threads; nobody can end a thread, so then the tool is closed."""
+"""Calls of one tool that were cut off and still run in threads, which nobody can end."""
 
 
 class ToolFailure(Exception):
@@ -60,10 +60,14 @@ class FunctionBox(Toolbox):
     An ordinary function runs in a thread of its own, so it may block.
     """
 
-    def __init__(self, function: Callable[..., Any]):
-        """Raises `ConfigError` if a model could not be told how to call it."""
+    def __init__(self, function: Callable[..., Any], max_stuck: int = MAX_STUCK):
+        """``max_stuck``: calls that were cut off and whose threads still run; with more the tool is closed.
+
+        Raises:
+            ConfigError: a model could not be told how to call it.
+        """
         self.tool = Tool(tool_schema(function), self._run)
-        self._function, self._stuck = function, 0
+        self._function, self._max_stuck, self._stuck = function, max_stuck, 0
 
     @asynccontextmanager
     async def open(self, data: Mapping[str, Any]) -> Any:
@@ -77,17 +81,20 @@ class FunctionBox(Toolbox):
             raise ToolFailure(f"wrong arguments: {error}") from None
         if inspect.iscoroutinefunction(self._function):
             return as_text(await self._function(**arguments))
-        if self._stuck >= MAX_STUCK:
-            raise ToolFailure(f"{self.tool.name} is closed: {MAX_STUCK} calls of it hang")
-        self._stuck += 1
+        if self._stuck >= self._max_stuck:
+            raise ToolFailure(f"{self.tool.name} is closed: {self._stuck} calls of it have not ended")
         future = _in_thread(lambda: self._function(**arguments))
-        future.add_done_callback(self._ended)
-        return as_text(await asyncio.shield(future))
+        try:
+            return as_text(await asyncio.shield(future))
+        except asyncio.CancelledError:
+            if not future.done():  # the thread goes on, and nobody waits for it
+                self._stuck += 1
+                future.add_done_callback(self._ended)
+            raise
 
     def _ended(self, future: "asyncio.Future[Any]") -> None:
         self._stuck -= 1
-        if not future.cancelled():
-            future.exception()  # taken, though nobody may wait for it any more
+        future.exception()  # taken, for nobody else will
 
 
 def tool_schema(function: Callable[..., Any] | str) -> dict[str, Any]:

@@ -154,7 +154,7 @@ class Talk:
         return {
             "turns": float(self.turns),
             "tools/calls": float(self.calls),
-            "tools/seconds": self.seconds,
+            "time/tools_s": self.seconds,
             **counts,
             **stops,
         }
