@@ -67,3 +67,11 @@ def test_rows_need_no_answer_where_the_environment_judges(overrides, tmp_path, c
     assert main(["train", *world, "--dry-run"]) == 0
     assert main(["train", *world, "reward=exact_number", "--dry-run"]) == 2
     assert "reward is set, but workflow=environment has no argument 'reward'" in capsys.readouterr().err
+
+
+def test_an_evaluation_plays_too(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [f"model={model}", "data=seeds", "workflow=environment", f"environment={WORLDS}:Dawdles", "max_rows=4"]
+    assert main(["eval", *words, "gconfig.max_new_tokens=6", "device=cpu", "threads=1"]) == 0
+    (results,) = tmp_path.glob("evaluations/*/results.json")
+    assert json.loads(results.read_text())
