@@ -81,7 +81,6 @@ CONFIGURATION = [
     ("src/tandem/flow/state_parts.py", "What each model keeps, by part, for `memory_limit_gib`."),
     ("src/tandem/flow/delivery.py", "How weights reach the engine, and how that is proved."),
     ("src/tandem/trainers/control.py", "Takes changes of the reward between two steps."),
-    ("src/tandem/lifecycle/weight_record.py", "The record of the weights of each step, in deterministic runs."),
     ("src/tandem/lifecycle/saving.py", "When checkpoints are written."),
 ]
 """Every file that is handed the whole configuration on the way from `tandem train` to the first step. A test compares."""

@@ -62,7 +62,7 @@ def main() -> int:
                 (folder / "openapi.json").write_bytes(answer.read())
             status = 0
             # the control routes last: they put the weights to sleep
-            for paths, secret in (("/(health|ready|openapi|v1|generate)", token), ("/control/", admin)):
+            for paths, secret in (("/(health|ready|openapi|v1|generate|inference)", token), ("/control/", admin)):
                 status |= subprocess.run(
                     [
                         *(bin_folder / "schemathesis", "run", folder / "openapi.json", "--url", url),

@@ -4,6 +4,10 @@ import signal
 import sys
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("tandem", deadline=None)  # a busy machine is no fault of an example
+settings.load_profile("tandem")
 
 
 @pytest.fixture(scope="session", autouse=True)

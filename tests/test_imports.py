@@ -14,13 +14,14 @@ MAY_IMPORT = {
     "config": set(),
     "api": {"config"},
     "protocol": {"api", "config"},
+    "workers": {"api", "config"},
     "algorithms": {"api", "config"},
     "models": {"api", "config"},
     "engines/train": {"api", "config", "models"},
     "engines/inference": {"api", "config", "models", "protocol"},
     "roles": {"api", "config", "algorithms"},
-    "rollout": {"api", "config", "protocol"},
-    "rewards": {"api", "config", "models", "protocol"},
+    "rollout": {"api", "config", "protocol", "workers"},
+    "rewards": {"api", "config", "models", "protocol", "workers"},
     "sandbox": {"api", "config"},
     "data": {"api", "config"},
     "weights": {"api", "config"},
@@ -35,7 +36,7 @@ MAY_IMPORT = {
     "planning": EVERYTHING - {"cli"},
     "cli": EVERYTHING,
 }
-WITHOUT_TORCH = ("config", "launch", "sandbox")
+WITHOUT_TORCH = ("config", "launch", "sandbox", "workers")
 
 
 def room_of(module):

@@ -17,6 +17,7 @@ from tandem.config.libraries import set_up
 if TYPE_CHECKING:
     from tandem.algorithms.registry import prepared_by
     from tandem.api.engines import InferenceEngine, TrainEngine
+    from tandem.api.environment import InvalidAction
     from tandem.api.failures import DataFailure, InfrastructureFailure, RewardFailure
     from tandem.api.requests import LLMRequest
     from tandem.api.samples import Group, Sample, Trajectory
@@ -30,12 +31,14 @@ if TYPE_CHECKING:
     from tandem.data.loader import Loader
     from tandem.flow.plan import plan_run
     from tandem.flow.session import Session
+    from tandem.protocol.tool_calls import plain_chat
     from tandem.rewards.build import build_reward
     from tandem.roles.actor import Actor
     from tandem.roles.language_model import LanguageModel
     from tandem.roles.preference import PreferenceLearner
     from tandem.roles.reward_model import RewardModel
     from tandem.rollout.executor import Rollout
+    from tandem.rollout.tools.tool import Tool, Toolbox, ToolFailure, tool_schema
     from tandem.rollout.workflows import ChatWorkflow
     from tandem.tracking.records import RecordedSample, load_batch, load_trajectories
     from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
@@ -55,6 +58,7 @@ __all__ = [
     "GroupReward",
     "InferenceEngine",
     "InfrastructureFailure",
+    "InvalidAction",
     "LLMRequest",
     "LanguageModel",
     "Loader",
@@ -74,6 +78,9 @@ __all__ = [
     "Sample",
     "Score",
     "Session",
+    "Tool",
+    "ToolFailure",
+    "Toolbox",
     "TrainConfig",
     "TrainEngine",
     "Trajectory",
@@ -84,14 +91,17 @@ __all__ = [
     "load_trajectories",
     "open_training",
     "peak_memory_gib",
+    "plain_chat",
     "plan_run",
     "prepared_by",
     "run_script",
+    "tool_schema",
 ]
 
 _MODULES = {
     "algorithms.registry": ("prepared_by",),
     "api.engines": ("InferenceEngine", "TrainEngine"),
+    "api.environment": ("InvalidAction",),
     "api.failures": ("DataFailure", "InfrastructureFailure", "RewardFailure"),
     "api.requests": ("LLMRequest",),
     "api.samples": ("Group", "Sample", "Trajectory"),
@@ -105,12 +115,14 @@ _MODULES = {
     "data.loader": ("Loader",),
     "flow.plan": ("plan_run",),
     "flow.session": ("Session",),
+    "protocol.tool_calls": ("plain_chat",),
     "rewards.build": ("build_reward",),
     "roles.actor": ("Actor",),
     "roles.language_model": ("LanguageModel",),
     "roles.preference": ("PreferenceLearner",),
     "roles.reward_model": ("RewardModel",),
     "rollout.executor": ("Rollout",),
+    "rollout.tools.tool": ("Tool", "ToolFailure", "Toolbox", "tool_schema"),
     "rollout.workflows": ("ChatWorkflow",),
     "tracking.records": ("RecordedSample", "load_batch", "load_trajectories"),
     "tracking.statistics": ("PhaseTimer", "peak_memory_gib"),

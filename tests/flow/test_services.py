@@ -21,7 +21,7 @@ import asyncio
 from pathlib import Path
 
 from tandem import ChatWorkflow, LLMRequest, RewardFn, RewardResult
-from tandem.api.workflow import Environment, StepResult
+from tandem.api.environment import Environment, StepResult
 from tandem.config.generation import GenerationConfig
 from tandem.rollout.workflows import RLVRWorkflow
 

@@ -149,7 +149,8 @@ def test_a_run_learns_from_rewards_at_the_ends_of_steps(tmp_path, judges):
     """The steps of a random model: the letter e ends one."""
     term = f"model(path={judges}/tokens, steps='e', marker='<step>', aggregate=none, normalise=group, clip=[-1, 1])"
     row, samples = run(tmp_path, judges, "algorithm=ppo", f"reward=0*format + 0.5*{term}")
-    assert {sample["reward"] for sample in samples} == {0.0} and any(abs(s["rewards"]["model"]) > 0.01 for s in samples)
+    assert all(sample["reward"] == pytest.approx(sample["rewards"]["model"]) for sample in samples)
+    assert any(abs(sample["reward"]) > 0.01 for sample in samples)
     assert all(0 <= sample["raw_rewards"]["model"] <= 1 for sample in samples) and row["loss"] == row["loss"]
 
 

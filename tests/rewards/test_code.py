@@ -338,6 +338,39 @@ def test_a_lost_sandbox_is_tried_again_and_is_never_a_reward(sandbox, tests):
     assert judge(sandbox, answer, tests, losses=99)[1].reason == "sandbox_lost"
 
 
+class SlowlyLost(Lent):
+    """A sandbox in which each program is lost, and this is noticed after a second only."""
+
+    async def run(self, program, limits=None):
+        await asyncio.sleep(1.0)
+        return Outcome("lost", stderr=b"silent")
+
+    async def start(self, program, limits=None):
+        process = await self.sandbox.start(program, limits)
+        try:
+            await asyncio.sleep(1.0)
+        finally:
+            await process.close()
+        raise SandboxLost("silent")
+
+
+@pytest.mark.parametrize("tests", [ADD, PROGRAM_TESTS])
+def test_an_answer_whose_sandboxes_are_lost_again_and_again_has_failed_when_the_patience_ends(sandbox, tests):
+    reward = CodeReward(timeout_s=1, sandbox=SlowlyLost(sandbox), at_once=2, patience_s=1.5)
+
+    async def all_of_them():
+        tests_ = ProgramTests.from_column(tests)
+        return await asyncio.gather(*(reward.judge("print(1)", tests_) for _ in range(4)), return_exceptions=True)
+
+    began = time.monotonic()
+    failures = asyncio.run(all_of_them())
+    assert {failure.reason for failure in failures} == {"sandbox_lost"} and time.monotonic() - began < 2 * 1.5 + 1
+    assert "no verdict within patience_s=1.5; sandboxes lost before: silent" in str(failures[0])
+    assert CodeReward(timeout_s=8, sandbox=Lent(sandbox)).patience_s == 3 * 8 + 60, "the time for all tries"
+    with pytest.raises(ConfigError, match="patience_s must be a number from reward_timeout_s"):
+        CodeReward(timeout_s=8, sandbox=Lent(sandbox), patience_s=5)
+
+
 def test_the_same_answer_gets_the_same_verdict_though_the_tests_draw_numbers(sandbox):
     tests = {"names": ["f"], "cases": ["import random\nassert f(random.random()) < 0.5"] * 8}
     seen = [judge(sandbox, "def f(x): return x", tests, "code(credit=share)")[1].passed for _ in range(2)]

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -18,6 +19,7 @@ from tandem.config.load import load_config
 from tandem.engines.train.build import build_train_engine
 from tandem.models.tokenizer import load_tokenizer
 from tandem.rewards.build import build_reward
+from tandem.rollout.failure_budget import NoBatch
 from tandem.trainers.rl import train
 from tests.rewards.asked import ROW, judge, server
 from tests.tiny import tiny_model_folder
@@ -54,11 +56,11 @@ def served(models):
     assert server.returncode == 0 and "Traceback" not in said
 
 
-def rewards_of(models, tmp_path, reward):
+def rewards_of(models, tmp_path, reward, *more):
     overrides = ["gconfig.n_samples=4", "gconfig.max_new_tokens=8", "rollout.batch_size=2", "rollout.engine.threads=1"]
     keys = [f"actor.path={models}/tiny-llama-0", "actor.dtype=float32", "train_dataset.path=addition", "total_train_steps=1"]
     keys += [f"run.root={tmp_path}", "tracking.trajectories_per_step=99", "evaluate.every_steps=null", f"reward={reward}"]
-    summary = train(load_config(TrainConfig, None, [*keys, *overrides]))
+    summary = train(load_config(TrainConfig, None, [*keys, *overrides, *more]))
     lines = (summary.folder / "trajectories/step_1.jsonl").read_text().splitlines()
     return {json.loads(line)["completion"]: json.loads(line)["rewards"] for line in lines}
 
@@ -123,6 +125,40 @@ def test_a_server_that_fails_for_a_while_costs_time_and_no_sample():
     with server(answer) as (url, bodies):
         assert judge(f"remote(url={url})", "four", "fives") == [4, 5]
     assert len(bodies) >= 3  # it did fail, and was asked again
+
+
+def test_a_dead_server_costs_its_patience_once_and_is_trusted_again_when_it_answers():
+    dead, began = threading.Event(), time.monotonic()
+    dead.set()
+    with server(lambda body: time.sleep(0.3) or (500, {}) if dead.is_set() else lengths(body)) as (url, _):
+        reward = build_reward(f"remote(url={url}, patience_s=2)", timeout_s=0.2)
+
+        async def ask(count=1):
+            given = {"prompt": "", "prompt_ids": (1,), "completion_ids": (2,), "row": ROW}
+            asked = (reward(completion="a" * n, **given) for n in range(1, count + 1))
+            return await asyncio.gather(*asked, return_exceptions=True)
+
+        async def steps():
+            failed = [failure for _ in range(10) for failure in await ask(4)]
+            took_s = time.monotonic() - began
+            dead.clear()
+            well = await ask(4)
+            dead.set()
+            asyncio.get_running_loop().call_later(0.8, dead.clear)
+            return failed, took_s, well, await ask(4)
+
+        failed, took_s, well, waited = asyncio.run(steps())
+        reward.close()
+    assert {failure.reason for failure in failed} == {"reward_server_failed"} and took_s < 10
+    assert "left a question unanswered for patience_s=2" in str(failed[-1])
+    assert [result.value for result in well] == [result.value for result in waited] == [1, 2, 3, 4]
+
+
+def test_a_run_whose_reward_server_is_dead_ends_by_its_failure_budget(models, tmp_path):
+    began, budget = time.monotonic(), "rollout.max_data_failures=20"
+    with pytest.raises(NoBatch, match=r"20 episodes in a row .* reward_server_failed"):
+        rewards_of(models, tmp_path, "remote(url='http://127.0.0.1:9', patience_s=3)", budget)
+    assert time.monotonic() - began < 15  # ten batches, of which the first alone waits
 
 
 @pytest.mark.parametrize(

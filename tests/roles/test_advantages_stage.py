@@ -43,18 +43,27 @@ def test_the_batch_is_not_changed():
     assert all(torch.equal(batch[name], before[name]) for name in before)
 
 
-def test_reinforce_puts_the_reward_on_the_last_trained_token_and_adds_those_of_tokens():
+def test_what_tokens_earn_is_a_part_of_the_reward_and_the_rest_stands_on_the_last_trained_token():
     batch = rollout_batch([[(1.0, 3), (2.0, 1)]])
-    batch["token_rewards"] = torch.tensor([0, 0, 9, 0, 0.5, 0, 0, 0, 0, 0])
+    batch["token_rewards"] = torch.tensor([0, 0, 0, 0, 0.25, 0, 0, 0, 0, 0])
     found = actor(advantage="reinforce").compute_advantages(batch)
-    assert completions(found, "advantages") == [[1.5, 1.5, 1], [2]]
+    assert completions(found, "advantages") == [[1, 1, 0.75], [2]]
 
 
-def test_token_rewards_are_refused_where_whole_samples_are_judged():
+def test_each_trajectory_of_a_sample_is_told_all_that_is_earned_from_there_on():
+    batch = rollout_batch([[(1.0, [2, 2]), (0.5, 1)]])
+    earned = torch.zeros(len(batch["input_ids"]))
+    trained = batch["loss_mask"].nonzero().flatten()
+    earned[trained[[0, 1, 2]]] = torch.tensor([0.25, 0.125, 0.5])
+    found = actor(advantage="reinforce").compute_advantages(batch.set("token_rewards", earned))
+    assert completions(found, "advantages") == [[1, 0.75], [0.625, 0.125], [0.5]]
+
+
+def test_whole_samples_are_judged_by_all_that_they_earn_whenever_that_was():
     batch = rollout_batch([[(1.0, 1), (0.0, 1)]])
+    plain = actor().compute_advantages(batch)["advantages"]
     batch["token_rewards"] = torch.ones(len(batch["input_ids"]))
-    with pytest.raises(BatchError, match=r"token_rewards, and algorithm.advantage=grpo judges whole samples"):
-        actor().compute_advantages(batch)
+    assert torch.equal(actor().compute_advantages(batch)["advantages"], plain)
 
 
 def test_shaping_is_applied_in_order_and_once_for_a_sample():

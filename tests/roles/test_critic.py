@@ -80,7 +80,7 @@ def test_what_follows_the_last_token_counts_where_the_answer_was_cut_by_stop_rea
 @pytest.mark.parametrize(("reason", "end"), [(STOP, 0.0), (LENGTH, 0.8)])
 def test_advantages_run_over_trained_tokens_and_skip_those_of_tools(folder, reason, end):
     """γ = 0.5, λ = 0.5; prompt of 3, then trained, tool, tool, trained, trained, tool: tools neither decay nor count."""
-    batch = rollout_batch([[(1.0, 6)]], stop_reason=[reason])
+    batch = rollout_batch([[(1.3, 6)]], stop_reason=[reason])
     batch["loss_mask"] = torch.tensor([0, 0, 0, 1, 0, 0, 1, 1, 0]).bool()
     values = torch.tensor([9.0, 9, 9, 0.2, 9, 9, 0.4, 0.6, 9])  # 9 where nothing may be read
     rewards = torch.tensor([0.0, 0, 0, 0, 0, 0.3, 0, 0, 0])  # the tool's, credited to the trained token before it

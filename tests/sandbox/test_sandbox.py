@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -330,3 +332,33 @@ def test_a_program_is_a_command_or_a_source():
     with pytest.raises(ConfigError, match="either argv or source"):
         Program(argv=("ls",), source="")
     assert Outcome("lost").exit_code is None
+
+
+@pytest.mark.parametrize("name", ["bubblewrap", "landlock"])
+def test_further_folders_can_be_read_and_not_written(name):
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        _read_further_folders(name, Path(folder))
+
+
+def _read_further_folders(name, place):
+    real, link = place / "real", place / "link"
+    real.mkdir()
+    link.symlink_to(real)
+    real.joinpath("tool").write_text("#!/bin/sh\necho tool; echo x > $0")
+    real.joinpath("tool").chmod(0o755)
+    place.chmod(0o755)
+    place.joinpath("beside").write_text("secret")
+    try:
+        sandbox = choose_sandbox(name, size=1, readable=[str(link)])
+    except ConfigError as error:
+        pytest.skip(f"{name} does not work here: {str(error).splitlines()[1]}")
+    programs = [Program(argv=("sh", "-c", f"{path}/tool; cat {place}/beside")) for path in (link, real)]
+    outcomes = [asyncio.run(sandbox.run(program)) for program in programs]
+    sandbox.close()
+    assert [(outcome.stdout, outcome.stderr.count(b"\n")) for outcome in outcomes] == [(b"tool\n", 2)] * 2, outcomes
+
+
+@pytest.mark.parametrize("wrong", ["opt", "/no/such/folder", "/tmp", "/"])
+def test_a_further_folder_must_be_there(wrong):
+    with pytest.raises(ConfigError, match=r"each with its whole path|of their own"):
+        choose_sandbox(readable=[wrong])

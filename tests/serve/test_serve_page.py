@@ -68,3 +68,14 @@ def test_the_body_and_the_answer_of_generate(own):
     )
     given = own.json("POST", "/generate", request | {"input_ids": [5, 6]})
     assert given.keys() == answer.keys() and {type(v) for v in given["versions"]} == {int}
+
+
+def test_the_body_and_the_answer_of_the_token_route(own):
+    request, answer = (
+        json.loads(re.sub(r" {3,}may be.*$", "", text, flags=re.M).replace("…", ""))
+        for text in block('"token_ids"', own).split("\n\n")
+    )
+    given = own.json("POST", "/inference/v1/generate", request | {"token_ids": [5, 6]})
+    assert given.keys() == answer.keys() and given["choices"][0].keys() == answer["choices"][0].keys()
+    entries = [one["choices"][0]["logprobs"]["content"][0] for one in (given, answer)]
+    assert entries[0].keys() == entries[1].keys() and entries[0]["token"].startswith("token_id:")

@@ -12,6 +12,7 @@ from tandem.engines.inference.serve.questions import CHAT_WITHOUT_EFFECT, LEGACY
 from tandem.protocol.schema import Invalid, array, checked, integer, optional, record, text
 from tests.serve.served import TOKEN
 
+COMPLETIONS = ["/v1/completions", "/v1/chat/completions", "/generate", "/inference/v1/generate"]
 LOCAL = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 PLAIN = st.none() | st.booleans() | st.integers(-3, 3) | st.text(max_size=3)
 FREE = st.recursive(
@@ -69,13 +70,13 @@ def operations(guarded):
 
 def test_the_document_is_json_schema_that_the_check_knows(guarded, operations):
     document = guarded.json("GET", "/openapi.json")
-    assert document["openapi"] == "3.1.0" and len(operations) == 3
+    assert document["openapi"] == "3.1.0" and len(operations) == 4
     for path, schema in operations.items():
         with pytest.raises(Invalid):
             checked(None, schema, path)
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
+@pytest.mark.parametrize("path", COMPLETIONS)
 def test_what_the_schema_allows_is_answered(guarded, operations, path):
     @LOCAL
     @given(values(operations[path]))
@@ -89,7 +90,7 @@ def test_what_the_schema_allows_is_answered(guarded, operations, path):
     ask()
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
+@pytest.mark.parametrize("path", COMPLETIONS)
 def test_what_the_schema_does_not_allow_is_refused(guarded, operations, path):
     @LOCAL
     @given(values(operations[path]), st.data())

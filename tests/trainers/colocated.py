@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from tandem.api.weights import tensor_digest
 from tandem.config.experiment import TrainConfig
@@ -30,11 +31,11 @@ JUDGES = ("first", "second")
 CLOCK = ("time", "tokens_per_s/", "memory/")
 
 
-def make_models(folder: Path, **size: int) -> None:
-    """A policy, and two reward models with bases of their own: other numbers, and one layer more and two."""
+def make_models(folder: Path, judges: Sequence[str] = JUDGES, **size: int) -> None:
+    """A policy, and reward models with bases of their own: other numbers, and one layer more than the one before."""
     policy = tiny_model_folder(folder, **size)
     policy.rename(folder / "policy")
-    for number, name in enumerate(JUDGES, 1):
+    for number, name in enumerate(judges, 1):
         layers = size.get("num_hidden_layers", 2) + number
         base = tiny_model_folder(folder / name, seed=number, **size | {"num_hidden_layers": layers})
         config = load_config(TrainConfig, None, [f"actor.path={base}", "actor.dtype=float32", "train_dataset.path=addition"])
@@ -44,6 +45,25 @@ def make_models(folder: Path, **size: int) -> None:
         judge.save(folder / f"{name}-judge")
         load_tokenizer(folder / "policy").save_pretrained(folder / f"{name}-judge")
         shutil.rmtree(folder / name)
+
+
+def judge_folder(tmp, seed=5, says="Score: 7", **size):
+    """A model that says the same whatever it reads: each token of it is followed by the next one."""
+    folder = tiny_model_folder(tmp, seed=seed, max_position_embeddings=2048, **size)
+    tokenizer, model = load_tokenizer(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    first = tokenizer("assistant\n", add_special_tokens=False)["input_ids"][-1]
+    spoken = [first, *tokenizer(says, add_special_tokens=False)["input_ids"], 2]
+    assert len(set(spoken)) == len(spoken)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        embedded = model.model.embed_tokens.weight
+        for token, following in zip(spoken, spoken[1:], strict=False):
+            hidden = model.model.norm(embedded[token])
+            model.lm_head.weight[following] = 10 * hidden / hidden.norm()
+    model.save_pretrained(folder)
+    return folder
 
 
 def keys_of(root: Path, models: Path, order: Sequence[str] = JUDGES, *more: str) -> list[str]:

@@ -211,3 +211,16 @@ def test_a_score_too_few_says_what_was_expected(run):
 def test_options_that_cannot_count_are_refused_before_the_run(run, keys, words):
     with pytest.raises(ConfigError, match=words):
         run(*keys, dry_run=True)
+
+
+def test_raw_values_and_parts_are_means_over_the_same_samples_whatever_a_recipe_weighs_them(run, tmp_path):
+    rows = [{"prompt": f"{i}?", "answer": "1", "task": "half" if i % 2 else "whole"} for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recipes = "reward={by: task, recipes: {half: '0.5*MINE:even + MINE:long', whole: 'MINE:even + MINE:long'}}"
+    summary = run(f"train_dataset.path={tmp_path}/rows.jsonl", recipes, "rollout.batch_size=8", "total_train_steps=1")
+    (row,) = map(json.loads, (summary.folder / "metrics.jsonl").read_text().splitlines())
+    said = [json.loads(line) for line in (summary.folder / "trajectories/step_1.jsonl").read_text().splitlines()]
+    raw = [one["raw_rewards"]["even"] for one in said]
+    assert {one["rewards"]["even"] / one["raw_rewards"]["even"] for one in said if one["raw_rewards"]["even"]} == {0.5, 1.0}
+    assert row["raw_rewards/even"] == pytest.approx(statistics.fmean(raw)) and row["rewards/even"] < row["raw_rewards/even"]
+    assert not any("long" in one["raw_rewards"] for one in said), "it is the same number in both"

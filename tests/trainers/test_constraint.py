@@ -67,6 +67,29 @@ def test_samples_outside_statistics_do_not_count_and_those_without_the_cost_cost
     assert "constraint/cost" not in constraint.follow(batch_of([float("nan")]))
 
 
+def test_replayed_samples_are_penalised_and_do_not_move_the_multiplier_again(overrides):
+    constraint = Constraint(ConstraintConfig(cost="harmful", limit=0.5, step_size=1.0, multiplier=1.0))
+    batch = batch_of([1.0, 0.0, 1.0], replayed=[False, False, True])
+    assert constraint.follow(batch) == {"constraint/cost": 0.5, "constraint/multiplier": 1.0}
+    assert constraint.penalise(batch)["reward"].tolist() == [0.0, 0.0, 0.0]
+    replay = ["rollout.replay.groups=2", "algorithm.correction.weight=truncate", "tracking.trajectories_per_step=99"]
+    summary = train(resolved(overrides, *replay, "total_train_steps=4"))
+    found = steps(summary)
+    assert sum(row["replay/groups"] for row in found) > 0
+    for row in found:  # records are of new samples
+        costs = [one["rewards"]["harmful"] for one in samples_of(summary, row["step"])]
+        assert row["constraint/cost"] == pytest.approx(sum(costs) / len(costs), abs=1e-6)
+
+
+def test_a_cost_is_not_discounted_by_the_turns_before_it(overrides):
+    """No answer is right, so a sample that is not cut off has another turn. Costs are eighths."""
+    turns = ["workflow=multi_turn(max_turns=3, turn_discount=0.01)", f"reward={REWARDS}:never_right + {REWARDS}:harmful"]
+    summary = train(resolved(overrides, *turns, "total_train_steps=1", "tracking.trajectories_per_step=99"))
+    parts = [one["rewards"] for one in samples_of(summary, 1)]
+    assert all(one["harmful"] * 8 % 1 == 0 for one in parts)
+    assert any(one["harmful"] > 0 > one["never_right"] > -0.01 for one in parts)
+
+
 def test_several_trajectories_of_a_sample_cost_once_and_rewards_of_tokens_are_scaled_with_the_rest():
     constraint = Constraint(ConstraintConfig(cost="harmful", step_size=0.0))
     batch = batch_of([1.0, 1.0, 0.0], sample_id=[0, 0, 1], token_rewards=[[0.0, 2.0]] * 3)

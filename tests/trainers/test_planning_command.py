@@ -19,6 +19,7 @@ from tandem.planning.contention import Contention
 from tandem.planning.devices import device
 from tandem.planning.job import Lengths, job_of
 from tandem.planning.lengths import ASSUMED_PROMPT, known_lengths
+from tandem.planning.memory import engine_weights
 from tandem.planning.plan import make_plan
 from tandem.planning.remedy import RANK, larger_devices, nearest, others, overrides
 from tandem.state.machine import usable_cores
@@ -212,6 +213,26 @@ def test_servers_of_another_make_plan_for_themselves():
 
     assert {phase.name for phase in plan.phases} == {"update: actor"}
     assert not any(item.role == "engine" for instant in plan.instants for item in instant.items)
+
+
+@pytest.mark.parametrize(
+    ("term", "requests", "reads"),
+    [("judge(model=wise, votes=3, max_tokens=50)", 8 * 4 * 3, 190), ("compare(model=wise, max_tokens=50)", 8 * 4 * 4, 210)],
+)
+def test_a_judge_that_writes_has_an_engine_with_a_cache_and_no_pass_over_the_batch(term, requests, reads):
+    keys = ["train_dataset.path=addition", "rollout.batch_size=8", "gconfig.n_samples=4", "rollout.engine.kv_cache_gib=0.5"]
+    config = load_config(TrainConfig, None, [*keys, f"reward=math + {term}"]).config
+    made = make_plan(job_of(config, round_machine(), Lengths(10, 20, 20), lambda _: SMOLLM2), round_machine())
+    (writer,) = made.job.writers.values()
+    assert (writer.requests, writer.lengths) == (requests, Lengths(reads, 50, 50))
+
+    name = writer.engine.role
+    held = {one.phase: {i.what: i.num_bytes for i in one.items if i.role == name} for one in made.instants}
+    weights = engine_weights(made.job.generator, made.machine)
+    assert all(items["parameters"] == weights for items in held.values())
+    assert {phase for phase, items in held.items() if "KV cache" in items} == {f"score: {name}"}
+    assert held[f"score: {name}"]["KV cache"] == pytest.approx(0.5 * 2**30, rel=0.02)
+    assert next(one for one in made.phases if one.name == f"score: {name}").seconds > 0
 
 
 def test_lengths_come_from_the_rows_or_are_said_to_be_assumed(tmp_path):

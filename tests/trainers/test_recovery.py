@@ -157,7 +157,9 @@ def test_a_ledger_that_is_gone_stops_the_run(cut_off):
 
 
 def test_a_part_that_is_new_or_of_another_model_stops_the_run(cut_off):
-    with pytest.raises(StateDamaged, match=r"step_2 has no state of 'critic'; it has counter, ledger, progress"):
+    with pytest.raises(
+        StateDamaged, match=r"step_2 has no state of 'critic'; it has combination, counter, ledger, progress"
+    ):
         Run(cut_off, parts=("counter", "critic"))
     with Run(cut_off) as run:
         run.step()

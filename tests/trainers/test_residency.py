@@ -19,7 +19,7 @@ from tandem.planning.lengths import known_lengths
 from tandem.planning.plan import make_plan
 from tandem.trainers.rl import train
 from tandem.trainers.script import open_training
-from tests.trainers.colocated import JUDGES, keys_of, make_models, outcome, rows
+from tests.trainers.colocated import JUDGES, judge_folder, keys_of, make_models, outcome, rows
 from tests.trainers.planning import round_machine
 from tests.zygote import Zygote
 
@@ -157,24 +157,39 @@ def planned_mib(keys) -> float:
     return make_plan(job, machine).peak_gib * 1024
 
 
+def rlhf_keys(models: Path) -> tuple[str, ...]:
+    """Two reward models, a safety model that is a cost, and a judge that writes."""
+    scalar = " + ".join(f"0.5*model(path={models}/{name}-judge, name={name})" for name in (*JUDGES, "safety"))
+    reward = f"reward={scalar} + 0.2*judge(model={models}/writer, max_tokens=16)"
+    return (reward, "constraint.cost=safety", "rollout.engine.kv_cache_gib=0.01", "total_train_steps=2")
+
+
+def make_rlhf_models(folder: Path, **size: int) -> Path:
+    folder.mkdir()
+    make_models(folder, (*JUDGES, "safety"), **size)
+    judge_folder(folder, **size).rename(folder / "writer")
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-def test_under_the_planned_peak_a_run_finishes_that_cannot_with_everything_awake(models, tmp_path):
-    big = tmp_path / "models"
-    big.mkdir()
-    make_models(big, **BIG)
-    base = peak(in_process(tmp_path / "base", models, 0))  # of the same run, of models that are next to nothing
-    cache, limit = "rollout.engine.kv_cache_gib=0.004", "memory_limit_gib=0.33"
-    planned = planned_mib(keys_of(tmp_path, big, JUDGES, cache, limit))
+def test_under_the_planned_peak_a_run_finishes_that_cannot_with_everything_awake(tmp_path):
+    """PPO with a critic, a reference, two reward models, a safety model and a judge that writes, all with bases of their
+    own: together they keep 0.6 GiB, of which 0.26 are awake at a time."""
+    small, big = make_rlhf_models(tmp_path / "small"), make_rlhf_models(tmp_path / "models", **BIG)
+    base = peak(in_process(tmp_path / "base", small, 0, *rlhf_keys(small)))  # of models that are next to nothing
+    keys, limit = rlhf_keys(big), "memory_limit_gib=0.26"
+    planned = planned_mib(keys_of(tmp_path, big, JUDGES, *keys, limit))
     cap = math.ceil(base["VmData"] + 1.1 * planned)
 
-    measured = peak(in_process(tmp_path / "watched", big, 0, cache, limit))
+    measured = peak(in_process(tmp_path / "watched", big, 0, *keys, limit))
+    asleep = in_process(tmp_path / "asleep", big, cap, *keys, limit)
+    awake = in_process(tmp_path / "awake", big, cap, *keys)
+    free = in_process(tmp_path / "free", big, 0, *keys)
     assert measured["RssAnon"] - base["RssAnon"] == pytest.approx(planned, rel=0.1)
-    asleep = in_process(tmp_path / "asleep", big, cap, cache, limit)
     assert asleep.returncode == 0, asleep.stderr
-    awake = in_process(tmp_path / "awake", big, cap, cache)
     assert awake.returncode != 0 and "emory" in awake.stderr
-    free = in_process(tmp_path / "free", big, 0, cache)
     assert free.returncode == 0, free.stderr
     folders = [tmp_path / name / "tandem" / "trial" for name in ("asleep", "free")]
     assert outcome(folders[0]) == outcome(folders[1])
+    assert rows(folders[0])[-1]["rewards/judge"] == pytest.approx(0.2 * 6 / 9)

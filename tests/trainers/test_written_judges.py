@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import EngineDied, WeightsChanged
@@ -20,30 +19,10 @@ from tandem.flow.plan import plan_run
 from tandem.flow.sleep_plan import GIB
 from tandem.flow.state_parts import sleep_plan_here
 from tandem.flow.writing import WritingModel, WritingRole
-from tandem.models.tokenizer import load_tokenizer
 from tandem.trainers.rl import train
-from tests.tiny import tiny_model_folder
+from tests.trainers.colocated import judge_folder
 
 CLOCK = ("time", "tokens_per_s/", "memory/")
-
-
-def judge_folder(tmp, seed=5, says="Score: 7"):
-    """A model that says the same whatever it reads: each token of it is followed by the next one."""
-    folder = tiny_model_folder(tmp, seed=seed, max_position_embeddings=2048)
-    tokenizer, model = load_tokenizer(folder), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    first = tokenizer("assistant\n", add_special_tokens=False)["input_ids"][-1]
-    spoken = [first, *tokenizer(says, add_special_tokens=False)["input_ids"], 2]
-    assert len(set(spoken)) == len(spoken)
-    with torch.no_grad():
-        for layer in model.model.layers:
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        embedded = model.model.embed_tokens.weight
-        for token, following in zip(spoken, spoken[1:], strict=False):
-            hidden = model.model.norm(embedded[token])
-            model.lm_head.weight[following] = 10 * hidden / hidden.norm()
-    model.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -64,6 +64,7 @@ FIELDS: dict[str, Field] = {
     "in_statistics": Field("sequence", torch.bool, False, "enters group statistics"),
     "in_loss": Field("sequence", torch.bool, False, "counts in N and is trained on"),
     "greedy": Field("sequence", torch.bool, False, "of the group's greedy sample, a baseline; absent where there is none"),
+    "replayed": Field("sequence", torch.bool, False, "of a group of an earlier batch; absent where there is none"),
     "chosen": Field("sequence", torch.bool, False, "the better side of a pair, or a completion judged desirable"),
     "safe": Field("sequence", torch.bool, False, "the completion was judged safe"),
     "margin": Field("sequence", torch.float32, 0, "by which a reward model should score the better side higher"),

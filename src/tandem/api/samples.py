@@ -1,7 +1,7 @@
 """Samples and groups: what an episode makes."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class Trajectory:
     temperature: float = 1.0
     stop_reason: StopReason = StopReason.STOP
     token_rewards: torch.Tensor | None = None
-    """float32, rewards earned after single tokens; None where there is only the sample's."""
+    """float32: what of the sample's reward is earned after which token. The rest is earned at the end; None: all of it."""
 
     media: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Ragged fields, each ``[R, …]`` with R rows of this trajectory; refused, for no model takes them yet."""
@@ -40,6 +40,11 @@ class Trajectory:
         if len(set(sizes.values())) > 1 or self.input_ids.dim() != 1:
             raise ValueError(f"a trajectory's tensors must all be [S], got {sizes}")
 
+    def earning(self, tokens: Sequence[int], values: Sequence[float]) -> "Trajectory":
+        """The trajectory whose ``tokens`` earn these rewards besides what they earn already."""
+        earned = torch.zeros(len(self.input_ids)) if self.token_rewards is None else self.token_rewards.clone()
+        return replace(self, token_rewards=earned.index_add(0, torch.tensor(tokens), torch.tensor(values)))
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -49,6 +54,8 @@ class Sample:
     """Usually one; several when the context was reset or rewritten on the way."""
 
     reward: float
+    """All of it, what single tokens earn (`Trajectory.token_rewards`) included."""
+
     rewards: Mapping[str, float] = field(default_factory=dict)
     """Named parts of the reward, where there are several."""
 

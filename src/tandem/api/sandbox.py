@@ -1,5 +1,6 @@
 """Running code that nobody trusts: what a caller gives, what it gets back, and the contract of a sandbox."""
 
+import ipaddress
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,10 +34,32 @@ class Limits:
     file_mib: int = 64
     """All files together; they lie in memory where the back end can do that, beside `memory_mib`."""
 
+    address: tuple[str, int] | None = None
+    """The one TCP address that programs may connect to: an IPv4 address of this machine's loopback, and a port. None: no
+    sockets. A workspace is opened with it; `Workspace.exec` cannot change it."""
+
     def __post_init__(self) -> None:
         for name in ("wall_s", "cpu_s", "memory_mib", "processes", "output_bytes", "file_mib"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"Limits.{name} must be positive, got {getattr(self, name)}")
+        if self.address is not None:
+            check_address(*self.address)
+
+
+def check_address(host: str, port: int) -> None:
+    """Accepts an IPv4 address of the loopback, written in numbers, with a port.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    try:
+        is_loopback = ipaddress.IPv4Address(host).is_loopback
+    except ValueError:
+        is_loopback = False
+    if not is_loopback or not 0 < port < 1 << 16:
+        raise ConfigError(
+            f'Limits.address must be an address such as ("127.0.0.1", 8000) of this machine, got {host}:{port}'
+        )
 
 
 @dataclass(frozen=True)
@@ -52,12 +75,17 @@ class Program:
     """Files to write into the working directory first, by relative path."""
 
     stdin: bytes = b""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables beside the few that every program finds."""
 
     def __post_init__(self) -> None:
         if bool(self.argv) == (self.source is not None):
             raise ConfigError("a Program has either argv or source, and not both")
         for path in self.files:
             check_path(path)
+        for name, value in self.environment.items():
+            if not name or "=" in name or "\0" in name + value:
+                raise ConfigError(f"a variable of a Program's environment must be a name and a text, got {name!r}")
 
 
 def check_path(path: str) -> None:

@@ -6,12 +6,12 @@ import importlib
 import importlib.util
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from tandem.api.plugins import in_user_code, load_object
 from tandem.config.coerce import coerce, without_none
@@ -23,9 +23,11 @@ from tandem.config.terms import Term, read_term
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
-ONLY_BY_NAME = ("engine", "sandbox")
+ONLY_BY_NAME = ("engine", "sandbox", "recorder", "services")
 """Arguments that a factory gets only if it names them; `**rest` alone does not ask for them."""
 
 CLOSING_S = 10.0
@@ -40,7 +42,7 @@ def factory_of(kind: Kind, name: str, key: str = "") -> Callable[..., Any]:
     """
     if Term(name).is_file:
         return cast(Callable[..., Any], load_object(name))
-    service = service_of(kind, name.partition(":")[0], key)
+    service = service_of(kind, Term(name).registered, key)
     if service.package and importlib.util.find_spec(service.package) is None:
         where = f"{key}: " if key else ""
         raise ConfigError(f"{where}{kind} {name!r} needs a library that is missing: {install_extra(service.name)}")
@@ -137,10 +139,36 @@ def _as(kind: Any, value: Any, who: str, name: str) -> Any:
 
 
 class PerEpisode:
-    """A service that lives for one episode: ``async with environment() as world`` makes one, and closes it at the end."""
+    """A service that lives for one episode: ``async with environment() as world`` makes one, and closes it at the end.
 
-    def __init__(self, make: Callable[[], Any]):
-        self.make = make
+    Or it lives in worker processes, where it may block: then whoever runs it there keeps them in `shared`.
+    """
+
+    def __init__(self, make: Callable[[], Any], name: str, spec: str, knobs: Mapping[str, Any], asked: Sequence[str] = ()):
+        """``spec``: the class as a worker process loads it. ``asked``: the services that it is given."""
+        self.make, self.name = make, name
+        self._spec, self._knobs, self._asked = spec, knobs, asked
+        self._shared: Any = None
+
+    def shared(self, make: Callable[[str, Mapping[str, Any]], T]) -> T:
+        """What ``make(spec, knobs)`` made at the first call, for all that ask. It is closed with the run.
+
+        Raises:
+            ConfigError: the environment asks for services of the run, which cannot go to another process.
+        """
+        if self._asked:
+            raise ConfigError(
+                f"environment={self.name} asks for {', '.join(map(repr, self._asked))}, and runs in worker processes, which "
+                "have only its knobs; leave the argument out, or write a workflow of your own (docs/writing_a_workflow.md)"
+            )
+        if self._shared is None:
+            self._shared = make(self._spec, self._knobs)
+        return cast(T, self._shared)
+
+    def close(self) -> None:
+        """Closes what is shared; idempotent."""
+        if self._shared is not None:
+            self._shared.close()
 
     def __call__(self) -> contextlib.AbstractAsyncContextManager[Any]:
         """One for a block."""
@@ -174,7 +202,8 @@ class Services:
         ``given``: argument → an object that is there."""
         self._named = tuple(named or ())
         self._terms = {name: read_term(spec, name) for name, spec in (named or {}).items() if spec is not None}
-        self._given = dict(given)
+        self._given = {"services": self, **given}
+        self._made: dict[str, Any] = {}
         self._asking: list[str] = []
         self._stack = contextlib.ExitStack()
 
@@ -254,10 +283,11 @@ class Services:
                 self._given[name] = partial(factory, **read_knobs(who, arguments_of(factory, who), knobs))
             elif kind == "environment":
                 make = partial(factory, **self.arguments(who, factory, knobs))
-                _close(
-                    in_user_code(term.name, make)
-                )  # one on trial: that none can be made is found here, not by the episodes
-                self._given[name] = PerEpisode(make)
+                # one on trial: that none can be made is seen here, not by the episodes
+                _close(in_user_code(term.name, make))
+                asked, own = self.check(who, factory, knobs)
+                spec = term.name if term.is_file else service_of(kind, term.registered, name).factory
+                self._given[name] = self.keep(PerEpisode(make, term.name, spec, own, asked))
             else:
                 self._given[name] = self.keep(self.make(who, factory, knobs))
         finally:
@@ -267,6 +297,12 @@ class Services:
     def unused(self) -> tuple[str, ...]:
         """Names of services that the configuration names and nobody asked for."""
         return tuple(name for name in self._terms if name not in self._given)
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """What was made under this name, or is made now; it is closed with the others."""
+        if name not in self._made:
+            self._made[name] = self.keep(make())
+        return cast(T, self._made[name])
 
     def keep(self, service: Any) -> Any:
         """Closes it with the others, before those that were there earlier; returns it."""

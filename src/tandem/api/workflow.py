@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.samples import Group, Sample
@@ -53,6 +53,9 @@ class RewardFn(ABC):
 
     reads_messages: bool = False
     """True: it is also given ``messages``, the conversation so far, with the completion as the last reply."""
+
+    cost: str | None = None
+    """The part that is measured and not rewarded (`constraint`)."""
 
     @abstractmethod
     async def __call__(
@@ -113,36 +116,3 @@ class RolloutWorkflow(ABC):
     async def finish_group(self, samples: tuple[Sample, ...], data: Mapping[str, Any]) -> tuple[Sample, ...]:
         """May set rewards, ``in_statistics`` and ``in_loss`` from all samples together (votes, baselines, judges)."""
         return samples
-
-
-class StepResult(NamedTuple):
-    """What an environment answers, in gymnasium's shape."""
-
-    observation: Any
-    reward: float
-    terminated: bool
-    truncated: bool
-    info: Mapping[str, Any]
-
-
-class Environment(ABC):
-    """gymnasium's shape, asynchronous."""
-
-    @abstractmethod
-    async def reset(self, data: Mapping[str, Any], seed: int) -> tuple[Any, Mapping[str, Any]]:
-        """Begins an episode; returns (observation, info)."""
-
-    @abstractmethod
-    async def step(self, action: Any) -> StepResult:
-        """Acts."""
-
-    async def close(self) -> None:
-        """Frees what it holds; called once an episode, also after failures."""
-
-
-class Agent(ABC):
-    """Decides; writes a chat that only appends."""
-
-    @abstractmethod
-    async def act(self, chat: Any, observation: Any) -> Any:
-        """Adds its turn to the chat and returns the action."""

@@ -29,7 +29,7 @@ COLUMNS = (
 )
 """Names that `columns` may map."""
 
-PROCEDURAL = ("addition", "addition_pairs", "functions", "functions_shuffled")
+PROCEDURAL = ("addition", "addition_pairs", "functions", "functions_shuffled", "seeds")
 """Data sets that are computed, beside the families of reasoning-gym."""
 
 
@@ -38,7 +38,7 @@ class SourceConfig:
     """One data set of a mixture."""
 
     path: str
-    """Folder, file, hub name, `addition`, `addition_pairs`, `functions`, or `reasoning_gym:NAME`."""
+    """Folder, file, hub name, `addition`, `addition_pairs`, `functions`, `seeds`, or `reasoning_gym:NAME`."""
 
     weight: float = 1.0
     """Share of prompts drawn from this source, relative to the others."""
@@ -60,7 +60,7 @@ class DatasetConfig:
     """Rows for training."""
 
     path: str | None = None
-    """Folder, file, hub name, `addition`, `addition_pairs`, `functions`, or `reasoning_gym:NAME`."""
+    """Folder, file, hub name, `addition`, `addition_pairs`, `functions`, `seeds`, or `reasoning_gym:NAME`."""
 
     split: str | None = None
     """Split of the data set; null takes `train`."""
@@ -84,7 +84,7 @@ class DatasetConfig:
     """Shuffle the rows in each epoch, depending on the seed."""
 
     size: int = 2000
-    """Most rows of a generated data set (`addition`, `addition_pairs`, `functions`, `reasoning_gym:NAME`)."""
+    """Most rows of a generated data set (`addition`, `addition_pairs`, `functions`, `seeds`, `reasoning_gym:NAME`)."""
 
     prompt_suffix: str = ""
     """Text after every question, for example how to write the answer; not used for whole conversations (SFT)."""
@@ -95,7 +95,8 @@ class ValidDatasetConfig:
     """Rows for validation. Without `path` they are another split of `train_dataset`, read in the same way."""
 
     path: str | None = None
-    """Folder, file, hub name, `addition`, `addition_pairs`, `functions`, `reasoning_gym:NAME`; null: as `train_dataset`."""
+    """Folder, file, hub name, `addition`, `addition_pairs`, `functions`, `seeds`, `reasoning_gym:NAME`; null: as
+    `train_dataset`."""
 
     split: str | None = None
     """Split of the data set; null takes `test`."""

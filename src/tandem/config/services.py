@@ -1,4 +1,5 @@
-"""The services of a run by name: rewards, workflows, sinks, judges, environments, agents and sandboxes.
+"""The services of a run by name: rewards, workflows, sinks, judges, environments, agents, sandboxes
+and tools.
 
 The table names factories and imports none of them. A new service is a file and a line here; a user's file gives any of them
 as `my_file.py:Name`.
@@ -10,7 +11,7 @@ from typing import Literal
 from tandem.config.errors import ConfigError
 from tandem.config.nearest import nearest_names
 
-Kind = Literal["reward", "workflow", "sink", "judge", "environment", "agent", "sandbox"]
+Kind = Literal["reward", "workflow", "sink", "judge", "environment", "agent", "sandbox", "tool"]
 
 NAMED = ("judge", "environment", "agent", "sandbox")
 """Kinds that have a key of the configuration, and are given to whoever asks for an argument of that name."""
@@ -36,7 +37,7 @@ class Service:
 
 
 SERVICES: dict[str, dict[str, Service]] = {
-    kind: {} for kind in ("reward", "workflow", "sink", "judge", "environment", "agent", "sandbox")
+    kind: {} for kind in ("reward", "workflow", "sink", "judge", "environment", "agent", "sandbox", "tool")
 }
 """Kind → name → record."""
 
@@ -78,7 +79,19 @@ for _service in (
     Service("sandbox", "landlock", "tandem.sandbox.choose:with_landlock"),
     Service("sandbox", "none", "tandem.sandbox.choose:without_walls"),
     Service("workflow", "rlvr", "tandem.rollout.workflows:RLVRWorkflow"),
+    Service("workflow", "program", "tandem.rollout.program:ProgramWorkflow"),
     Service("workflow", "multi_turn", "tandem.rollout.multi_turn:MultiTurnWorkflow"),
+    Service("workflow", "tools", "tandem.rollout.tools.workflow:ToolWorkflow"),
+    Service("tool", "calculator", "tandem.rollout.tools.calculator:calculator"),
+    Service("tool", "python", "tandem.rollout.tools.python:PythonBox"),
+    Service("tool", "search", "tandem.rollout.tools.search:SearchBox"),
+    Service("tool", "files", "tandem.rollout.tools.files:FilesBox"),
+    Service("tool", "mcp", "tandem.rollout.tools.mcp:McpBox"),
+    Service("workflow", "environment", "tandem.rollout.environments.workflow:EnvironmentWorkflow"),
+    Service("environment", "gymnasium", "tandem.rollout.environments.gymnasium_text:GymnasiumText", package="gymnasium"),
+    Service("environment", "textarena", "tandem.rollout.environments.textarena_game:TextArenaGame", package="textarena"),
+    Service("environment", "openenv", "tandem.rollout.environments.openenv_client:OpenEnvClient"),
+    Service("environment", "skyrl_gym", "tandem.rollout.environments.skyrl_task:SkyRLTask", package="skyrl_gym"),
     Service("sink", "tensorboard", "tandem.tracking.sinks.tensorboard:TensorBoardSink", package="tensorboard"),
     Service("sink", "wandb", "tandem.tracking.sinks.wandb:WandbSink", package="wandb"),
     Service("sink", "trackio", "tandem.tracking.sinks.trackio:TrackioSink", package="trackio"),

@@ -21,7 +21,7 @@ Spec = Annotated[str, "spec"]
 same text (`tandem.config.recipes`)."""
 
 _FILE = re.compile(
-    r"""'[^']*'|"[^"]*"|(?P<file>(?<![^\s+*(-])[^\s+*(),='"]+\.py:\w+|(?<![^\s*(])[A-Za-z_]\w*:\w[\w./]*(?:-[\w./]+)*)"""
+    r"""'[^']*'|"[^"]*"|(?P<file>(?<![^\s+*(-])[^\s+*(),='"]+\.py:\w+|(?<![^\s*(])[A-Za-z_]\w*:\w[\w./:]*(?:-[\w./:]+)*)"""
 )
 """A user's file or ``name:ID``; texts in quotes are passed over."""
 
@@ -76,6 +76,11 @@ class Term:
     def is_file(self) -> bool:
         """True if it is a user's file, and not something registered."""
         return self.name.rpartition(":")[0].endswith(".py")
+
+    @property
+    def registered(self) -> str:
+        """The name under which it is registered: that of ``name:ID`` is ``name``."""
+        return self.name.partition(":")[0]
 
     @property
     def spelling(self) -> str:

@@ -1,4 +1,4 @@
-"""Data sets that are computed: one-digit addition, functions of one line, and the families of reasoning-gym.
+"""Data sets that are computed: one-digit addition, functions of one line, seeds, and the families of reasoning-gym.
 
 Training and test rows never overlap: a fixed rule says of every question which split it belongs to.
 """
@@ -99,6 +99,19 @@ def functions_shuffled(split: str, *, size: int, seed: int) -> Iterator[dict[str
         yield {"question": row["question"], "program_tests": other}
 
 
+def seeds(split: str, *, size: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Numbers, for environments that make their own questions: `train` and `test` have no number in common.
+
+    Raises:
+        ConfigError: another split.
+    """
+    if split not in ("train", "test"):
+        raise ConfigError(f"data set seeds has the splits train and test, got {split!r}")
+    first = 0 if split == "train" else 2**30
+    for number in range(first, first + size):
+        yield {"messages": [{"role": "user", "content": ""}], "seed": number}
+
+
 def reasoning_gym(name: str, split: str, *, size: int, seed: int) -> Iterator[dict[str, Any]]:
     """Rows of one family, with the ``metadata`` that its own scorer needs: use `reward=reasoning_gym`.
 
@@ -131,5 +144,6 @@ PROCEDURAL = {
     "addition_pairs": addition_pairs,
     "functions": functions,
     "functions_shuffled": functions_shuffled,
+    "seeds": seeds,
 }
 """By name."""

@@ -111,7 +111,6 @@ def check_evaluation(config: EvaluationConfig) -> Checked:
     services = open_services(asked, tokenizer)
     try:
         judges = services.keep(make_judges(questions, config.reward_timeout_s, services))
-        workflow = make_workflow(asked, Services(tokenizer=tokenizer), judges, config.gconfig)
         workflow = make_workflow(asked, services, judges, config.gconfig)
         refuse_unused(asked, services)
         return Checked(machine, questions, services, workflow)

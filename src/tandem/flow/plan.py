@@ -6,7 +6,7 @@ opens no model and touches no tensor.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,13 +18,13 @@ from tandem.config.check_algorithm import component_problems, part_problems
 from tandem.config.errors import ConfigError, refuse
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.lora import LoRAConfig
-from tandem.config.nearest import nearest_names
 from tandem.config.overlay import either, key_of, overlay
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
 from tandem.config.recipes import sum_of
 from tandem.config.roles import CriticConfig, ReferenceConfig
 from tandem.config.terms import Options, Term, read_terms
 from tandem.config.train_engine import TrainEngineConfig
+from tandem.flow.reward_checks import check_rewards
 from tandem.flow.sharing import share_trunks, with_adapter
 from tandem.models.adapter_folder import AdapterBeside
 from tandem.rewards.build import build_scores, needs_model
@@ -235,15 +235,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
     scores, frozen, sums = _scores(config, {resident.name for resident in residents})
     residents += frozen
     constraint = config.constraint.cost
-    if constraint is not None:
-        _check_cost(config.reward, constraint, sums, scores)
-    per_step = next((one.name for one in scores if one.score.per_step), None)
-    if per_step is not None and not parts.credit.of_tokens:
-        raise ConfigError(
-            f"reward {per_step!r} gives each step a reward of its own, and "
-            f"algorithm.advantage={config.algorithm.advantage.name} judges whole samples; use algorithm.advantage=reinforce "
-            "or gae, or aggregate=min"
-        )
+    check_rewards(config, sums, [one.name for one in scores if one.score.per_step], of_tokens=parts.credit.of_tokens)
     names = {resident.name for resident in residents}
     updates = actor.mini_batches * actor.epochs_per_batch
     rests = f"the actor rests in the first {critic.warmup_steps} steps" if critic.warmup_steps else ""
@@ -356,30 +348,6 @@ def _gates_first(scores: Mapping[str, PlannedScore]) -> tuple[PlannedScore, ...]
     for one in scores.values():
         add(one)
     return tuple(ordered.values())
-
-
-def _check_cost(reward: str, cost: str, sums: Mapping[str, Sequence[Term]], scores: Sequence[PlannedScore]) -> None:
-    """Passes if the cost is a term with a weight above 0 and one plain number a sample, and something else is rewarded.
-
-    Raises:
-        ConfigError: it is not; tells the nearest name.
-    """
-    names = dict.fromkeys(term.label for terms in sums.values() for term in terms)
-    costs = [term for terms in sums.values() for term in terms if term.label == cost]
-    key = f"constraint.cost={cost}"
-    if not costs:
-        raise ConfigError(f"{key} is no term of reward={reward}; {nearest_names(cost, names)}")
-    if (least := min(term.weight for term in costs)) <= 0:
-        raise ConfigError(
-            f"{key}: its weight in the reward is {least:g}, and the cost is the term's value times its weight; write it "
-            "with a weight above 0, such as 1: it is not rewarded"
-        )
-    if any(term.options.normalise for term in costs):
-        raise ConfigError(f"{key}: normalise takes away the mean that constraint.limit is compared with; leave it out")
-    if any(one.name == cost and one.score.per_step for one in scores):
-        raise ConfigError(f"{key}: aggregate=none gives each step a reward, and a cost is one number; use aggregate=mean")
-    if len(names) == 1:
-        raise ConfigError(f"{key} is all that reward={reward} has; add what is to be learnt")
 
 
 def _penalty(config: TrainConfig) -> Iterator[Stage]:

@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.failures import InfrastructureFailure, RewardFailure
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.samples import Sample
-from tandem.api.services import Services, factory_of
+from tandem.api.services import Services, arguments_of, factory_of
 from tandem.api.workflow import GeneratesTokens, RewardFn, RewardResult, RolloutWorkflow, messages_for
 from tandem.config.arithmetic import evaluation_gconfig, rewards_of, samples_together, workflow_of
 from tandem.config.errors import ConfigError
@@ -27,12 +27,24 @@ from tandem.rewards.majority import AnswerOnly, MajorityVote
 from tandem.rewards.pool import most_workers
 from tandem.rewards.written import Written
 from tandem.rollout.groups import Compared, FirstSamples, MajorityLabels, WholeGroup, WithGreedyBaseline
+from tandem.rollout.own import AGENT_ARGUMENTS, AGENT_KNOBS, AgentWorkflow, FunctionWorkflow, is_agent
+from tandem.rollout.recording.recorder import Recorder
 from tandem.rollout.workflows import Repeated
 from tandem.tracking.tracker import check_sinks
 
 log = logging.getLogger(__name__)
 
-GIVEN = ("reward", "gconfig", "tokenizer", "system_prompt", "chat_template_kwargs", "engine")
+GIVEN = (
+    "reward",
+    "gconfig",
+    "tokenizer",
+    "system_prompt",
+    "chat_template_kwargs",
+    "engine",
+    "recorder",
+    "services",
+    "episode_timeout_s",
+)
 """Arguments that every workflow may ask for by name, besides the services that the configuration names."""
 
 SAMPLING = ("temperature", "top_p", "top_k", "min_new_tokens", "stop", "stop_token_ids")
@@ -104,7 +116,10 @@ def make_parts(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokenize
 def open_services(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Services:
     """The objects that rewards, workflows and services may ask for by argument name. They are the caller's to close."""
     named = {name: getattr(config, name) for name in NAMED}
-    return Services(named, tokenizer=tokenizer, engine=RunEngine(), **_settings(config))
+    recorder = Recorder(tokenizer, chat_template_kwargs=config.chat_template_kwargs)
+    services = Services(named, tokenizer=tokenizer, engine=RunEngine(), recorder=recorder, **_settings(config))
+    services.keep(recorder)
+    return services
 
 
 def refuse_unused(config: TrainConfig, services: Services) -> None:
@@ -127,6 +142,10 @@ class RewardBySource(RewardFn):
 
     def __init__(self, default: str, by_name: Mapping[str, RewardFn], vote: MajorityVote | None = None):
         """``default``: the reward of rows whose data set names none. ``by_name``: every sum that judges rows."""
+        sums = [reward for reward in by_name.values() if isinstance(reward, SumReward)]
+        for reward in sums:  # or a mean of raw values would be over other rows than that of the parts
+            reward.told = reward.told.union(*(one.told for one in sums))
+        self.cost = next((reward.cost for reward in sums), None)
         self._judges = (default, by_name)  # one object: while it is changed, episodes read it in another thread
         self.vote = vote
         self._gone: list[Judge] = []
@@ -317,23 +336,6 @@ def close_new(present: RewardBySource, judges: Iterable[Judge]) -> None:
             judge.close()
 
 
-class FunctionWorkflow(RolloutWorkflow):
-    """A coroutine function ``episode(engine, data, …)`` as a workflow; ``episode.makes_group = True`` counts too."""
-
-    def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]):
-        self.function, self.arguments = function, arguments
-        self.name = getattr(function, "__name__", "function")
-        self.makes_group = bool(getattr(function, "makes_group", False))
-        if getattr(function, "reads_scores", False):
-            raise ConfigError(
-                f"{self.name} is a function, which has no finish_group to read scores in: leave reads_scores out"
-            )
-
-    async def arun_episode(self, engine: Any, data: Mapping[str, Any]) -> Any:
-        """Implements `RolloutWorkflow.arun_episode`."""
-        return await self.function(engine, data, **self.arguments)
-
-
 def check_names(config: TrainConfig) -> None:
     """Passes if the workflow and the sinks are there and can have what they ask for. Makes nothing, so it comes before rows
     are read.
@@ -343,10 +345,25 @@ def check_names(config: TrainConfig) -> None:
     """
     term = workflow_of(config)
     make, skip = _workflow_factory(config)
-    services = Services({name: getattr(config, name) for name in NAMED})
-    asked, _ = services.check(f"workflow={term.name}", make, term.arguments, GIVEN, skip=skip)
-    _refuse_ignored(config, asked)
+    services, key = Services({name: getattr(config, name) for name in NAMED}), f"workflow={term.name}"
+    if is_agent(make):
+        knobs, own = _knobs_of_agent(make, term.arguments)
+        services.check(key, make, knobs, (*GIVEN, *AGENT_ARGUMENTS))
+        asked, _ = services.check(key, AgentWorkflow, own, (*GIVEN, "own_agent", "own_arguments"))
+    else:
+        asked, _ = services.check(key, make, term.arguments, GIVEN, skip=skip)
+    _refuse_ignored(config, (*asked, "chat_template_kwargs") if "recorder" in asked else asked)
     check_sinks(config.tracking)
+
+
+def asks_for_reward(config: TrainConfig) -> bool:
+    """True if the workflow lets the run's reward judge. An environment gives its own; an agent or a program may, so that
+    only a reward that was chosen for it counts."""
+    make, skip = _workflow_factory(config)
+    if is_agent(make) or "recorder" in inspect.signature(make).parameters:
+        return config.reward != TrainConfig().reward
+    arguments = arguments_of(make, f"workflow={config.workflow}", skip)
+    return arguments.open or "reward" in arguments.names
 
 
 def _workflow_factory(config: TrainConfig) -> tuple[Callable[..., Any], int]:
@@ -360,14 +377,26 @@ def _workflow_factory(config: TrainConfig) -> tuple[Callable[..., Any], int]:
     if not callable(make) or isinstance(make, RolloutWorkflow):
         what = "an object of one: name the class itself" if isinstance(make, RolloutWorkflow) else f"a {type(make).__name__}"
         raise ConfigError(f"{key} must be a class of workflows, or `async def episode(engine, data, …)`; it is {what}")
+    if is_agent(make):
+        return make, 0
     if not inspect.iscoroutinefunction(make):
         if inspect.isfunction(make) and {"engine", "data"} & set(inspect.signature(make).parameters):
             raise ConfigError(f"{key} takes engine or data, as each episode does; a function must be `async def`")
         return make, 0
     first = list(inspect.signature(make).parameters.values())[:2]
     if [p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in first] != [True, True]:
-        raise ConfigError(f"{key} must take (engine, data) first: `async def {make.__name__}(engine, data, …)`")
+        raise ConfigError(
+            f"{key} must take (engine, data) first: `async def {make.__name__}(engine, data, …)`; an agent takes "
+            f"base_url, api_key and data by name: `async def {make.__name__}(base_url, api_key, data)`"
+        )
     return make, 2
+
+
+def _knobs_of_agent(function: Callable[..., Any], knobs: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The knobs of an agent's function, and those of the workflow that runs it."""
+    taken = inspect.signature(function).parameters
+    own = {name: value for name, value in knobs.items() if name in AGENT_KNOBS and name not in taken}
+    return {name: value for name, value in knobs.items() if name not in own}, own
 
 
 def _refuse_ignored(config: TrainConfig, taken: Collection[str]) -> None:
@@ -387,7 +416,8 @@ def _refuse_ignored(config: TrainConfig, taken: Collection[str]) -> None:
 def _settings(config: TrainConfig) -> dict[str, Any]:
     """Settings that a workflow or another service may ask for by name."""
     return {name: getattr(config, name) for name in ("gconfig", "system_prompt")} | {
-        "chat_template_kwargs": dict(config.chat_template_kwargs)
+        "chat_template_kwargs": dict(config.chat_template_kwargs),
+        "episode_timeout_s": config.rollout.episode_timeout_s,
     }
 
 
@@ -403,6 +433,11 @@ def make_workflow(
     term = workflow_of(config)
     make, skip = _workflow_factory(config)
     key, given = f"workflow={term.name}", _settings(config) | {"reward": reward, "gconfig": gconfig}
+    if is_agent(make):
+        knobs, own = _knobs_of_agent(make, term.arguments)
+        more = given | dict.fromkeys(AGENT_ARGUMENTS)  # filled in by each episode
+        given |= {"own_agent": make, "own_arguments": services.arguments(key, make, knobs, more)}
+        return cast(RolloutWorkflow, services.make(key, AgentWorkflow, own, given))
     if skip:
         return FunctionWorkflow(make, services.arguments(key, make, term.arguments, given, skip=skip))
     workflow = services.make(key, make, term.arguments, given)

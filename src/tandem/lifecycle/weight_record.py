@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 import torch
 
 from tandem.api.team import Team
-from tandem.config.experiment import BaseConfig
 from tandem.state.run_folder import RunFolder
 from tandem.state.weight_digests import append_digests, digests_of
 
@@ -13,15 +12,16 @@ Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 
 def weight_record(
-    team: Team, config: BaseConfig, run: RunFolder | None, weights: Weights, prepare: Callable[[], None] = lambda: None
+    team: Team, run: RunFolder | None, weights: Weights, prepare: Callable[[], None] = lambda: None, *, deterministic: bool
 ) -> Callable[[int], None]:
-    """What is called after each step: adds a line of digests to `weights.jsonl`, where the run is deterministic. Collective.
+    """Returns what is called after each step. It adds a line of digests to `weights.jsonl` if the run is ``deterministic``,
+    and is collective then.
 
     ``run``: on rank 0, which writes; the others take part in gathering. ``prepare``: wakes what is read.
     """
 
     def record(step: int) -> None:
-        if not config.deterministic:
+        if not deterministic:
             return
         prepare()
         with team.together(), team.whole(weights()) as stream:

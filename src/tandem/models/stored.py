@@ -2,9 +2,11 @@
 
 import functools
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -36,26 +38,41 @@ class Stored:
             OSError: the file cannot be read, or is too short.
         """
         size = self.dtype.itemsize
-        left = size * torch.Size(self.shape).numel()
-        buffer = bytearray(min(PIECE, left))
+        start, end = self.start, self.start + size * torch.Size(self.shape).numel()
+        buffer = bytearray(min(PIECE, end - start))
         with self.file.open("rb", buffering=0) as file:
-            file.seek(self.start)
-            while left:
-                view = memoryview(buffer)[: min(len(buffer), left)]
-                read_whole(file, view)
+            while start < end:
+                view = memoryview(buffer)[: min(len(buffer), end - start)]
+                read_whole(file, view, start)
                 yield torch.frombuffer(view, dtype=self.dtype).to(dtype)
-                left -= len(view)
+                start += len(view)
+
+    def read_into(self, flat: torch.Tensor, memory: memoryview) -> None:
+        """Fills ``flat``, whose bytes are ``memory``, with its numbers in order; straight from the file if they are of one
+        dtype.
+
+        Raises:
+            OSError: as `pieces`.
+        """
+        if self.dtype == flat.dtype:
+            with self.file.open("rb", buffering=0) as file:
+                read_whole(file, memory, self.start)
+            return
+        start = 0
+        for piece in self.pieces(flat.dtype):
+            flat[start : start + len(piece)] = piece
+            start += len(piece)
 
 
-def read_whole(file, view: memoryview) -> None:  # type: ignore[no-untyped-def]
-    """Fills ``view`` from an unbuffered file.
+def read_whole(file: IO[bytes], view: memoryview, start: int) -> None:
+    """Fills ``view`` from this byte of a file on; several threads may read one file.
 
     Raises:
         OSError: the file ends before.
     """
     done = 0
     while done < len(view):
-        count = file.readinto(view[done:])
+        count = os.preadv(file.fileno(), [view[done:]], start + done)
         if not count:
             raise OSError(f"{file.name} is shorter than it was")
         done += count

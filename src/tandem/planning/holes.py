@@ -36,7 +36,7 @@ def of_heap(job: Job, machine: Machine, room: Room, batches: Batches, coming: It
     yield room.item("process", "heap", kept(machine.heap_gib, of_engine=False))
     if job.generator is not None and job.generator.foreign is None:
         yield room.one("engine", "heap", kept(machine.engine_heap_gib, of_engine=True) * job.generator.engines)
-    largest = max(largest_block(model, batches) for model in job.models)
+    largest = max(largest_block(model, batches) for model in job.models if model.role not in job.writers)
     yield room.item("process", "hole of the largest block", min(largest, float(MAPPED)))
 
 

@@ -15,6 +15,7 @@ from tandem.models.shape import Dtype, Shape
 from tandem.planning.disk import Saves, saves_of
 from tandem.planning.held import Held, held, resolved
 from tandem.planning.machine import Machine
+from tandem.rewards.written import Written
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,28 @@ class Generator:
     foreign: str | None = None
     """Servers of another make, which plan their own memory and whose speed is not known here."""
 
+    role: str = "engine"
+    """Whose weights and cache these are: the policy's, or those of a judge that writes."""
+
     def on_device(self, machine: Machine) -> int:
         """Engines that share a device, or a machine's cores."""
         return 1 if self.on_ranks and machine.kind == "gpu" else self.engines
+
+
+QUESTION_TOKENS = 160
+"""Of the text around the conversation that a judge reads: the built-in prompt in the tokens of SmolLM2, and a question."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A judge that writes, in an embedded engine of its own on the first rank."""
+
+    engine: Generator
+    lengths: Lengths
+    """Of what it reads and writes for one request."""
+
+    requests: int
+    """For the samples of a step."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +127,13 @@ class Job:
 
     awake: Mapping[str, tuple[frozenset[Part], ...]] = field(default_factory=dict)
     """Phase of memory → the parts that are awake in each of its stages; empty: all are, in all phases."""
+
+    writers: Mapping[str, Writer] = field(default_factory=dict)
+    """Those of the models that are judges that write."""
+
+    def judging(self, writer: Writer) -> "Job":
+        """The requests of a judge, as a job that generates: each has a prompt of its own."""
+        return replace(self, lengths=writer.lengths, groups=writer.requests, generated=1)
 
     @property
     def actor(self) -> Held:
@@ -163,6 +190,7 @@ def job_of(
         generated=samples,
         trained=training.algorithm.update_samples or training.gconfig.n_samples,
         generator=_generator(training, models[0], machine, samples),
+        writers=_writers(training, plan, {model.role: model for model in models}, lengths, machine, samples),
         asynchronous=training.async_training,
         kept_versions=max(1, max_head_offpolicyness(training)) if job.verifies else 0,
         workers=training.reward_workers or min(machine.threads, samples_together(training)),  # of one that computes
@@ -245,6 +273,41 @@ def _generator(config: TrainConfig, actor: Held, machine: Machine, samples: int)
         adapter=_delivered_adapter(config, actor, kinds),
         foreign=" and ".join(foreign) if foreign else None,
     )
+
+
+def _writers(
+    config: TrainConfig, plan: RunPlan, models: Mapping[str, Held], lengths: Lengths, machine: Machine, samples: int
+) -> dict[str, Writer]:
+    """Two judges of one model share its engine, and are counted as the larger one."""
+    writers: dict[str, Writer] = {}
+    for planned in plan.scores:
+        written, judged = planned.score, config.rollout.batch_size * samples
+        if not isinstance(written, Written):
+            continue
+        model, requests = models[planned.resident], judged * written.requests
+        reads = QUESTION_TOKENS + lengths.prompt + lengths.longest * (2 if written.compares else 1)
+        engine = replace(
+            _generator(config, model, machine, 1),
+            delivered=model.dtype,
+            dtype="float32" if model.dtype == "bfloat16" and not machine.fast_bfloat16 else model.dtype,
+            engines=1,
+            on_ranks=False,
+            own_process=False,
+            max_len=model.shape.context,
+            sequences=requests,
+            adapter=0,
+            foreign=None,
+            role=model.role,
+        )
+        writer = Writer(engine, Lengths(reads, written.client.max_tokens, written.client.max_tokens), requests)
+        if model.role not in writers or kept_tokens(writer) > kept_tokens(writers[model.role]):
+            writers[model.role] = writer
+    return writers
+
+
+def kept_tokens(writer: Writer) -> int:
+    """Tokens that all requests of a judge have together."""
+    return writer.requests * (writer.lengths.prompt + writer.lengths.longest)
 
 
 def _delivered_adapter(config: TrainConfig, actor: Held, kinds: set[str]) -> int:

@@ -18,7 +18,7 @@ from tandem.planning.batches import Batches, Step, cut
 from tandem.planning.held import Held
 from tandem.planning.holes import of_heap, of_what_comes
 from tandem.planning.items import GIB, Instant, Item, Room
-from tandem.planning.job import Generator, Job
+from tandem.planning.job import Generator, Job, Writer
 from tandem.planning.machine import Machine
 from tandem.planning.states import (
     BUCKET,
@@ -51,7 +51,8 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
     worst = batches_of(job, job.lengths.longest)
     room = Room(job.actor.ranks, shared=machine.kind == "cpu")
     rooms = {model.role: replace(room, ranks=model.ranks) for model in job.models}
-    steady = [item for model in job.models for item in states(model, rooms[model.role])] + list(_engine(job, machine))
+    steady = [item for model in job.models if model.role not in job.writers for item in states(model, rooms[model.role])]
+    steady += [_weights_of(writer.engine, machine) for writer in job.writers.values()] + list(_engine(job, machine))
     steady += [*_processes(job, machine, room), *_copied(job, room)]
     coming: dict[str, tuple[Item, ...]] = {}
 
@@ -62,7 +63,9 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
         add("generate", *_generation(job.generator, machine))
     scoring = {role for _, role in job.passes}
     for model in job.models:
-        if model.role in scoring:
+        if model.role in job.writers:
+            add(f"score: {model.role}", *_judging(job, job.writers[model.role], machine))
+        elif model.role in scoring:
             add(f"score: {model.role}", *_scoring(model, worst.score[model.role], rooms[model.role]))
     if job.verifies:
         before = FLOAT32 * job.actor.masters + BYTES[job.actor.dtype] * job.actor.base
@@ -124,11 +127,8 @@ def _engine(job: Job, machine: Machine) -> Iterator[Item]:
     generator = job.generator
     if generator is None or generator.foreign is not None:
         return
-    yield _of_engines(generator, machine, "parameters", engine_weights(generator, machine))
-    yield _of_engines(generator, machine, "KV cache", kv_cache(job, generator))
-    tables = 1.5 * BYTES[generator.dtype] * generator.max_len * generator.shape.head_dim
-    slots = 20.0 * generator.max_running * max(16, job.lengths.longest)
-    yield _of_engines(generator, machine, "tables", tables + slots)
+    yield _weights_of(generator, machine)
+    yield from _cache_of(job, generator, machine)
     if generator.adapter and machine.kind == "cpu":  # pages of files, mapped at each update; the system may take them back
         yield Item("publish", "files of the base", float(generator.shape.stored * generator.shape.parameters()))
     delivered = delivered_bytes(generator)
@@ -139,8 +139,26 @@ def _engine(job: Job, machine: Machine) -> Iterator[Item]:
         yield Item("verify", "kept versions", kept, "device" if machine.kind == "cpu" else "host")
 
 
-def _of_engines(generator: Generator, machine: Machine, what: str, each: float, role: str = "engine") -> Item:
+def _weights_of(generator: Generator, machine: Machine) -> Item:
+    return _of_engines(generator, machine, "parameters", engine_weights(generator, machine))
+
+
+def _cache_of(job: Job, generator: Generator, machine: Machine) -> Iterator[Item]:
+    yield _of_engines(generator, machine, "KV cache", kv_cache(job, generator))
+    tables = 1.5 * BYTES[generator.dtype] * generator.max_len * generator.shape.head_dim
+    slots = 20.0 * generator.max_running * max(16, job.lengths.longest)
+    yield _of_engines(generator, machine, "tables", tables + slots)
+
+
+def _judging(job: Job, writer: Writer, machine: Machine) -> Iterator[Item]:
+    """A judge writes; its cache is given back when it has."""
+    yield from _cache_of(job.judging(writer), writer.engine, machine)
+    yield from _generation(writer.engine, machine)
+
+
+def _of_engines(generator: Generator, machine: Machine, what: str, each: float, role: str | None = None) -> Item:
     """What each of the engines holds, or takes."""
+    role = role or generator.role
     if generator.on_ranks:
         return Room(generator.engines, shared=machine.kind == "cpu").item(role, what, each)
     return Item(role, what, each * generator.engines)

@@ -299,12 +299,17 @@ def assumptions(report: Report) -> Iterator[str]:
         yield "a device of the table: its peaks times shares that were measured elsewhere, see docs/planning.md"
     if plan.machine.kind == "gpu":
         yield "whether it fits is said of the devices' memory; that of the host is told, and compared with nothing"
+    if plan.job.generator is not None and plan.job.generator.foreign is not None:
+        yield f"memory of {plan.job.generator.foreign} servers is not counted: they plan their own"
     if plan.job.generator is not None:
         yield "every sequence has a gradient: groups without spread cost a forward pass only, and make it faster"
         waiting = plan.job.actor.ranks - plan.job.generator.engines
         if plan.job.generator.foreign is None and waiting > 0:
             generating = _ranks(plan.job.generator.engines)
             yield f"embedded engines generate for {generating}; {_ranks(waiting)} more wait while they do"
+    for role, writer in plan.job.writers.items():
+        lengths = writer.lengths
+        yield f"{role} writes {writer.requests} judgements of {lengths.longest} tokens and reads {lengths.prompt} for each"
     yield from _spread_assumptions(plan)
 
 

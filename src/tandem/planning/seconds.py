@@ -104,6 +104,7 @@ def phases(job: Job, machine: Machine) -> tuple[Phase, ...]:
     generating = machine.using(0.5 if at_once else 1.0)
     found = [_fitted(phase, generating) for phase in _generating(job, generating)]
     found += [_fitted(phase, training, whole=job.generator is None) for phase in _training(job, expected, training)]
+    found += _judging(job, machine)
     generator = job.generator
     if generator is not None and generator.foreign is None:
         found.append(_fitted(Phase("publish", publishing(job, generator, machine)), machine))
@@ -135,10 +136,26 @@ def _generating(job: Job, machine: Machine) -> list[Phase]:
     ]
 
 
+def _judging(job: Job, machine: Machine) -> list[Phase]:
+    """Judges that write, at their longest answers and without what requests share of their prompts."""
+    found, factors = [], machine.factors
+    for name, role in job.passes:
+        if role in job.writers:
+            judging, engine = job.judging(job.writers[role]), job.writers[role].engine
+            begin, _ = prefill(judging, engine, machine)
+            draw, tokens = decode(judging, engine, machine)
+            found.append(
+                Phase(name, total([begin * factors.get("prefill", 1.0), draw * factors.get("decode", 1.0)]), tokens)
+            )
+    return found
+
+
 def _training(job: Job, batches: Batches, machine: Machine) -> list[Phase]:
     found = []
     models = {model.role: model for model in job.models}
     for name, role in job.passes:
+        if role in job.writers:
+            continue
         model, step = models[role], batches.score[role]
         found.append(Phase(name, scoring(model, step, machine), step.tokens * model.layout.batches))
     for model in job.models:

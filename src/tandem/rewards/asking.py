@@ -21,45 +21,73 @@ _TRY_AGAIN = (408, 429)
 """Of the statuses 400 to 499, those that say that the same request may be answered later."""
 
 
-async def ask_patiently(
-    client: HttpClient,
-    path: str,
-    body: dict[str, Any],
-    read: Callable[[Any], T],
-    *,
-    request_timeout_s: float,
-    until: float,
-    once: bool = False,
-) -> T:
-    """What ``read`` makes of the server's answer to ``body``; it raises `ValueError` for an answer of no use.
+class AskedServer:
+    """A server that is asked until it answers, or until the patience ends.
 
-    A request that fails is repeated, with growing pauses, until the monotonic time ``until``; with ``once`` it is not. One
-    try has ``request_timeout_s``.
-
-    Raises:
-        RewardFailure: ``reward_server_failed``, when there was no answer of use in time; ``reward_refused``, when the server
-            takes the request for wrong.
+    A question that waited in vain while nobody else was answered either is taken as the end of the server: from then on a
+    question is tried once, until one is answered. So a dead server costs a run its patience once, and not at each batch.
     """
-    began, pause_s, tries = time.monotonic(), 0.0, 0
-    while True:
-        tries += 1
-        left_s = max(until - time.monotonic(), 1e-3)
-        try:
-            answer = await client.post(path, body, deadline_s=min(request_timeout_s, left_s))
+
+    def __init__(self, url: str, token: str | None, path: str, *, request_timeout_s: float, patience_s: float):
+        """``path``: see `client_and_path`. ``request_timeout_s``: of one try. ``patience_s``: of a question, all tries
+        together."""
+        self._client, self._path = client_and_path(url, token, path)
+        self._request_timeout_s, self._patience_s = request_timeout_s, patience_s
+        self._answered = -math.inf
+        self.is_silent = False
+
+    def until(self) -> float:
+        """The monotonic time at which the patience of a question of now ends."""
+        return time.monotonic() + self._patience_s
+
+    async def ask(
+        self, body: dict[str, Any], read: Callable[[Any], T], *, until: float | None = None, once: bool = False
+    ) -> T:
+        """What ``read`` makes of the server's answer to ``body``; it raises `ValueError` for an answer of no use.
+
+        A request that fails is repeated, with growing pauses, until the monotonic time ``until``; with ``once`` it is not.
+
+        Raises:
+            RewardFailure: ``reward_server_failed``, when there was no answer of use in time; ``reward_refused``, when the
+                server takes the request for wrong.
+        """
+        began, pause_s, tries = time.monotonic(), 0.0, 0
+        until = self.until() if until is None else until
+        while True:
+            tries += 1
             try:
-                return read(answer)
-            except ValueError as error:
-                raise ServerFailed(f"{client.base_url}{path}: its answer cannot be read: {error}") from error
-        except DataFailure as failure:
-            raise RewardFailure("reward_refused", str(failure)) from failure
-        except ServerFailed as error:
-            pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
-            final = error.status is not None and 400 <= error.status < 500 and error.status not in _TRY_AGAIN
-            if final or once or time.monotonic() + pause_s >= until:
-                after = f"after {tries} tries in {time.monotonic() - began:.0f} s" if tries > 1 else "at once"
-                slow = f"; a try has reward_timeout_s={request_timeout_s:g}" if "no answer within" in str(error) else ""
-                raise RewardFailure("reward_server_failed", f"{error} (given up {after}{slow})") from error
-            await asyncio.sleep(pause_s)
+                answer = await self._try(body, read, until)
+                self._answered, self.is_silent = time.monotonic(), False
+                return answer
+            except DataFailure as failure:
+                raise RewardFailure("reward_refused", str(failure)) from failure
+            except ServerFailed as error:
+                pause_s = min(max(2 * pause_s, _FIRST_PAUSE_S), _LONGEST_PAUSE_S)
+                final = error.status is not None and 400 <= error.status < 500 and error.status not in _TRY_AGAIN
+                late = time.monotonic() + pause_s >= until
+                if final or late or once or self.is_silent:
+                    words = self._words(error, tries, began)
+                    self.is_silent |= late and self._answered < began
+                    raise RewardFailure("reward_server_failed", words) from error
+                await asyncio.sleep(pause_s)
+
+    async def _try(self, body: dict[str, Any], read: Callable[[Any], T], until: float) -> T:
+        left_s = max(until - time.monotonic(), 1e-3)
+        answer = await self._client.post(self._path, body, deadline_s=min(self._request_timeout_s, left_s))
+        try:
+            return read(answer)
+        except ValueError as error:
+            raise ServerFailed(f"{self._client.base_url}{self._path}: its answer cannot be read: {error}") from error
+
+    def _words(self, error: ServerFailed, tries: int, began: float) -> str:
+        after = f"after {tries} tries in {time.monotonic() - began:.0f} s" if tries > 1 else "at once"
+        slow = f"; a try has reward_timeout_s={self._request_timeout_s:g}" if "no answer within" in str(error) else ""
+        silent = f"; it has left a question unanswered for patience_s={self._patience_s:g}" if self.is_silent else ""
+        return f"{error} (given up {after}{slow}{silent})"
+
+    def close(self) -> None:
+        """Drops all connections."""
+        self._client.close()
 
 
 def client_and_path(url: str, token: str | None, path: str) -> tuple[HttpClient, str]:

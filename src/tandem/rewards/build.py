@@ -16,7 +16,7 @@ from tandem.api.workflow import GroupReward, RewardFn, RewardResult, messages_fo
 from tandem.config.errors import ConfigError
 from tandem.config.services import SERVICES, service_of
 from tandem.config.terms import Options, Term, read_terms
-from tandem.rewards.combination import alone, is_open, tells_raw
+from tandem.rewards.combination import alone, is_open, told_raw
 from tandem.rewards.function import AsyncReward, OwnReward, WorkerReward
 from tandem.rewards.outcome import is_async
 from tandem.rewards.pool import WorkerPool
@@ -38,10 +38,10 @@ class SumReward(RewardFn):
     ):
         """``together``: the terms that judge the samples of a prompt together. ``options_later``: what terms with options
         count is added when the batch is there (`tandem.rewards.combination`); here they only say what they found.
-        ``cost``: the name of a term that is a part, but does not enter the sum."""
+        ``cost``: the name of a term that is a part, but does not enter the sum. `told` may be given more names."""
         self.terms, self.together, self.options_later, self.cost = list(terms), list(together), options_later, cost
         self.reads_messages = any(reward.reads_messages for _, reward in terms)
-        self._all = [term for term, _ in (*self.terms, *self.together)]
+        self.told = told_raw([[term for term, _ in (*self.terms, *self.together)]])
         names = {term.label for term, _ in self.terms}
         gates = {term.label: term.options.gate_name for term, _ in self.terms}
         self._waits = {name: gate for name, gate in gates.items() if gate in names or (gate and not options_later)}
@@ -92,7 +92,7 @@ class SumReward(RewardFn):
         """The sum of these terms, of which some were perhaps not asked, in no order that would change its last bit."""
         now = [term for term in terms if not (self.options_later and term.options != Options())]
         parts = {term.label: alone(term, found[term.label]) if term.label in found else 0.0 for term in now}
-        raw = {t.label: found[t.label] for t in terms if t.label in found and tells_raw(t, self._all)}
+        raw = {t.label: found[t.label] for t in terms if t.label in found and t.label in self.told}
         return RewardResult(math.fsum(x for name, x in parts.items() if name != self.cost), parts, raw_rewards=raw)
 
     async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[RewardResult]:

@@ -5,15 +5,13 @@ added here, when the groups of a batch stand: those that a model scores, and tho
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-import torch
-
 from tandem.api.failures import DataFailure, WrongWorkflow
-from tandem.api.samples import Sample, Trajectory
+from tandem.api.samples import Sample
 from tandem.config.terms import Options, Term
 
 MOST = 1e38
@@ -42,15 +40,12 @@ def alone(term: Term, value: float) -> float:
     return term.weight * (value if term.options.normalise else clipped(term.options, value))
 
 
-def tells_raw(term: Term, terms: Sequence[Term]) -> bool:
-    """True if the value before the weight is recorded: it is another number, or opens the gate of another term."""
-    return term.weight != 1 or term.options != Options() or any(t.options.gate_name == term.label for t in terms)
-
-
-def earning(trajectory: Trajectory, tokens: Sequence[int], values: Sequence[float]) -> Trajectory:
-    """The trajectory whose ``tokens`` earn these rewards besides what they earn already."""
-    earned = torch.zeros(len(trajectory.input_ids)) if trajectory.token_rewards is None else trajectory.token_rewards.clone()
-    return replace(trajectory, token_rewards=earned.index_add(0, torch.tensor(tokens), torch.tensor(values)))
+def told_raw(sums: Iterable[Sequence[Term]]) -> frozenset[str]:
+    """The terms whose value before the weight is recorded: in one of the sums it is another number, or opens the gate of
+    another term."""
+    terms = [term for one in sums for term in one]
+    gates = {term.options.gate_name for term in terms}
+    return frozenset(t.label for t in terms if t.weight != 1 or t.options != Options() or t.label in gates)
 
 
 @dataclass
@@ -109,7 +104,7 @@ class Combination:
     def __init__(self, sums: Mapping[str, Sequence[Term]], later: Mapping[str, Sequence[Term]], *, cost: str | None = None):
         """``sums``: each reward with all of its terms; ``later``: with those that are added here. ``cost``: the name of a
         term that is a part, but does not enter the sum."""
-        self.sums, self.later, self.cost = sums, later, cost
+        self.later, self.told, self.cost = later, told_raw(sums.values()), cost
         self.spreads: dict[str, Spread] = {}
 
     def change(
@@ -117,7 +112,7 @@ class Combination:
     ) -> None:
         """From now on these terms count. The means of terms that stay go on; those of terms that are gone are forgotten.
         ``again``: the change was made before the means were loaded, which are as it and later changes left them."""
-        self.sums, self.later = sums, later
+        self.later, self.told = later, told_raw(sums.values())
         running = {term.label for terms in later.values() for term in terms if term.options.normalise == "running"}
         self.spreads = {name: spread for name, spread in self.spreads.items() if again or name in running}
 
@@ -181,8 +176,8 @@ class Combination:
             counted = [term.weight * clipped(term.options, x) if training else alone(term, x) for x in given]
             parts[name] = math.fsum(counted)
             if name in one.tokens and given:
-                trajectory = earning(trajectory, one.tokens[name], counted)
-            if given and tells_raw(term, self.sums[one.reward]):
+                trajectory = trajectory.earning(one.tokens[name], counted)
+            if given and name in self.told:
                 raws[name] = raw[name]
         gates = {
             f"gate/{t.label}": float(t.label in values) for t in self.later[one.reward] if t.options.gate_name is not None
@@ -190,7 +185,7 @@ class Combination:
         return replace(
             sample,
             trajectories=(*sample.trajectories[:-1], trajectory),
-            reward=sample.reward + math.fsum(parts[name] for name in parts if name not in one.tokens and name != self.cost),
+            reward=sample.reward + math.fsum(value for name, value in parts.items() if name != self.cost),
             rewards={**sample.rewards, **parts},
             raw_rewards={**sample.raw_rewards, **raws},
             metrics={**sample.metrics, **gates},

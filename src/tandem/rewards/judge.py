@@ -9,7 +9,6 @@ import json
 import re
 import secrets
 import string
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from tandem.api.failures import RewardFailure
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
 from tandem.protocol.rewards import plain_text
-from tandem.rewards.asking import ask_patiently, client_and_path, finite_knobs, token_of
+from tandem.rewards.asking import AskedServer, finite_knobs, token_of
 from tandem.rewards.written import EngineJudge
 
 TEMPLATE = """You judge the last reply of a conversation. The conversation stands between two lines that say $mark. \
@@ -116,27 +115,21 @@ class ChatJudge:
     def __init__(self, name: str, url: str, token_env: str | None, *, timeout_s: float, patience_s: float, **settings: Any):
         """``name``: of the reward, for messages. ``timeout_s``: of one request. ``settings``: of each request, such as
         ``model``, ``n`` and ``max_tokens``."""
-        self._client, self._path = client_and_path(str(url), token_of(name, token_env), "/v1/chat/completions")
-        self._settings, self._timeout_s, self._patience_s = settings, timeout_s, patience_s
+        token, path = token_of(name, token_env), "/v1/chat/completions"
+        self._server = AskedServer(str(url), token, path, request_timeout_s=timeout_s, patience_s=patience_s)
+        self._settings = settings
 
     def mark(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """A line that no text can have foreseen."""
         return new_mark()
 
     async def texts(self, prompt: str) -> list[str]:
-        """What it writes, one text a vote. Raises `RewardFailure` as `ask_patiently`."""
-        return await ask_patiently(
-            self._client,
-            self._path,
-            {**self._settings, "messages": [{"role": "user", "content": prompt}]},
-            _texts,
-            request_timeout_s=self._timeout_s,
-            until=time.monotonic() + self._patience_s,
-        )
+        """What it writes, one text a vote. Raises `RewardFailure` as `AskedServer.ask`."""
+        return await self._server.ask({**self._settings, "messages": [{"role": "user", "content": prompt}]}, _texts)
 
     def close(self) -> None:
         """Drops all connections."""
-        self._client.close()
+        self._server.close()
 
 
 def judge_of(

@@ -26,10 +26,6 @@ class Outcome:
     words: dict[str, str] = field(default_factory=dict)
 
 
-class RemoteError(Exception):
-    """An exception in a worker process; its text is the traceback there."""
-
-
 def is_async(function: Callable[..., Any]) -> bool:
     """True for ``async def``, also as ``__call__`` of an object."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004

@@ -1,135 +1,23 @@
 """A few long-lived worker processes that can be killed, and the deadline of each call."""
 
 import asyncio
-import contextlib
-import json
-import os
 import pickle
 import secrets
-import select
-import signal
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tandem.api.failures import RewardFailure
-from tandem.rewards.outcome import Outcome, RemoteError
-from tandem.rewards.processes import computes, kill_tree, usable_cores
-from tandem.rewards.worker import HEADER
+from tandem.rewards.outcome import Outcome
+from tandem.workers.process import LOAD_TIMEOUT_S, RemoteError, Silent, Worker, exit_code
+from tandem.workers.trees import computes, usable_cores
 
-LOAD_TIMEOUT_S = 120.0
-"""Longest time to start a worker and import the reward; it is not part of a call's deadline."""
-MAX_ANSWER_BYTES = 1 << 20
 LOOK_EVERY_S = 0.05
 """While calls queue, so often it is looked at which of those under way compute."""
 
 WORKERS_A_CORE, MOST_WORKERS = 8, 64
 """Bounds of the default number of workers: most of them wait, and each takes memory."""
-BOOT = """
-import json, sys
-path, requests, answers, spec, name = sys.argv[1:]
-sys.path[:] = json.loads(path)
-from tandem.rewards.worker import main
-main(int(requests), int(answers), spec, name)
-"""
-
-
-def _exit_code(code: int) -> str:
-    number = code - 128 if code > 128 else -code
-    name = signal.Signals(number).name if number in set(signal.Signals) else ""
-    return f"{code} ({name})" if name else str(code)
-
-
-class _Silent(Exception):
-    """No answer: ``died`` or ``late``."""
-
-
-class Worker:
-    """One worker process; owned by one thread at a time."""
-
-    def __init__(self, spec: str, name: str):
-        self.name = name
-        request_read, self._requests = os.pipe()
-        self._answers, answer_write = os.pipe()
-        arguments = [json.dumps(sys.path), str(request_read), str(answer_write), spec, name]
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", BOOT, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=2,  # what a reward prints is for people, not for pipes that read the run's output
-            pass_fds=(request_read, answer_write),
-            start_new_session=True,
-            env={"OMP_NUM_THREADS": "1", **os.environ},
-        )
-        os.close(request_read)
-        os.close(answer_write)
-        self._descriptors: tuple[int, ...] = (self._requests, self._answers)
-
-    @property
-    def pid(self) -> int:
-        """Of the process."""
-        return self._process.pid
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process runs."""
-        return self._process.poll() is None
-
-    def _wait(self, poll: select.poll, deadline: float) -> None:
-        if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise _Silent("late")
-
-    def _read(self, size: int, deadline: float) -> bytes:
-        poll, data = select.poll(), b""
-        poll.register(self._answers, select.POLLIN)
-        while len(data) < size:
-            self._wait(poll, deadline)
-            piece = os.read(self._answers, size - len(data))
-            if not piece:
-                raise _Silent("died")
-            data += piece
-        return data
-
-    def receive(self, deadline: float) -> dict[str, Any]:
-        """The next message, by ``deadline`` (monotonic)."""
-        size = HEADER.unpack(self._read(HEADER.size, deadline))[0]
-        if size > MAX_ANSWER_BYTES:
-            raise _Silent("died")
-        try:
-            message = json.loads(self._read(size, deadline))
-        except ValueError:
-            raise _Silent("died") from None
-        return message if isinstance(message, dict) else {}
-
-    def send(self, body: bytes, deadline: float) -> None:
-        """Writes a request; a worker that does not read is late as well."""
-        os.set_blocking(self._requests, False)
-        poll, data = select.poll(), memoryview(HEADER.pack(len(body)) + body)
-        poll.register(self._requests, select.POLLOUT)
-        while data:
-            self._wait(poll, deadline)
-            try:
-                data = data[os.write(self._requests, data) :]
-            except BlockingIOError:
-                continue
-            except OSError:
-                raise _Silent("died") from None
-
-    def kill(self, grace_s: float = 0.0) -> int:
-        """Ends the process with everything that it started; returns its exit code. Any thread, twice is fine."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(grace_s)  # one that died by itself keeps its own exit code
-        if self.alive:
-            kill_tree(self.pid)
-        return self._process.wait()
-
-    def release(self) -> None:
-        """Closes the pipes of a killed worker, once nobody reads from them; twice is fine."""
-        descriptors, self._descriptors = self._descriptors, ()
-        for descriptor in descriptors:
-            os.close(descriptor)
 
 
 def most_workers(samples: int | None = None) -> int:
@@ -201,7 +89,7 @@ class WorkerPool:
         try:
             worker.send(body, deadline)
             message = worker.receive(deadline)
-        except _Silent as silent:
+        except Silent as silent:
             raise self._end(worker, str(silent), self.timeout_s) from None
         if message.get("token") != token:
             self._retire(worker)
@@ -242,7 +130,7 @@ class WorkerPool:
                 if self._closed:
                     raise RewardFailure("reward_raised", f"{self.name}: the reward was closed during the call")
                 is_new = not self._idle
-                worker = Worker(self.spec, self.name) if is_new else self._idle.pop()
+                worker = Worker("tandem.rewards.worker", self.spec, self.name) if is_new else self._idle.pop()
                 self._all.add(worker)
                 self._begin_turn(worker)
             if is_new:
@@ -252,7 +140,7 @@ class WorkerPool:
             self._retire(worker)  # died between two calls: the next call is not to blame
         try:
             message = worker.receive(time.monotonic() + LOAD_TIMEOUT_S)
-        except _Silent as silent:
+        except Silent as silent:
             raise self._end(worker, str(silent), LOAD_TIMEOUT_S, " while it was loaded") from None
         if "failure" in message:
             self._retire(worker)
@@ -274,7 +162,7 @@ class WorkerPool:
             return RewardFailure("reward_raised", f"{self.name}: the reward was closed during the call")
         if why == "late":
             return RewardFailure("reward_timeout", f"{self.name} took longer than {limit_s:g} s{when} and was killed")
-        return RewardFailure("reward_raised", f"{self.name}: the worker died with exit code {_exit_code(code)}{when}")
+        return RewardFailure("reward_raised", f"{self.name}: the worker died with exit code {exit_code(code)}{when}")
 
     def _outcome(self, message: dict[str, Any]) -> Outcome:
         if "failure" in message:

@@ -11,7 +11,7 @@ from tandem.api.failures import RewardFailure
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
 from tandem.protocol.rewards import LAYOUTS, NotJudged, Question, Verdict
-from tandem.rewards.asking import ask_patiently, client_and_path, finite_knobs, token_of
+from tandem.rewards.asking import AskedServer, finite_knobs, token_of
 
 Waiting = tuple[Question, asyncio.Future[Verdict]]
 
@@ -35,9 +35,8 @@ class RewardServer:
     ):
         """``request_timeout_s``: of one request. ``patience_s``: of a question, all tries of its request together."""
         self._layout, self._model = LAYOUTS[layout], model
-        self._client, self._path = client_and_path(url, token, self._layout.path)
+        self._server = AskedServer(url, token, self._layout.path, request_timeout_s=request_timeout_s, patience_s=patience_s)
         self._batch_size = batch_size if self._layout.at_once else 1
-        self._request_timeout_s, self._patience_s = request_timeout_s, patience_s
         # by event loop: training and evaluation may ask from different ones, and one may end with questions that wait
         self._waiting: WeakKeyDictionary[asyncio.AbstractEventLoop, list[Waiting]] = WeakKeyDictionary()
         self._requests: set[asyncio.Task[None]] = set()
@@ -64,7 +63,7 @@ class RewardServer:
         waiting = self._waiting.pop(loop, [])
         if not waiting:
             return
-        task = loop.create_task(self._answer(waiting, time.monotonic() + self._patience_s))
+        task = loop.create_task(self._answer(waiting, self._server.until()))
         self._requests.add(task)
         task.add_done_callback(self._requests.discard)
         for _, future in waiting:
@@ -80,7 +79,8 @@ class RewardServer:
         try:
             verdicts = await self._ask([question for question, _ in waiting], until) if waiting else []
         except Exception as error:  # the reward boundary: whoever waits for the verdict raises it
-            if len(waiting) > 1 and time.monotonic() < until:
+            dead = self._server.is_silent and getattr(error.__cause__, "status", None) is None
+            if len(waiting) > 1 and time.monotonic() < until and not dead:
                 middle = len(waiting) // 2
                 await asyncio.gather(self._answer(waiting[:middle], until), self._answer(waiting[middle:], until))
                 return
@@ -93,19 +93,14 @@ class RewardServer:
                 future.set_result(verdict)
 
     async def _ask(self, questions: Sequence[Question], until: float) -> list[Verdict]:
-        return await ask_patiently(
-            self._client,
-            self._path,
-            self._layout.ask(questions, self._model),
-            lambda answer: self._layout.read(answer, len(questions)),
-            request_timeout_s=self._request_timeout_s,
-            until=until,
-            once=len(questions) > 1,
+        body, several = self._layout.ask(questions, self._model), len(questions) > 1
+        return await self._server.ask(
+            body, lambda answer: self._layout.read(answer, len(questions)), until=until, once=several
         )
 
     def close(self) -> None:
         """Drops all connections."""
-        self._client.close()
+        self._server.close()
 
 
 def _failure(error: Exception) -> RewardFailure:

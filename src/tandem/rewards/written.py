@@ -39,7 +39,7 @@ class EngineJudge:
     def __init__(self, name: str, mark: Mark, *, model: str, n: int, temperature: float, max_tokens: int, patience_s: float):
         """``name``: of the reward. ``n``: texts for each prompt. ``patience_s``: for all that are asked together."""
         self.name, self.mark, self.model, self.patience_s = name, mark, model, patience_s
-        self._n = n
+        self.votes, self.max_tokens = n, max_tokens
         greedy = temperature == 0
         self._gconfig = GenerationConfig(
             max_new_tokens=max_tokens, greedy=greedy, temperature=1.0 if greedy else temperature, n_samples=1
@@ -64,7 +64,7 @@ class EngineJudge:
             [{"role": "user", "content": prompt}], tokenize=False, add_generation_prompt=True
         )
         ids = tuple(self._tokenizer(str(rendered), add_special_tokens=False)["input_ids"])
-        return list(await asyncio.gather(*(self._write(ids, vote) for vote in range(self._n))))
+        return list(await asyncio.gather(*(self._write(ids, vote) for vote in range(self.votes))))
 
     async def _write(self, ids: tuple[int, ...], vote: int) -> str:
         assert self._engine is not None and self._tokenizer is not None
@@ -101,6 +101,11 @@ class Written(Score):
     def compares(self) -> bool:
         """True if it judges the samples of a group together."""
         return isinstance(self.reward, GroupReward)
+
+    @property
+    def requests(self) -> int:
+        """The most requests for one sample."""
+        return self.client.votes * (2 * int(getattr(self.reward, "opponents", 1)) if self.compares else 1)
 
     def score(self, batch: TensorDict, model: TrainEngine) -> NoReturn:
         """Nothing is computed from log-probabilities here."""

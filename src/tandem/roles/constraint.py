@@ -32,14 +32,17 @@ class Constraint:
         """See `tandem.api.state.Stateful`."""
         self.multiplier = float(state["multiplier"])
 
-    @stage(reads=("sample_id", "in_statistics"))
+    @stage(reads=("sample_id", "in_statistics"), may_read=("replayed",))
     def follow(self, batch: TensorDict, *, rests: bool = False) -> dict[str, float]:
-        """Moves λ by the mean cost of the samples that enter statistics; returns both. ``rests``: λ stays as it is, because
-        the actor does."""
+        """Moves λ by the mean cost of the new samples that enter statistics; returns both. Replayed ones, of an earlier
+        policy, have moved it before. ``rests``: λ stays as it is, because the actor does."""
         first = samples_of(batch).first
         costs = self._costs(batch)[first]
-        costs = costs[batch["in_statistics"][first] & ~costs.isnan()].double()
-        if not len(costs):  # no row of the batch has this cost
+        counts = batch["in_statistics"][first] & ~costs.isnan()
+        if "replayed" in batch.keys():
+            counts &= ~batch["replayed"][first]
+        costs = costs[counts].double()
+        if not len(costs):  # no new row of the batch has this cost
             return {"constraint/multiplier": self.multiplier}
         mean, config = float(costs.mean()), self.config
         if not rests:

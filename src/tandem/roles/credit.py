@@ -68,11 +68,6 @@ class Credit:
         if self.of_tokens:
             earned = _token_rewards(batch, samples, rewards, mask) - penalty
             return self._of_tokens(batch, tensors | {"rewards": rewards, "token_rewards": earned}, mask)
-        if "token_rewards" in batch.keys() and bool(batch["token_rewards"].any()):
-            raise BatchError(
-                f"the batch has token_rewards, and algorithm.advantage={self.advantage.name} judges whole samples; "
-                "use algorithm.advantage=reinforce, or give the sample one reward"
-            )
         tensors |= self._baselines(batch, samples)
         penalties = torch.zeros_like(rewards).index_add(0, samples.of_sequence, sum_by_sequence(batch, penalty))
         found = self._sized(self._call(tensors | {"rewards": rewards - penalties}), rewards)
@@ -138,14 +133,17 @@ def _penalty(batch: TensorDict, mask: torch.Tensor, coefficient: float) -> torch
 
 
 def _token_rewards(batch: TensorDict, samples: Samples, rewards: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Rewards of tokens ``[T]``: the sample's on the last trained token of each of its trajectories."""
+    """Rewards of tokens ``[T]``. What the tokens of a sample have not earned by the end of a trajectory stands on its last
+    trained token, so that each trajectory is told everything that comes after it."""
     position = torch.arange(len(mask), device=mask.device)
     last = torch.full_like(samples.of_sequence, -1).scatter_reduce(0, sequence_index(batch)[mask], position[mask], "amax")
-    earned = (
-        batch["token_rewards"].clone() if "token_rewards" in batch.keys() else torch.zeros_like(mask, dtype=torch.float32)
-    )
-    trained = last >= 0  # [N]
-    earned[last[trained]] += rewards[samples.of_sequence][trained]
+    earned, left = torch.zeros_like(mask, dtype=torch.float32), rewards[samples.of_sequence]  # [T], [N]
+    if "token_rewards" in batch.keys():
+        earned = batch["token_rewards"].clone()
+        own = sum_by_sequence(batch, earned).double()  # [N]; the trajectories of a sample follow each other
+        before = own.cumsum(0) - own
+        left = (left - (before - before[samples.first][samples.of_sequence]) - own).float()
+    earned[last[last >= 0]] += left[last >= 0]
     return earned
 
 

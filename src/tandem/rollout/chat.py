@@ -37,6 +37,10 @@ class Tokens:
         """Tokens that it made."""
         if tuple(self.ids) != tuple(response.input_ids):
             raise ValueError("the response answers another request: its input_ids are not the tokens of this chat")
+        self.add_completion(response)
+
+    def add_completion(self, response: LLMResponse, trained: bool = True) -> None:
+        """Those of a response to these tokens. ``trained``: they are to be trained on here."""
         if self.temperature not in (None, response.temperature):
             raise ValueError(
                 f"one trajectory has one temperature: it began with {self.temperature}, this turn has {response.temperature}"
@@ -44,7 +48,7 @@ class Tokens:
         self.temperature, self.stop_reason = response.temperature, response.stop_reason
         self.ids += response.output_ids
         hot = response.untrained_tokens  # drawn at another temperature than the trainer computes with
-        self.mask += [False] * hot + [True] * (len(response.output_ids) - hot)
+        self.mask += [False] * hot + [trained] * (len(response.output_ids) - hot)
         self.logprobs += response.logprobs
         self.versions += response.versions
 

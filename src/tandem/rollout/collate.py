@@ -23,7 +23,7 @@ def collate(
 
     ``version`` is the trainer's at consumption: trained tokens more than ``max_head_offpolicyness`` behind it, in
     ``replayed`` groups more than ``max_age``, are ``expired``. ``sample_id`` counts the samples of the batch. Named rewards
-    that a sample lacks are NaN; ``greedy`` is there where a sample is.
+    that a sample lacks are NaN; ``greedy`` is there where a sample is, ``replayed`` where a group is.
     """
     fresh, groups = len(groups), (*groups, *replayed)
     names = sorted({name for group in groups for sample in group.samples for name in sample.rewards})
@@ -34,6 +34,7 @@ def collate(
         oldest = version - (max_head_offpolicyness if i < fresh else max_age)
         for sample in group.samples:
             shared = _of_sample(sample, group.group_id, sample_id, names) | ({"greedy": sample.greedy} if greedy else {})
+            shared |= {"replayed": i >= fresh} if replayed else {}
             for trajectory in sample.trajectories:
                 row = {**shared, **_of_trajectory(trajectory, oldest)}
                 if token_rewards:
@@ -74,6 +75,4 @@ def _of_trajectory(trajectory: Trajectory, oldest: int) -> dict[str, Any]:
 
 
 def _token_rewards(trajectory: Trajectory) -> torch.Tensor:
-    if trajectory.token_rewards is None:
-        return torch.zeros(len(trajectory.input_ids))
-    return trajectory.token_rewards
+    return torch.zeros(len(trajectory.input_ids)) if trajectory.token_rewards is None else trajectory.token_rewards

@@ -10,6 +10,7 @@ from tandem.api.activity import GENERATING, did
 from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey, RequestTiming, StopReason
 from tandem.api.workflow import GeneratesTokens
+from tandem.rollout.wave import Wave
 
 
 class EpisodeEngine:
@@ -18,7 +19,8 @@ class EpisodeEngine:
     ``noise_key`` names the episode (its ``trajectory`` is counted here: a request that continues the last one's tokens
     belongs to the same trajectory, any other begins a new one, so that no noise is used twice). ``deadline_s`` counts
     from construction. ``on_issue`` is called on the event loop once the first request of each sample has been issued.
-    ``needs_logprobs``: see `LLMRequest`; a request that says False itself keeps that.
+    ``needs_logprobs``: see `LLMRequest`; a request that says False itself keeps that. ``wave``: of a deterministic run;
+    ``as_one``: samples are not told to `end`, so whichever issues a request speaks for all.
     """
 
     def __init__(
@@ -30,6 +32,8 @@ class EpisodeEngine:
         affinity: str | None = None,
         on_issue: Callable[[], None] | None = None,
         needs_logprobs: bool = True,
+        wave: Wave | None = None,
+        as_one: bool = False,
     ):
         self._engine, self.noise_key, self._needs_logprobs = engine, noise_key, needs_logprobs
         self._expires = None if deadline_s is None else time.monotonic() + deadline_s
@@ -38,7 +42,9 @@ class EpisodeEngine:
         self._samples: list[EpisodeEngine] = []
         self._last: tuple[int, ...] | None = None
         self._trajectory = -1
-        self.issued = False
+        self._wave, self._as_one = wave, as_one
+        self._waiting = self._generating = 0
+        self.issued = self._ended = False
 
     def for_sample(self, sample: int) -> "EpisodeEngine":
         """The engine of one sample of the group: other noise, same affinity and deadline."""
@@ -48,6 +54,7 @@ class EpisodeEngine:
             affinity=self._affinity,
             on_issue=self._on_issue,
             needs_logprobs=self._needs_logprobs,
+            wave=self._wave,
         )
         one._expires = self._expires
         self._samples.append(one)
@@ -58,9 +65,20 @@ class EpisodeEngine:
         """Whether each sample has issued its first request, or ended without one."""
         return all(one.settled for one in self._samples) if self._samples else self.issued
 
+    @property
+    def at_turn(self) -> bool:
+        """True if each sample waits for its next turn, or has ended; see `Wave`."""
+        parts = [self, *self._samples] if self._as_one else self._samples or [self]
+        if self._as_one:
+            return any(one._waiting for one in parts) and not any(one._generating for one in parts)
+        return all(one._ended or (one._waiting and not one._generating) for one in parts)
+
     def end(self) -> None:
         """This sample will issue nothing any more."""
         self._settle()
+        self._ended = True
+        if self._wave is not None:
+            self._wave.look()
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
         """See `InferenceEngine.agenerate`.
@@ -68,17 +86,30 @@ class EpisodeEngine:
         Raises:
             DataFailure: ``deadline``, when the episode's time is spent.
         """
+        if self._wave is not None and self.issued:
+            await self._turn(self._wave)
         request, ours = self._complete(request)
         self._settle()
         began = time.monotonic()
-        response = await self._engine.agenerate(request)
+        self._generating += 1
+        try:
+            response = await self._engine.agenerate(request)
+        finally:
+            self._generating -= 1
         did(*GENERATING)
         if response.timing is None:  # a server that does not say when it began
             response = replace(response, timing=RequestTiming(math.nan, math.nan, time.monotonic() - began))
-        if ours and response.stop_reason == StopReason.CANCELLED and self._remaining_s() <= 0:
+        if ours and response.stop_reason == StopReason.CANCELLED and self.remaining_s <= 0:
             raise DataFailure("deadline", "the episode's time (rollout.episode_timeout_s) was spent while it was generating")
         self._last = (*request.input_ids, *response.output_ids)
         return response
+
+    async def _turn(self, wave: Wave) -> None:
+        self._waiting += 1
+        try:
+            await wave.turn()
+        finally:
+            self._waiting -= 1
 
     def _complete(self, request: LLMRequest) -> tuple[LLMRequest, bool]:
         """The request with all fields filled in; whether its deadline is the episode's."""
@@ -94,10 +125,12 @@ class EpisodeEngine:
             changes["needs_logprobs"] = False
         ours = request.deadline_s is None and self._expires is not None
         if ours:
-            changes["deadline_s"] = max(0.0, self._remaining_s())
+            changes["deadline_s"] = max(0.0, self.remaining_s)
         return replace(request, **changes), ours  # type: ignore[arg-type]
 
-    def _remaining_s(self) -> float:
+    @property
+    def remaining_s(self) -> float:
+        """Seconds that the episode has left."""
         return float("inf") if self._expires is None else self._expires - time.monotonic()
 
     def _settle(self) -> None:

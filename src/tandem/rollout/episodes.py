@@ -19,6 +19,7 @@ from tandem.rollout.episode_engine import EpisodeEngine
 from tandem.rollout.event_loop import BackgroundLoop
 from tandem.rollout.ledger import Prompt
 from tandem.rollout.returned import check_sample
+from tandem.rollout.wave import Wave
 
 
 @dataclass(eq=False)
@@ -47,6 +48,14 @@ class Episode:
     aborted: bool = False
     over: bool = False
     """Whether this rank has made its group, or cannot."""
+
+    wave: Wave | None = None
+    """The episodes that began with it, in a deterministic run."""
+
+    @property
+    def at_turn(self) -> bool:
+        """See `Wave`."""
+        return self.over or self.aborted or self.place > 0 or (self.engine is not None and self.engine.at_turn)
 
     @property
     def settled(self) -> bool:
@@ -95,6 +104,9 @@ class EpisodeRunner:
             self._loop.call(spawn, episodes)
             return
         assert self._engine is not None, "a rank that runs episodes has an engine"
+        wave = Wave(self._engine, episodes)
+        for episode in episodes:
+            episode.wave = wave
         self._engine.pause()
         try:
             self._loop.call(spawn, episodes)
@@ -123,8 +135,9 @@ class EpisodeRunner:
             raise DataFailure("cancelled", "the workflow was cancelled, not by the executor") from error
         finally:
             episode.over = True
-            if self._deterministic:
+            if episode.wave is not None:
                 self._notify()
+                episode.wave.look()
 
     def _notify(self) -> None:
         with self._issued:
@@ -150,7 +163,14 @@ async def run_episode(
     expires = loop.time() + timeout_s
     for attempt in range(max_retries + 1):
         key = NoiseKey(seed, episode.prompt.epoch, episode.prompt.index, attempt=attempt)
-        episode.engine = EpisodeEngine(engine, key, deadline_s=expires - loop.time(), on_issue=on_issue)
+        episode.engine = EpisodeEngine(
+            engine,
+            key,
+            deadline_s=expires - loop.time(),
+            on_issue=on_issue,
+            wave=episode.wave,
+            as_one=episode.workflow.makes_group,
+        )
         limit = asyncio.timeout_at(expires)
         try:
             async with limit:

@@ -41,9 +41,13 @@ class BackgroundLoop:
         """Calls a function on the loop, soon."""
         self._get().call_soon_threadsafe(function, *arguments)
 
+    def start(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Runs a coroutine on the loop; cancel the future to cancel it."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._get())
+
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on the loop and waits for what it returns. Not from the loop itself."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._get())
+        future = self.start(coroutine)
         try:
             return future.result()
         except BaseException:

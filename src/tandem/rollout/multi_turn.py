@@ -16,7 +16,8 @@ from tandem.rollout.workflows import ChatWorkflow
 class MultiTurnWorkflow(ChatWorkflow):
     """Ask again, the wrong answer in context, until it is right or the turns are spent.
 
-    The reward of the last turn is multiplied by ``turn_discount`` for each turn before it. An answer is right when its
+    The reward of the last turn is multiplied by ``turn_discount`` for each turn before it; a cost is not, which several
+    turns must not make smaller. An answer is right when its
     accuracy is 1, or, where the reward states none, when the reward is above 0.
     """
 
@@ -48,8 +49,5 @@ class MultiTurnWorkflow(ChatWorkflow):
                 break
             chat.say(self.retry_message)
         discount = self.turn_discount**turn
-        return chat.sample(
-            result.value * discount,
-            metrics={"turns": turn + 1.0},
-            **result.details() | {"rewards": {name: value * discount for name, value in result.rewards.items()}},
-        )
+        parts = {name: value if name == self.reward.cost else value * discount for name, value in result.rewards.items()}
+        return chat.sample(result.value * discount, metrics={"turns": turn + 1.0}, **result.details() | {"rewards": parts})

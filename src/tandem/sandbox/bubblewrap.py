@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tandem.config.extras import install_extra
 from tandem.sandbox.guest.syscall_filter import is_known
-from tandem.sandbox.jail import ENVIRONMENT, HERE, Jail, Start, readable_paths
+from tandem.sandbox.jail import ENVIRONMENT, HERE, Jail, Start
 
 _INSIDE = "/tandem"
 ORDINARY_USER = 1_900_000_000
@@ -63,13 +63,13 @@ class Bubblewrap(Jail):
         arguments += ["--cap-drop", "ALL", *user, "--hostname", "sandbox", "--clearenv"]
         for name, value in ENVIRONMENT.items():
             arguments += ["--setenv", name, value]
-        for path in readable_paths():
-            if os.path.islink(path):
-                arguments += ["--symlink", os.readlink(path), path]
-            elif os.path.exists(path):
-                for above in [*Path(path).parents][-2::-1]:
-                    arguments += ["--perms", "0755", "--dir", str(above)]  # else they would be the owner's alone
-                arguments += ["--ro-bind", path, path]
+        for path in self.paths():
+            if not os.path.lexists(path):
+                continue
+            for above in [*Path(path).parents][-2::-1]:
+                arguments += ["--perms", "0755", "--dir", str(above)]  # else they would be the owner's alone
+            is_link = os.path.islink(path)
+            arguments += ["--symlink", os.readlink(path), path] if is_link else ["--ro-bind", path, path]
         arguments += [
             "--ro-bind",
             str(HERE / "guest"),

@@ -4,8 +4,9 @@ import asyncio
 import logging
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from tandem.api.sandbox import Limits, Outcome, Program, Sandbox
 from tandem.config.errors import ConfigError
@@ -19,6 +20,8 @@ log = logging.getLogger(__name__)
 BACK_ENDS: dict[str, Callable[[], Jail]] = {"bubblewrap": Bubblewrap, "landlock": Landlock, "none": Unconfined}
 """In order of preference; ``none`` is taken only if it is asked for by name."""
 CHOICES = ("auto", *BACK_ENDS)
+COVERED = (("/",), ("/", "tmp"), ("/", "proc"), ("/", "dev"))
+"""Places that bubblewrap covers with others."""
 
 TRIAL = """
 import os, socket, subprocess, sys
@@ -39,19 +42,29 @@ print(subprocess.run(["/bin/sh", "-c", "echo walls"], capture_output=True, text=
 """
 
 
-def choose_sandbox(name: str = "auto", *, size: int | None = None) -> Sandbox:
-    """The sandbox of this name; ``auto``: the first back end that works here, and never none at all.
+def choose_sandbox(name: str = "auto", *, size: int | None = None, readable: Sequence[str] = ()) -> Sandbox:
+    """The sandbox of this name; ``auto``: the first back end that works here, and never none at all. ``readable``: folders
+    of this machine that programs may read beside the system's and Python's.
 
     Raises:
-        ConfigError: the name is not known, or no back end works; says why each does not, and what to do.
+        ConfigError: the name is not known, a folder is not there, or no back end works; says why each does not, and what to
+            do.
     """
     if name not in CHOICES:
         raise ConfigError(f"sandbox must be one of {', '.join(CHOICES)}, got {name!r}")
+    for folder in readable:
+        if not os.path.isabs(folder) or not os.path.isdir(folder):
+            raise ConfigError(f"sandbox: readable must be folders of this machine, each with its whole path, got {folder!r}")
+        if Path(os.path.normpath(folder)).parts[:2] in COVERED:
+            raise ConfigError(
+                f"sandbox: readable has {folder!r}, but programs have a /tmp, /proc and /dev of their own; move it"
+            )
     if name == "none":
         return SandboxPool(Unconfined(), size)
     problems: list[str] = []
     for each in ("bubblewrap", "landlock") if name == "auto" else (name,):
         jail = BACK_ENDS[each]()
+        jail.readable = tuple(os.path.normpath(folder) for folder in readable)
         problem = jail.missing() or try_out(jail)
         if not problem:
             for passed_over in problems:
@@ -65,19 +78,19 @@ def choose_sandbox(name: str = "auto", *, size: int | None = None) -> Sandbox:
     )
 
 
-def with_what_works(size: int | None = None) -> Sandbox:
-    """The first back end that works here. ``size``: its workers; null: one a core."""
-    return choose_sandbox(size=size)
+def with_what_works(size: int | None = None, readable: Sequence[str] = ()) -> Sandbox:
+    """The first back end that works here. ``size``: its workers; null: one a core. ``readable``: see `choose_sandbox`."""
+    return choose_sandbox(size=size, readable=readable)
 
 
-def with_bubblewrap(size: int | None = None) -> Sandbox:
-    """A sandbox of namespaces, or an error that says what they need. ``size``: its workers; null: one a core."""
-    return choose_sandbox("bubblewrap", size=size)
+def with_bubblewrap(size: int | None = None, readable: Sequence[str] = ()) -> Sandbox:
+    """A sandbox of namespaces, or an error that says what they need. The knobs are those of `with_what_works`."""
+    return choose_sandbox("bubblewrap", size=size, readable=readable)
 
 
-def with_landlock(size: int | None = None) -> Sandbox:
-    """A sandbox of Landlock, or an error that says what it needs. ``size``: its workers; null: one a core."""
-    return choose_sandbox("landlock", size=size)
+def with_landlock(size: int | None = None, readable: Sequence[str] = ()) -> Sandbox:
+    """A sandbox of Landlock, or an error that says what it needs. The knobs are those of `with_what_works`."""
+    return choose_sandbox("landlock", size=size, readable=readable)
 
 
 def without_walls(size: int | None = None) -> Sandbox:

@@ -35,9 +35,10 @@ ENVIRONMENT = {
 """All that a program finds in its environment, beside HOME, PWD and TMPDIR."""
 
 
-def readable_paths() -> list[str]:
-    """What programs may read of this machine: the system's programs and libraries, and Python."""
+def system_paths() -> list[str]:
+    """What every program may read of this machine: the system's programs and libraries, and Python."""
     system = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache", "/etc/alternatives"]
+    system += ["/etc/ssl/openssl.cnf", "/etc/ssl/certs", "/etc/ssl/cert.pem"]  # clients of HTTP do not start without them
     python = {os.path.realpath(prefix) for prefix in (sys.base_prefix, sys.base_exec_prefix)}
     return system + [path for path in sorted(python) if not path.startswith("/usr/") and path != "/usr"]
 
@@ -57,6 +58,14 @@ class Jail(ABC):
     remedy: str
     """What to install or to change where it does not work."""
 
+    readable: tuple[str, ...] = ()
+    """Further folders of this machine that programs may read."""
+
+    def paths(self) -> list[str]:
+        """All that programs may read of this machine."""
+        further = [path for folder in self.readable for path in dict.fromkeys((folder, os.path.realpath(folder)))]
+        return [*system_paths(), *further]
+
     @abstractmethod
     def missing(self) -> str:
         """Why it cannot work here, as far as that can be seen without running it; empty if nothing is missing."""
@@ -68,5 +77,5 @@ class Jail(ABC):
     def python(self, code: Path | str, control: int, **settings: Any) -> list[str]:
         """The command of the fork server, whose code lies in the folder ``code``."""
         settings |= {"walls": self.name, "code": str(code), "control": control, "parent": os.getpid()}
-        text = json.dumps({"readable": readable_paths(), **settings})
+        text = json.dumps({"readable": self.paths(), **settings})
         return [str(interpreter()), "-S", "-s", "-P", "-B", "-X", "utf8", "-c", BOOT, text]

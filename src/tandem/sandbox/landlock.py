@@ -7,7 +7,7 @@ from pathlib import Path
 from tandem.sandbox.bubblewrap import ORDINARY_USER
 from tandem.sandbox.guest import landlock
 from tandem.sandbox.guest.syscall_filter import is_known
-from tandem.sandbox.jail import HERE, Jail, Start, readable_paths
+from tandem.sandbox.jail import HERE, Jail, Start
 
 PREFIX = "tandem-sandbox-"
 _CHANGE_OF_USER = 1 << 0 | 1 << 1 | 1 << 6 | 1 << 7
@@ -52,7 +52,7 @@ class Landlock(Jail):
 
     def start(self, control: int) -> Start:
         """A worker that is no root, if the Python it needs can be read by somebody else."""
-        may_change = may_become_another() and all(is_open_to_all(path) for path in readable_paths() if os.path.isdir(path))
+        may_change = may_become_another() and all(is_open_to_all(path) for path in self.paths() if os.path.isdir(path))
         user = ORDINARY_USER + control % 1_000 + 1_000 * (os.getpid() % 10_000) if may_change else -1
         base = make_base(user)
         return Start(self.python(HERE, control, base=base, user=user), base)

@@ -15,6 +15,7 @@ from typing import Any
 
 from tandem.api.failures import SandboxLost, WaitTimeout
 from tandem.api.sandbox import Limits, Outcome, Program, SandboxProcess, Status
+from tandem.sandbox.connections import Connections
 from tandem.sandbox.guest.folders import remove
 from tandem.sandbox.jail import ENVIRONMENT, Jail
 
@@ -69,6 +70,7 @@ def packed(program: Program | None, files: Mapping[str, bytes], path: str) -> by
         "source": None if source is None else len(source),
         "files": [(name, len(data)) for name, data in files.items()],
         "path": path,
+        "environment": dict(program.environment) if program else {},
     }
     text = json.dumps(head).encode()
     return b"".join([_HEADER.pack(len(text)), text, *files.values(), source or b""])
@@ -83,6 +85,7 @@ class Worker:
     def __init__(self, jail: Jail):
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._has_started = False
+        self._has_walls = jail.name != "none"
         self._words = os.memfd_create("stderr", os.MFD_CLOEXEC)
         self._start = jail.start(theirs.fileno())
         self._process = subprocess.Popen(
@@ -121,10 +124,15 @@ class Worker:
             SandboxLost: the worker is gone, or cannot make one.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        session = Session(self, ours)
+        connections = Connections(limits.address) if limits.address is not None and self._has_walls else None
+        session = Session(self, ours, connections)
         try:
             with theirs:
-                await self._ask(json.dumps({"file_mib": limits.file_mib}).encode(), theirs.fileno())
+                message = {"file_mib": limits.file_mib, "address": limits.address}
+                descriptors = [theirs.fileno()] if connections is None else [theirs.fileno(), connections.theirs.fileno()]
+                await self._ask(json.dumps(message).encode(), descriptors)
+                if connections is not None:
+                    connections.theirs.close()
             if not self._has_started:
                 await session.await_ready()
                 self._has_started = True
@@ -136,11 +144,11 @@ class Worker:
             raise
         return session
 
-    async def _ask(self, message: bytes, descriptor: int) -> None:
+    async def _ask(self, message: bytes, descriptors: list[int]) -> None:
         deadline = time.monotonic() + START_S
         while True:
             try:
-                socket.send_fds(self._control, [message], [descriptor])
+                socket.send_fds(self._control, [message], descriptors)
                 return
             except BlockingIOError:  # several may wait for this socket, and an event loop tells only one of them
                 if time.monotonic() > deadline:
@@ -165,8 +173,9 @@ class Worker:
 class Session:
     """One tenant's place in a worker; one program at a time."""
 
-    def __init__(self, worker: Worker, channel: socket.socket):
-        self.worker = worker
+    def __init__(self, worker: Worker, channel: socket.socket, connections: Connections | None = None):
+        """``connections``: for programs that may reach an address."""
+        self.worker, self._connections = worker, connections
         self._channel = channel
         self._channel.setblocking(False)
 
@@ -240,6 +249,8 @@ class Session:
     def close(self) -> None:
         """Ends it with everything in it. Twice is fine."""
         self._channel.close()
+        if self._connections is not None:
+            self._connections.close()
 
 
 class Running:

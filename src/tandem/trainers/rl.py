@@ -73,7 +73,9 @@ def run_session(
         session = stack.enter_context(open_session(config, process, rows, steps, begun.id, plan, parts))
         models = session.models
         wake = session.runner.prepare
-        record = weight_record(process.team, config, run, models.named_weights, partial(wake, "record"))
+        record = weight_record(
+            process.team, run, models.named_weights, partial(wake, "record"), deterministic=config.deterministic
+        )
         recovery = recovery_of_session(session, run, tracker, stack, process, record)
         late, to_save = models.late_writer, partial(wake, "save")
         saving = Saving(config, run, steps, models, models.save_tokenizer, recovery, late, to_save)

@@ -28,7 +28,7 @@ from tandem.flow.parts import Rows, open_rows
 from tandem.flow.plan import RunPlan
 from tandem.flow.process import choose_device, devices_here
 from tandem.flow.residents import open_reader
-from tandem.flow.services import EpisodeParts, check_names, check_rows, make_parts
+from tandem.flow.services import EpisodeParts, asks_for_reward, check_names, check_rows, make_parts
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import describing, resolve
 from tandem.models.foreign import read_hf_config
@@ -86,8 +86,9 @@ def check_start(config: TrainConfig, rows: Rows, plan: RunPlan) -> EpisodeParts:
     check_scores(config, plan, tokenizer)
     parts = make_parts(config, plan, tokenizer)
     try:
-        check_rows(parts.reward, rows.train.rows)
-        check_rows(parts.reward, rows.valid)
+        if asks_for_reward(config):
+            check_rows(parts.reward, rows.train.rows)
+            check_rows(parts.reward, rows.valid)
         warn_of_idle_recipes(config, [*rows.train.rows, *rows.valid])
         check_cost(config, plan, rows.train.rows)
     except BaseException:

@@ -242,7 +242,7 @@ def train_on_rows(
         engine, progress = session.engine, Progress()
         parts, record = (
             parts_of_rows(engine, session.batches, progress, tracker, begun.process),
-            weight_record(begun.process.team, config, run, engine.weights),
+            weight_record(begun.process.team, run, engine.weights, deterministic=config.deterministic),
         )
         stages = recipe.stages(session, config)
         recovery = Recovery(run, parts, progress, begun.process.team, record=record)

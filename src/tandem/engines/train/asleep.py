@@ -11,6 +11,7 @@ import secrets
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -34,6 +35,9 @@ WORDS = 1 << 16
 _KEYS = torch.tensor([secrets.randbits(63) | 1 for _ in range(WORDS)], dtype=torch.int64)
 """Of this process: no file can be made to have a certain sum."""
 
+READERS = 2
+"""Threads that read what wakes: half of the time the kernel clears pages, which it does on each core."""
+
 _STEP = 0x9E3779B97F4A7C15
 
 
@@ -42,6 +46,9 @@ class KeyedSum:
 
     def __init__(self) -> None:
         self.value = 0
+        self._folded = torch.empty(
+            0, dtype=torch.int64
+        )  # one place for all pieces: where models sleep, each new one is mapped
 
     def add(self, piece: torch.Tensor) -> None:
         """``piece``: any contiguous tensor."""
@@ -50,7 +57,9 @@ class KeyedSum:
             data = torch.nn.functional.pad(data, (0, -data.numel() % 8))
         words = data.view(torch.int64)
         # the upper half is folded into the lower one: a flipped sign bit times an odd key is the same for all keys
-        folded = (words >> 32).bitwise_and_(0xFFFFFFFF).bitwise_xor_(words)
+        if len(self._folded) != len(words):
+            self._folded = torch.empty(len(words), dtype=torch.int64)
+        folded = torch.bitwise_right_shift(words, 32, out=self._folded).bitwise_and_(0xFFFFFFFF).bitwise_xor_(words)
         self.value = (self.value * _STEP + int(torch.dot(folded, _KEYS[: len(folded)]))) % 2**64
 
 
@@ -194,9 +203,9 @@ class EngineMemory:
                 self._move(part, self._device)
             else:
                 sleepers = self._asleep[part]
-                with mapped_blocks():
-                    for sleeper in sleepers:
-                        self._take_back(*sleeper)
+                with mapped_blocks(), ThreadPoolExecutor(READERS, "waking") as reader:  # while one is summed
+                    for sleeper, read in [(one, reader.submit(self._read, *one)) for one in sleepers]:
+                        self._check(*sleeper, read)
                     if sleepers and part == "parameters":
                         for tensor in self._holder.copies():
                             tensor.untyped_storage().resize_(tensor.nbytes)
@@ -287,24 +296,26 @@ class EngineMemory:
         while left:
             left = left[self._file.write(left) :]
 
-    def _take_back(self, region: _Region, copy: _Copy) -> None:
+    def _read(self, region: _Region, copy: _Copy) -> None:
+        """Takes memory, and brings the numbers back into it."""
         did()
         region.storage.resize_(region.start * region.dtype.itemsize + copy.num_bytes)
-        self._moved += copy.num_bytes
-        flat, where = region.flat, "the file that it was written to"
+        flat = region.flat
+        if isinstance(copy.place, Stored):
+            copy.place.read_into(flat, _bytes(flat))
+        else:
+            assert self._file is not None and copy.place is not None, "it was written when it went to sleep"
+            read_whole(self._file, _bytes(flat), copy.place)
+
+    def _check(self, region: _Region, copy: _Copy, read: Future[None]) -> None:
+        """Passes if what is read is what slept."""
+        where = str(copy.place.file) if isinstance(copy.place, Stored) else "the file that it was written to"
         try:
-            if isinstance(copy.place, Stored):
-                where, start = str(copy.place.file), 0
-                for piece in copy.place.pieces(region.dtype):
-                    flat[start : start + len(piece)] = piece
-                    start += len(piece)
-            else:
-                assert self._file is not None and copy.place is not None, "it was written when it went to sleep"
-                self._file.seek(copy.place)
-                read_whole(self._file, _bytes(flat))
+            read.result()
         except OSError as error:
             raise WeightsChanged(f"{copy.name!r} slept, and cannot be read from {where} again: {error}") from error
-        if keyed_sum(flat) != copy.sum:
+        self._moved += copy.num_bytes
+        if keyed_sum(region.flat) != copy.sum:
             raise WeightsChanged(
                 f"{copy.name!r} slept, and {where} has other numbers for it now: files that a run reads must not change "
                 "while it runs; start it anew"

@@ -1,6 +1,7 @@
 """The reward ``code``: what a model wrote is run in a sandbox and tested there."""
 
 import asyncio
+import math
 import re
 import weakref
 from collections import Counter
@@ -16,18 +17,22 @@ from tandem.rewards.code.extraction import find_code
 from tandem.rewards.code.functions import complete, judge_functions
 from tandem.rewards.code.programs import judge_program
 from tandem.rewards.code.verdict import REASONS, CannotTell, Verdict
-from tandem.rewards.processes import usable_cores
+from tandem.workers.trees import usable_cores
 
 ATTEMPTS = 3
 """How often a judgement is begun whose sandbox is lost."""
+
+LOST_S = 60.0
+"""So long a sandbox that starts slowly, or says nothing any more, may take to be noticed, besides the judging itself."""
 
 
 class CodeReward(RewardFn):
     """1 if the program passes all of the row's tests, else 0; with ``credit=share`` the share of the cases that it passes.
 
     ``seconds``: time for one case of a program, and for all calls of a function together (default: two thirds of
-    ``timeout_s``, which is the time for everything). ``tolerance``: of decimal numbers in a program's output. ``at_once``:
-    answers that are judged at the same time (default: a core each).
+    ``timeout_s``, which is the time for everything). ``patience_s``: time for an answer with all tries in other sandboxes
+    where one is lost (default: three times ``timeout_s``, and a minute). ``tolerance``: of decimal numbers in a program's
+    output. ``at_once``: answers that are judged at the same time (default: a core each).
     """
 
     def __init__(
@@ -40,17 +45,23 @@ class CodeReward(RewardFn):
         tolerance: float = 1e-6,
         memory_mib: int = 512,
         at_once: int | None = None,
+        patience_s: float | None = None,
     ):
         seconds = timeout_s * 2 / 3 if seconds is None else seconds
         if not 0 < seconds <= timeout_s:
             raise ConfigError(
                 f"reward 'code': seconds must lie above 0 and be at most reward_timeout_s ({timeout_s:g}), got {seconds!r}"
             )
+        patience_s = ATTEMPTS * timeout_s + LOST_S if patience_s is None else patience_s
+        if not timeout_s <= patience_s < math.inf:
+            raise ConfigError(
+                f"reward 'code': patience_s must be a number from reward_timeout_s ({timeout_s:g}) on, got {patience_s!r}"
+            )
         if not 0 <= tolerance < 1:
             raise ConfigError(f"reward 'code': tolerance must lie in 0…1, got {tolerance!r}")
         if at_once is not None and at_once < 1:
             raise ConfigError(f"reward 'code': at_once must be at least 1, got {at_once}")
-        self.sandbox, self.timeout_s, self.tolerance = sandbox, timeout_s, tolerance
+        self.sandbox, self.timeout_s, self.tolerance, self.patience_s = sandbox, timeout_s, tolerance, patience_s
         self.all_or_none = credit == "all"
         self.limits = Limits(wall_s=seconds, cpu_s=seconds, memory_mib=memory_mib, output_bytes=1 << 24)
         self.at_once = at_once or usable_cores()
@@ -99,17 +110,28 @@ class CodeReward(RewardFn):
             return Verdict.of([], len(tests.cases), "no_code")
         loop = asyncio.get_running_loop()
         places = self._places.setdefault(loop, asyncio.Semaphore(self.at_once))
-        lost = ""
-        for _ in range(ATTEMPTS):
+        async with places:
+            losses: list[str] = []
             try:
-                async with places:
-                    return await self._judge(code, tests)
-            except SandboxLost as error:
-                lost = str(error)
-                self._counts["retried"] += 1
+                async with asyncio.timeout(self.patience_s) as patience:
+                    return await self._judge_again(code, tests, losses)
+            except TimeoutError as error:
+                if not patience.expired():
+                    raise
+                lost = f"; sandboxes lost before: {', '.join(losses)}" if losses else ""
+                raise RewardFailure("sandbox_lost", f"no verdict within patience_s={self.patience_s:g}{lost}") from error
             except CannotTell as error:
                 raise RewardFailure(error.reason, error.detail) from error
-        raise RewardFailure("sandbox_lost", f"{ATTEMPTS} sandboxes in a row were lost: {lost}")
+
+    async def _judge_again(self, code: str, tests: ProgramTests, losses: list[str]) -> Verdict:
+        """Judges, in another sandbox if one is lost; ``losses`` gets the reasons."""
+        for _ in range(ATTEMPTS):
+            try:
+                return await self._judge(code, tests)
+            except SandboxLost as error:
+                losses.append(error.message)
+                self._counts["retried"] += 1
+        raise RewardFailure("sandbox_lost", f"{ATTEMPTS} sandboxes in a row were lost: {losses[-1]}")
 
     async def _judge(self, code: str, tests: ProgramTests) -> Verdict:
         programs = [case for case in tests.cases if isinstance(case, StdinCase)]

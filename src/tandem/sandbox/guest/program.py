@@ -15,6 +15,7 @@ import os
 import resource
 import shutil
 import signal
+import socket
 import stat
 import struct
 import sys
@@ -36,7 +37,8 @@ class Refused(Exception):
 
 
 def become(message: dict[str, Any], descriptors: list[int], reason: int, confine: Any, root: str) -> NoReturn:
-    """Turns this forked process into the program. ``reason`` takes the cause if it cannot; ``confine`` raises the walls."""
+    """Turns this forked process into the program. ``reason``: a socket that takes the cause if it cannot, and
+    the listener of held calls if ``confine``, which raises the walls, returns one."""
     try:
         os.setsid()
         signal.set_wakeup_fd(-1)
@@ -53,7 +55,11 @@ def become(message: dict[str, Any], descriptors: list[int], reason: int, confine
         work = os.path.join(root, "work")
         os.environ.update(HOME=work, PWD=work, TMPDIR=root)
         _bound(message["limits"])
-        confine()
+        listener = confine()
+        if listener is not None:
+            with socket.socket(fileno=os.dup(_REASON)) as channel:
+                socket.send_fds(channel, [b"\0"], [listener])
+            os.close(listener)
         kernel.prctl(kernel.PR_SET_DUMPABLE, 1)  # its own /proc/self is for it to read
         os.chdir(work)
         _begin(message["op"], message["limits"]["file_mib"] * _MIB)
@@ -84,6 +90,7 @@ def _begin(operation: str, most_bytes: int) -> None:
         for path, size in header["files"]:
             _write(path, content.read(size))
         source = content.read(header["source"]) if header["source"] is not None else None
+    os.environ.update(header["environment"])
     if operation == "exec":
         if source is not None:
             os.close(_REASON)

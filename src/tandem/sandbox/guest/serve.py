@@ -5,6 +5,7 @@ sessions; empty where there are namespaces) and ``user`` (whom to become; -1: st
 """
 
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
@@ -35,7 +36,8 @@ class Server:
         self._control = socket.socket(fileno=settings["control"])
         kind = settings["walls"]
         compiled = b"" if kind == "none" else syscall_filter.compile_filter(by_landlock=kind == "landlock")
-        self._walls = Walls(kind, tuple(settings["readable"]), compiled)
+        reaching = b"" if kind == "none" else syscall_filter.compile_filter(by_landlock=kind == "landlock", reaches=True)
+        self._walls = Walls(kind, tuple(settings["readable"]), compiled, reaching)
         self._base, self._parent = settings["base"], settings["parent"]
         self._user, self._group = os.getuid(), os.getgid()
         self._folders: dict[int, str] = {}
@@ -58,10 +60,10 @@ class Server:
                     os.read(woken, 4096)
                 self._reap()
             if self._control.fileno() in events:
-                data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE, 1)
+                data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE, 2)
                 if not data:
                     break
-                self._fork(json.loads(data), descriptors[0])
+                self._fork(json.loads(data), descriptors)
         self.end()
 
     def end(self) -> NoReturn:
@@ -78,7 +80,8 @@ class Server:
                     processes.kill_below(spare=self._folders)  # what a session that was killed has left
                     remove(folder)
 
-    def _fork(self, message: dict[str, Any], channel: int) -> None:
+    def _fork(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        """Makes a session. ``descriptors``: its channel, and the socket of its door if its programs may reach an address."""
         self._sessions += 1
         parent = os.getpid()
         root = "/tmp" if self._walls.has_namespaces else os.path.join(self._base, str(self._sessions))
@@ -87,24 +90,32 @@ class Server:
         try:
             child = kernel.clone(_NAMESPACES if self._walls.has_namespaces else 0)
         except OSError as error:
-            with contextlib.suppress(OSError), socket.socket(fileno=channel) as answers:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptors[0])) as answers:
                 answers.send(json.dumps({"error": str(error)}).encode())
-            return
+            child = -1
         if child == 0:
-            self._become_session(message, channel, root, parent)
-        os.close(channel)
+            self._become_session(message, descriptors, root, parent)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        if child < 0:
+            return
         if not self._walls.has_namespaces:
             self._folders[child] = root
 
-    def _become_session(self, message: dict[str, Any], channel: int, root: str, parent: int) -> NoReturn:
+    def _become_session(self, message: dict[str, Any], descriptors: list[int], root: str, parent: int) -> NoReturn:
+        channel = descriptors[0]
         try:
             reset_signals()
-            channel = os.dup2(channel, 3)
             self._control.detach()
-            kernel.close_from(4)
+            above = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, 10) for descriptor in descriptors]
+            channel, *outside = (os.dup2(descriptor, 3 + i, inheritable=False) for i, descriptor in enumerate(above))
+            kernel.close_from(3 + len(descriptors))
             if self._walls.has_namespaces:
                 enter_namespaces(message["file_mib"], self._user, self._group)
-            Session(channel, self._walls, root, wake_on_children(), parent).serve()
+            session = Session(channel, self._walls, root, wake_on_children(), parent)
+            if outside:
+                session.open_door(outside[0], tuple(message["address"]))
+            session.serve()
         except BaseException as error:  # boundary: this process may never go on as the server that it was forked from
             with contextlib.suppress(OSError):
                 os.write(channel, json.dumps({"error": str(error)}).encode())

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from tandem.sandbox.guest import kernel, landlock, processes, syscall_filter
+from tandem.sandbox.guest.door import Door
 from tandem.sandbox.guest.folders import MAX_FILES, is_full, remove
 from tandem.sandbox.guest.program import become
 
@@ -35,20 +36,23 @@ class Walls:
     filter: bytes
     """Compiled; empty for ``none``."""
 
+    reaching: bytes
+    """The filter for programs that may reach an address."""
+
     @property
     def has_namespaces(self) -> bool:
         """Whether each session lives in namespaces of its own."""
         return self.kind == "bubblewrap"
 
-    def confine(self, root: str) -> None:
-        """Walls this process in, for good."""
+    def confine(self, root: str, *, reaches: bool) -> int | None:
+        """Walls this process in, for good. ``reaches``: its calls for sockets are held; returns on which listener."""
         if self.kind == "none":
-            return
+            return None
         kernel.drop_capabilities()
         kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
         if self.kind == "landlock":
             landlock.confine(root, self.readable)
-        syscall_filter.install(self.filter)
+        return syscall_filter.install(self.reaching if reaches else self.filter, reaches=reaches)
 
 
 def enter_namespaces(file_mib: int, user: int, group: int) -> None:
@@ -69,10 +73,17 @@ class Session:
 
     def __init__(self, channel: int, walls: Walls, root: str, woken: int, parent: int):
         self._channel = socket.socket(fileno=channel)
+        self._outside: socket.socket | None = None
+        self._address = ("", 0)
         self._walls, self._root, self._woken, self._parent = walls, root, woken, parent
         self._poll = select.poll()
         self._poll.register(channel, select.POLLIN)
         self._poll.register(woken, select.POLLIN)
+
+    def open_door(self, outside: int, address: tuple[str, int]) -> None:
+        """Lets its programs reach this address; ``outside`` is where their connections come from."""
+        self._outside, self._address = socket.socket(fileno=outside), address
+        self._outside.setblocking(False)
 
     def serve(self) -> NoReturn:
         """Never returns: the process ends with the session."""
@@ -111,26 +122,41 @@ class Session:
         """Forks a program, watches it to its end, and kills what it leaves."""
         limits = message["limits"]
         limits["tasks"] = limits["processes"] + self._other_tasks()
-        reason, give_reason = os.pipe()
+        ours, theirs = socket.socketpair()
+        reason, give_reason = ours.detach(), theirs.detach()
         try:
             child = os.fork()
         except OSError as error:
             return {"reason": f"it could not be forked: {error}", "seconds": 0.0}
         if child == 0:
-            become(message, descriptors, give_reason, lambda: self._walls.confine(self._root), self._root)
+            become(message, descriptors, give_reason, self._confine, self._root)
         for descriptor in (*descriptors, give_reason):
             os.close(descriptor)
         began = time.monotonic()
         try:
-            end = self._watch(child, limits)
-            return end | {"reason": self._text(reason), "seconds": time.monotonic() - began}
+            door, first = self._door(reason)
+            end = self._watch(child, limits, door)
+            return end | {"reason": first + self._text(reason), "seconds": time.monotonic() - began}
         finally:
             processes.end_all()
             os.close(reason)
 
+    def _confine(self) -> int | None:
+        return self._walls.confine(self._root, reaches=self._outside is not None)
+
+    def _door(self, reason: int) -> tuple[Door | None, str]:
+        """The door of a program that may reach an address, for which its listener is awaited; or why it cannot begin."""
+        if self._outside is None:
+            return None, ""
+        with socket.socket(fileno=os.dup(reason)) as channel:
+            words, listeners, _, _ = socket.recv_fds(channel, 4096, 1)
+        if not listeners:
+            return None, words.decode(errors="replace")
+        return Door(listeners[0], self._outside, self._address), ""
+
     @staticmethod
     def _text(descriptor: int) -> str:
-        """What is in the pipe; nothing if another process holds its other end."""
+        """What is in the socket; nothing if another process holds its other end."""
         os.set_blocking(descriptor, False)
         try:
             return os.read(descriptor, 4096).decode(errors="replace")
@@ -151,9 +177,34 @@ class Session:
                     count += len(os.listdir(f"/proc/{name}/task"))
         return count
 
-    def _watch(self, child: int, limits: dict[str, Any]) -> dict[str, Any]:
+    def _watch(self, child: int, limits: dict[str, Any], door: Door | None) -> dict[str, Any]:
+        if door is None:
+            return self._look_on(child, limits, None)
+        listening = (door.listener, door.outside)
+        for descriptor in listening:
+            self._poll.register(descriptor, select.POLLIN)
+        try:
+            return self._look_on(child, limits, door)
+        finally:
+            for descriptor in listening:
+                with contextlib.suppress(KeyError):
+                    self._poll.unregister(descriptor)
+            door.close()
+
+    def _pass(self, door: Door, events: dict[int, int]) -> None:
+        """Lets through what waits at the door."""
+        if door.listener in events:
+            if events[door.listener] & select.POLLIN:
+                door.ask()
+            else:
+                self._poll.unregister(door.listener)  # nobody is left who could ask
+        if door.outside in events and not door.give():
+            self._poll.unregister(door.outside)
+
+    def _look_on(self, child: int, limits: dict[str, Any], door: Door | None) -> dict[str, Any]:
         killed = ""
         end = time.monotonic() + limits["wall_s"]
+        look = time.monotonic() + LOOK_EVERY_S
         while True:
             events = dict(self._poll.poll(min(LOOK_EVERY_S, max(0.0, end - time.monotonic())) * 1000))
             if self._woken in events:
@@ -164,7 +215,11 @@ class Session:
                 killed = killed or "asked"
             if time.monotonic() >= end:
                 killed = killed or "wall"
-            killed = killed or ("" if events else self._excess(limits))
+            if door is not None:
+                self._pass(door, events)
+            if time.monotonic() >= look:
+                killed = killed or self._excess(limits)
+                look = time.monotonic() + LOOK_EVERY_S
             if killed:
                 processes.kill_below()
             try:

@@ -122,6 +122,23 @@ ONLY_ITSELF: dict[str, tuple[int, int, dict[int, int]]] = {  # arguments that mu
 }
 """A process may do these to itself, and otherwise to all processes of its user."""
 
+REACHING: dict[str, tuple[int, int]] = {"socket": (41, 198), "connect": (42, 203)}
+"""Calls that a process outside answers for programs that may reach an address (`guest.door`)."""
+
+_WITH_FLAGS: dict[str, tuple[int, int, int]] = {"sendto": (44, 206, 3), "sendmsg": (46, 211, 2), "sendmmsg": (307, 269, 3)}
+"""Which argument has the flags of messages."""
+
+_CONNECTS_TOO = 0x20000000
+"""MSG_FASTOPEN: a message that connects its socket."""
+
+_SETSOCKOPT = (54, 208)
+_OPTIONS = {1: (2, 7, 8, 9, 13, 20, 21), 6: (1, 3, 4, 5, 6, 12, 18)}
+"""By level: SO_REUSEADDR, buffers, SO_KEEPALIVE, SO_LINGER, times; TCP_NODELAY, TCP_CORK, times of keepalive,
+TCP_QUICKACK, TCP_USER_TIMEOUT. Others could change where packets go."""
+
+_ASKS_INTERFACES = (0x8900, 0x8A00)
+"""The range of requests (ioctl) that ask for the machine's interfaces and addresses."""
+
 _CLONE, _IOCTL, _SOCKETPAIR = (56, 220), (16, 29), (53, 199)
 _DATAGRAMS = 2  # the bit that kinds of socket have whose messages may be sent to any address
 _NEW_NAMESPACES = (
@@ -137,8 +154,11 @@ _NEW_NAMESPACES = (
 _TERMINAL_INPUT = (0x5412, 0x541C)  # TIOCSTI, TIOCLINUX: they type into a terminal
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
-_NUMBER, _ARCH, _ARGUMENTS = 0, 4, (16, 24)  # offsets in struct seccomp_data
+_ALLOW, _KILL, _ERRNO, _HOLD = 0x7FFF0000, 0x80000000, 0x00050000, 0x7FC00000
+_AND = 0x54
+_NUMBER, _ARCH, _ARGUMENTS = 0, 4, (16, 24, 32, 40)  # offsets in struct seccomp_data
+_SECCOMP = (317, 277)
+_NEW_LISTENER, _WAIT_KILLABLE = 8, 32
 
 
 def _line(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
@@ -150,11 +170,41 @@ def is_known() -> bool:
     return kernel.MACHINE in _ARCHITECTURE
 
 
-def compile_filter(*, by_landlock: bool) -> bytes:
-    """The filter as a program of the kernel's. ``by_landlock``: the files of the machine are not out of sight."""
+def number_of(call: str) -> int:
+    """The number of a call in `REACHING` on this machine."""
+    return REACHING[call][_ARCHITECTURE[kernel.MACHINE][0]]
+
+
+def _reaching(column: int) -> list[bytes]:
+    """Lines for programs that may reach an address: TCP sockets over IPv4 are held for an answer, and so is `connect`; what
+    could lead such a socket elsewhere is refused."""
+    refuse, hold = _line(_RETURN, _ERRNO | errno.EPERM), _line(_RETURN, _HOLD)
+    kind = [_line(_LOAD, _ARGUMENTS[1]), _line(_AND, 0xFFFFFFFF & ~(0x800 | 0x80000)), _line(_EQUAL, 1, 0, 4)]
+    protocol = [_line(_LOAD, _ARGUMENTS[2]), _line(_EQUAL, 0, 1, 0), _line(_EQUAL, 6, 0, 1), hold, refuse]
+    lines = [_line(_EQUAL, REACHING["connect"][column], 0, 1), hold, _line(_EQUAL, REACHING["socket"][column], 0, 10)]
+    lines += [_line(_LOAD, _ARGUMENTS[0]), _line(_EQUAL, 2, 0, 7), *kind, *protocol]
+    for *numbers, position in _WITH_FLAGS.values():
+        lines += [_line(_EQUAL, numbers[column], 0, 4), _line(_LOAD, _ARGUMENTS[position])]
+        lines += [_line(_ANY_BIT, _CONNECTS_TOO, 0, 1), refuse, _line(_RETURN, _ALLOW)]
+    options: list[bytes] = []
+    for level, names in _OPTIONS.items():
+        tests = [_line(_EQUAL, name, len(names) - i, 0) for i, name in enumerate(names)]
+        own = [_line(_LOAD, _ARGUMENTS[2]), *tests, _line(_RETURN, _ERRNO | errno.ENOPROTOOPT), _line(_RETURN, _ALLOW)]
+        options += [_line(_LOAD, _ARGUMENTS[1]), _line(_EQUAL, level, 0, len(own)), *own]
+    options.append(_line(_RETURN, _ERRNO | errno.ENOPROTOOPT))
+    lines += [_line(_EQUAL, _SETSOCKOPT[column], 0, len(options)), *options]
+    low, high = _ASKS_INTERFACES
+    asked = [_line(_LOAD, _ARGUMENTS[1]), _line(_AT_LEAST, low, 0, 2), _line(_AT_LEAST, high, 1, 0), refuse]
+    return [*lines, _line(_EQUAL, _IOCTL[column], 0, len(asked) + 1), *asked, _line(_LOAD, _NUMBER)]
+
+
+def compile_filter(*, by_landlock: bool, reaches: bool = False) -> bytes:
+    """The filter as a program of the kernel's. ``by_landlock``: the files of the machine are not out of sight. ``reaches``:
+    the program may reach an address, and somebody answers the calls that are held."""
     column, architecture = _ARCHITECTURE[kernel.MACHINE]
     lines = [_line(_LOAD, _ARCH), _line(_EQUAL, architecture, 1, 0), _line(_RETURN, _KILL), _line(_LOAD, _NUMBER)]
     lines += [_line(_AT_LEAST, LAST_KNOWN + 1, 0, 1), _line(_RETURN, _ERRNO | errno.ENOSYS)]  # those of x32 as well
+    lines += _reaching(column) if reaches else []
     tables = [(DENIED, errno.EPERM), (ABSENT, errno.ENOSYS)]
     tables += [(UNWATCHED_BY_LANDLOCK, errno.EPERM)] if by_landlock else []
     for table, error in tables:
@@ -175,9 +225,19 @@ def compile_filter(*, by_landlock: bool) -> bytes:
     return b"".join(lines)
 
 
-def install(program: bytes) -> None:
-    """From here on the filter holds for this process and all that it starts; no privilege can be gained any more."""
+def install(program: bytes, *, reaches: bool = False) -> int | None:
+    """From here on the filter holds for this process and all that it starts; no privilege can be gained any more.
+
+    Returns the listener on which the held calls are answered, if any are.
+    """
     text = ctypes.create_string_buffer(program, len(program))
     header = struct.pack("@HxxxxxxP", len(program) // 8, ctypes.addressof(text))
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
-    kernel.prctl(22, 2, ctypes.c_char_p(header))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+    if not reaches:
+        kernel.prctl(22, 2, ctypes.c_char_p(header))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+        return None
+    number = _SECCOMP[_ARCHITECTURE[kernel.MACHINE][0]]
+    try:
+        return kernel.syscall(number, 1, _NEW_LISTENER | _WAIT_KILLABLE, ctypes.c_char_p(header))
+    except OSError:  # a kernel before 5.19
+        return kernel.syscall(number, 1, _NEW_LISTENER, ctypes.c_char_p(header))

@@ -42,7 +42,15 @@ MODELS = record(
         "object": {"enum": ["list"]},
         "data": {
             "type": "array",
-            "items": record({"id": _STRING, "object": {"enum": ["model"]}, "created": _INTEGER, "owned_by": _STRING}),
+            "items": record(
+                {
+                    "id": _STRING,
+                    "object": {"enum": ["model"]},
+                    "created": _INTEGER,
+                    "owned_by": _STRING,
+                    "max_model_len": _INTEGER | {"description": "vLLM's: most tokens of prompt and answer."},
+                }
+            ),
         },
     },
     ("object", "data"),
@@ -52,7 +60,7 @@ MODELS = record(
 async def models(service: Service, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
     """`/v1/models`: the one that is served."""
     entry = {"id": service.name, "object": "model", "created": service.created, "owned_by": "tandem"}
-    return {"object": "list", "data": [entry]}
+    return {"object": "list", "data": [entry | {"max_model_len": service.limits.max_tokens}]}
 
 
 async def completions(service: Service, body: dict[str, Any], request: web.Request) -> Any:

@@ -13,6 +13,9 @@ from tandem.engines.inference.serve.generate import VERSION, generate, request_s
 from tandem.engines.inference.serve.metrics import Metrics
 from tandem.engines.inference.serve.questions import chat_schema, completion_schema
 from tandem.engines.inference.serve.service import Service
+from tandem.engines.inference.serve.token_route import ANSWER as TOKENS_GENERATED
+from tandem.engines.inference.serve.token_route import request_schema as token_route_schema
+from tandem.engines.inference.serve.token_route import token_route
 from tandem.protocol.openapi import document
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.schema import Schema, record, text
@@ -106,6 +109,14 @@ def table(service: Service, control: Control, metrics: Metrics) -> tuple[Route, 
         partial(generate, service),
         body=request_schema(limits.max_tokens, service.vocab_size),
         answer=GENERATED,
+    )
+    add(
+        "POST",
+        "/inference/v1/generate",
+        "vLLM's token route: token in, token out",
+        partial(token_route, service),
+        body=token_route_schema(service.name, service.vocab_size, limits.max_tokens),
+        answer=TOKENS_GENERATED,
     )
     routes.extend(_control(control, limits.max_body_bytes, limits.max_weights_body_bytes))
     return tuple(routes)

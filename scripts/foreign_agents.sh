@@ -1,0 +1,23 @@
+#!/bin/sh
+# Makes the environments of tests/foreign: agents that nobody here wrote, apart from Tandem's own environment.
+#
+#     sh scripts/foreign_agents.sh [FOLDER]      # default: envs; about 1.9 GB. TANDEM_FOREIGN names another folder to the tests
+#
+# envs/agents has the Python frameworks, envs/npm the coding agents (where npm is there), envs/verifiers verifiers and uv.
+set -eu
+folder=${1:-envs}
+python=${PYTHON:-python3}
+mkdir -p "$folder/npm"
+
+"$python" -m venv "$folder/agents"
+"$folder/agents/bin/python" -m pip install -q \
+    openai-agents==0.24.0 'pydantic-ai-slim[openai]==2.68.0' langgraph==1.2.22 langchain-openai==1.7.3 \
+    smolagents==1.26.0 inspect-ai==0.3.285 'click<8.2.2' anthropic==2.12.0
+
+"$python" -m venv "$folder/verifiers"
+"$folder/verifiers/bin/python" -m pip install -q verifiers==0.4.0 uv
+
+if command -v npm >/dev/null; then
+    cd "$folder/npm"
+    npm install --no-audit --no-fund @openai/codex@0.169.0 @mariozechner/pi-coding-agent@0.73.1 opencode-ai@1.18.33
+fi

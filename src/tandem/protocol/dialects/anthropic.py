@@ -1,0 +1,200 @@
+"""Anthropic's messages (``POST /v1/messages``) as turns, and replies as messages, whole or as a stream of events.
+
+A message is a list of blocks: text, thinking, calls of tools (``tool_use``), and in the user's turn their results.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from tandem.api.requests import StopReason
+from tandem.protocol.dialects.chat import named_results, read_function, read_limit, read_stops, read_text
+from tandem.protocol.dialects.wire import Fields, History, as_list, as_object, as_text, refused, wrong
+from tandem.protocol.refusal import Refusal
+from tandem.protocol.turns import Reply, Turn
+
+FIELDS = Fields(
+    read=("model", "messages", "system", "tools", "tool_choice", "stop_sequences", "stream", "max_tokens"),
+    sampling=("temperature", "top_p", "top_k"),
+    harmless=("betas", "cache_control", "inference_geo", "metadata", "service_tier", "speed", "thinking", "user_profile_id"),
+    refused={
+        "output_config": "the engine does not constrain what it writes",
+        "output_format": "the engine does not constrain what it writes",
+        "mcp_servers": "tools are called by the agent",
+        "container": "tools are called by the agent",
+        "fallbacks": "the policy alone is asked",
+        "context_management": "the history is taken as it is sent; let the agent shorten it",
+    },
+)
+_CHOICES: Mapping[Any, Literal["auto", "none", "required"]] = {
+    "auto": "auto",
+    "none": "none",
+    "any": "required",
+    "tool": "required",  # asked for, not enforced: the answer says what the model did
+}
+
+
+def read(body: Mapping[str, Any]) -> Turn:
+    """The turn that a body asks for.
+
+    Raises:
+        Refusal: 400 for what cannot be had, or would change the meaning.
+    """
+    if body.get("thread"):  # half the history; with this code the SDK sends all of it
+        raise Refusal(400, "thread is not served here: send all messages", code="thread_unsupported_request", param="thread")
+    overridden, ignored = FIELDS.sort(body)
+    history, limit, choice = History(), body.get("max_tokens"), as_object(body.get("tool_choice") or {}, "tool_choice")
+    system = read_text(body.get("system"), "system")
+    if system:
+        history.say("system", system)
+    for number, message in enumerate(as_list(body.get("messages"), "messages")):
+        _read_message(as_object(message, f"messages[{number}]"), history, f"messages[{number}]")
+    if choice.get("type", "auto") not in _CHOICES:
+        raise refused("tool_choice", f"{', '.join(_CHOICES)} are known; got {choice!r:.80}")
+    return Turn(
+        messages=tuple(named_results(history.messages("messages"))),
+        tools=tuple(_tool(tool, f"tools[{number}]") for number, tool in enumerate(as_list(body.get("tools"), "tools"))),
+        tool_choice=_CHOICES[choice.get("type", "auto")],
+        stops=read_stops(body.get("stop_sequences")),
+        max_tokens=None if limit is None else read_limit(limit, "max_tokens"),
+        stream=bool(body.get("stream")),
+        overridden=overridden,
+        ignored=ignored,
+    )
+
+
+def _read_message(message: Mapping[str, Any], history: History, where: str) -> None:
+    role, content = message.get("role"), message.get("content")
+    if role not in ("user", "assistant", "system"):
+        raise wrong(f"{where}.role", "must be user, assistant or system", role)
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else as_list(content, f"{where}.content")
+    if role == "assistant":
+        history.assistant()
+    texts: list[Any] = []
+    for number, block in enumerate(blocks):
+        place = f"{where}.content[{number}]"
+        if role == "assistant":
+            _read_own(as_object(block, place), history, place)
+        elif as_object(block, place).get("type") == "tool_result":
+            _say(role, texts, history, where)
+            result = read_text(block.get("content"), f"{place}.content")
+            history.result(as_text(block.get("tool_use_id"), f"{place}.tool_use_id"), result)
+        else:
+            texts.append(block)
+    _say(role, texts, history, where)
+
+
+def _say(role: str, texts: list[Any], history: History, where: str) -> None:
+    """The blocks of text that came together, as one message."""
+    if texts:
+        history.say(role, read_text(texts, f"{where}.content"))
+        texts.clear()
+
+
+def _read_own(block: Mapping[str, Any], history: History, where: str) -> None:
+    """A block of the assistant's own turn."""
+    kind = block.get("type")
+    if kind == "text":
+        history.assistant(as_text(block.get("text"), f"{where}.text"))
+    elif kind == "thinking":
+        history.assistant(reasoning=as_text(block.get("thinking"), f"{where}.thinking"))
+    elif kind == "tool_use":
+        name, call_id = as_text(block.get("name"), f"{where}.name"), as_text(block.get("id"), f"{where}.id")
+        history.call(call_id, name, as_object(block.get("input"), f"{where}.input"))
+    else:
+        raise refused(f"{where}.type", f"blocks of the assistant are text, thinking and tool_use; got {kind!r}")
+
+
+def _tool(tool: Any, where: str) -> dict[str, Any]:
+    kind = as_object(tool, where).get("type") or "custom"
+    if kind != "custom":
+        raise refused(f"{where}.type", f"only tools with an input_schema can be called; switch the tool {kind!r} off")
+    as_text(tool.get("name"), f"{where}.name")
+    return read_function({**tool, "parameters": tool.get("input_schema")})
+
+
+# ------------------------------------------------------------------ what is answered
+
+
+def answer(turn: Turn, reply: Reply, *, response_id: str, model: str, usage: Mapping[str, int]) -> dict[str, Any]:
+    """The finished message."""
+    return _frame(response_id, model, usage) | {
+        "content": _blocks(reply),
+        "stop_reason": _stop_reason(reply),
+        "usage": _usage(usage["prompt_tokens"], usage["completion_tokens"]),
+    }
+
+
+def events(turn: Turn, reply: Reply, *, response_id: str, model: str, usage: Mapping[str, int]) -> Iterator[bytes]:
+    """The finished message as the events of a stream."""
+    yield _event("message_start", message=_frame(response_id, model, usage))
+    for index, block in enumerate(_blocks(reply)):
+        empty, deltas = _in_pieces(block)
+        yield _event("content_block_start", index=index, content_block=empty)
+        for delta in deltas:
+            yield _event("content_block_delta", index=index, delta=delta)
+        yield _event("content_block_stop", index=index)
+    said = {"stop_reason": _stop_reason(reply), "stop_sequence": None}
+    yield _event("message_delta", delta=said, usage={"output_tokens": usage["completion_tokens"]})
+    yield _event("message_stop")
+
+
+def refused_body(refusal: Refusal) -> dict[str, Any]:
+    """The body of a refusal."""
+    error = refusal.body()["error"]
+    details = {"error_code": refusal.code, "unsupported": [refusal.param]} if refusal.code else None
+    return {"type": "error", "error": {"type": error["type"], "message": error["message"], "details": details}}
+
+
+def failed(refusal: Refusal) -> bytes:
+    """The event that tells of a refusal in the middle of a stream."""
+    return _event("error", error=refused_body(refusal)["error"])
+
+
+def _event(kind: str, **more: Any) -> bytes:
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **more})}\n\n".encode()
+
+
+def _frame(response_id: str, model: str, usage: Mapping[str, int]) -> dict[str, Any]:
+    return {
+        "id": f"msg_{response_id}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": _usage(usage["prompt_tokens"], 0),
+    }
+
+
+def _usage(prompt: int, completion: int) -> dict[str, int]:
+    cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+    return {"input_tokens": prompt, "output_tokens": completion, **cached}
+
+
+def _stop_reason(reply: Reply) -> str:
+    if reply.stop_reason == StopReason.LENGTH:
+        return "max_tokens"
+    return "tool_use" if reply.good_calls else "end_turn"
+
+
+def _blocks(reply: Reply) -> list[dict[str, Any]]:
+    blocks: list[dict[str, Any]] = []
+    if reply.reasoning:
+        blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
+    if reply.content:
+        blocks.append({"type": "text", "text": reply.content})
+    for call in reply.good_calls:
+        blocks.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": dict(call.arguments)})
+    return blocks or [{"type": "text", "text": ""}]
+
+
+def _in_pieces(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A block as it is opened, and what is then added to it."""
+    if block["type"] == "tool_use":
+        return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
+    if block["type"] == "thinking":
+        signed = {"type": "signature_delta", "signature": block["signature"]}
+        return {**block, "thinking": ""}, [{"type": "thinking_delta", "thinking": block["thinking"]}, signed]
+    return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]

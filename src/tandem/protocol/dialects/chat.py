@@ -1,0 +1,261 @@
+"""OpenAI's chat completions: a body as a turn, and a reply as an answer or as a stream that replays it."""
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from tandem.api.requests import StopReason
+from tandem.protocol.refusal import Refusal
+from tandem.protocol.turns import Reply, Turn
+
+SAMPLING: tuple[str, ...] = ("temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "top_logprobs")
+SAMPLING += ("frequency_penalty", "presence_penalty", "repetition_penalty")
+"""Fields that the trainer decides."""
+
+MEANT = {
+    "n": (None, 1),
+    "response_format": (None, {"type": "text"}),
+    "logit_bias": (None, {}),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "functions": (None, []),
+    "function_call": (None, "auto", "none"),
+    "web_search_options": (None,),
+    "chat_template_kwargs": (None, {}),
+    "guided_json": (None,),
+    "guided_regex": (None,),
+    "guided_choice": (None,),
+    "guided_grammar": (None,),
+    "structured_outputs": (None,),
+}
+"""Fields that would change what a reply means, with the values that ask for nothing; others are refused."""
+
+READ = ("model", "messages", "tools", "tool_choice", "stop", "stream", "max_tokens", "max_completion_tokens")
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+
+MAX_STOPS = 16
+
+
+def read(body: Mapping[str, Any]) -> Turn:
+    """The turn that a body asks for.
+
+    Raises:
+        Refusal: 400 for what cannot be had, or would change the meaning.
+    """
+    for name, harmless in MEANT.items():
+        if name in body and body[name] not in harmless:
+            raise _refusal(name, f"is not served here, because it would change what a reply means: {_short(body[name])}")
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise _refusal("messages", "must be a list of at least one message")
+    tools, choice = read_tools(body.get("tools")), _choice(body.get("tool_choice"))
+    given = [body[name] for name in ("max_completion_tokens", "max_tokens") if body.get(name) is not None]
+    return Turn(
+        messages=tuple(named_results([_message(message, f"messages[{i}]") for i, message in enumerate(messages)])),
+        tools=tools,
+        tool_choice=choice,
+        stops=read_stops(body.get("stop")),
+        max_tokens=read_limit(given[0], "max_tokens") if given else None,
+        stream=bool(body.get("stream")),
+        overridden=tuple(name for name in SAMPLING if body.get(name) is not None),
+        ignored=tuple(sorted(set(body) - {*SAMPLING, *MEANT, *READ})),
+    )
+
+
+def answer(turn: Turn, reply: Reply, *, response_id: str, model: str, usage: Mapping[str, int]) -> dict[str, Any]:
+    """The whole answer. ``usage``: ``prompt_tokens`` and ``completion_tokens``."""
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
+    if reply.reasoning:
+        message["reasoning_content"] = reply.reasoning
+    calls = _calls(reply)
+    if calls:
+        message |= {"content": reply.content or None, "tool_calls": calls}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish_reason(reply)}
+    return _frame("chat.completion", response_id, model) | {"choices": [choice], "usage": _usage(usage)}
+
+
+def events(turn: Turn, reply: Reply, *, response_id: str, model: str, usage: Mapping[str, int]) -> Iterator[bytes]:
+    """The same answer as a stream; ``usage`` comes with the last piece."""
+    frame = _frame("chat.completion.chunk", response_id, model)
+
+    def chunk(delta: Mapping[str, Any], finish_reason: str | None = None, **more: Any) -> bytes:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return event(frame | {"choices": [choice]} | more)
+
+    yield chunk({"role": "assistant", "content": ""})
+    if reply.reasoning:
+        yield chunk({"reasoning_content": reply.reasoning})
+    if reply.content:
+        yield chunk({"content": reply.content})
+    for index, call in enumerate(_calls(reply)):
+        yield chunk({"tool_calls": [{"index": index, **call}]})
+    yield chunk({}, _finish_reason(reply), usage=_usage(usage))
+    yield b"data: [DONE]\n\n"
+
+
+def failed(refusal: Refusal) -> bytes:
+    """The event that tells of a refusal in the middle of a stream."""
+    return event(refusal.body())
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event without a name."""
+    return b"data: " + json.dumps(value).encode() + b"\n\n"
+
+
+# ------------------------------------------------------------------ parts that other dialects share
+
+
+def read_text(content: Any, where: str, kinds: tuple[str, ...] = ("text",)) -> str:
+    """Content as one text: null is empty, and parts are joined. ``kinds``: types of parts that are text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise _refusal(where, f"must be text or a list of parts, got {_short(content)}")
+    texts = []
+    for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "refusal" and isinstance(part.get("refusal"), str):
+            texts.append(part["refusal"])
+        elif kind not in kinds or not isinstance(part.get("text"), str):
+            raise _refusal(where, f"must be text, because this model reads nothing else; got a part {kind!r}")
+        else:
+            texts.append(part["text"])
+    return "".join(texts)
+
+
+def read_arguments(text: Any, where: str) -> dict[str, Any]:
+    """The arguments of a call that the client repeats."""
+    if isinstance(text, Mapping):
+        return dict(text)
+    try:
+        arguments = json.loads(text or "{}")
+    except (TypeError, ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise _refusal(where, f"must be a JSON object as text, got {_short(text)}")
+    return arguments
+
+
+def read_tools(tools: Any) -> tuple[Mapping[str, Any], ...]:
+    """Functions as a chat template wants them."""
+    if not isinstance(tools, list | None):
+        raise _refusal("tools", f"must be a list, got {_short(tools)}")
+    made = []
+    for i, tool in enumerate(tools or ()):
+        kind = tool.get("type") if isinstance(tool, Mapping) else None
+        function = tool.get("function") if kind == "function" else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise _refusal(f"tools[{i}]", f"must be a function with a name, got a tool of type {kind!r}")
+        made.append(read_function(function))
+    return tuple(made)
+
+
+def read_function(function: Mapping[str, Any]) -> dict[str, Any]:
+    """One tool; what it lacks is empty."""
+    parameters = function.get("parameters") or {"type": "object", "properties": {}}
+    inner = {"name": function["name"], "description": function.get("description") or "", "parameters": parameters}
+    return {"type": "function", "function": inner}
+
+
+def read_stops(stop: Any) -> tuple[str, ...]:
+    """Texts that end the turn."""
+    stops = [stop] if isinstance(stop, str) else stop or []
+    if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops) or len(stops) > MAX_STOPS:
+        raise _refusal("stop", f"must be one text or at most {MAX_STOPS}, none of them empty; got {_short(stop)}")
+    return tuple(stops)
+
+
+def read_limit(value: Any, where: str) -> int:
+    """A number of tokens."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != int(value) or value < 1:
+        raise _refusal(where, f"must be a whole number of at least 1, got {_short(value)}")
+    return int(value)
+
+
+def named_results(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The messages, each result of a tool with the name of the call that it answers: templates may want it."""
+    names: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            names[call["id"]] = call["function"]["name"]
+        if message["role"] == "tool" and "name" not in message:
+            yield message | {"name": names.get(message["tool_call_id"], "")}
+        else:
+            yield message
+
+
+# ------------------------------------------------------------------ this dialect's own
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    role = message.get("role") if isinstance(message, Mapping) else None
+    if role not in ROLES:
+        raise _refusal(f"{where}.role", f"must be one of {', '.join(ROLES)}, got {_short(role)}")
+    made: dict[str, Any] = {"role": ROLES[role], "content": read_text(message.get("content"), f"{where}.content")}
+    if role == "tool":
+        made["tool_call_id"] = str(message.get("tool_call_id") or "")
+        if message.get("name"):
+            made["name"] = str(message["name"])
+    if role != "assistant":
+        return made
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    if isinstance(reasoning, str):
+        made["reasoning_content"] = reasoning
+    calls = message.get("tool_calls") or ()
+    if message.get("function_call") or not isinstance(calls, list | tuple):
+        raise _refusal(f"{where}.tool_calls", "must be a list of calls; function_call is not served")
+    if calls:
+        made["tool_calls"] = [_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    return made
+
+
+def _call(call: Any, where: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise _refusal(where, "must be a call of a function with a name")
+    arguments = read_arguments(function.get("arguments"), f"{where}.function.arguments")
+    inner = {"name": function["name"], "arguments": arguments}
+    return {"id": str(call.get("id") or ""), "type": "function", "function": inner}
+
+
+def _choice(choice: Any) -> Literal["auto", "none", "required"]:
+    if choice in (None, "auto"):
+        return "auto"
+    if choice == "none":
+        return "none"
+    if choice == "required" or (isinstance(choice, Mapping) and choice.get("type") == "function"):
+        return "required"  # asked for, not enforced: the answer says what the model did
+    raise _refusal("tool_choice", f"must be auto, none, required or a function, got {_short(choice)}")
+
+
+def _calls(reply: Reply) -> list[dict[str, Any]]:
+    return [
+        {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
+        for call in reply.good_calls
+    ]
+
+
+def _finish_reason(reply: Reply) -> str:
+    if reply.stop_reason == StopReason.LENGTH:
+        return "length"
+    return "tool_calls" if reply.good_calls else "stop"
+
+
+def _frame(kind: str, response_id: str, model: str) -> dict[str, Any]:
+    return {"id": response_id, "object": kind, "created": int(time.time()), "model": model}
+
+
+def _usage(usage: Mapping[str, int]) -> dict[str, int]:
+    prompt, completion = usage["prompt_tokens"], usage["completion_tokens"]
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _refusal(param: str, rule: str) -> Refusal:
+    return Refusal(400, f"{param} {rule}", param=param)
+
+
+def _short(value: Any) -> str:
+    return f"{value!r:.80}"

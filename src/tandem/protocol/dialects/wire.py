@@ -1,0 +1,114 @@
+"""Parts that the dialects beside chat completions share: fields by what they do, and a history that grows by parts."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tandem.protocol.refusal import Refusal
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The fields of a dialect's body by what they do here. Any other is refused: a new one may leave out half the history,
+    because the maker's own service stores it."""
+
+    read: Collection[str]
+    """Fields that the dialect's reader looks at."""
+
+    sampling: Collection[str]
+    """Fields of sampling: the trainer decides them."""
+
+    harmless: Collection[str]
+    """Fields that change nothing of the model's turn."""
+
+    refused: Mapping[str, str]
+    """Fields that would change what a reply means, each with the reason why it is refused where it is set."""
+
+    def sort(self, body: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The names that are set among the fields of sampling, and among those that change nothing.
+
+        Raises:
+            Refusal: 400, another field is set.
+        """
+        given = [name for name, value in body.items() if value is not None]
+        for name in given:
+            if name in self.refused and body[name]:
+                raise refused(name, self.refused[name])
+            if name not in {*self.read, *self.sampling, *self.harmless, *self.refused}:
+                raise refused(name, "it is not known here, and may change what a reply means; leave it out")
+        return tuple(n for n in given if n in self.sampling), tuple(n for n in given if n in self.harmless)
+
+
+def refused(where: str, why: str) -> Refusal:
+    """A refusal of what cannot be had here; ``where`` is its path in the body."""
+    return Refusal(400, f"{where} is not served here: {why}", code="unsupported", param=where)
+
+
+def wrong(where: str, rule: str, value: Any) -> Refusal:
+    """A refusal of what has not the dialect's shape."""
+    return Refusal(400, f"{where} {rule}, got {value!r:.80}", param=where)
+
+
+def as_text(value: Any, where: str) -> str:
+    """A string."""
+    if not isinstance(value, str):
+        raise wrong(where, "must be a string", value)
+    return value
+
+
+def as_object(value: Any, where: str) -> Mapping[str, Any]:
+    """A JSON object."""
+    if not isinstance(value, Mapping):
+        raise wrong(where, "must be an object", value)
+    return value
+
+
+def as_list(value: Any, where: str) -> Sequence[Any]:
+    """A JSON array; null is an empty one."""
+    if not isinstance(value, list | None):
+        raise wrong(where, "must be an array", value)
+    return value or ()
+
+
+class History:
+    """Messages of a chat as they are read, one after another; parts of one turn of the assistant become one message."""
+
+    def __init__(self) -> None:
+        self._messages: list[dict[str, Any]] = []
+
+    def say(self, role: str, content: str) -> None:
+        """A message that the model did not write."""
+        self._messages.append({"role": role, "content": content})
+
+    def result(self, call_id: str, content: str) -> None:
+        """A tool's answer to a call."""
+        self._messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
+
+    def assistant(self, content: str = "", *, reasoning: str = "") -> None:
+        """More of the assistant's turn."""
+        message = self._own()
+        message["content"] += content
+        if reasoning:
+            message["reasoning_content"] = message.get("reasoning_content", "") + reasoning
+
+    def call(self, call_id: str, name: str, arguments: Mapping[str, Any]) -> None:
+        """A call in the assistant's turn."""
+        function = {"name": name, "arguments": dict(arguments)}
+        self._own().setdefault("tool_calls", []).append({"id": call_id, "type": "function", "function": function})
+
+    def _own(self) -> dict[str, Any]:
+        if not self._messages or self._messages[-1]["role"] != "assistant":
+            self.say("assistant", "")
+        return self._messages[-1]
+
+    def messages(self, where: str) -> list[dict[str, Any]]:
+        """All of them.
+
+        Raises:
+            Refusal: 400, there are none, or the last is the assistant's: an answer that is begun cannot be continued.
+        """
+        if not self._messages:
+            raise wrong(where, "must have at least one message", [])
+        if self._messages[-1]["role"] == "assistant":
+            raise refused(where, "the last message is the assistant's, and an answer that is begun is not continued")
+        return self._messages

@@ -1,0 +1,305 @@
+"""Chats with tools as text, and a reply's tokens as what they say: content, thinking, calls."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from tandem.api.requests import StopReason
+from tandem.config.errors import ConfigError
+from tandem.config.nearest import nearest_names
+from tandem.protocol.arguments import Unfit, fit
+from tandem.protocol.tool_families import FAMILIES, SYSTEM_BLOCK, Family, Written, family_of
+from tandem.protocol.turns import Call, CallStatus, Message, Reply
+
+
+class Found(NamedTuple):
+    """One block of calls in a text."""
+
+    start: int
+    end: int
+    written: tuple[Written, ...]
+    """Empty for one that cannot be read."""
+
+    status: CallStatus
+    why: str
+
+
+class CallReader:
+    """Writes chats with tools through the model's own template, and reads the calls in its replies.
+
+    Example::
+
+        reader = CallReader(tokenizer)
+        prompt = reader.render(messages, tools)
+        reply = reader.read(response.output_ids, tools, prompt=prompt, stop_reason=response.stop_reason)
+
+    A template that knows no tools gets them in the system prompt, and calls as Qwen 2.5 writes them (``hermes``).
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, family: str | None = None):
+        """``family``: a name of `FAMILIES`; None: that of the chat template.
+
+        Raises:
+            ConfigError: no family is called so, or the template, which knows no tools, cannot write it.
+        """
+        if family is not None and family not in FAMILIES:
+            raise ConfigError(f"no family of tool calls is called {family!r}; {nearest_names(family, FAMILIES)}")
+        self.tokenizer = tokenizer
+        known = FAMILIES[family] if family is not None else family_of(_template_of(tokenizer))
+        self.writes_calls = known is not None and _writes(tokenizer, known, _PROBE_CALL)
+        """The template writes calls and results itself."""
+
+        if not self.writes_calls and family not in (None, "hermes"):
+            raise ConfigError(f"the chat template of this model writes no tool calls, so not {family!r}; use 'hermes'")
+        self.family: Family = known if known is not None and self.writes_calls else FAMILIES["hermes"]
+        self.writes_tools = self.writes_calls and _writes(tokenizer, self.family)
+        """The template writes the tools' schemas itself."""
+
+        self._opening, self._closing = re.compile(self.family.opening), re.compile(self.family.closing)
+        self._noise = re.compile(self.family.noise) if self.family.noise else None
+        added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._special = sorted({*added, *tokenizer.all_special_tokens}, key=len, reverse=True)
+        self._marks = re.compile("|".join(map(re.escape, self._special)))
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
+        **template_kwargs: Any,
+    ) -> str:
+        """The chat as the model reads it."""
+        options: dict[str, Any] = {**template_kwargs, "add_generation_prompt": add_generation_prompt}
+        if tools and self.writes_tools:
+            options["tools"] = [dict(tool) for tool in tools]
+        return str(self.tokenizer.apply_chat_template(self._spelled(messages, tools), tokenize=False, **options))
+
+    def _spelled(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The messages as the template takes them: what it cannot write itself is text in them."""
+        if not self.writes_calls:
+            return plain_chat(messages, tools)
+        written = [dict(message) for message in messages]
+        if tools and not self.writes_tools:
+            written = _with_system_block(written, tools, self.family)
+        return [_with_text_arguments(message) for message in written] if self.family.text_arguments else written
+
+    def read(
+        self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = (), *, prompt: str = "", stop_reason: StopReason
+    ) -> Reply:
+        """What a reply says. ``prompt``: the text before it, for what a template writes in advance. Never raises."""
+        ended = stop_reason == StopReason.STOP
+        text = self._decode(ids)
+        text = text[: len(text) - len(self._turn_end(text))]
+        reasoning, start = self._split_thinking(text, prompt)
+        if not tools and start == 0 and not self.family.noise:
+            return Reply(self._plain(text), stop_reason=stop_reason)
+        calls: list[Call] = []
+        beside, at = [], start
+        for found in self.find(text, start, ended=ended) if tools else ():
+            beside.append(text[at : found.start])
+            at = found.end
+            calls += self._judged(found, text[found.start : found.end], tools)
+        beside.append(text[at:])
+        content = self._plain("".join(beside))
+        salt = f"{prompt}\0{text}"
+        return Reply(
+            content.strip() if calls or reasoning else content,
+            reasoning=reasoning,
+            calls=_with_ids(calls, salt),
+            stop_reason=stop_reason,
+        )
+
+    def find(self, text: str, start: int = 0, *, ended: bool) -> Iterator[Found]:
+        """The blocks of calls in a text. ``ended``: the turn ends where the text does, and is not cut off there."""
+        opening = self._opening.search(text, start)
+        while opening is not None:
+            found = self._one(text, opening, ended)
+            yield found
+            opening = self._opening.search(text, found.end)
+
+    def _one(self, text: str, opening: re.Match[str], ended: bool) -> Found:
+        begin, family = opening.start(), self.family
+        try:
+            body = family.read(text, opening.end())
+        except (ValueError, RecursionError) as error:
+            why = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
+        else:
+            end = self._end_of(text, body.end, ended)
+            if end is not None:
+                return Found(begin, end, tuple(body.calls), CallStatus.OK, "")
+            why = f"the call does not end with {family.closing_text}"
+        following = self._opening.search(text, opening.end())
+        limit = following.start() if following else len(text)
+        if family.closing and not family.end_closes:
+            close = self._closing.search(text, opening.end(), limit)
+            if close is not None:
+                return Found(begin, close.end(), (), CallStatus.INVALID_JSON, why)
+        elif ended or following:
+            return Found(begin, limit, (), CallStatus.INVALID_JSON, why)
+        return Found(begin, limit, (), CallStatus.UNCLOSED, f"the call has no closing {family.closing_text}")
+
+    def _end_of(self, text: str, at: int, ended: bool) -> int | None:
+        """Where a call ends whose body ends at ``at``; None if its closing mark is missing."""
+        if not self.family.closing:
+            return at
+        if self.family.end_closes:
+            return at if ended or self._closing.match(text, at) else None
+        close = self._closing.match(text, at)
+        return close.end() if close else None
+
+    def _judged(self, found: Found, text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
+        if not found.written:
+            yield Call("", status=found.status, text=text, why=f"This is no call that can be read: {found.why}.")
+        schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+        for name, arguments, own_id in found.written:
+            if name not in schemas:
+                there = ", ".join(sorted(schemas)) or "none"
+                why = f"There is no tool {name!r}. The tools are: {there}."
+                yield Call(name, arguments, CallStatus.UNKNOWN_TOOL, text, why, own_id)
+                continue
+            try:
+                fitted = fit(arguments, schemas[name], bare=self.family.bare_values)
+            except (Unfit, RecursionError) as error:
+                why = f"Wrong arguments for {name}: {error}."
+                yield Call(name, arguments, CallStatus.WRONG_ARGUMENTS, text, why, own_id)
+            else:
+                yield Call(name, fitted, CallStatus.OK, text, call_id=own_id)
+
+    def _split_thinking(self, text: str, prompt: str) -> tuple[str, int]:
+        """The thinking at the beginning of a reply, and where the rest begins."""
+        opening, closing = self.family.thinking
+        begins = re.compile(r"\s*" + re.escape(opening.strip())).match(text)
+        end = text.find(closing)
+        if begins is None and not prompt.rstrip().endswith(opening.strip()):
+            call = self._opening.search(text)
+            if end < 0 or opening.startswith("<|") or (call is not None and call.start() < end):
+                return "", 0  # no thinking, or a closing mark that belongs to something else
+        start = begins.end() if begins else 0
+        return (text[start:], len(text)) if end < 0 else (text[start:end].strip(), end + len(closing))
+
+    def _turn_end(self, text: str) -> str:
+        """The special token that ended the turn; empty where it is a mark of the family (``<|call|>``)."""
+        last = next((token for token in self._special if text.endswith(token)), "")
+        patterns = (self._closing, self._opening, *([self._noise] if self._noise else ()))
+        is_mark = last.strip() in self.family.thinking or any(pattern.fullmatch(last) for pattern in patterns)
+        return "" if is_mark else last
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _plain(self, text: str) -> str:
+        """Without marks that are no words."""
+        if self._noise is not None:
+            text = self._noise.sub("", text)
+        return self._marks.sub("", text) if self._special else text
+
+
+def plain_chat(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A chat with tools as a chat that any template takes: tools are text of the system, calls (``hermes``) of the
+    assistant, results of the user. It is what a model reads whose template knows no tools, so imitate such chats.
+    """
+    written = [dict(message) for message in messages]
+    return list(_as_plain_text(_with_system_block(written, tools, FAMILIES["hermes"]) if tools else written))
+
+
+def call_message(call: Call) -> dict[str, Any]:
+    """A call in the shape of a chat template."""
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+
+
+def _with_ids(calls: Sequence[Call], salt: str) -> tuple[Call, ...]:
+    """Each with an id of its own: the model's, or nine letters and digits, as Mistral's templates want; the same for the
+    same reply to the same prompt.
+    """
+    made: dict[str, Call] = {}
+    for i, call in enumerate(calls):
+        digest = hashlib.blake2s(f"{salt}\0{i}".encode(errors="replace")).hexdigest()[:9]
+        call_id = call.call_id if call.call_id and call.call_id not in made else digest
+        made[call_id] = replace(call, call_id=call_id)
+    return tuple(made.values())
+
+
+def _template_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The template that is used with tools; empty if there is none."""
+    template = tokenizer.chat_template
+    if isinstance(template, Mapping):
+        template = template.get("tool_use", template.get("default"))
+    return template or ""
+
+
+_PROBE = "probe_of_tandem"
+_PROBE_CALL = {"id": "000000000", "type": "function", "function": {"name": _PROBE, "arguments": {_PROBE: _PROBE}}}
+
+
+def _writes(tokenizer: PreTrainedTokenizerBase, family: Family, call: Mapping[str, Any] | None = None) -> bool:
+    """Whether the template writes the tools, or the call in an assistant's message. It is asked, for many name what they
+    leave out.
+    """
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "?"}]
+    options: dict[str, Any] = {"tokenize": False}
+    if call is not None:
+        reply = {"role": "assistant", "content": "", "tool_calls": [dict(call)]}
+        messages.append(_with_text_arguments(reply) if family.text_arguments else reply)
+    else:
+        function = {"name": _PROBE, "description": "?", "parameters": {"type": "object", "properties": {}}}
+        options["tools"] = [{"type": "function", "function": function}]
+    try:
+        return _PROBE in str(tokenizer.apply_chat_template(messages, **options))
+    except (TemplateError, TypeError, KeyError, ValueError):
+        return False
+
+
+def _with_system_block(
+    messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], family: Family
+) -> list[dict[str, Any]]:
+    block = SYSTEM_BLOCK.format(
+        example=family.example, tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    )
+    if messages and messages[0]["role"] == "system":
+        first = {**messages[0], "content": f"{messages[0]['content']}\n\n{block}"}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": block}, *messages]
+
+
+def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function, arguments = call["function"], call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": text}})
+    return {**message, "tool_calls": calls}
+
+
+def _as_plain_text(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Calls and results as the text of assistant and user, for a template that knows neither. Results in a row: one turn."""
+    results: list[str] = []
+    for message in messages:
+        if message["role"] == "tool":
+            results.append(f"<tool_response>\n{message['content']}\n</tool_response>")
+            continue
+        if results:
+            yield {"role": "user", "content": "\n".join(results)}
+            results = []
+        if message.get("tool_calls"):
+            yield {"role": message["role"], "content": _content_with_calls(message)}
+        else:
+            yield message
+    if results:
+        yield {"role": "user", "content": "\n".join(results)}
+
+
+def _content_with_calls(message: Mapping[str, Any]) -> str:
+    parts = [message["content"]] if message.get("content") else []
+    for call in message["tool_calls"]:
+        body = {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+        parts.append(f"<tool_call>\n{json.dumps(body, ensure_ascii=False)}\n</tool_call>")
+    return "\n".join(parts)

@@ -1,0 +1,1 @@
+"""Environments: the other speaker of a chat, in worker processes, and adapters for those of other libraries."""

@@ -1,0 +1,173 @@
+"""`workflow=environment`: a chat whose other speaker is an environment."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from tandem.api.environment import InvalidAction, StepResult
+from tandem.api.failures import DataFailure
+from tandem.api.requests import LLMResponse, StopReason
+from tandem.api.samples import Sample
+from tandem.api.services import PerEpisode
+from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
+from tandem.config.errors import ConfigError
+from tandem.config.generation import GenerationConfig
+from tandem.rollout.chat import Chat
+from tandem.rollout.environments.actions import Reading, reader
+from tandem.rollout.environments.pool import EnvironmentPool, Limits, World
+
+
+class EnvironmentWorkflow(RolloutWorkflow):
+    """Observations are the user's turns, the model's replies are actions. What each turn earned is the reward of its last
+    token, and the sample's reward is the sum, later turns discounted.
+
+    Group members begin in the same state; ``same_start=False`` gives each its own.
+    """
+
+    def __init__(
+        self,
+        environment: PerEpisode,
+        gconfig: GenerationConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        system_prompt: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        max_turns: int = 10,
+        action: Reading = "text",
+        pattern: str | None = None,
+        on_malformed: Literal["tell", "end"] = "tell",
+        malformed_reward: float = 0.0,
+        turn_discount: float = 1.0,
+        same_start: bool = True,
+        workers: int | None = None,
+        reset_timeout_s: float = 60.0,
+        step_timeout_s: float = 30.0,
+        close_timeout_s: float = 5.0,
+        max_episodes: int = 1000,
+        memory_mib: float = 2048.0,
+    ):
+        positive = {
+            "max_turns": max_turns,
+            "reset_timeout_s": reset_timeout_s,
+            "step_timeout_s": step_timeout_s,
+            "close_timeout_s": close_timeout_s,
+            "max_episodes": max_episodes,
+            "memory_mib": memory_mib,
+            "workers": 1 if workers is None else workers,
+        }
+        for name, value in positive.items():
+            if not value > 0:
+                raise ConfigError(f"workflow=environment: {name} must be more than 0, got {value}")
+        if not 0 <= turn_discount <= 1:
+            raise ConfigError(f"workflow=environment: turn_discount must lie in 0…1, got {turn_discount}")
+        limits = Limits(workers, reset_timeout_s, step_timeout_s, close_timeout_s, max_episodes, memory_mib)
+        self.pool = environment.shared(
+            lambda spec, knobs: EnvironmentPool(spec, knobs, name=environment.name, limits=limits)
+        )
+        self.gconfig, self.tokenizer, self.system_prompt = gconfig, tokenizer, system_prompt
+        self.chat_template_kwargs, self.max_turns = chat_template_kwargs, max_turns
+        self.read, self.on_malformed, self.malformed_reward = reader(action, pattern), on_malformed, malformed_reward
+        self.turn_discount, self.same_start = turn_discount, same_start
+
+    async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Sample:
+        """See `RolloutWorkflow`.
+
+        Raises:
+            DataFailure: the environment failed, under ``environment_…``; or the engine refused or cancelled a request.
+        """
+        rewards: list[float] = []
+        is_trained: list[bool] = []
+        malformed, is_cut, result, accuracy = 0, True, StepResult("", 0.0, False), None
+        async with self.pool.world() as world:
+            chat = self._start(data, await world.reset(data, self.seed_of(engine, data)))
+            for turn in range(self.max_turns):
+                if turn:
+                    chat.say(result.observation)
+                response = await self._reply(engine, chat, may_be_full=turn > 0)
+                if response is None:
+                    break
+                answer = await self._act(world, chat.completion)
+                malformed += isinstance(answer, str)
+                result = self._malformed(answer) if isinstance(answer, str) else answer
+                accuracy = result.info.get("accuracy", accuracy)
+                rewards.append(result.reward)
+                is_trained.append(response.untrained_tokens < len(response.output_ids))
+                if result.terminated or result.truncated:
+                    is_cut = False
+                    break
+        earned = earned_by_turn(rewards, self.turn_discount)
+        metrics = {
+            "turns": float(len(rewards)),
+            "malformed_actions": malformed / len(rewards),
+            "cut_episodes": float(is_cut),
+        }
+        sample = chat.sample(sum(earned), accuracy=accuracy, metrics=metrics)
+        return _with_turns(sample, [value for value, trained in zip(earned, is_trained, strict=True) if trained])
+
+    def seed_of(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> int:
+        """The seed of an episode: the row's ``seed``, else one that follows from the run's seed, the epoch and the row."""
+        key, own = getattr(engine, "noise_key", None), data.get("seed")
+        if isinstance(own, int) and self.same_start:
+            return own
+        parts = [own if isinstance(own, int) else None, *(() if key is None else key[: 3 if self.same_start else 4])]
+        parts += [data.get("epoch"), data.get("index")] if key is None else []
+        return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4]) >> 1
+
+    def _start(self, data: Mapping[str, Any], observation: str) -> Chat:
+        """The chat: the row's messages, and the first observation at the end of what the user says."""
+        *before, last = [dict(message) for message in data["messages"]]
+        if last["role"] == "user" and isinstance(last["content"], str):
+            before.append(last | {"content": "\n\n".join(text for text in (last["content"].strip(), observation) if text)})
+        else:
+            before += [last, *([{"role": "user", "content": observation}] if observation else [])]
+        return Chat(self.tokenizer, before, system_prompt=self.system_prompt, chat_template_kwargs=self.chat_template_kwargs)
+
+    async def _reply(self, engine: GeneratesTokens, chat: Chat, *, may_be_full: bool) -> LLMResponse | None:
+        """Lets the model speak; None if the context has no room for it."""
+        try:
+            response = await engine.agenerate(chat.request(self.gconfig))
+        except DataFailure as failure:
+            if may_be_full and failure.reason == "prompt_too_long":
+                return None
+            raise
+        if response.stop_reason == StopReason.CANCELLED:
+            raise DataFailure("cancelled", "the request was cancelled, so the reply is not what the policy would have said")
+        chat.add(response)
+        return response
+
+    async def _act(self, world: World, reply: str) -> StepResult | str:
+        """What came of it; a text says why it is no action."""
+        try:
+            action = self.read(reply)
+        except InvalidAction as error:
+            return str(error)
+        return await world.step(action)
+
+    def _malformed(self, words: str) -> StepResult:
+        return StepResult(words, self.malformed_reward, self.on_malformed == "end")
+
+
+def earned_by_turn(rewards: Sequence[float], discount: float) -> list[float]:
+    """The reward that each turn's last token is given, so that the sum from a turn on is its discounted return
+    G_t = r_t + γ·G_{t+1}: G_t − G_{t+1}. Their sum is G_0; without discount they are the rewards themselves."""
+    earned, later = [], 0.0
+    for reward in reversed(rewards):
+        now = reward + discount * later
+        earned.append(reward - (1 - discount) * later)
+        later = now
+    return earned[::-1]
+
+
+def _with_turns(sample: Sample, earned: Sequence[float]) -> Sample:
+    """The sample whose turns earn these rewards, each with its last trained token. Context stands between two turns."""
+    left, trajectories = list(earned), []
+    for trajectory in sample.trajectories:
+        mask = trajectory.loss_mask
+        ends = (mask & ~torch.cat([mask[1:], mask.new_zeros(1)])).nonzero().flatten().tolist()
+        values, left = left[: len(ends)], left[len(ends) :]
+        trajectories.append(trajectory.earning(ends, values))
+    return replace(sample, trajectories=tuple(trajectories))

@@ -1,0 +1,147 @@
+"""Functions of the user's as workflows: episodes that ask the engine, and agents that are given an endpoint."""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from tandem.api.failures import DataFailure, EngineDied, WrongWorkflow
+from tandem.api.samples import Sample
+from tandem.api.workflow import GeneratesTokens, RewardFn, RolloutWorkflow, messages_for
+from tandem.config.errors import ConfigError
+from tandem.config.generation import GenerationConfig
+from tandem.rollout.recording.recorder import Recorder
+from tandem.rollout.recording.session import Session, SessionLimits
+from tandem.rollout.recording.verdict import read_verdict
+
+AGENT_ARGUMENTS = ("base_url", "api_key", "data")
+"""What an agent is given in each episode."""
+
+AGENT_KNOBS = ("agent_timeout_s", "max_turns", "max_concurrent", "side_calls")
+"""Knobs of `AgentWorkflow`, beside those of the function."""
+
+CANCEL_S = 5.0
+"""How long an agent has to end once it is cancelled."""
+
+
+class FunctionWorkflow(RolloutWorkflow):
+    """A coroutine function ``episode(engine, data, …)`` as a workflow; ``episode.makes_group = True`` counts too."""
+
+    def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]):
+        self.function, self.arguments = function, arguments
+        self.name = getattr(function, "__name__", "function")
+        self.makes_group = bool(getattr(function, "makes_group", False))
+        if getattr(function, "reads_scores", False):
+            raise ConfigError(
+                f"{self.name} is a function, which has no finish_group to read scores in: leave reads_scores out"
+            )
+
+    async def arun_episode(self, engine: Any, data: Mapping[str, Any]) -> Any:
+        """Implements `RolloutWorkflow.arun_episode`."""
+        return await self.function(engine, data, **self.arguments)
+
+
+def is_agent(function: Callable[..., Any]) -> bool:
+    """Whether a coroutine function wants an endpoint: it has an argument ``base_url``."""
+    return inspect.iscoroutinefunction(function) and "base_url" in inspect.signature(function).parameters
+
+
+class AgentWorkflow(RolloutWorkflow):
+    """A coroutine function ``agent(base_url, api_key, data, …)`` that talks to the model as to OpenAI's API.
+
+    Its reward is what the agent returns, a number or ``{"reward": …}``, or what it sent to ``…/reward``, but not both; where
+    it says nothing, the configured reward judges the last reply.
+    """
+
+    def __init__(
+        self,
+        own_agent: Callable[..., Any],
+        own_arguments: Mapping[str, Any],
+        reward: RewardFn | None,
+        gconfig: GenerationConfig,
+        recorder: Recorder,
+        *,
+        agent_timeout_s: float | None = None,
+        max_turns: int = SessionLimits.max_turns,
+        max_concurrent: int = SessionLimits.max_concurrent,
+        side_calls: Literal["skip", "train"] = "skip",
+    ):
+        """``own_arguments``: those of the function; an episode fills in its own. ``agent_timeout_s``: the longest that an
+        agent may take; None: as long as the episode."""
+        if max_turns < 1 or max_concurrent < 1 or (agent_timeout_s is not None and agent_timeout_s <= 0):
+            raise ConfigError("max_turns and max_concurrent must be at least 1, and agent_timeout_s above 0")
+        self.function, self.arguments = own_agent, dict(own_arguments)
+        self.name = getattr(own_agent, "__name__", "agent")
+        self.reward, self.gconfig, self.recorder = reward, gconfig, recorder
+        self.agent_timeout_s, self.side_calls = agent_timeout_s, side_calls
+        self.limits = SessionLimits(max_turns=max_turns, max_concurrent=max_concurrent)
+        self._takes = [name for name in AGENT_ARGUMENTS if name in own_arguments]
+
+    async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Sample:
+        """See `RolloutWorkflow`.
+
+        Raises:
+            DataFailure: ``agent_timeout``, ``agent_raised``, ``agent_never_called``, ``agent_refused``,
+                ``agent_exited_early``, ``two_rewards`` or ``no_reward``; ``prompt_too_long`` where it ended by that.
+        """
+        async with self.recorder.session(engine, self.gconfig, limits=self.limits, side_calls=self.side_calls) as session:
+            returned = await self._run(session, data)
+        _ = session.last  # an agent that never spoke to the model has no reward
+        if returned is not None and session.reward is not None:
+            raise DataFailure("two_rewards", "the agent returned a reward, and sent one to …/reward; do one of both")
+        given = session.reward if returned is None else returned
+        return session.sample(**(await judged(self.reward, session, data) if given is None else given))
+
+    async def _run(self, session: Session, data: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What the agent returned."""
+        there = {"base_url": session.base_url, "api_key": session.key, "data": data}
+        arguments = self.arguments | {name: there[name] for name in self._takes}
+        running = asyncio.wrap_future(self.recorder.run_agent(_guarded(self.function, arguments)))
+        try:
+            done, _ = await asyncio.wait([running], timeout=self.agent_timeout_s)
+            if not done:
+                raise DataFailure("agent_timeout", f"the agent was not done after {self.agent_timeout_s:g} s")
+        finally:
+            if not running.done():
+                running.cancel()
+        error = asyncio.CancelledError("it cancelled itself") if running.cancelled() else running.exception()
+        if error is not None:
+            if session.failure is not None:
+                raise session.failure from error  # the engine's, which the agent could not help
+            raise DataFailure("agent_raised", f"{type(error).__name__}: {error}") from error
+        if isinstance(session.failure, EngineDied):
+            raise session.failure
+        try:
+            return read_verdict(running.result())
+        except ValueError as wrong:
+            raise WrongWorkflow(f"agent {self.name} must return a number, a dict with 'reward', or None: {wrong}") from wrong
+
+
+async def judged(
+    reward: RewardFn | None, session: Session, data: Mapping[str, Any], output: str | None = None
+) -> dict[str, Any]:
+    """The verdict of the configured reward on the last reply of a session, or on an ``output`` in its place.
+
+    Raises:
+        DataFailure: ``no_reward``, where none is configured.
+    """
+    if reward is None:
+        raise DataFailure("no_reward", "the agent gave no reward, and none is configured")
+    last = session.last
+    result = await reward(
+        prompt=last.root.prompt_text,
+        completion=last.words if output is None else output,
+        prompt_ids=last.root.asked.context,
+        completion_ids=last.response.output_ids,
+        row=data,
+        **messages_for(reward, last.messages()),
+    )
+    return {"reward": result.value, "raw_rewards": dict(result.raw_rewards), **result.details()}
+
+
+async def _guarded(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    """Runs an agent; one that ends its program ends itself alone."""
+    try:
+        return await function(**arguments)
+    except SystemExit as error:
+        raise RuntimeError(f"the agent called sys.exit({error.code!r})") from error

@@ -1,0 +1,247 @@
+"""Any program as an agent: a command line that is given an address, a key and a folder, and plays an episode."""
+
+import io
+import json
+import os
+import tarfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, SandboxLost, WrongWorkflow
+from tandem.api.samples import Sample
+from tandem.api.sandbox import Limits, Outcome, Program, Sandbox, Snapshot, Workspace
+from tandem.api.workflow import GeneratesTokens, RewardFn, RolloutWorkflow
+from tandem.config.errors import ConfigError
+from tandem.config.generation import GenerationConfig
+from tandem.rollout.command import Command, filled
+from tandem.rollout.own import judged
+from tandem.rollout.recording.recorder import Recorder
+from tandem.rollout.recording.session import Session, SessionLimits
+from tandem.rollout.recording.verdict import read_verdict
+
+ROW, REWARD = ".tandem/row.json", ".tandem/reward.json"
+"""In the program's folder: the row that it is given, and the reward that it may write."""
+
+REASONS = {"exit": "failed", "signal": "killed", "timeout": "timeout", "memory": "memory", "output": "output"}
+"""How a program ended that did not end well → the reason ``program_…`` of its drop."""
+
+SHARE_OF_EPISODE = 0.8
+"""So much of the episode's time a program has, unless it is set: what is left is for its reward."""
+
+KEPT_CHARACTERS = 4000
+"""So much of the end of its output and of its errors is kept in the record."""
+
+From = Literal["said", "exit", "reply", "output"]
+
+
+class ProgramWorkflow(RolloutWorkflow):
+    """A program plays the episode: it speaks to the model over HTTP, in the sandbox, and reaches nothing else.
+
+    ``command``: its command line, see `Command`. ``reward_from``: the reward. `said`: what the program posted to
+    ``TANDEM_REWARD_URL`` or wrote to ``.tandem/reward.json``; where it said nothing, the configured reward of the last
+    reply. `exit`: 1 if it ends with exit code 0, else 0. `reply`, `output`: the configured reward of the model's last reply,
+    or of the program's output.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        reward: RewardFn | None,
+        gconfig: GenerationConfig,
+        recorder: Recorder,
+        sandbox: Sandbox,
+        episode_timeout_s: float = 600.0,
+        *,
+        template: str | None = None,
+        files: str | None = None,
+        variables: Mapping[str, str] | None = None,
+        reward_from: From = "said",
+        timeout_s: float | None = None,
+        memory_mib: int = 1024,
+        processes: int = 64,
+        file_mib: int = 64,
+        output_kib: int = 1024,
+        max_turns: int = SessionLimits.max_turns,
+        max_concurrent: int = SessionLimits.max_concurrent,
+        side_calls: Literal["skip", "train"] = "skip",
+    ):
+        """``template``: a folder that is copied into the program's. ``files``: the row's column with further files, path to
+        text. ``variables``: more of them, with the places of the command. ``timeout_s``: longest time of a program;
+        None: 0.8 of the episode's."""
+        self.timeout_s = SHARE_OF_EPISODE * episode_timeout_s if timeout_s is None else timeout_s
+        if not 0 < self.timeout_s < episode_timeout_s:
+            raise ConfigError(
+                f"workflow=program: timeout_s must be above 0 and below rollout.episode_timeout_s ({episode_timeout_s:g}), "
+                f"so that time is left for the reward; got {self.timeout_s:g}"
+            )
+        if reward_from in ("reply", "output") and reward is None:
+            raise ConfigError(f"workflow=program: reward_from={reward_from} needs a reward; set reward")
+        self.command, self.variables = Command(command), {str(k): str(v) for k, v in (variables or {}).items()}
+        self.template = packed_folder(template) if template else None
+        self.reward, self.gconfig, self.recorder, self.sandbox = reward, gconfig, recorder, sandbox
+        self.reward_from, self.files, self.side_calls = reward_from, files, side_calls
+        self.session_limits = SessionLimits(max_turns=max_turns, max_concurrent=max_concurrent)
+        self.limits = Limits(
+            wall_s=self.timeout_s,
+            cpu_s=self.timeout_s,
+            memory_mib=memory_mib,
+            processes=processes,
+            output_bytes=output_kib << 10,
+            file_mib=file_mib,
+        )
+
+    async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Sample:
+        """See `RolloutWorkflow`.
+
+        Raises:
+            DataFailure: ``program_failed``, ``program_killed``, ``program_timeout``, ``program_memory``, ``program_output``;
+                ``agent_never_called``, ``agent_exited_early``; ``two_rewards``, ``wrong_reward``, ``no_reward``.
+        """
+        limits, side_calls = self.session_limits, self.side_calls
+        async with self.recorder.session(engine, self.gconfig, limits=limits, side_calls=side_calls) as session:
+            outcome, written = await self._play(session, data)
+        failure = session.failure
+        if isinstance(failure, EngineDied) or (isinstance(failure, InfrastructureFailure) and outcome.status != "ok"):
+            raise failure  # what the program could not know of: the episode begins again
+        self._check(outcome)
+        _ = session.last  # a program that never spoke to the model has no reward
+        verdict = await self._verdict(session, data, outcome, written)
+        printed = {"stdout": _tail(outcome.stdout), "stderr": _tail(outcome.stderr)}
+        return session.sample(
+            **verdict
+            | {
+                "metrics": {"time/program_s": outcome.seconds, **verdict.get("metrics", {})},
+                "words": {**verdict.get("words", {}), **{name: text for name, text in printed.items() if text}},
+            }
+        )
+
+    async def _play(self, session: Session, data: Mapping[str, Any]) -> tuple[Outcome, bytes | None]:
+        """Runs the program; also what it wrote as its reward."""
+        address = urlsplit(session.base_url)
+        limits = Limits(**vars(self.limits) | {"address": (address.hostname, address.port)})
+        program = self._program(session, data)
+        space = await self.sandbox.open(limits=limits)
+        try:
+            if self.template is not None:
+                await space.restore(self.template)
+            outcome = await space.exec(program)
+            return outcome, await _reward_file(space) if self.reward_from == "said" else None
+        finally:
+            await space.close()
+
+    def _program(self, session: Session, data: Mapping[str, Any]) -> Program:
+        """The command with its files and variables for this row."""
+        root, keyed = (url.removesuffix("/v1") for url in (session.base_url, session.keyed_url))
+        prompt = prompt_of(data)
+        values = {**data, "prompt": prompt, "row": ROW, "base_url": session.base_url, "api_key": session.key}
+        environment = {
+            "OPENAI_BASE_URL": session.base_url,
+            "OPENAI_API_BASE": session.base_url,
+            "OPENAI_API_KEY": session.key,
+            "ANTHROPIC_BASE_URL": root,
+            "ANTHROPIC_API_KEY": session.key,
+            "TANDEM_BASE_URL": session.keyed_url,
+            "TANDEM_REWARD_URL": f"{keyed}/reward",
+            "TANDEM_ROW": ROW,
+            "TANDEM_REWARD_FILE": REWARD,
+            "TANDEM_DEADLINE": f"{time.time() + self.timeout_s:.3f}",
+        }
+        environment |= {name: filled(text, values) for name, text in self.variables.items()}
+        row = json.dumps(dict(data), ensure_ascii=False, default=str).encode(errors="replace")
+        return Program(argv=self.command.words(values), files={**self._row_files(data), ROW: row}, environment=environment)
+
+    def _row_files(self, data: Mapping[str, Any]) -> dict[str, bytes]:
+        if self.files is None:
+            return {}
+        files = data.get(self.files)
+        if not isinstance(files, Mapping):
+            raise WrongWorkflow(f"workflow=program: files={self.files} must name a column that maps paths to texts")
+        return {str(path): str(text).encode(errors="replace") for path, text in files.items()}
+
+    def _check(self, outcome: Outcome) -> None:
+        """Passes if the program ended as it should.
+
+        Raises:
+            DataFailure: it did not.
+            WrongWorkflow: its command cannot be executed, whatever the row.
+        """
+        if outcome.status == "ok" or (outcome.status == "exit" and self.reward_from == "exit"):
+            return
+        words = _tail(outcome.stderr).strip()
+        if outcome.status == "lost":
+            raise SandboxLost(words)
+        if outcome.status == "refused":
+            if "cannot be executed" in words:
+                raise WrongWorkflow(
+                    f"workflow=program: {words}. In the sandbox the system's programs and Python can be seen, and the "
+                    "folders that sandbox=auto(readable=[…]) names"
+                )
+            raise SandboxLost(words)
+        last = words.splitlines()[-1] if words else "no words on stderr"
+        how = {"timeout": f"not done after {self.timeout_s:g} s", "exit": f"exit code {outcome.exit_code}"}
+        raise DataFailure(f"program_{REASONS[outcome.status]}", f"{how.get(outcome.status, outcome.status)}: {last}")
+
+    async def _verdict(
+        self, session: Session, data: Mapping[str, Any], outcome: Outcome, written: bytes | None
+    ) -> dict[str, Any]:
+        """The reward with its details."""
+        if self.reward_from == "exit":
+            return {"reward": float(outcome.status == "ok"), "accuracy": float(outcome.status == "ok")}
+        if self.reward_from == "output":
+            return await judged(self.reward, session, data, outcome.stdout.decode(errors="replace"))
+        if self.reward_from == "said":
+            if written is not None and session.reward is not None:
+                raise DataFailure("two_rewards", f"the program posted a reward and wrote one to {REWARD}; do one of both")
+            said = session.reward if written is None else _read_reward(written)
+            if said is not None:
+                return said
+        return await judged(self.reward, session, data)
+
+
+def prompt_of(data: Mapping[str, Any]) -> str:
+    """The text of the row's last message."""
+    messages = data.get("messages") or [{}]
+    content = messages[-1].get("content", "")
+    return content if isinstance(content, str) else "".join(str(part.get("text", "")) for part in content)
+
+
+def packed_folder(folder: str) -> Snapshot:
+    """A folder as the files of a workspace; without owners and times.
+
+    Raises:
+        ConfigError: it is not there.
+    """
+    if not Path(folder).is_dir():
+        raise ConfigError(f"workflow=program: template must be a folder, got {folder!r}")
+
+    def plain(member: tarfile.TarInfo) -> tarfile.TarInfo:
+        member.uid = member.gid = member.mtime = 0
+        member.uname = member.gname = ""
+        return member
+
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        for name in sorted(os.listdir(folder)):
+            archive.add(os.path.join(folder, name), name, filter=plain)
+    return Snapshot(content.getvalue())
+
+
+async def _reward_file(space: Workspace) -> bytes | None:
+    try:
+        return await space.read(REWARD)
+    except OSError:
+        return None
+
+
+def _read_reward(written: bytes) -> dict[str, Any] | None:
+    try:
+        return read_verdict(json.loads(written))
+    except (ValueError, RecursionError) as error:
+        raise DataFailure("wrong_reward", f'{REWARD} must have a number, or {{"reward": number}}: {error}') from None
+
+
+def _tail(output: bytes) -> str:
+    return output.decode(errors="replace")[-KEPT_CHARACTERS:]

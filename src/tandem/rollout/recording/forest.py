@@ -1,0 +1,364 @@
+"""The turns of one session as a forest that only grows: what is trained is what the engine saw and made.
+
+A node is one turn of the model: the messages that came since the turn before, and the reply. A request attaches to the
+deepest node whose whole path of messages it repeats. The tokens of that path are taken as they are, and only the messages
+behind it are rendered. Where the template would write the path otherwise, where the reply was cut, or where the client
+rewrote its history, the request begins a new root: then all its messages are context, rendered anew.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from tandem.api.requests import LLMResponse, StopReason
+from tandem.protocol.turns import CallStatus, Message, Reply
+from tandem.rollout.chat import SENTINEL, Tokens
+from tandem.rollout.recording.matching import digests, meaning, thought
+
+Tools = Sequence[Mapping[str, Any]]
+
+
+class Reader(Protocol):
+    """Writes a chat as text, and reads a reply; see `tandem.protocol.tool_calls.CallReader`."""
+
+    def render(
+        self, messages: Sequence[Message], tools: Tools = (), *, add_generation_prompt: bool = True, **template_kwargs: Any
+    ) -> str:
+        """The chat as the model reads it."""
+        ...
+
+    def read(self, ids: Sequence[int], tools: Tools = (), *, prompt: str = "", stop_reason: StopReason) -> Reply:
+        """What a reply says."""
+        ...
+
+
+class Unrenderable(ValueError):
+    """The chat template refuses the messages; says why."""
+
+
+class Text(NamedTuple):
+    """A long text that others are compared with: its length and digest."""
+
+    length: int
+    digest: bytes
+
+    @classmethod
+    def of(cls, text: str) -> "Text":
+        """Of this text."""
+        return cls(len(text), hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest())
+
+    def begins(self, text: str) -> bool:
+        """Whether a text begins with this one."""
+        return len(text) >= self.length and Text.of(text[: self.length]) == self
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """A request for a turn, with its tokens."""
+
+    parent: "Node | None"
+    """The node that it attaches to; None: it begins a root."""
+
+    tail: tuple[Message, ...]
+    """The messages behind the path of the parent."""
+
+    tools: Tools
+    text: str
+    """All of the prompt."""
+
+    input_ids: tuple[int, ...]
+    context: tuple[int, ...]
+    """Those of them that are behind the path of the parent."""
+
+    opening: bool
+    """No turn of the session had ended when it came."""
+
+    number: int
+    """In the order of requests."""
+
+    digest: bytes = b""
+    """Of the tokens."""
+
+
+@dataclass(eq=False)
+class Node:
+    """One turn: what was asked, and the reply."""
+
+    asked: Asked
+    reply: Message
+    """As the client was shown it."""
+
+    words: str
+    """The text of the tokens without special ones, for rewards."""
+
+    said: str
+    """All of that text, but for the token that ended the turn."""
+
+    response: LLMResponse
+    """Without its ``input_ids``, which are the path."""
+
+    key: int
+    """Names it in its session, whatever the order in which requests arrive: a function of its prompt."""
+
+    path: bytes
+    """Digest of the messages up to the reply."""
+
+    prompt: Text
+    prompt_text: str
+    """All of the prompt, of a root; empty elsewhere."""
+
+    taken: bool = False
+    """Whether somebody read the reply."""
+
+    children: list["Node"] = field(default_factory=list)
+
+    @property
+    def parent(self) -> "Node | None":
+        """The turn before."""
+        return self.asked.parent
+
+    @property
+    def root(self) -> "Node":
+        """The first turn of its path."""
+        return self if self.parent is None else self.parent.root
+
+    def line(self) -> "list[Node]":
+        """The path from the root to this turn."""
+        nodes: list[Node] = []
+        node: Node | None = self
+        while node is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def messages(self) -> list[Message]:
+        """The conversation up to the reply."""
+        return [message for node in self.line() for message in (*node.asked.tail, node.reply)]
+
+
+class Forest:
+    """The turns of one session. Pure: it asks nobody.
+
+    Example::
+
+        asked = forest.ask(messages, tools)
+        node = forest.add(asked, response, reply)
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, reader: Reader, template_kwargs: Mapping[str, Any] | None = None):
+        self._tokenizer, self.reader, self._kwargs = tokenizer, reader, dict(template_kwargs or {})
+        self._special = frozenset(tokenizer.all_special_ids)
+        self._ends: dict[bytes, list[Node]] = {}
+        self.nodes: list[Node] = []
+        self._count = 0
+
+    # ------------------------------------------------------------------ growing
+
+    def ask(self, messages: Sequence[Message], tools: Tools = ()) -> Asked:
+        """The tokens of a request.
+
+        Raises:
+            Unrenderable: the template refuses the messages.
+        """
+        messages, self._count = tuple(messages), self._count + 1
+        paths = digests(messages)
+        for length in range(len(messages), 0, -1):
+            nodes = [node for node in self._ends.get(paths[length - 1], ()) if _thinks_alike(node, messages)]
+            for node in sorted(nodes, key=lambda node: node.key):
+                asked = self._attached(node, messages[length:], tools)
+                if asked is not None:
+                    return asked
+            if nodes:
+                break
+        text = self._render(messages, tools)
+        ids = tuple(self._encode(text))
+        return Asked(None, messages, tools, text, ids, ids, not self.nodes, self._count, _digest(ids))
+
+    def add(self, asked: Asked, response: LLMResponse, reply: Message, key: int = 0) -> Node:
+        """The reply to a request.
+
+        Raises:
+            ValueError: the engine answered other tokens.
+        """
+        if tuple(response.input_ids) != asked.input_ids:
+            raise ValueError("the response answers another request: its input_ids are not the tokens of this session")
+        end = self._end_token(response)
+        output = list(response.output_ids)
+        words = str(self._tokenizer.decode(output, skip_special_tokens=True))
+        start = asked.parent.path if asked.parent is not None else b""
+        path = digests((*asked.tail, reply), start)[-1]
+        node = Node(
+            replace(asked, text="", input_ids=(), digest=b""),
+            reply,
+            words,
+            self._decode(output[:-1] if end else output),
+            replace(response, input_ids=()),
+            key,
+            path,
+            Text.of(asked.text),
+            asked.text if asked.parent is None else "",
+        )
+        if asked.parent is not None:
+            asked.parent.children.append(node)
+        self._ends.setdefault(path, []).append(node)
+        self.nodes.append(node)
+        return node
+
+    def _attached(self, node: Node, tail: tuple[Message, ...], tools: Tools) -> Asked | None:
+        """The request as a continuation of a turn; None if it cannot be one."""
+        if node.response.stop_reason != StopReason.STOP:
+            return None  # the template ends a reply that the model did not
+        path = node.messages()
+        try:
+            full = self._render([*path, *tail], tools)
+            addition = self._addition(node, path, tail, tools, full)
+        except Unrenderable:
+            return None
+        if addition is None:
+            return None
+        context = tuple(self._encode(addition))
+        ids = (*_tokens(node), *context)
+        return Asked(node, tail, tools, full, ids, context, False, self._count, _digest(ids))
+
+    def _addition(self, node: Node, path: list[Message], tail: Sequence[Message], tools: Tools, full: str) -> str | None:
+        """What the template writes behind the tokens of a reply when ``tail`` follows; None if it writes the path otherwise.
+
+        The model's own last token, if it ended the turn, is not written again.
+        """
+        if not node.prompt.begins(full):
+            return None
+        start, end = node.prompt.length, self._end_token(node.response)
+        if node.reply.get("tool_calls"):
+            own = self._render(path, tools, add_generation_prompt=False)
+            cut = own.rfind(end, start) if end else -1
+            if cut < 0 or not full.startswith(own):
+                return None
+            written, after = own[start:cut], own[cut + len(end) :] + full[len(own) :]
+        else:
+            marked = self._render([*path[:-1], {**path[-1], "content": SENTINEL}, *tail], tools)
+            _, found, after = marked.partition(SENTINEL)
+            if not found or not full.endswith(after) or len(full) < start + len(after):
+                return None
+            written = full[start : len(full) - len(after)]
+            ended = after.find(end) if end else -1
+            if ended >= 0 and not after[:ended].strip():
+                after = after[ended + len(end) :]
+        return after if self._reads_alike(written, node, tools, full[:start]) else None
+
+    def _reads_alike(self, written: str, node: Node, tools: Tools, prompt: str) -> bool:
+        """Whether what the template writes for a reply says what the model said."""
+        if written.strip() == node.said.strip():
+            return True
+        ids = self._encode(written)
+        read = shown(self.reader.read(ids, tools, prompt=prompt, stop_reason=StopReason.STOP))
+        return meaning(read) == meaning(node.reply) and thought(read) == thought(node.reply)
+
+    # ------------------------------------------------------------------ harvesting
+
+    def left(self) -> list[Node]:
+        """The turns whose reply nobody took, and that nobody continued."""
+        return [node for node in self.nodes if not node.taken and not node.children]
+
+    def task(self, nodes: Sequence[Node]) -> set[Node]:
+        """The roots that belong to the task, among those of ``nodes``: the one that holds its first turn, and those that
+        share a prefix with one of these, or repeat a reply of theirs. Other roots are side calls.
+
+        The first turn is in a root with tools, if there is one, that was asked for before any reply was there: of several of
+        them in the one with the most turns and the longest prompt. So a title that an agent asks for beside the task is not.
+        """
+        trees: dict[Node, list[Node]] = {}
+        for node in nodes:
+            trees.setdefault(node.root, []).append(node)
+        if not trees:
+            return set()
+        first = max(trees, key=lambda r: (bool(r.asked.tools), r.asked.opening, len(trees[r]), len(r.asked.context), -r.key))
+        ours, others = {first}, set(trees) - {first}
+        while True:
+            begin = {meaning(root.asked.tail[0]) for root in ours}
+            replies = {meaning(node.reply) for root in ours for node in trees[root]}
+            more = {
+                root
+                for root in others
+                if meaning(root.asked.tail[0]) in begin
+                or any(m["role"] == "assistant" and meaning(m) in replies for m in root.asked.tail)
+            }
+            if not more:
+                return ours
+            ours, others = ours | more, others - more
+
+    def trajectories(self, nodes: Sequence[Node]) -> Iterator[Tokens]:
+        """The paths from root to leaf through these turns. A turn that several share is trained in the first alone.
+
+        Their order is a function of what was said; the path of the turn that was asked for last comes last.
+        """
+        inside = set(nodes)
+        leaves = [node for node in nodes if not inside.intersection(node.children)]
+        last = max(nodes, key=lambda node: node.asked.number, default=None)
+        done: set[Node] = set()
+        for leaf in sorted(leaves, key=lambda node: (last in node.line(), node.key)):
+            tokens: Tokens | None = None
+            for node in leaf.line():
+                if tokens is None:
+                    tokens = Tokens(node.asked.context)
+                else:
+                    tokens.add_context(node.asked.context)
+                tokens.add_completion(node.response, trained=node not in done)
+                done.add(node)
+            assert tokens is not None
+            yield tokens
+
+    # ------------------------------------------------------------------ text and tokens
+
+    def _render(self, messages: Sequence[Message], tools: Tools, add_generation_prompt: bool = True) -> str:
+        try:
+            return self.reader.render(messages, tools, add_generation_prompt=add_generation_prompt, **self._kwargs)
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+            raise Unrenderable(f"the chat template of this model refuses the messages: {error}") from error
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _end_token(self, response: LLMResponse) -> str:
+        """The text of the special token with which the model ended its turn; empty if it did not."""
+        last = response.output_ids[-1] if response.output_ids else None
+        if response.stop_reason != StopReason.STOP or last not in self._special:
+            return ""
+        return self._decode([last])
+
+
+def shown(reply: Reply, stops: Sequence[str] = ()) -> dict[str, Any]:
+    """The assistant's message that a client is shown: a call that cannot be carried out is text of its turn, and a text that
+    ends the turn is not."""
+    return visible(reply, stops).message()
+
+
+def visible(reply: Reply, stops: Sequence[str] = ()) -> Reply:
+    """The reply as a client is shown it; see `shown`."""
+    content = reply.content
+    for text in dict.fromkeys(call.text for call in reply.calls if call.status != CallStatus.OK):
+        content += text
+    for stop in stops:
+        content = content.partition(stop)[0]
+    return replace(reply, content=content, calls=reply.good_calls)
+
+
+def _thinks_alike(node: Node, messages: Sequence[Message]) -> bool:
+    """Whether the thinking that the client repeats is that of the path."""
+    return all(thought(sent) in ("", thought(own)) for own, sent in zip(node.messages(), messages, strict=False))
+
+
+def _tokens(node: Node) -> list[int]:
+    """All tokens up to the end of a reply."""
+    return [i for one in node.line() for i in (*one.asked.context, *one.response.output_ids)]
+
+
+def _digest(ids: Sequence[int]) -> bytes:
+    return hashlib.blake2b(array("q", ids).tobytes(), digest_size=16).digest()

@@ -1,0 +1,62 @@
+"""When two messages say the same: clients write what they were given in their own way before they send it back."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tandem.protocol.turns import Message
+
+
+def meaning(message: Message) -> str:
+    """A text that is equal for messages which say the same: role, content, and calls by name and parsed arguments.
+
+    Content that is absent, null or empty is one thing, and parts of text are their text. White space around a reply is no
+    word of it. The ids of calls and results do not count, because their order agrees; nor does thinking, see `thought`.
+    """
+    content = text_of(message.get("content"))
+    calls = [_call(call) for call in message.get("tool_calls") or ()]
+    if message["role"] == "assistant":
+        content = content.strip()
+    return json.dumps([message["role"], content, calls], ensure_ascii=False, sort_keys=True)
+
+
+def text_of(content: Any) -> str:
+    """The text of a message's content."""
+    if isinstance(content, str):
+        return content
+    return "".join(str(part.get("text") or "") for part in content or ())
+
+
+def thought(message: Message) -> str:
+    """The thinking that a message repeats; empty where the client left it out."""
+    return str(message.get("reasoning_content") or "").strip()
+
+
+def digests(messages: Iterable[Message], start: bytes = b"") -> list[bytes]:
+    """For each message the digest of the path that ends with it; ``start``: that of the path before the first."""
+    made, last = [], start
+    for message in messages:
+        last = hashlib.blake2b(last + meaning(message).encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        made.append(last)
+    return made
+
+
+def _call(call: Mapping[str, Any]) -> list[Any]:
+    function = call.get("function", call)
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            arguments = [arguments]  # no object, so equal to the same text only
+    return [function.get("name"), _plain(arguments or {})]
+
+
+def _plain(value: Any) -> Any:
+    """The value with whole numbers written one way: JavaScript writes 1.0 as 1."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,358 @@
+"""One sample's session with the model: its turns, whoever asks for them, and in the end its sample."""
+
+import asyncio
+import contextlib
+import hashlib
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from tandem.api.failures import DataFailure, EngineDied, EpisodeFailure
+from tandem.api.requests import LLMRequest, StopReason
+from tandem.api.samples import Sample
+from tandem.api.workflow import GeneratesTokens
+from tandem.config.generation import GenerationConfig
+from tandem.protocol.refusal import Refusal
+from tandem.protocol.turns import Reply, Turn
+from tandem.rollout.recording.forest import Asked, Forest, Node, Unrenderable, shown, visible
+
+RETRY_S = 600.0
+"""A turn that ended longer ago is not given to a retry."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionLimits:
+    """What one session may take; what passes a bound is refused by its name."""
+
+    max_turns: int = 256
+    """Most turns that are asked for."""
+
+    max_concurrent: int = 16
+    """Most requests at the same time."""
+
+
+@dataclass(frozen=True)
+class Retry:
+    """What a client says of a request that may be a repetition."""
+
+    count: int = 0
+    """How often it was sent before."""
+
+    key: str = ""
+    """The idempotency key; empty without one."""
+
+
+@dataclass(eq=False)
+class Attempt:
+    """One turn that was asked for, and all requests that wait for it."""
+
+    turn: Turn
+    asked: Asked
+    number: int
+    """Among turns with the same prompt."""
+
+    retry_key: str
+    done: "asyncio.Future[Answered]"
+    listeners: int = 0
+    ended: float | None = None
+    taken: bool = False
+    task: "asyncio.Task[None] | None" = None
+
+    @property
+    def noise(self) -> int:
+        """Names its noise in the session: a function of prompt and number, not of arrival."""
+        name = hashlib.blake2b(self.asked.digest + self.number.to_bytes(4, "big"), digest_size=8).digest()
+        return int.from_bytes(name, "big") >> 2
+
+    @property
+    def wanted(self) -> bool:
+        """Whether somebody has the reply, or waits for it."""
+        return self.taken or self.listeners > 0
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """A block in which one more request waits."""
+        self.listeners += 1
+        try:
+            yield
+        finally:
+            self.listeners -= 1
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A turn with its reply as the client is shown it."""
+
+    turn: Turn
+    reply: Reply
+    node: Node
+    response_id: str
+    usage: Mapping[str, int]
+
+    @property
+    def names(self) -> dict[str, Any]:
+        """What a dialect writes beside the reply."""
+        return {"response_id": self.response_id, "usage": self.usage}
+
+
+@dataclass
+class Counts:
+    """What is told of a session in the metrics."""
+
+    retries: int = 0
+    refused: int = 0
+    """Requests that were not served."""
+
+    overridden: Counter[str] = field(default_factory=Counter)
+    without_call: int = 0
+    """Turns that had to call a tool and called none."""
+
+
+class Session:
+    """Turns of one sample. Lives on one event loop; `close` ends it, and whoever still waits is told so."""
+
+    def __init__(
+        self,
+        forest: Forest,
+        engine: GeneratesTokens,
+        gconfig: GenerationConfig,
+        *,
+        limits: SessionLimits | None = None,
+        side_calls: Literal["skip", "train"] = "skip",
+    ):
+        self.key = f"sk-{secrets.token_hex(24)}"
+        self.forest, self.counts = forest, Counts()
+        self.reward: dict[str, Any] | None = None
+        self.failure: EpisodeFailure | None = None
+        """Why the last turn failed in the engine, which the agent saw as a refusal; None after one that went well."""
+
+        self.refused: Refusal | None = None
+        """The last refusal of a request."""
+
+        self.asked = False
+        """Whether a turn was asked for."""
+
+        self.base_url, self.keyed_url = "", ""
+        self._engine, self._gconfig = engine, gconfig
+        self._limits, self._side_calls = limits or SessionLimits(), side_calls
+        self._attempts: dict[tuple[Any, ...], list[Attempt]] = {}
+        self._numbers: dict[bytes, set[int]] = {}
+        self._started = 0
+        self._closed = False
+
+    # ------------------------------------------------------------------ turns
+
+    def begin(self, turn: Turn, retry: Retry) -> Attempt:
+        """The turn that a request asks for: a new one, or the one that it repeats.
+
+        A request repeats another if both have the same prompt and the client says so, or nobody waits any more for the
+        other and nobody has its reply.
+
+        Raises:
+            Refusal: a bound is passed, the template refuses the messages, or the session is over.
+        """
+        self._check_open()
+        self.asked = True
+        asked, tools = self._ask(turn)
+        same = (asked.digest, turn.stops, turn.max_tokens, turn.tool_choice)
+        attempt = self._repeated(same, retry)
+        if attempt is not None:
+            self.counts.retries += 1
+            return attempt
+        self._check_bounds()
+        self.counts.overridden.update(turn.overridden)
+        if turn.max_tokens is not None and turn.max_tokens > self._gconfig.max_new_tokens:
+            self.counts.overridden["max_tokens"] += 1
+        self._started += 1
+        attempt = Attempt(turn, asked, self._take_number(asked), retry.key, asyncio.get_running_loop().create_future())
+        attempt.done.add_done_callback(lambda done: done.cancelled() or done.exception())  # looked at, if nobody waits
+        self._attempts.setdefault(same, []).append(attempt)
+        attempt.task = asyncio.create_task(self._run(attempt, same, tools))
+        return attempt
+
+    def took(self, attempt: Attempt) -> None:
+        """A client read the reply."""
+        attempt.taken = True
+        attempt.done.result().node.taken = True
+
+    def set_reward(self, given: Mapping[str, Any]) -> None:
+        """The agent's own judgement; the last one counts.
+
+        Raises:
+            Refusal: the session is over.
+        """
+        self._check_open()
+        self.reward = dict(given)
+
+    def refuse(self, refusal: Refusal) -> None:
+        """A request of this session was not served."""
+        if not self._closed:
+            self.refused = refusal
+            self.counts.refused += 1
+
+    async def close(self) -> None:
+        """No turn is taken any more; those under way are cancelled."""
+        self._closed = True
+        over = Refusal(410, "this session is over", code="session_ended")
+        tasks = []
+        for attempts in self._attempts.values():
+            for attempt in attempts:
+                if not attempt.done.done():
+                    attempt.done.set_exception(over)
+                if attempt.task is not None and not attempt.task.done():
+                    attempt.task.cancel()
+                    tasks.append(attempt.task)
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ask(self, turn: Turn) -> tuple[Asked, tuple[Mapping[str, Any], ...]]:
+        """The tokens of a turn, and the tools that may be called in it."""
+        try:
+            asked = self.forest.ask(turn.messages, turn.tools)
+        except Unrenderable as error:
+            raise Refusal(400, str(error), code="template_refuses", param="messages") from error
+        return asked, () if turn.tool_choice == "none" else tuple(turn.tools)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Refusal(410, "this session is over", code="session_ended")
+
+    def _check_bounds(self) -> None:
+        if self._started >= self._limits.max_turns:
+            raise Refusal(403, f"this session has had its {self._limits.max_turns} turns (max_turns)", code="max_turns")
+        running = sum(not attempt.done.done() for attempts in self._attempts.values() for attempt in attempts)
+        if running >= self._limits.max_concurrent:
+            message = f"{running} turns of this session are under way, of at most {self._limits.max_concurrent}"
+            raise Refusal(429, message, code="max_concurrent", headers={"Retry-After": "1"})
+
+    def _repeated(self, same: tuple[Any, ...], retry: Retry) -> Attempt | None:
+        """The turn that a request with this prompt repeats."""
+        now = time.monotonic()
+        there = [a for a in self._attempts.get(same, ()) if a.ended is None or now - a.ended < RETRY_S]
+        keyed = [a for a in there if retry.key and a.retry_key == retry.key]
+        left = [a for a in there if not a.wanted]
+        declared = [a for a in there if retry.count > 0 and not (a.ended is not None and a.done.result().node.children)]
+        return next(iter([*keyed, *left, *declared[::-1]]), None)
+
+    def _take_number(self, asked: Asked) -> int:
+        used = self._numbers.setdefault(asked.digest, set())
+        number = next(i for i in range(len(used) + 1) if i not in used)
+        used.add(number)
+        return number
+
+    async def _run(self, attempt: Attempt, same: tuple[Any, ...], tools: tuple[Mapping[str, Any], ...]) -> None:
+        """Has the turn sampled; whoever waits for it gets the reply, or the reason why there is none."""
+        try:
+            answered = await self._sampled(attempt, tools)
+            attempt.ended, self.failure = time.monotonic(), None
+            attempt.asked = replace(attempt.asked, text="", input_ids=())  # the node knows its tokens by those before it
+            if not attempt.done.done():
+                attempt.done.set_result(answered)
+        except Exception as error:  # the request boundary: whoever waits raises it, and a retry samples anew
+            self._attempts[same].remove(attempt)
+            self._numbers[attempt.asked.digest].discard(attempt.number)
+            if isinstance(error, EpisodeFailure):
+                self.failure = error
+            if not attempt.done.done():
+                attempt.done.set_exception(_refusal(error))
+
+    async def _sampled(self, attempt: Attempt, tools: tuple[Mapping[str, Any], ...]) -> Answered:
+        turn, asked, gconfig = attempt.turn, attempt.asked, self._gconfig
+        limit = gconfig.max_new_tokens if turn.max_tokens is None else min(turn.max_tokens, gconfig.max_new_tokens)
+        stops = tuple(dict.fromkeys((*gconfig.stop, *turn.stops)))
+        base = getattr(self._engine, "noise_key", None)
+        key = None if base is None else base._replace(trajectory=attempt.noise)
+        request = LLMRequest(asked.input_ids, replace(gconfig, max_new_tokens=limit, stop=stops), noise_key=key)
+        response = await self._engine.agenerate(request)
+        if response.stop_reason == StopReason.CANCELLED:
+            raise DataFailure("cancelled", "the request was cancelled, so the reply is not what the policy would have said")
+        reader = self.forest.reader
+        reply = reader.read(response.output_ids, tools, prompt=asked.text, stop_reason=response.stop_reason)
+        reply = visible(reply, stops if response.stop_reason == StopReason.STOP else ())
+        if turn.tool_choice == "required" and not reply.calls:
+            self.counts.without_call += 1
+        node = self.forest.add(asked, response, shown(reply), attempt.noise)
+        usage = {"prompt_tokens": len(asked.input_ids), "completion_tokens": len(response.output_ids)}
+        return Answered(turn, reply, node, f"{attempt.noise:016x}", usage)
+
+    # ------------------------------------------------------------------ the sample
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The turns that are trained: whose reply somebody took or continued, side calls only if they are wanted."""
+        left = set(self.forest.left())
+        nodes = [node for node in self.forest.nodes if node not in left]
+        ours = self.forest.task(nodes)
+        return [node for node in nodes if self._side_calls == "train" or node.root in ours]
+
+    @property
+    def last(self) -> Node:
+        """The turn of the task that was asked for last.
+
+        Raises:
+            DataFailure: ``agent_never_called``, ``agent_refused`` or ``agent_exited_early``.
+        """
+        nodes = self.nodes
+        if nodes:
+            return max(nodes, key=lambda node: node.asked.number)
+        if self.failure is not None:
+            raise self.failure
+        if not self.asked and self.refused is None:
+            raise DataFailure("agent_never_called", "the agent ended without asking for a turn")
+        if self.refused is not None and not self.forest.nodes:
+            raise DataFailure("agent_refused", f"no request of the agent could be served; the last: {self.refused.message}")
+        raise DataFailure("agent_exited_early", "the agent ended before it had taken a reply")
+
+    def metrics(self) -> dict[str, float]:
+        """What was recorded, as metrics of the sample."""
+        nodes, all_, left = self.nodes, self.forest.nodes, self.forest.left()
+        values = {
+            "turns": len(nodes),
+            "roots": len({node.root for node in nodes}),
+            "trajectories": sum(1 for node in nodes if not set(nodes).intersection(node.children)),
+            "retries": self.counts.retries,
+            "orphans": len(left),
+            "side_calls": len(all_) - len(left) - len(nodes),
+            "refused": self.counts.refused,
+            "overridden": self.counts.overridden.total(),
+            "without_call": self.counts.without_call,
+        }
+        return {f"rollout/recorded/{name}": float(value) for name, value in values.items()}
+
+    def sample(self, reward: float, *, metrics: Mapping[str, float] | None = None, **details: Any) -> Sample:
+        """The finished sample, with every trajectory that has trained tokens. ``details``: other fields of `Sample`.
+
+        Raises:
+            DataFailure: see `last`.
+        """
+        last, nodes = self.last, self.nodes
+        every = list(self.forest.trajectories(nodes))
+        spoken = [tokens for tokens in every if any(tokens.mask)]
+        messages = tuple(last.messages())
+        return Sample(
+            trajectories=tuple(tokens.trajectory() for tokens in spoken or every[-1:]),
+            reward=float(reward),
+            prompt_text=last.root.prompt_text,
+            completion_text=last.words,
+            messages=messages,
+            metrics=self.metrics() | dict(metrics or {}),
+            timings=tuple(node.response.timing for node in nodes if node.response.timing is not None),
+            **details,
+        )
+
+
+def _refusal(error: Exception) -> BaseException:
+    """The answer to a request that failed."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, EngineDied):
+        return Refusal(503, "the engine is gone", code="engine_died")
+    if isinstance(error, DataFailure) and error.reason == "prompt_too_long":
+        return Refusal(400, str(error), code="context_length_exceeded", param="messages")
+    if isinstance(error, DataFailure):
+        return Refusal(400, str(error), code=error.reason)
+    if isinstance(error, EpisodeFailure):
+        return Refusal(503, str(error), code=error.reason)
+    return error

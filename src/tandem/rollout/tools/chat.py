@@ -1,0 +1,81 @@
+"""A chat in which the model calls tools: tokens only append, over calls and results too."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tandem.api.requests import LLMResponse
+from tandem.protocol.tool_calls import CallReader, call_message
+from tandem.protocol.turns import Reply
+from tandem.rollout.chat import Chat, Tokens
+
+
+class ToolChat(Chat):
+    """A `Chat` whose prompt has the tools, and whose replies are read for calls.
+
+    What the model wrote stays as it was sampled, whatever the template would make of the call that was read in it; only what
+    the template writes after it is appended.
+    """
+
+    def __init__(
+        self,
+        reader: CallReader,
+        tools: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        system_prompt: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ):
+        self.reader, self.tools = reader, tuple(tools)
+        super().__init__(reader.tokenizer, messages, system_prompt=system_prompt, chat_template_kwargs=chat_template_kwargs)
+        self.reply = Reply("")
+        """The model's last turn, as it reads."""
+
+    def add(self, response: LLMResponse) -> None:
+        """See `Chat.add`."""
+        super().add(response)
+        self.reply = self.reader.read(response.output_ids, self.tools, prompt=self._text, stop_reason=response.stop_reason)
+        named = [call for call in self.reply.calls if call.name]
+        if named:
+            reasoning = {"reasoning_content": self.reply.reasoning} if self.reply.reasoning else {}
+            message = {"role": "assistant", "content": self.reply.content, **reasoning}
+            self.messages[-1] = message | {"tool_calls": [call_message(call) for call in named]}
+
+    def observe(self, results: Mapping[str, str]) -> None:
+        """What became of the calls of the last reply, by their ids: context, masked out of the loss."""
+        calls = self.reply.calls
+        unread = "\n".join(results[call.call_id] for call in calls if not call.name)
+        named = [call for call in calls if call.name]
+        if not named:
+            self.say(unread)
+            return
+        turns = [
+            {"role": "tool", "tool_call_id": call.call_id, "name": call.name, "content": results[call.call_id]}
+            for call in named
+        ]
+        if unread:
+            turns[-1]["content"] += f"\n{unread}"
+        rendered = self._render([*self.messages, *turns])
+        addition = self._after_calls(rendered, len(named))
+        if addition is not None:
+            self._tokens.add_context(self._encode(self._without_end(addition)))
+        else:
+            self._ended.append(self._tokens)
+            self._tokens = Tokens(self._encode(rendered))
+        self.messages += turns
+        self._text = rendered
+
+    def _after_calls(self, rendered: str, count: int) -> str | None:
+        """What the template writes after the reply's calls; None if it changed what stood before, or left out thinking."""
+        if not rendered.startswith(self._text):
+            return None
+        tail, end = rendered[len(self._text) :], 0
+        for found in self.reader.find(tail, ended=True):
+            count -= len(found.written)
+            end = found.end
+            if count <= 0:
+                break
+        whole = all(words.strip() in tail[:end] for words in (self.reply.reasoning, self.reply.content))
+        return tail[end:] if count <= 0 and whole else None
+
+    def _render(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        return self.reader.render(messages, self.tools, **self._kwargs)

@@ -1,0 +1,75 @@
+"""Deterministic runs of several turns: the requests of a turn reach the engine together."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Protocol
+
+from tandem.api.engines import InferenceEngine
+from tandem.api.failures import EngineDied, WaitTimeout
+
+
+class Member(Protocol):
+    """An episode of a wave."""
+
+    @property
+    def at_turn(self) -> bool:
+        """True if it need not be waited for: each of its samples waits for its next turn, or has ended."""
+        ...
+
+
+class Wave:
+    """Episodes that began together. A request after the first one waits until every other sample has its next request too,
+    or has ended; then the engine stands still while all of them are queued. So the order in which environments, tools and
+    rewards answer does not decide which requests are computed together. For the loop's thread."""
+
+    def __init__(self, engine: InferenceEngine, members: Sequence[Member]):
+        self._engine, self._members = engine, members
+        self._waiting: set[asyncio.Future[None]] = set()
+        self._leaving: set[asyncio.Future[None]] = set()
+        self._left = asyncio.Event()
+        self._release: asyncio.Task[None] | None = None
+
+    async def turn(self) -> None:
+        """Waits for the next turn. The caller issues its request in the same step of the loop in which this returns."""
+        loop = asyncio.get_running_loop()
+        place = loop.create_future()
+        self._waiting.add(place)
+        self.look()
+        try:
+            await place
+        finally:
+            self._waiting.discard(place)
+            loop.call_soon(self._has_left, place)  # after this step of the loop: then the engine has the request
+
+    def look(self) -> None:
+        """Begins the next turn if nobody is to be waited for. Call it whenever a sample waits or ends."""
+        if self._release is None and self._waiting and all(member.at_turn for member in self._members):
+            self._release = asyncio.get_running_loop().create_task(self._begin_turn())
+
+    async def _begin_turn(self) -> None:
+        try:
+            await asyncio.to_thread(self._engine.pause)
+        except (EngineDied, WaitTimeout):  # the requests will say it
+            self._let_go()
+            self._release = None
+            return
+        try:
+            self._let_go()
+            if self._leaving:
+                await self._left.wait()
+        finally:
+            await asyncio.to_thread(self._engine.resume)
+            self._release = None
+        self.look()
+
+    def _let_go(self) -> None:
+        self._leaving, self._waiting = self._waiting, set()
+        self._left.clear()
+        for place in self._leaving:
+            if not place.done():
+                place.set_result(None)
+
+    def _has_left(self, place: "asyncio.Future[None]") -> None:
+        self._leaving.discard(place)
+        if not self._leaving:
+            self._left.set()

@@ -1,0 +1,71 @@
+"""Agents that nobody here wrote, eight episodes at once, through the recorder: trained is what the engine saw and made.
+
+Needs the environments of ``scripts/foreign_agents.sh``; an agent that is not there is skipped.
+"""
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+
+from tandem.models.catalog import resolve
+from tandem.models.tokenizer import load_tokenizer
+from tandem.rollout.recording.recorder import Recorder
+from tests.foreign.forced import GCONFIG, forced_engine, long_model_folder, rescored
+from tests.foreign.peers import PEERS
+
+EPISODES = 8
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return long_model_folder(tmp_path_factory.mktemp("long"), resolve("smollm2-135m"))
+
+
+async def played(peer, folder, engine, place):
+    """The answers, and the sessions that are over."""
+    recorder = Recorder(load_tokenizer(folder))
+    try:
+        async with AsyncExitStack() as stack:
+            sessions = [await stack.enter_async_context(recorder.session(engine, GCONFIG)) for _ in range(EPISODES)]
+            given = [
+                {"base_url": s.base_url, "key": s.key, "question": f"What is {i} + {i + 20}? Then add 1."}
+                for i, s in enumerate(sessions)
+            ]
+            return await peer.play(given, place), sessions
+    finally:
+        recorder.close()
+
+
+@pytest.mark.parametrize("peer", PEERS, ids=lambda peer: peer.name)
+def test_an_agent_is_trained_on_what_the_engine_saw_and_made(peer, folder, tmp_path):
+    if not peer.there:
+        pytest.skip(f"{peer.program} is not there; scripts/foreign_agents.sh makes it")
+    with forced_engine(folder, peer.script) as engine:
+        answers, sessions = asyncio.run(played(peer, folder, engine, tmp_path))
+
+    assert answers == [f"It is {2 * i + 21}." for i in range(EPISODES)]
+    untrained = {request + output: request for request, output in engine.log}
+    for session in sessions:
+        sample = session.sample(1.0)
+        got = {name.rpartition("/")[2]: value for name, value in sample.metrics.items()}
+        assert (got["roots"], got["turns"], got["side_calls"]) == (peer.roots, peer.turns, peer.side_calls)
+        assert got["orphans"] == got["retries"] == 0 and len(sample.trajectories) == peer.roots
+        for trajectory in sample.trajectories:
+            ids, mask = tuple(trajectory.input_ids.tolist()), trajectory.loss_mask
+            spans = list(trained_spans(mask.tolist()))
+            assert spans[-1][1] == len(ids)
+            for start, end in spans:  # each is what the engine returned to exactly what stands before it, trained once
+                assert len(untrained.pop(ids[:end])) == start
+            drawn = rescored(folder, trajectory) - trajectory.rollout_logprobs[mask]
+            assert drawn.abs().max() <= 1e-4
+    assert len(engine.log) == EPISODES * (peer.turns + peer.side_calls)
+    assert len(untrained) == EPISODES * peer.side_calls
+
+
+def trained_spans(mask):
+    """Start and end of each run of trained tokens."""
+    edges = [place for place, (before, now) in enumerate(zip([False, *mask], [*mask, False], strict=True)) if before != now]
+    return zip(edges[::2], edges[1::2], strict=True)

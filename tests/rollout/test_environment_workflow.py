@@ -1,0 +1,158 @@
+"""A chat whose other speaker is an environment: what it reads, what each turn earns, and where the episode begins."""
+
+import asyncio
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.api.failures import DataFailure
+from tandem.api.requests import LLMResponse, NoiseKey, StopReason
+from tandem.api.services import Services
+from tandem.config.errors import ConfigError
+from tandem.config.generation import GenerationConfig
+from tandem.rollout.environments.actions import reader
+from tandem.rollout.environments.workflow import EnvironmentWorkflow, earned_by_turn
+from tests.rollout.test_chat import FORGETFUL
+from tests.tiny import tiny_tokenizer
+
+WORLDS = Path(__file__).parent / "worlds.py"
+GCONFIG = GenerationConfig(max_new_tokens=8)
+ROW = {"messages": [{"role": "user", "content": "Play."}], "answer": "7", "epoch": 0, "index": 5}
+
+
+class Script:
+    """An engine that says what stands there, and keeps what it was asked."""
+
+    def __init__(self, tokenizer, *says, key=None, full_after=None):
+        self.tokenizer, self.says, self.requests, self.full_after = tokenizer, list(says), [], full_after
+        if key is not None:
+            self.noise_key = key
+
+    async def agenerate(self, request):
+        if len(self.requests) == self.full_after:
+            raise DataFailure("prompt_too_long", "no room")
+        self.requests.append(request)
+        ids = (*self.tokenizer(self.says.pop(0), add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id)
+        return LLMResponse(request.input_ids, ids, (-0.5,) * len(ids), (0,) * len(ids), StopReason.STOP, 1.0)
+
+    @property
+    def read(self):
+        """The text of the last request."""
+        return self.tokenizer.decode(list(self.requests[-1].input_ids), skip_special_tokens=False)
+
+
+@pytest.fixture
+def play():
+    """Plays one episode in a class of the file."""
+    tokenizers = {}
+
+    def run(world, *says, row=ROW, key=None, template=None, full_after=None, **knobs):
+        tokenizer = tokenizers.setdefault(template, tiny_tokenizer(*[template] if template else []))
+        script = Script(tokenizer, *says, key=key, full_after=full_after)
+        with Services({"environment": f"{WORLDS}:{world}"}, tokenizer=tokenizer, gconfig=GCONFIG) as services:
+            workflow = services.make("workflow=environment", EnvironmentWorkflow, knobs)
+            return asyncio.run(workflow.arun_episode(script, row)), script
+
+    return run
+
+
+def test_observations_are_the_users_turns_and_replies_are_actions(play):
+    sample, script = play("Count", "left", "right", "up", system_prompt="Be brief.")
+    said = [(message["role"], message["content"]) for message in sample.messages]
+    assert said == [
+        ("system", "Be brief."),
+        ("user", f"Play.\n\nBegin with {said[1][1][-2]}."),
+        ("assistant", "left"),
+        ("user", "You said left. 2 left."),
+        ("assistant", "right"),
+        ("user", "You said right. 1 left."),
+        ("assistant", "up"),
+    ]
+    assert sample.reward == 3.0 and sample.accuracy == 1.0
+    assert sample.metrics == {"turns": 3.0, "malformed_actions": 0.0, "cut_episodes": 0.0}
+    assert script.read.endswith("1 left.<|im_end|>\n<|im_start|>assistant\n")
+
+
+@pytest.mark.parametrize(("template", "count"), [(None, 1), (FORGETFUL, 3)])
+def test_each_turn_earns_its_reward_with_its_last_token_also_where_a_template_rewrites_history(play, template, count):
+    says = ["<think>a</think>left"] * 3
+    sample, _ = play("Count(step=0.25)", *says, template=template)
+    assert len(sample.trajectories) == count
+    for trajectory in sample.trajectories:
+        ends = trajectory.loss_mask & ~torch.cat([trajectory.loss_mask[1:], torch.tensor([False])])
+        assert torch.equal(trajectory.token_rewards, ends * 0.25)
+    assert sum(int(t.token_rewards.count_nonzero()) for t in sample.trajectories) == 3
+    assert sample.reward == 0.75
+
+
+def test_the_sum_from_a_turn_on_is_its_discounted_return():
+    rewards, discount = [1.0, 0.0, -2.0, 4.0], 0.5
+    returns = [sum(r * discount**k for k, r in enumerate(rewards[t:])) for t in range(4)]
+    earned = earned_by_turn(rewards, discount)
+    assert list(itertools.accumulate(earned[::-1]))[::-1] == pytest.approx(returns)
+    assert earned_by_turn(rewards, 1.0) == rewards
+
+
+def test_a_text_that_is_no_action_is_told_and_costs_what_you_say(play):
+    says = ("...", "nonsense", "go", "go", "go")
+    sample, _ = play("Count", *says, action="last_word", malformed_reward=-0.5, turn_discount=0.5)
+    told = [message["content"] for message in sample.messages if message["role"] == "user"]
+    assert told[1:3] == ["Your reply has no word in it.", "No such move."]
+    assert sample.metrics["malformed_actions"] == 2 / 5 and sample.metrics["turns"] == 5
+    assert sample.reward == pytest.approx(-0.5 - 0.25 + 0.25 + 0.125 + 0.0625)
+    ended, _ = play("Count", "...", action="last_word", on_malformed="end")
+    assert ended.metrics["turns"] == 1 and ended.reward == 0
+
+
+def test_turns_are_limited_and_a_full_context_ends_the_episode(play):
+    sample, _ = play("Count", "go", "go", max_turns=2)
+    assert sample.metrics == {"turns": 2.0, "malformed_actions": 0.0, "cut_episodes": 1.0} and sample.accuracy is None
+    sample, _ = play("Count", "go", "go", full_after=1)
+    assert sample.metrics["turns"] == 1 and sample.metrics["cut_episodes"] == 1 and sample.reward == 1
+
+
+def test_members_of_a_group_begin_in_the_same_state_unless_it_is_said(play):
+    def begins(key, row=ROW, **knobs):
+        return play("Async", "a", "b", key=key, row=row, **knobs)[0].messages[0]["content"]
+
+    first = begins(NoiseKey(1, 0, 5, sample=0))
+    assert first == begins(NoiseKey(1, 0, 5, sample=3)) == begins(NoiseKey(1, 0, 5, sample=3, attempt=2))
+    assert len({first, *(begins(NoiseKey(*k)) for k in ((2, 0, 5), (1, 1, 5), (1, 0, 6)))}) == 4
+    assert begins(NoiseKey(1), same_start=False) != begins(NoiseKey(1, sample=1), same_start=False)
+    assert begins(NoiseKey(1), row=ROW | {"seed": 12}).endswith("seed 12")
+
+
+def test_a_world_of_gymnasium_plays_as_it_is(play):
+    sample, _ = play("Gym", "go", row=ROW | {"seed": 4})
+    assert sample.messages[0]["content"] == "Play.\n\n4 7" and sample.reward == 1
+
+
+@pytest.mark.parametrize(
+    ("reading", "pattern", "reply", "action"),
+    [
+        ("text", None, " go left \n", "go left"),
+        ("last_word", None, "I go to the **left**.", "left"),
+        ("last_line", None, "First\nthen left\n", "then left"),
+        ("number", None, "between 3 and -12.", -12),
+        ("regex", r"\[(\w+)\]", "[up] no, [down]!", "down"),
+        ("json", None, 'so {"a": 1} or {"move": {"x": 2}} it is', {"move": {"x": 2}}),
+    ],
+)
+def test_an_action_is_read_from_a_reply(reading, pattern, reply, action):
+    assert reader(reading, pattern)(reply) == action
+
+
+@pytest.mark.parametrize(
+    ("knobs", "words"),
+    [
+        ({"max_turns": 0}, "max_turns must be more than 0"),
+        ({"turn_discount": 1.5}, "turn_discount must lie in 0…1"),
+        ({"action": "regex"}, "belong together"),
+        ({"action": "regex", "pattern": "("}, "no regular expression"),
+    ],
+)
+def test_what_cannot_work_is_refused(play, knobs, words):
+    with pytest.raises(ConfigError, match=words):
+        play("Count", **knobs)

@@ -1,0 +1,244 @@
+"""Whatever a client does to its history, no token is trained that was not sampled in exactly that context."""
+
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.api.requests import LLMResponse, StopReason
+from tandem.protocol.dialects.chat import answer, read
+from tandem.protocol.tool_calls import CallReader
+from tandem.protocol.turns import Call, CallStatus, Reply, Turn
+from tandem.rollout.recording.forest import Forest, shown, visible
+from tandem.rollout.recording.matching import meaning
+from tests.rollout.scripted import untruthful
+from tests.rollout.test_chat import FORGETFUL
+from tests.tiny import CHATML, tiny_tokenizer
+
+# Writes thinking where it is told of it; FORGETFUL and CHATML never do.
+REMEMBERING = CHATML.replace(
+    "'\n' + message['content']",
+    "'\n' + ('<think>' + message['reasoning_content'] + '</think>' if message['reasoning_content'] is defined else '')"
+    " + message['content']",
+)
+# Each turn of the history is numbered from the end, so that every one is rewritten by the next.
+RENUMBERING = CHATML.replace("message['role'] + '\n'", "message['role'] + (loop.revindex | string) + '\n'")
+
+WORDS = [
+    "an|swer",
+    " leading",
+    "x|yz  ",
+    "é|漢",
+    "",
+    "tw|o\nlin|es\n\n",
+    "<think>hm</think>7",
+    "<think>a|b</think>\n\nyes|",
+    "7\ufffd",
+]
+CALLS = [
+    '<tool_call>\n{"name": "add", "arguments": {"a": 1.0, "b": [2,  3]}}\n</tool_call>',
+    'Well.\n<tool_call>{"arguments":{"a": 2,"b":[]},"name":"add"}</tool_call>',
+    '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": []}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": [1]}}\n</tool_call>',
+    '<tool_call>\n{"name": "add", "argum',
+    '<tool_call>\n{"name": "sub", "arguments": {}}\n</tool_call>',
+]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "parameters": {"type": "object", "properties": {"a": {"type": "number"}, "b": {"type": "array"}}},
+        },
+    }
+]
+HARMLESS = ("nothing", "forget thinking", "write arguments anew", "null", "parts", "other ids", "strip")
+REWRITES = ("edit", "truncate", "summarise", "calls as text", "merge")
+
+
+class Client:
+    """Keeps a history as a client does, and rewrites it; knows which requests continue a turn, by the rules of the page."""
+
+    def __init__(self, forest, tokenizer, chance, tools):
+        self.forest, self.tokenizer, self.chance, self.tools = forest, tokenizer, chance, tools
+        self.history = [{"role": "system", "content": "Add."}, {"role": "user", "content": "3 + 4 <|im_end|>?"}]
+        self.log, self.roots, self.number = [], 0, 0
+        self.node = self.parent = None
+        """The last turn, and the one that the next request must continue."""
+
+    def turn(self, words, reason):
+        """One request and its reply; checks that it continues a turn where it must, and nowhere else."""
+        turn = read({"messages": self.history, "tools": self.tools})
+        asked = self.forest.ask(turn.messages, turn.tools)
+        assert asked.parent is self.parent
+        self.roots += self.parent is None
+        ids = [i for piece in words.split("|") for i in self.tokenizer(piece, add_special_tokens=False)["input_ids"]]
+        ids += [self.tokenizer.eos_token_id] if reason == StopReason.STOP else [9]
+        self.number += 1
+        response = LLMResponse(
+            asked.input_ids, tuple(ids), (-0.1 * self.number,) * len(ids), (self.number,) * len(ids), reason
+        )
+        self.log.append((asked, response))
+        reply = visible(self.forest.reader.read(ids, turn.tools, prompt=asked.text, stop_reason=reason))
+        self.node = self.forest.add(asked, response, shown(reply), self.number)
+        usage = {"prompt_tokens": len(asked.input_ids), "completion_tokens": len(ids)}
+        self.message = answer(turn, reply, response_id="1", model="m", usage=usage)["choices"][0]["message"]
+        self.message.pop("refusal")
+        return reply
+
+    def say(self, what):
+        """Repeats the reply, and says something; ``what`` happens to the history."""
+        message, chance = dict(self.message), self.chance
+        calls = message.get("tool_calls") or []
+        if what == "forget thinking":
+            message.pop("reasoning_content", None)
+        if what == "strip" and message["content"]:
+            message["content"] = message["content"].strip()
+        if what == "write arguments anew":
+            for call in calls:
+                arguments = json.loads(call["function"]["arguments"])
+                arguments = {k: int(v) if isinstance(v, float) and v == int(v) else v for k, v in arguments.items()}
+                call["function"] = {**call["function"], "arguments": json.dumps(arguments, indent=1, sort_keys=True)}
+        if what == "null" and not message["content"]:
+            message["content"] = chance.choice([None, ""])
+        if what == "parts" and message["content"]:
+            cut = chance.randrange(len(message["content"]))
+            message["content"] = [{"type": "text", "text": t} for t in (message["content"][:cut], message["content"][cut:])]
+        if what == "other ids":
+            calls = message["tool_calls"] = [{**call, "id": f"c{i}"} for i, call in enumerate(calls)]
+        if what == "calls as text" and calls:
+            message = {"role": "assistant", "content": f"{message['content'] or ''} Calling {calls}"}
+            calls = []
+        tail = [{"role": "tool", "tool_call_id": call["id"], "content": f"result {i}"} for i, call in enumerate(calls)]
+        if not tail or chance.random() < 0.2:
+            tail += [{"role": "user", "content": f" and {chance.random()}"}]
+        self.history += [message, *tail]
+        if what == "merge":
+            texts = [str(m["content"] or "") for m in self.history[-1 - len(tail) :]]
+            self.history[-1 - len(tail) :] = [{"role": "user", "content": " ".join(texts)}]
+        if what == "edit":
+            self.history[1] = {"role": "user", "content": f"edited {chance.random()}"}
+        if what == "truncate":
+            first = next((i for i, m in enumerate(self.history[2:], 2) if m["role"] == "user"), len(self.history) - 1)
+            self.history[1:first] = [{"role": "user", "content": f"… {chance.random()}"}]
+        if what == "summarise":
+            self.history[1:] = [{"role": "user", "content": f"So far: nothing. {chance.random()}"}]
+
+
+def keeps(template, reply):
+    """Whether the template writes a reply that was like this so that the model would know it again."""
+    if template == RENUMBERING:
+        return False
+    return template == REMEMBERING or not reply.reasoning
+
+
+@settings(max_examples=120, deadline=None)
+@given(data=st.data())
+@pytest.mark.parametrize(
+    "template", [CHATML, FORGETFUL, REMEMBERING, RENUMBERING], ids=["chatml", "forgets", "remembers", "numbers"]
+)
+def test_no_token_is_trained_that_was_not_sampled_in_that_context_and_roots_are_as_predicted(template, data):
+    tokenizer = tiny_tokenizer(template)
+    tools = TOOLS if data.draw(st.booleans()) else []
+    forest = Forest(tokenizer, CallReader(tokenizer))
+    client = Client(forest, tokenizer, random.Random(data.draw(st.integers(0, 9999))), tools)
+    for _ in range(data.draw(st.integers(2, 7))):
+        words = data.draw(st.sampled_from(WORDS + (CALLS if tools else [])))
+        reason = data.draw(st.sampled_from([StopReason.STOP] * 5 + [StopReason.LENGTH]))
+        reply = client.turn(words, reason)
+        what = data.draw(st.sampled_from(HARMLESS * 2 + REWRITES))
+        client.say(what)
+        if what in HARMLESS or (what == "calls as text" and not reply.calls):
+            client.parent = client.node if reason == StopReason.STOP and keeps(template, reply) else None
+        elif what in ("edit", "truncate", "summarise"):
+            client.parent = None  # else the turn before is still there, and is what the next one continues
+
+    assert sum(node.parent is None for node in forest.nodes) == client.roots
+    trajectories = list(forest.trajectories(forest.nodes))
+    for tokens in trajectories:
+        assert untruthful(client, tokens) == []
+    assert sum(sum(tokens.mask) for tokens in trajectories) == sum(len(response.output_ids) for _, response in client.log)
+
+
+def end(forest, asked, words):
+    """The reply to a request."""
+    ids = (*tiny_tokenizer()(words, add_special_tokens=False)["input_ids"], tiny_tokenizer().eos_token_id)
+    response = LLMResponse(asked.input_ids, ids, (0.0,) * len(ids), (0,) * len(ids), StopReason.STOP)
+    node = forest.add(asked, response, {"role": "assistant", "content": words}, len(forest.nodes))
+    node.taken = True
+    return node
+
+
+def grow(forest, messages, words, tools=()):
+    """One turn of a forest."""
+    return end(forest, forest.ask(messages, tools), words)
+
+
+def said(*texts):
+    return [{"role": "user" if i % 2 == 0 else "assistant", "content": text} for i, text in enumerate(texts)]
+
+
+@pytest.fixture
+def forest():
+    tokenizer = tiny_tokenizer()
+    return Forest(tokenizer, CallReader(tokenizer))
+
+
+def test_a_turn_that_two_leaves_share_is_trained_once(forest):
+    first = grow(forest, said("a"), "one")
+    left, right = (grow(forest, said("a", "one", more), "two") for more in "bc")
+    assert left.parent is first and right.parent is first
+    one, two = forest.trajectories(forest.nodes)
+    assert one.ids[: len(two.ids) // 2] == two.ids[: len(two.ids) // 2]
+    shared = len(first.response.output_ids)
+    assert sum(one.mask) == shared + len(left.response.output_ids) and sum(two.mask) == len(right.response.output_ids)
+
+
+def test_a_reply_that_nobody_took_leaves_and_one_that_was_continued_stays(forest):
+    first = grow(forest, said("a"), "one")
+    left = grow(forest, said("a", "one", "b"), "two")
+    first.taken = left.taken = False
+    assert forest.left() == [left]
+
+
+def test_a_side_call_is_another_root_that_shares_nothing_with_the_task(forest):
+    """An agent asks for a title beside the task, goes on, and rewrites its history in two ways."""
+    system = {"role": "system", "content": "Solve."}
+    title, task = (forest.ask([{"role": "system", "content": first}, *said("task")]) for first in ("Title!", "Solve."))
+    title, task = end(forest, title, "A title"), end(forest, task, "one")
+    further = grow(forest, [system, *said("task", "one", "go on")], "two")
+    summary = grow(forest, [system, *said("shorter")], "three")
+    cut = grow(forest, said("earlier", "two", "and?"), "four")
+    critic = grow(forest, said("Is this right? three"), "five")
+    assert further.root is task and forest.task(forest.nodes) == {task, summary, cut} and critic.root is critic
+    assert forest.task([title]) == {title}
+
+
+def test_a_root_with_tools_holds_the_task(forest):
+    """Also where the title was there before the task was asked for."""
+    grow(forest, [{"role": "system", "content": "Title!"}, *said("task")], "A title")
+    task = grow(forest, [{"role": "system", "content": "Solve."}, *said("task")], "one", TOOLS)
+    assert forest.task(forest.nodes) == {task}
+
+
+def test_messages_that_say_the_same_are_the_same():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1.0, "y": {"z": [2]}}'}}
+    other = {"id": "2", "type": "function", "function": {"name": "f", "arguments": {"y": {"z": [2.0]}, "x": 1}}}
+    same = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "tool_calls": [other], "reasoning_content": "hm"},
+        {"role": "assistant", "content": [], "tool_calls": [call]},
+    ]
+    assert len(set(map(meaning, same))) == 1
+    assert meaning({"role": "user", "content": "ab"}) == meaning({"role": "user", "content": [{"text": "a"}, {"text": "b"}]})
+    assert meaning({"role": "user", "content": " a"}) != meaning({"role": "user", "content": "a"})
+    assert meaning({"role": "tool", "content": "a"}) != meaning({"role": "user", "content": "a"})
+
+
+def test_a_call_that_cannot_be_carried_out_is_shown_as_text_and_a_text_that_ends_the_turn_is_not():
+    broken = Call("f", status=CallStatus.UNCLOSED, text="<tool_call>{")
+    assert visible(Reply("Well. ", calls=(broken, Call("g")))).content == "Well. <tool_call>{"
+    assert visible(Reply("a Observation: b"), ["Observation:"]).content == "a "
+    assert Turn(()).tool_choice == "auto"

@@ -1,0 +1,294 @@
+"""A session records what an agent asks of the model: one turn for each reply, whatever the client does, and named bounds."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import aiohttp
+import openai
+import pytest
+
+from tandem.api.failures import DataFailure, InfrastructureFailure
+from tandem.api.requests import NoiseKey, StopReason
+from tandem.rollout.recording.recorder import Recorder
+from tandem.rollout.recording.session import SessionLimits
+from tests.rollout.scripted import GCONFIG, ScriptedEngine, opened, reply_of, user
+from tests.rollout.test_recorded_forest import CALLS, TOOLS
+from tests.tiny import CHATML
+
+HELLO = {"model": "m", "messages": [user("hello")]}
+
+
+def counting(request, number):
+    return f"answer {number}"
+
+
+def test_a_conversation_is_one_trajectory_of_the_tokens_that_the_engine_saw_and_made():
+    async def talk():
+        engine, messages = ScriptedEngine(lambda r, n: f"an|swer {n}"), [user("3 + 4 =")]
+        async with opened(engine) as (session, ask):
+            for _ in range(3):
+                status, answer = await ask({"model": "m", "messages": messages})
+                assert status == 200 and answer["model"] == "m"
+                messages += [reply_of(answer), user("again")]
+        return engine, session.sample(1.0), messages
+
+    engine, sample, messages = asyncio.run(talk())
+    (trajectory,) = sample.trajectories
+    request, response = engine.log[-1]
+    assert tuple(trajectory.input_ids.tolist()) == request.input_ids + response.output_ids
+    made = [token for _, response in engine.log for token in response.output_ids]
+    assert trajectory.input_ids[trajectory.loss_mask].tolist() == made
+    assert engine.tokenizer.decode(trajectory.input_ids).startswith("<|im_start|>user\n3 + 4 =<|im_end|>\n")
+    assert [dict(m) for m in sample.messages] == messages[:-1]
+    assert sample.metrics["rollout/recorded/turns"] == 3 and sample.metrics["rollout/recorded/roots"] == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_client_of_openai_reads_text_and_calls_whole_or_as_a_stream(stream):
+    async def talk():
+        engine = ScriptedEngine(lambda r, n: CALLS[2] if n == 0 else "It is 6.", delay_s=lambda n: 0.05)
+        recorder = Recorder(engine.tokenizer, keep_alive_s=0.01)
+        async with opened(engine, recorder=recorder) as (session, _):
+            client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key)
+            assert [model.id async for model in client.models.list()] == ["policy"]
+            messages, options = [user("1 + 2 + 3 =")], {"tools": TOOLS, "model": "gpt-4o", "tool_choice": "required"}
+            for _ in range(2):
+                message = await said(client, messages, {**options, "stream": stream})
+                messages.append({"role": "assistant", "content": message.content, "tool_calls": message.tool_calls})
+                messages += [{"role": "tool", "tool_call_id": i, "content": "6"} for i in message.ids]
+            await client.close()
+        return message, messages, session.sample(1.0)
+
+    async def said(client, messages, options):
+        if not options["stream"]:
+            message = (await client.chat.completions.create(messages=messages, **options)).choices[0].message
+            calls = [call.model_dump() for call in message.tool_calls or ()]
+        else:
+            pieces = [c.choices[0] async for c in await client.chat.completions.create(messages=messages, **options)]
+            calls = [call.model_dump() for piece in pieces for call in piece.delta.tool_calls or ()]
+            message = SimpleNamespace(content="".join(piece.delta.content or "" for piece in pieces))
+            assert pieces[-1].finish_reason == ("tool_calls" if calls else "stop")
+        return SimpleNamespace(content=message.content, tool_calls=calls, ids=[call["id"] for call in calls])
+
+    message, messages, sample = asyncio.run(talk())
+    assert message.content == "It is 6." and len(messages) == 5
+    assert [json.loads(c["function"]["arguments"])["a"] for c in messages[1]["tool_calls"]] == [1, 2]
+    assert len(sample.trajectories) == 1 and sample.metrics["rollout/recorded/without_call"] == 1
+
+
+def test_a_request_that_is_sent_again_is_sampled_once_and_two_that_are_alike_are_two():
+    async def talk():
+        engine = ScriptedEngine(counting, delay_s=lambda n: 0.15)
+        async with opened(engine) as (session, ask):
+            with pytest.raises(TimeoutError):  # the client leaves, and asks again, twice: while it runs, and when it is done
+                await asyncio.wait_for(ask(HELLO), 0.05)
+            again = await ask(HELLO, headers={"x-stainless-retry-count": "1"})
+            late = await ask(HELLO, headers={"x-stainless-retry-count": "2"})
+            assert again == late and engine.asked == 1
+            keyed = [await ask({"messages": [user("b")]}, headers={"Idempotency-Key": "k"}) for _ in range(2)]
+            assert keyed[0] == keyed[1] and engine.asked == 2
+            alike = await asyncio.gather(*(ask({"messages": [user("c")]}) for _ in range(2)))
+            assert engine.asked == 4 and alike[0][1]["id"] != alike[1][1]["id"]
+        return session.metrics()
+
+    metrics = asyncio.run(talk())
+    assert metrics["rollout/recorded/retries"] == 3 and metrics["rollout/recorded/orphans"] == 0
+
+
+def test_an_answer_that_nobody_took_leaves_the_loss():
+    async def talk():
+        engine = ScriptedEngine(counting, delay_s=lambda n: 0.1)
+        async with opened(engine) as (session, ask):
+            _, first = await ask(HELLO)
+            messages = [*HELLO["messages"], reply_of(first)]
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(ask({"messages": [*messages, user("left")]}), 0.03)
+            await ask({"messages": [*messages, user("taken")]})
+            await asyncio.sleep(0.2)
+        return engine, session.sample(1.0)
+
+    engine, sample = asyncio.run(talk())
+    assert len(engine.log) == 3 and sample.metrics["rollout/recorded/orphans"] == 1
+    (trajectory,) = sample.trajectories
+    assert "left" not in engine.tokenizer.decode(trajectory.input_ids)
+
+
+def test_the_noise_of_a_turn_is_named_by_its_prompt_and_not_by_its_arrival():
+    async def keys(order):
+        engine = ScriptedEngine(lambda r, n: "x", delay_s=lambda n: 0.01 * n)
+        async with opened(engine) as (_, ask):
+            await asyncio.gather(*(ask({"messages": [user(text)]}) for text in order))
+        return {engine.tokenizer.decode(list(request.input_ids)): request.noise_key for request, _ in engine.log}
+
+    one, other = asyncio.run(keys("abc")), asyncio.run(keys("cab"))
+    assert one == other and len(set(one.values())) == 3
+    assert {key._replace(trajectory=0) for key in one.values()} == {NoiseKey(3, 1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {}}}, "response_format"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"n": 2}, "n is not served"),
+        ({"messages": []}, "at least one message"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "'image_url'"),
+        ({"tools": [{"type": "web_search"}]}, "'web_search'"),
+        ({"stop": ""}, "stop"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ],
+)
+def test_what_would_change_the_meaning_is_refused_with_the_reason(fields, words):
+    async def talk():
+        engine = ScriptedEngine(counting)
+        async with opened(engine) as (_, ask):
+            return await ask(HELLO | fields), engine.asked
+
+    (status, answer), asked = asyncio.run(talk())
+    assert status == 400 and words in answer["error"]["message"] and asked == 0
+
+
+def test_sampling_is_the_trainers_and_what_an_agent_sets_is_counted():
+    async def talk():
+        engine = ScriptedEngine(lambda r, n: "one Observation: two")
+        async with opened(engine) as (session, ask):
+            fields = {"temperature": 0, "seed": 5, "max_tokens": 32000, "store": True, "user": "u", "stop": ["Observation:"]}
+            _, answer = await ask(HELLO | fields)
+            await ask({"messages": [user("b")], "max_completion_tokens": 7})
+        return engine, session, answer
+
+    engine, session, answer = asyncio.run(talk())
+    (first, _), (second, _) = engine.log
+    assert first.gconfig.temperature == GCONFIG.temperature and first.gconfig.max_new_tokens == GCONFIG.max_new_tokens
+    assert first.gconfig.stop == ("Observation:",) and second.gconfig.max_new_tokens == 7
+    assert answer["choices"][0]["message"]["content"] == "one "
+    assert session.counts.overridden == {"temperature": 1, "seed": 1, "max_tokens": 1}
+
+
+# ------------------------------------------------------------------ faults: docs/agents_recorder.md has them as a table
+
+
+def refused(act, *, engine=None, **options):
+    """(status, code) of what ``act(session, ask)`` is answered, while a turn of another session goes on undisturbed."""
+
+    async def talk():
+        one = engine or ScriptedEngine(counting)
+        other = ScriptedEngine(lambda r, n: "fine", delay_s=lambda n: 0.2)
+        recorder = Recorder(one.tokenizer, max_body_bytes=1 << 20)
+        async with opened(other, recorder=recorder) as (_, ask_other), opened(one, recorder=recorder, **options) as (s, ask):
+            beside = asyncio.create_task(ask_other(HELLO))
+            status, answer = await act(s, ask)
+            assert reply_of((await beside)[1])["content"] == "fine"
+        return status, answer["error"]["code"] or answer["error"]["message"]
+
+    return asyncio.run(talk())
+
+
+def test_a_key_that_opens_no_session_is_refused():
+    assert refused(lambda session, ask: ask(HELLO, key="sk-other")) == (401, "unknown_key")
+
+
+def test_a_body_that_is_too_long_is_refused_before_it_is_read():
+    async def act(session, ask):
+        port = int(session.base_url.split(":")[2].split("/")[0])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nAuthorization: Bearer {session.key}\r\n"
+        writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {100 << 20}\r\n\r\n{{".encode())
+        said = (await reader.read()).decode()  # the rest is never sent
+        writer.close()
+        return int(said.split()[1]), json.loads(said.partition("\r\n\r\n")[2])
+
+    assert refused(act) == (413, "the body must have at most 1048576 bytes")
+
+
+def test_a_flood_is_bounded():
+    async def act(session, ask):
+        answers = await asyncio.gather(*(ask({"messages": [user(str(i))]}) for i in range(40)))
+        assert sorted(status for status, _ in answers) == [200] * 4 + [429] * 36
+        return next(answer for answer in answers if answer[0] == 429)
+
+    slow = ScriptedEngine(counting, delay_s=lambda n: 0.1)
+    assert refused(act, engine=slow, limits=SessionLimits(max_concurrent=4)) == (429, "max_concurrent")
+
+
+def test_turns_are_bounded():
+    async def act(session, ask):
+        for i in range(3):
+            await ask({"messages": [user(str(i))]})
+        return await ask({"messages": [user("one more")]})
+
+    assert refused(act, limits=SessionLimits(max_turns=3)) == (403, "max_turns")
+
+
+def test_a_prompt_longer_than_the_context_is_refused_as_openai_does():
+    engine = ScriptedEngine(lambda r, n: DataFailure("prompt_too_long", "9 tokens"))
+    assert refused(lambda session, ask: ask(HELLO), engine=engine) == (400, "context_length_exceeded")
+
+
+def test_a_failure_of_the_engine_is_not_the_agents_and_a_retry_samples_anew():
+    async def act(session, ask):
+        answer = await ask(HELLO)
+        assert session.failure.reason == "server"
+        status, _ = await ask(HELLO, headers={"x-stainless-retry-count": "1"})
+        assert status == 200 and session.failure is None and len(session.forest.nodes) == 1
+        return answer
+
+    engine = ScriptedEngine(lambda r, n: InfrastructureFailure("server", "gone") if n == 0 else "fine")
+    assert refused(act, engine=engine) == (503, "server")
+
+
+def test_messages_that_the_template_refuses_are_refused():
+    engine = ScriptedEngine(counting)
+    engine.tokenizer.chat_template = CHATML.replace(
+        "{% for", "{{ raise_exception('no b') if messages[0].content == 'b' }}{% for"
+    )
+    assert refused(lambda session, ask: ask({"messages": [user("b")]}), engine=engine) == (400, "template_refuses")
+
+
+def test_a_reward_that_is_none_is_refused():
+    status, words = refused(lambda session, ask: ask({"reward": "high"}, path="/reward"))
+    assert status == 400 and "reward must be a number" in words
+
+
+def test_a_call_after_the_end_is_refused_and_one_under_way_ends():
+    async def talk():
+        engine = ScriptedEngine(counting, delay_s=lambda n: 5.0)
+        recorder = Recorder(engine.tokenizer)
+        async with aiohttp.ClientSession() as http:
+            async with recorder.session(engine, GCONFIG) as session:
+                url, header = f"{session.base_url}/chat/completions", {"x-api-key": session.key}
+                under_way = asyncio.create_task(http.post(url, json=HELLO, headers=header))
+                await asyncio.sleep(0.1)
+            late = await http.post(f"{session.keyed_url}/chat/completions", json=HELLO)
+            answers = [await under_way, late]
+            return [(one.status, (await one.json())["error"]["code"]) for one in answers], session
+
+    answers, session = asyncio.run(talk())
+    assert answers == [(410, "session_ended")] * 2
+    with pytest.raises(DataFailure, match="agent_exited_early"):
+        session.sample(1.0)
+
+
+def test_a_stream_that_fails_says_so_in_the_stream():
+    async def talk():
+        engine = ScriptedEngine(lambda r, n: DataFailure("prompt_too_long"), delay_s=lambda n: 0.1)
+        recorder = Recorder(engine.tokenizer, keep_alive_s=0.02)
+        async with opened(engine, recorder=recorder) as (_, ask):
+            return await ask(HELLO | {"stream": True})
+
+    status, text = asyncio.run(talk())
+    assert status == 200 and text.startswith(": the turn is being made") and "context_length_exceeded" in text
+
+
+def test_a_reply_that_was_cut_is_not_continued():
+    async def talk():
+        engine = ScriptedEngine(lambda r, n: ("long", StopReason.LENGTH) if n == 0 else "short")
+        async with opened(engine) as (session, ask):
+            _, answer = await ask(HELLO)
+            assert answer["choices"][0]["finish_reason"] == "length"
+            await ask({"messages": [*HELLO["messages"], reply_of(answer), user("go on")]})
+        return session.sample(1.0)
+
+    sample = asyncio.run(talk())
+    assert len(sample.trajectories) == 2 and sample.metrics["rollout/recorded/roots"] == 2

@@ -1,0 +1,321 @@
+"""A chat with tools: what was sampled is trained, and whatever a tool does, the model is told and the chat goes on."""
+
+import asyncio
+import json
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from tandem.api.failures import DataFailure
+from tandem.api.requests import LLMResponse, StopReason
+from tandem.api.services import Services
+from tandem.api.workflow import RewardFn, RewardResult
+from tandem.config.errors import ConfigError
+from tandem.config.generation import GenerationConfig
+from tandem.rollout.tools.calculator import calculator
+from tandem.rollout.tools.tool import FunctionBox, Toolbox, ToolFailure, tool_schema
+from tandem.rollout.tools.workflow import ToolWorkflow
+from tests.protocol.templates import TEMPLATES
+from tests.tiny import tiny_tokenizer
+
+GCONFIG = GenerationConfig(temperature=0.7, max_new_tokens=400)
+ROW = {"messages": [{"role": "user", "content": "12 * 34?"}], "answer": "408"}
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "12 * 34"}}\n</tool_call>'
+
+
+class Scripted:
+    """An engine that says the given replies in order, and notes what it was sent and returned."""
+
+    def __init__(self, tokenizer, *replies, remaining_s=None):
+        self.tokenizer, self.replies, self.log = tokenizer, list(replies), []
+        if remaining_s is not None:
+            self.remaining_s = remaining_s
+
+    async def agenerate(self, request):
+        reply = self.replies.pop(0)
+        if isinstance(reply, Exception):
+            raise reply
+        cut = reply.endswith("…")
+        ids = self.tokenizer(reply.removesuffix("…"), add_special_tokens=False)["input_ids"]
+        ids += [] if cut else [self.tokenizer.eos_token_id]
+        reason = StopReason.LENGTH if cut else StopReason.STOP
+        response = LLMResponse(request.input_ids, tuple(ids), (-0.5,) * len(ids), (0,) * len(ids), reason, 0.7)
+        self.log.append(response)
+        return response
+
+
+class Right(RewardFn):
+    async def __call__(self, *, completion, row, **rest):
+        return RewardResult(float(str(row.get("answer")) in completion))
+
+
+def workflow(tools=calculator, tokenizer=None, **limits):
+    """The workflow with functions or toolboxes as its tools."""
+    tokenizer = tokenizer or tiny_tokenizer()
+    made = ToolWorkflow(Right(), GCONFIG, tokenizer, "calculator", Services(), **limits)
+    tools = tools if isinstance(tools, list) else [tools]
+    made.boxes = [tool if isinstance(tool, Toolbox) else FunctionBox(tool) for tool in tools]
+    return made
+
+
+def play(made, *replies, remaining_s=None):
+    engine = Scripted(made.tokenizer, *replies, remaining_s=remaining_s)
+    return asyncio.run(made.arun_episode(engine, dict(ROW))), engine
+
+
+def observations(sample):
+    return [message["content"] for message in sample.messages if message["role"] == "tool"]
+
+
+def call_of(name, **arguments):
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    "family", ["no tools", "hermes", "qwen_coder", "glm", "deepseek", "kimi", "llama", "gemma4", "mistral"]
+)
+def test_the_trained_tokens_are_those_that_were_sampled_over_several_turns(family):
+    tokenizer = tiny_tokenizer(TEMPLATES[family]) if family in TEMPLATES else tiny_tokenizer()
+    made = workflow(tokenizer=tokenizer)
+    assistant = {"role": "assistant", "content": ""}
+    replies = []
+    for expression in ("12 * 34", "408 +  1"):
+        call = {
+            "id": "000000001",
+            "type": "function",
+            "function": {"name": "calculator", "arguments": {"expression": expression}},
+        }
+        text = made.reader.render([*ROW["messages"], assistant | {"tool_calls": [call]}], [], add_generation_prompt=False)
+        replies.append(
+            " " + text.split("<|im_start|>assistant\n")[1].removesuffix("<|im_end|>\n")
+        )  # a space no template writes
+    sample, engine = play(made, *replies, "It is 408.")
+
+    (trajectory,) = sample.trajectories
+    one, two, three = engine.log
+    assert two.input_ids[: len(one.input_ids + one.output_ids)] == one.input_ids + one.output_ids
+    assert three.input_ids[: len(two.input_ids + two.output_ids)] == two.input_ids + two.output_ids
+    assert tuple(trajectory.input_ids.tolist()) == three.input_ids + three.output_ids
+    assert tuple(trajectory.input_ids[trajectory.loss_mask].tolist()) == one.output_ids + two.output_ids + three.output_ids
+    assert observations(sample) == ["408", "409"] and sample.reward == 1.0
+    text = tokenizer.decode(trajectory.input_ids.tolist(), skip_special_tokens=False)
+    canonical = made.reader.render(sample.messages, [t.tool.schema for t in made.boxes], add_generation_prompt=False)
+    assert text.replace("\n ", "\n").split() == canonical.replace("\n ", "\n").split()  # but for the space
+
+
+def test_a_template_that_drops_thinking_begins_a_new_trajectory_of_the_same_sample():
+    forgetful = TEMPLATES["hermes"].replace("m.content }}", "m.content.split('</think>')[-1] }}")
+    made = workflow(tokenizer=tiny_tokenizer(forgetful))
+    sample, engine = play(made, f"<think>hm</think>{CALL}", "408")
+    assert len(sample.trajectories) == 2
+    for trajectory, response in zip(sample.trajectories, engine.log, strict=True):
+        assert tuple(trajectory.input_ids[trajectory.loss_mask].tolist()) == response.output_ids
+
+
+def slow(seconds: float) -> str:
+    """Waits.
+
+    Args:
+        seconds: how long
+    """
+    time.sleep(seconds)
+    return "done"
+
+
+async def asleep(seconds: float) -> dict:
+    """Waits.
+
+    Args:
+        seconds: how long
+    """
+    await asyncio.sleep(seconds)
+    return {"waited": seconds}
+
+
+def broken(word: str) -> str:
+    """Breaks.
+
+    Args:
+        word: any
+    """
+    raise KeyError(word)
+
+
+FAULTS = {
+    "malformed": ('<tool_call>\n{"name": "calculator", "arg\n</tool_call>', "no call that can be read"),
+    "unknown_tool": (call_of("calc", expression="1"), "There is no tool 'calc'"),
+    "wrong_arguments": (call_of("calculator", term="1"), "'expression' is missing"),
+    "tool_raised": (call_of("broken", word="x"), "KeyError: 'x'"),
+    "tool_timeout": (call_of("slow", seconds=30), "was not done after"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_an_observation_and_counted_by_its_name(fault):
+    reply, words = FAULTS[fault]
+    made = workflow([calculator, broken, slow], tool_seconds=0.2)
+    began = time.monotonic()
+    sample, _ = play(made, reply, CALL, "408")
+    assert time.monotonic() - began < 5
+    assert any(words in m["content"] for m in sample.messages if m["role"] != "assistant")
+    counted = {name.removeprefix("tools/") for name in sample.metrics if name.removeprefix("tools/") in FAULTS}
+    assert counted == set(FAULTS)
+    assert {name for name in FAULTS if sample.metrics[f"tools/{name}"]} == {fault}
+    assert sample.reward == 1.0 and sample.words["stop"] == "answer" and sample.metrics["tools/stop/answer"] == 1
+
+
+@pytest.mark.parametrize(
+    ("limits", "replies", "stop"),
+    [
+        ({"max_turns": 2}, [CALL, CALL], "turns"),
+        ({"max_calls": 1}, [CALL, CALL], "calls"),
+        ({"max_tokens": 50}, [CALL], "tokens"),
+        ({}, [CALL, DataFailure("prompt_too_long")], "tokens"),
+        ({"max_seconds": 0.001}, [CALL], "seconds"),
+        ({}, [CALL + "…"], "length"),
+        ({}, ["408"], "answer"),
+    ],
+)
+def test_each_limit_ends_the_chat_by_its_name_and_it_is_judged(limits, replies, stop):
+    sample, _ = play(workflow(**limits), *replies)
+    assert sample.words["stop"] == stop
+    assert {name for name, value in sample.metrics.items() if name.startswith("tools/stop/") and value} == {
+        f"tools/stop/{stop}"
+    }
+
+
+def test_calls_of_one_reply_run_at_the_same_time_and_those_above_the_limit_are_not_done():
+    made = workflow([asleep], max_calls=3)
+    began = time.monotonic()
+    sample, _ = play(made, "\n".join([call_of("asleep", seconds=0.5)] * 4), "408")
+    assert time.monotonic() - began < 1.4
+    assert observations(sample) == ['{"waited": 0.5}'] * 3 + ["Not done: no more than 3 calls are allowed."]
+
+
+def test_a_flood_of_calls_is_bounded():
+    sample, _ = play(workflow(max_calls=4), CALL * 500, "408")
+    assert sample.metrics["tools/calls"] == 4
+
+
+def test_deadlines_nest_and_come_from_the_time_of_the_episode():
+    made = workflow([slow])
+    began = time.monotonic()
+    sample, _ = play(made, call_of("slow", seconds=20), "408", remaining_s=2.0)
+    assert time.monotonic() - began < 2.0 * 0.9 / 2  # a turn has half of the chat's time, a call half of its turn's
+    assert sample.metrics["tools/tool_timeout"] == 1 and sample.reward == 1.0
+    with pytest.raises(ConfigError, match=r"tool_seconds \(9\) must not exceed turn_seconds \(5\)"):
+        workflow(tool_seconds=9, turn_seconds=5)
+
+
+def test_calls_that_hang_for_ever_close_the_tool_and_nothing_else():
+    release = threading.Event()
+
+    def hangs(word: str) -> str:
+        """Hangs.
+
+        Args:
+            word: any
+        """
+        release.wait(20)
+        return word
+
+    made = workflow([FunctionBox(hangs, max_stuck=2), calculator], tool_seconds=0.1)
+    sample, _ = play(made, call_of("hangs", word="a") * 2, call_of("hangs", word="b"), CALL, "408")
+    release.set()
+    assert "closed" in observations(sample)[2] and observations(sample)[3] == "408"
+
+
+def test_a_long_result_is_cut():
+    def shout(word: str) -> str:
+        """Shouts.
+
+        Args:
+            word: any
+        """
+        return word * 10_000
+
+    sample, _ = play(workflow([shout], max_result_characters=20), call_of("shout", word="ab"), "408")
+    assert observations(sample) == ["ab" * 10 + "\n… 19980 more characters"]
+
+
+@pytest.mark.parametrize(
+    ("expression", "result"),
+    [
+        ("12 * (3 + 4.5)", "90"),
+        ("2^10", "1024"),
+        ("7 // 2", "3"),
+        ("sqrt(2)", "1.41421356237"),
+        ("-3 - -4", "1"),
+        ("1/3*3", "1"),
+    ],
+)
+def test_the_calculator_computes(expression, result):
+    assert calculator(expression) == result
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "__import__('os')",
+        "9**9**9",
+        "9**99999999",
+        "(1).real",
+        "[1]*9",
+        "1/0",
+        "",
+        "a",
+        "(" * 400,
+        "'a'*9",
+        "(-8)**0.5",
+        "True",
+        "0x" + "f" * 600,
+    ],
+)
+def test_the_calculator_refuses_what_is_no_arithmetic_or_too_large(expression):
+    with pytest.raises(ToolFailure):
+        calculator(expression)
+
+
+def test_a_function_without_types_or_docstring_is_refused_with_what_to_write():
+    with pytest.raises(ConfigError, match="Args:"):
+        tool_schema(lambda x: x)
+
+
+def test_tools_come_from_names_files_and_lists(tmp_path):
+    file = tmp_path / "my_tools.py"
+    file.write_text(
+        "from contextlib import asynccontextmanager\n"
+        "from tandem import Tool, Toolbox, tool_schema\n"
+        "def double(n: int) -> int:\n    '''Doubles.\n\n    Args:\n        n: a number\n    '''\n    return 2 * n\n"
+        "class Counter(Toolbox):\n"
+        "    def __init__(self, *, start: int = 0):\n        self.start = start\n"
+        "    @asynccontextmanager\n"
+        "    async def open(self, data):\n"
+        "        state = {'n': self.start}\n"
+        "        async def run(arguments):\n            state['n'] += arguments['n']\n            return str(state['n'])\n"
+        "        schema = tool_schema(double)\n        schema['function']['name'] = 'add'\n"
+        "        yield [Tool(schema, run)]\n"
+    )
+    with Services() as services:
+        names = ["calculator", f"{file}:double", f"{file}:Counter(start=5)"]
+        made = ToolWorkflow(Right(), GCONFIG, tiny_tokenizer(), names, services)
+        sample, _ = play(made, call_of("double", n=4) + call_of("add", n="2"), call_of("add", n=1), "408")
+        assert observations(sample) == ["8", "7", "8"]
+        assert ToolWorkflow(Right(), GCONFIG, tiny_tokenizer(), names, services).boxes == made.boxes  # once for a run
+        for wrong, words in (
+            ("calculater", "did you mean 'calculator'"),
+            (f"{file}:double(n=3)", "no knobs"),
+            ([], "name a tool"),
+            ([f"{file}:double", f"{file}:double"], "two tools called 'double'"),
+            (f"{file}:Counter(end=3)", "no knob 'end'"),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                play(ToolWorkflow(Right(), GCONFIG, tiny_tokenizer(), wrong, services), "408")
+
+
+def test_a_message_of_a_malformed_call_stays_as_it_was_written():
+    sample, engine = play(workflow(), FAULTS["malformed"][0], "408")
+    assert sample.messages[-3]["content"] == FAULTS["malformed"][0] and sample.messages[-2]["role"] == "user"
+    assert len(sample.trajectories) == 1 and replace(engine.log[0]).input_ids

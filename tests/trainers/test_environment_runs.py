@@ -1,0 +1,69 @@
+"""Whole runs with an environment: repeated to the bit, also after a kill; failures are counted, and nothing is left."""
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tandem.cli.main import main
+from tests.trainers.test_resume import SAVED_EACH_STEP, Runs, assert_same, ledger, metrics, zygote  # noqa: F401  a fixture
+
+WORLDS = Path(__file__).parent / "dawdling_world.py"
+
+
+def items(overrides, world, *more):
+    fresh = [
+        *(item for item in overrides if not item.startswith("reward=")),
+        "train_dataset.path=seeds",
+        "train_dataset.size=40",
+        "valid_dataset.path=null",
+        "workflow=environment",
+        f"environment={WORLDS}:{world}",
+        "algorithm.advantage=reinforce",
+        "algorithm.whitening=group",
+        "gconfig.n_samples=3",
+        "rollout.batch_size=3",
+        "gconfig.stop_token_ids=[3,5,7,9,11,13,17,19,23,29,31,37,41,43,47]",
+        *more,
+    ]
+    return list({item.partition("=")[0]: item for item in fresh}.values())
+
+
+@pytest.mark.slow
+@pytest.mark.invariant
+def test_a_run_whose_environments_dawdle_is_the_same_to_the_bit_again_and_after_kills(zygote, overrides, tmp_path):  # noqa: F811
+    runs = Runs(zygote, tmp_path, "rl", items(overrides, "Dawdles", *SAVED_EACH_STEP, "workflow_args.turn_discount=0.9"))
+    for trial in ("whole", "again"):
+        runs.go(trial)
+    runs.go("killed", "after the optimizer step", 2)
+    runs.go("killed", "between prepared and committed weights", 2)
+    runs.go("killed")
+    whole = runs.folder("whole")
+    for other in ("again", "killed"):
+        assert_same(whole, runs.folder(other), 3)
+        assert ledger(whole) == ledger(runs.folder(other))
+    turns = [row["turns"] for row in metrics(whole)]
+    assert len(turns) == 3 and 1 < sum(turns) / 3 < 3
+
+
+@pytest.mark.parametrize("more", [[], ["async_training=true"]], ids=["in turns", "asynchronous"])
+def test_what_environments_do_wrong_is_counted_and_the_run_goes_on(overrides, tmp_path, more):
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    knobs = ["workflow_args.same_start=false", "workflow_args.max_turns=3", "rollout.min_group_size=1"]
+    assert main(["train", *items(overrides, "Fails", *knobs, "gconfig.n_samples=6", *more)]) == 0
+    (path,) = tmp_path.glob("*/*/metrics.jsonl")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    failed = {name for row in rows for name, count in row.items() if name.startswith("samples/failed/") and count}
+    assert failed and failed <= {
+        f"samples/failed/environment_{why}" for why in ("raised", "died", "not_finite", "wrong_type")
+    }
+    assert len(rows) == 3 and all(0 < row["turns"] <= 3 for row in rows)
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+def test_rows_need_no_answer_where_the_environment_judges(overrides, tmp_path, capsys):
+    world = items(overrides, "Dawdles", "reward=math")
+    assert main(["train", *world, "--dry-run"]) == 0
+    assert main(["train", *world, "reward=exact_number", "--dry-run"]) == 2
+    assert "reward is set, but workflow=environment has no argument 'reward'" in capsys.readouterr().err

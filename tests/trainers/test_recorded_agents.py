@@ -1,0 +1,154 @@
+"""Agents of a user's file train the tiny model: synchronous, asynchronous, resumed, and with what they really sampled."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from tandem.api.workflow import RolloutWorkflow
+from tandem.cli.main import main
+from tandem.config.experiment import TrainConfig
+from tandem.config.load import load_config
+from tandem.flow.parts import open_rows
+from tandem.flow.process import start_process
+from tandem.flow.session import open_session
+from tandem.rollout.workflows import Repeated
+from tandem.trainers.rl import train
+from tests.rollout.scripted import untruthful
+
+AGENTS = Path(__file__).parent / "recorded_agents.py"
+SHORT = f"gconfig.stop_token_ids={list(range(3, 300, 2))}"  # every second token ends a reply
+CLOCK = ("time", "tokens_per_s/", "memory/")
+TURNS = 3
+
+
+def items(overrides, *more):
+    mine = [f"workflow={AGENTS}:three_turns", SHORT, "gconfig.max_new_tokens=60", "rollout.batch_size=2"]
+    return list({item.partition("=")[0]: item for item in [*overrides, *mine, *more]}.values())
+
+
+def run(overrides, *more, until=None):
+    folder = train(load_config(TrainConfig, None, items(overrides, *more)), until=until).folder
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [{name: value for name, value in row.items() if not name.startswith(CLOCK)} for row in rows]
+    return rows, load_file(sorted(folder.glob("checkpoints/step_*/model.safetensors"))[-1])
+
+
+class Witness:
+    """The log of what the engine was sent and returned, below the recorder."""
+
+    def __init__(self, engine):
+        self.engine, self.log = engine, []
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    async def agenerate(self, request):
+        response = await self.engine.agenerate(request)
+        self.log.append((request, response))
+        return response
+
+
+class Witnessed(RolloutWorkflow):
+    """Runs a workflow with a witness for each sample."""
+
+    def __init__(self, workflow):
+        self.workflow, self.log = workflow, []
+
+    async def arun_episode(self, engine, data):
+        witness = Witness(engine)
+        sample = await self.workflow.arun_episode(witness, data)
+        self.log += witness.log
+        return sample
+
+
+class Piece:
+    """One sequence of a batch."""
+
+    def __init__(self, batch, place):
+        self.ids, self.mask, self.logprobs, self.versions = (
+            batch[name][place].tolist() for name in ("input_ids", "loss_mask", "rollout_logprobs", "versions")
+        )
+
+
+def test_what_is_trained_is_what_the_engine_saw_and_made_and_a_reference_gives_its_log_probabilities(overrides, model):
+    config = load_config(TrainConfig, None, items(overrides)).config
+    with open_session(config, start_process(config), open_rows(config), 1, "test/agents") as session:
+        workflow = Witnessed(session.workflow.workflow)
+        batch = session.rollout.prepare_batch(session.loader, Repeated(workflow, config.gconfig.n_samples))
+        recorded = session.rollout.metrics()
+    bounds = batch["cu_seqlens"].tolist()
+    pieces = [Piece(batch, slice(*pair)) for pair in zip(bounds, bounds[1:], strict=False)]
+    assert len(workflow.log) == 2 * config.gconfig.n_samples * TURNS
+    assert sum(sum(piece.mask) for piece in pieces) == sum(len(response.output_ids) for _, response in workflow.log)
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    for piece in pieces:
+        assert untruthful(workflow, piece) == []
+        with torch.no_grad():
+            logits = reference(torch.tensor([piece.ids])).logits[0]
+        scores = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(piece.ids[1:])[:, None])[:, 0]
+        mask = torch.tensor(piece.mask[1:])
+        assert (scores - torch.tensor(piece.logprobs[1:]))[mask].abs().max() <= 1e-4
+    assert recorded["rollout/recorded/turns"] == TURNS
+    assert recorded["rollout/recorded/roots"] == pytest.approx(1.0, abs=0.3)  # a reply that was cut begins another
+
+
+def test_the_command_trains_an_agent_and_evaluates_it(overrides, tmp_path):
+    more = ["evaluate.every_steps=1", "evaluate.max_rows=2", "total_train_steps=1", "workflow_args.turns=2"]
+    assert main(["train", *items(overrides, *more)]) == 0
+    (metrics,) = tmp_path.glob("*/*/metrics.jsonl")
+    row = json.loads(metrics.read_text().splitlines()[-1])
+    assert row["rollout/recorded/turns"] == 2 and row["letters"] > 0 and row["gap/max"] < 1e-3 and row["grad_norm"] > 0
+    assert [name for name in row if name.startswith("eval/")]
+
+
+@pytest.mark.slow
+@pytest.mark.invariant
+def test_asynchronous_training_goes_on_over_weight_updates(overrides):
+    rows, _ = run(overrides, "async_training=true", "total_train_steps=4", "rollout.max_head_offpolicyness=2")
+    assert max(row["staleness/max"] for row in rows) >= 1
+    assert all(row["rollout/recorded/turns"] == TURNS and row["grad_norm"] > 0 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.invariant
+def test_a_deterministic_run_that_is_resumed_is_the_run_that_never_stopped(overrides):
+    # Later turns of several samples come in any order: one at a time, so that they are computed alone.
+    more = ["deterministic=true", "rollout.engine.max_running=1", "checkpoint.every_steps=1", "total_train_steps=3"]
+    try:
+        whole = run(overrides, *more, "trial_name=whole")
+        run(overrides, *more, "trial_name=cut", until=1)
+        cut = run(overrides, *more, "trial_name=cut")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert whole[0] == cut[0] and len(whole[0]) == 3
+    assert [name for name in whole[1] if not torch.equal(whole[1][name], cut[1][name])] == []
+
+
+@pytest.mark.slow
+@pytest.mark.invariant
+def test_agents_that_ask_for_several_turns_at_once_repeat_to_the_bit(overrides):
+    more = ["deterministic=true", "rollout.engine.max_running=1", f"workflow={AGENTS}:branching", "total_train_steps=1"]
+    try:
+        one, other = (run(overrides, *more, f"trial_name={name}") for name in ("one", "other"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert one[0] == other[0] and one[0][0]["rollout/recorded/turns"] == 9
+    assert [name for name in one[1] if not torch.equal(one[1][name], other[1][name])] == []
+
+
+@pytest.mark.parametrize(
+    ("knob", "words"),
+    [
+        ("workflow_args.turn=2", "has no knob 'turn'"),
+        ("workflow_args.side_calls=some", "side_calls"),
+        ("workflow_args.max_turns=0", "max_turns"),
+        ("system_prompt=Hello", "system_prompt is set"),
+    ],
+)
+def test_an_agent_with_a_wrong_knob_is_refused_at_start(overrides, capsys, knob, words):
+    assert main(["train", *items(overrides, knob)]) != 0
+    assert words in capsys.readouterr().err
