@@ -139,7 +139,7 @@ class _Dispatch(TorchDispatchMode):
         """Counts waits, and refuses tensors of two devices in one operation."""
         if name in DATA_DEPENDENT or name == "_local_scalar_dense" or home:
             self.waits.add(name)
-        by_tensor = any(isinstance(x, torch.Tensor) for x in args[1:])
+        by_tensor = len(args) == 1 or any(isinstance(x, torch.Tensor) for x in args[1:])
         if name == "repeat_interleave" and by_tensor and kwargs.get("output_size") is None:
             self.waits.add(name)
         if name in ("index", "index_put", "index_put_") and any(
