@@ -33,10 +33,10 @@ def folder(tmp_path_factory):
     return tiny_model_folder(tmp_path_factory.mktemp("model"))
 
 
-def environment(home):
-    """Of a process of verifiers: its programs and the taskset are on the path."""
+def environment():
+    """Of a process of verifiers: its programs and the taskset are on the path; uv keeps what it downloads in ``HOME``."""
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
-    return os.environ | {"PATH": path, "PYTHONPATH": str(SCRIPTS), "HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    return os.environ | {"PATH": path, "PYTHONPATH": str(SCRIPTS), "HOME": str(ENVS / "home"), "HF_HUB_OFFLINE": "1"}
 
 
 def evaluated(url, out, *more):
@@ -51,7 +51,7 @@ def evaluated(url, out, *more):
         "16",
         *more,
     ]
-    done = subprocess.run(words, env=environment(out), capture_output=True, text=True, timeout=600)
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, (done.stdout[-2000:], done.stderr[-2000:])
     (file,) = out.rglob("traces.jsonl")
     return [json.loads(line) for line in file.read_text().splitlines()]
@@ -77,10 +77,10 @@ def test_the_training_client_gets_tokens_masks_and_log_probabilities(folder, tmp
 
 def test_three_steps_of_grpo_on_a_taskset(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(SCRIPTS))
-    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HOME", str(ENVS / "home"))
     rows, player = tmp_path / "rows.jsonl", ROOT / "examples/verifiers_player.py"
     command = [BIN / "python", player, TASKSET, rows]
-    subprocess.run(command, env=environment(tmp_path), check=True, timeout=300, capture_output=True)
+    subprocess.run(command, env=environment(), check=True, timeout=300, capture_output=True)
     overrides = [
         f"workflow={ROOT / 'examples/verifiers_taskset.py'}:play",
         f"workflow_args.taskset={TASKSET}",

@@ -116,8 +116,7 @@ def test_asynchronous_training_goes_on_over_weight_updates(overrides):
 @pytest.mark.slow
 @pytest.mark.invariant
 def test_a_deterministic_run_that_is_resumed_is_the_run_that_never_stopped(overrides):
-    # Later turns of several samples come in any order: one at a time, so that they are computed alone.
-    more = ["deterministic=true", "rollout.engine.max_running=1", "checkpoint.every_steps=1", "total_train_steps=3"]
+    more = ["deterministic=true", "checkpoint.every_steps=1", "total_train_steps=3"]
     try:
         whole = run(overrides, *more, "trial_name=whole")
         run(overrides, *more, "trial_name=cut", until=1)
@@ -131,6 +130,7 @@ def test_a_deterministic_run_that_is_resumed_is_the_run_that_never_stopped(overr
 @pytest.mark.slow
 @pytest.mark.invariant
 def test_agents_that_ask_for_several_turns_at_once_repeat_to_the_bit(overrides):
+    # Which of these turns are computed together is chance: one at a time, so that each is computed alone.
     more = ["deterministic=true", "rollout.engine.max_running=1", f"workflow={AGENTS}:branching", "total_train_steps=1"]
     try:
         one, other = (run(overrides, *more, f"trial_name={name}") for name in ("one", "other"))

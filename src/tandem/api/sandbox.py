@@ -28,6 +28,9 @@ class Limits:
     processes: int = 32
     """Processes and threads together."""
 
+    descriptors: int = 256
+    """Open files of each process."""
+
     output_bytes: int = 1 << 20
     """Of standard output and of standard error, each."""
 
@@ -39,7 +42,7 @@ class Limits:
     sockets. A workspace is opened with it; `Workspace.exec` cannot change it."""
 
     def __post_init__(self) -> None:
-        for name in ("wall_s", "cpu_s", "memory_mib", "processes", "output_bytes", "file_mib"):
+        for name in ("wall_s", "cpu_s", "memory_mib", "processes", "descriptors", "output_bytes", "file_mib"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"Limits.{name} must be positive, got {getattr(self, name)}")
         if self.address is not None:

@@ -45,7 +45,7 @@ def factory_of(kind: Kind, name: str, key: str = "") -> Callable[..., Any]:
     service = service_of(kind, Term(name).registered, key)
     if service.package and importlib.util.find_spec(service.package) is None:
         where = f"{key}: " if key else ""
-        raise ConfigError(f"{where}{kind} {name!r} needs a library that is missing: {install_extra(service.name)}")
+        raise ConfigError(f"{where}{kind} {service.name!r} needs a library that is missing: {install_extra(service.name)}")
     module, _, attribute = service.factory.partition(":")
     return cast(Callable[..., Any], getattr(importlib.import_module(module), attribute))
 

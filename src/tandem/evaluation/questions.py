@@ -122,8 +122,11 @@ def _digest(row: Mapping[str, Any], suffix: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def make_judges(questions: Sequence[Questions], timeout_s: float, services: Services | None = None) -> RewardBySource:
+def make_judges(
+    questions: Sequence[Questions], timeout_s: float, services: Services | None = None, *, asked: bool = True
+) -> RewardBySource:
     """The reward of each data set, as one; every row is checked. ``services``: what a reward may ask for by name.
+    ``asked``: False where the workflow does without, as one with an environment.
 
     Raises:
         ConfigError: an unknown reward, or a row that lacks what it needs, an answer for example; says which row.
@@ -136,7 +139,7 @@ def make_judges(questions: Sequence[Questions], timeout_s: float, services: Serv
     try:
         for name, reward in by_name.items():
             refuse_only_groups(name, reward)
-        for one in questions:
+        for one in questions if asked else ():
             for number, row in enumerate(one.rows, 1):
                 try:
                     check = getattr(judges.of(row), "check_row", None)

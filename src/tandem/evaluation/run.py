@@ -32,7 +32,7 @@ from tandem.evaluation.questions import Questions, make_judges, open_questions
 from tandem.evaluation.report import Progress, notes, table
 from tandem.evaluation.scores import DataScores, Estimate, plain, score_data
 from tandem.flow.process import uses_gpu
-from tandem.flow.services import check_names, make_workflow, open_services, refuse_unused
+from tandem.flow.services import asks_for_reward, check_names, make_workflow, open_services, refuse_unused
 from tandem.models.catalog import describing, fingerprint, resolve
 from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
@@ -110,7 +110,7 @@ def check_evaluation(config: EvaluationConfig) -> Checked:
     check_inference_engine(rollout_of(config, machine), folder, machine.device)
     services = open_services(asked, tokenizer)
     try:
-        judges = services.keep(make_judges(questions, config.reward_timeout_s, services))
+        judges = services.keep(make_judges(questions, config.reward_timeout_s, services, asked=asks_for_reward(asked)))
         workflow = make_workflow(asked, services, judges, config.gconfig)
         refuse_unused(asked, services)
         return Checked(machine, questions, services, workflow)

@@ -96,6 +96,8 @@ class EpisodeEngine:
             response = await self._engine.agenerate(request)
         finally:
             self._generating -= 1
+            if self._wave is not None and self._waiting:  # several requests of one sample: this was what the wave waited for
+                self._wave.look()
         did(*GENERATING)
         if response.timing is None:  # a server that does not say when it began
             response = replace(response, timing=RequestTiming(math.nan, math.nan, time.monotonic() - began))

@@ -31,6 +31,9 @@ REASONS = {"exit": "failed", "signal": "killed", "timeout": "timeout", "memory":
 SHARE_OF_EPISODE = 0.8
 """So much of the episode's time a program has, unless it is set: what is left is for its reward."""
 
+DESCRIPTORS = 4096
+"""Open files of a process: interpreters load hundreds of modules at once."""
+
 KEPT_CHARACTERS = 4000
 """So much of the end of its output and of its errors is kept in the record."""
 
@@ -89,6 +92,7 @@ class ProgramWorkflow(RolloutWorkflow):
             cpu_s=self.timeout_s,
             memory_mib=memory_mib,
             processes=processes,
+            descriptors=DESCRIPTORS,
             output_bytes=output_kib << 10,
             file_mib=file_mib,
         )
@@ -180,7 +184,7 @@ class ProgramWorkflow(RolloutWorkflow):
                     "folders that sandbox=auto(readable=[…]) names"
                 )
             raise SandboxLost(words)
-        last = words.splitlines()[-1] if words else "no words on stderr"
+        last = words[-300:] or "no words on stderr"
         how = {"timeout": f"not done after {self.timeout_s:g} s", "exit": f"exit code {outcome.exit_code}"}
         raise DataFailure(f"program_{REASONS[outcome.status]}", f"{how.get(outcome.status, outcome.status)}: {last}")
 

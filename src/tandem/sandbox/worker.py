@@ -217,7 +217,9 @@ class Session:
         stderr, their_stderr = os.pipe2(os.O_CLOEXEC)
         theirs = [sealed(content), stdin, their_stdout, their_stderr]
         running = Running(self, limits, stdout, stderr)
-        bounds = {name: getattr(limits, name) for name in ("wall_s", "cpu_s", "memory_mib", "processes", "file_mib")}
+        bounds = {
+            name: getattr(limits, name) for name in ("wall_s", "cpu_s", "memory_mib", "processes", "descriptors", "file_mib")
+        }
         try:
             socket.send_fds(self._channel, [json.dumps({"op": operation, "limits": bounds}).encode()], theirs)
         except OSError as error:

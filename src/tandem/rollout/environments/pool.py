@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections.abc import AsyncIterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -230,8 +230,7 @@ class EnvironmentPool:
     def _retire(self, place: Place) -> None:
         place.worker.kill()
         if place.call is not None:
-            with contextlib.suppress(Exception):  # its thread reads from the pipes until it sees that the worker is dead
-                place.call.result()
+            wait([place.call])  # its thread reads from the pipes until it sees that the worker is dead
         place.worker.release()
         with self._changed:
             self._all.discard(place)

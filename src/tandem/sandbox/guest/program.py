@@ -27,7 +27,6 @@ from typing import Any, NoReturn
 from tandem.sandbox.guest import kernel
 
 HEADER = struct.Struct("!Q")
-MAX_DESCRIPTORS = 256
 _CONTENT, _REASON = 3, 4  # descriptors beside the standard ones until foreign code begins
 _MIB = 1 << 20
 
@@ -76,7 +75,7 @@ def _bound(limits: dict[str, Any]) -> None:
     kernel.bound(resource.RLIMIT_DATA, limits["memory_mib"] * _MIB)
     kernel.bound(resource.RLIMIT_CPU, cpu_s)
     kernel.bound(resource.RLIMIT_FSIZE, limits["file_mib"] * _MIB)
-    kernel.bound(resource.RLIMIT_NOFILE, MAX_DESCRIPTORS)
+    kernel.bound(resource.RLIMIT_NOFILE, limits["descriptors"])
     kernel.bound(resource.RLIMIT_NPROC, limits["tasks"])
     kernel.bound(resource.RLIMIT_CORE, 1)  # with 0 a core would still be piped to the program of core_pattern
     for what in (resource.RLIMIT_MSGQUEUE, resource.RLIMIT_RTPRIO, resource.RLIMIT_MEMLOCK):
