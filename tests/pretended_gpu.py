@@ -110,6 +110,9 @@ class _Dispatch(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def compute(self, func, args, kwargs):
+        if func.overloadpacket is aten.to:  # as it comes in inference mode, where nothing takes it apart before
+            with self:
+                return func.decompose(*args, **kwargs)
         leaves = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         there = {id(x.inner): x for x in leaves if isinstance(x, OnGpu)}
         name = func.overloadpacket.__name__
@@ -136,7 +139,8 @@ class _Dispatch(TorchDispatchMode):
         """Counts waits, and refuses tensors of two devices in one operation."""
         if name in DATA_DEPENDENT or name == "_local_scalar_dense" or home:
             self.waits.add(name)
-        if name == "repeat_interleave" and kwargs.get("output_size") is None:
+        by_tensor = len(args) == 1 or any(isinstance(x, torch.Tensor) for x in args[1:])
+        if name == "repeat_interleave" and by_tensor and kwargs.get("output_size") is None:
             self.waits.add(name)
         if name in ("index", "index_put", "index_put_") and any(
             x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]
@@ -186,11 +190,21 @@ class _Functions(TorchFunctionMode):
                 return func(*args, **kwargs)
             finally:
                 self.dispatch.inside = False
+        if func is torch.Tensor.__setitem__ and isinstance(args[0], OnGpu) and torch.is_inference_mode_enabled():
+            return self._put(*args)
         if func is torch.Tensor.pin_memory:
             copy = args[0].clone()
             self.dispatch.pinned.add(copy.data_ptr())
             return copy
         return func(*args, **kwargs)
+
+    def _put(self, tensor, index, value):
+        """An assignment in inference mode, where C++ would write to a tensor of its own."""
+        parts = index if isinstance(index, tuple) else (index,)
+        value = value.inner if isinstance(value, OnGpu) else value
+        if any(isinstance(part, torch.Tensor) and (part.dtype == torch.bool or part.is_cpu) for part in parts):
+            self.dispatch.waits.add("index_put_ by a mask, or with indices of the host")
+        tensor.inner[tuple(part.inner if isinstance(part, OnGpu) else part for part in parts)] = value
 
 
 @contextlib.contextmanager

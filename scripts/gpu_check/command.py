@@ -22,6 +22,7 @@ CHECKS = {
     "equalities": (
         equalities.engine_is_transformers,
         equalities.packed_is_padded,
+        equalities.shared_is_alone,
         equalities.options_are_plain,
         equalities.adapters_are_merged,
         equalities.delivered_is_trained,
@@ -39,17 +40,21 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), default=cuda_only.default_device())
     parser.add_argument("--quick", action="store_true", help="small sizes, a tiny random model, and no page unless --out")
     parser.add_argument("--model", default="smollm2-135m", help="a folder, or a name that Tandem knows")
-    parser.add_argument("--only", choices=CHECKS, nargs="*", default=list(CHECKS))
+    names = [*CHECKS, *(check.__name__ for checks in CHECKS.values() for check in checks)]
+    parser.add_argument("--only", choices=names, nargs="*", default=list(CHECKS), metavar="NAME", help=", ".join(names))
     parser.add_argument("--out", type=Path, help=f"the page (default: docs/{RESULTS.name})")
     arguments = parser.parse_args()
     cuda_only.prepare()
+    if arguments.device == "cpu":
+        print("no GPU: what only a GPU runs is not checked")
     with tempfile.TemporaryDirectory(prefix="tandem-gpu-check-") as folder:
         scratch = Path(folder)
         model = tiny_model_folder(scratch) if arguments.quick else resolve(arguments.model)
         place, findings = Place(arguments.device, model, scratch, arguments.quick), Findings()
-        for section in arguments.only:
-            for check in CHECKS[section]:
-                findings.run(section, check, place)
+        for section, checks in CHECKS.items():
+            for check in checks:
+                if {section, check.__name__} & set(arguments.only):
+                    findings.run(section, check, place)
         text = page(findings, place, "a tiny random model" if arguments.quick else arguments.model)
     out = arguments.out or (None if arguments.quick else RESULTS)
     if out is not None:

@@ -116,6 +116,31 @@ def packed_is_padded(place: Place) -> Iterator[Line]:
             yield Line("gradient in one piece = in several, bf16", f"norms differ by {gap:.1e}", "at most 0.02", gap <= 0.02)
 
 
+def shared_is_alone(place: Place) -> Iterator[Line]:
+    """Completions that share prompts, which a GPU attends to by two variable-length calls in bfloat16, and transformers'
+    pass of each sequence; and gradients with prompts shared and with one sequence a micro-batch, which shares nothing."""
+    sizes = (
+        ((9, (3, 7, 5)), (4, (2, 6))) if place.quick else ((200, (64, 300, 17, 128)), (90, (256, 31)), (512, (90, 40, 5)))
+    )
+    rows, starts = [], []
+    for number, (prompt, completions) in enumerate(sizes):
+        (beginning,) = place.prompts((prompt,), seed=10 + number)
+        rows += [[*beginning, *rest] for rest in place.prompts(completions, seed=20 + number)]
+        starts += [prompt] * len(completions)
+    exact, batch = place.reference("fp32"), batch_of(place, rows, starts)
+    for dtype in DTYPES:
+        together, alone = (place.trainer(dtype, max_tokens=n) for n in (sum(map(len, rows)), max(map(len, rows))))
+        found, rounded = together.forward(batch).logprobs.cpu()[batch["loss_mask"]].float(), place.reference(dtype)
+        right, theirs = (
+            torch.cat([score(m, row, place.device)[start - 1 :] for row, start in zip(rows, starts, strict=True)])
+            for m in (exact, rounded)
+        )
+        yield compared(f"shared prompts = one by one, {dtype}", dtype, found, right, theirs)
+        norms = [engine.train_batch(batch, nll)["grad_norm"] for engine in (together, alone)]
+        gap, limit = abs(norms[0] - norms[1]) / norms[0], STEP if dtype == "fp32" else 0.02
+        yield Line(f"gradient of shared prompts = in pieces, {dtype}", f"{gap:.1e}", f"at most {limit:g}", gap <= limit)
+
+
 def options_are_plain(place: Place) -> Iterator[Line]:
     """A step with its shards in host memory, and one of compiled layers. Without a GPU the first is refused, and the second
     waits long for a compiler; the tests have both there."""

@@ -11,7 +11,7 @@ from tandem.api.failures import DataFailure, NonFinite, WrongWorkflow
 from tandem.api.requests import LLMRequest, NoiseKey, StopReason
 from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.noise import stream_of, uniform
-from tandem.engines.inference.sampler import SamplingRows, sample
+from tandem.engines.inference.sampler import Forbidden, SamplingRows, sample
 from tandem.models.tokenizer import load_tokenizer
 from tests.engines_inference.test_core_equal import drain, make_core, prompts, rescore, run
 from tests.tiny import VOCAB_SIZE, tiny_model_folder
@@ -209,7 +209,7 @@ def test_tokens_that_are_held_back_leave_the_others_drawable_however_small(size)
     logits = torch.zeros(4, size)
     logits[:, 7] = 500.0  # all other probabilities underflow to 0
     rows = SamplingRows(temperatures=torch.ones(4), uniform_temperature=True)
-    forbidden = torch.arange(4), torch.full((4,), 7)
+    forbidden = Forbidden(torch.arange(4), torch.full((4,), 7), torch.arange(4))
     tokens, logprobs = sample(logits.clone(), torch.tensor([0.01, 0.4, 0.6, 0.99], dtype=torch.float64), rows, forbidden)
 
     assert ((tokens >= 0) & (tokens < size) & (tokens != 7)).all()

@@ -1,14 +1,14 @@
 """Attention over packed sequences, registered with transformers as ``tandem_packed``.
 
 Each token sees its own sequence only, causally. On a CPU each sequence is one call of the fused kernel, neighbours of
-equal length go together; on a GPU one variable-length kernel takes all of them. Completions that share a prompt attend to
-it where it stands (see prefixes.py). All this arrives as the keyword argument ``packing``, which transformers hands down
+equal length go together; on a GPU one variable-length kernel takes all of them, and a second one the completions that
+share a prompt (see prefixes.py). All this arrives as the keyword argument ``packing``, which transformers hands down
 to every layer.
 """
 
 import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -52,6 +52,9 @@ class Packing:
     context: Context | None = None
     """The ranks that the tokens are divided among; all of them have the same packing, that of all tokens."""
 
+    calls: tuple["Call", ...] = ()
+    """The variable-length calls on a GPU that together are attention of all tokens."""
+
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: torch.Tensor) -> "Packing":
         """``cu_seqlens [N + 1]``; empty sequences are fine."""
@@ -66,8 +69,11 @@ class Packing:
         return cls(cu_seqlens.to(torch.int32), tuple(prompts), longest)
 
     def on(self, device: torch.device) -> "Packing":
-        """The same with its tensors on a device."""
-        return replace(self, cu_seqlens=upload(self.cu_seqlens, device))
+        """The same for a device; a GPU gets the calls that it attends by."""
+        there = replace(self, cu_seqlens=upload(self.cu_seqlens, device))
+        if device.type != "cuda":
+            return there
+        return replace(there, calls=tuple(call.on(device) for call in plan_calls(self.runs)))
 
     def divided(self, context: Context, extra: int) -> "Packing":
         """The same for a row of which each rank of ``context`` has a piece; ``extra`` tokens behind it fill it up."""
@@ -75,6 +81,66 @@ class Packing:
             return replace(self, context=context)
         runs = (*self.runs, Run(1, extra))
         return Packing(pad(self.cu_seqlens, (0, 1), value=int(self.cu_seqlens[-1]) + extra), runs, self.longest, context)
+
+
+class Call(NamedTuple):
+    """One variable-length call. The queries of a sequence are the last of its keys."""
+
+    cu_queries: torch.Tensor
+    """``[sequences + 1]`` int32."""
+
+    cu_keys: torch.Tensor
+    longest_query: int
+    longest_key: int
+    queries: torch.Tensor | None = None
+    """The tokens that ask, int64; None: all, in order."""
+
+    keys: torch.Tensor | None = None
+    """The tokens that are asked, those of a shared prompt once for each completion; None: all, in order."""
+
+    def on(self, device: torch.device) -> "Call":
+        """The same with its tensors on a device."""
+        return Call(*(upload(x, device) if isinstance(x, torch.Tensor) else x for x in self))
+
+
+def plan_calls(runs: Sequence[Run | Prompt]) -> tuple[Call, ...]:
+    """The calls that together are attention of these tokens: one if no prompt is shared; else one for the prompts and what
+    has none, and one for the completions, whose keys are those of their prompt and their own.
+
+    Example: a prompt of 2 with completions of 1 and 3 → queries (0 1), keys (0 1); queries (2), (3 4 5), keys (0 1 2),
+    (0 1 3 4 5)
+    """
+    alone: list[tuple[range, tuple[range, ...]]] = []
+    completions: list[tuple[range, tuple[range, ...]]] = []
+    start = 0
+    for run in runs:
+        lengths = run.completions if isinstance(run, Prompt) else (run.length,) * run.count
+        prompt = range(start, start + (run.length if isinstance(run, Prompt) else 0))
+        start = prompt.stop
+        if prompt:
+            alone.append((prompt, (prompt,)))
+        for length in lengths:
+            own = range(start, start + length)
+            start += length
+            if own:
+                (completions if prompt else alone).append((own, (prompt, own)))
+    if not completions:
+        return (_call(alone, indexed=False),)
+    return tuple(_call(part, indexed=True) for part in (alone, completions) if part)
+
+
+def _call(sequences: Sequence[tuple[range, tuple[range, ...]]], *, indexed: bool) -> Call:
+    """``sequences``: the tokens that ask, and the ranges of those that are asked. ``indexed``: not all, in order."""
+    queries = [len(own) for own, _ in sequences]
+    keys = [sum(map(len, parts)) for _, parts in sequences]
+    bounds = (torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32) for lengths in (queries, keys))
+    found = Call(*bounds, max(queries), max(keys))
+    if not indexed:
+        return found
+    return found._replace(
+        queries=torch.cat([torch.arange(own.start, own.stop) for own, _ in sequences]),
+        keys=torch.cat([torch.arange(part.start, part.stop) for _, parts in sequences for part in parts]),
+    )
 
 
 def positions(cu_seqlens: torch.Tensor, total: int) -> torch.Tensor:
@@ -125,15 +191,9 @@ def _attend(
 ) -> torch.Tensor:
     """Attention of all tokens: ``[1, heads, T, D]`` → ``[1, T, heads, D]``."""
     window = sliding_window if sliding_window is not None and sliding_window < packing.longest else None
-    shared = any(isinstance(run, Prompt) for run in packing.runs)
-    if (
-        query.is_cuda
-        and not shared
-        and softcap is None
-        and query.dtype in (torch.bfloat16, torch.float16)
-        and _varlen_attn is not None
-    ):
-        return _varlen(query, key, value, packing, scale, window)
+    fast = softcap is None and query.dtype in (torch.bfloat16, torch.float16) and _varlen_attn is not None
+    if packing.calls and query.is_cuda and fast:
+        return attend_by_calls(query, key, value, packing.calls, scale, window, _varlen_attn)
 
     sizes = [run.tokens for run in packing.runs]
     # `split` and `cat` have each other as gradients; slices would each make a gradient of the size of the whole
@@ -246,16 +306,36 @@ def _find_varlen_attn() -> Any:
 _varlen_attn = _find_varlen_attn()
 
 
-def _varlen(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, scale: float, window: int | None
+def attend_by_calls(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    calls: Sequence[Call],
+    scale: float,
+    window: int | None,
+    varlen_attn: Callable[..., torch.Tensor],
 ) -> torch.Tensor:
+    """Attention of all tokens by variable-length calls: ``[1, heads, T, D]`` → ``[1, T, heads, D]``.
+
+    Keys of shared prompts are repeated by one index, whose gradient adds up what all completions send back. ``varlen_attn``:
+    as `torch.nn.attention.varlen.varlen_attn`.
+    """
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))  # [T, heads, D]
-    cu, longest = packing.cu_seqlens, packing.longest
     left = -1 if window is None else window - 1
-    grouped = q.shape[1] != k.shape[1]
-    return _varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=(left, 0), enable_gqa=grouped).unsqueeze(
-        0
-    )
+    settings = {"scale": scale, "window_size": (left, 0), "enable_gqa": q.shape[1] != k.shape[1]}
+    whole = None
+    for call in calls:
+        given = (
+            x if index is None else x.index_select(0, index)
+            for x, index in ((q, call.queries), (k, call.keys), (v, call.keys))
+        )
+        found = varlen_attn(*given, call.cu_queries, call.cu_keys, call.longest_query, call.longest_key, **settings)
+        if call.queries is None:
+            return found[None]
+        whole = q.new_zeros(len(q), *found.shape[1:]) if whole is None else whole
+        whole = whole.index_copy(0, call.queries, found)
+    assert whole is not None, "a batch has tokens"
+    return whole[None]
 
 
 def _no_mask(*_: Any, **__: Any) -> None:

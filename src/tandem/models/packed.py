@@ -23,7 +23,7 @@ def keeping_products() -> Any:
 
     def policy(ctx: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         name = getattr(operator, "__name__", "").partition(".")[0]
-        dear = name in _PRODUCTS or name.startswith("_scaled_dot_product")
+        dear = name in _PRODUCTS or name.startswith(("_scaled_dot_product", "_varlen_attn"))
         return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from tandem.engines.inference.kv_cache import Row, Slab
 from tandem.models.architecture import Architecture
+from tandem.models.upload import upload
 
 _NEVER = -1e30
 """Hides a key. Finite: a row that sees nothing gives some average, whose log-sum-exp makes its weight 0, and never NaN."""
@@ -172,22 +173,26 @@ class DecodePlan:
         self._make_masks()
 
     def _own_part(self, rows: Sequence[Row], own: list[int], start: int, stop: int) -> _OwnPart:
-        slab, device = rows[start].slab, self.kernel.device
-        index = torch.tensor([row.index for row in rows[start:stop]], device=device)
+        slab = rows[start].slab
+        index = torch.tensor([row.index for row in rows[start:stop]])
         used = int(index.max()) + 1
-        same = torch.equal(index, torch.arange(used, device=device))
-        count = torch.tensor(own[start:stop], device=device)
-        counts = torch.ones(used, 1, dtype=torch.long, device=device)
+        same = torch.equal(index, torch.arange(used))
+        count = torch.tensor(own[start:stop])
+        counts = torch.ones(used, 1, dtype=torch.long)
         counts[index, 0] = count
-        to_slab = torch.zeros(used, dtype=torch.long, device=device)
-        to_slab[index] = torch.arange(stop - start, device=device)
-        heads = torch.arange(self.kernel.kv_heads, device=device)
+        to_slab = torch.zeros(used, dtype=torch.long)
+        to_slab[index] = torch.arange(stop - start)
+        heads = torch.arange(self.kernel.kv_heads)
         writes = (index[:, None] * self.kernel.kv_heads + heads) * slab.capacity + count[:, None] - 1
-        places = (None, None) if same else (to_slab, index)
-        return _OwnPart(slab, start, stop, used, max(own[start:stop]), counts, writes.flatten(), *places)
+        places = (None, None) if same else (self._there(to_slab), self._there(index))
+        length, writes = max(own[start:stop]), self._there(writes.flatten())
+        return _OwnPart(slab, start, stop, used, length, self._there(counts), writes, *places)
+
+    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
+        return upload(tensor, self.kernel.device)
 
     def _plan_prompts(self, prompts: Sequence[Row | None], own: list[int], starts: list[int]) -> None:
-        kernel, device = self.kernel, self.kernel.device
+        kernel = self.kernel
         members: dict[int, dict[int, list[int]]] = {}  # slab → row → batch rows
         slabs: dict[int, Slab] = {}
         for batch_row, prompt in enumerate(prompts):
@@ -211,9 +216,9 @@ class DecodePlan:
                 lengths[index] = starts[batch_rows[0]]
             base += queries.numel()
             positions = torch.tensor(starts)[table] + torch.tensor(own)[table] - 1
-            part = (lengths.to(device), int(lengths.max()), positions.to(device), queries.flatten().to(device))
+            part = (self._there(lengths), int(lengths.max()), self._there(positions), self._there(queries.flatten()))
             self._prompt_parts.append(_PromptPart(slabs[key], *part))
-        self._back = back.flatten().to(device)
+        self._back = self._there(back.flatten())
 
     def _make_masks(self) -> None:
         for part in self._own_parts:

@@ -192,7 +192,7 @@ class EngineCore:
         self._last_hidden = {}
         for sequence in starting:
             scheduler.start(sequence)
-        slots = torch.tensor([sequence.slot for sequence in starting], device=self.device)
+        slots = torch.tensor([sequence.slot for sequence in starting])
         return self._draw(starting, slots, logits)
 
     def _run_jobs(self, jobs: list[Job], counter: str) -> list[Job]:
@@ -222,7 +222,7 @@ class EngineCore:
     def _make_batch(self) -> None:
         """The sequences that decode now; valid until one joins or leaves."""
         batch = self._batch = self._scheduler.ordered()
-        self._batch_slots = torch.tensor([sequence.slot for sequence in batch], device=self.device)
+        self._batch_slots = torch.tensor([sequence.slot for sequence in batch])
         self._sampling = self._slots.sampling(self._batch_slots)
         self._passes.plan(batch, self._slots.positions[self._batch_slots].tolist())
         self._scheduler.changed = False

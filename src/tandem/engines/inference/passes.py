@@ -9,6 +9,7 @@ from tandem.engines.inference.decoder import Decoder
 from tandem.engines.inference.fused_weights import FusedWeights
 from tandem.engines.inference.sequences import Job, Sequence
 from tandem.models.architecture import Architecture
+from tandem.models.upload import upload
 
 
 class Passes:
@@ -38,8 +39,9 @@ class Passes:
                 complete.append(job)
                 keep.append(end - 1)
         plan = PrefillPlan(self._kernel, pieces, self._decoder.windows)
-        kept = torch.tensor(keep, dtype=torch.long, device=self._device)
-        hidden = self._decoder.hidden(weights, tokens.to(self._device), positions.to(self._device), plan, kept)
+        tokens, positions = upload(tokens, self._device), upload(positions, self._device)
+        kept = upload(torch.tensor(keep, dtype=torch.long), self._device)
+        hidden = self._decoder.hidden(weights, tokens, positions, plan, kept)
         return list(zip(complete, hidden.unbind(0), strict=True))
 
     def logits(self, weights: FusedWeights, hidden: SequenceOf[torch.Tensor]) -> torch.Tensor:
@@ -53,7 +55,7 @@ class Passes:
         logits = self._decoder.logits(weights, torch.stack(unique))  # [prompts, V]
         if len(unique) == len(hidden):
             return logits
-        return logits[torch.tensor([places[id(one)] for one in hidden], device=self._device)]
+        return logits[upload(torch.tensor([places[id(one)] for one in hidden]), self._device)]
 
     def plan(self, batch: SequenceOf[Sequence], lengths: SequenceOf[int]) -> None:
         """Plans attention for the sequences that `decode` takes from now on, until one joins or leaves.
@@ -76,8 +78,10 @@ class Passes:
         self._plan.advance()
 
     def decode(self, weights: FusedWeights, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits ``[B, V]`` behind the newest token ``[B]`` of the planned sequences, which stands at ``positions [B]``."""
+        """Logits ``[B, V]`` behind the newest token ``[B]`` of the planned sequences, which stands at ``positions [B]``,
+        both on the host."""
         assert self._plan is not None
+        tokens, positions = upload(tokens, self._device), upload(positions, self._device)
         return self._decoder.logits(weights, self._decoder.hidden(weights, tokens, positions, self._plan))
 
     def forget(self) -> None:

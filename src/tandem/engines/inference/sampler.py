@@ -6,6 +6,7 @@ model.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -34,15 +35,31 @@ class SamplingRows:
     top_k: torch.Tensor | None = None
     """int64, the vocabulary's size where it is off."""
 
+    truncated: torch.Tensor | None = None
+    """int64 ``[R]``, the rows that truncate; None: all that do are looked for."""
+
     minimums: bool = False
     """Whether some row has a least number of tokens."""
+
+
+class Forbidden(NamedTuple):
+    """Tokens that some rows may not draw."""
+
+    rows: torch.Tensor
+    """``[F]``"""
+
+    tokens: torch.Tensor
+    """``[F]``: one of those that the row may not draw."""
+
+    limited: torch.Tensor
+    """The rows, each once."""
 
 
 def sample(
     logits: torch.Tensor,
     uniforms: torch.Tensor,
     rows: SamplingRows,
-    forbidden: tuple[torch.Tensor, torch.Tensor] | None = None,
+    forbidden: Forbidden | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws one token a row.
 
@@ -50,7 +67,7 @@ def sample(
         logits: ``[B, V]`` float32; overwritten.
         uniforms: ``[B]`` float64 in (0, 1), the noise.
         rows: how each row samples.
-        forbidden: (rows ``[F]``, tokens ``[F]``) that may not be drawn now.
+        forbidden: what may not be drawn now.
 
     Returns:
         tokens ``[B]`` int64, and log-probabilities ``[B]`` float32 of softmax(logits / temperature), before top-p, top-k and
@@ -61,13 +78,14 @@ def sample(
     whole = torch.empty(0)
     if forbidden is not None:
         # Drawn from the rest, normalised anew; the probability that is recorded is that of the whole distribution.
-        limited = forbidden[0].unique()
-        whole = torch.logsumexp(logits[limited], dim=-1)
-        logits[forbidden] = float("-inf")
+        whole = torch.logsumexp(logits[forbidden.limited], dim=-1)
+        logits[forbidden.rows, forbidden.tokens] = float("-inf")
     probabilities = torch.softmax(logits, dim=-1)
     tokens = _inverse_cdf(probabilities, uniforms)
     if rows.top_p is not None and rows.top_k is not None:
-        truncated = ((rows.top_p < 1.0) | (rows.top_k < logits.shape[-1])).nonzero().flatten()
+        truncated = rows.truncated
+        if truncated is None:
+            truncated = ((rows.top_p < 1.0) | (rows.top_k < logits.shape[-1])).nonzero().flatten()
         if len(truncated):
             args = probabilities[truncated], uniforms[truncated], rows.top_p[truncated], rows.top_k[truncated]
             tokens[truncated] = _truncated(*args)
@@ -75,6 +93,7 @@ def sample(
         tokens = torch.where(rows.greedy, logits.argmax(dim=-1), tokens)  # logits: equal probabilities may hide a difference
     logprobs = probabilities.gather(-1, tokens[:, None]).squeeze(-1).log()
     if forbidden is not None:
+        limited = forbidden.limited
         logprobs[limited] = logits[limited, tokens[limited]] - whole
     return tokens, logprobs
 
@@ -106,10 +125,11 @@ def _truncated(
 ) -> torch.Tensor:
     """Draws from the ``top_k`` most probable tokens, or the smallest set whose probability reaches ``top_p``; ``[R]``.
 
-    Only the ``width`` most probable tokens are sorted first; the rows whose set is wider are drawn again from a full sort.
+    On a CPU only the ``width`` most probable tokens are sorted first; the rows whose set is wider are drawn again from a
+    full sort. On a GPU, which sorts quickly, the host would have to ask it whether there are any.
     """
     size = probabilities.shape[-1]
-    width = min(width, size)
+    width = min(width, size) if probabilities.device.type == "cpu" else size
     ordered, tokens = probabilities.topk(width, dim=-1)
     ranks = torch.arange(width, device=ordered.device)
     ordered = ordered.double().masked_fill(ranks >= top_k[:, None], 0.0)

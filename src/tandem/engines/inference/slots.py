@@ -1,6 +1,7 @@
 """Tables with one line a running sequence: what a step reads and writes as tensors, so that no token costs Python.
 
-Lists are made of them once, when a sequence ends.
+They are in the host's memory. A step sends the device what it needs of them, and waits for it once: for the tokens. Lists
+are made of them once, when a sequence ends.
 """
 
 from collections.abc import Iterable
@@ -11,8 +12,9 @@ import torch
 from tandem.api.failures import NonFinite
 from tandem.api.requests import LLMResponse, NoiseKey, StopReason
 from tandem.engines.inference.noise import stream_of, uniform
-from tandem.engines.inference.sampler import SamplingRows, sample
+from tandem.engines.inference.sampler import Forbidden, SamplingRows, sample
 from tandem.engines.inference.sequences import Sequence
+from tandem.models.upload import upload
 
 _NO_TOKEN = -1
 
@@ -23,10 +25,11 @@ class Slots:
     def __init__(self, count: int, vocab_size: int, eos: Iterable[int], device: torch.device):
         self._vocab_size = vocab_size
         self._eos = tuple(eos)
+        self._device = device
         self._free = list(range(count - 1, -1, -1))
 
         def table(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-            return torch.zeros((count, *shape), dtype=dtype, device=device)
+            return torch.zeros((count, *shape), dtype=dtype)
 
         self.last = table(torch.long)
         """Newest token, not yet in the cache."""
@@ -76,25 +79,27 @@ class Slots:
         sequence.slot = -1
 
     def sampling(self, slots: torch.Tensor) -> SamplingRows:
-        """How the rows ``slots [B]`` sample; `draw` adds what changes from step to step."""
+        """How the rows ``slots [B]`` sample, on the device; `draw` adds what changes from step to step."""
         temperatures, top_p, top_k = self._temperatures[slots], self._top_p[slots], self._top_k[slots]
         greedy, first = self._greedy[slots], self._first_temperatures[slots]
         differs = bool((first != temperatures).any())
-        truncates = bool(((top_p < 1.0) | (top_k < self._vocab_size)).any())
+        truncated = ((top_p < 1.0) | (top_k < self._vocab_size)).nonzero().flatten()
+        truncates = len(truncated) > 0
         return SamplingRows(
-            temperatures,
+            self._there(temperatures),
             uniform_temperature=not differs and bool((temperatures == 1.0).all()),
-            first_temperatures=first if differs else None,
-            greedy=greedy if bool(greedy.any()) else None,
-            top_p=top_p if truncates else None,
-            top_k=top_k if truncates else None,
+            first_temperatures=self._there(first) if differs else None,
+            greedy=self._there(greedy) if bool(greedy.any()) else None,
+            top_p=self._there(top_p) if truncates else None,
+            top_k=self._there(top_k) if truncates else None,
+            truncated=self._there(truncated) if truncates else None,
             minimums=bool((self._minimums[slots] > 0).any()),
         )
 
     def draw(
         self, slots: torch.Tensor, logits: torch.Tensor, rows: SamplingRows, version: int
     ) -> tuple[list[int], list[int]]:
-        """Draws and records the next token of ``slots [B]`` from ``logits [B, V]``.
+        """Draws and records the next token of ``slots [B]`` from ``logits [B, V]``, which are on the device.
 
         Returns:
             Places in ``slots`` that ended with a stop token, and those that reached their limit.
@@ -105,8 +110,11 @@ class Slots:
         forbidden = self._forbidden(slots) if rows.minimums else None
         positions, counts = self.positions[slots], self.counts[slots]
         if rows.first_temperatures is not None:
-            rows = replace(rows, temperatures=torch.where(counts == 0, rows.first_temperatures, rows.temperatures))
-        tokens, logprobs = sample(logits, uniform(self._streams[slots], positions), rows, forbidden)
+            rows = replace(
+                rows, temperatures=torch.where(self._there(counts == 0), rows.first_temperatures, rows.temperatures)
+            )
+        uniforms = self._there(uniform(self._streams[slots], positions))
+        tokens, logprobs = _home(*sample(logits, uniforms, rows, forbidden))
         self._tokens[slots, counts] = tokens
         self._logprobs[slots, counts] = logprobs
         self._versions[slots, counts] = version
@@ -125,12 +133,16 @@ class Slots:
             )
         return ended[0].nonzero().flatten().tolist(), ended[1].nonzero().flatten().tolist()
 
-    def _forbidden(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(row, stop token) pairs of the rows that may not end yet."""
+    def _there(self, tensor: torch.Tensor) -> torch.Tensor:
+        return upload(tensor, self._device)
+
+    def _forbidden(self, slots: torch.Tensor) -> Forbidden | None:
+        """The stop tokens of the rows that may not end yet."""
         stop = self._stop[slots]
         early = (self.counts[slots] < self._minimums[slots])[:, None] & (stop != _NO_TOKEN)
         rows, columns = early.nonzero(as_tuple=True)
-        return (rows, stop[rows, columns]) if len(rows) else None
+        pairs = rows, stop[rows, columns], rows.unique()
+        return Forbidden(*map(self._there, pairs)) if len(rows) else None
 
     def drawn(self, sequence: Sequence) -> torch.Tensor:
         """Tokens drawn so far, ``[n]``."""
@@ -158,6 +170,14 @@ class Slots:
             gconfig.temperature,
             untrained_tokens=min(count, int(hot)),
         )
+
+
+def _home(tokens: torch.Tensor, logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both ``[B]`` on the host, in one copy: float64 holds either exactly."""
+    if tokens.device.type == "cpu":
+        return tokens, logprobs
+    both = torch.stack((tokens.double(), logprobs.double())).cpu()
+    return both[0].long(), both[1].float()
 
 
 def _widened(table: torch.Tensor, columns: int, fill: int) -> torch.Tensor:

@@ -1,0 +1,71 @@
+"""The order of operations of attention on a GPU, with a reference in the place of the kernel: equal to what a CPU does."""
+
+import pytest
+import torch
+
+from tandem.models.attention import Packing, Run, attend_by_calls, packed_attention, plan_calls
+from tandem.models.prefixes import Prompt
+from tests.engines_train.steps import engine_on
+from tests.models.test_prefixes import grouped_batch
+from tests.pretended_gpu import GPU, pretended_gpu
+from tests.tiny import tiny_model_folder
+from tests.varlen_reference import varlen_reference
+
+BATCHES = {
+    "packed": (Run(2, 5), Run(1, 9), Run(3, 1)),
+    "shared": (Prompt(6, (3, 9, 5)), Prompt(4, (2,)), Prompt(11, (1, 7)), Prompt(5, (0, 4, 4))),
+    "mixed": (Prompt(7, (2, 2)), Run(2, 4), Prompt(0, (3, 8)), Prompt(3, (0, 0))),
+}
+
+
+def tensors(total, heads=4, kv_heads=2):
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, heads, total, 8), (1, kv_heads, total, 8), (1, kv_heads, total, 8))
+    return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("name", BATCHES)
+def test_variable_length_calls_give_the_values_and_gradients_of_one_call_a_sequence(name, window):
+    runs = BATCHES[name]
+    total = sum(run.tokens for run in runs)
+    longest = max(run.length + max(getattr(run, "completions", (0,))) for run in runs)
+    packing = Packing(torch.tensor([0, total], dtype=torch.int32), runs, longest)
+    direction = torch.randn(1, total, 4, 8, generator=torch.Generator().manual_seed(1))
+    given = tensors(total)
+    expected, _ = packed_attention(None, *given, None, packing=packing, sliding_window=window)
+    gradients = torch.autograd.grad(expected, given, direction)
+
+    found = attend_by_calls(*given, plan_calls(runs), 8**-0.5, window, varlen_reference)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    for one, other in zip(torch.autograd.grad(found, given, direction), gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_a_layer_makes_two_calls_however_many_prompts_there_are_and_reads_a_prompt_once_for_each_completion():
+    alone, completions = plan_calls((Prompt(2, (1, 3)), Prompt(3, (1,))))
+    assert alone.queries.tolist() == alone.keys.tolist() == [0, 1, 6, 7, 8]
+    assert alone.cu_queries.tolist() == alone.cu_keys.tolist() == [0, 2, 5]
+    assert completions.queries.tolist() == [2, 3, 4, 5, 9]
+    assert completions.keys.tolist() == [0, 1, 2, 0, 1, 3, 4, 5, 6, 7, 8, 9]
+    assert (completions.cu_queries.tolist(), completions.cu_keys.tolist()) == ([0, 1, 4, 5], [0, 3, 8, 12])
+    assert len(plan_calls((Run(3, 5), Run(1, 2)))) == 1 and plan_calls((Run(3, 5),))[0].queries is None
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_a_model_with_shared_prompts_attends_on_a_gpu_by_these_calls_alone(tmp_path, kind, monkeypatch):
+    ids, cu_seqlens, mask = grouped_batch()
+    temperature = torch.ones(len(cu_seqlens) - 1)
+    folder = tiny_model_folder(tmp_path, kind)
+
+    def scored(device):
+        model = engine_on(folder, dtype="bfloat16", device=device).model
+        found = model(model.lay_out(ids, cu_seqlens, mask, temperature, torch.device(device))).logprobs
+        found.sum().backward()  # the masters take the gradients, which the step of an engine compares
+        return found.detach()
+
+    expected = scored("cpu")
+    monkeypatch.setattr("tandem.models.attention.scaled_dot_product_attention", None)  # no other way is taken
+    with pretended_gpu():
+        found = scored(GPU).cpu()
+    assert float((found - expected).abs().mean()) < 0.05
