@@ -11,7 +11,8 @@ from tandem.api.failures import DataFailure, NonFinite, WrongWorkflow
 from tandem.api.requests import LLMRequest, NoiseKey, StopReason
 from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.noise import stream_of, uniform
-from tandem.engines.inference.sampler import Forbidden, SamplingRows, sample
+from tandem.engines.inference.sampler import sample
+from tandem.engines.inference.sampling_rows import Forbidden, SamplingRows
 from tandem.models.tokenizer import load_tokenizer
 from tests.engines_inference.test_core_equal import drain, make_core, prompts, rescore, run
 from tests.tiny import VOCAB_SIZE, tiny_model_folder

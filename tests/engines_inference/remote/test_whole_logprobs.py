@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import TandemWorker
-from tandem.engines.inference.sampler import SamplingRows
 from tandem.engines.inference.sampler import sample as embedded_sample
+from tandem.engines.inference.sampling_rows import SamplingRows
 
 
 class Tensors(NamedTuple):

@@ -12,7 +12,8 @@ import torch
 from tandem.api.failures import NonFinite
 from tandem.api.requests import LLMResponse, NoiseKey, StopReason
 from tandem.engines.inference.noise import stream_of, uniform
-from tandem.engines.inference.sampler import Forbidden, SamplingRows, sample
+from tandem.engines.inference.sampler import sample
+from tandem.engines.inference.sampling_rows import Forbidden, SamplingRows
 from tandem.engines.inference.sequences import Sequence
 from tandem.models.upload import upload
 
