@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 
 from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, WrongWorkflow
+from tandem.config.errors import ConfigError
 from tandem.rollout.own import AgentWorkflow
 from tandem.rollout.recording.recorder import Recorder
 from tests.rollout.clockwork import Constant
@@ -69,6 +70,14 @@ def test_the_reward_is_what_the_agent_sends_and_else_the_configured_one_judges_t
     assert run(says_nothing, reward=Constant()).accuracy == 1.0
     with pytest.raises(DataFailure, match="no_reward"):
         run(says_nothing)
+
+    class Gold(Constant):
+        def check_row(self, row):
+            raise ConfigError("the row has no column 'gold'")
+
+    with pytest.raises(DataFailure, match=r"no_reward.*gave no reward, and the run's cannot judge this row.*'gold'"):
+        run(says_nothing, reward=Gold())
+    assert run(sends, reward=Gold()).reward == 0.25
 
     async def both(base_url, api_key, data):
         await sends(base_url, api_key, data)

@@ -7,6 +7,8 @@ import psutil
 import pytest
 
 from tandem.cli.main import main
+from tandem.config.changes import Change
+from tandem.state.control import FOLDER, ask
 from tests.trainers.test_resume import SAVED_EACH_STEP, Runs, assert_same, ledger, metrics, zygote  # noqa: F401  a fixture
 
 WORLDS = Path(__file__).parent / "dawdling_world.py"
@@ -67,11 +69,40 @@ def test_rows_need_no_answer_where_the_environment_judges(overrides, tmp_path, c
     assert main(["train", *world, "--dry-run"]) == 0
     assert main(["train", *world, "reward=exact_number", "--dry-run"]) == 2
     assert "reward is set, but workflow=environment has no argument 'reward'" in capsys.readouterr().err
+    source = "train_dataset.sources=[{path: seeds, reward: exact_number}]"
+    assert main(["train", *(item for item in world if "train_dataset" not in item), source, "--dry-run"]) == 2
+    assert "reward=exact_number of a source is set, but workflow=environment" in capsys.readouterr().err
 
 
-def test_an_evaluation_plays_too(model, tmp_path, monkeypatch):
+def test_fewer_places_than_a_deterministic_step_has_samples_are_refused(overrides, capsys):
+    world = items(overrides, "Dawdles", "deterministic=true", "workflow_args.workers=8")
+    assert main(["train", *world, "--dry-run"]) == 2
+    assert "workflow_args.workers=8 lets only so many samples play at once" in capsys.readouterr().err
+    assert main(["train", *world, "workflow_args.workers=9", "--dry-run"]) == 0
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_an_evaluation_plays_too_and_not_more_at_once_than_there_are_workers(model, tmp_path, monkeypatch, workers):
     monkeypatch.chdir(tmp_path)
     words = [f"model={model}", "data=seeds", "workflow=environment", f"environment={WORLDS}:Dawdles", "max_rows=4"]
-    assert main(["eval", *words, "gconfig.max_new_tokens=6", "device=cpu", "threads=1"]) == 0
+    more = [f"workflow_args.workers={workers}", "episode_timeout_s=60"]
+    assert main(["eval", *words, *more, "gconfig.max_new_tokens=6", "device=cpu", "threads=1"]) == 0
     (results,) = tmp_path.glob("evaluations/*/results.json")
-    assert json.loads(results.read_text())
+    assert json.loads(results.read_text())["data"]["seeds"]["failed"] == {}
+
+
+def test_a_run_whose_environment_gives_the_reward_has_none_to_change(overrides, tmp_path):
+    folder = tmp_path / "worlds" / "one"
+    folder.mkdir(parents=True)
+    name = ask(folder, Change("reward.weight", "math=2"))
+    world = items(overrides, "Dawdles", "reward=math", "experiment_name=worlds", "trial_name=one", "total_train_steps=1")
+    assert main(["train", *world]) == 0
+    refused = json.loads((folder / FOLDER / f"{name}.answer").read_text())["refused"]
+    assert "workflow=environment has no argument 'reward'" in refused
+
+
+def test_an_evaluation_refuses_a_reward_that_would_judge_nothing(model, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = [f"model={model}", "data=seeds", "workflow=environment", f"environment={WORLDS}:Dawdles", "max_rows=4"]
+    assert main(["eval", *words, "reward=exact_number", "device=cpu"]) == 2
+    assert "reward is set, but workflow=environment has no argument 'reward'" in capsys.readouterr().err

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from tandem.config.errors import ConfigError
+from tandem.config.evaluation import load_evaluation
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
+from tandem.evaluation.run import check_evaluation
 from tandem.flow.services import asks_for_reward
 from tandem.sandbox.choose import choose_sandbox
 from tandem.trainers.rl import train
@@ -67,6 +69,13 @@ def test_rows_need_no_answer_where_no_reward_was_chosen_and_a_program_says_it():
     program = ("workflow=program", "workflow_args.command=true")
     assert not asks_for_reward(config(*program)) and asks_for_reward(config())
     assert asks_for_reward(config(*program, "reward=gsm8k"))
+
+
+def test_an_evaluation_gives_a_program_its_own_deadline_and_knobs(model):
+    words = [f"model={model}", "data=addition", "workflow=program", "workflow_args.command=sleep 1", "episode_timeout_s=60"]
+    checked = check_evaluation(load_evaluation(None, [*words, "sandbox=none"]).config)
+    checked.services.close()
+    assert checked.workflow.timeout_s == 48
 
 
 @pytest.mark.slow

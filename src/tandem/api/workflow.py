@@ -102,6 +102,9 @@ class RolloutWorkflow(ABC):
     makes_group: bool = False
     """True: an episode returns the whole `Group` of its prompt. False: one sample, and `Repeated` makes the group."""
 
+    at_once: int | None = None
+    """Most samples that can be under way at once, where others wait for a place; None: any number."""
+
     reads_scores: bool = False
     """True: `finish_group` reads rewards that need a model, so it is called when those are there, after the episode."""
 

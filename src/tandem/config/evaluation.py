@@ -91,6 +91,9 @@ class EvaluationConfig:
     workflow: Spec = "rlvr"
     """Registered workflow of one sample, such as `multi_turn(max_turns=5)`, or `my_file.py:ClassOrFunction`."""
 
+    workflow_args: Mapping[str, Any] = field(default_factory=dict)
+    """Knobs of the workflow, as in training."""
+
     judge: Spec | None = None
     """Your service that judges, as in training: given to a workflow or reward that asks for `judge`."""
 

@@ -116,11 +116,25 @@ async def ask_together(
     *,
     on_answer: Callable[[Answer], None] | None = None,
 ) -> list[Answer]:
-    """`ask` as one wave: the engine stands still until every sample has issued its first request, and then begins.
+    """`ask` as one wave: the engine stands still until every sample has issued its first request, and then begins. A
+    workflow that has places for fewer samples (``at_once``) gets as many waves as it needs.
 
     So which samples are computed together does not depend on timing, and on one machine the answers are equal to the bit
     (single-turn workflows, an engine that was built ``deterministic``).
     """
+    most, answers = workflow.at_once or len(asks), list[Answer]()
+    for start in range(0, len(asks), max(1, most)):
+        answers += await _ask_wave(engine, workflow, asks[start : start + most], terms, on_answer)
+    return answers
+
+
+async def _ask_wave(
+    engine: InferenceEngine,
+    workflow: RolloutWorkflow,
+    asks: Sequence[Ask],
+    terms: Terms,
+    on_answer: Callable[[Answer], None] | None,
+) -> list[Answer]:
     issued, everybody = 0, asyncio.Event()
 
     def count() -> None:

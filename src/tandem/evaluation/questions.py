@@ -142,9 +142,7 @@ def make_judges(
         for one in questions if asked else ():
             for number, row in enumerate(one.rows, 1):
                 try:
-                    check = getattr(judges.of(row), "check_row", None)
-                    if check is not None:
-                        check(row)
+                    judges.check_row(row)
                 except ConfigError as error:
                     raise ConfigError(f"row {number} of data set {one.name!r}: {error}") from error
     except ConfigError:

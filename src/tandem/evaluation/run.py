@@ -95,7 +95,10 @@ def check_evaluation(config: EvaluationConfig) -> Checked:
         ConfigError: anything about device, data, model, reward or workflow.
     """
     asked = TrainConfig(
+        reward=config.reward or TrainConfig.reward,
         workflow=config.workflow,
+        workflow_args=config.workflow_args,
+        rollout=RolloutConfig(episode_timeout_s=config.episode_timeout_s),
         **{name: getattr(config, name) for name in NAMED},
         system_prompt=config.system_prompt,
         chat_template_kwargs=config.chat_template_kwargs,

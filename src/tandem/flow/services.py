@@ -207,6 +207,16 @@ class RewardBySource(RewardFn):
             samples, total_s, longest_s = self._waits
             self._waits = samples + 1, total_s + waited_s, max(longest_s, waited_s)
 
+    def check_row(self, row: Mapping[str, Any]) -> None:
+        """Asks the row's reward whether the row has what it needs.
+
+        Raises:
+            ConfigError: it lacks something; or it names no recipe.
+        """
+        check = getattr(self.of(row), "check_row", None)
+        if check is not None:
+            check(row)
+
     @property
     def compares(self) -> bool:
         """True if the reward of any row has a term that judges the samples of a prompt together."""
@@ -248,13 +258,11 @@ def check_rows(reward: RewardBySource, rows: Iterable[Mapping[str, Any]]) -> Non
         source, is_first = row["source"], row["source"] not in seen
         seen.add(source)
         try:
-            judge = reward.of(row)
+            reward.of(row)
         except ConfigError as error:
             raise ConfigError(f"row {number} (data set {source!r}): {error}") from error
-        check = getattr(judge, "check_row", None)
         try:
-            if check is not None:
-                check(row)
+            reward.check_row(row)
         except ConfigError as error:
             if is_first:
                 raise
@@ -404,6 +412,8 @@ def _refuse_ignored(config: TrainConfig, taken: Collection[str]) -> None:
     default, sampling = TrainConfig(), GenerationConfig()
     keys = ("system_prompt", "chat_template_kwargs", "reward")
     set_ = [(key, key) for key in keys if getattr(config, key) != getattr(default, key)]
+    sources = (*config.train_dataset.sources, *config.valid_dataset.sources)
+    set_ += [(f"reward={source.reward} of a source", "reward") for source in sources if source.reward is not None]
     set_ += [(f"gconfig.{n}", "gconfig") for n in SAMPLING if getattr(config.gconfig, n) != getattr(sampling, n)]
     for key, argument in set_:
         if argument not in taken:
@@ -487,6 +497,22 @@ def refuse_compared_later(config: TrainConfig, plan: RunPlan, reward: RewardFn) 
         )
 
 
+def refuse_waiting(config: TrainConfig, plan: RunPlan, workflow: RolloutWorkflow) -> None:
+    """Passes if no sample of a deterministic run waits for a place of one that waits for it at the next turn.
+
+    Raises:
+        ConfigError: one would, without end.
+    """
+    gconfig, places = config.gconfig, workflow.at_once
+    gconfig = replace(gconfig, n_samples=gconfig.n_samples + plan.greedy_baseline)
+    needed = samples_together(replace(config, gconfig=gconfig), here=True)
+    if config.deterministic and places is not None and places < needed:
+        raise ConfigError(
+            f"workflow_args.workers={places} lets only so many samples play at once, and with deterministic=true all "
+            f"{needed} of a step wait for each other: leave workers out, or set it to at least {needed}"
+        )
+
+
 def training_workflow(config: TrainConfig, plan: RunPlan, services: Services, reward: RewardFn) -> RolloutWorkflow:
     """`n_samples` of the workflow for each prompt, or the workflow itself where it makes the whole group; and whatever the
     algorithm does with them together: a vote instead of the reward, training on a part of them, a greedy baseline.
@@ -498,6 +524,7 @@ def training_workflow(config: TrainConfig, plan: RunPlan, services: Services, re
     vote = getattr(reward, "vote", None)
     judge = reward if vote is None else AnswerOnly()
     one = make_workflow(config, services, judge, gconfig)
+    refuse_waiting(config, plan, one)
     whole = one.makes_group
     if vote is not None:
         one = MajorityLabels(one, vote)

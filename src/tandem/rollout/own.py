@@ -123,10 +123,16 @@ async def judged(
     """The verdict of the configured reward on the last reply of a session, or on an ``output`` in its place.
 
     Raises:
-        DataFailure: ``no_reward``, where none is configured.
+        DataFailure: ``no_reward``, where none is configured, or it lacks something in the row.
     """
     if reward is None:
         raise DataFailure("no_reward", "the agent gave no reward, and none is configured")
+    check = getattr(reward, "check_row", None)
+    try:
+        if check is not None:
+            check(data)
+    except ConfigError as error:
+        raise DataFailure("no_reward", f"the agent gave no reward, and the run's cannot judge this row: {error}") from error
     last = session.last
     result = await reward(
         prompt=last.root.prompt_text,

@@ -24,7 +24,9 @@ from tandem.flow.scoring import ScoreRole
 from tandem.flow.services import (
     EpisodeParts,
     RewardBySource,
+    asks_for_reward,
     changed_reward_of,
+    check_names,
     check_rows,
     close_new,
     refuse_compared_later,
@@ -157,6 +159,7 @@ class Control:
             ConfigError: it cannot; or the budget does not hold it.
         """
         check(config, written=self._written)
+        check_names(config)
         plan, session = beside(self._plan, plan_run(config), config.device), self._session
         check_scores(config, plan, session.tokenizer)
         check_models(plan, self._process.device)
@@ -181,6 +184,7 @@ class Control:
             refuse_compared_later(config, plan, reward)
         if config.evaluate.every_steps:
             refuse_only_groups(config.reward, reward.by_name[config.reward])
-        check_rows(reward, self._rows.train.rows)
-        check_rows(reward, self._rows.valid)
+        if asks_for_reward(config):
+            check_rows(reward, self._rows.train.rows)
+            check_rows(reward, self._rows.valid)
         check_cost(config, plan, self._rows.train.rows)

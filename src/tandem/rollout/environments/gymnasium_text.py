@@ -25,7 +25,7 @@ class GymnasiumText(Environment):
         if not isinstance(space, gymnasium.spaces.Discrete):
             raise ConfigError(
                 f"environment=gymnasium:{id} has the actions {space}, and only a few numbered ones can be said in words; "
-                "write an environment of your own around it (docs/agents.md)"
+                "write an environment of your own around it (docs/agents_environments.md)"
             )
         family = id.rpartition("/")[2].partition("-v")[0]
         self._first = int(space.start)

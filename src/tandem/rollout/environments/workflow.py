@@ -68,6 +68,7 @@ class EnvironmentWorkflow(RolloutWorkflow):
         self.pool = environment.shared(
             lambda spec, knobs: EnvironmentPool(spec, knobs, name=environment.name, limits=limits)
         )
+        self.at_once = workers
         self.gconfig, self.tokenizer, self.system_prompt = gconfig, tokenizer, system_prompt
         self.chat_template_kwargs, self.max_turns = chat_template_kwargs, max_turns
         self.read, self.on_malformed, self.malformed_reward = reader(action, pattern), on_malformed, malformed_reward
