@@ -105,6 +105,17 @@ def test_the_command_trains_an_agent_and_evaluates_it(overrides, tmp_path):
     assert [name for name in row if name.startswith("eval/")]
 
 
+def test_no_term_of_the_configured_reward_is_added_to_what_an_agent_says_of_itself(overrides, model):
+    here = Path(__file__).parent
+    terms = [f"{here}/small_rewards.py:even(normalise=group)", f"{here}/small_scores.py:Likely(path='{model}')"]
+    rich = f"reward={' + '.join([*terms, f'{here}/changing.py:Shortest'])}"
+    more = ["total_train_steps=1", "deterministic=true", "rollout.engine.max_running=1"]
+    plain, judged = (run(overrides, *more, *extra)[0][0] for extra in ([], [rich, "trial_name=judged"]))
+    assert judged["reward/mean"] == plain["reward/mean"] and not any(name.startswith("rewards/") for name in judged)
+    row = run(overrides, *more, rich, f"workflow={AGENTS}:silent", "trial_name=silent")[0][0]
+    assert {"rewards/even", "rewards/Likely", "rewards/Shortest"} <= set(row)
+
+
 @pytest.mark.slow
 @pytest.mark.invariant
 def test_asynchronous_training_goes_on_over_weight_updates(overrides):

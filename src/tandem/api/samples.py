@@ -71,6 +71,9 @@ class Sample:
     extracted: bool | None = None
     """Whether it found one; None where it looks for none."""
 
+    own_reward: bool = False
+    """True: whoever made it has judged it, so that no term of the configured reward is added."""
+
     in_statistics: bool = True
     """False: its reward does not enter the group's mean and spread."""
 

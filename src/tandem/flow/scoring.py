@@ -215,10 +215,13 @@ class GroupScorer:
 
         A sample that a model cannot judge leaves its group, as one that failed in its episode does.
         """
-        judged: list[list[Scored | DataFailure]] = [[] for _ in groups]
+        judged: list[list[Scored | DataFailure | Sample]] = [[] for _ in groups]
         with self.team.together():
             for i, group in enumerate(groups):
-                judged[i] = [Scored(sample, i, self.plan.sum_of(group.data), group.data) for sample in group.samples]
+                judged[i] = [
+                    one if one.own_reward else Scored(one, i, self.plan.sum_of(group.data), group.data)
+                    for one in group.samples
+                ]
         for planned in self.plan.scores:
             stage = self.plan.stage(planned.stage)
             assert stage is not None, "the plan has a stage for each score"
@@ -244,7 +247,7 @@ class GroupScorer:
         """Implements `GroupScorer.generate_again`: a model that scored may have taken the engine's memory."""
         self.runner.prepare("generate")
 
-    def _add(self, planned: PlannedScore, stage: Stage, judged: list[list[Scored | DataFailure]]) -> None:
+    def _add(self, planned: PlannedScore, stage: Stage, judged: list[list[Scored | DataFailure | Sample]]) -> None:
         role = self.roles[planned.name]
         if isinstance(role, WritingRole):
             self._write(planned, role, stage, judged)
@@ -273,7 +276,7 @@ class GroupScorer:
             one.values[planned.name] = list(islice(values, count))
 
     def _write(
-        self, planned: PlannedScore, role: WritingRole, stage: Stage, judged: list[list[Scored | DataFailure]]
+        self, planned: PlannedScore, role: WritingRole, stage: Stage, judged: list[list[Scored | DataFailure | Sample]]
     ) -> None:
         """Takes what a judge writes of samples, which rank 0 alone has."""
         with self.team.together():
@@ -305,7 +308,9 @@ class GroupScorer:
         return replace(group, samples=fine, failures=reasons)
 
 
-def _asked(planned: PlannedScore, samples: Sequence[Scored | DataFailure], *, together: bool = False) -> dict[int, Scored]:
+def _asked(
+    planned: PlannedScore, samples: Sequence[Scored | DataFailure | Sample], *, together: bool = False
+) -> dict[int, Scored]:
     """The samples of a group that the model is asked about, by their places: those for which its term counts.
     ``together``: all that stand, if it counts for one of them, for they are compared.
 

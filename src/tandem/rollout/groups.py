@@ -108,16 +108,19 @@ class Compared(RolloutWorkflow):
     async def finish_group(self, samples: tuple[Sample, ...], data: Mapping[str, Any]) -> tuple[Sample, ...]:
         """Compares them."""
         samples = await self.workflow.finish_group(samples, data)
-        parts = await self.reward.compare(samples, data)
-        return tuple(
-            replace(
-                sample,
-                reward=sample.reward + more.value,
-                rewards={**sample.rewards, **more.rewards},
-                raw_rewards={**sample.raw_rewards, **more.raw_rewards},
-            )
-            for sample, more in zip(samples, parts, strict=True)
-        )
+        asked = [sample for sample in samples if not sample.own_reward]
+        parts = iter(await self.reward.compare(asked, data) if asked else ())
+        return tuple(sample if sample.own_reward else _with_more(sample, next(parts)) for sample in samples)
+
+
+def _with_more(sample: Sample, more: RewardResult) -> Sample:
+    """The sample with more parts of its reward."""
+    return replace(
+        sample,
+        reward=sample.reward + more.value,
+        rewards={**sample.rewards, **more.rewards},
+        raw_rewards={**sample.raw_rewards, **more.raw_rewards},
+    )
 
 
 class FirstSamples(RolloutWorkflow):

@@ -193,7 +193,7 @@ class ProgramWorkflow(RolloutWorkflow):
     ) -> dict[str, Any]:
         """The reward with its details."""
         if self.reward_from == "exit":
-            return {"reward": float(outcome.status == "ok"), "accuracy": float(outcome.status == "ok")}
+            return {"reward": float(outcome.status == "ok"), "accuracy": float(outcome.status == "ok"), "own_reward": True}
         if self.reward_from == "output":
             return await judged(self.reward, session, data, outcome.stdout.decode(errors="replace"))
         if self.reward_from == "said":

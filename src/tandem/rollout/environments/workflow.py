@@ -164,11 +164,12 @@ def earned_by_turn(rewards: Sequence[float], discount: float) -> list[float]:
 
 
 def _with_turns(sample: Sample, earned: Sequence[float]) -> Sample:
-    """The sample whose turns earn these rewards, each with its last trained token. Context stands between two turns."""
+    """The sample whose turns earn these rewards, each with its last trained token, and nothing else. Context stands between
+    two turns."""
     left, trajectories = list(earned), []
     for trajectory in sample.trajectories:
         mask = trajectory.loss_mask
         ends = (mask & ~torch.cat([mask[1:], mask.new_zeros(1)])).nonzero().flatten().tolist()
         values, left = left[: len(ends)], left[len(ends) :]
         trajectories.append(trajectory.earning(ends, values))
-    return replace(sample, trajectories=tuple(trajectories))
+    return replace(sample, trajectories=tuple(trajectories), own_reward=True)

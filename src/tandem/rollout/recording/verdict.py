@@ -9,7 +9,7 @@ MAPPINGS = ("rewards", "metrics")
 
 
 def read_verdict(given: Any) -> dict[str, Any] | None:
-    """The arguments of `Session.sample`; None for no verdict.
+    """The arguments of `Session.sample`, whose reward is then its own; None for no verdict.
 
     Raises:
         ValueError: it is something else; says what.
@@ -17,7 +17,7 @@ def read_verdict(given: Any) -> dict[str, Any] | None:
     if given is None:
         return None
     if _is_number(given):
-        return {"reward": float(given)}
+        return {"reward": float(given), "own_reward": True}
     if not isinstance(given, Mapping):
         raise ValueError(f"got a {type(given).__name__}")
     unknown = set(given) - {*NUMBERS, *MAPPINGS}
@@ -31,7 +31,7 @@ def read_verdict(given: Any) -> dict[str, Any] | None:
         values = given.get(name, {})
         if not isinstance(values, Mapping) or not all(_is_number(value) for value in values.values()):
             raise ValueError(f"{name} must map names to numbers, got {values!r:.80}")
-    made = {name: float(given[name]) for name in NUMBERS if name in given}
+    made: dict[str, Any] = {"own_reward": True} | {name: float(given[name]) for name in NUMBERS if name in given}
     return made | {name: {str(k): float(v) for k, v in given[name].items()} for name in MAPPINGS if name in given}
 
 
