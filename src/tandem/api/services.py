@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
-ONLY_BY_NAME = ("engine", "sandbox", "recorder", "services")
+ONLY_BY_NAME = ("engine", "sandbox", "recorder", "services", "episode_timeout_s")
 """Arguments that a factory gets only if it names them; `**rest` alone does not ask for them."""
 
 CLOSING_S = 10.0
