@@ -1,8 +1,8 @@
 """Train on a taskset of verifiers: its harness plays at the address of a session, and its rewards are what is trained.
 
-verifiers lives in an environment of its own (scripts/foreign_agents.sh), where examples/verifiers_player.py runs.
+verifiers lives in an environment of its own (scripts/foreign_agents.sh), where examples/verifiers/player.py runs.
 
-    envs/verifiers/bin/python examples/verifiers_player.py my_taskset rows.jsonl
+    envs/verifiers/bin/python examples/verifiers/player.py my_taskset rows.jsonl
     tandem train workflow=examples/verifiers_taskset.py:play workflow_args.taskset=my_taskset \\
       workflow_args.python=envs/verifiers/bin/python train_dataset.path=rows.jsonl
 """
@@ -12,7 +12,7 @@ import json
 import os
 from pathlib import Path
 
-PLAYER = Path(__file__).resolve().parent / "verifiers_player.py"
+PLAYER = Path(__file__).resolve().parent / "verifiers/player.py"
 
 
 class Player:

@@ -144,6 +144,9 @@ class Peer:
     start: Callable | None = None
     """Of a program that has a process for each episode."""
 
+    episodes: int = 8
+    """So many run at once."""
+
     roots: int = 1
     turns: int = 3
     side_calls: int = 0
@@ -191,6 +194,7 @@ PEERS = (
         "npm/node_modules/.bin/opencode",
         in_a_shell("bash", "command"),
         start=opencode,
+        episodes=1,
         side_calls=1,
         history="appends; asks for a title beside it",
     ),

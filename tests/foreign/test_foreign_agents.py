@@ -14,8 +14,6 @@ from tandem.rollout.recording.recorder import Recorder
 from tests.foreign.forced import GCONFIG, forced_engine, long_model_folder, rescored
 from tests.foreign.peers import PEERS
 
-EPISODES = 8
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -29,7 +27,7 @@ async def played(peer, folder, engine, place):
     recorder = Recorder(load_tokenizer(folder))
     try:
         async with AsyncExitStack() as stack:
-            sessions = [await stack.enter_async_context(recorder.session(engine, GCONFIG)) for _ in range(EPISODES)]
+            sessions = [await stack.enter_async_context(recorder.session(engine, GCONFIG)) for _ in range(peer.episodes)]
             given = [
                 {"base_url": s.base_url, "key": s.key, "question": f"What is {i} + {i + 20}? Then add 1."}
                 for i, s in enumerate(sessions)
@@ -46,7 +44,7 @@ def test_an_agent_is_trained_on_what_the_engine_saw_and_made(peer, folder, tmp_p
     with forced_engine(folder, peer.script) as engine:
         answers, sessions = asyncio.run(played(peer, folder, engine, tmp_path))
 
-    assert answers == [f"It is {2 * i + 21}." for i in range(EPISODES)]
+    assert answers == [f"It is {2 * i + 21}." for i in range(peer.episodes)]
     untrained = {request + output: request for request, output in engine.log}
     for session in sessions:
         sample = session.sample(1.0)
@@ -61,8 +59,8 @@ def test_an_agent_is_trained_on_what_the_engine_saw_and_made(peer, folder, tmp_p
                 assert len(untrained.pop(ids[:end])) == start
             drawn = rescored(folder, trajectory) - trajectory.rollout_logprobs[mask]
             assert drawn.abs().max() <= 1e-4
-    assert len(engine.log) == EPISODES * (peer.turns + peer.side_calls)
-    assert len(untrained) == EPISODES * peer.side_calls
+    assert len(engine.log) == peer.episodes * (peer.turns + peer.side_calls)
+    assert len(untrained) == peer.episodes * peer.side_calls
 
 
 def trained_spans(mask):

@@ -78,7 +78,7 @@ def test_the_training_client_gets_tokens_masks_and_log_probabilities(folder, tmp
 def test_three_steps_of_grpo_on_a_taskset(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(SCRIPTS))
     monkeypatch.setenv("HOME", str(ENVS / "home"))
-    rows, player = tmp_path / "rows.jsonl", ROOT / "examples/verifiers_player.py"
+    rows, player = tmp_path / "rows.jsonl", ROOT / "examples/verifiers/player.py"
     command = [BIN / "python", player, TASKSET, rows]
     subprocess.run(command, env=environment(), check=True, timeout=300, capture_output=True)
     overrides = [

@@ -24,6 +24,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.engines.inference.check import installed_servers
+from tandem.flow.process import decided, told
 from tandem.models.shape import read_shape
 from tandem.planning.calibrate import this_machine
 from tandem.planning.devices import DEVICES, device
@@ -42,7 +43,6 @@ from tandem.planning.remedy import (
     overrides,
 )
 from tandem.planning.report import Report
-from tandem.trainers.backend import decided, told
 
 DOES_NOT_FIT = 1
 

@@ -3,27 +3,29 @@
 from collections.abc import Collection, Mapping, Sequence
 
 from tandem.config.errors import ConfigError
-from tandem.config.experiment import TrainConfig
 from tandem.config.nearest import nearest_names
 from tandem.config.terms import Term
 
 Sums = Mapping[str, Sequence[Term]]
 
 
-def check_rewards(config: TrainConfig, sums: Sums, stepwise: Collection[str], *, of_tokens: bool) -> None:
+def check_rewards(
+    reward: str, cost: str | None, sums: Sums, stepwise: Collection[str], advantage: str, *, of_tokens: bool
+) -> None:
     """Passes if the algorithm can learn from every term of ``sums``.
 
-    ``stepwise``: the terms that give each step a reward of its own. ``of_tokens``: the advantage counts rewards of tokens.
+    ``cost``: the term of ``reward`` that has a limit. ``stepwise``: the terms that give each step a reward of its own.
+    ``of_tokens``: the ``advantage`` counts rewards of tokens.
 
     Raises:
         ConfigError: it cannot; tells what to change.
     """
-    if config.constraint.cost is not None:
-        _check_cost(config.reward, config.constraint.cost, sums, stepwise)
+    if cost is not None:
+        _check_cost(reward, cost, sums, stepwise)
     if stepwise and not of_tokens:
         raise ConfigError(
             f"reward {min(stepwise)!r} gives each step a reward of its own, and "
-            f"algorithm.advantage={config.algorithm.advantage.name} judges whole samples; use algorithm.advantage=reinforce "
+            f"algorithm.advantage={advantage} judges whole samples; use algorithm.advantage=reinforce "
             "or gae, or aggregate=min"
         )
 

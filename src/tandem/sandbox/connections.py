@@ -19,10 +19,11 @@ class Connections:
         self._ours, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._ours.setblocking(False)
         self._task = asyncio.get_running_loop().create_task(self._serve())
+        self._task.add_done_callback(lambda _: self._ours.close())  # also of one that was cancelled before it began
 
     async def _serve(self) -> None:
         loop = asyncio.get_running_loop()
-        with self._ours, contextlib.suppress(OSError):  # the session has gone
+        with contextlib.suppress(OSError):  # the session has gone
             while await loop.sock_recv(self._ours, _WORD):
                 with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as connection:
                     connection.setblocking(False)

@@ -8,10 +8,10 @@ from transformers import PreTrainedTokenizerBase
 from tandem.config.errors import ConfigError
 from tandem.config.load import Resolved
 from tandem.config.preference import DistillConfig, training_config
+from tandem.flow.process import decided
 from tandem.lifecycle.summary import Summary
 from tandem.models.catalog import describing
 from tandem.models.tokenizer import load_tokenizer
-from tandem.trainers.backend import decided
 from tandem.trainers.rl import run_session
 
 

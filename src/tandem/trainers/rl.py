@@ -17,6 +17,7 @@ from tandem.data.curriculum import Curriculum
 from tandem.evaluation import evaluate_if_due
 from tandem.flow.parts import Rows
 from tandem.flow.plan import plan_run
+from tandem.flow.process import decided, log_choice
 from tandem.flow.session import Session, open_session
 from tandem.flow.state_parts import sleep_plan_here
 from tandem.lifecycle.oversight import Oversight
@@ -29,7 +30,6 @@ from tandem.state.resuming import may_go_on
 from tandem.state.run_folder import RunFolder
 from tandem.tracking.statistics import peak_memory_gib
 from tandem.tracking.tracker import Tracker
-from tandem.trainers.backend import decided, log_choice
 from tandem.trainers.control import Control
 from tandem.trainers.opening import start_run
 from tandem.trainers.start import prepare

@@ -9,8 +9,8 @@ from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.load import Resolved
 from tandem.config.preference import PreferenceConfig, RewardModelConfig
 from tandem.flow.plan import RunPlan, plan_run
+from tandem.flow.process import decided, log_choice
 from tandem.flow.session import Session, open_session
-from tandem.trainers.backend import decided, log_choice
 from tandem.trainers.opening import Run, start_run
 from tandem.trainers.recipes import recipe_of
 from tandem.trainers.start import prepare

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import TandemWorker
-from tandem.engines.inference.sampler import SamplingRows
+from tandem.engines.inference.sampler import Forbidden, SamplingRows
 from tandem.engines.inference.sampler import sample as embedded_sample
 
 
@@ -140,9 +140,9 @@ def test_log_probabilities_are_those_with_the_stop_tokens_that_are_suppressed(sa
     metadata = Metadata(temperature)
     metadata.logitsprocs.non_argmax_invariant.append(MinTokens({0: [int(first[0])], 2: [int(first[2])]}))
     output = sampler(found.clone(), metadata)
-    tokens, logprobs = embedded(
-        found, torch.ones(3) if temperature is None else temperature, (torch.tensor([0, 2]), first[[0, 2]])
-    )
+    rows = torch.tensor([0, 2])
+    forbidden = Forbidden(rows, first[rows], rows)
+    tokens, logprobs = embedded(found, torch.ones(3) if temperature is None else temperature, forbidden)
     assert output.sampled_token_ids.flatten().tolist() == tokens.tolist() and tokens[0] != first[0]
     assert torch.allclose(output.logprobs_tensors.logprobs.flatten(), logprobs, atol=1e-5)
 

@@ -1,7 +1,7 @@
 """Plays episodes of a verifiers taskset, one a line of its input; run by verifiers' own Python. See verifiers_taskset.py.
 
-python examples/verifiers_player.py my_taskset rows.jsonl   # writes the tasks as rows for train_dataset.path
-python examples/verifiers_player.py my_taskset              # {"number", "index", "url"} in, rewards out
+python examples/verifiers/player.py my_taskset rows.jsonl   # writes the tasks as rows for train_dataset.path
+python examples/verifiers/player.py my_taskset              # {"number", "index", "url"} in, rewards out
 """
 
 import asyncio
