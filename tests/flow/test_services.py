@@ -245,6 +245,8 @@ def test_an_async_function_is_a_service_with_knobs(mine):
         (["workflow=FILE:Knows", "workflow_args.careful=very"], r"careful must be true or false, got 'very'"),
         (["workflow=multi_turn", "workflow_args.max_turns=abc"], r"max_turns must be a whole number, got 'abc'"),
         (["workflow={name: multi_turn, maxturns: 3}"], r"did you mean 'max_turns'"),
+        (["workflow=tools"], r"workflow=tools needs 'tools'; set workflow_args.tools=…"),
+        (["environment=FILE:Circle"], r"nobody asks for 'environment'.*; workflow=environment asks for it"),
         (["judge=FILE:Circle", "workflow=FILE:Knows"], r"judge=.* is set, and nobody asks for 'judge'"),
         (["judge=nothing", "reward=FILE:Mine"], r"no judge is called 'nothing'; give one of your own as my_file.py:Name"),
         (["sandbox=FILE:Circle", "judge=FILE:Judge", "reward=FILE:Mine"], r"judge and sandbox ask for each other"),

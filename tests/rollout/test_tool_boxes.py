@@ -191,12 +191,17 @@ def test_a_call_that_hangs_is_cut_off_and_disturbs_no_other(server):
 
 
 def test_a_server_that_cannot_be_started_is_a_failure_of_the_infrastructure_with_its_name():
-    for command, words in (("no-such-program", "FileNotFoundError"), (f"{sys.executable} -c pass", "exit code 0")):
+    for command, words in (
+        (f"{sys.executable} nothing.py", "exit code 2; .*No such file"),
+        (f"{sys.executable} -c pass", "exit code 0"),
+    ):
         with pytest.raises(InfrastructureFailure, match=words) as raised:
             use(McpBox(command=command), call("pid"))
         assert raised.value.reason == "mcp_server"
     with pytest.raises(ConfigError, match=r"command .* or url"):
         McpBox()
+    with pytest.raises(ConfigError, match="'no-such-program' names no program"):
+        McpBox(command="no-such-program")
 
 
 def test_a_server_over_http_answers_as_json_or_as_events_and_may_lose_its_session():

@@ -256,6 +256,8 @@ class Services:
         for name in arguments.required:
             if name in self._named and name not in there:
                 raise ConfigError(f"{who} asks for {name!r}, and the configuration names none: set {name}=my_file.py:Name")
+            if name not in (*there, *knobs) and who.startswith("workflow=") and not Term(who.partition("=")[2]).is_file:
+                raise ConfigError(f"{who} needs {name!r}; set workflow_args.{name}=…")
             if name not in (*there, *knobs):
                 others = f"; {nearest_names(name, names)}" if names else ""
                 raise ConfigError(

@@ -134,6 +134,7 @@ def refuse_unused(config: TrainConfig, services: Services) -> None:
         raise ConfigError(
             f"{name}={getattr(config, name)} is set, and nobody asks for {name!r}: neither the workflow, nor a class of "
             f"a reward, nor another service has an argument of that name; add it, or leave {name} out"
+            + ("; workflow=environment asks for it" if name == "environment" else "")
         )
 
 

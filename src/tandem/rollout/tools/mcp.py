@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import shlex
+import shutil
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -29,6 +30,12 @@ VERSION = "2025-06-18"
 CLIENT = {"name": "tandem", "version": "1"}
 MOST_BYTES = 16 << 20
 """Of one message."""
+
+MOST_WORDS = 500
+"""Bytes of a server's errors that are told when it dies."""
+
+WORDS_S = 0.5
+"""How long they are waited for."""
 
 ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV", "PYTHONPATH")
 """What a server sees of this process's environment: no keys."""
@@ -57,7 +64,10 @@ class McpBox(Toolbox):
         if (command is None) == (url is None):
             raise ConfigError("tool mcp needs command (a program to start) or url, and not both")
         self.each_episode, self.prefix = each_episode, prefix
-        make = partial(Piped, shlex.split(command)) if command is not None else partial(Posted, str(url))
+        argv = shlex.split(command or "")
+        if command is not None and (not argv or shutil.which(argv[0]) is None):
+            raise ConfigError(f"tool mcp: command={command!r} names no program of this machine")
+        make = partial(Piped, argv) if command is not None else partial(Posted, str(url))
         self._make = partial(Server, make, command or str(url), start_s)
         self._shared: Server | None = None
 
@@ -107,6 +117,11 @@ class Connection(ABC):
         """Ends it at once; for any thread, idempotent."""
 
     gone: bool = False
+
+    @property
+    def words(self) -> str:
+        """The end of what the server said beside its messages."""
+        return ""
 
 
 class Server:
@@ -162,7 +177,7 @@ class Server:
                 except BaseException as error:
                     connection.kill()
                     if isinstance(error, ServerGone | OSError | ToolFailure):
-                        words = f"{type(error).__name__}: {error}"
+                        words = "; ".join(filter(None, (f"{type(error).__name__}: {error}", connection.words)))
                         raise InfrastructureFailure("mcp_server", f"{self._name} did not start: {words}") from error
                     raise
                 self._connection, self.starts = connection, self.starts + 1
@@ -198,14 +213,15 @@ class Piped(Connection):
         self._argv = argv
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
+        self._said = b""
         self._waiting: dict[Any, asyncio.Future[dict[str, Any]]] = {}
 
     async def begin(self) -> None:
         """Implements `Connection.begin`."""
         environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
-        pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
+        pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(
-            *self._argv, stdin=pipe, stdout=pipe, stderr=null, env=environment, limit=MOST_BYTES, start_new_session=True
+            *self._argv, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, limit=MOST_BYTES, start_new_session=True
         )
         self._reader = asyncio.create_task(self._read(self._process))
 
@@ -233,6 +249,7 @@ class Piped(Connection):
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
+        listening = asyncio.create_task(self._listen(process))
         why = "it closed its output"
         try:
             while line := await process.stdout.readline():
@@ -244,10 +261,23 @@ class Piped(Connection):
             self.kill()
             with contextlib.suppress(asyncio.CancelledError):
                 code = await process.wait()
+                await asyncio.wait([listening], timeout=WORDS_S)
                 why = f"{why}; exit code {code}"
+            listening.cancel()
             for answer in self._waiting.values():
                 if not answer.done():
                     answer.set_exception(ServerGone(why))
+
+    async def _listen(self, process: asyncio.subprocess.Process) -> None:
+        """Remembers the end of what the server says beside its messages, for the error when it dies."""
+        assert process.stderr is not None
+        while piece := await process.stderr.read(1 << 12):
+            self._said = (self._said + piece)[-MOST_WORDS:]
+
+    @property
+    def words(self) -> str:
+        """See `Connection.words`."""
+        return self._said.decode(errors="replace").strip()
 
     async def _take(self, line: bytes) -> None:
         try:
