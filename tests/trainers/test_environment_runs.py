@@ -101,6 +101,11 @@ def test_a_run_whose_environment_gives_the_reward_has_none_to_change(overrides, 
     assert "workflow=environment has no argument 'reward'" in refused
 
 
+def test_a_vote_does_not_replace_what_the_environment_says(overrides, capsys):
+    assert main(["train", *items(overrides, "Dawdles", "reward=math", "algorithm={preset: grpo, labels: majority}")]) != 0
+    assert "majority judges by a vote, and workflow EnvironmentWorkflow gives a reward of its own" in capsys.readouterr().err
+
+
 def test_an_evaluation_refuses_a_reward_that_would_judge_nothing(model, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = [f"model={model}", "data=seeds", "workflow=environment", f"environment={WORLDS}:Dawdles", "max_rows=4"]

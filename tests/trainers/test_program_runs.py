@@ -71,6 +71,18 @@ def test_rows_need_no_answer_where_no_reward_was_chosen_and_a_program_says_it():
     assert asks_for_reward(config(*program, "reward=gsm8k"))
 
 
+def test_a_reward_beside_the_exit_code_is_refused():
+    items = [
+        "train_dataset.path=addition",
+        "workflow=program",
+        "workflow_args.command=sleep 1",
+        "workflow_args.reward_from=exit",
+    ]
+    load_config(TrainConfig, None, items)
+    with pytest.raises(ConfigError, match="reward=gsm8k is not used, because workflow_args.reward_from=exit"):
+        load_config(TrainConfig, None, [*items, "reward=gsm8k"])
+
+
 def test_an_evaluation_gives_a_program_its_own_deadline_and_knobs(model):
     words = [f"model={model}", "data=addition", "workflow=program", "workflow_args.command=sleep 1", "episode_timeout_s=60"]
     checked = check_evaluation(load_evaluation(None, [*words, "sandbox=none"]).config)

@@ -13,6 +13,7 @@ def groups(config: TrainConfig, written: Container[str] = ()) -> Iterator[str]:
     yield from _part(config)
     if config.algorithm.labels == "majority":
         yield from _majority(config, written)
+    yield from _program(config, written)
     yield from _curriculum(config)
     yield from _replay(config, written)
     yield from _first_token(config, written)
@@ -22,6 +23,15 @@ def _part(config: TrainConfig) -> Iterator[str]:
     algorithm, n = config.algorithm, config.gconfig.n_samples
     if algorithm.update_samples is not None and algorithm.update_samples > n:
         yield f"algorithm.update_samples must be at most gconfig.n_samples ({n}), got {algorithm.update_samples}"
+
+
+def _program(config: TrainConfig, written: Container[str]) -> Iterator[str]:
+    workflow = workflow_of(config)
+    if workflow.name == "program" and workflow.knobs.get("reward_from") == "exit" and "reward" in written:
+        yield (
+            f"reward={config.reward} is not used, because workflow_args.reward_from=exit judges by the exit code; leave one "
+            "of them out"
+        )
 
 
 def _curriculum(config: TrainConfig) -> Iterator[str]:

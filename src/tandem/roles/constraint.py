@@ -78,5 +78,6 @@ class Constraint:
         there = sorted(str(name).removeprefix("rewards/") for name in batch.keys() if str(name).startswith("rewards/"))
         raise BatchError(
             f"constraint.cost={self.config.cost}: no sample of the batch has this part of its reward; there are "
-            f"{', '.join(there) or 'none'}. A workflow of your own must keep the parts: Sample(…, rewards=result.rewards)"
+            f"{', '.join(there) or 'none'}. A workflow of your own must keep the parts: Sample(…, rewards=result.rewards). "
+            f"An agent that says its own reward says the cost too: {{'reward': …, 'rewards': {{{self.config.cost!r}: …}}}}"
         )

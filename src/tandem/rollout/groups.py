@@ -52,7 +52,13 @@ class MajorityLabels(RolloutWorkflow):
 
         Raises:
             DataFailure: ``no_answer_parsed``, when no sample gives an answer; the prompt is skipped.
+            WrongWorkflow: a sample brings a reward of its own.
         """
+        if any(sample.own_reward for sample in samples):
+            raise WrongWorkflow(
+                f"algorithm.labels=majority judges by a vote, and {described(self)} gives a reward of its own; leave one of "
+                "them out"
+            )
         answers = [self.vote.answer_of(sample) for sample in samples]
         vote = await self.vote(answers, data.get("answer"))
         if vote is None:
