@@ -79,7 +79,7 @@ def test_a_reward_beside_the_exit_code_is_refused():
         "workflow_args.reward_from=exit",
     ]
     load_config(TrainConfig, None, items)
-    with pytest.raises(ConfigError, match="reward=gsm8k is not used, because workflow_args.reward_from=exit"):
+    with pytest.raises(ConfigError, match=r"reward=gsm8k is not used, because workflow_args\.reward_from=exit"):
         load_config(TrainConfig, None, [*items, "reward=gsm8k"])
 
 

@@ -26,8 +26,10 @@ def _part(config: TrainConfig) -> Iterator[str]:
 
 
 def _program(config: TrainConfig, written: Container[str]) -> Iterator[str]:
+    if "reward" not in written or not config.workflow:
+        return
     workflow = workflow_of(config)
-    if workflow.name == "program" and workflow.knobs.get("reward_from") == "exit" and "reward" in written:
+    if workflow.name == "program" and workflow.knobs.get("reward_from") == "exit":
         yield (
             f"reward={config.reward} is not used, because workflow_args.reward_from=exit judges by the exit code; leave one "
             "of them out"
