@@ -161,8 +161,10 @@ def test_an_agent_that_fails_is_dropped_under_a_name_and_others_go_on(agent, rea
         engine = ScriptedEngine(lambda r, n: "7", delay_s=lambda n: 0.3)
         recorder = Recorder(engine.tokenizer)
         one, other = (
-            AgentWorkflow(f, dict.fromkeys(("base_url", "api_key", "data")), None, GCONFIG, recorder, agent_timeout_s=1.0)
-            for f in (agent, fine)
+            AgentWorkflow(
+                f, dict.fromkeys(("base_url", "api_key", "data")), None, GCONFIG, recorder, agent_timeout_s=seconds
+            )
+            for f, seconds in ((agent, 1.0 if agent in (hangs, hangs_and_will_not_end) else 30.0), (fine, 30.0))
         )
         try:
             return await asyncio.gather(
