@@ -203,10 +203,10 @@ def test_deadlines_nest_and_come_from_the_time_of_the_episode():
     made = workflow([slow])
     began = time.monotonic()
     sample, _ = play(made, call_of("slow", seconds=20), "408", remaining_s=2.0)
-    assert time.monotonic() - began < 2.0 * 0.9 / 2  # a turn has half of the chat's time, a call half of its turn's
+    assert time.monotonic() - began < 2.0 * 0.9 / 2  # a call has a quarter of what is left for the chat
     assert sample.metrics["tools/tool_timeout"] == 1 and sample.reward == 1.0
-    with pytest.raises(ConfigError, match=r"tool_seconds \(9\) must not exceed turn_seconds \(5\)"):
-        workflow(tool_seconds=9, turn_seconds=5)
+    with pytest.raises(ConfigError, match="tool_seconds must be above 0, got 0"):
+        workflow(tool_seconds=0)
 
 
 def test_calls_that_hang_for_ever_close_the_tool_and_nothing_else():

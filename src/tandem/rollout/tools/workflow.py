@@ -32,8 +32,8 @@ STOPS: tuple[Stop, ...] = ("answer", "length", "turns", "calls", "tokens", "seco
 FAULTS = ("malformed", "unknown_tool", "wrong_arguments", "tool_raised", "tool_timeout")
 """Why a call gave no result."""
 
-SHARE = 0.5
-"""A turn may take this share of the time that is left for the chat, a call this share of its turn's."""
+SHARE = 0.25
+"""The share of the time that is left for the chat which a call may take at most."""
 
 SCORING = 0.1
 """The share of an episode's time that stays for the reward."""
@@ -62,8 +62,7 @@ class ToolWorkflow(ChatWorkflow):
         max_tokens: int | None = None,
         max_result_characters: int = 4000,
         max_seconds: float | None = None,
-        turn_seconds: float | None = None,
-        tool_seconds: float | None = None,
+        tool_seconds: float = 60.0,
     ):
         super().__init__(reward, gconfig, tokenizer, system_prompt=system_prompt, chat_template_kwargs=chat_template_kwargs)
         limits = {
@@ -72,22 +71,14 @@ class ToolWorkflow(ChatWorkflow):
             "max_tokens": max_tokens,
             "max_result_characters": max_result_characters,
             "max_seconds": max_seconds,
-            "turn_seconds": turn_seconds,
             "tool_seconds": tool_seconds,
         }
         for name, value in limits.items():
             if value is not None and value <= 0:
                 raise ConfigError(f"workflow_args.{name} must be above 0, got {value}")
-        for inner, outer in (
-            ("tool_seconds", "turn_seconds"),
-            ("turn_seconds", "max_seconds"),
-            ("tool_seconds", "max_seconds"),
-        ):
-            if (limits[inner] or 0) > (limits[outer] or float("inf")):
-                raise ConfigError(f"workflow_args.{inner} ({limits[inner]}) must not exceed {outer} ({limits[outer]})")
         self.max_turns, self.max_calls, self.max_tokens = max_turns, max_calls, max_tokens
         self.max_result_characters = max_result_characters
-        self.max_seconds, self.turn_seconds, self.tool_seconds = max_seconds, turn_seconds, tool_seconds
+        self.max_seconds, self.tool_seconds = max_seconds, tool_seconds
         self.reader = CallReader(tokenizer, call_format)
         self.boxes = make_toolboxes(tools, services)
 
@@ -126,7 +117,6 @@ class Talk:
         """Speaks and carries out calls until the chat ends; says why it did."""
         limits = self.workflow
         while True:
-            turn_deadline = self._turn_deadline()
             try:
                 cut = await limits.reply(engine, self.chat) == StopReason.LENGTH
             except DataFailure as failure:
@@ -141,7 +131,7 @@ class Talk:
                 return "turns"
             if self.calls >= limits.max_calls:
                 return "calls"
-            self.chat.observe(await self._results(calls, turn_deadline))
+            self.chat.observe(await self._results(calls))
             if limits.max_tokens is not None and len(self.chat.input_ids) >= limits.max_tokens:
                 return "tokens"
             if time.monotonic() >= self.deadline:
@@ -159,18 +149,13 @@ class Talk:
             **stops,
         }
 
-    def _turn_deadline(self) -> float:
-        now = time.monotonic()
-        share = (self.deadline - now) * SHARE
-        return now + min(share, self.workflow.turn_seconds or share)
-
-    async def _results(self, calls: Sequence[Call], turn_deadline: float) -> dict[str, str]:
+    async def _results(self, calls: Sequence[Call]) -> dict[str, str]:
         """What the model is told of each call, by its id."""
         began = time.monotonic()
         left = self.workflow.max_calls - self.calls
         texts = await asyncio.gather(
             *(
-                self._result(call, turn_deadline)
+                self._result(call)
                 if i < left
                 else asyncio.sleep(0, f"Not done: no more than {self.workflow.max_calls} calls are allowed.")
                 for i, call in enumerate(calls)
@@ -180,15 +165,13 @@ class Talk:
         self.seconds += time.monotonic() - began
         return {call.call_id: self._cut(text) for call, text in zip(calls, texts, strict=True)}
 
-    async def _result(self, call: Call, turn_deadline: float) -> str:
+    async def _result(self, call: Call) -> str:
         if call.status != CallStatus.OK:
             known = call.status in (CallStatus.UNKNOWN_TOOL, CallStatus.WRONG_ARGUMENTS)
             self.faults[str(call.status) if known else "malformed"] += 1
             return call.why
-        now = time.monotonic()
-        share = max(0.0, turn_deadline - now) * SHARE
-        seconds = min(share, self.workflow.tool_seconds or share)
-        limit = asyncio.timeout(None if seconds == float("inf") else seconds)
+        seconds = min(self.workflow.tool_seconds, max(0.0, self.deadline - time.monotonic()) * SHARE)
+        limit = asyncio.timeout(seconds)
         try:
             async with limit:
                 return await self.tools[call.name].run(call.arguments)
