@@ -36,7 +36,7 @@ GENERATE_S, TRAIN_S = 2.0, 20.0
 
 
 def wait_s(index: int, sample: int, turn: int) -> float:
-    """How long the environment takes: the same in every run."""
+    """Returns how long the environment takes: the same in every run."""
     return min(60.0, max(1.0, 4.0 * math.exp(random.Random(f"{index}/{sample}/{turn}").gauss(0.0, 1.0))))
 
 

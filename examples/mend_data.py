@@ -63,7 +63,7 @@ def tasks(source: str) -> list[dict]:
 
 
 def fails(task: dict) -> bool:
-    """Whether the tests notice the change."""
+    """Says whether the tests notice the change."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "operator.py").write_text(task["files"]["operator.py"])
         command = [sys.executable, "-m", "unittest", "-q", TESTS]

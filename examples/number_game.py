@@ -29,7 +29,7 @@ class NumberGame:
         return f"Not {guess}. {self.question()}", reward, guess == self.wanted, False, {"accuracy": self.known()}
 
     def known(self):
-        """How much is known of the number: 0 at the beginning, 1 when only one is left."""
+        """Tells how much is known of the number: 0 at the beginning, 1 when only one is left."""
         return 1 - math.log(self.high - self.low + 1) / math.log(self.numbers)
 
     def question(self):

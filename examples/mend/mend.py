@@ -27,7 +27,7 @@ def ask(messages: list) -> str:
 
 
 def is_plain(line: str) -> bool:
-    """Whether a line is an assignment or a return of the arguments with operators between them. Anything else, a call for
+    """Says whether a line assigns or returns the arguments with operators between them. Anything else, a call for
     example, could end the tests before they have judged."""
     try:
         body = ast.parse(f"def f(a, b):\n    {line}").body[0].body

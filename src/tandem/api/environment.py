@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class StepResult(NamedTuple):
-    """What an environment answers, in gymnasium's shape."""
+    """The answer of an environment, in gymnasium's shape."""
 
     observation: str
     """What the model reads next."""

@@ -34,7 +34,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Layout:
-    """Of T packed tokens, C of which are computed: a prompt that several sequences begin with is computed once."""
+    """The layout of T packed tokens, C of which are computed: a prompt that several sequences share is computed once."""
 
     total: int
     """T."""

@@ -93,7 +93,7 @@ class CallReader:
     def read(
         self, ids: Sequence[int], tools: Sequence[Mapping[str, Any]] = (), *, prompt: str = "", stop_reason: StopReason
     ) -> Reply:
-        """What a reply says. ``prompt``: the text before it, for what a template writes in advance. Never raises."""
+        """Reads a reply. ``prompt``: the text before it, for what a template writes in advance. Never raises."""
         ended = stop_reason == StopReason.STOP
         text = self._decode(ids)
         text = text[: len(text) - len(self._turn_end(text))]
@@ -146,7 +146,7 @@ class CallReader:
         return Found(begin, limit, (), CallStatus.UNCLOSED, f"the call has no closing {family.closing_text}")
 
     def _end_of(self, text: str, at: int, ended: bool) -> int | None:
-        """Where a call ends whose body ends at ``at``; None if its closing mark is missing."""
+        """Finds where a call ends whose body ends at ``at``; None if its closing mark is missing."""
         if not self.family.closing:
             return at
         if self.family.end_closes:
@@ -239,9 +239,7 @@ _PROBE_CALL = {"id": "000000000", "type": "function", "function": {"name": _PROB
 
 
 def _writes(tokenizer: PreTrainedTokenizerBase, family: Family, call: Mapping[str, Any] | None = None) -> bool:
-    """Whether the template writes the tools, or the call in an assistant's message. It is asked, for many name what they
-    leave out.
-    """
+    """Tries whether the template writes the tools, or the call in an assistant's message: many mention what they omit."""
     messages: list[dict[str, Any]] = [{"role": "user", "content": "?"}]
     options: dict[str, Any] = {"tokenize": False}
     if call is not None:

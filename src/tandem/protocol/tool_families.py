@@ -22,7 +22,7 @@ class Written(NamedTuple):
 
 
 class Body(NamedTuple):
-    """What a reader made of the text after an opening mark."""
+    """A reader's result for the text after an opening mark."""
 
     calls: list[Written]
     end: int
@@ -190,7 +190,7 @@ def bare_keys(quote: str) -> ReadBody:
 
 @dataclass(frozen=True)
 class Family:
-    """How one family of models writes calls."""
+    """The way in which one family of models writes calls."""
 
     name: str
     marks: tuple[str, ...]

@@ -16,7 +16,7 @@ Message = Mapping[str, Any]
 
 
 class CallStatus(StrEnum):
-    """How a call of a tool reads in the model's text."""
+    """The state of a tool call in the model's text."""
 
     OK = "ok"
     INVALID_JSON = "invalid_json"

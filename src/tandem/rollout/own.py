@@ -42,7 +42,7 @@ class FunctionWorkflow(RolloutWorkflow):
 
 
 def is_agent(function: Callable[..., Any]) -> bool:
-    """Whether a coroutine function wants an endpoint: it has an argument ``base_url``."""
+    """Says whether a coroutine function wants an endpoint: it has an argument ``base_url``."""
     return inspect.iscoroutinefunction(function) and "base_url" in inspect.signature(function).parameters
 
 
@@ -93,7 +93,7 @@ class AgentWorkflow(RolloutWorkflow):
         return session.sample(**(await judged(self.reward, session, data) if given is None else given))
 
     async def _run(self, session: Session, data: Mapping[str, Any]) -> dict[str, Any] | None:
-        """What the agent returned."""
+        """Runs the agent and returns what it returned."""
         there = {"base_url": session.base_url, "api_key": session.key, "data": data}
         arguments = self.arguments | {name: there[name] for name in self._takes}
         running = asyncio.wrap_future(self.recorder.run_agent(_guarded(self.function, arguments)))

@@ -93,7 +93,7 @@ def _fork_keeper(requests: int, answers: int) -> None:
 
 
 def _confine() -> None:
-    """If memory runs out, it is this process that goes, not the run."""
+    """Arranges that, if memory runs out, it is this process that goes, not the run."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     adopt_orphans()
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
@@ -111,7 +111,7 @@ def _describe(error: BaseException) -> str:
 
 
 def failed(reason: str, error: BaseException, message: str = "") -> dict[str, Any]:
-    """What went wrong as a message. ``message``: it in words; by default type, text and place of the error."""
+    """Makes a message of what went wrong. ``message``: it in words; by default type, text and place of the error."""
     text = "".join(traceback.format_exception(error))[-8000:]
     return {"failure": reason, "message": message or _describe(error), "traceback": text}
 

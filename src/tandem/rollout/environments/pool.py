@@ -26,7 +26,7 @@ MOST_CALLS = 256
 
 @dataclass(frozen=True)
 class Limits:
-    """What an environment may take."""
+    """The bounds of an environment."""
 
     workers: int | None = None
     """Most worker processes; None: one for each episode under way."""
@@ -76,7 +76,7 @@ class EnvironmentPool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the workers that are there."""
+        """Process numbers of the present workers."""
         with self._changed:
             return [place.worker.pid for place in self._all]
 

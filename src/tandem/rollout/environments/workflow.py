@@ -141,7 +141,7 @@ class EnvironmentWorkflow(RolloutWorkflow):
         return response
 
     async def _act(self, world: World, reply: str) -> StepResult | str:
-        """What came of it; a text says why it is no action."""
+        """Returns what came of an action; a text says why it is no action."""
         try:
             action = self.read(reply)
         except InvalidAction as error:

@@ -33,7 +33,7 @@ class Reader(Protocol):
         ...
 
     def read(self, ids: Sequence[int], tools: Tools = (), *, prompt: str = "", stop_reason: StopReason) -> Reply:
-        """What a reply says."""
+        """Reads a reply."""
         ...
 
 
@@ -49,11 +49,11 @@ class Text(NamedTuple):
 
     @classmethod
     def of(cls, text: str) -> "Text":
-        """Of this text."""
+        """Makes the digest of this text."""
         return cls(len(text), hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest())
 
     def begins(self, text: str) -> bool:
-        """Whether a text begins with this one."""
+        """Says whether a text begins with this one."""
         return len(text) >= self.length and Text.of(text[: self.length]) == self
 
 
@@ -226,7 +226,7 @@ class Forest:
         return Asked(node, tail, tools, full, ids, context, False, self._count, _digest(ids))
 
     def _addition(self, node: Node, path: list[Message], tail: Sequence[Message], tools: Tools, full: str) -> str | None:
-        """What the template writes behind the tokens of a reply when ``tail`` follows; None if it writes the path otherwise.
+        """Finds what the template writes behind a reply's tokens when ``tail`` follows; None if it changed the path.
 
         The model's own last token, if it ended the turn, is not written again.
         """
@@ -251,7 +251,7 @@ class Forest:
         return after if self._reads_alike(written, node, tools, full[:start]) else None
 
     def _reads_alike(self, written: str, node: Node, tools: Tools, prompt: str) -> bool:
-        """Whether what the template writes for a reply says what the model said."""
+        """Says whether what the template writes for a reply says what the model said."""
         if written.strip() == node.said.strip():
             return True
         ids = self._encode(written)
@@ -351,7 +351,7 @@ def visible(reply: Reply, stops: Sequence[str] = ()) -> Reply:
 
 
 def _thinks_alike(node: Node, messages: Sequence[Message]) -> bool:
-    """Whether the thinking that the client repeats is that of the path."""
+    """Says whether the thinking that the client repeats is that of the path."""
     return all(thought(sent) in ("", thought(own)) for own, sent in zip(node.messages(), messages, strict=False))
 
 

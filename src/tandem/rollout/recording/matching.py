@@ -34,7 +34,7 @@ def thought(message: Message) -> str:
 
 
 def digests(messages: Iterable[Message], start: bytes = b"") -> list[bytes]:
-    """For each message the digest of the path that ends with it; ``start``: that of the path before the first."""
+    """Gives for each message the digest of the path that ends with it; ``start``: that of the path before the first."""
     made, last = [], start
     for message in messages:
         last = hashlib.blake2b(last + meaning(message).encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -137,7 +137,7 @@ class Sessions:
         self._ended: OrderedDict[bytes, None] = OrderedDict()
 
     def open(self, session: Session) -> None:
-        """From now on its key is known."""
+        """Makes the session's key known from now on."""
         self._open[_digest(session.key)] = session
 
     def end(self, session: Session) -> None:
@@ -286,6 +286,6 @@ def _rest(route: Route) -> tuple[Any, ...]:
 
 
 def _retry(request: web.Request) -> Retry:
-    """What the headers say: OpenAI's and Anthropic's clients count how often they sent a request before."""
+    """Reads the headers: OpenAI's and Anthropic's clients count how often they sent a request before."""
     count = request.headers.get("x-stainless-retry-count", "0")
     return Retry(int(count) if count.isdigit() else 0, request.headers.get("Idempotency-Key", ""))

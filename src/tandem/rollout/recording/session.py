@@ -25,7 +25,7 @@ RETRY_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class SessionLimits:
-    """What one session may take; what passes a bound is refused by its name."""
+    """The bounds of one session; what passes a bound is refused by its name."""
 
     max_turns: int = 256
     """Most turns that are asked for."""
@@ -36,7 +36,7 @@ class SessionLimits:
 
 @dataclass(frozen=True)
 class Retry:
-    """What a client says of a request that may be a repetition."""
+    """A client's words about a request that may be a repetition."""
 
     count: int = 0
     """How often it was sent before."""
@@ -69,7 +69,7 @@ class Attempt:
 
     @property
     def wanted(self) -> bool:
-        """Whether somebody has the reply, or waits for it."""
+        """True if somebody has the reply, or waits for it."""
         return self.taken or self.listeners > 0
 
     @contextlib.contextmanager
@@ -94,13 +94,13 @@ class Answered:
 
     @property
     def names(self) -> dict[str, Any]:
-        """What a dialect writes beside the reply."""
+        """The names that a dialect writes beside the reply."""
         return {"response_id": self.response_id, "usage": self.usage}
 
 
 @dataclass
 class Counts:
-    """What is told of a session in the metrics."""
+    """Counts of a session for the metrics."""
 
     retries: int = 0
     refused: int = 0
@@ -306,7 +306,7 @@ class Session:
         raise DataFailure("agent_exited_early", "the agent ended before it had taken a reply")
 
     def metrics(self) -> dict[str, float]:
-        """What was recorded, as metrics of the sample."""
+        """The recorded turns as metrics of the sample."""
         nodes, all_, left = self.nodes, self.forest.nodes, self.forest.left()
         values = {
             "turns": len(nodes),

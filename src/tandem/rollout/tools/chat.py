@@ -41,7 +41,7 @@ class ToolChat(Chat):
             self.messages[-1] = message | {"tool_calls": [call_message(call) for call in named]}
 
     def observe(self, results: Mapping[str, str]) -> None:
-        """What became of the calls of the last reply, by their ids: context, masked out of the loss."""
+        """Adds what became of the calls of the last reply, by their ids: context, masked out of the loss."""
         calls = self.reply.calls
         unread = "\n".join(results[call.call_id] for call in calls if not call.name)
         named = [call for call in calls if call.name]
@@ -65,7 +65,7 @@ class ToolChat(Chat):
         self._text = rendered
 
     def _after_calls(self, rendered: str, count: int) -> str | None:
-        """What the template writes after the reply's calls; None if it changed what stood before, or left out thinking."""
+        """Finds what the template writes after the reply's calls; None if it changed what stood before."""
         if not rendered.startswith(self._text):
             return None
         tail, end = rendered[len(self._text) :], 0

@@ -137,7 +137,7 @@ class Server:
         self._starting = asyncio.Lock()
 
     async def tools(self) -> list[dict[str, Any]]:
-        """What the server lists; asked once each time it is started."""
+        """The tools that the server lists; asked once each time it is started."""
         await self._running()
         return self._tools
 

@@ -36,7 +36,7 @@ class Tool:
 
     @property
     def name(self) -> str:
-        """As the model calls it."""
+        """The name by which the model calls it."""
         return str(self.schema["function"]["name"])
 
 
@@ -98,7 +98,7 @@ class FunctionBox(Toolbox):
 
 
 def tool_schema(function: Callable[..., Any] | str) -> dict[str, Any]:
-    """What a model is told of a function: name, docstring, and each argument's type and line in ``Args:``.
+    """Describes a function to a model: name, docstring, and each argument's type and line in ``Args:``.
     ``function``: it, or how it is named: ``calculator``, ``my_file.py:weather``.
 
     Raises:

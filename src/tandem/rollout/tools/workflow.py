@@ -138,7 +138,7 @@ class Talk:
                 return "seconds"
 
     def metrics(self, stop: Stop) -> dict[str, float]:
-        """Of the finished chat."""
+        """Metrics of the finished chat."""
         counts = {f"tools/{name}": float(self.faults[name]) for name in FAULTS}
         stops = {f"tools/stop/{name}": float(stop == name) for name in STOPS}
         return {
@@ -150,7 +150,7 @@ class Talk:
         }
 
     async def _results(self, calls: Sequence[Call]) -> dict[str, str]:
-        """What the model is told of each call, by its id."""
+        """Returns what the model is told of each call, by its id."""
         began = time.monotonic()
         left = self.workflow.max_calls - self.calls
         texts = await asyncio.gather(
