@@ -257,6 +257,50 @@ def test_a_workflow_of_several_turns_is_evaluated_with_its_own_metrics(model, tm
     assert found.results["data"]["gsm8k"]["metrics"]["turns"] >= 1
 
 
+SECOND_TURNS = """
+import asyncio
+from pathlib import Path
+
+from tandem import ChatWorkflow
+
+LOG = Path(__file__).with_name("log")
+
+
+class Again(ChatWorkflow):
+    async def arun_episode(self, engine, data):
+        chat = self.start(data)
+        chat.add(await engine.agenerate(chat.request(self.gconfig)))
+        chat.say("Again.")
+        slow = LOG.with_name("slow_tools").exists() and len(data["messages"][-1]["content"]) % 2
+        await asyncio.sleep(0.4 if slow else 0.0)  # a tool
+        write("asked")
+        chat.add(await engine.agenerate(chat.request(self.gconfig)))
+        write("answered")
+        return chat.sample(1.0)
+
+
+def write(word):
+    with LOG.open("a") as log:
+        print(word, file=log)
+"""
+
+
+def test_samples_take_their_turns_together_whatever_their_tools_take_unless_told_otherwise(model, tmp_path):
+    (tmp_path / "own.py").write_text(SECOND_TURNS)
+    keys = [f"workflow={tmp_path}/own.py:Again", "wave_samples=12", "gconfig.max_new_tokens=3"]
+
+    def run(label, *more):
+        (tmp_path / "log").unlink(missing_ok=True)
+        found = evaluated(model, tmp_path, *keys, f"label={label}", *more)
+        return (found.folder / "samples.jsonl").read_bytes(), (tmp_path / "log").read_text().split()
+
+    quick = run("quick")
+    (tmp_path / "slow_tools").touch()
+    slow, free = run("slow"), run("free", "deterministic=false")
+    assert slow == quick and slow[1] == ["asked"] * 12 + ["answered"] * 12
+    assert "answered" in free[1][:11], "no sample went on before the others"
+
+
 def test_known_formats_find_question_answer_and_judge():
     config = load_evaluation(None, ["model=m", f"data=[{DATA}/gsm8k, {DATA}/svamp, {DATA}/math500]", "max_rows=2"]).config
     found = {one.name: one for one in open_questions(config)}

@@ -127,6 +127,10 @@ class EvaluationConfig:
     wave_samples: int = 256
     """Number of samples generated and recorded together (a wave); a kill loses at most one wave."""
 
+    deterministic: bool = True
+    """All samples of a wave take each of their turns together, so that what is computed together does not depend on timing.
+    False: each goes on as soon as it can, which is faster where tools or environments are slow."""
+
     threads: int | None = None
     """CPU threads; null takes all cores that the process may use."""
 

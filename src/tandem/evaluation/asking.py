@@ -15,6 +15,7 @@ from tandem.api.samples import Group, Sample
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
 from tandem.rollout.episode_engine import EpisodeEngine
 from tandem.rollout.returned import check_sample
+from tandem.rollout.wave import Wave
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,26 @@ class Terms:
     """Called with what each episode made, which then has log-probabilities: for rewards that need a model."""
 
 
+@dataclass(eq=False)
+class _Place:
+    """The place of a sample in its wave."""
+
+    wave: Wave | None = None
+    engine: EpisodeEngine | None = None
+    over: bool = False
+
+    @property
+    def at_turn(self) -> bool:
+        """See `Wave`."""
+        return self.over or (self.engine is not None and self.engine.at_turn)
+
+    def leave(self) -> None:
+        """The sample is made, or failed: nobody waits for it any more."""
+        self.over = True
+        if self.wave is not None:
+            self.wave.look()
+
+
 async def ask(
     engine: GeneratesTokens,
     workflow: RolloutWorkflow,
@@ -78,28 +99,35 @@ async def ask(
     *,
     on_answer: Callable[[Answer], None] | None = None,
     on_issue: Callable[[], None] | None = None,
+    together: bool = False,
 ) -> list[Answer]:
     """Runs ``workflow`` once a sample, beside whatever else the engine is doing; the answers in the order of ``asks``.
 
     It stands outside the staleness gate: these episodes take no slot and are never trained on. Noise is keyed by row and
     sample alone, so what is drawn does not depend on batching, arrival or what else is asked. `finish_group` is not called:
     samples are judged one by one, not against each other. ``on_issue`` is called once a sample, when its first request
-    has reached the engine or it has ended without one.
+    has reached the engine or it has ended without one. ``together``: the samples take their turns together; see `Wave`.
 
     Raises:
         EngineDied: the engine is gone.
         WrongWorkflow: the workflow returns what nobody can use.
     """
-    places = asyncio.Semaphore(terms.max_concurrent or max(1, len(asks)))
+    at_once = asyncio.Semaphore(terms.max_concurrent or max(1, len(asks)))
+    places = [_Place() for _ in asks]
+    wave = Wave(engine, places) if together and isinstance(engine, InferenceEngine) else None
 
-    async def one(item: Ask) -> Answer:
-        async with places:
-            answer = await _ask_one(engine, workflow, item, terms, on_issue)
+    async def one(item: Ask, place: _Place) -> Answer:
+        place.wave = wave
+        try:
+            async with at_once:
+                answer = await _ask_one(engine, workflow, item, terms, place, on_issue)
+        finally:
+            place.leave()
         if on_answer is not None:
             on_answer(answer)
         return answer
 
-    tasks = [asyncio.ensure_future(one(item)) for item in asks]
+    tasks = [asyncio.ensure_future(one(*both)) for both in zip(asks, places, strict=True)]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
@@ -116,11 +144,12 @@ async def ask_together(
     *,
     on_answer: Callable[[Answer], None] | None = None,
 ) -> list[Answer]:
-    """`ask` as one wave: the engine stands still until every sample has issued its first request, and then begins. A
-    workflow that has places for fewer samples (``at_once``) gets as many waves as it needs.
+    """`ask` as one wave: the engine stands still until every sample has issued its first request, and then begins; later
+    turns of conversations are taken together too. A workflow that has places for fewer samples (``at_once``) gets as many
+    waves as it needs.
 
     So which samples are computed together does not depend on timing, and on one machine the answers are equal to the bit
-    (single-turn workflows, an engine that was built ``deterministic``).
+    (an engine that was built ``deterministic``, tools and environments that answer alike).
     """
     most, answers = workflow.at_once or len(asks), list[Answer]()
     for start in range(0, len(asks), max(1, most)):
@@ -145,7 +174,8 @@ async def _ask_wave(
 
     terms = replace(terms, max_concurrent=None)  # who waits for a place would never issue a request
     await asyncio.to_thread(engine.pause)
-    running = asyncio.ensure_future(ask(engine, workflow, asks, terms, on_answer=on_answer, on_issue=count))
+    asking = ask(engine, workflow, asks, terms, on_answer=on_answer, on_issue=count, together=True)
+    running = asyncio.ensure_future(asking)
     try:
         waiting = asyncio.ensure_future(everybody.wait())
         await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -162,19 +192,26 @@ async def _ask_wave(
 
 
 async def _ask_one(
-    engine: GeneratesTokens, workflow: RolloutWorkflow, item: Ask, terms: Terms, on_issue: Callable[[], None] | None
+    engine: GeneratesTokens,
+    workflow: RolloutWorkflow,
+    item: Ask,
+    terms: Terms,
+    place: _Place,
+    on_issue: Callable[[], None] | None,
 ) -> Answer:
     loop = asyncio.get_running_loop()
     expires = loop.time() + terms.timeout_s
     for attempt in range(terms.max_retries + 1):
         key = NoiseKey(terms.seed, EVALUATION_EPOCH, item.row, item.sample, attempt=attempt)
-        handle = EpisodeEngine(
+        place.engine = handle = EpisodeEngine(
             engine,
             key,
             deadline_s=expires - loop.time(),
             affinity=f"{item.data}/{item.row}",
             on_issue=on_issue if attempt == 0 else None,
             needs_logprobs=terms.on_samples is not None,
+            wave=place.wave,
+            as_one=workflow.makes_group,
         )
         limit = asyncio.timeout_at(expires)
         try:

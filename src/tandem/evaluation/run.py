@@ -25,7 +25,7 @@ from tandem.config.services import NAMED
 from tandem.config.terms import read_term
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.check import check_inference_engine
-from tandem.evaluation.asking import Answer, Ask, Terms, ask_together
+from tandem.evaluation.asking import Answer, Ask, Terms, ask, ask_together
 from tandem.evaluation.folder import RESULTS, EvaluationFolder
 from tandem.evaluation.numbers import mean_interval
 from tandem.evaluation.questions import Questions, make_judges, open_questions
@@ -185,13 +185,16 @@ async def _go_on(
     progress: Progress,
 ) -> None:
     """All waves that are not recorded, one after the other; ``answers`` grows."""
-    terms = Terms(seed=config.seed, timeout_s=config.episode_timeout_s, max_retries=config.max_retries)
+    terms = Terms(config.seed, config.episode_timeout_s, config.max_retries, max_concurrent=workflow.at_once)
     before = 0
     for wave in waves:
         before += len(wave)
         if before <= len(answers):
             continue
-        found = await ask_together(engine, workflow, wave, terms, on_answer=progress.answered)
+        if config.deterministic:
+            found = await ask_together(engine, workflow, wave, terms, on_answer=progress.answered)
+        else:
+            found = await ask(engine, workflow, wave, terms, on_answer=progress.answered)
         folder.append(found)
         answers += found
 
@@ -218,7 +221,7 @@ def make_engine(config: EvaluationConfig, machine: Machine, model: Path) -> Infe
         placement="colocate",
         threads=machine.threads,
         device=machine.device,
-        deterministic=True,
+        deterministic=config.deterministic,
     )
 
 
