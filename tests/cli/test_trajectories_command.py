@@ -49,8 +49,17 @@ def test_samples_are_sorted_filtered_and_limited(run, capsys):
 
 def test_the_text_has_all_turns_calls_judges_and_parts_of_the_reward(run, capsys):
     text = said(capsys, run, "--step", 3, "--sort", "reward", "--limit", 1)
-    assert "reward 1 (right 1)" in text and "-- judge style: nice" in text and "-- expected answer: 7" in text
+    assert "reward 1 (right 1)" in text and "-- style: nice" in text and "-- expected answer: 7" in text
     assert text.count("-- assistant") == 2 and '"name": "add", "arguments": {"a": 3, "b": 4}' in text and "-- tool" in text
+
+
+def test_each_conversation_of_an_agent_and_how_each_trajectory_ended_is_shown(tmp_path, capsys):
+    title = ({"role": "user", "content": "A title?"}, {"role": "assistant", "content": "Sums"})
+    record(tmp_path, 1, [group(0, sample(1.0, messages=MESSAGES, conversations=(title, MESSAGES)))])
+    text = said(capsys, tmp_path)
+    assert "2 trajectories ended by length (2)" in text and "-- conversation 1 of 2\n-- user\nA title?\n" in text
+    assert text.index("Sums") < text.index("-- conversation 2 of 2\n-- user\n3 + 4")
+    assert [one[0]["content"] for one in rows(capsys, tmp_path)[0]["conversations"]] == ["A title?", "3 + 4 = ü"]
 
 
 def test_what_a_part_was_before_its_options_and_what_steps_earned_is_shown(tmp_path, capsys):

@@ -292,3 +292,4 @@ def test_a_reply_that_was_cut_is_not_continued():
 
     sample = asyncio.run(talk())
     assert len(sample.trajectories) == 2 and sample.metrics["rollout/recorded/roots"] == 2
+    assert [len(one) for one in sample.conversations] == [2, 4] and sample.conversations[1] == sample.messages

@@ -88,6 +88,9 @@ class Sample:
     messages: tuple[Mapping[str, Any], ...] = ()
     """The whole conversation, the last reply included, for models that read it in their own tokens."""
 
+    conversations: tuple[tuple[Mapping[str, Any], ...], ...] = ()
+    """The conversation behind each trajectory, where there are several; for the record."""
+
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Whatever the workflow wants averaged in the step's metrics."""
 

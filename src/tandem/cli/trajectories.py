@@ -175,12 +175,21 @@ def _head(sample: "RecordedSample") -> str:
     words += [f"dropped: {shown_text(sample.dropped)}"] if sample.dropped is not None else []
     words += _figures(sample)
     if sample.tokens:
-        words += [f"{sample.tokens} tokens", *sample.stop_reason]
+        words += [f"{sample.tokens} tokens", *_ends(sample)]
         versions = sorted({run["version"] for runs in sample.versions for run in runs})
         words += [f"version {versions[0]}" if len(versions) == 1 else f"versions {versions[0]} to {versions[-1]}"]
     words += [] if sample.in_loss else ["not in the loss"]
     words += ["greedy"] if sample.greedy else []
     return "== " + "  ".join(words)
+
+
+def _ends(sample: "RecordedSample") -> list[str]:
+    """How its trajectories ended: ``ended by stop``, ``3 trajectories ended by stop (2), length (1)``."""
+    if not sample.stop_reason:
+        return []
+    told = ", ".join(f"{why} ({count})" for why, count in Counter(sample.stop_reason).items())
+    several = len(sample.stop_reason) > 1
+    return [f"{len(sample.stop_reason)} trajectories ended by {told}" if several else f"ended by {sample.stop_reason[0]}"]
 
 
 def _figures(sample: "RecordedSample") -> Iterator[str]:
@@ -194,7 +203,14 @@ def _figures(sample: "RecordedSample") -> Iterator[str]:
 def _turns(sample: "RecordedSample") -> Iterator[str]:
     if not sample.messages:
         yield from ("-- prompt", shown_text(sample.prompt), "-- completion", shown_text(sample.completion))
-    for message in sample.messages:
+    for number, messages in enumerate(sample.conversations or [sample.messages], 1):
+        if sample.conversations:
+            yield f"-- conversation {number} of {len(sample.conversations)}"
+        yield from _said(messages)
+
+
+def _said(messages: "list[dict[str, Any]]") -> Iterator[str]:
+    for message in messages:
         yield f"-- {shown_text(str(message.get('role')))}"
         content = message.get("content")
         yield shown_text(content if isinstance(content, str) else json.dumps(content, ensure_ascii=False))
@@ -209,7 +225,7 @@ def _notes(sample: "RecordedSample") -> Iterator[str]:
         parts = ", ".join(f"{name} {number:.4g}" for name, number in sample.raw_rewards.items())
         yield f"-- before weights and options: {shown_text(parts)}"
     for name, words in sample.judges.items():
-        yield f"-- judge {shown_text(name)}: {shown_text(words)}"
+        yield f"-- {shown_text(name)}: {shown_text(words)}"
     if sample.why:
         yield f"-- why: {shown_text(sample.why)}"
     for failure in sample.failures:

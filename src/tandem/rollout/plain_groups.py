@@ -23,7 +23,7 @@ def group_of(state: Mapping[str, Any]) -> Group:
 
 def _plain_sample(sample: Sample) -> dict[str, Any]:
     trajectories = [_fields(one, ("stop_reason",)) | {"stop_reason": int(one.stop_reason)} for one in sample.trajectories]
-    return _fields(sample, ("trajectories", "messages", "words", "timings")) | {"trajectories": trajectories}
+    return _fields(sample, ("trajectories", "messages", "conversations", "words", "timings")) | {"trajectories": trajectories}
 
 
 def _sample(state: Mapping[str, Any]) -> Sample:

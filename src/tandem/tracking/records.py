@@ -115,6 +115,7 @@ def _of_sample(sample: Sample, index: int, history: Mapping[int, WeightVersion])
         "prompt": sample.prompt_text,
         "completion": sample.completion_text,
         "messages": [dict(message) for message in sample.messages],
+        "conversations": [[dict(message) for message in one] for one in sample.conversations],
         "reward": sample.reward,
         "rewards": dict(sample.rewards),
         "raw_rewards": dict(sample.raw_rewards),
@@ -199,6 +200,10 @@ class RecordedSample:
 
     messages: list[dict[str, Any]] = field(default_factory=list)
     """The whole conversation: all turns, with calls of tools where there are any."""
+
+    conversations: list[list[dict[str, Any]]] = field(default_factory=list)
+    """The conversation behind each trajectory, where there are several: an agent that rewrote its history, or held more
+    than one. `messages` is the one that the agent spoke in last."""
 
     answer: Any = None
     """The expected answer of the row."""

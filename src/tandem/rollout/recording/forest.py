@@ -291,16 +291,21 @@ class Forest:
                 return ours
             ours, others = ours | more, others - more
 
-    def trajectories(self, nodes: Sequence[Node]) -> Iterator[Tokens]:
-        """The paths from root to leaf through these turns. A turn that several share is trained in the first alone.
+    def leaves(self, nodes: Sequence[Node]) -> list[Node]:
+        """The last turn of each path through these turns.
 
         Their order is a function of what was said; the path of the turn that was asked for last comes last.
         """
         inside = set(nodes)
-        leaves = [node for node in nodes if not inside.intersection(node.children)]
         last = max(nodes, key=lambda node: node.asked.number, default=None)
+        leaves = [node for node in nodes if not inside.intersection(node.children)]
+        return sorted(leaves, key=lambda node: (last in node.line(), node.key))
+
+    def trajectories(self, nodes: Sequence[Node]) -> Iterator[Tokens]:
+        """The paths from root to leaf through these turns, in the order of `leaves`. A turn that several share is trained in
+        the first alone."""
         done: set[Node] = set()
-        for leaf in sorted(leaves, key=lambda node: (last in node.line(), node.key)):
+        for leaf in self.leaves(nodes):
             tokens: Tokens | None = None
             for node in leaf.line():
                 if tokens is None:

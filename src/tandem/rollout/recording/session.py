@@ -328,15 +328,16 @@ class Session:
             DataFailure: see `last`.
         """
         last, nodes = self.last, self.nodes
-        every = list(self.forest.trajectories(nodes))
-        spoken = [tokens for tokens in every if any(tokens.mask)]
+        every = list(zip(self.forest.leaves(nodes), self.forest.trajectories(nodes), strict=True))
+        spoken = [(leaf, tokens) for leaf, tokens in every if any(tokens.mask)] or every[-1:]
         messages = tuple(last.messages())
         return Sample(
-            trajectories=tuple(tokens.trajectory() for tokens in spoken or every[-1:]),
+            trajectories=tuple(tokens.trajectory() for _, tokens in spoken),
             reward=float(reward),
             prompt_text=last.root.prompt_text,
             completion_text=last.words,
             messages=messages,
+            conversations=tuple(tuple(leaf.messages()) for leaf, _ in spoken) if len(spoken) > 1 else (),
             metrics=self.metrics() | dict(metrics or {}),
             timings=tuple(node.response.timing for node in nodes if node.response.timing is not None),
             **details,
