@@ -7,6 +7,9 @@ from typing import Any
 from tandem.api.requests import StopReason
 from tandem.api.samples import Group, Sample, Trajectory
 
+FOR_THE_RECORD = ("messages", "conversations", "words", "timings")
+"""Fields of a sample that a checkpoint does without."""
+
 
 def plain_group(group: Group) -> dict[str, Any]:
     """What `group_of` takes. Of the row, epoch and index stay: the rest is for logs, and the data set has it."""
@@ -23,7 +26,7 @@ def group_of(state: Mapping[str, Any]) -> Group:
 
 def _plain_sample(sample: Sample) -> dict[str, Any]:
     trajectories = [_fields(one, ("stop_reason",)) | {"stop_reason": int(one.stop_reason)} for one in sample.trajectories]
-    return _fields(sample, ("trajectories", "messages", "conversations", "words", "timings")) | {"trajectories": trajectories}
+    return _fields(sample, ("trajectories", *FOR_THE_RECORD)) | {"trajectories": trajectories}
 
 
 def _sample(state: Mapping[str, Any]) -> Sample:
