@@ -29,10 +29,15 @@ def finish(context: mp.ProcessContext) -> None:
 
 def _child(rank: int, ranks: int, work: Callable[..., Any], arguments: tuple, out: Path) -> None:
     torch.set_num_threads(1)
-    with contextlib.redirect_stderr(io.StringIO()):
-        dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=ranks)
-        torch.save(work(*arguments, ranks=ranks), out / f"rank-{rank}.pt")
-        dist.destroy_process_group()
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
+        try:
+            dist.init_process_group("gloo", init_method=f"file://{out}/rendezvous", rank=rank, world_size=ranks)
+            torch.save(work(*arguments, ranks=ranks), out / f"rank-{rank}.pt")
+            dist.destroy_process_group()
+        except Exception:
+            raise
+        except BaseException as error:  # `mp.ProcessContext` would tell the exit code alone
+            raise RuntimeError(f"rank {rank} ended with {error!r}; it printed: {printed.getvalue()}") from error
 
 
 def alone_and_on(ranks: int, work: Callable[..., Any], *arguments: Any, out: Path) -> tuple[Any, list[Any]]:

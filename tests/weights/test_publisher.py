@@ -314,22 +314,34 @@ def test_a_folder_and_a_process_group_deliver_while_requests_run(engine, trainer
     other_publisher.publish()
     models = {engine.version.number: trainer.model}
 
+    async def asks_until(published, i):
+        """Always has a request under way until the update is published, however long that takes."""
+        responses = []
+        while not published.is_set():
+            responses.append(await engine.agenerate(ask(len(responses) * 4 + i, tokens=400)))
+        return responses
+
     async def update_under_way():
-        tasks = [asyncio.ensure_future(engine.agenerate(ask(i, tokens=400))) for i in range(4)]
+        published = asyncio.Event()
+        tasks = [asyncio.ensure_future(asks_until(published, i)) for i in range(4)]
         made = engine.statistics()["generated_tokens"]
         while engine.statistics()["generated_tokens"] < made + 20:
             await asyncio.sleep(0.005)
         trainer.become(21)
         models[engine.version.number + 1] = trainer.model
         await asyncio.to_thread(other_publisher.publish)
-        return await asyncio.gather(*tasks)
+        published.set()
+        return [response for responses in await asyncio.gather(*tasks) for response in responses]
 
-    for response in asyncio.run(asyncio.wait_for(update_under_way(), 60)):
+    responses = asyncio.run(asyncio.wait_for(update_under_way(), 60))
+    assert any(set(response.versions) == set(models) for response in responses)
+    for response in responses:
         stamped, recorded = torch.tensor(response.versions), torch.tensor(response.logprobs)
-        assert set(response.versions) == set(models)
-        for number, model in models.items():
+        assert list(response.versions) == sorted(response.versions)
+        assert set(response.versions) <= set(models)
+        for number in set(response.versions):
             mine = stamped == number
-            torch.testing.assert_close(recorded[mine], score(model, response)[mine], atol=1e-3, rtol=0)
+            torch.testing.assert_close(recorded[mine], score(models[number], response)[mine], atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("spoil", [without_the_last, with_another_shape, that_breaks_off])
