@@ -12,9 +12,9 @@ from tandem.engines.inference.core import EngineCore
 from tests.tiny import KINDS, VOCAB_SIZE, tiny_model_folder
 
 
-def make_core(folder, **settings):
-    settings = {"kv_cache_gib": 0.01, "prefill_chunk_tokens": 24} | settings
-    return EngineCore(folder, EmbeddedEngineConfig(**settings), torch.float32, torch.device("cpu"), WeightVersion(0))
+def make_core(folder, deterministic=False, **settings):
+    config = EmbeddedEngineConfig(**{"kv_cache_gib": 0.01, "prefill_chunk_tokens": 24} | settings)
+    return EngineCore(folder, config, torch.float32, torch.device("cpu"), WeightVersion(0), deterministic)
 
 
 def run(core, requests):

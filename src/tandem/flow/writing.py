@@ -55,7 +55,7 @@ class WritingModel:
             if self._sums and sums != self._sums:
                 raise WeightsChanged(f"{self.folder} has other weights than when the run opened it; put them back")
             self._sums, version = sums, WeightVersion(0)
-            core = EngineCore(self.folder, self._settings, self._dtype, self._device, version)
+            core = EngineCore(self.folder, self._settings, self._dtype, self._device, version, deterministic=True)
             self._engine = EmbeddedEngine(core, version=version, threads=self._threads, deterministic=True)
         return self._engine
 

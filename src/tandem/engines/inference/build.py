@@ -271,7 +271,7 @@ def build_inference_engine(
         devices = device_map(rollout, placement, device, ranks)
         own = device if devices is None else f"cuda:{devices.server('embedded-0').devices[0]}"
         return EmbeddedProcess.start(folder, config, dtype, own, version=version, threads=count, deterministic=deterministic)
-    core = EngineCore(folder, config, dtype, device, version)
+    core = EngineCore(folder, config, dtype, device, version, deterministic)
     return EmbeddedEngine(
         core, version=version, threads=count, deterministic=deterministic, keep_kv=config.keep_kv_on_update
     )

@@ -34,7 +34,7 @@ class Child:
     def run(self) -> None:
         """Loads the model, says `Ready`, and drives the core until told to end."""
         start: Start = self._receive()
-        core = EngineCore(start.folder, start.config, start.dtype, start.device, start.version)
+        core = EngineCore(start.folder, start.config, start.dtype, start.device, start.version, start.deterministic)
         driver = Driver(
             core,
             threads=start.threads,

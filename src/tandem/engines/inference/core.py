@@ -42,6 +42,8 @@ nearly the same for few sequences as for many."""
 class EngineCore:
     """Continuous batching over a slab cache.
 
+    ``deterministic``: what a request gets is the same to the bit whatever runs beside it, for more memory (`Growth`).
+
     Example: ``core.add(0, LLMRequest((1, 2, 3), GenerationConfig()))``, then ``core.step()`` while ``core.has_work``.
     """
 
@@ -52,6 +54,7 @@ class EngineCore:
         dtype: torch.dtype,
         device: torch.device | str,
         version: WeightVersion,
+        deterministic: bool = False,
     ):
         device = torch.device(device)
         self._tokenizer: PreTrainedTokenizerBase | None = None  # loaded once a request has stop strings
@@ -61,7 +64,7 @@ class EngineCore:
         compute = compute_dtype(dtype, device)
         self._cache = make_cache(a, config, compute, device)
         self._slots = Slots(config.max_running, a.vocab_size, eos_ids(folder, hf_config), device)
-        self._scheduler = Scheduler(self._cache, self._slots, config.prefill_chunk_tokens)
+        self._scheduler = Scheduler(self._cache, self._slots, config.prefill_chunk_tokens, whole_rows=deterministic)
         self._passes = Passes(a, dtype, compute, device, self._max_model_len)
         self._last_hidden: dict[Sequence, torch.Tensor] = {}
         """Of sequences with a prompt of their own that is done and has no token drawn from it yet."""
@@ -145,10 +148,11 @@ class EngineCore:
         finished = self._expire()
         scheduler = self._scheduler
         scheduler.admit()
-        if scheduler.jobs or scheduler.ready:
+        if scheduler.prefill.jobs or scheduler.ready:
             finished += self._prefill()
         self._counters["prefill_s"] += time.perf_counter() - began
         middle = time.perf_counter()
+        scheduler.make_room()
         pending = scheduler.num_running - len(scheduler.decoding)
         if scheduler.decoding and pending * _EAGER_PREFILL <= len(scheduler.decoding):
             finished += self._decode()
@@ -181,9 +185,12 @@ class EngineCore:
         """One packed pass over waiting prompts, and the first token of every sequence whose prompt is done."""
         scheduler = self._scheduler
         starting, scheduler.ready = scheduler.ready, []
-        for job in self._run_jobs(scheduler.jobs, "prefill_tokens"):
-            starting += job.owner.members if isinstance(job.owner, SharedPrompt) else [job.owner]
-        scheduler.jobs = [job for job in scheduler.jobs if job.done < len(job.tokens)]
+        for job in self._run_jobs(scheduler.prefill.jobs, "prefill_tokens"):
+            if isinstance(job.owner, Sequence) and job.owner.started:
+                scheduler.start(job.owner)  # it gave way before; its newest token waits for the next decode step
+            else:
+                starting += job.owner.members if isinstance(job.owner, SharedPrompt) else [job.owner]
+        scheduler.prefill.jobs = [job for job in scheduler.prefill.jobs if job.done < len(job.tokens)]
         if not starting:
             return []
         hidden = [self._hidden_of(sequence) for sequence in starting]
@@ -198,7 +205,7 @@ class EngineCore:
     def _run_jobs(self, jobs: list[Job], counter: str) -> list[Job]:
         """One prefill pass over the front of the jobs; returns those that it completed. Hidden states go to their owners."""
         assert self._weights is not None
-        taken, pieces = self._scheduler.next_pieces(jobs)
+        taken, pieces = self._scheduler.prefill.next_pieces(jobs)
         complete = self._passes.prefill(self._weights, taken, pieces)
         for job, last in complete:
             if isinstance(job.owner, SharedPrompt):
@@ -283,7 +290,7 @@ class EngineCore:
         if keep_kv:
             scheduler.stop_sharing()
         else:
-            scheduler.restart_prefill()
+            scheduler.prefill.restart()
         switched = time.perf_counter()
         if not keep_kv:
             for jobs in scheduler.recompute_jobs():
@@ -311,6 +318,7 @@ class EngineCore:
         return self._counters | {
             "running": float(scheduler.num_running),
             "waiting": float(len(scheduler.waiting)),
+            "preempted": float(scheduler.growth.preempted),
             "shared_prompt_tokens": float(scheduler.shared_tokens),
             "kv_reserved_tokens": float(cache.reserved_tokens),
             "kv_budget_tokens": float(cache.budget_tokens),

@@ -1,8 +1,8 @@
 """Keys and values: one row a sequence (or shared prompt), in slabs of rows of equal capacity.
 
 A slab's tensors are dense, so attention over its rows is a view and never a gather. Capacities come in steps, so a short
-sequence neither reserves nor reads what a long one needs. A row is reserved whole at admission: nothing that runs is ever
-evicted.
+sequence neither reserves nor reads what a long one needs. How large a row is at admission, and what happens when it is full,
+is decided in `growth.py`.
 """
 
 from collections.abc import Iterable
@@ -32,8 +32,8 @@ class Row:
 class Slab:
     """Rows of one capacity: per layer keys and values ``[rows, kv_heads, capacity, head_dim]``."""
 
-    def __init__(self, cache: "KVCache", capacity: int):
-        self.capacity = capacity
+    def __init__(self, cache: "KVCache", pool: Pool, capacity: int):
+        self.pool, self.capacity = pool, capacity
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
         self.rows: list[Row] = []
@@ -92,7 +92,7 @@ class KVCache:
 
     def reserve(self, pool: Pool, capacity: int, count: int) -> Slab:
         """Grows a slab once for ``count`` further rows."""
-        slab = self.slabs.setdefault((pool, capacity), Slab(self, capacity))
+        slab = self.slabs.setdefault((pool, capacity), Slab(self, pool, capacity))
         if len(slab.rows) + count > slab.size:
             # Room for some rows more than asked for, because growing copies the slab.
             wanted = max(len(slab.rows) + count, min(2 * slab.size, slab.size + 32), _FIRST_ROWS)
@@ -117,6 +117,18 @@ class KVCache:
         """Gives a row back; other rows of the slab may move."""
         row.slab.release(row)
         self.reserved_tokens -= row.slab.capacity
+
+    def move(self, row: Row, capacity: int) -> None:
+        """Moves a row to the slab of a larger capacity; the caller has asked `fits` for that before."""
+        old = Row(row.slab, row.index)
+        old.slab.rows[old.index] = old
+        new = self.allocate(row.slab.pool, capacity)
+        for mine, theirs in ((new.slab.keys, old.slab.keys), (new.slab.values, old.slab.values)):
+            for layer, tensor in enumerate(mine):
+                tensor[new.index, :, : old.slab.capacity] = theirs[layer][old.index]
+        row.slab, row.index = new.slab, new.index
+        new.slab.rows[new.index] = row
+        self.free(old)
 
     def clear(self) -> None:
         """Gives all memory back; only while no row is in use."""

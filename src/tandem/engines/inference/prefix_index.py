@@ -20,6 +20,32 @@ class PrefixIndex:
 
     def __init__(self) -> None:
         self._by_beginning: dict[tuple[int, ...], list[Job]] = {}
+        self.copied_tokens = 0
+        """Prompt tokens whose keys and values were copied and not computed."""
+
+    def enter(self, job: Job) -> None:
+        """Finds the jobs that begin like this one; later ones may copy from it, too."""
+        job.alike = self.find(job.prompt)
+        self.add(job)
+
+    def copied(self, job: Job) -> bool:
+        """Copies what another row has of the job's beginning; False if the job had better wait for more of it.
+
+        Waiting is worth it where at least `SMALLEST` tokens more could be copied later; jobs wait for earlier ones only, so
+        the first in the queue never does.
+        """
+        there = [(other, min(common, other.done), common) for other, common in job.alike if not other.gone]
+        best, count, _ = max(there, key=lambda found: found[1], default=(None, 0, 0))
+        if max((common for _, _, common in there), default=0) - count >= SMALLEST:
+            return False
+        job.alike = ()
+        if best is not None and count >= SMALLEST:
+            for mine, theirs in ((job.row.slab.keys, best.row.slab.keys), (job.row.slab.values, best.row.slab.values)):
+                for layer, tensor in enumerate(mine):
+                    tensor[job.row.index, :, :count] = theirs[layer][best.row.index, :, :count]
+            job.done = count
+            self.copied_tokens += count
+        return True
 
     def find(self, tokens: tuple[int, ...]) -> tuple[tuple[Job, int], ...]:
         """Jobs that begin alike, and how many tokens each has in common; always fewer than all, since the last token's

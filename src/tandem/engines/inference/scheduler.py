@@ -1,16 +1,16 @@
-"""Who runs: admission by memory and by lines in the tables, sharing of prompts, and which tokens are prefilled next.
+"""Who runs: admission by memory and by lines in the tables, and sharing of prompts.
 
-A request is admitted when all memory that it can ever need is there, so nothing that runs is evicted. First come, first
-served.
+First come, first served. A request is admitted when the row that it begins with fits (`growth.py`); when the cache is full,
+the one that came last gives way.
 """
 
 from collections import Counter, deque
 
 import torch
 
-from tandem.engines.inference.attention import Piece
+from tandem.engines.inference.growth import Growth
 from tandem.engines.inference.kv_cache import KVCache, Pool
-from tandem.engines.inference.prefix_index import SMALLEST, PrefixIndex
+from tandem.engines.inference.prefill_queue import PrefillQueue
 from tandem.engines.inference.sequences import Job, Sequence, SharedPrompt
 from tandem.engines.inference.slots import Slots
 
@@ -18,14 +18,14 @@ from tandem.engines.inference.slots import Slots
 class Scheduler:
     """Waiting, prefilling and decoding sequences, and the rows of the cache that they hold."""
 
-    def __init__(self, cache: KVCache, slots: Slots, prefill_chunk_tokens: int):
+    def __init__(self, cache: KVCache, slots: Slots, prefill_chunk_tokens: int, whole_rows: bool):
         self.cache, self.slots = cache, slots
-        self._chunk = prefill_chunk_tokens
+        self.growth = Growth(cache, slots, whole_rows)
         self.sequences: dict[int, Sequence] = {}
         """All that are waiting or running, by request."""
 
         self.waiting: deque[Sequence] = deque()
-        self.jobs: list[Job] = []
+        self.prefill = PrefillQueue(prefill_chunk_tokens)
         self.ready: list[Sequence] = []
         """Admitted to a prompt that was computed before; they can draw their first token."""
 
@@ -33,21 +33,24 @@ class Scheduler:
         self.changed = True
         """The set of decoding sequences, or a place in the cache, is not what it was."""
 
-        self.shared_tokens = 0
-        """Prompt tokens that were not computed, because another sample's could be read or copied."""
+        self._read_tokens = 0
+        """Prompt tokens that were not computed, because another sample's are read."""
 
+        self._arrived = 0
         self._alike: Counter[tuple[int, ...]] = Counter()
         """Waiting requests by prompt."""
 
         self._prompts: dict[tuple[int, ...], SharedPrompt] = {}
-        self._beginnings = PrefixIndex()
-        self._job_of: dict[Sequence | SharedPrompt, Job] = {}
-        """The job that fills the owner's row with a prompt, also after it is done."""
 
     @property
     def num_running(self) -> int:
         """Sequences that hold memory."""
         return len(self.sequences) - len(self.waiting)
+
+    @property
+    def shared_tokens(self) -> int:
+        """Prompt tokens that were not computed, because another sample's could be read or copied."""
+        return self._read_tokens + self.prefill.copied_tokens
 
     def needed(self, sequence: Sequence) -> int:
         """Tokens of cache that the sequence needs alone; the last token it draws is never stored."""
@@ -55,6 +58,8 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         self.sequences[sequence.request_id] = sequence
+        self._arrived += 1
+        sequence.arrival = self._arrived
         self.waiting.append(sequence)
         self._alike[sequence.request.input_ids] += 1
 
@@ -63,18 +68,20 @@ class Scheduler:
         admitted: list[tuple[Sequence, Pool, int]] = []
         planned: list[int] = []
         new_prompts: set[tuple[int, ...]] = set()
-        while self.waiting and len(admitted) < self.slots.num_free:
+        while self.waiting and len(admitted) < self.slots.num_free + (self.waiting[0].slot >= 0):
             sequence = self.waiting[0]  # never a later one, or a long request would wait for ever
             tokens = sequence.request.input_ids
             # By default it joins a prompt that others computed or will compute: it needs a row for its own tokens only.
             pool: Pool = "suffix"
-            needs = [self.cache.capacity_for(max(1, sequence.max_new_tokens - 1))]
-            if tokens not in self._prompts and tokens not in new_prompts:
+            needs = [self.growth.capacity(0, sequence)]
+            if sequence.started and not self._computed(tokens):  # it gave way: its prompt and what it drew share a row
+                pool, needs = "whole", [self.growth.capacity(len(tokens), sequence)]
+            elif tokens not in self._prompts and tokens not in new_prompts:
                 if self._alike[tokens] > 1:  # it is the first of several: it brings the row of the prompt as well
                     needs.append(self.cache.capacity_for(len(tokens)))
                     new_prompts.add(tokens)
                 else:  # nobody shares its prompt: one row for everything
-                    pool, needs = "whole", [self.needed(sequence)]
+                    pool, needs = "whole", [self.growth.capacity(len(tokens), sequence)]
             if not self.cache.fits(planned + needs):
                 new_prompts.discard(tokens)
                 if self.num_running or admitted:
@@ -96,68 +103,67 @@ class Scheduler:
         if not self._alike[tokens]:
             del self._alike[tokens]
 
+    def _computed(self, tokens: tuple[int, ...]) -> bool:
+        return (prompt := self._prompts.get(tokens)) is not None and prompt.hidden is not None
+
     def _place(self, sequence: Sequence, pool: Pool, capacity: int) -> None:
-        self.slots.take(sequence)
+        if sequence.slot < 0:
+            self.slots.take(sequence)
         tokens = sequence.request.input_ids
         sequence.row = self.cache.allocate(pool, capacity)
-        if pool == "whole":
-            self._compute(tokens, Job(torch.tensor(tokens), sequence.row, sequence, prompt=tokens))
-            return
+        if pool == "suffix":
+            self._join(sequence)
+        elif not sequence.started:
+            self.prefill.add(Job(torch.tensor(tokens), sequence.row, sequence, prompt=tokens))
+        self.growth.watch(sequence)
+        if sequence.started and len((lost := self._lost(sequence)).tokens):
+            self.prefill.add(lost)
+        elif sequence.started:
+            self.start(sequence)
+
+    def _join(self, sequence: Sequence) -> None:
+        """The sequence reads the keys and values of a prompt that it shares."""
+        tokens = sequence.request.input_ids
         prompt = self._prompts.get(tokens)
         if prompt is None:
             row = self.cache.allocate("prompt", self.cache.capacity_for(len(tokens)))
             prompt = self._prompts[tokens] = SharedPrompt(tokens, row)
-            self._compute(tokens, Job(torch.tensor(tokens), row, prompt, prompt=tokens))
+            self.prefill.add(Job(torch.tensor(tokens), row, prompt, prompt=tokens))
         else:
-            self.shared_tokens += len(tokens)
+            self._read_tokens += len(tokens)
         prompt.members.append(sequence)
         sequence.prompt = prompt
-        if prompt.hidden is not None:  # else it starts when the job of its prompt is done
+        if prompt.hidden is not None and not sequence.started:  # else it starts when the job of its prompt is done
             self.ready.append(sequence)
 
-    def _compute(self, tokens: tuple[int, ...], job: Job) -> None:
-        """Queues a prompt, its beginning to be copied where another prompt has the same."""
-        job.alike = self._beginnings.find(tokens)
-        self._beginnings.add(job)
-        self._job_of[job.owner] = job
-        self.jobs.append(job)
-
-    def next_pieces(self, jobs: list[Job]) -> tuple[list[Job], list[Piece]]:
-        """The front of the jobs, as many tokens as one prefill pass takes; packed, the last job perhaps in part."""
-        room, taken, pieces = self._chunk, [], []
-        for job in jobs:
-            if room <= 0:
-                break
-            if job.alike and not self._copied(job):
-                continue
-            count = min(room, len(job.tokens) - job.done)
-            base = (job.base.row, len(job.base.tokens)) if job.base is not None else (None, 0)
-            pieces.append(Piece(job.row, job.done, count, *base))
-            taken.append(job)
-            room -= count
-        return taken, pieces
-
-    def _copied(self, job: Job) -> bool:
-        """Copies what another row has of the job's beginning; False if the job had better wait for more of it.
-
-        Waiting is worth it where at least `SMALLEST` tokens more could be copied later; jobs wait for earlier ones only, so
-        the first in the queue never does.
-        """
-        other, count, soon = job.beginning()
-        if soon - count >= SMALLEST:
-            return False
-        job.alike = ()
-        if other is not None and count >= SMALLEST:
-            job.copy_beginning(other, count)
-            self.shared_tokens += count
-        return True
+    def _lost(self, sequence: Sequence) -> Job:
+        """What fills the row of a sequence that has drawn tokens; the newest has no place in it yet."""
+        assert sequence.row is not None
+        tokens = self.slots.drawn(sequence)[:-1].cpu()
+        if sequence.prompt is None:
+            tokens = torch.cat((torch.tensor(sequence.request.input_ids), tokens))
+        return Job(tokens, sequence.row, sequence, sequence.prompt)
 
     def start(self, sequence: Sequence) -> None:
-        """The sequence has its first token."""
-        sequence.clock.mark("began")
+        """The sequence has its first token, or again all that it lost when it gave way."""
+        if not sequence.started:
+            sequence.clock.mark("began")
         sequence.started = True
         self.decoding.append(sequence)
         self.changed = True
+
+    def make_room(self) -> None:
+        """Sequences whose rows are full get longer ones, the first come first; the last come give way for that."""
+        for sequence in self.growth.full(self.decoding):
+            while sequence.row is not None and not self.growth.grow(sequence):
+                self._give_way(max(self.decoding, key=lambda one: one.arrival))
+            self.changed = True
+
+    def _give_way(self, sequence: Sequence) -> None:
+        self._free([sequence])
+        self.growth.preempted += 1
+        self.waiting.appendleft(sequence)
+        self._alike[sequence.request.input_ids] += 1
 
     def end(self, ended: list[Sequence]) -> None:
         """Frees all that these sequences hold, wherever they are."""
@@ -166,7 +172,14 @@ class Scheduler:
             if sequence.row is None:
                 self.waiting.remove(sequence)
                 self._leave_queue(sequence)
-        running = [sequence for sequence in ended if sequence.row is not None]
+        self._free([sequence for sequence in ended if sequence.row is not None])
+        for sequence in ended:
+            self.growth.learn(sequence)
+            if sequence.slot >= 0:
+                self.slots.release(sequence)
+
+    def _free(self, running: list[Sequence]) -> None:
+        """Gives the rows of these sequences back, and those of prompts that nobody else reads."""
         if not running:
             return
         gone = set(running)
@@ -177,7 +190,7 @@ class Scheduler:
         for sequence in sorted(running, key=lambda s: -s.row.index if s.row else 0):
             assert sequence.row is not None
             self.cache.free(sequence.row)
-            self.slots.release(sequence)
+            self.growth.forget(sequence)
             prompt = sequence.prompt
             if prompt is not None:
                 prompt.members.remove(sequence)
@@ -187,33 +200,20 @@ class Scheduler:
                     if self._prompts.get(prompt.tokens) is prompt:
                         del self._prompts[prompt.tokens]
             sequence.row = sequence.prompt = None
-        self.jobs = [job for job in self.jobs if job.owner not in owners]
-        self._beginnings.remove([self._job_of.pop(owner) for owner in owners if owner in self._job_of])
+        self.prefill.drop(owners)
         self.changed = True
-
-    def restart_prefill(self) -> None:
-        """Prompts that were computed in part begin again: the weights have changed."""
-        for job in self.jobs:
-            job.done = 0
-            job.alike = ()
 
     def stop_sharing(self) -> None:
         """Nobody may join the prompts that are there: their keys are of older weights and are kept."""
         self._prompts.clear()
-        self._beginnings.clear()
+        self.prefill.stop_copying()
 
     def recompute_jobs(self) -> tuple[list[Job], list[Job]]:
         """What rebuilds the cache of all that was computed: shared prompts, and then what comes after them."""
-        prompts = {id(p): p for s in [*self.decoding, *self.ready] if (p := s.prompt) is not None}
+        resumed = [job.owner for job in self.prefill.jobs if isinstance(job.owner, Sequence)]
+        prompts = {id(p): p for s in [*self.decoding, *self.ready, *resumed] if (p := s.prompt) is not None}
         first = [Job(torch.tensor(prompt.tokens), prompt.row, prompt) for prompt in prompts.values()]
-        then = []
-        for sequence in self.decoding:
-            assert sequence.row is not None
-            tokens = self.slots.drawn(sequence)[:-1].cpu()
-            if sequence.prompt is None:
-                tokens = torch.cat((torch.tensor(sequence.request.input_ids), tokens))
-            if len(tokens):
-                then.append(Job(tokens, sequence.row, sequence, sequence.prompt))
+        then = [job for job in map(self._lost, self.decoding) if len(job.tokens)]
         return first, then
 
     def ordered(self) -> list[Sequence]:

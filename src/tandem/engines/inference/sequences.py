@@ -41,7 +41,15 @@ class Sequence:
     started: bool = False
     """It has its first token and takes part in decode steps."""
 
+    arrival: int = 0
+    """Its number among all requests, by the order in which they came."""
+
     clock: RequestClock = field(default_factory=RequestClock)
+
+    @property
+    def tokens_before(self) -> int:
+        """Tokens in its row before the first that it draws."""
+        return len(self.request.input_ids) if self.prompt is None else 0
 
 
 @dataclass(eq=False)
@@ -65,16 +73,3 @@ class Job:
 
     gone: bool = False
     """Its row was given back, or may not be copied from."""
-
-    def beginning(self) -> tuple["Job | None", int, int]:
-        """The job with most to copy now, how many tokens that are, and how many there will be once others have gone on."""
-        there = [(job, min(common, job.done), common) for job, common in self.alike if not job.gone]
-        best = max(there, key=lambda found: found[1], default=(None, 0, 0))
-        return best[0], best[1], max((common for _, _, common in there), default=0)
-
-    def copy_beginning(self, other: "Job", count: int) -> None:
-        """Takes over the keys and values of the first ``count`` tokens, which the other's row has."""
-        for mine, theirs in ((self.row.slab.keys, other.row.slab.keys), (self.row.slab.values, other.row.slab.values)):
-            for layer, tensor in enumerate(mine):
-                tensor[self.row.index, :, :count] = theirs[layer][other.row.index, :, :count]
-        self.done = count

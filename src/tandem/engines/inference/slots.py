@@ -144,6 +144,10 @@ class Slots:
         pairs = rows, stop[rows, columns], rows.unique()
         return Forbidden(*map(self._there, pairs)) if len(rows) else None
 
+    def num_drawn(self, sequence: Sequence) -> int:
+        """Tokens drawn so far; none before it has a slot."""
+        return int(self.counts[sequence.slot]) if sequence.slot >= 0 else 0
+
     def drawn(self, sequence: Sequence) -> torch.Tensor:
         """Tokens drawn so far, ``[n]``."""
         return self._tokens[sequence.slot, : int(self.counts[sequence.slot])]
