@@ -1,4 +1,4 @@
-"""Makes the data of the calculator recipe (docs/agents_tools.md): arithmetic that a small model cannot do in its head.
+"""Makes the data of the calculator recipe (docs/recipes/calculator.md): arithmetic that a small model cannot do in its head.
 
     python examples/calculator_data.py calculator_data
 
