@@ -1,13 +1,29 @@
 """What every test may count on."""
 
+import os
+import shutil
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 settings.register_profile("tandem", deadline=None)  # a busy machine is no fault of an example
 settings.load_profile("tandem")
+
+MEMORY = Path("/dev/shm")
+"""A file system in memory, on Linux."""
+ROOM_BYTES = 4 * 2**30
+"""So much must be free there; what all tests together leave is a small part of it."""
+
+
+def pytest_configure():
+    """Folders of tests are in memory where there is room: a run waits for a disk some forty times otherwise."""
+    if "PYTEST_DEBUG_TEMPROOT" in os.environ or not MEMORY.is_dir() or not os.access(MEMORY, os.W_OK):
+        return
+    if shutil.disk_usage(MEMORY).free >= ROOM_BYTES and not os.statvfs(MEMORY).f_flag & os.ST_NOEXEC:
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = str(MEMORY)
 
 
 @pytest.fixture(scope="session", autouse=True)

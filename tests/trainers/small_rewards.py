@@ -1,29 +1,36 @@
-"""Rewards of these tests, taken by file as a user takes his own."""
+"""Rewards of these tests, taken by file as a user takes his own.
+
+Those that can neither hang nor raise are coroutines: the run's own process awaits them, and no worker starts for them.
+"""
 
 import os
 import time
 
 
-def even(completion_ids: tuple[int, ...]) -> float:
+def share_of_even(completion_ids: tuple[int, ...]) -> float:
     """Share of even token ids: something that a random model has spread in and can learn."""
     return sum(token % 2 == 0 for token in completion_ids) / max(1, len(completion_ids))
 
 
-def points(completion_ids: tuple[int, ...]) -> float:
+async def even(completion_ids: tuple[int, ...]) -> float:
+    return share_of_even(completion_ids)
+
+
+async def points(completion_ids: tuple[int, ...]) -> float:
     """No share and no accuracy."""
-    return 10 * even(completion_ids) - 3
+    return 10 * share_of_even(completion_ids) - 3
 
 
-def useful(completion_ids: tuple[int, ...]) -> float:
+async def useful(completion_ids: tuple[int, ...]) -> float:
     """A multiple of four is worth more than any other even token, and is what `harmful` counts; at most 8 tokens."""
     return sum({0: 1.0, 2: 0.6}.get(token % 4, 0.0) for token in completion_ids) / 8
 
 
-def harmful(completion_ids: tuple[int, ...]) -> float:
+async def harmful(completion_ids: tuple[int, ...]) -> float:
     return sum(token % 4 == 0 for token in completion_ids) / 8
 
 
-def constant() -> float:
+async def constant() -> float:
     return 0.5
 
 
@@ -42,14 +49,14 @@ def not_a_number() -> float:
 
 def slow_now_and_then(completion_ids: tuple[int, ...]) -> float:
     time.sleep(0.2 if sum(completion_ids) % 5 == 0 else 0.0)
-    return even(completion_ids)
+    return share_of_even(completion_ids)
 
 
 def hangs_on_most(completion_ids: tuple[int, ...]) -> float:
     """A judge that most answers hang."""
     if sum(completion_ids) % 8:
         time.sleep(3600)
-    return even(completion_ids)
+    return share_of_even(completion_ids)
 
 
 def ends_its_process() -> float:
@@ -59,19 +66,19 @@ def ends_its_process() -> float:
 def fails_now_and_then(completion_ids: tuple[int, ...]) -> float:
     if sum(completion_ids) % 3 == 0:
         raise ValueError("this answer cannot be judged")
-    return even(completion_ids)
+    return share_of_even(completion_ids)
 
 
-def never_right(completion_ids: tuple[int, ...]) -> dict[str, float]:
+async def never_right(completion_ids: tuple[int, ...]) -> dict[str, float]:
     """No answer is right, so every one is asked again; some are better than others."""
-    return {"reward": even(completion_ids) - 1.0, "accuracy": 0.0}
+    return {"reward": share_of_even(completion_ids) - 1.0, "accuracy": 0.0}
 
 
-def short(completion_ids: tuple[int, ...]) -> float:
+async def short(completion_ids: tuple[int, ...]) -> float:
     """Fewer tokens are better."""
     return -float(len(completion_ids))
 
 
-def many(completion_ids: tuple[int, ...]) -> float:
+async def many(completion_ids: tuple[int, ...]) -> float:
     """Different tokens are better."""
     return float(len(set(completion_ids)))

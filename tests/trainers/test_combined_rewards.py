@@ -1,6 +1,7 @@
 """Runs whose reward normalises, clips and gates its terms, and chooses by row."""
 
 import json
+import re
 import statistics
 
 import pytest
@@ -17,21 +18,23 @@ from tandem.trainers.rl import train
 from tests.tiny import tiny_model_folder
 
 MINE = '''
-from tandem import GroupReward
-from tandem.api.scoring import FrozenModel, Score
-from tandem.api.workflow import GroupReward
-
-class Shortest(GroupReward):
-    async def compare(self, samples, row):
-        least = min(sample.num_trained_tokens for sample in samples)
-        return [float(sample.num_trained_tokens == least) for sample in samples]
-
-def even(completion_ids):
+async def even(completion_ids):
     """Share of even token ids."""
     return sum(token % 2 == 0 for token in completion_ids) / max(1, len(completion_ids))
 
 def long(completion_ids):
     return float(len(completion_ids))
+'''
+"""A coroutine, and a function for a worker process: its file imports nothing, so that a worker starts soon."""
+
+CLASSES = '''
+from tandem import GroupReward
+from tandem.api.scoring import FrozenModel, Score
+
+class Shortest(GroupReward):
+    async def compare(self, samples, row):
+        least = min(sample.num_trained_tokens for sample in samples)
+        return [float(sample.num_trained_tokens == least) for sample in samples]
 
 class Counts(Score):
     """How many sequences it was asked for, all together, is the score of each."""
@@ -64,9 +67,10 @@ class Single(Counts):
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    """A policy, a reward model, and the file of a user."""
+    """A policy, a reward model, and two files of a user."""
     folder = tmp_path_factory.mktemp("models")
     (folder / "mine.py").write_text(MINE)
+    (folder / "classes.py").write_text(CLASSES)
     policy = tiny_model_folder(folder)
     config = load_config(TrainConfig, None, [f"actor.path={policy}", "actor.dtype=float32", "train_dataset.path=addition"])
     torch.manual_seed(3)
@@ -79,11 +83,12 @@ def models(tmp_path_factory):
 
 @pytest.fixture
 def run(overrides, models):
-    """Trains by further keys, in which MINE and JUDGE stand for the files."""
+    """Trains by further keys, in which MINE, CLASSES and JUDGE stand for the files."""
 
     def begin(*more, **how):
         items = [*overrides, "total_train_steps=2", "tracking.trajectories_per_step=99", "deterministic=true", *more]
-        items = [item.replace("MINE", f"{models}/mine.py").replace("JUDGE", f"{models}/judge") for item in items]
+        files = {"MINE": "mine.py", "CLASSES": "classes.py", "JUDGE": "judge"}
+        items = [re.sub("|".join(files), lambda found: f"{models}/{files[found[0]]}", item) for item in items]
         keys = {item.partition("=")[0]: item for item in items}
         return train(load_config(TrainConfig, None, list(keys.values())), **how)
 
@@ -138,7 +143,8 @@ def test_the_order_of_terms_changes_no_bit_of_a_run(run):
 
 
 def test_a_model_is_asked_only_where_the_gate_is_open(run):
-    summary = run("reward=0*MINE:even + MINE:Counts(path=JUDGE/../tiny-llama-0, gate='even > 0.5')", "total_train_steps=1")
+    reward = "0*MINE:even + CLASSES:Counts(path=JUDGE/../tiny-llama-0, gate='even > 0.5')"
+    summary = run(f"reward={reward}", "total_train_steps=1")
     samples = samples_of(summary)
     through = [sample for sample in samples if sample["raw_rewards"]["even"] > 0.5]
     assert 0 < len(through) < len(samples)
@@ -171,7 +177,7 @@ def test_rows_are_judged_by_their_data_set(run):
 
 
 def test_an_evaluation_leaves_out_the_terms_that_compare_samples_with_options_too(run):
-    summary = run("reward=MINE:even + MINE:Longest(normalise=group)", "evaluate.every_steps=1", "total_train_steps=1")
+    summary = run("reward=MINE:even + CLASSES:Longest(normalise=group)", "evaluate.every_steps=1", "total_train_steps=1")
     before, after = steps(summary)
     assert 0 < before["eval/reward"] < 1 and "rewards/Longest" in after
 
@@ -185,14 +191,14 @@ def test_the_filter_of_groups_sees_the_whole_reward(run):
 
 
 def test_evaluation_judges_samples_by_themselves_also_where_a_term_with_options_compares_them(run):
-    summary = run("reward=MINE:even + MINE:Shortest(clip=[0.5, 1])", "evaluate.every_steps=1", "evaluate.max_rows=2")
+    summary = run("reward=MINE:even + CLASSES:Shortest(clip=[0.5, 1])", "evaluate.every_steps=1", "evaluate.max_rows=2")
     assert all(0 <= row["eval/reward"] <= 1 for row in steps(summary))
     assert all(row["rewards/Shortest"] >= 0.5 for row in steps(summary) if "reward/mean" in row)
 
 
 def test_a_score_too_few_says_what_was_expected(run):
     with pytest.raises(Exception, match=r"one score for each sequence, \[16\]; it gave \[15\]"):
-        run("reward=MINE:Single(path=JUDGE/../tiny-llama-0, normalise=running)")
+        run("reward=CLASSES:Single(path=JUDGE/../tiny-llama-0, normalise=running)")
 
 
 @pytest.mark.parametrize(

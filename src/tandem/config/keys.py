@@ -1,17 +1,20 @@
 """The keys of a configuration class, and its values by key."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
+from types import MappingProxyType
 from typing import Any, get_type_hints
 
 from tandem.config.algorithm import Component
 from tandem.config.coerce import without_none
 
 
-def field_types(cls: type) -> dict[str, Any]:
+@cache
+def field_types(cls: type) -> Mapping[str, Any]:
     """Field name → type, in the order of declaration."""
     hints = get_type_hints(cls, include_extras=True)
-    return {f.name: hints[f.name] for f in dataclasses.fields(cls)}
+    return MappingProxyType({f.name: hints[f.name] for f in dataclasses.fields(cls)})
 
 
 def section(kind: Any) -> type | None:

@@ -309,8 +309,9 @@ def _in_vain(config: BaseConfig, written: Written) -> Iterator[tuple[str, Any, U
     for rule in rules:
         if not rule.when(config, written):
             continue
+        sections = tuple(f"{name}." for name in rule.keys)
         for key, value in values.items():
-            meant = any(key == name or key.startswith(name + ".") for name in rule.keys)
+            meant = key in rule.keys or key.startswith(sections)
             if meant and value not in (untouched[key], *_preset_values(config, key)):
                 yield key, value, rule
 
