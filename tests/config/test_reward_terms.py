@@ -6,7 +6,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config, to_yaml
 from tandem.config.recipes import recipes_of, sum_of, sums_of
-from tandem.config.terms import Options, read_terms
+from tandem.config.terms import Options, read_term, read_terms
 
 
 def reward_of(tmp_path, text, *more):
@@ -34,6 +34,12 @@ def test_a_list_of_terms_is_the_sum_with_the_same_options_as_knobs(tmp_path):
     assert (two[2].options.gate_name, two[2].options.gate_above) == ("format", 0.5)
     (tmp_path / "again.yaml").write_text(to_yaml(config))
     assert load_config(TrainConfig, tmp_path / "again.yaml").config == config
+
+
+def test_a_value_in_quotes_may_be_a_name_with_knobs_of_its_own():
+    term = read_term("tools(tools='search(folder=my/docs, results=1)', max_turns=3, note=\"it's (a=b, c=d)\")", "workflow")
+    assert term.knobs == {"tools": "search(folder=my/docs, results=1)", "max_turns": 3, "note": "it's (a=b, c=d)"}
+    assert read_term(term.spelling, "workflow") == term
 
 
 def test_a_recipe_is_chosen_by_a_column_or_by_the_data_set(tmp_path):

@@ -25,7 +25,11 @@ _FILE = re.compile(
 )
 """A user's file or ``name:ID``; texts in quotes are passed over."""
 
-_BARE = re.compile(r"(?<=[(,])(\s*\w+\s*=\s*)([^\s'\"(),\[\]{}]+)(?=\s*[,)])")
+_BARE = re.compile(
+    r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|(?<=[(,])(?P<knob>\s*\w+\s*=\s*)(?P<value>[^\s'"(),\[\]{}]+)(?=\s*[,)])"""
+)
+"""A knob and its value without quotes; texts in quotes, which may hold a name with knobs, are passed over."""
+
 _WORDS = {"true": True, "false": False, "null": None}
 
 
@@ -231,13 +235,15 @@ def _is_file(path: str) -> bool:
 
 def _quoted(match: re.Match[str]) -> str:
     """A bare value of a knob as Python writes it: numbers as they are, everything else as a string."""
-    value = match[2]
+    knob, value = match["knob"], match["value"]
+    if value is None:
+        return match[0]
     if value in _WORDS:
-        return f"{match[1]}{_WORDS[value]}"
+        return f"{knob}{_WORDS[value]}"
     try:
         ast.literal_eval(value)
     except (SyntaxError, ValueError):
-        return f"{match[1]}{value!r}"
+        return f"{knob}{value!r}"
     return match[0]
 
 
