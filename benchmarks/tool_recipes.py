@@ -70,7 +70,7 @@ def table(record: dict[str, Any], picture: Path) -> str:
         value, low, high = (100 * data["measures"]["accuracy"][key] for key in ("value", "low", "high"))
         cells = f"{value:.0f} % ({low:.0f} … {high:.0f}) | {100 * data['truncated']:.0f} % | {data['completion_length']:.0f}"
         lines.append(f"| {LABELS[label]} | {cells} |")
-    lines += ["", "| by step | right in training | right on test questions |", "|---|---|---|"]
+    lines += ["", "| by step | right in training, last two steps | right on test questions |", "|---|---|---|"]
     for trial in (trial for trial in TRIALS if trial in record["steps"]):
         rows, name = record["steps"][trial], TRIALS[trial][0]
         trained = [row for row in rows if "reward/mean" in row]
@@ -78,7 +78,7 @@ def table(record: dict[str, Any], picture: Path) -> str:
             before = [one["reward/mean"] for one in trained if row["step"] - 2 < one["step"] <= row["step"]]
             shown = f"{100 * sum(before) / len(before):.0f} %" if before else "–"
             lines.append(f"| {name}, step {row['step']} | {shown} | {100 * row['eval/accuracy']:.0f} % |")
-    lines += ["", f"![Right answers by step, and the control](../pictures/{picture.name})"]
+    lines += ["", f"![Right answers by step](../pictures/{picture.name})"]
     return "\n".join(lines) + "\n"
 
 
@@ -100,6 +100,8 @@ def draw(record: dict[str, Any], path: Path) -> None:
     for trial, (name, colour) in TRIALS.items():
         for axes, key in ((left, "reward/mean"), (right, "eval/accuracy")):
             rows = [row for row in record["steps"].get(trial, ()) if key in row]
+            if not rows:
+                continue
             places, values = [row["step"] for row in rows], [100 * row[key] for row in rows]
             axes.plot(places, values, color=colour, marker="o", ms=4, label=name)
     left.set(title="right in training, %", xlabel="step of 4 questions × 8", ylim=(-3, 103))
