@@ -216,7 +216,23 @@ def _memory_limit(config: TrainConfig) -> Iterator[str]:
         yield f"{limit} does not go with actor.offload=true, which keeps the actor in host memory: leave one of them out"
 
 
+def _balance(config: TrainConfig) -> Iterator[str]:
+    if config.rollout.balance is None:
+        return
+    if not config.async_training:
+        yield (
+            "rollout.balance=auto is for asynchronous training, where generation and training run side by side; set "
+            "async_training=true, or leave it out"
+        )
+    if config.rollout.backend not in INSIDE or config.actor.backend != "fsdp:d1":
+        yield (
+            "rollout.balance=auto moves CPU threads between one process that trains and one that generates: it needs "
+            "rollout.backend=embedded and actor.backend=fsdp:d1; leave it out"
+        )
+
+
 def _rollout(config: TrainConfig) -> Iterator[str]:
+    yield from _balance(config)
     rollout, eta = config.rollout, config.rollout.max_head_offpolicyness
     yield from fleet_problems(rollout.backend, rollout.fleet, config.gconfig)
     yield from _fleet(config)

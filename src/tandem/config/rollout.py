@@ -99,6 +99,10 @@ class RolloutConfig:
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     """Replay of earlier batches."""
 
+    balance: Literal["auto"] | None = None
+    """`auto`, in asynchronous training on a CPU: threads move between training and generation while the run goes on, until
+    neither waits for the other for more than a tenth of the time. null: they stay as `rollout.engine.threads` says."""
+
     oversample: float = 1.0
     """Synchronous training only: start `oversample` × `batch_size` episodes, and abort the slowest when the batch is
     full."""

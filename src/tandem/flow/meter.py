@@ -8,7 +8,7 @@ from tandem.api.engines import InferenceEngine
 
 class EngineMeter:
     """Hears of each stage that begins, or is a ``with`` block around training; knows how much of that time the engine was
-    generating.
+    generating, and who waited for whom.
 
     Without an engine (ranks other than 0) all figures are 0.
     """
@@ -19,12 +19,18 @@ class EngineMeter:
         self._busy_s = 0.0
         self._overlap = 0.0
         self._seen = (0.0, 0.0)
+        self._asked: float | None = None  # None: the trainer is not waiting for a batch
+        self._waited_s = 0.0
+        self._last = time.perf_counter()
 
     def _statistics(self, name: str) -> float:
         return self.engine.statistics().get(name, 0.0) if self.engine is not None else 0.0
 
     def begins(self, phase: str) -> None:
         """A stage of this phase begins: training starts with the first one of `train`, and ends with the next other one."""
+        if self._asked is not None:
+            self._waited_s += time.perf_counter() - self._asked
+        self._asked = time.perf_counter() if phase == "generate" else None
         if phase == "train" and self._began is None:
             self._began, self._busy_s = time.perf_counter(), self._statistics("busy_s")
         elif phase != "train" and self._began is not None:
@@ -40,13 +46,21 @@ class EngineMeter:
 
     def metrics(self) -> dict[str, float]:
         """``time/overlap``: share of the last training time during which the engine was generating, 0 to 1.
-        ``tokens_per_s/generate``: tokens a second of the time that it was busy since the last call. Of a fleet also
-        ``fleet/…``."""
+        ``time/trainer_wait``, ``time/engine_idle``: shares of the time since the last call in which the trainer waited for a
+        batch, and in which the engine did not generate. ``tokens_per_s/generate``: tokens a second of the time that it was
+        busy since the last call. Of a fleet also ``fleet/…``."""
         found = self.engine.statistics() if self.engine is not None else {}
         (tokens, busy_s), self._seen = self._seen, (found.get("generated_tokens", 0.0), found.get("busy_s", 0.0))
         rate = (self._seen[0] - tokens) / max(self._seen[1] - busy_s, 1e-9)
+        now = time.perf_counter()
+        passed_s, self._last = max(now - self._last, 1e-9), now
+        waits = {
+            "time/trainer_wait": min(1.0, self._waited_s / passed_s),
+            "time/engine_idle": min(1.0, max(0.0, 1.0 - (self._seen[1] - busy_s) / passed_s)) if self.engine else 0.0,
+        }
+        self._waited_s = 0.0
         fleet = {name: value for name, value in found.items() if name.startswith("fleet/")}
-        return {"time/overlap": self._overlap, "tokens_per_s/generate": rate, **fleet}
+        return {"time/overlap": self._overlap, **waits, "tokens_per_s/generate": rate, **fleet}
 
 
 def of_all_ranks(found: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
@@ -58,7 +72,7 @@ def of_all_ranks(found: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, 
         count = sum(samples for samples, _ in here)
         if "_per_s" in name:
             metrics[name] = sum(value for _, value in here)
-        elif name == "time/overlap" or "_max" in name:
+        elif name in ("time/overlap", "time/trainer_wait", "time/engine_idle") or "_max" in name:
             metrics[name] = max(value for _, value in here)
         else:
             metrics[name] = sum(samples * value for samples, value in here) / count if count else here[0][1]

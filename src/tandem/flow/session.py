@@ -18,6 +18,7 @@ from tandem.data.curriculum import Curriculum
 from tandem.data.loader import Loader
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.remote.kept import Keeping
+from tandem.flow.balance import Balance, make_balance
 from tandem.flow.critic import Models
 from tandem.flow.delivery import make_proof, make_publisher, weights_folder
 from tandem.flow.meter import EngineMeter, of_all_ranks
@@ -71,6 +72,7 @@ class Session:
     publisher: WeightPublisher
     verifier: Verifier
     meter: EngineMeter
+    balance: Balance | None
     timer: PhaseTimer
     residency: Residency
     runner: Runner
@@ -82,7 +84,8 @@ class Session:
     def measured(self) -> dict[str, float]:
         """What engines and rewards have measured since the last call, of all ranks that generate. Collective."""
         samples = self.reward.samples
-        return of_all_ranks(self.team.gather((samples, {**self.meter.metrics(), **self.reward.metrics()})))
+        found = of_all_ranks(self.team.gather((samples, {**self.meter.metrics(), **self.reward.metrics()})))
+        return found | (self.balance.after_step(found) if self.balance is not None else {})
 
     @property
     def models(self) -> Models:
@@ -152,6 +155,7 @@ def open_session(
             publisher=publisher,
             verifier=verifier,
             meter=meter,
+            balance=make_balance(config, process, engine),
             timer=timer,
             residency=residency,
             runner=runner,

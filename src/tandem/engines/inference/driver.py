@@ -241,10 +241,15 @@ class Driver:
             "sleep": self._sleep,
             "wake": self._core.wake,
             "statistics": self._statistics,
+            "set_threads": self._set_threads,
         }
         if method in between_steps:
             return self._call(method, partial(between_steps[method], *arguments)) or {}
         return getattr(self, method)(*arguments) or {}
+
+    def _set_threads(self, threads: int) -> dict[str, float]:
+        torch.set_num_threads(threads)
+        return {"threads": float(torch.get_num_threads())}
 
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused

@@ -132,6 +132,10 @@ class EmbeddedProcess(Embedded):
     def capabilities(self) -> frozenset[str]:
         return CAPABILITIES | {"shared_memory"}
 
+    def set_threads(self, threads: int) -> None:
+        """From the next step on it computes with so many CPU threads; returns once that is so."""
+        self.control("set_threads", threads)
+
 
 def _drive(driver: Driver, callers: Callers) -> None:
     try:
