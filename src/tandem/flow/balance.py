@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping
 import torch
 
 from tandem.api.engines import InferenceEngine
-from tandem.config.arithmetic import placement
 from tandem.config.errors import ConfigError
-from tandem.config.experiment import TrainConfig
+from tandem.config.rollout import RolloutConfig
 from tandem.engines.inference.build import engine_threads
 from tandem.engines.inference.embedded import EmbeddedProcess
 from tandem.flow.process import Process, uses_gpu
@@ -62,22 +61,22 @@ class Balance:
         self._give(wanted, self._total - wanted)
 
 
-def make_balance(config: TrainConfig, process: Process, engine: InferenceEngine | None) -> Balance | None:
+def make_balance(rollout: RolloutConfig, process: Process, engine: InferenceEngine | None) -> Balance | None:
     """None unless the run asks for it.
 
     Raises:
         ConfigError: the run computes on a GPU.
     """
-    if config.rollout.balance is None:
+    if rollout.balance is None:
         return None
     if uses_gpu(process.device):
         raise ConfigError("rollout.balance=auto moves threads of a CPU, and this run computes on a GPU; leave it out")
     assert isinstance(engine, EmbeddedProcess), "the configuration was checked: one process trains, another generates"
-    threads = process.generation_threads(placement(config), 1)
+    threads = process.generation_threads("decoupled", 1)
 
     def give(generating: int, training: int) -> None:
         torch.set_num_threads(training)
         engine.set_threads(generating)
 
-    generating = engine_threads(config.rollout, placement=placement(config), threads=threads)
+    generating = engine_threads(rollout, placement="decoupled", threads=threads)
     return Balance(generating, torch.get_num_threads(), give)

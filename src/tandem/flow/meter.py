@@ -4,17 +4,18 @@ import time
 from collections.abc import Mapping, Sequence
 
 from tandem.api.engines import InferenceEngine
+from tandem.flow.balance import Balance
 
 
 class EngineMeter:
     """Hears of each stage that begins, or is a ``with`` block around training; knows how much of that time the engine was
     generating, and who waited for whom.
 
-    Without an engine (ranks other than 0) all figures are 0.
+    Without an engine (ranks other than 0) all figures are 0. ``balance`` hears after each step who waited for whom.
     """
 
-    def __init__(self, engine: InferenceEngine | None):
-        self.engine = engine
+    def __init__(self, engine: InferenceEngine | None, balance: Balance | None = None):
+        self.engine, self._balance = engine, balance
         self._began: float | None = None  # None: the trainer is not training
         self._busy_s = 0.0
         self._overlap = 0.0
@@ -60,7 +61,8 @@ class EngineMeter:
         }
         self._waited_s = 0.0
         fleet = {name: value for name, value in found.items() if name.startswith("fleet/")}
-        return {"time/overlap": self._overlap, **waits, "tokens_per_s/generate": rate, **fleet}
+        threads = self._balance.after_step(waits) if self._balance is not None else {}
+        return {"time/overlap": self._overlap, **waits, **threads, "tokens_per_s/generate": rate, **fleet}
 
 
 def of_all_ranks(found: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:

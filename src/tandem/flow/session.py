@@ -18,7 +18,7 @@ from tandem.data.curriculum import Curriculum
 from tandem.data.loader import Loader
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.remote.kept import Keeping
-from tandem.flow.balance import Balance, make_balance
+from tandem.flow.balance import make_balance
 from tandem.flow.critic import Models
 from tandem.flow.delivery import make_proof, make_publisher, weights_folder
 from tandem.flow.meter import EngineMeter, of_all_ranks
@@ -72,7 +72,6 @@ class Session:
     publisher: WeightPublisher
     verifier: Verifier
     meter: EngineMeter
-    balance: Balance | None
     timer: PhaseTimer
     residency: Residency
     runner: Runner
@@ -84,8 +83,7 @@ class Session:
     def measured(self) -> dict[str, float]:
         """What engines and rewards have measured since the last call, of all ranks that generate. Collective."""
         samples = self.reward.samples
-        found = of_all_ranks(self.team.gather((samples, {**self.meter.metrics(), **self.reward.metrics()})))
-        return found | (self.balance.after_step(found) if self.balance is not None else {})
+        return of_all_ranks(self.team.gather((samples, {**self.meter.metrics(), **self.reward.metrics()})))
 
     @property
     def models(self) -> Models:
@@ -132,7 +130,7 @@ def open_session(
         with process.team.together():
             stack.callback(parts.close)  # once nothing rolls out any more, and before the engine
             loader = make_loader(config, rows)
-            meter = EngineMeter(engine)
+            meter = EngineMeter(engine, make_balance(config.rollout, process, engine))
             runner = LocalRunner(lambda stage: _measured(stage, timer, meter), residency)
             scorer = stack.enter_context(contextlib.closing(make_scorer(config, plan, scores, runner, process.team)))
             rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team, generators)
@@ -155,7 +153,6 @@ def open_session(
             publisher=publisher,
             verifier=verifier,
             meter=meter,
-            balance=make_balance(config, process, engine),
             timer=timer,
             residency=residency,
             runner=runner,
