@@ -16,7 +16,7 @@ from tandem.config.data import COLUMNS, DatasetConfig, ValidDatasetConfig
 from tandem.config.delivery import delivery_problems
 from tandem.config.errors import ConfigError, refuse
 from tandem.config.experiment import BaseConfig, TrainConfig
-from tandem.config.fleet import INSIDE, fleet_problems
+from tandem.config.fleet import INSIDE, TENSOR, fleet_problems
 from tandem.config.generation import truncations
 from tandem.config.keys import leaves
 from tandem.config.limits import LIMITS
@@ -203,10 +203,12 @@ def _memory_limit(config: TrainConfig) -> Iterator[str]:
     limit = f"memory_limit_gib={config.memory_limit_gib}"
     if config.memory_limit_gib is None:
         return
-    if config.rollout.backend not in INSIDE or placement(config) != "colocate":
+    rollout = config.rollout
+    sleeps = rollout.backend in INSIDE or {part.partition(":")[0] for part in rollout.backend.split("+")} <= set(TENSOR)
+    if placement(config) != "colocate" or not sleeps or rollout.fleet.servers or rollout.fleet.watch is not None:
         yield (
-            f"{limit} is for placement=colocate with rollout.backend=embedded, where the engine sleeps while others work; "
-            "here the engine is a process of its own: leave memory_limit_gib out"
+            f"{limit} is for placement=colocate where the engine sleeps while others work: rollout.backend=embedded, or "
+            "vllm:dN or sglang:dN on GPUs, and no server of others. Here it keeps its memory: leave memory_limit_gib out"
         )
     for role in ("actor", "critic", "reference", "teacher"):
         backend = getattr(getattr(config, role, None), "backend", None) or ""

@@ -38,14 +38,17 @@ def choose_backend(config: Any, machine: Machine, before: str | None = None, wri
     A server is taken only where it does everything that the configuration asks for: what `check` refuses with it, such as
     `deterministic=true` or a setting of the embedded engine that it would not read, keeps the embedded engine.
     """
+    trained = training_config(config) if isinstance(config, DistillConfig) else config
     if before is not None:
         return Choice(before, "as the run began")
     if machine.gpus == 0:
         return Choice("embedded", "there is no GPU")
     if not machine.installed:
         return Choice("embedded", f"neither vLLM nor SGLang is installed ({install_extra('vllm')}, or docs/servers.md)")
+    if trained.memory_limit_gib is not None:
+        limit = f"memory_limit_gib={trained.memory_limit_gib:g}"
+        return Choice("embedded", f"{limit}, and a server would take a fixed share of the device while it generates")
     kind = machine.installed[0]
-    trained = training_config(config) if isinstance(config, DistillConfig) else config
     shared = placement(trained) == "colocate"
     count = machine.ranks if shared else machine.gpus - machine.ranks
     if count < 1:

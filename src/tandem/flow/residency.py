@@ -8,6 +8,7 @@ from pathlib import Path
 from tandem.api.activity import waiting
 from tandem.api.engines import InferenceEngine, TrainEngine
 from tandem.api.failures import WaitTimeout
+from tandem.api.team import Team
 from tandem.flow.plan import Resident
 from tandem.flow.process import Process
 from tandem.flow.sleep_plan import GIB, Moves, Part, SleepPlan, State
@@ -29,11 +30,13 @@ class Residency:
         scratch: Path,
         timer: PhaseTimer,
         open_model: Callable[..., TrainEngine],
+        team: Team | None = None,
         *,
         idle_timeout_s: float = 600.0,
     ):
-        """``scratch``: a folder for what sleeps on disk. ``open_model``: opens what `open` is given. ``idle_timeout_s``: for
-        the inference engine to end what was cancelled, before it sleeps."""
+        """``scratch``: a folder for what sleeps on disk. ``open_model``: opens what `open` is given. ``team``: all ranks;
+        None: this one. ``idle_timeout_s``: for the inference engine to end what was cancelled, before it sleeps."""
+        self._team = team or Team.alone()
         self.plan = plan if plan is not None and plan.sleeps else None
         self._open_model = open_model
         self._scratch, self._timer, self._idle_timeout_s = scratch, timer, idle_timeout_s
@@ -121,6 +124,9 @@ class Residency:
 
     def _do(self, moves: Moves) -> None:
         """Sleeps first, so that there is room for what wakes."""
+        if any(part.resident == ENGINE for part in moves.sleep):
+            with self._team.together():  # rank 0 puts servers on the devices of all ranks to sleep
+                self._sleep_engine(tuple(part.what for part in moves.sleep if part.resident == ENGINE))
         for part in moves.sleep:
             self._sleep(part)
         for part in moves.wake:
@@ -131,12 +137,13 @@ class Residency:
                 self._moved += self._models[part.resident].onload((part.what,))  # type: ignore[arg-type]
 
     def _sleep(self, part: Part) -> None:
-        if part.resident == ENGINE:
-            if self._engine is not None:
-                self._wait_until_idle(self._engine)
-                self._engine.sleep((part.what,))  # type: ignore[arg-type]
-        elif part.resident in self._models:
+        if part.resident in self._models:
             self._moved += self._models[part.resident].offload((part.what,), self._scratch)  # type: ignore[arg-type]
+
+    def _sleep_engine(self, parts: tuple[str, ...]) -> None:
+        if self._engine is not None:
+            self._wait_until_idle(self._engine)
+            self._engine.sleep(parts)  # type: ignore[arg-type]
 
     def _wait_until_idle(self, engine: InferenceEngine) -> None:
         """Requests that were cancelled, or drawn beside those that were needed, may still be under way."""

@@ -110,7 +110,7 @@ def open_session(
     folder = resolve(config.actor.path)
     assert plan.algorithm is not None, "every plan of such a run has an algorithm"
     timer = PhaseTimer()
-    residency = make_residency(config, plan, timer)
+    residency = make_residency(config, plan, timer, process.team)
     generators = form_generators(generating_ranks(config), process.team, config.rollout.wait_timeout_s)
     with contextlib.ExitStack() as stack:
         with process.team.together(), residency.making(AGAIN):
@@ -256,10 +256,10 @@ def is_everywhere(plan: RunPlan, cost: str) -> bool:
     return all(any(term.label == cost for term in terms) for terms in plan.sums.values())
 
 
-def make_residency(config: TrainConfig, plan: RunPlan, timer: PhaseTimer) -> Residency:
+def make_residency(config: TrainConfig, plan: RunPlan, timer: PhaseTimer, team: Team) -> Residency:
     """What puts models to sleep under `memory_limit_gib`; what sleeps on disk is in the run folder."""
     scratch = run_path(config.run.root, config.experiment_name, config.trial_name) / "asleep"
-    return Residency(sleep_plan_here(config, plan), scratch, timer, open_model)
+    return Residency(sleep_plan_here(config, plan), scratch, timer, open_model, team)
 
 
 def make_actor(
@@ -302,4 +302,5 @@ def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -
         weights_folder=weights_folder(config),
         gconfig=config.gconfig,
         keeping=None if kept is None else Keeping(*kept),
+        sleeps=config.memory_limit_gib is not None,
     )

@@ -45,6 +45,9 @@ class Cost:
     keeps_copy: bool = True
     """What was moved out is still there at the next sleep, and is moved again only after a change."""
 
+    standing: bool = False
+    """It is there before any model is opened: what a server took when it started."""
+
     opening: int = 0
     """Bytes that are there besides while its model is opened."""
 
@@ -254,7 +257,7 @@ class SleepPlan:
     @property
     def beginning(self) -> frozenset[Part]:
         """Parts that are awake before any other model is opened: those of the inference engine."""
-        return frozenset(part for part in self.parts if part.what == "weights")
+        return frozenset(part for part, cost in self.parts.items() if part.what == "weights" or cost.standing)
 
     def _done(self, stage: StageNeeds, state: State, order: Order) -> "Done":
         given = stage.gives & state.awake

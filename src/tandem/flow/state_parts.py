@@ -3,10 +3,15 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
 from tandem.api.engines import TrainPart
 from tandem.config.arithmetic import generating_ranks
 from tandem.config.backend import parse_layout
+from tandem.config.devices import TOGETHER
+from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
+from tandem.config.fleet import Servers, parse_backend
 from tandem.config.preference import DistillConfig, training_config
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.flow.plan import Resident, RunPlan, Stage
@@ -30,6 +35,9 @@ class Where:
     fast_bfloat16: bool = True
     """False: the inference engine computes bfloat16 weights in float32."""
 
+    device_gib: float | None = None
+    """Memory of one GPU; None on a CPU."""
+
 
 def here(device: str) -> Where:
     """This machine. ``device``: as `choose_device` gives it."""
@@ -37,7 +45,8 @@ def here(device: str) -> Where:
     def dtype(name: str) -> Dtype:
         return "bfloat16" if str(resolve_dtype(name, device)) == "torch.bfloat16" else "float32"
 
-    return Where(device == "cpu", dtype, dtype("auto") == "bfloat16")
+    gib = None if device == "cpu" else torch.cuda.get_device_properties(device).total_memory / GIB
+    return Where(device == "cpu", dtype, dtype("auto") == "bfloat16", gib)
 
 
 def footprint(resident: Resident, shape: Shape, where: Where) -> Footprint:
@@ -124,6 +133,8 @@ def _parts(resident: Resident, found: Footprint, where: Where, ranks: int) -> di
 def _engine_parts(config: TrainConfig, shape: Shape, where: Where, engines: int) -> dict[Part, Cost]:
     """The weights, which are delivered anew, and the most that the cache can take; of so many engines."""
     rollout = config.rollout
+    if servers := parse_backend(rollout.backend):
+        return _server_parts(config, servers, shape, where)
     dtype = where.dtype(rollout.dtype)
     if dtype == "bfloat16" and not where.fast_bfloat16:
         dtype = "float32"
@@ -138,10 +149,27 @@ def _engine_parts(config: TrainConfig, shape: Shape, where: Where, engines: int)
     }
 
 
+def _server_parts(config: TrainConfig, servers: tuple[Servers, ...], shape: Shape, where: Where) -> dict[Part, Cost]:
+    """On one device: a vLLM or SGLang server takes its share when it starts, and gives all of it back but a little."""
+    backend = config.rollout.backend
+    if where.device_gib is None:
+        raise ConfigError(
+            f"memory_limit_gib={config.memory_limit_gib} with rollout.backend={backend} needs GPUs: on a CPU neither vLLM "
+            "nor SGLang can give its memory back. Use rollout.backend=embedded, or leave memory_limit_gib out"
+        )
+    share = round((config.rollout.fleet.memory_share or TOGETHER) * where.device_gib * GIB)
+    dtype = where.dtype(config.rollout.dtype)
+    weights = max(round(engine_bytes(shape, dtype, cpu=False) / one.tensor) for one in servers)
+    return {
+        Part(ENGINE, "weights"): Cost(weights, 0, weights),
+        Part(ENGINE, "kv_cache"): Cost(max(0, share - weights), 0, 0, standing=True),
+    }
+
+
 def _writer_parts(config: TrainConfig, name: str, engine: TrainEngineConfig, shape: Shape, where: Where) -> dict[Part, Cost]:
     """A judge that writes: its engine is read from its folder anew, and its cache is there while it judges."""
     settings = replace(config.rollout.engine, max_model_len=None)
-    rollout = replace(config.rollout, dtype=engine.dtype, engine=settings)
+    rollout = replace(config.rollout, backend="embedded", dtype=engine.dtype, engine=settings)
     own = _engine_parts(replace(config, rollout=rollout), shape, where, 1)
     return {
         Part(name, "parameters"): own[Part(ENGINE, "weights")],

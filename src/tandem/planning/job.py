@@ -180,7 +180,12 @@ def job_of(
     if not isinstance(training, TrainConfig):
         return replace(job, groups=training.batch_size)  # type: ignore[attr-defined]
     samples = training.gconfig.n_samples + plan.greedy_baseline
-    where = Where(machine.kind == "cpu", lambda name: resolved(name, machine), machine.fast_bfloat16)
+    where = Where(
+        machine.kind == "cpu",
+        lambda name: resolved(name, machine),
+        machine.fast_bfloat16,
+        machine.memory_gib if machine.kind == "gpu" else None,
+    )
     sleeping = sleep_plan(config, plan, where, read)
     return replace(
         job,

@@ -34,6 +34,7 @@ class StandIn:
         self.changes, self.hung = 0, False
         self.made, self._slots = 0, asyncio.Semaphore(slots)
         self.garbage = None
+        self.sleeps, self.asleep, self.calls = False, set(), []
         self.load(self.folder)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -68,6 +69,13 @@ class StandIn:
         if request.method == "POST" and not any(word in request.path for word in ("generate", "abort", "checker")):
             self.changes += 1
         return await handler(request)
+
+    def sleep_well(self, parts):
+        """Idle and told to give back what is there. What the weights were is lost."""
+        assert self.sleeps and not self.running and parts and not parts & self.asleep, (parts, self.asleep)
+        self.asleep |= parts
+        if "weights" in parts:
+            self.held, self.seed = dict.fromkeys(self.held, "lost"), 0
 
     async def hang(self):
         if "hang" in self.spoils:
@@ -151,6 +159,7 @@ class StandIn:
                 break
             if self.paused:
                 continue
+            assert not self.asleep, f"a token while {self.asleep} sleeps"
             token = self.next_token([*ids, *tokens])
             while token in stop and len(tokens) < minimum:
                 token = 3 + token % (VOCAB - 3)
@@ -194,7 +203,31 @@ class VllmStandIn(StandIn):
             "/server_info": ("GET", self.server_info),
             "/version": ("GET", self.version),
             "/v1/models": ("GET", self.models),
+            "/sleep": ("POST", self.sleep),
+            "/release_kv_cache_memory": ("POST", self.release_cache),
+            "/wake_up": ("POST", self.wake_up),
         }
+
+    async def sleep(self, request):
+        """Both parts always; it computes nothing until all is awake."""
+        self.calls.append(request.path_qs)
+        assert request.query["level"] == "2" and "weights" not in self.asleep
+        self.paused = True
+        self.sleep_well({"weights", "kv_cache"} - self.asleep)
+        return answer({"status": "sleeping"})
+
+    async def release_cache(self, request):
+        self.calls.append(request.path_qs)
+        if not self.paused or self.asleep:
+            return web.json_response({"error": {"message": "requires a completed pause first"}}, status=500)
+        self.sleep_well({"kv_cache"})
+        return answer({"status": "kv_cache_released"})
+
+    async def wake_up(self, request):
+        self.calls.append(request.path_qs)
+        self.asleep.remove(request.query["tags"])
+        self.paused = self.paused and bool(self.asleep)
+        return answer({"status": "sleeping" if self.asleep else "awake"})
 
     async def inference(self, request):
         if self.garbage is not None:
@@ -251,7 +284,7 @@ class VllmStandIn(StandIn):
             assert self.extension
             self.cuts = self.cuts if "whole" in self.spoils else frozenset()
             return answer({"results": [None]})
-        assert self.paused
+        assert self.paused and "weights" not in self.asleep
         await self.hang()
         if "reload" in self.spoils:
             return web.json_response({"error": {"message": "no such folder"}}, status=500)
@@ -281,7 +314,7 @@ class VllmStandIn(StandIn):
 
     async def server_info(self, _):
         parallel = {"worker_extension_cls": self.extension}
-        model = {"dtype": f"torch.{self.dtype}"}
+        model = {"dtype": f"torch.{self.dtype}", "enable_sleep_mode": self.sleeps}
         device = {"device": self.device}
         return answer({"vllm_config": {"model_config": model, "parallel_config": parallel, "device_config": device}})
 
@@ -318,7 +351,22 @@ class SGLangStandIn(StandIn):
             "/weights_checker": ("POST", self.checker),
             "/model_info": ("GET", self.info),
             "/server_info": ("GET", self.server_info),
+            "/release_memory_occupation": ("POST", self.release),
+            "/resume_memory_occupation": ("POST", self.take_again),
         }
+
+    async def release(self, request):
+        tags = (await request.json())["tags"]
+        self.calls.append(f"{request.path} {' '.join(tags)}")
+        self.sleep_well(set(tags))
+        return answer(None)
+
+    async def take_again(self, request):
+        tags = (await request.json())["tags"]
+        self.calls.append(f"{request.path} {' '.join(tags)}")
+        assert set(tags) <= self.asleep
+        self.asleep -= set(tags)
+        return answer(None)
 
     async def native(self, request):
         if self.garbage is not None:
@@ -366,7 +414,7 @@ class SGLangStandIn(StandIn):
 
     async def update(self, request):
         body = await request.json()
-        assert self.paused and body["flush_cache"]
+        assert self.paused and body["flush_cache"] and "weights" not in self.asleep
         await self.hang()
         if "reload" in self.spoils:
             return web.json_response({"success": False, "message": "no such folder"}, status=400)
@@ -426,4 +474,5 @@ class SGLangStandIn(StandIn):
 
     async def server_info(self, _):
         facts = {"version": "0.5.23", "device": self.device, "dtype": self.dtype, "max_req_input_len": 64}
+        facts["enable_memory_saver"] = self.sleeps
         return answer(facts)

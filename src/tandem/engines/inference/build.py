@@ -64,6 +64,9 @@ class Terms:
     devices: DeviceMap | None = None
     """The GPUs of each server that the run starts; None on a CPU."""
 
+    sleeps: bool = False
+    """vLLM and SGLang must give their memory back while others use their devices; one that cannot is refused."""
+
     def seat(self, name: str) -> Seat | None:
         return None if self.devices is None else self.devices.server(name)
 
@@ -141,7 +144,8 @@ def _start_foreign(server: type[ForeignServer], kind: str, terms: Terms, name: s
         startup_timeout_s=terms.rollout.fleet.startup_timeout_s,
         request_timeout_s=terms.rollout.fleet.request_timeout_s,
         progress=partial(logger.info, "%s"),
-        place=terms.place(name),
+        place=None if terms.sleeps else terms.place(name),  # nobody could tell what of a server that is left sleeps
+        sleeps=terms.sleeps,
     )
     return _able(engine, terms)
 
@@ -162,8 +166,11 @@ def _attach_foreign(server: type[ForeignServer], terms: Terms, url: str) -> Infe
 
 
 def _able(engine: ForeignServer, terms: Terms) -> ForeignServer:
-    """The server, if it can sample what the run trains on; else it is closed. Raises `ConfigError`."""
+    """The server, if it can sample what the run trains on, and sleep where it must; else it is closed. Raises
+    `ConfigError`."""
     try:
+        if terms.sleeps:
+            engine.check_sleep()
         if terms.gconfig is not None and terms.version.run:
             engine.check_generation(terms.gconfig)
     except ConfigError:
@@ -246,6 +253,7 @@ def build_inference_engine(
     weights_folder: Path | None = None,
     gconfig: GenerationConfig | None = None,
     keeping: Keeping | None = None,
+    sleeps: bool = False,
 ) -> InferenceEngine:
     """The engine, its model loaded from ``folder``; ``threads`` are the run's, see `engine_threads`, and ``ranks`` its ranks
     on this machine.
@@ -253,6 +261,7 @@ def build_inference_engine(
     A fleet writes its fault table and its servers' logs into ``run_folder``, and watches the addresses there; its servers
     belong to ``run``, and may read weights below ``weights_folder``; those that cannot sample by ``gconfig`` are refused.
     ``keeping``: where servers that it starts are taken from if they run already, and left when this process ends.
+    ``sleeps``: servers must give their memory back when they are told to.
 
     Raises:
         ConfigError: `rollout.backend` is not known, or the folder holds a reward model.
@@ -264,7 +273,8 @@ def build_inference_engine(
     dtype, version = resolve_dtype(rollout.dtype, device), WeightVersion(0)
     if servers is not None:
         named = replace(version, run=run or "tandem")
-        more = (run_folder, weights_folder, gconfig, keeping, device_map(rollout, placement, device, ranks))
+        devices = device_map(rollout, placement, device, ranks)
+        more = (run_folder, weights_folder, gconfig, keeping, devices, sleeps)
         terms = Terms(rollout, config, folder, dtype, device, deterministic, named, *more)
         return build_fleet(terms, servers)
     if placement == "decoupled":
@@ -302,7 +312,7 @@ def build_fleet(terms: Terms, servers: tuple[Servers, ...]) -> Fleet:
     return Fleet.start(
         members,
         config,
-        capabilities=fleet_capabilities(terms.rollout),
+        capabilities=fleet_capabilities(terms.rollout, sleeps=terms.sleeps),
         version=terms.version,
         journal=terms.run_folder / JOURNAL_NAME if terms.run_folder is not None else None,
         watched=watched,
@@ -311,12 +321,13 @@ def build_fleet(terms: Terms, servers: tuple[Servers, ...]) -> Fleet:
     )
 
 
-def fleet_capabilities(rollout: RolloutConfig) -> frozenset[str]:
-    """What all servers of a fleet can do. Weights go through shared memory where all are embedded and no other may join."""
+def fleet_capabilities(rollout: RolloutConfig, *, sleeps: bool = False) -> frozenset[str]:
+    """What all servers of a fleet can do; ``sleeps``: one that cannot sleep is refused. Weights go through shared memory
+    where all are embedded and no other may join."""
     kinds = {one.kind for one in parse_backend(rollout.backend) or ()}
     if kinds == {"embedded"} and not rollout.fleet.servers and rollout.fleet.watch is None:
         return CAPABILITIES | {"shared_memory"}
-    return frozenset({"disk"})
+    return frozenset({"disk", *(("sleep_weights", "sleep_kv_cache") if sleeps else ())})
 
 
 def folder_update(folder: Path, version: WeightVersion) -> WeightUpdate:

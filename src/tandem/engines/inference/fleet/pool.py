@@ -218,8 +218,8 @@ class Fleet(Controlled):
         """Raises `RuntimeError` while requests are under way."""
         if self.roster.requests():
             raise RuntimeError(f"sleep is refused while {self.roster.requests()} requests are under way")
+        self.roster.asleep |= set(parts)  # first, so that none is asked for a token meanwhile
         super().sleep(parts)
-        self.roster.asleep |= set(parts)
 
     def wake(self, parts: tuple[InferencePart, ...]) -> None:
         """Servers whose weights slept are looked after again once new ones are committed."""

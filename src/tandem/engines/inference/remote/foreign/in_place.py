@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tandem.api.engines import InferencePart
 from tandem.api.failures import EngineDied, ServerFailed, WeightUpdateFailed
 from tandem.api.weights import WeightUpdate, WeightVersion, version_digest
 from tandem.engines.inference.remote.foreign.counters import Counters
@@ -54,6 +55,9 @@ class InPlaceUpdates:
         self.version, self._dtype = version, dtype
         self._lock = threading.RLock()
         self._paused = self._broken = False
+        self._asleep: set[InferencePart] = set()
+        self._given: set[InferencePart] = set()
+        """Parts whose memory the server has given back: `_asleep`, and with the weights the cache."""
         self._prepared: _Prepared | None = None
         self._spool = Spool(folder)
         self._held: dict[str, str] = {}
@@ -121,11 +125,16 @@ class InPlaceUpdates:
             began = time.perf_counter()
             self._broken = True
             self._protocol.pause()
+            if "weights" in self._given:
+                self._take("weights")
             self._protocol.reload(prepared.place, label)
             loaded = time.perf_counter()
             self._verify(prepared, label)
             verify_s = time.perf_counter() - loaded
-            if not self._paused:
+            self._asleep.discard("weights")
+            if "kv_cache" in self._given - self._asleep:
+                self._take("kv_cache")
+            if not self._paused and not self._given:
                 self._protocol.resume()
             self._broken, self._prepared, self.version = False, None, version
             ended = time.perf_counter()
@@ -169,8 +178,37 @@ class InPlaceUpdates:
             if self._broken:
                 url = self._protocol.http.base_url
                 raise ServerFailed(f"{url} has weights of no version; deliver them anew", url=url)
-            self._protocol.resume()
             self._paused = False
+            if not self._given:
+                self._protocol.resume()
+
+    def sleep(self, parts: Set[InferencePart]) -> None:
+        """Gives the memory of these parts back; the server is idle. It computes nothing until the last one is awake again.
+
+        Raises:
+            ServerFailed: it did not. It stays paused, for nobody knows what it still has.
+        """
+        with self._lock:
+            wanted = self._asleep | parts | ({"kv_cache"} if "weights" in parts else set())
+            if missing := wanted - self._given:
+                self._broken = True
+                self._protocol.sleep(missing)
+                self._given |= missing
+                self._broken = False
+            self._asleep |= parts
+
+    def wake(self, parts: Set[InferencePart]) -> None:
+        """Takes the memory of the cache again. That of the weights comes with their next delivery, which fills it."""
+        with self._lock:
+            self._asleep -= parts - {"weights"}
+            if self._given - self._asleep and "weights" not in self._asleep:
+                self._take("kv_cache")
+                if not self._paused and not self._broken:
+                    self._protocol.resume()
+
+    def _take(self, part: InferencePart) -> None:
+        self._protocol.wake(part)
+        self._given.discard(part)
 
     def close(self, leave_running: bool, patience_s: float = CLOSE_PATIENCE_S) -> None:
         """Removes temporary files; ``leave_running``: a server that we paused goes on, unless it hangs in an update.
@@ -180,9 +218,11 @@ class InPlaceUpdates:
             self._protocol.http.close()  # which ends the call that it hangs in
             free, leave_running = self._lock.acquire(timeout=patience_s), False
         try:
-            if leave_running and (self._paused or self._broken):
+            if leave_running and (self._paused or self._broken or self._given):
                 with suppress(ServerFailed, EngineDied):
                     self._protocol.call("/openapi.json", timeout_s=patience_s)  # do not wait long for one that hangs
+                    for part in sorted(self._given, reverse=True):
+                        self._take(part)
                     self._protocol.resume()
             self._spool.close()
         finally:

@@ -6,10 +6,11 @@
 import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+from tandem.api.engines import InferencePart
 from tandem.api.failures import DataFailure, ServerFailed
 from tandem.config.errors import ConfigError
 from tandem.protocol.client import HttpClient
@@ -81,6 +82,13 @@ class ServerProtocol(ABC):
     whole_remedy: ClassVar[str]
     """The remedy where log-probabilities are those after top-p and top-k, or without suppressed stop tokens."""
 
+    sleep_routes: ClassVar[frozenset[str]]
+    sleep_remedy: ClassVar[str]
+    """How to start the server so that it can give its memory back."""
+
+    sleep_on: bool = False
+    """Whether it was started so, by its own word."""
+
     bytes_are_hashed: bool = True
     """Whether `checksums` are SHA-256 of a tensor's bytes, as ours are (or their beginning)."""
 
@@ -149,6 +157,22 @@ class ServerProtocol(ABC):
     @abstractmethod
     def checksums(self) -> dict[str, str]:
         """Name of each parameter that the server holds → its checksum."""
+
+    @abstractmethod
+    def sleep(self, parts: Set[InferencePart]) -> None:
+        """Idle: gives the memory of these parts back, which are awake: the cache, or what is left with the weights. Weights
+        are lost."""
+
+    @abstractmethod
+    def wake(self, part: InferencePart) -> None:
+        """Takes the memory of a part that sleeps again; what is in it is worth nothing."""
+
+    def lacks_to_sleep(self) -> str | None:
+        """In words, what the server lacks to give its memory back, and the remedy; None where it can."""
+        if not self.sleep_on:
+            return f"was not started to give its memory back; {self.sleep_remedy}"
+        missing = sorted(self.sleep_routes - self._listed())
+        return f"has no route {', '.join(missing)}; {self.sleep_remedy}" if missing else None
 
     def give_whole_logprobs(self) -> None:
         """Asks a server that can for log-probabilities before top-p, top-k and suppressed stop tokens, from now on."""

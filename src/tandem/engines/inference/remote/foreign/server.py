@@ -6,6 +6,7 @@ attached, by looking at its routes and by asking for a token, and refused by nam
 
 import os
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +40,9 @@ _KEY = "key"
 """A kept server's key stands under this name among its facts, beside its address."""
 
 
+IDLE_PATIENCE_S = 10.0
+"""How long a server that is to sleep may take to end what it is asked."""
+
 S = TypeVar("S", bound="ForeignServer")
 
 
@@ -57,6 +61,9 @@ class StartTerms:
     seat: Seat | None = None
     """Its devices; None on a CPU, or where it may take every one that it sees."""
 
+    sleeps: bool = False
+    """It must be able to give its memory back while others use its devices."""
+
 
 class ForeignServer(InferenceEngine):
     """One server; made by `attach` or `start`. Subclasses name the protocol and the command."""
@@ -71,6 +78,7 @@ class ForeignServer(InferenceEngine):
         """None where it was attached: then it is not ours to end."""
 
         self._closed, self._taken, self._whole = False, True, Whole(True, True)
+        self._lacks_to_sleep = protocol.lacks_to_sleep()
         self._counters = Counters()
         labels = Labels(self.url)
         self._completions = Completions(
@@ -148,19 +156,21 @@ class ForeignServer(InferenceEngine):
         request_timeout_s: float = 600.0,
         progress: Callable[[str], None] = lambda words: None,
         place: Place | None = None,
+        sleeps: bool = False,
     ) -> S:
         """Starts a server and waits until it has generated a token; it ends with this object, or with this process.
 
         ``cpus``: the cores that it may use; None lets it compute on ``settings.threads`` of them, the next server on others.
         ``seat``: the GPUs that it may use, see `map_devices`. ``options``: more words of its command, such as
         ``("--enforce-eager",)``. ``place``: where it is taken from if it runs already, see `kept.py`, and left for others.
+        ``sleeps``: starts it so that `sleep` works, which needs a GPU.
 
         Raises:
             ConfigError: as `attach`, or there is no such interpreter.
             EngineDied, WaitTimeout: it did not start; with the end of its log.
         """
         settings, port, key = settings or EmbeddedEngineConfig(), free_port(), secrets.token_urlsafe(32)
-        terms = StartTerms(python, folder.resolve(), str(dtype).removeprefix("torch."), device, settings, (), seat)
+        terms = StartTerms(python, folder.resolve(), str(dtype).removeprefix("torch."), device, settings, (), seat, sleeps)
         words, others = cls.command(terms, 0)  # without what differs from one start to the next
         same, url = fingerprint([*words, *options], others), f"http://127.0.0.1:{port}"
 
@@ -248,7 +258,16 @@ class ForeignServer(InferenceEngine):
     @property
     def capabilities(self) -> frozenset[str]:
         """Folders are read in any case, and asked for where there is nothing better."""
-        return frozenset({"in_place", "shared_memory" if self._protocol.reads_memory else "disk"})
+        sleeps = {"sleep_weights", "sleep_kv_cache"} if self._lacks_to_sleep is None else set()
+        return frozenset({"in_place", "shared_memory" if self._protocol.reads_memory else "disk"} | sleeps)
+
+    def check_sleep(self) -> None:
+        """Raises `ConfigError` where this server cannot give its memory back, with the remedy."""
+        if self._lacks_to_sleep is not None:
+            raise ConfigError(
+                f"{self.name} at {self.url} {self._lacks_to_sleep}. Or leave memory_limit_gib out: the server then keeps "
+                "its part of the device (rollout.fleet.memory_share)"
+            )
 
     def check_generation(self, gconfig: GenerationConfig) -> None:
         """Raises `ConfigError` for what this server cannot sample for training, by name."""
@@ -314,11 +333,25 @@ class ForeignServer(InferenceEngine):
             raise ServerFailed(f"{self.url} is another's to change: this client only asks (take=False)", url=self.url)
 
     def sleep(self, parts: tuple[InferencePart, ...]) -> None:
-        """Always refused, with `ConfigError`: neither part is among the capabilities."""
-        raise ConfigError(f"{self.name} keeps its memory ({', '.join(parts)}) under Tandem; use placement=decoupled")
+        """By the server's own routes; a server that cannot is refused with `ConfigError`, see `check_sleep`.
+
+        Raises:
+            RuntimeError: requests of this client are under way.
+            ServerFailed: it did not do it.
+        """
+        self._check_taken()
+        self.check_sleep()
+        until = time.monotonic() + IDLE_PATIENCE_S
+        while running := self._counters.all()["running"]:  # the fleet may have asked for a token, as a test
+            if time.monotonic() > until:
+                raise RuntimeError(f"sleep is refused while {running:g} requests are under way")
+            time.sleep(0.01)
+        self._updates.sleep(set(parts))
 
     def wake(self, parts: tuple[InferencePart, ...]) -> None:
-        """Nothing can sleep, so nothing is to be done."""
+        """The cache takes its memory again. The weights do with the delivery that brings them."""
+        self._check_taken()
+        self._updates.wake(set(parts))
 
     def statistics(self) -> dict[str, float]:
         """Counted here, so of this client's requests. ``waiting`` is 0: the server does not say.

@@ -1,9 +1,10 @@
 """SGLang: its native ``/generate`` for tokens, ``/update_weights_from_disk`` and its neighbours for control."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from typing import Any
 
+from tandem.api.engines import InferencePart
 from tandem.api.failures import ServerFailed
 from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import mapped
 from tandem.engines.inference.remote.foreign.protocol import (
@@ -48,6 +49,9 @@ class SGLangProtocol(ServerProtocol):
     counting_remedy = "start it with --enable-metrics"
     whole_remedy = "leave that out, or use another backend"
     remedy = "use version 0.5.23 or later, without SGLANG_RETURN_ORIGINAL_LOGPROB in its environment"
+
+    sleep_routes = frozenset({"/release_memory_occupation", "/resume_memory_occupation"})
+    sleep_remedy = "start it on a GPU with --enable-memory-saver, which needs the package torch_memory_saver there"
 
     def seed(self, stream: int, position: int) -> int:
         """This server's noise is a function of seed and position already."""
@@ -95,6 +99,7 @@ class SGLangProtocol(ServerProtocol):
         name = f"{self.maker} {info['version']}"
         self.check_routes(name)
         self.bytes_are_hashed = info.get("device") == "cpu"
+        self.sleep_on = bool(info.get("enable_memory_saver"))
         dtype = str(info["dtype"]).removeprefix("torch.")
         # Some tokens less than the context: beyond that it would cut a completion short without a word.
         return Facts(name, int(info["max_req_input_len"]), _DTYPES.get(dtype, dtype))
@@ -109,6 +114,12 @@ class SGLangProtocol(ServerProtocol):
 
     def resume(self) -> None:
         self.call("/continue_generation", {"torch_empty_cache": False})
+
+    def sleep(self, parts: Set[InferencePart]) -> None:
+        self.call("/release_memory_occupation", {"tags": sorted(parts)}, timeout_s=RELOAD_TIMEOUT_S)
+
+    def wake(self, part: InferencePart) -> None:
+        self.call("/resume_memory_occupation", {"tags": [part]}, timeout_s=RELOAD_TIMEOUT_S)
 
     def reload(self, place: Mapping[str, Any], label: str) -> None:
         """From memory by a process group, if it was attached so."""
@@ -172,6 +183,8 @@ class SGLangServer(ForeignServer):
             words += ["--context-length", str(settings.max_model_len)]
         if terms.seat is not None:
             words += ["--tp-size", str(len(terms.seat.devices)), "--mem-fraction-static", str(terms.seat.memory_share)]
+        if terms.sleeps:
+            words += ["--enable-memory-saver"]
         environment = {"HF_HUB_OFFLINE": "1"}
         if terms.device == "cpu":
             words += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph"]

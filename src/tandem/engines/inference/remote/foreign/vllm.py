@@ -1,11 +1,12 @@
 """vLLM: ``/inference/v1/generate`` for tokens, the development routes for control."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tandem.api.engines import InferencePart
 from tandem.api.failures import ServerFailed
 from tandem.config.errors import ConfigError
 from tandem.engines.inference.remote.foreign.protocol import (
@@ -57,6 +58,11 @@ class VllmProtocol(ServerProtocol):
     whole_remedy = (
         f"let the run start it (rollout.backend=vllm:dN), start it with PYTHONPATH={IN_SERVER} and --worker-extension-cls "
         f"{_EXTENSION}, leave that out, or use another backend"
+    )
+
+    sleep_routes = frozenset({"/sleep", "/wake_up", "/release_kv_cache_memory"})
+    sleep_remedy = (
+        "start it on a GPU with VLLM_SERVER_DEV_MODE=1 in its environment and --enable-sleep-mode (version 0.32 or later)"
     )
 
     _takes_seeds = False
@@ -117,6 +123,7 @@ class VllmProtocol(ServerProtocol):
                 "embedding's matrix as it was; let the run start it (rollout.backend=vllm:dN), or start it with "
                 f"PYTHONPATH={IN_SERVER} and --worker-extension-cls {_EXTENSION}"
             )
+        self.sleep_on = bool(config["model_config"].get("enable_sleep_mode"))
         return Facts(name, int(model["max_model_len"]), str(config["model_config"]["dtype"]).removeprefix("torch."))
 
     def give_whole_logprobs(self) -> None:
@@ -133,6 +140,17 @@ class VllmProtocol(ServerProtocol):
 
     def resume(self) -> None:
         self.call("/resume", {})
+
+    def sleep(self, parts: Set[InferencePart]) -> None:
+        """Level 2 loses the weights; level 1 would keep a copy of them in host memory, and the delivery brings new ones."""
+        if "weights" in parts:
+            self.call("/sleep?level=2&mode=keep", {}, timeout_s=RELOAD_TIMEOUT_S)
+            return
+        self.call("/pause?mode=keep&clear_cache=true", {})  # else it refuses
+        self.call("/release_kv_cache_memory", {}, timeout_s=RELOAD_TIMEOUT_S)
+
+    def wake(self, part: InferencePart) -> None:
+        self.call(f"/wake_up?tags={part}", {}, timeout_s=RELOAD_TIMEOUT_S)
 
     def reload(self, place: Mapping[str, Any], label: str) -> None:
         """Running requests lose their keys and values too, and compute them anew when they go on."""
@@ -183,6 +201,8 @@ class VllmServer(ForeignServer):
         if terms.seat is not None:
             words += ["--tensor-parallel-size", str(len(terms.seat.devices))]
             words += ["--gpu-memory-utilization", str(terms.seat.memory_share)]
+        if terms.sleeps:
+            words += ["--enable-sleep-mode"]
         environment |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         if terms.device == "cpu":
             environment["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(settings.kv_cache_gib)))

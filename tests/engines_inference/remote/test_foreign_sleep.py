@@ -1,0 +1,216 @@
+"""vLLM and SGLang behind their stand-ins: they give their memory back by their own routes, and new weights wake them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tandem.api.engines import InferencePart
+from tandem.api.failures import ServerFailed
+from tandem.api.requests import LLMRequest
+from tandem.api.weights import WeightVersion
+from tandem.config.devices import Seat
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import TrainConfig
+from tandem.config.generation import GenerationConfig
+from tandem.config.load import load_config
+from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
+from tandem.engines.inference.build import Terms, attached, build_fleet
+from tandem.engines.inference.remote.foreign.server import StartTerms
+from tandem.engines.inference.remote.foreign.vllm import VllmServer
+from tandem.flow.plan import plan_run
+from tandem.flow.residency import Residency
+from tandem.flow.sleep_plan import Cost, Part, SleepPlan, StageNeeds
+from tandem.flow.state_parts import Where, sleep_plan
+from tandem.tracking.statistics import PhaseTimer
+from tests.engines_inference.remote.clients import KINDS, ask, attach, update_from_folder, update_from_memory
+from tests.fleet.fleets import Asking, patient, until
+
+BOTH: tuple[InferencePart, ...] = ("weights", "kv_cache")
+ROUTES = {
+    "vLLM": {
+        "both": ["/sleep?level=2&mode=keep"],
+        "kv_cache": ["/release_kv_cache_memory"],
+        "wake weights": ["/wake_up?tags=weights"],
+        "wake kv_cache": ["/wake_up?tags=kv_cache"],
+    },
+    "SGLang": {
+        "both": ["/release_memory_occupation kv_cache weights"],
+        "kv_cache": ["/release_memory_occupation kv_cache"],
+        "wake weights": ["/resume_memory_occupation weights"],
+        "wake kv_cache": ["/resume_memory_occupation kv_cache"],
+    },
+}
+
+
+def sleeping(kind, folder, **options):
+    """A stand-in that was started so that it can sleep."""
+    server = kind[1](folder, **options)
+    server.sleeps = True
+    return server
+
+
+def routes(kind, *names):
+    return [path for name in names for path in ROUTES[kind[0].protocol.maker][name]]
+
+
+def test_memory_is_given_back_by_the_servers_own_routes_and_new_weights_wake_it(kind, folder):
+    with sleeping(kind, folder) as server:
+        engine = attach(kind, server, folder)
+        assert {"sleep_weights", "sleep_kv_cache"} <= engine.capabilities
+        engine.sleep(BOTH)
+        engine.sleep(BOTH)  # it sleeps already
+        assert server.asleep == set(BOTH) and server.calls == routes(kind, "both")
+        update = update_from_memory(folder)
+        engine.prepare_weights(update)
+        engine.commit_weights(update.version)
+        assert server.asleep == {"kv_cache"}, "the cache has no room before the trainer gives its own back"
+        engine.wake(BOTH)
+        assert not server.asleep and not server.paused
+        assert server.calls == routes(kind, "both", "wake weights", "wake kv_cache")
+        assert set(ask(engine).versions) == {1} and engine.statistics()["verified_tensors"] > 5
+        engine.close()
+
+
+def test_the_cache_sleeps_alone_and_then_the_weights_too(kind, folder):
+    with sleeping(kind, folder) as server:
+        engine = attach(kind, server, folder)
+        engine.sleep(("kv_cache",))
+        assert server.asleep == {"kv_cache"}
+        engine.wake(("kv_cache",))
+        assert set(ask(engine).versions) == {0}, "its weights are those that it had"
+        engine.sleep(("kv_cache",))
+        engine.sleep(("weights",))
+        assert server.asleep == set(BOTH)
+        engine.close()
+    assert not server.asleep and not server.paused, "an attached server is left awake"
+
+
+def test_the_cache_sleeps_with_the_weights_and_comes_back_with_them_if_it_was_not_to_sleep(kind, folder):
+    with sleeping(kind, folder) as server:
+        engine = attach(kind, server, folder)
+        for number, again in ((1, False), (2, True)):
+            engine.sleep(("weights",))
+            assert server.asleep == set(BOTH)
+            if again:
+                engine.sleep(("kv_cache",))
+                engine.wake(("kv_cache",))
+            update = update_from_memory(folder, number, shift=float(number))
+            engine.prepare_weights(update)
+            engine.commit_weights(update.version)
+            assert not server.asleep and not server.paused and set(ask(engine).versions) == {number}
+        engine.close()
+
+
+def test_a_server_with_requests_does_not_sleep(kind, folder, monkeypatch):
+    monkeypatch.setattr("tandem.engines.inference.remote.foreign.server.IDLE_PATIENCE_S", 0.05)
+    with sleeping(kind, folder, token_s=0.02) as server:
+        engine = attach(kind, server, folder)
+        with Asking(engine, [LLMRequest((5, 6), GenerationConfig(max_new_tokens=40))]):
+            until(lambda: server.running)
+            with pytest.raises(RuntimeError, match="refused while 1 requests are under way"):
+                engine.sleep(BOTH)
+        assert not server.asleep
+        engine.close()
+
+
+@pytest.mark.parametrize("lacks", ["option", "route"])
+def test_a_server_that_keeps_its_memory_is_refused_with_the_remedy(kind, folder, lacks):
+    vllm = kind[0] is VllmServer
+    server = kind[1](folder)
+    server.sleeps = lacks == "route"
+    server.spoils = {"/wake_up" if vllm else "/resume_memory_occupation"} if lacks == "route" else set()
+    remedy = "--enable-sleep-mode" if vllm else "--enable-memory-saver"
+    words = rf"(has no route /|was not started to give its memory back).*{remedy}.*memory_limit_gib"
+    with server:
+        engine = attach(kind, server, folder)
+        assert not engine.capabilities & {"sleep_weights", "sleep_kv_cache"}
+        with pytest.raises(ConfigError, match=words):
+            engine.sleep(BOTH)
+        assert not server.calls and set(ask(engine).versions) == {0}
+        engine.close()
+        rollout = RolloutConfig(backend=f"{kind[0].protocol.maker.lower()}:d1")
+        terms = Terms(rollout, rollout.engine, folder, torch.float32, "cpu", False, WeightVersion(0, run="r"), sleeps=True)
+        with pytest.raises(ConfigError, match=words):
+            attached(terms, kind[0].protocol.maker.lower(), server.url).make()
+
+
+def test_a_server_that_fails_to_sleep_stays_paused(folder):
+    with sleeping(KINDS["vllm"], folder) as server:
+        engine = attach(KINDS["vllm"], server, folder)
+        server.asleep = {"kv_cache"}  # somebody else put it to sleep
+        with pytest.raises(ServerFailed):
+            engine.sleep(("kv_cache",))
+        with pytest.raises(ServerFailed, match="deliver them anew"):
+            engine.resume()
+        server.asleep = set()
+        engine.close()
+
+
+def test_the_command_of_a_server_that_must_sleep_says_so(kind):
+    usual = StartTerms("python", Path("model"), "bfloat16", "cuda", EmbeddedEngineConfig(), (), Seat("s", (0,), 0.4))
+    option = "--enable-sleep-mode" if kind[0] is VllmServer else "--enable-memory-saver"
+    for terms in (usual, replace(usual, sleeps=True)):
+        words, environment = kind[0].command(terms, 8000)
+        assert (option in words) == terms.sleeps
+        assert kind[0] is not VllmServer or environment["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+GPU = Where(False, lambda name: "bfloat16", True, device_gib=0.01)
+
+
+def planned(folder, *keys, where=GPU):
+    usual = [f"actor.path={folder}", "train_dataset.path=addition", "rollout.fleet.memory_share=0.5"]
+    config = load_config(TrainConfig, None, [*usual, *keys]).config
+    return sleep_plan(config, plan_run(config), where)
+
+
+def test_the_plan_counts_what_a_server_takes_of_the_device(kind, folder):
+    backend = f"rollout.backend={kind[0].protocol.maker.lower()}:d1"
+    plan = planned(folder, backend, "memory_limit_gib=0.0052", "algorithm=ppo")
+    whole = sum(plan.parts[Part("engine", what)].num_bytes for what in BOTH)
+    assert whole == pytest.approx(0.005 * 2**30, abs=1), "its share of the device"
+    assert plan.beginning == {Part("engine", what) for what in BOTH}, "it took that when it started"
+    update = next(done for done in plan.steady() if done.stage.name == "update")
+    assert update.peak <= plan.limit and Part("engine", "kv_cache") not in update.awake
+    with pytest.raises(ConfigError, match=r"cannot hold the stage 'generate'.*engine kv_cache"):
+        planned(folder, backend, "memory_limit_gib=0.0049")
+    with pytest.raises(ConfigError, match="is for placement=colocate"):
+        planned(folder, backend, "memory_limit_gib=1", "rollout.fleet.servers=[vllm=http://127.0.0.1:1]")
+    with pytest.raises(ConfigError, match="needs GPUs: on a CPU neither"):
+        planned(folder, backend, "memory_limit_gib=1", where=Where(True, lambda name: "float32", True))
+
+
+def test_a_fleet_sleeps_while_others_work_and_generates_with_what_was_published(kind, folder, tmp_path):
+    weights, cache, model = Part("engine", "weights"), Part("engine", "kv_cache"), Part("actor", "parameters")
+    parts = {weights: Cost(20, 0, 20), cache: Cost(20, 0, 0, standing=True), model: Cost(24, 24, 24)}
+    stages = (
+        StageNeeds("generate", frozenset({weights, cache})),
+        StageNeeds("update", frozenset({model}), frozenset({model}), passing=((Part("actor", "gradients"), 10),)),
+        StageNeeds("publish", frozenset({model}), gives=frozenset({weights})),
+    )
+    maker = kind[0].protocol.maker.lower()
+    with sleeping(kind, folder) as server:
+        rollout = RolloutConfig(backend="attached", fleet=patient(servers=(f"{maker}={server.url}",)))
+        version = WeightVersion(0, run="r")
+        terms = Terms(rollout, rollout.engine, folder, torch.float32, "cpu", False, version, sleeps=True)
+        fleet = build_fleet(terms, ())
+        until(lambda: fleet.statistics()["fleet/healthy"] == 1)
+        residency = Residency(SleepPlan(parts, stages, 44), tmp_path, PhaseTimer(), lambda *_: None)
+        residency.add_engine(fleet)
+        for number in (1, 2):
+            residency.enter("generate")
+            assert not server.asleep and set(ask(fleet).versions) == {number - 1}
+            server.calls.clear()
+            residency.enter("update")
+            assert server.asleep == set(BOTH)
+            residency.enter("publish")
+            update = update_from_folder(folder, tmp_path / f"v{number}", number, shift=float(number))
+            fleet.prepare_weights(update)
+            fleet.commit_weights(update.version)
+            assert server.asleep == {"kv_cache"}
+        residency.enter("generate")
+        assert server.calls == routes(kind, "both", "wake weights", "wake kv_cache")
+        assert set(ask(fleet).versions) == {2} and fleet.statistics()["fleet/fenced"] == 0
+        fleet.close()
