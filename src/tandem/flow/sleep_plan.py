@@ -45,11 +45,11 @@ class Cost:
     keeps_copy: bool = True
     """What was moved out is still there at the next sleep, and is moved again only after a change."""
 
-    standing: bool = False
-    """It is there before any model is opened: what a server took when it started."""
-
     opening: int = 0
     """Bytes that are there besides while its model is opened."""
+
+    standing: bool = False
+    """It is there before any model is opened: what a server took when it started."""
 
 
 @dataclass(frozen=True)

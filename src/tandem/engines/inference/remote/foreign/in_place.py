@@ -189,7 +189,9 @@ class InPlaceUpdates:
             ServerFailed: it did not. It stays paused, for nobody knows what it still has.
         """
         with self._lock:
-            wanted = self._asleep | parts | ({"kv_cache"} if "weights" in parts else set())
+            wanted = {*self._asleep, *parts}
+            if "weights" in parts:
+                wanted.add("kv_cache")
             if missing := wanted - self._given:
                 self._broken = True
                 self._protocol.sleep(missing)
