@@ -175,6 +175,23 @@ def test_weights_that_are_not_those_of_the_folder_are_written(folder, batch, tmp
     assert torch.equal(engine.forward(batch).logprobs, before)
 
 
+@pytest.mark.parametrize("change", ["none", "load_weights", "train"])
+def test_numbers_that_changed_between_two_sleeps_are_not_lost(folder, batch, tmp_path, change):
+    _, engine = engine_of(folder, "float32", "lm", change == "train", None)
+    engine.offload(("parameters",), tmp_path / "scratch")
+    engine.onload(("parameters",))
+    if change == "load_weights":
+        engine.load_weights((name, tensor + 1) for name, tensor in list(weights_of(engine).items()))
+    if change == "train":
+        engine.train_batch(batch, weighted_nll)
+    before = weights_of(engine)
+    before = {name: tensor.clone() for name, tensor in before.items()}
+    for _ in range(2):
+        engine.offload(("parameters",), tmp_path / "scratch")
+        engine.onload(("parameters",))
+        assert all(torch.equal(tensor, before[name]) for name, tensor in weights_of(engine).items())
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_trunk_that_is_shared_sleeps_with_its_lender_and_wakes_in_one_memory(folder, batch, tmp_path, dtype):
     config, lender = engine_of(folder, dtype, "scalar", False, None)

@@ -81,6 +81,9 @@ class _Copy:
     place: Stored | int | None = None
     """In the model's folder, or at this byte of the written file."""
 
+    woke: tuple[int, int] | None = None
+    """The storage that it was read into and checked, and how often torch had changed its parameter by then."""
+
 
 class _Region(NamedTuple):
     """A storage from some element on to its end."""
@@ -205,7 +208,7 @@ class EngineMemory:
                 sleepers = self._asleep[part]
                 with mapped_blocks(), ThreadPoolExecutor(READERS, "waking") as reader:  # while one is summed
                     for sleeper, read in [(one, reader.submit(self._read, *one)) for one in sleepers]:
-                        self._check(*sleeper, read)
+                        self._check(part, *sleeper, read)
                     if sleepers and part == "parameters":
                         for tensor in self._holder.copies():
                             tensor.untyped_storage().resize_(tensor.nbytes)
@@ -260,6 +263,9 @@ class EngineMemory:
         copy = self._copies.get((part, name))
         if copy is None or copy.num_bytes != region.num_bytes:
             copy = self._copies[part, name] = _Copy(name, region.num_bytes)
+        if copy.woke is not None and copy.woke == self._state(part, copy, region):
+            region.storage.resize_(0)  # a third of what a switch took was summing numbers that nobody had changed
+            return _Asleep(region, copy)
         flat = region.flat
         total = keyed_sum(flat)
         if copy.place is None and part == "parameters":
@@ -269,6 +275,14 @@ class EngineMemory:
             copy.sum = total
         region.storage.resize_(0)
         return _Asleep(region, copy)
+
+    def _state(self, part: TrainPart, copy: _Copy, region: _Region) -> tuple[int, int] | None:
+        """Another one once the numbers have changed; None where that cannot be told: torch does not count the steps of its
+        fused optimizer."""
+        if part != "parameters" or next(iter(self._optimizer.tensors()), None) is not None:
+            return None
+        parameter = self._holder.held(copy.name)
+        return None if isinstance(parameter, DTensor) else (region.storage._cdata, parameter._version)
 
     def _look_into_folder(self, copy: _Copy, dtype: torch.dtype, total: int) -> None:
         """If the folder has the same numbers under the tensor's name, they need not be written."""
@@ -307,7 +321,7 @@ class EngineMemory:
             assert self._file is not None and copy.place is not None, "it was written when it went to sleep"
             read_whole(self._file, _bytes(flat), copy.place)
 
-    def _check(self, region: _Region, copy: _Copy, read: Future[None]) -> None:
+    def _check(self, part: TrainPart, region: _Region, copy: _Copy, read: Future[None]) -> None:
         """Passes if what is read is what slept."""
         where = str(copy.place.file) if isinstance(copy.place, Stored) else "the file that it was written to"
         try:
@@ -320,6 +334,7 @@ class EngineMemory:
                 f"{copy.name!r} slept, and {where} has other numbers for it now: files that a run reads must not change "
                 "while it runs; start it anew"
             )
+        copy.woke = self._state(part, copy, region)
 
 
 def _bytes(flat: torch.Tensor) -> memoryview:
