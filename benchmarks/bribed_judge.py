@@ -6,6 +6,7 @@ Questions are sums, so that anybody can tell right from wrong.
 
 python benchmarks/bribed_judge.py                     # the built-in 135M model, about 10 minutes on two cores
 python benchmarks/bribed_judge.py --leanings          # what it expects behind "Score: ", where it does not write that
+python benchmarks/bribed_judge.py --compare           # shows it the right and the wrong answer side by side instead
 """
 
 import argparse
@@ -13,6 +14,7 @@ import random
 import statistics
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -94,9 +96,29 @@ def judged(folder: Path, rows: list[Group], template: Path | None, max_tokens: i
     settings = EmbeddedEngineConfig(kv_cache_gib=0.5, threads=threads)
     model = WritingModel(folder, settings, torch.float32, "cpu", threads=threads, member=True)
     try:
-        return WritingRole(PlannedScore(name, term, score, "judge", {spec: 1.0}, spec), model, Team.alone()).score(rows)
+        return WritingRole(PlannedScore(name, term, score, "judge", {spec: term}), model, Team.alone()).score(rows)
     finally:
         model.close()
+
+
+def compared(folder: Path, rows: list[Group], max_tokens: int, threads: int) -> str:
+    """How often a judge that compares prefers the right answer to the wrong one, each pair being shown in both orders."""
+    spec = f"compare(model='{folder}', max_tokens={max_tokens}, question='Which answer is correct?', patience_s=3600)"
+    ((name, term, score),) = build_scores(spec)
+    settings = EmbeddedEngineConfig(kv_cache_gib=0.5, threads=threads)
+    model = WritingModel(folder, settings, torch.float32, "cpu", threads=threads, member=True)
+    began = time.perf_counter()
+    try:
+        role = WritingRole(PlannedScore(name, term, score, "judge", {spec: term}), model, Team.alone())
+        verdicts = role.score([replace(group, samples=group.samples[:2]) for group in rows])
+    finally:
+        model.close()
+    values = [group[0].value for group in verdicts]
+    wins = [value for value in values if isinstance(value, float)]
+    told = (
+        f"{wins.count(1.0)} for the right one in both orders, {wins.count(0.5)} for either, {wins.count(0.0)} for the wrong"
+    )
+    return f"compared ({time.perf_counter() - began:.0f} s): {len(wins)} of {len(values)} pairs readable; {told}"
 
 
 def leanings(folder: Path, rows: list[Group], template: Path | None) -> list[list[float]]:
@@ -149,11 +171,15 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--templates", nargs="+", choices=TEMPLATES, default=list(TEMPLATES))
     parser.add_argument("--leanings", action="store_true", help="what the model expects behind `Score: `, without writing")
+    parser.add_argument("--compare", action="store_true", help="show it the right and the wrong answer side by side")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--show", type=int, default=0, help="print so many judgements of each kind")
     options = parser.parse_args()
     folder, rows = resolve(options.model), groups(options.rows, options.seed)
+    if options.compare:
+        print(compared(folder, rows, 96, options.threads))
+        return
     with tempfile.TemporaryDirectory() as scratch:
         file = Path(scratch) / "template.txt"
         for name in options.templates:

@@ -162,8 +162,8 @@ class ForeignServer(InferenceEngine):
 
         ``cpus``: the cores that it may use; None lets it compute on ``settings.threads`` of them, the next server on others.
         ``seat``: the GPUs that it may use, see `map_devices`. ``options``: more words of its command, such as
-        ``("--enforce-eager",)``. ``place``: where it is taken from if it runs already, see `kept.py`, and left for others.
-        ``sleeps``: starts it so that `sleep` works, which needs a GPU.
+        ``("--enforce-eager",)``. ``place``: where it is taken from if it runs already, and left for others (`kept.py`).
+        ``sleeps``: it must be able to sleep, which needs a GPU.
 
         Raises:
             ConfigError: as `attach`, or there is no such interpreter.
@@ -175,9 +175,8 @@ class ForeignServer(InferenceEngine):
         same, url = fingerprint([*words, *options], others), f"http://127.0.0.1:{port}"
 
         def attach(url: str, key: str) -> S:
-            return cls.attach(
-                url, folder=folder, dtype=dtype, version=version, token=key, request_timeout_s=request_timeout_s
-            )
+            limit = request_timeout_s
+            return cls.attach(url, folder=folder, dtype=dtype, version=version, token=key, request_timeout_s=limit)
 
         if place is not None:
             found = take_over(place, same, lambda facts, process: cls.attach_kept(facts, process, attach))
