@@ -51,6 +51,22 @@ def samples_together(config: TrainConfig, *, here: bool = False) -> int:
     return math.ceil(groups / (len(generating_ranks(config)) if here else 1)) * config.gconfig.n_samples
 
 
+def partner_of(config: TrainConfig) -> str | None:
+    """The path of the model that the workflow talks to; None if there is none, or it is of a user's class.
+
+    Raises:
+        ConfigError: its path is missing.
+    """
+    if config.partner is None:
+        return None
+    term = read_term(config.partner, "partner")
+    if term.is_file or term.registered != "model":
+        return None
+    if not isinstance(term.arguments.get("path"), str):
+        raise ConfigError(f"partner={config.partner} needs the folder of a model: partner=model(path=FOLDER)")
+    return str(term.arguments["path"])
+
+
 def workflow_of(config: TrainConfig) -> Term:
     """The workflow with all its knobs: those in its own spelling, and `workflow_args`.
 

@@ -103,6 +103,9 @@ class EvaluationConfig:
     agent: Spec | None = None
     """Your agent, as in training."""
 
+    partner: Spec | None = None
+    """The other model that the workflow talks to, as in training."""
+
     sandbox: Spec = "auto"
     """Where programs run that nobody trusts, as in training."""
 

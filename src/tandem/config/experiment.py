@@ -146,6 +146,10 @@ class TrainConfig(BaseConfig):
     agent: Spec | None = None
     """Your agent, as `my_file.py:Name`: given to whoever asks for `agent`."""
 
+    partner: Spec | None = None
+    """Another model, which is frozen and which the workflow talks to: a model folder, or `model(path=FOLDER)` with knobs.
+    Given to a workflow that asks for `partner` (docs/recipes/two_models.md)."""
+
     sandbox: Spec = "auto"
     """Where programs run that nobody trusts: `auto`, `bubblewrap`, `landlock`, `none` (no walls at all), or your own as
     `my_file.py:Name`. Given to whoever asks for `sandbox`, such as the reward `code` (docs/sandbox.md)."""

@@ -1,4 +1,4 @@
-"""The services of a run by name: rewards, workflows, sinks, judges, environments, agents, sandboxes
+"""The services of a run by name: rewards, workflows, sinks, judges, environments, agents, partners, sandboxes
 and tools.
 
 The table names factories and imports none of them. A new service is a file and a line here; a user's file gives any of them
@@ -11,9 +11,9 @@ from typing import Literal
 from tandem.config.errors import ConfigError
 from tandem.config.nearest import nearest_names
 
-Kind = Literal["reward", "workflow", "sink", "judge", "environment", "agent", "sandbox", "tool"]
+Kind = Literal["reward", "workflow", "sink", "judge", "environment", "agent", "partner", "sandbox", "tool"]
 
-NAMED = ("judge", "environment", "agent", "sandbox")
+NAMED = ("judge", "environment", "agent", "partner", "sandbox")
 """Kinds that have a key of the configuration, and are given to whoever asks for an argument of that name."""
 
 
@@ -37,7 +37,7 @@ class Service:
 
 
 SERVICES: dict[str, dict[str, Service]] = {
-    kind: {} for kind in ("reward", "workflow", "sink", "judge", "environment", "agent", "sandbox", "tool")
+    kind: {} for kind in ("reward", "workflow", "sink", "judge", "environment", "agent", "partner", "sandbox", "tool")
 }
 """Kind → name → record."""
 
@@ -74,6 +74,7 @@ for _service in (
     Service("reward", "judge", "tandem.rewards.judge:JudgeReward", writes_without="url"),
     Service("reward", "compare", "tandem.rewards.compare:CompareReward", writes_without="url"),
     Service("reward", "remote", "tandem.rewards.remote:RemoteReward"),
+    Service("partner", "model", "tandem.rollout.partner:ModelPartner"),
     Service("sandbox", "auto", "tandem.sandbox.choose:with_what_works"),
     Service("sandbox", "bubblewrap", "tandem.sandbox.choose:with_bubblewrap"),
     Service("sandbox", "landlock", "tandem.sandbox.choose:with_landlock"),

@@ -165,7 +165,7 @@ def parse_terms(spec: str, key: str = "reward") -> list[Term]:
     text = spec.strip()
     if re.fullmatch(r"[^(*]*\.py:\w+", text) and (not re.search(" [+-] ", text) or _is_file(text.rpartition(":")[0])):
         return [Term(text)]
-    if key == "reward" and text and _is_file(f"{text}/config.json"):
+    if key in ("reward", "partner") and text and _is_file(f"{text}/config.json"):
         return [Term("model", knobs={"path": text})]
     files: list[str] = []
 

@@ -84,6 +84,11 @@ class _Place:
         """See `Wave`."""
         return self.over or (self.engine is not None and self.engine.at_turn)
 
+    @property
+    def at_rest(self) -> bool:
+        """See `Wave`."""
+        return self.over or (self.engine is not None and self.engine.at_rest)
+
     def leave(self) -> None:
         """The sample is made, or failed: nobody waits for it any more."""
         self.over = True

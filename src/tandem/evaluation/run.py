@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tandem.api.engines import InferenceEngine
 from tandem.api.plugins import is_file_spec
 from tandem.api.services import Services
 from tandem.api.workflow import RolloutWorkflow
+from tandem.config.arithmetic import partner_of
 from tandem.config.evaluation import EvaluationConfig
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import Resolved, plain_data
@@ -33,6 +34,7 @@ from tandem.evaluation.report import Progress, notes, table
 from tandem.evaluation.scores import DataScores, Estimate, plain, score_data
 from tandem.flow.process import uses_gpu
 from tandem.flow.services import asks_for_reward, check_names, make_workflow, open_services, refuse_unused
+from tandem.flow.writing import WritingModel
 from tandem.models.catalog import describing, fingerprint, resolve
 from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
@@ -85,6 +87,8 @@ class Checked:
     questions: Sequence[Questions]
     services: Services
     workflow: RolloutWorkflow
+    partner: str | None = None
+    """The path of the model that the workflow talks to."""
 
 
 def check_evaluation(config: EvaluationConfig) -> Checked:
@@ -111,12 +115,16 @@ def check_evaluation(config: EvaluationConfig) -> Checked:
     tokenizer = load_tokenizer(folder)
     check_chat_template(tokenizer)
     check_inference_engine(rollout_of(config, machine), folder, machine.device)
+    partner = partner_of(asked)
+    if partner is not None:
+        check_chat_template(load_tokenizer(describing(partner)))
+        check_inference_engine(rollout_of(config, machine), describing(partner), machine.device)
     services = open_services(asked, tokenizer)
     try:
         judges = services.keep(make_judges(questions, config.reward_timeout_s, services, asked=asks_for_reward(asked)))
         workflow = make_workflow(asked, services, judges, config.gconfig)
         refuse_unused(asked, services)
-        return Checked(machine, questions, services, workflow)
+        return Checked(machine, questions, services, workflow, partner)
     except BaseException:
         services.close()
         raise
@@ -133,7 +141,7 @@ def try_evaluation(config: EvaluationConfig) -> None:
     path = evaluation_path(config)
     if path.exists():
         model = resolve(config.model)  # what its folder was made with can only be compared with all of the model
-        EvaluationFolder.check(path, settings(config, checked.questions, model, checked.machine))
+        EvaluationFolder.check(path, settings(config, checked.questions, model, checked.machine, checked.partner))
     else:
         EvaluationFolder.check(path, None)
 
@@ -155,7 +163,7 @@ def evaluate_model(resolved: Resolved[Any]) -> Finished:
         model = resolve(config.model)
         torch.set_num_threads(machine.threads)
         folder = stack.enter_context(
-            EvaluationFolder.open(evaluation_path(config), settings(config, questions, model, machine))
+            EvaluationFolder.open(evaluation_path(config), settings(config, questions, model, machine, checked.partner))
         )
         answers = folder.recorded(waves)
         progress = Progress(total, len(answers))
@@ -164,6 +172,10 @@ def evaluate_model(resolved: Resolved[Any]) -> Finished:
             engine = make_engine(config, machine, model)
             checked.services.get("engine").start(engine)
             stack.callback(engine.close)
+            if checked.partner is not None:
+                partner = make_partner(config, machine, resolve(checked.partner))
+                stack.callback(partner.close)
+                checked.services.get("partner").start(partner.engine, partner.tokenizer)
             with contextlib.closing(BackgroundLoop()) as loop:  # bounded at its end, whatever a user's coroutine does
                 loop.run(_go_on(engine, workflow, waves, answers, folder, config, progress))
         results, scores, average = conclude(answers, questions, config)
@@ -225,6 +237,15 @@ def make_engine(config: EvaluationConfig, machine: Machine, model: Path) -> Infe
     )
 
 
+def make_partner(config: EvaluationConfig, machine: Machine, model: Path) -> WritingModel:
+    """The model that the workflow talks to, awake."""
+    settings = replace(config.engine, threads=machine.threads, max_model_len=None)
+    dtype = resolve_dtype(config.dtype, machine.device)
+    partner = WritingModel(model, settings, dtype, machine.device, threads=machine.threads, member=True)
+    partner.engine()
+    return partner
+
+
 def plan(questions: Sequence[Questions], config: EvaluationConfig) -> list[list[Ask]]:
     """Waves of whole rows, each of one data set: what is computed together does not depend on which data sets are asked."""
     samples = config.gconfig.n_samples
@@ -237,15 +258,19 @@ def plan(questions: Sequence[Questions], config: EvaluationConfig) -> list[list[
     return waves
 
 
-def settings(config: EvaluationConfig, questions: Sequence[Questions], model: Path, machine: Machine) -> dict[str, Any]:
+def settings(
+    config: EvaluationConfig, questions: Sequence[Questions], model: Path, machine: Machine, partner: str | None = None
+) -> dict[str, Any]:
     """Everything that the answers depend on; an evaluation goes on only where it agrees."""
-    named = [spec for name in NAMED if (spec := getattr(config, name)) is not None]
-    specs = [*(read_term(spec, "workflow").name for spec in (config.workflow, *named)), *(one.reward for one in questions)]
+    named = {name: spec for name in NAMED if (spec := getattr(config, name)) is not None}
+    terms = [read_term(spec, key) for key, spec in {"workflow": config.workflow, **named}.items()]
+    specs = [*(term.name for term in terms), *(one.reward for one in questions)]
     return {
         "config": plain_data(config),
         "data": {one.name: {"rows": len(one.rows), "digest": one.digest, "reward": one.reward} for one in questions},
         "row_digests": {one.name: " ".join(one.digests) for one in questions},
         "model_fingerprint": fingerprint(model),
+        "partner_fingerprint": None if partner is None else fingerprint(resolve(partner)),
         "files": file_digests(specs),
         "machine": asdict(machine),
         "versions": library_versions(),

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from tandem.algorithms.preference import PREFERENCE_LOSSES
 from tandem.api.scoring import FrozenModel, Score
-from tandem.config.arithmetic import generating_ranks, max_head_offpolicyness, rewards_of
+from tandem.config.arithmetic import generating_ranks, max_head_offpolicyness, partner_of, rewards_of
 from tandem.config.backend import fewer_ranks_problems, layout_problems, parse_layout
 from tandem.config.check_algorithm import component_problems, part_problems
 from tandem.config.errors import ConfigError, refuse
@@ -41,7 +41,7 @@ class Resident:
     """A model of a run, in the form in which it is there."""
 
     name: str
-    """`actor`, `critic`, `reference`, `teacher`; or `engine`, the inference engine, which generates."""
+    """`actor`, `critic`, `reference`, `teacher`, `partner`; or `engine`, the inference engine, which generates."""
 
     engine: TrainEngineConfig | None = None
     """The configuration of its train engine; None for the inference engine."""
@@ -232,6 +232,9 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
         residents.append(_reference(config))
     if teacher is not None:
         residents.append(teacher)
+    partner = _partner(config)
+    residents += partner
+    generating = ("engine", *(resident.name for resident in partner))
     scores, frozen, sums = _scores(config, {resident.name for resident in residents})
     residents += frozen
     constraint = config.constraint.cost
@@ -243,7 +246,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
     rests = f"the actor rests in the first {critic.warmup_steps} steps" if critic.warmup_steps else ""
     proximal = teacher is not None or needs_proximal(config.algorithm, updates, parts.tokens)
     stages = [
-        Stage("generate", "rollout", "prepare_batch", "collect", "generate", ("engine",), _collecting(config)),
+        Stage("generate", "rollout", "prepare_batch", "collect", "generate", generating, _collecting(config)),
         *(Stage(one.stage, one.name, "score", "score", "score", (one.resident,)) for one in scores),
         *_verification(config),
         *([_pass("reference", "reference", "compute_logprobs", "reference")] if "reference" in names else []),
@@ -257,7 +260,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
         *([Stage("fit of values", "critic", "update", "check", "train")] if critic.shared and values else []),
         *(_refresh(resident) for resident in residents if resident.refresh_every_steps),
         Stage("publish", "publisher", "publish", "deliver", "update_weights", ("actor", "engine")),
-        *_keeping(config, ("engine",), residents),
+        *_keeping(config, generating, residents),
     ]
     every = (*share_trunks(residents, config.device), Resident("engine", generating=generating_ranks(config)))
     return RunPlan(
@@ -369,6 +372,24 @@ def _judge(actor: TrainEngineConfig, name: str, wanted: FrozenModel) -> Resident
         layout, written = parse_layout(wanted.backend, key), f"{key}={wanted.backend}"
         refuse([*fewer_ranks_problems(layout, written, actor), *layout_problems(layout, written, actor)])
     return with_adapter(Resident(name, engine, wanted.head, key=key))
+
+
+def _partner(config: TrainConfig) -> list[Resident]:
+    """The frozen model that the workflow talks to, in an engine beside that of rank 0; empty if there is none.
+
+    Raises:
+        ConfigError: it has no path, or several ranks generate.
+    """
+    path = partner_of(config)
+    if path is None:
+        return []
+    if generating_ranks(config) != (0,):
+        raise ConfigError(
+            f"partner={config.partner} is a model beside the engine of rank 0, and {len(generating_ranks(config))} ranks "
+            "generate with an engine each; use placement=decoupled, or actor.backend=fsdp:d1"
+        )
+    engine = dataclasses.replace(_frozen(config.actor, FrozenModel(path, head="text")), backend="fsdp:d1", offload=False)
+    return [Resident("partner", engine, "text", key="partner")]
 
 
 def _distillation(config: DistillConfig) -> RunPlan:

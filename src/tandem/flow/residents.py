@@ -102,8 +102,20 @@ def open_scores(
     return roles
 
 
+def open_partner(config: TrainConfig, plan: RunPlan, process: Process, residency: Residency) -> WritingModel | None:
+    """The model that the workflow talks to; None if the plan has none. Without a memory limit it is awake from now on."""
+    resident = plan.resident("partner")
+    if resident is None:
+        return None
+    assert resident.engine is not None, "the plan says how it is opened"
+    model = residency.add(resident.name, _open_writer(config, resident.engine, process))
+    if residency.plan is None and model.member:
+        model.engine()
+    return model
+
+
 def _open_writer(config: TrainConfig, engine: TrainEngineConfig, process: Process) -> WritingModel:
-    """A judge that writes; its engine starts when it is first needed."""
+    """A judge or a partner, which write; its engine starts when it is first needed."""
     settings = replace(config.rollout.engine, threads=process.generation_threads("colocate", 1), max_model_len=None)
     dtype, threads = resolve_dtype(engine.dtype, process.device), settings.threads or 1
     folder = resolve(engine.path)

@@ -357,7 +357,12 @@ def check_names(config: TrainConfig) -> None:
     services, key = Services({name: getattr(config, name) for name in NAMED}), f"workflow={term.name}"
     if is_agent(make):
         knobs, own = _knobs_of_agent(make, term.arguments)
-        services.check(key, make, knobs, (*GIVEN, *AGENT_ARGUMENTS))
+        asked, _ = services.check(key, make, knobs, (*GIVEN, *AGENT_ARGUMENTS))
+        if "partner" in asked:
+            raise ConfigError(
+                f"{key} is an agent over HTTP and asks for 'partner', which needs the episode's engine; write a workflow "
+                "with `async def arun_episode(self, engine, data)` (docs/recipes/two_models.md)"
+            )
         asked, _ = services.check(key, AgentWorkflow, own, (*GIVEN, "own_agent", "own_arguments"))
     else:
         asked, _ = services.check(key, make, term.arguments, GIVEN, skip=skip)

@@ -26,14 +26,14 @@ from tandem.flow.parts import Rows, make_loader, make_rollout
 from tandem.flow.plan import RunPlan, Stage, plan_run
 from tandem.flow.process import Process
 from tandem.flow.residency import Residency
-from tandem.flow.residents import open_critic, open_model, open_reference, open_scores
+from tandem.flow.residents import open_critic, open_model, open_partner, open_reference, open_scores
 from tandem.flow.run import LocalRunner, Runner
 from tandem.flow.scoring import GroupScorer, ScoreRole
 from tandem.flow.services import EpisodeParts, RewardBySource, make_parts
 from tandem.flow.sleep_plan import AGAIN, BEGIN
 from tandem.flow.state_parts import sleep_plan_here
 from tandem.flow.team import form_generators
-from tandem.flow.writing import WritingRole
+from tandem.flow.writing import WritingModel, WritingRole
 from tandem.launch.rank import kept_servers
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
@@ -128,9 +128,9 @@ def open_session(
         stack.callback(publisher.close)
         residency.deliver_by(publisher.deliver_again)
         with process.team.together():
+            start_partner(open_partner(config, plan, process, residency), parts, stack)
             stack.callback(parts.close)  # once nothing rolls out any more, and before the engine
-            loader = make_loader(config, rows)
-            meter = EngineMeter(engine, make_balance(config.rollout, process, engine))
+            loader, meter = make_loader(config, rows), EngineMeter(engine, make_balance(config.rollout, process, engine))
             runner = LocalRunner(lambda stage: _measured(stage, timer, meter), residency)
             scorer = stack.enter_context(contextlib.closing(make_scorer(config, plan, scores, runner, process.team)))
             rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team, generators)
@@ -162,6 +162,13 @@ def open_session(
         )
         runner.learn(_work(session))
         yield session
+
+
+def start_partner(model: WritingModel | None, parts: EpisodeParts, stack: contextlib.ExitStack) -> None:
+    """From now on the model that the workflow talks to writes; it is closed with the stack. None: there is none."""
+    if model is not None:
+        stack.callback(model.close)
+        parts.services.get("partner").start(model.engine, model.tokenizer)
 
 
 Scores = dict[str, ScoreRole | WritingRole]

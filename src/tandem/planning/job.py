@@ -7,6 +7,7 @@ from tandem.config.arithmetic import generating_ranks, max_head_offpolicyness, p
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import parse_backend
 from tandem.config.preference import DistillConfig, training_config
+from tandem.config.terms import read_term
 from tandem.flow.plan import Resident, RunPlan, plan_run
 from tandem.flow.sleep_plan import Part, SleepPlan
 from tandem.flow.state_parts import Where, sleep_plan
@@ -16,6 +17,7 @@ from tandem.planning.disk import Saves, saves_of
 from tandem.planning.held import Held, held, resolved
 from tandem.planning.machine import Machine
 from tandem.rewards.written import Written
+from tandem.rollout.partner import MAX_NEW_TOKENS
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Generator:
     """Servers of another make, which plan their own memory and whose speed is not known here."""
 
     role: str = "engine"
-    """Whose weights and cache these are: the policy's, or those of a judge that writes."""
+    """Whose weights and cache these are: the policy's, or those of a judge or a partner."""
 
     def on_device(self, machine: Machine) -> int:
         """Engines that share a device, or a machine's cores."""
@@ -73,7 +75,7 @@ QUESTION_TOKENS = 160
 
 @dataclass(frozen=True)
 class Writer:
-    """A judge that writes, in an embedded engine of its own on the first rank."""
+    """A judge or a partner, in an embedded engine of its own on the first rank."""
 
     engine: Generator
     lengths: Lengths
@@ -81,6 +83,9 @@ class Writer:
 
     requests: int
     """For the samples of a step."""
+
+    in_episodes: bool = False
+    """It is a partner, which writes while the policy generates."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,7 @@ class Job:
     """Phase of memory → the parts that are awake in each of its stages; empty: all are, in all phases."""
 
     writers: Mapping[str, Writer] = field(default_factory=dict)
-    """Those of the models that are judges that write."""
+    """Those of the models that are judges that write, or the partner."""
 
     def judging(self, writer: Writer) -> "Job":
         """The requests of a judge, as a job that generates: each has a prompt of its own."""
@@ -283,15 +288,13 @@ def _generator(config: TrainConfig, actor: Held, machine: Machine, samples: int)
 def _writers(
     config: TrainConfig, plan: RunPlan, models: Mapping[str, Held], lengths: Lengths, machine: Machine, samples: int
 ) -> dict[str, Writer]:
-    """Two judges of one model share its engine, and are counted as the larger one."""
+    """Two judges of one model share its engine, and are counted as the larger one. A partner is counted as one that is asked
+    once by each sample and reads the question and the longest answer."""
     writers: dict[str, Writer] = {}
-    for planned in plan.scores:
-        written, judged = planned.score, config.rollout.batch_size * samples
-        if not isinstance(written, Written):
-            continue
-        model, requests = models[planned.resident], judged * written.requests
-        reads = QUESTION_TOKENS + lengths.prompt + lengths.longest * (2 if written.compares else 1)
-        engine = replace(
+    samples_of_a_step = config.rollout.batch_size * samples
+
+    def engine_of(model: Held, requests: int) -> Generator:
+        return replace(
             _generator(config, model, machine, 1),
             delivered=model.dtype,
             dtype="float32" if model.dtype == "bfloat16" and not machine.fast_bfloat16 else model.dtype,
@@ -304,7 +307,21 @@ def _writers(
             foreign=None,
             role=model.role,
         )
-        writer = Writer(engine, Lengths(reads, written.client.max_tokens, written.client.max_tokens), requests)
+
+    if config.partner is not None and "partner" in models:
+        writes = int(read_term(config.partner, "partner").arguments.get("max_new_tokens", MAX_NEW_TOKENS))
+        reads = lengths.prompt + lengths.longest
+        engine = engine_of(models["partner"], samples_of_a_step)
+        writers["partner"] = Writer(engine, Lengths(reads, writes, writes), samples_of_a_step, in_episodes=True)
+    for planned in plan.scores:
+        written = planned.score
+        if not isinstance(written, Written):
+            continue
+        model, requests = models[planned.resident], samples_of_a_step * written.requests
+        reads = QUESTION_TOKENS + lengths.prompt + lengths.longest * (2 if written.compares else 1)
+        writer = Writer(
+            engine_of(model, requests), Lengths(reads, written.client.max_tokens, written.client.max_tokens), requests
+        )
         if model.role not in writers or kept_tokens(writer) > kept_tokens(writers[model.role]):
             writers[model.role] = writer
     return writers

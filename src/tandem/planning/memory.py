@@ -53,6 +53,8 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
     rooms = {model.role: replace(room, ranks=model.ranks) for model in job.models}
     steady = [item for model in job.models if model.role not in job.writers for item in states(model, rooms[model.role])]
     steady += [_weights_of(writer.engine, machine) for writer in job.writers.values()] + list(_engine(job, machine))
+    partners = [writer for writer in job.writers.values() if writer.in_episodes]
+    steady += [item for one in partners for item in _cache_of(job.judging(one), one.engine, machine)]
     steady += [*_processes(job, machine, room), *_copied(job, room)]
     coming: dict[str, tuple[Item, ...]] = {}
 
@@ -60,10 +62,11 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
         coming[phase] = items
 
     if job.generator is not None and job.generator.foreign is None:
-        add("generate", *_generation(job.generator, machine))
+        beside = [item for writer in partners for item in _generation(writer.engine, machine)]
+        add("generate", *_generation(job.generator, machine), *beside)
     scoring = {role for _, role in job.passes}
     for model in job.models:
-        if model.role in job.writers:
+        if model.role in job.writers and not job.writers[model.role].in_episodes:
             add(f"score: {model.role}", *_judging(job, job.writers[model.role], machine))
         elif model.role in scoring:
             add(f"score: {model.role}", *_scoring(model, worst.score[model.role], rooms[model.role]))
@@ -115,10 +118,11 @@ def _worst(
 def _without_sleepers(steady: Sequence[Item], awake: frozenset[Part], machine: Machine) -> Iterator[Item]:
     """What sleeps is on a disk where the device is the host, and in host memory beside a GPU."""
     for item in steady:
-        what = ENGINE_PARTS.get(item.what) if item.role == "engine" else PARTS.get(item.what)
+        in_engine = item.role == "engine" or item.what == "KV cache"
+        what = ENGINE_PARTS.get(item.what) if in_engine else PARTS.get(item.what)
         if what is None or Part(item.role, what) in awake:
             yield item
-        elif machine.kind != "cpu" and item.role != "engine":
+        elif machine.kind != "cpu" and not in_engine:
             yield replace(item, place="host", devices=1)
 
 

@@ -309,7 +309,8 @@ def assumptions(report: Report) -> Iterator[str]:
             yield f"embedded engines generate for {generating}; {_ranks(waiting)} more wait while they do"
     for role, writer in plan.job.writers.items():
         lengths = writer.lengths
-        yield f"{role} writes {writer.requests} judgements of {lengths.longest} tokens and reads {lengths.prompt} for each"
+        what = "replies" if writer.in_episodes else "judgements"
+        yield f"{role} writes {writer.requests} {what} of {lengths.longest} tokens and reads {lengths.prompt} for each"
     yield from _spread_assumptions(plan)
 
 

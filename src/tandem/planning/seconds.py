@@ -139,7 +139,8 @@ def _generating(job: Job, machine: Machine) -> list[Phase]:
 def _judging(job: Job, machine: Machine) -> list[Phase]:
     """Judges that write, at their longest answers and without what requests share of their prompts."""
     found, factors = [], machine.factors
-    for name, role in job.passes:
+    partners = [("partner", role) for role, writer in job.writers.items() if writer.in_episodes]
+    for name, role in [*partners, *job.passes]:
         if role in job.writers:
             judging, engine = job.judging(job.writers[role]), job.writers[role].engine
             begin, _ = prefill(judging, engine, machine)

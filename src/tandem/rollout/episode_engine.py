@@ -7,10 +7,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tandem.api.activity import GENERATING, did
+from tandem.api.engines import InferenceEngine
 from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey, RequestTiming, StopReason
 from tandem.api.workflow import GeneratesTokens
 from tandem.rollout.wave import Wave
+
+BESIDE = 1 << 20
+"""The first number of the noise of requests to a model beside the engine: an episode has fewer trajectories."""
 
 
 class EpisodeEngine:
@@ -43,7 +47,7 @@ class EpisodeEngine:
         self._last: tuple[int, ...] | None = None
         self._trajectory = -1
         self._wave, self._as_one = wave, as_one
-        self._waiting = self._generating = 0
+        self._waiting = self._generating = self._asking = self._asked = 0
         self.issued = self._ended = False
 
     def for_sample(self, sample: int) -> "EpisodeEngine":
@@ -72,6 +76,15 @@ class EpisodeEngine:
         if self._as_one:
             return any(one._waiting for one in parts) and not any(one._generating for one in parts)
         return all(one._ended or (one._waiting and not one._generating) for one in parts)
+
+    @property
+    def at_rest(self) -> bool:
+        """True if each sample waits for a turn of the engine or of a model beside it, or has ended; see `Wave`."""
+        parts = [self, *self._samples] if self._as_one else self._samples or [self]
+        waits = [one._waiting + one._asking > 0 for one in parts]
+        if any(one._generating for one in parts):
+            return False
+        return any(waits) if self._as_one else all(one._ended or waits[i] for i, one in enumerate(parts))
 
     def end(self) -> None:
         """This sample will issue nothing any more."""
@@ -104,6 +117,38 @@ class EpisodeEngine:
         if ours and response.stop_reason == StopReason.CANCELLED and self.remaining_s <= 0:
             raise DataFailure("deadline", "the episode's time (rollout.episode_timeout_s) was spent while it was generating")
         self._last = (*request.input_ids, *response.output_ids)
+        return response
+
+    async def ask_beside(self, other: InferenceEngine, request: LLMRequest) -> LLMResponse:
+        """Asks another model within the episode's time, with noise of its own; nothing of it is trained.
+
+        Raises:
+            DataFailure: ``deadline``, when the episode's time is spent.
+        """
+        self._settle()  # a sample that asks here first is not waited for with its first request
+        key = self.noise_key._replace(trajectory=BESIDE + self._asked)
+        self._asked += 1
+        if self._wave is not None:
+            self._asking += 1
+            try:
+                await self._wave.beside(other).turn()
+            finally:
+                self._asking -= 1
+        ours = request.deadline_s is None or request.deadline_s > self.remaining_s
+        deadline_s = max(0.0, self.remaining_s) if ours else request.deadline_s
+        deadline_s = None if deadline_s == math.inf else deadline_s
+        self._generating += 1
+        try:
+            response = await other.agenerate(
+                replace(request, noise_key=key, affinity=self._affinity, deadline_s=deadline_s, needs_logprobs=False)
+            )
+        finally:
+            self._generating -= 1
+            if self._wave is not None:
+                self._wave.look()
+        did(*GENERATING)
+        if ours and response.stop_reason == StopReason.CANCELLED and self.remaining_s <= 0:
+            raise DataFailure("deadline", "the episode's time (rollout.episode_timeout_s) was spent while a partner wrote")
         return response
 
     async def _turn(self, wave: Wave) -> None:

@@ -58,6 +58,11 @@ class Episode:
         return self.over or self.aborted or self.place > 0 or (self.engine is not None and self.engine.at_turn)
 
     @property
+    def at_rest(self) -> bool:
+        """See `Wave`."""
+        return self.over or self.aborted or self.place > 0 or (self.engine is not None and self.engine.at_rest)
+
+    @property
     def settled(self) -> bool:
         """Whether this rank need not wait for a request of it: each sample has issued its first, or ended without one."""
         return self.over or self.aborted or self.place > 0 or (self.engine is not None and self.engine.settled)

@@ -16,14 +16,24 @@ class Member(Protocol):
         """True if it need not be waited for: each of its samples waits for its next turn, or has ended."""
         ...
 
+    @property
+    def at_rest(self) -> bool:
+        """True if each of its samples waits for a turn of the engine or of a model beside it, or has ended."""
+        ...
+
 
 class Wave:
     """Episodes that began together. A request after the first one waits until every other sample has its next request too,
     or has ended; then the engine stands still while all of them are queued. So the order in which environments, tools and
-    rewards answer does not decide which requests are computed together. For the loop's thread."""
+    rewards answer does not decide which requests are computed together. For the loop's thread.
 
-    def __init__(self, engine: InferenceEngine, members: Sequence[Member]):
-        self._engine, self._members = engine, members
+    The requests to a model `beside` the engine make turns of their own, each when nobody waits for anything else.
+    """
+
+    def __init__(self, engine: InferenceEngine, members: Sequence[Member], before: "Wave | None" = None):
+        """``before``: the wave of the same episodes whose turns come first; None: this is the engine's own."""
+        self._engine, self._members, self._before = engine, members, before
+        self._beside: dict[InferenceEngine, Wave] = {}
         self._waiting: set[asyncio.Future[None]] = set()
         self._leaving: set[asyncio.Future[None]] = set()
         self._left = asyncio.Event()
@@ -43,8 +53,23 @@ class Wave:
 
     def look(self) -> None:
         """Begins the next turn if nobody is to be waited for. Call it whenever a sample waits or ends."""
-        if self._release is None and self._waiting and all(member.at_turn for member in self._members):
+        if self._release is None and self._waiting and self._nobody_else:
             self._release = asyncio.get_running_loop().create_task(self._begin_turn())
+        for wave in self._beside.values():
+            wave.look()
+
+    def beside(self, engine: InferenceEngine) -> "Wave":
+        """The wave of another model that the same episodes ask."""
+        if engine not in self._beside:
+            self._beside[engine] = Wave(engine, self._members, before=self)
+        return self._beside[engine]
+
+    @property
+    def _nobody_else(self) -> bool:
+        """True if every sample waits, and none for a turn that comes first."""
+        if self._before is None:
+            return all(member.at_turn for member in self._members)
+        return all(member.at_rest for member in self._members) and not self._before._nobody_else
 
     async def _begin_turn(self) -> None:
         try:

@@ -84,6 +84,7 @@ def check_start(config: TrainConfig, rows: Rows, plan: RunPlan) -> EpisodeParts:
     check_weights_folder(config)
     check_prompts(config, rows.train.rows, tokenizer, folder)
     check_scores(config, plan, tokenizer)
+    check_partner(config, plan, device)
     parts = make_parts(config, plan, tokenizer)
     try:
         if asks_for_reward(config):
@@ -154,6 +155,21 @@ def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokeni
         open_reader(resident.engine.path, tokenizer, chats=planned.reads_chats)
 
 
+def check_partner(config: TrainConfig, plan: RunPlan, device: str) -> None:
+    """Passes if the model that the workflow talks to can be had in an engine here.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    resident = plan.resident("partner")
+    if resident is None:
+        return
+    assert resident.engine is not None, "the plan says how it is opened"
+    folder = describing(resident.engine.path)
+    check_chat_template(load_tokenizer(folder))
+    check_inference_engine(replace(config.rollout, backend="embedded"), folder, device)
+
+
 def check_prompts(
     config: TrainConfig, rows: Sequence[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> None:
@@ -216,7 +232,7 @@ def check_models(plan: RunPlan, device: str) -> None:
         config, key = resident.engine, resident.key
         if config is None or resident.base_of is not None:
             continue
-        if resident.head == "text":  # `check_scores` looks at it
+        if resident.head == "text":  # `check_scores` and `check_partner` look at it
             continue
         dtype, layout = resolve_dtype(config.dtype, device), parse_layout(config.backend, key)
         architecture = check_train_engine(
