@@ -16,8 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from tandem import plain_chat, tool_schema
-from tandem.rollout.tools.search import SearchBox
+from tandem import SearchBox, plain_chat, tool_schema
 
 SHOWN, TESTED = 32, 100
 SEARCH = {"results": 1, "passage_characters": 250}  # as in the YAML files of the recipe

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from tandem.roles.preference import PreferenceLearner
     from tandem.roles.reward_model import RewardModel
     from tandem.rollout.executor import Rollout
+    from tandem.rollout.tools.search import SearchBox
     from tandem.rollout.tools.tool import Tool, Toolbox, ToolFailure, tool_schema
     from tandem.rollout.workflows import ChatWorkflow
     from tandem.tracking.records import RecordedSample, load_batch, load_trajectories
@@ -77,6 +78,7 @@ __all__ = [
     "SFTConfig",
     "Sample",
     "Score",
+    "SearchBox",
     "Session",
     "Tool",
     "ToolFailure",
@@ -122,6 +124,7 @@ _MODULES = {
     "roles.preference": ("PreferenceLearner",),
     "roles.reward_model": ("RewardModel",),
     "rollout.executor": ("Rollout",),
+    "rollout.tools.search": ("SearchBox",),
     "rollout.tools.tool": ("Tool", "ToolFailure", "Toolbox", "tool_schema"),
     "rollout.workflows": ("ChatWorkflow",),
     "tracking.records": ("RecordedSample", "load_batch", "load_trajectories"),
