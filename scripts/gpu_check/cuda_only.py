@@ -22,6 +22,7 @@ CUDA_LINES = {
     "planning/calibrate.py": "measures the GPU",
     "flow/process.py": "device=cuda, one GPU a rank, nccl; rollout.backend=auto looks for GPUs",
     "lifecycle/random_state.py": "the GPU's random generator is saved",
+    "flow/state_parts.py": "the memory of one GPU, by which a run counts the share of a server that sleeps",
     "flow/sharing.py": "says in which precision a model is stored on a GPU",
     "engines/inference/build.py": "GPUs of servers and of the engine's process, by their map",
     "flow/delivery.py": "the collective channel speaks nccl",
