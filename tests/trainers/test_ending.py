@@ -12,6 +12,8 @@ import pytest
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="it looks for processes in /proc")
 
+REWARDS = Path(__file__).parent / "small_rewards.py"
+
 
 def descendants(pid: int) -> dict[int, str]:
     """Number → command line of all processes below one."""
@@ -46,7 +48,8 @@ def started(overrides, tmp_path):
     processes = []
 
     def start(*items):
-        keys = {item.partition("=")[0]: item for item in [*overrides, "total_train_steps=100000", *items]}
+        more = [f"reward={REWARDS}:slow_now_and_then", "total_train_steps=100000"]  # a function, so it has a worker
+        keys = {item.partition("=")[0]: item for item in [*overrides, *more, *items]}
         process = subprocess.Popen(
             [sys.executable, "-m", "tandem", "train", *keys.values()],
             stdout=subprocess.PIPE,
