@@ -125,7 +125,7 @@ def test_dropped_prompts_and_failed_samples_are_recorded_with_their_reasons(over
 
 def test_a_run_that_ends_because_everything_is_dropped_has_a_record_that_says_why(overrides, tmp_path):
     with pytest.raises(NoBatch):
-        run(overrides, f"reward={REWARDS}:raises", "trial_name=broken")
+        run(overrides, f"reward={REWARDS}:raises", "rollout.max_data_failures=8", "trial_name=broken")
 
     samples = list(load_trajectories(tmp_path / "tandem/broken", 1))
     assert samples and all("this reward is broken" in sample.why and sample.messages for sample in samples)
