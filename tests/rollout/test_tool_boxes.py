@@ -15,7 +15,7 @@ from aiohttp import web
 from tandem.api.failures import InfrastructureFailure
 from tandem.config.errors import ConfigError
 from tandem.rollout.tools.files import FilesBox
-from tandem.rollout.tools.mcp import McpBox
+from tandem.rollout.tools.mcp import McpBox, Piped, ServerGone
 from tandem.rollout.tools.python import PythonBox
 from tandem.rollout.tools.search import SearchBox
 from tandem.rollout.tools.tool import ToolFailure
@@ -202,6 +202,20 @@ def test_a_server_that_cannot_be_started_is_a_failure_of_the_infrastructure_with
         McpBox()
     with pytest.raises(ConfigError, match="'no-such-program' names no program"):
         McpBox(command="no-such-program")
+
+
+def test_a_server_that_ended_before_it_was_asked_is_named_with_its_exit_code():
+    async def ask(server):
+        await server.begin()
+        while not server.gone:
+            await asyncio.sleep(0.01)
+        await server.ask({"id": 1})
+
+    program = "import sys; print('no licence', file=sys.stderr); sys.exit(3)"
+    server = Piped([sys.executable, "-c", program])
+    with pytest.raises(ServerGone, match="exit code 3"):
+        asyncio.run(asyncio.wait_for(ask(server), 60))
+    assert server.words == "no licence"
 
 
 def test_a_server_over_http_answers_as_json_or_as_events_and_may_lose_its_session():

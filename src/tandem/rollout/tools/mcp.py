@@ -34,8 +34,8 @@ MOST_BYTES = 16 << 20
 MOST_WORDS = 500
 """Bytes of a server's errors that are told when it dies."""
 
-WORDS_S = 0.5
-"""How long they are waited for."""
+WORDS_S = 2.0
+"""How long they are waited for: a program of the server's may hold the pipe open for ever."""
 
 ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV", "PYTHONPATH")
 """What a server sees of this process's environment: no keys."""
@@ -214,6 +214,7 @@ class Piped(Connection):
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._said = b""
+        self._why = "it closed its output"
         self._waiting: dict[Any, asyncio.Future[dict[str, Any]]] = {}
 
     async def begin(self) -> None:
@@ -227,14 +228,21 @@ class Piped(Connection):
 
     async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """Implements `Connection.ask`."""
-        if self.gone or self._process is None:
-            raise ServerGone("it is gone")
         answer = asyncio.get_running_loop().create_future()
         if "id" in message:
             self._waiting[message["id"]] = answer
         try:
+            if self.gone or self._process is None:
+                raise ServerGone("it is gone")
             await self._send(message)
             return await answer if "id" in message else {}
+        except ServerGone as error:
+            self._waiting.pop(message.get("id"), None)
+            self.kill()
+            if self._reader is None:
+                raise
+            await asyncio.wait([self._reader], timeout=2 * WORDS_S)  # it learns the exit code, whoever noticed the end first
+            raise ServerGone(self._why) from error
         finally:
             self._waiting.pop(message.get("id"), None)
 
@@ -250,23 +258,22 @@ class Piped(Connection):
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout is not None
         listening = asyncio.create_task(self._listen(process))
-        why = "it closed its output"
         try:
             while line := await process.stdout.readline():
                 await self._take(line)
         except (ValueError, ServerGone) as error:
-            why = str(error)
+            self._why = str(error)
         finally:
             self.gone = True
             self.kill()
             with contextlib.suppress(asyncio.CancelledError):
                 code = await process.wait()
                 await asyncio.wait([listening], timeout=WORDS_S)
-                why = f"{why}; exit code {code}"
+                self._why = f"{self._why}; exit code {code}"
             listening.cancel()
             for answer in self._waiting.values():
                 if not answer.done():
-                    answer.set_exception(ServerGone(why))
+                    answer.set_exception(ServerGone(self._why))
 
     async def _listen(self, process: asyncio.subprocess.Process) -> None:
         """Remembers the end of what the server says beside its messages, for the error when it dies."""
