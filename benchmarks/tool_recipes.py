@@ -25,13 +25,14 @@ LABELS = {
     "after_sft": "after imitation",
     "after_grpo": "after GRPO",
     "without_tool": "after GRPO, without the tool",
-    "control": "control: GRPO with the answers of others",
+    "untrained": "the model as it comes, without the tool",
 }
 TRIALS = {"grpo": ("GRPO", "#2563eb"), "control": ("control", "#a1a1aa")}
 KEPT = (
     "step",
     "loss",
     "reward/mean",
+    "accuracy",
     "eval/accuracy",
     "completion_length/mean",
     "tools/malformed",
@@ -50,6 +51,9 @@ def gather(folder: Path, recipe: str) -> dict[str, Any]:
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         if lines:
             steps[trial] = [{key: row[key] for key in KEPT if row.get(key) is not None} for row in map(json.loads, lines)]
+            for row in steps[trial]:
+                if "reward/mean" in row:
+                    row.setdefault("accuracy", row["reward/mean"])  # a reward of 1 or 0 that names no accuracy
     for label in LABELS:
         file = folder / "evaluations" / label / "results.json"
         if file.exists():
@@ -64,18 +68,18 @@ def table(record: dict[str, Any], picture: Path) -> str:
     lines: list[str] = []
     if record["evaluations"]:
         first = next(iter(record["evaluations"].values()))
-        asked = f"{first['rows']} test questions, {first['samples']} answers each at temperature 0.7"
+        asked = f"{first['rows']} test questions, {first['samples']} answers each at temperature 1"
         lines += [f"| {asked} | right | cut off | tokens |", "|---|---|---|---|"]
     for label, data in record["evaluations"].items():
         value, low, high = (100 * data["measures"]["accuracy"][key] for key in ("value", "low", "high"))
         cells = f"{value:.0f} % ({low:.0f} … {high:.0f}) | {100 * data['truncated']:.0f} % | {data['completion_length']:.0f}"
         lines.append(f"| {LABELS[label]} | {cells} |")
-    lines += ["", "| by step | right in training, last two steps | right on test questions |", "|---|---|---|"]
+    lines += ["", "| by step | right in training, last three steps | right on test questions |", "|---|---|---|"]
     for trial in (trial for trial in TRIALS if trial in record["steps"]):
         rows, name = record["steps"][trial], TRIALS[trial][0]
-        trained = [row for row in rows if "reward/mean" in row]
+        trained = [row for row in rows if "accuracy" in row]
         for row in (row for row in rows if "eval/accuracy" in row):
-            before = [one["reward/mean"] for one in trained if row["step"] - 2 < one["step"] <= row["step"]]
+            before = [one["accuracy"] for one in trained if row["step"] - 3 < one["step"] <= row["step"]]
             shown = f"{100 * sum(before) / len(before):.0f} %" if before else "–"
             lines.append(f"| {name}, step {row['step']} | {shown} | {100 * row['eval/accuracy']:.0f} % |")
     lines += ["", f"![Right answers by step](../pictures/{picture.name})"]
@@ -98,13 +102,13 @@ def draw(record: dict[str, Any], path: Path) -> None:
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     for trial, (name, colour) in TRIALS.items():
-        for axes, key in ((left, "reward/mean"), (right, "eval/accuracy")):
+        for axes, key in ((left, "accuracy"), (right, "eval/accuracy")):
             rows = [row for row in record["steps"].get(trial, ()) if key in row]
             if not rows:
                 continue
             places, values = [row["step"] for row in rows], [100 * row[key] for row in rows]
             axes.plot(places, values, color=colour, marker="o", ms=4, label=name)
-    left.set(title="right in training, %", xlabel="step of 4 questions × 8", ylim=(-3, 103))
+    left.set(title="right in training, %", xlabel="step of 4 questions, 8 answers each", ylim=(-3, 103))
     right.set(title="right on test questions, %", xlabel="step", ylim=(-3, 103))
     right.legend(frameon=False, loc="lower right")
     for axes in (left, right):

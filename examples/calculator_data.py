@@ -3,7 +3,7 @@
     python examples/calculator_data.py calculator_data
 
 The folder gets rl.jsonl and test.jsonl, with questions and answers, and sft.jsonl: chats that show a call of the calculator.
-No expression is in two of them. shuffled.jsonl has the questions of rl.jsonl with the answers of others: a control.
+No expression is in two of them.
 """
 
 import argparse
@@ -49,13 +49,10 @@ def main() -> None:
     out = parser.parse_args().out
     draw = random.Random(0)
     rows = list({row["expression"]: row for row in (problem(draw) for _ in range(1200))}.values())
-    asked = rows[SHOWN + TESTED :]
-    answers = draw.sample([row["answer"] for row in asked], len(asked))
     parts = {
         "sft": [shown(row) for row in rows[:SHOWN]],
         "test": rows[SHOWN : SHOWN + TESTED],
-        "rl": asked,
-        "shuffled": [row | {"answer": answer} for row, answer in zip(asked, answers, strict=True)],
+        "rl": rows[SHOWN + TESTED :],
     }
     out.mkdir(parents=True, exist_ok=True)
     for name, part in parts.items():

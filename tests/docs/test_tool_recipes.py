@@ -61,3 +61,10 @@ def test_the_data_of_the_search_recipe_are_the_same_each_time_and_its_parts_shar
     assert [row["question"] for row in first["shuffled"]] == [row["question"] for row in first["rl"]]
     moved = [row["answer"] != other["answer"] for row, other in zip(first["rl"], first["shuffled"], strict=True)]
     assert sum(moved) > 0.9 * len(moved)
+
+
+def test_the_coin_of_the_controls_knows_nothing_of_the_answer_and_its_accuracy_is_that_of_the_recipes():
+    coin = runpy.run_path(str(EXAMPLES / "coin_reward.py"))["reward"]
+    right, wrong = ([coin(completion, "472") for _ in range(400)] for completion in ("It is 472.", "It is 1472."))
+    assert all(0.4 < sum(one["coin"] for one in tosses) / 400 < 0.6 for tosses in (right, wrong))
+    assert {one["accuracy"] for one in right} == {1.0} and {one["accuracy"] for one in wrong} == {0.0}
