@@ -89,7 +89,9 @@ def test_the_first_rank_of_each_data_parallel_index_generates_where_an_embedded_
 
 
 def test_metrics_of_several_ranks_are_those_of_all_samples():
-    found = [(6, {"tokens_per_s/generate": 100.0, "time/judge_s": 1.0, "time/judge_max_s": 3.0, "fleet/servers": 2.0})]
-    found += [(2, {"tokens_per_s/generate": 60.0, "time/judge_s": 5.0, "time/judge_max_s": 9.0}), (0, {})]
-    expected = {"tokens_per_s/generate": 160.0, "time/judge_s": 2.0, "time/judge_max_s": 9.0, "fleet/servers": 2.0}
+    one = {"tokens_per_s/generate": 100.0, "time/judge_s": 1.0, "time/judge_max_s": 3.0, "rollout/preempted": 3.0}
+    other = {"tokens_per_s/generate": 60.0, "time/judge_s": 5.0, "time/judge_max_s": 9.0, "rollout/preempted": 4.0}
+    found = [(6, {**one, "fleet/servers": 2.0}), (2, other), (0, {})]
+    expected = {"tokens_per_s/generate": 160.0, "time/judge_s": 2.0, "time/judge_max_s": 9.0, "rollout/preempted": 7.0}
+    expected["fleet/servers"] = 2.0
     assert of_all_ranks(found) == expected

@@ -329,3 +329,19 @@ def test_two_ranks_train_as_one(overrides, starter, backend):
     apart = sum(float((one[name] - two[name]).square().sum()) for name in one) ** 0.5
     assert moved > 0
     assert apart <= 1e-3 * moved
+
+
+def test_requests_that_give_way_in_a_full_cache_are_counted(overrides):
+    small = ["rollout.engine.kv_cache_gib=0.0001", f"gconfig.stop_token_ids={list(range(3, 300, 12))}"]
+    folder = run(
+        overrides,
+        *small,
+        "gconfig.max_new_tokens=48",
+        "rollout.batch_size=8",
+        "actor.optimizer.lr=1e-5",
+        "actor.optimizer.lr=1e-5",
+        "actor.optimizer.lr=1e-5",
+    ).folder
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["rollout/preempted"] == 0, "with few completions behind it, the engine reserves whole rows"
+    assert 0 < sum(row["rollout/preempted"] for row in rows[1:]) < 60

@@ -15,7 +15,7 @@ class EmbeddedEngineConfig:
     """Sequences decoded together in one step."""
 
     kv_cache_gib: float = 2.0
-    """Memory for keys and values; when it is full, requests wait."""
+    """Memory for keys and values. When it is full, requests wait, and the latest may give way (`rollout/preempted`)."""
 
     prefill_chunk_tokens: int = 1024
     """Prompt tokens computed between two decode steps; longer prompts are computed in pieces of this size."""

@@ -20,6 +20,7 @@ class EngineMeter:
         self._busy_s = 0.0
         self._overlap = 0.0
         self._seen = (0.0, 0.0)
+        self._preempted = 0.0
         self._asked: float | None = None  # None: the trainer is not waiting for a batch
         self._waited_s = 0.0
         self._last = time.perf_counter()
@@ -49,7 +50,8 @@ class EngineMeter:
         """``time/overlap``: share of the last training time during which the engine was generating, 0 to 1.
         ``time/trainer_wait``, ``time/engine_idle``: shares of the time since the last call in which the trainer waited for a
         batch, and in which the engine did not generate. ``tokens_per_s/generate``: tokens a second of the time that it was
-        busy since the last call. Of a fleet also ``fleet/…``."""
+        busy since the last call. Of a fleet also ``fleet/…``, of the embedded engine ``rollout/preempted``: how often since the
+        last call a request gave its place in the cache away."""
         found = self.engine.statistics() if self.engine is not None else {}
         (tokens, busy_s), self._seen = self._seen, (found.get("generated_tokens", 0.0), found.get("busy_s", 0.0))
         rate = (self._seen[0] - tokens) / max(self._seen[1] - busy_s, 1e-9)
@@ -60,19 +62,22 @@ class EngineMeter:
             "time/engine_idle": min(1.0, max(0.0, 1.0 - (self._seen[1] - busy_s) / passed_s)) if self.engine else 0.0,
         }
         self._waited_s = 0.0
-        fleet = {name: value for name, value in found.items() if name.startswith("fleet/")}
+        more = {name: value for name, value in found.items() if name.startswith("fleet/")}
+        if "preempted" in found:
+            before, self._preempted = self._preempted, found["preempted"]
+            more["rollout/preempted"] = self._preempted - before
         threads = self._balance.after_step(waits) if self._balance is not None else {}
-        return {"time/overlap": self._overlap, **waits, **threads, "tokens_per_s/generate": rate, **fleet}
+        return {"time/overlap": self._overlap, **waits, **threads, "tokens_per_s/generate": rate, **more}
 
 
 def of_all_ranks(found: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
-    """The metrics of engines and rewards, from each rank's and how many samples it has judged: rates are added, of overlaps
-    and longest times the largest counts, and all else is a mean over the samples."""
+    """The metrics of engines and rewards, from each rank's and how many samples it has judged: rates and preemptions are
+    added, of overlaps and longest times the largest counts, and all else is a mean over the samples."""
     metrics = dict(found[0][1])
     for name in {name for _, own in found for name in own}:
         here = [(samples, own[name]) for samples, own in found if name in own]
         count = sum(samples for samples, _ in here)
-        if "_per_s" in name:
+        if "_per_s" in name or name == "rollout/preempted":
             metrics[name] = sum(value for _, value in here)
         elif name in ("time/overlap", "time/trainer_wait", "time/engine_idle") or "_max" in name:
             metrics[name] = max(value for _, value in here)
