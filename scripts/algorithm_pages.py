@@ -13,8 +13,12 @@ from pathlib import Path
 from tandem.algorithms.presets.notes import NOTES
 from tandem.algorithms.presets.pages import NOTATION, algorithm, as_yaml, refusals
 from tandem.cli.algorithms import metric
+from tandem.config.experiment import TrainConfig
+from tandem.config.load import load_config
 from tandem.config.parts import PARTS, Part
 from tandem.config.presets import PRESETS
+from tandem.flow.draw import text as graph
+from tandem.flow.plan import plan_run
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 BLOCK = re.compile(r"(<!-- from the code: ([\w.]+) -->\n).*?(<!-- end -->)", re.S)
@@ -78,8 +82,7 @@ def blocks(name: str) -> dict[str, str]:
         "formula": "\n".join(["```text", *_formula(name), "```"]),
         "values": "\n".join(_values(name)),
         "metrics": "\n".join(_metrics(name)),
-        "run": f"```bash\n.venv/bin/tandem train {' '.join(arguments(name))}\n```\n\n"
-        "`.venv/bin/tandem graph` with the same arguments lists the stages of a step, in order.",
+        "run": "\n".join(_run(name)),
         "refusals": "\n".join(_refusals(name)),
     }
 
@@ -142,6 +145,18 @@ def _metrics(name: str) -> Iterator[str]:
 def _refusals(name: str) -> Iterator[str]:
     for overrides, message in refusals(name):
         yield f"- `{overrides}`: " + message.replace("\n", "\n  ")
+
+
+def _run(name: str) -> Iterator[str]:
+    file, *overrides = arguments(name)
+    config = load_config(TrainConfig, DOCS.parent / file, overrides).config
+    yield from ("```bash", f".venv/bin/tandem train {file} {' '.join(overrides)}", "```", "")
+    yield "What runs in a step, in order (`.venv/bin/tandem graph` with the same arguments prints it):"
+    yield from ("", "```text", graph(plan_run(config)), "```")
+    within = {"filter": config.algorithm.filter.name != "none", "shaping": bool(config.algorithm.shaping)}
+    places = {"filter": "`generate`", "shaping": "`advantages`"}
+    if told := [f"`algorithm.{part}` is part of {places[part]}" for part, is_there in within.items() if is_there]:
+        yield from ("", f"{', '.join(told)}.")
 
 
 def index() -> dict[str, str]:

@@ -27,7 +27,8 @@ WALK = [
     ),
     (
         "src/tandem/rollout/collate.py",
-        "Groups become one packed batch: `[T]` tokens end to end, `[N]` sequences, no padding.",
+        "Groups become one packed batch: `[T]` tokens end to end, `[N]` sequences, no padding. Tokens older than the "
+        "[staleness bound](concepts.md#the-staleness-bound) are marked, so that they get no weight.",
     ),
     (
         "src/tandem/roles/actor.py",
