@@ -4,7 +4,8 @@
     tandem train examples/planner.yaml
 
 The planner reads a story of a journey and passes a country on. The worker sees this country and not the story, and says its
-capital. The planner is rewarded if that is the capital in question, and if it has not written the capital itself.
+capital. The planner is rewarded if that is the capital of the country where the journey ended, and if it has not written
+the capital itself.
 """
 
 import argparse
@@ -23,10 +24,10 @@ CAPITALS = {
 
 PEOPLE = ("Ann", "Ben", "Eva", "Tom", "Mia", "Jan")
 STORIES = (
-    "{who} lives in {home} and flies to {goal}, with a stop in {stop}. Which capital will {who} see at the end?",
-    "{who}, who was born in {home}, left {stop} and moved to {goal}. In which capital does {who} live now?",
-    "On the way from {home} to {goal} {who} wrote a letter in {stop}. In which capital did the journey end?",
-    "{who} wanted to see {stop}, but took the train from {home} to {goal}. Which capital did {who} see?",
+    "{who} lives in {home} and flies to {goal}, with a stop in {stop}. Where is {who} at the end?",
+    "{who}, who was born in {home}, left {stop} and moved to {goal}. Where does {who} live now?",
+    "On the way from {home} to {goal} {who} wrote a letter in {stop}. Where did the journey end?",
+    "{who} wanted to see {stop}, but took the train from {home} to {goal}. Where did {who} go?",
 )
 ASKED = "What is the capital of {}?"
 SHOWN = (("Belgium", "Brussels"), ("Denmark", "Copenhagen"))
