@@ -1,10 +1,9 @@
-"""Makes the data of the search recipe (docs/recipes/search_agent.md): sentences of Python's documentation without a word.
+"""Makes the data of the search recipe (docs/recipes/search_agent.md): sentences of Python's documentation that miss a word.
 
     python examples/search_data.py search_data
 
 The folder gets topics/, the texts of the module `pydoc_data.topics`, which the tool searches; rl.jsonl and test.jsonl, with
-questions and answers; and sft.jsonl: chats that show a search. No sentence is in two of these. shuffled.jsonl has the
-questions of rl.jsonl with the answers of others: a control.
+questions and answers; and sft.jsonl: chats that show a search. No sentence is in two of these.
 """
 
 import argparse
@@ -18,7 +17,7 @@ from pydoc_data.topics import topics
 
 from tandem import SearchBox, plain_chat, tool_schema
 
-SHOWN, TESTED = 32, 100
+SHOWN, TESTED = 64, 100
 SEARCH = {"results": 1, "passage_characters": 250}  # as in the YAML files of the recipe
 SENTENCE = re.compile(r"[A-Z][A-Za-z ,'-]+\.")
 
@@ -41,11 +40,11 @@ def question(sentence: str, seen: Counter[str]) -> dict[str, str] | None:
         return None
     before = " ".join(words[:gap])
     asked = " ".join([*words[:gap], "___", *words[gap + 1 :]])
-    return {"question": f"Which word is missing? {asked}.", "answer": words[gap], "query": before, "sentence": sentence}
+    return {"question": f"Fill the gap: {asked}.", "answer": sentence, "word": words[gap], "query": before}
 
 
 def shown(row: dict[str, str], tool: SearchBox) -> dict[str, object]:
-    """A chat that searches for the words before the gap, and reads the word that comes after them."""
+    """A chat that searches for the words before the gap, and copies the sentence that is found."""
     call = {"name": "search", "arguments": {"query": row["query"]}}
     chat = [
         {"role": "user", "content": row["question"]},
@@ -69,16 +68,13 @@ def main() -> None:
     sentences = [s for parts in texts.values() for part in parts for s in re.split(r"(?<=\.) ", part)]
     asked = (question(s, seen) for s in dict.fromkeys(sentences) if SENTENCE.fullmatch(s))
     tool = SearchBox(str(out / "topics"), **SEARCH)
-    rows = [row for row in asked if row and row["sentence"] in tool.search(row["query"])]  # the others have no answer
+    rows = [row for row in asked if row and row["answer"] in tool.search(row["query"])]  # the others have no answer
     draw = random.Random(0)
     draw.shuffle(rows)
-    left = rows[SHOWN + TESTED :]
-    answers = draw.sample([row["answer"] for row in left], len(left))
     written = {
         "sft": [shown(row, tool) for row in rows[:SHOWN]],
         "test": rows[SHOWN : SHOWN + TESTED],
-        "rl": left,
-        "shuffled": [row | {"answer": answer} for row, answer in zip(left, answers, strict=True)],
+        "rl": rows[SHOWN + TESTED :],
     }
     tool.close()
     for name, part in written.items():

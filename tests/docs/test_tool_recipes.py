@@ -48,7 +48,7 @@ def test_the_search_finds_the_answer_of_every_question_and_the_answer_is_not_in_
     for row in rows["test"] + rows["rl"]:
         found = tool.search(row["query"])
         assert row["answer"] in found and len(found) < 600
-        assert row["answer"] not in row["question"].split()
+        assert row["word"] in row["answer"] and row["word"] not in row["question"].split()
     tool.close()
 
 
@@ -58,9 +58,6 @@ def test_the_data_of_the_search_recipe_are_the_same_each_time_and_its_parts_shar
     shown = {row["messages"][1]["content"] for row in first["sft"]}
     parts = [shown, *({row["question"] for row in first[name]} for name in ("test", "rl"))]
     assert len(set.union(*parts)) == sum(map(len, parts)) and len(parts[1]) == 100
-    assert [row["question"] for row in first["shuffled"]] == [row["question"] for row in first["rl"]]
-    moved = [row["answer"] != other["answer"] for row, other in zip(first["rl"], first["shuffled"], strict=True)]
-    assert sum(moved) > 0.9 * len(moved)
 
 
 def test_the_coin_of_the_controls_knows_nothing_of_the_answer_and_its_accuracy_is_that_of_the_recipes():
