@@ -110,7 +110,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
             axes.plot(places, values, color=colour, marker="o", ms=4, label=name)
     left.set(title="right in training, %", xlabel="step of 4 questions, 8 answers each", ylim=(-3, 103))
     right.set(title="right on test questions, %", xlabel="step", ylim=(-3, 103))
-    right.legend(frameon=False, loc="lower right")
+    right.legend(frameon=False, loc="center right")
     for axes in (left, right):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path)

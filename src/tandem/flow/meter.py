@@ -50,8 +50,8 @@ class EngineMeter:
         """``time/overlap``: share of the last training time during which the engine was generating, 0 to 1.
         ``time/trainer_wait``, ``time/engine_idle``: shares of the time since the last call in which the trainer waited for a
         batch, and in which the engine did not generate. ``tokens_per_s/generate``: tokens a second of the time that it was
-        busy since the last call. Of a fleet also ``fleet/…``, of the embedded engine ``rollout/preempted``: how often since the
-        last call a request gave its place in the cache away."""
+        busy since the last call. Of a fleet also ``fleet/…``, of the embedded engine ``rollout/preempted``: how often since
+        the last call a request gave its place in the cache away."""
         found = self.engine.statistics() if self.engine is not None else {}
         (tokens, busy_s), self._seen = self._seen, (found.get("generated_tokens", 0.0), found.get("busy_s", 0.0))
         rate = (self._seen[0] - tokens) / max(self._seen[1] - busy_s, 1e-9)
