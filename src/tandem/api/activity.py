@@ -1,4 +1,4 @@
-"""What this process is doing, for whoever watches over it: counted where something was done, never by a clock.
+"""The progress of this process, for whoever watches over it: counted where something was done, never by a clock.
 
 A thread that only shows that it lives is no progress: the count grows where the work is, and a thread that works for the
 main one names the phases in which the main one waits for it.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 OTHER_RANKS = "the other ranks"
-"""What a rank waits for in a collective call."""
+"""The name of those that a rank waits for in a collective call."""
 
 GENERATING = ("generate", "evaluate", "verify")
 """Phases in which the main thread waits for episodes."""
@@ -27,7 +27,7 @@ class Activity:
     phase: str = "start"
     step: int = 0
     waits: str = ""
-    """What the main thread waits for; empty while it works."""
+    """The thing that the main thread waits for; empty while it works."""
 
 
 ACTIVITY = Activity()

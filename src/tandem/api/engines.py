@@ -18,7 +18,7 @@ InferencePart = Literal["weights", "kv_cache"]
 
 
 class Outputs(NamedTuple):
-    """What a forward pass gives a loss: per token ``[T]`` of the view, never logits.
+    """The results of a forward pass, for a loss: per token ``[T]`` of the view, never logits.
 
     Position t speaks of token t. At positions that are not predicted (the first of each sequence, and wherever the
     caller's ``loss_mask`` is false) log-probabilities and entropies are 0.
@@ -28,10 +28,10 @@ class Outputs(NamedTuple):
     """Empty where the model has a scalar head."""
 
     entropy: torch.Tensor | None = None
-    """None unless it was asked for."""
+    """Entropy ``[T]``; None unless it was asked for."""
 
     scores: torch.Tensor | None = None
-    """What a scalar head reads *after* token t, at every token; None where the model has none."""
+    """The output of a scalar head *after* token t, at every token; None if the model has none."""
 
 
 Metrics = Mapping[str, torch.Tensor]
@@ -48,12 +48,12 @@ LossFn = Callable[[Outputs, TensorDict], tuple[torch.Tensor, Metrics]]
 
 
 class TrainedAdapter(ABC):
-    """What an engine trains beside a frozen base (`LoRAConfig`)."""
+    """The adapter that an engine trains beside a frozen base (`LoRAConfig`)."""
 
     @property
     @abstractmethod
     def terms(self) -> Adapter:
-        """What its tensors make of the base."""
+        """The sum that its tensors add to the base."""
 
     @abstractmethod
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -66,7 +66,7 @@ class TrainedAdapter(ABC):
 
     @abstractmethod
     def surviving(self, dtype: torch.dtype) -> float | None:
-        """How much of it is left in merged weights that are rounded to ``dtype``, over a few matrices; see docs/lora.md.
+        """The share of it that is left in merged weights that are rounded to ``dtype``, over a few matrices; see docs/lora.md.
 
         1 is all of it, 0 nothing; None where it changes nothing yet. Collective."""
 
@@ -79,7 +79,7 @@ class TrainEngine(ABC):
     """A model that is trained. Takes and returns *global* batches; how they are sharded is its secret."""
 
     adapter: TrainedAdapter | None = None
-    """Where it trains one; None where it trains all weights."""
+    """The adapter that it trains; None if it trains all weights."""
 
     @abstractmethod
     def train_batch(self, batch: TensorDict, loss_fn: LossFn, *, entropy: bool = False) -> dict[str, float]:
@@ -135,7 +135,7 @@ class TrainEngine(ABC):
         return nullcontext(False)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `tandem.api.state.Stateful`: float32 weights, optimizer, and what its schedule counts. Whole tensors, or
+        """The state, as `tandem.api.state.Stateful` says: float32 weights, optimizer, and what its schedule counts. Whole tensors, or
         sharded ones as they are, under names that are the same for any number of ranks.
 
         Raises:
@@ -155,7 +155,7 @@ class TrainEngine(ABC):
         raise ConfigError(f"a {type(self).__name__} takes no optimizer state, so its run cannot be resumed")
 
     def late_writer(self, state: Mapping[str, Any]) -> Callable[[Path], None] | None:
-        """What writes to a folder, from any thread and without the other ranks, the files of `save` when `state_dict` gave
+        """A function that writes to a folder, from any thread and without the other ranks, the files of `save` when `state_dict` gave
         ``state``, of which this is a copy; None where that backend, or this model, can only be saved as it is now."""
         return None
 

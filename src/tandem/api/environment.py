@@ -10,7 +10,7 @@ class StepResult(NamedTuple):
     """The answer of an environment, in gymnasium's shape."""
 
     observation: str
-    """What the model reads next."""
+    """The text that the model reads next."""
 
     reward: float
     """Finite: what this turn earned."""

@@ -42,7 +42,7 @@ def append_line(path: Path, text: str) -> None:
 
 
 def not_written(path: Path, error: OSError) -> NotWritten:
-    """What is said of a file that the disk refuses."""
+    """The message about a file that the disk refuses."""
     return NotWritten(
         f"{path} could not be written: {error}. It is as it was before, and so are the checkpoints: free some space there, "
         "or make it writable, and repeat the command"

@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def is_file_spec(spec: str) -> bool:
-    """Whether a name means a user's file, ``my_file.py:name``, and not something registered."""
+    """True if a name means a user's file, ``my_file.py:name``, and not something registered."""
     return spec.rpartition(":")[0].endswith(".py")
 
 
@@ -92,7 +92,7 @@ def run_user_code(spec: str, function: Callable[..., T], **named: Any) -> T:
 
 
 def _raised(spec: str, error: BaseException) -> str:
-    """What it raised, and the last line of the user's file on the way there."""
+    """The error that it raised, and the last line of the user's file on the way there."""
     file = spec.rpartition(":")[0]
     if isinstance(error, SyntaxError) and error.lineno:
         line: int | None = error.lineno

@@ -4,7 +4,7 @@ import pickle
 
 
 def survives_pickling(error: Exception) -> bool:
-    """Whether the error comes out as it went in; those of some libraries do not."""
+    """True if the error comes out as it went in; those of some libraries do not."""
     try:
         copy = pickle.loads(pickle.dumps(error))
     except Exception:  # the worker boundary: whatever pickling raises, the error itself is told in words instead

@@ -1,4 +1,4 @@
-"""How a program is judged: the one case format, a column ``program_tests`` of the row.
+"""The tests of a program in one format, the column ``program_tests`` of the row.
 
 Two kinds. A *program* reads ``stdin`` and its ``stdout`` is compared. A *function* is called by test code, which runs in
 another process and reaches the functions of the answer, ``names``, through a pipe.

@@ -1,4 +1,4 @@
-"""What goes into an inference engine and what comes out: tokens, never text."""
+"""Requests to an inference engine and its responses: tokens, never text."""
 
 import enum
 import math
@@ -52,7 +52,7 @@ class LLMRequest:
     """Sampling; ``n_samples`` is not read here: one request is one completion."""
 
     noise_key: NoiseKey | None = None
-    """None: filled in by the episode that the request belongs to."""
+    """The key of its sampling noise; if None, the episode that the request belongs to fills it in."""
 
     affinity: str | None = None
     """Requests with the same affinity (one group, one chat) share prefixes and go to the same server."""

@@ -60,16 +60,16 @@ class Sample:
     """Named parts of the reward, where there are several."""
 
     raw_rewards: Mapping[str, float] = field(default_factory=dict)
-    """What these parts were before weight and options, where that is another number."""
+    """The values of these parts before weight and options, if they differ."""
 
     accuracy: float | None = None
-    """Whether the answer is right (0 to 1), before shaping; filters judge on it. None where it is unknown."""
+    """Correctness of the answer (0 to 1), before shaping; filters judge on it. None if it is unknown."""
 
     answer: str | None = None
     """The answer that the reward found in the completion; None where it found none, or looks for none."""
 
     extracted: bool | None = None
-    """Whether it found one; None where it looks for none."""
+    """True if the reward found an answer; None if it looks for none."""
 
     own_reward: bool = False
     """True: whoever made it has judged it, so that no term of the configured reward is added."""
@@ -95,10 +95,10 @@ class Sample:
     """Whatever the workflow wants averaged in the step's metrics."""
 
     words: Mapping[str, str] = field(default_factory=dict)
-    """What judges wrote about it, by the name of the reward; for the record."""
+    """The words of judges about it, by the name of the reward; for the record."""
 
     timings: tuple[RequestTiming, ...] = field(default=(), compare=False)
-    """Of its requests in order, where the engine knows them; for the record."""
+    """Timings of its requests in order, if the engine knows them; for the record."""
 
     @property
     def num_trained_tokens(self) -> int:
@@ -124,7 +124,7 @@ class Group:
     """Reasons of the samples that failed and are missing here."""
 
     failure_words: tuple[str, ...] = ()
-    """What is to be said of each of them; for the record."""
+    """The message about each of them; for the record."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Dropped:
     """A prompt that was not trained."""
 
     reason: str
-    """As metrics count it: ``filter/…``, ``deadline``, ``reward_timeout``, …"""
+    """The reason as metrics count it: ``filter/…``, ``deadline``, ``reward_timeout``, …"""
 
     words: str
     """The message of the failure; empty where it has none."""
@@ -143,16 +143,16 @@ class Dropped:
 
 @dataclass(frozen=True)
 class Vote:
-    """How the answers of a group went; one entry an answer."""
+    """The votes of a group, an entry for each answer."""
 
     agrees: tuple[bool, ...]
-    """Whether it equals the majority."""
+    """True for an answer that equals the majority."""
 
     ratio: float
     """Share of all answers, unparsable ones included, that agree."""
 
     right: tuple[bool, ...] | None = None
-    """Whether it equals the expected one; None where that is not known."""
+    """True for an answer that equals the expected one; None if that is not known."""
 
     undecided: int = 0
     """Comparisons that failed; the two answers were taken for different."""

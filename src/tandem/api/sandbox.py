@@ -10,7 +10,7 @@ from typing import Literal
 from tandem.config.errors import ConfigError
 
 Status = Literal["ok", "exit", "signal", "timeout", "memory", "output", "refused", "lost"]
-"""How a program ended.
+"""The ways in which a program ends.
 
 ok: exit code 0. exit: another exit code. signal: killed by a signal that the sandbox did not send. timeout: wall or CPU time
 was used up. memory, output: more than the limit. refused: it never began, for example because the command to execute is not
@@ -32,7 +32,7 @@ class Limits:
     """Open files of each process."""
 
     output_bytes: int = 1 << 20
-    """Of standard output and of standard error, each."""
+    """Limit of standard output and of standard error, each."""
 
     file_mib: int = 64
     """All files together; they lie in memory where the back end can do that, beside `memory_mib`."""
@@ -104,7 +104,7 @@ def check_path(path: str) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a program."""
+    """The end of a program: status, output and time."""
 
     status: Status
     exit_code: int | None = None

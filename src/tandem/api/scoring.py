@@ -34,7 +34,7 @@ class FrozenModel:
     """Precision; None takes the actor's."""
 
     backend: str | None = None
-    """How it is spread over ranks, such as ``fsdp:d1`` for the first one alone; None takes the actor's."""
+    """Its layout over ranks, such as ``fsdp:d1`` for the first one alone; None takes the actor's."""
 
 
 class Reader(Protocol):

@@ -151,7 +151,7 @@ class PerEpisode:
         self._shared: Any = None
 
     def shared(self, make: Callable[[str, Mapping[str, Any]], T]) -> T:
-        """What ``make(spec, knobs)`` made at the first call, for all that ask. It is closed with the run.
+        """The object that ``make(spec, knobs)`` made at the first call, for all that ask. It is closed with the run.
 
         Raises:
             ConfigError: the environment asks for services of the run, which cannot go to another process.
@@ -301,7 +301,7 @@ class Services:
         return tuple(name for name in self._terms if name not in self._given)
 
     def once(self, name: str, make: Callable[[], T]) -> T:
-        """What was made under this name, or is made now; it is closed with the others."""
+        """The object that was made under this name, or is made now; it is closed with the others."""
         if name not in self._made:
             self._made[name] = self.keep(make())
         return cast(T, self._made[name])

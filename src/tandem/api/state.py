@@ -1,4 +1,4 @@
-"""What a run's future depends on, and how each part of a run says so."""
+"""The state that a run's future depends on, and the protocol by which each part of a run gives its own."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ whoever writes it gathers it, one after another. Everything else is rank 0's wor
 
 @dataclass(frozen=True)
 class Part:
-    """What one rank has of a tensor: a block of it, or of the row of all its entries."""
+    """The part of a tensor that one rank has: a block of it, or of the row of all its entries."""
 
     values: torch.Tensor
     """Empty where another rank gives the same."""
@@ -26,10 +26,10 @@ class Part:
     """Place of the block's first entry in the whole."""
 
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole tensor."""
 
     flat: bool = False
-    """Whether the block is of the row: ``start`` has one number then."""
+    """True if the block is of the row: ``start`` has one number then."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Parted:
 
 
 def part_of(tensor: torch.Tensor) -> Part:
-    """What this rank has of a tensor that may be sharded; of copies, the first one is given."""
+    """The part that this rank has of a tensor that may be sharded; of copies, the first one is given."""
     if not isinstance(tensor, DTensor):
         return Part(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
     local, coordinate = tensor.to_local(), tensor.device_mesh.get_coordinate()

@@ -11,12 +11,12 @@ import torch
 from safetensors import safe_open
 
 VALUE_FILE = "value_head.safetensors"
-"""Where the second head of an actor that is a critic too lies, beside a language model that others open without it."""
+"""The file of the second head of an actor that is a critic too, beside a language model that others open without it."""
 
 
 @dataclass(frozen=True)
 class WeightVersion:
-    """Which weights: number of updates published so far, and a digest of all tensors."""
+    """Identity of weights: number of updates published so far, and a digest of all tensors."""
 
     number: int
     digest: str = ""
@@ -50,7 +50,7 @@ class FolderSource(WeightSource):
     """Holds ``*.safetensors``, ``config.json`` and the tokenizer's files, so that any server can open it."""
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `WeightSource`: one file after another, but for a second head. Raises `OSError` where the folder is gone."""
+        """All tensors, one file after another, but for a second head. Raises `OSError` if the folder is gone."""
         files = sorted(file for file in self.folder.glob("*.safetensors") if file.name != VALUE_FILE)
         if not files:
             raise OSError(f"no *.safetensors in {self.folder}: the update was removed before it was read")
@@ -60,13 +60,13 @@ class FolderSource(WeightSource):
                     yield name, opened.get_tensor(name)
 
     def place(self) -> Mapping[str, Any]:
-        """See `WeightSource`."""
+        """The folder."""
         return {"folder": str(self.folder.resolve())}
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """How low-rank matrices become weights of the model that they belong to: ``W + scaling · B A``.
+    """Low-rank matrices and the weights of the model that they belong to: ``W + scaling · B A``.
 
     Their names are those of W with ``.lora_A.weight [r, in]`` and ``.lora_B.weight [out, r]`` at the end; both are float32.
     """

@@ -13,7 +13,7 @@ class GeneratesTokens(Protocol):
     """The side of an inference engine that a workflow sees."""
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
-        """See `InferenceEngine.agenerate`."""
+        """Generates, as `InferenceEngine.agenerate` says."""
         ...
 
 
@@ -34,13 +34,13 @@ class RewardResult:
     """The answer that was found in the completion; None where none was found, or none is looked for."""
 
     extracted: bool | None = None
-    """Whether an answer was found; None where the reward looks for none."""
+    """True if an answer was found; None if the reward looks for none."""
 
     words: Mapping[str, str] = field(default_factory=dict)
-    """What judges wrote, by the name of the reward."""
+    """The words of judges, by the name of the reward."""
 
     raw_rewards: Mapping[str, float] = field(default_factory=dict)
-    """What parts were before weight and options, where there are any."""
+    """The values of parts before weight and options, if there are any."""
 
     def details(self) -> dict[str, Any]:
         """Gives what `Chat.sample` takes besides the value; the chat itself carries `raw_rewards`."""
@@ -70,7 +70,7 @@ class RewardFn(ABC):
         """Raises `RewardFailure`: ``reward_raised``, ``reward_timeout``, ``reward_not_finite`` or ``reward_wrong_type``."""
 
     def metrics(self) -> dict[str, float]:
-        """What it counts itself, since the last call; none, unless it says otherwise."""
+        """Its own counts since the last call; none, unless it says otherwise."""
         return {}
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ from tandem.state.machine import usable_cores
 ASK_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 3600.0
 MIN_TEMPERATURE = 0.01
-"""What servers take."""
+"""The lowest temperature that servers take."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -160,7 +160,7 @@ class RemotePartner(Partner):
         self._messages.append({"role": "assistant", "content": "".join(said)})
 
     def close(self) -> None:
-        """See `Partner`."""
+        """Closes the connection."""
 
 
 def _token(file: Path) -> str:

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def data_config(arguments: argparse.Namespace) -> DatasetConfig:
-    """Where the rows come from.
+    """The source of the rows.
 
     Raises:
         ConfigError: an unknown key, or a number that cannot be.

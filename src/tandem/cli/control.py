@@ -76,7 +76,7 @@ def refuse_ended(folder: Path) -> None:
 
 
 def shown(folder: Path) -> str:
-    """What the reward is, what was changed, and what is waiting."""
+    """The reward as it is, its changes, and those that wait."""
     made = changes(folder, str(run_info(folder).get("id") or "") or None)
     reward = str(made[-1]["reward"]) if made else load_config(TrainConfig, folder / "config.yaml").config.reward
     every = (term for one in sums_of(reward) for term in read_terms(one))

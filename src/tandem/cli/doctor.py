@@ -43,14 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def writable(folder: Path) -> tuple[bool, float]:
-    """Whether the folder (or, where it does not exist, its nearest parent) can be written to, and the GiB free there."""
+    """True if the folder (or, where it does not exist, its nearest parent) can be written to, and the GiB free there."""
     while not folder.exists():
         folder = folder.parent
     return os.access(folder, os.W_OK), round(shutil.disk_usage(folder).free / GIB, 1)
 
 
 def model_cache() -> dict[str, Any]:
-    """What the cache of built-in models holds."""
+    """The contents of the cache of built-in models."""
     folder = Path(os.environ.get("TANDEM_CACHE") or Path.home() / ".cache" / "tandem")
     files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
     models = sorted({path.parent.name for path in files if path.suffix == ".safetensors"})
@@ -92,7 +92,7 @@ def examine(root: Path) -> dict[str, Any]:
 
 
 def advice(report: dict[str, Any]) -> list[str]:
-    """What to change, from most to least important."""
+    """Changes that would help, from most to least important."""
     here, said = report["machine"], []
     if not report["run_root"]["writable"]:
         said.append("runs cannot be written here: give another run.root")
@@ -136,7 +136,7 @@ def redact(value: Any, secrets: dict[str, str]) -> Any:
 
 
 def private() -> dict[str, str]:
-    """What must not be shown, and what stands for it: the home folder, and the user's name unless it is a common word."""
+    """Words that must not be shown, each with its replacement: the home folder, and the user's name unless it is a common word."""
     found = {str(Path.home()): "~"} if str(Path.home()) != "/" else {}
     try:
         user = getpass.getuser()

@@ -1,4 +1,4 @@
-"""What the commands that serve share: address, tokens, and serving until they are told to end."""
+"""The common part of the commands that serve: address, tokens, and serving until they are told to end."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""What the training commands share: load the configuration, run, report the result."""
+"""The common part of the training commands: load the configuration, run, report the result."""
 
 import argparse
 import contextlib
@@ -127,7 +127,7 @@ def describe(summary: Any) -> str:
 
 
 def _is_classifier(checkpoint: Path) -> bool:
-    """Whether a checkpoint scores texts and writes none."""
+    """True if a checkpoint scores texts and writes none."""
     file = checkpoint / "config.json"
     architectures = json.loads(file.read_text()).get("architectures") or [] if file.is_file() else []
     return any(name.endswith("ForSequenceClassification") for name in architectures)

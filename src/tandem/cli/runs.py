@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def entries(root: Path) -> Iterator[dict[str, Any]]:
-    """Of all runs below a root; of an experiment's, where the folder is one, or of the run that it is itself. What cannot be
+    """Entries of all runs below a root: of an experiment's if the folder is one, or of the run that it is itself. What cannot be
     read is said."""
     nearer = [path for path in (root, *root.glob("*/")) if _is_no_experiment(path)]
     for folder in sorted([*nearer, *root.glob("*/*/")]):
@@ -54,7 +54,7 @@ def entries(root: Path) -> Iterator[dict[str, Any]]:
 
 
 def _is_no_experiment(folder: Path) -> bool:
-    """Whether the folder is a run's: it says so, or has a run's files and no run below it, which may be called like them."""
+    """True if the folder is a run's: it says so, or has a run's files and no run below it, which may be called like them."""
     if os.path.isfile(folder / "run.json"):
         return True
     return _has_a_runs_files(folder) and not any(map(_has_a_runs_files, (*folder.glob("*/"), *folder.glob("*/*/"))))
@@ -65,7 +65,7 @@ def _has_a_runs_files(folder: Path) -> bool:
 
 
 def entry(run: ExistingRun) -> dict[str, Any]:
-    """What is told of a run; sizes in bytes."""
+    """The facts about a run that the command shows; sizes in bytes."""
     status: dict[str, Any] = {"status": run.status}
     if run.status == "running" and not is_held(run.folder):
         host = begun_elsewhere(run.folder)

@@ -15,7 +15,7 @@ Rule = tuple[str, Any, bool, str]
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_new_tokens: int, temperature: float) -> None:
-    """How the model is sampled; the values given here are the defaults."""
+    """The options of sampling; the values given here are the defaults."""
     default = f"default: {max_new_tokens}"
     parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens, help=f"longest answer in tokens ({default})")
     scale = f"1 is the model itself, lower is surer (default: {temperature:g})"
@@ -26,7 +26,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_new_tokens: i
 
 
 def add_device_arguments(parser: argparse._ActionsContainer) -> None:
-    """Where the model computes, and how precisely."""
+    """The options of device and precision."""
     choices: dict[str, Any] = {"choices": ("auto", "bfloat16", "float32"), "default": "auto"}
     parser.add_argument("--dtype", **choices, help="default: what is fast here")
     parser.add_argument("--threads", type=int, help="CPU threads (default: all)")

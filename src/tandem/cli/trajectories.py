@@ -184,7 +184,7 @@ def _head(sample: "RecordedSample") -> str:
 
 
 def _ends(sample: "RecordedSample") -> list[str]:
-    """How its trajectories ended: ``ended by stop``, ``3 trajectories ended by stop (2), length (1)``."""
+    """The ends of its trajectories in words: ``ended by stop``, ``3 trajectories ended by stop (2), length (1)``."""
     if not sample.stop_reason:
         return []
     told = ", ".join(f"{why} ({count})" for why, count in Counter(sample.stop_reason).items())

@@ -40,7 +40,7 @@ class KLConfig:
     constant."""
 
     horizon: float = 10000.0
-    """How slowly the coefficient is adapted: over this many samples it changes by at most a fifth."""
+    """Samples over which the coefficient changes by at most a fifth."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class AlgorithmConfig:
     """Named algorithm: it sets the defaults of all other keys of this section (`tandem algorithms` lists them)."""
 
     advantage: Component = field(default_factory=lambda: Component("grpo"))
-    """How rewards become advantages."""
+    """The function that makes advantages from rewards."""
 
     whitening: Literal["none", "group", "batch"] = "none"
     """Bring the advantages of all trained tokens to mean 0 and variance 1 within each group, or over the batch, whatever
@@ -89,7 +89,7 @@ class AlgorithmConfig:
     """Loss of each token."""
 
     aggregation: Component = field(default_factory=lambda: Component("sequence_mean"))
-    """How the losses of tokens are averaged over the batch."""
+    """The way in which the losses of tokens are averaged over the batch."""
 
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     """Off-policy correction."""
@@ -101,7 +101,7 @@ class AlgorithmConfig:
     """Changes to each reward, in order: `scale`, `bias`, `clip`, `overlong`, `mask_truncated`, `penalize_truncated`."""
 
     filter: Component = field(default_factory=lambda: Component("none"))
-    """Which groups are trained on; `dynamic_sampling` keeps drawing until the batch is full."""
+    """The rule for the groups that are trained on; `dynamic_sampling` keeps drawing until the batch is full."""
 
     labels: Literal["reward", "majority"] = "reward"
     """`reward`: samples are judged by the run's reward. `majority`: by agreement with most samples of their group (TTRL);
@@ -111,7 +111,7 @@ class AlgorithmConfig:
     """Use only this many samples of each group, the first ones, for training and for its statistics; null uses all."""
 
     token_filter: Component = field(default_factory=lambda: Component("none"))
-    """Which tokens of the batch are trained on: `top_entropy` keeps those where the policy is least certain."""
+    """The rule for the tokens that are trained on: `top_entropy` keeps those where the policy is least certain."""
 
     entropy_coefficient: float = 0.0
     """Weight of the entropy bonus."""

@@ -1,4 +1,4 @@
-"""What follows from a configuration: staleness bound, placement, steps, and the arithmetic of a run in words."""
+"""Quantities that follow from a configuration: staleness bound, placement, steps, and the arithmetic of a run in words."""
 
 import math
 from dataclasses import replace
@@ -88,7 +88,7 @@ def rewards_of(config: TrainConfig) -> tuple[str, ...]:
 
 
 def is_save_due(config: BaseConfig, step: int, steps: int, leaving: bool = False) -> bool:
-    """Whether `checkpoint` asks for a save after this step, of ``steps``. ``leaving``: the run is interrupted after it, and
+    """True if `checkpoint` asks for a save after this step, of ``steps``. ``leaving``: the run is interrupted after it, and
     saved if it saves at all and can go on from there."""
     wish = config.checkpoint
     on_leaving = leaving and wish.resumable and (wish.every_steps is not None or wish.at_end)

@@ -1,4 +1,4 @@
-"""What `actor.backend` says: how a model is laid over ranks."""
+"""The layout of a model over ranks, as `actor.backend` names it."""
 
 import re
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ class Layout:
 
     @property
     def batches(self) -> int:
-        """How many different micro-batches are computed at a time."""
+        """Number of different micro-batches that are computed at a time."""
         return self.data * self.replicas
 
     @property
@@ -96,7 +96,7 @@ def _zero_layout(backend: str, rest: str, key: str) -> Layout:
 
 
 def fewer_ranks_problems(layout: Layout, written: str, config: "TrainEngineConfig") -> Iterator[str]:
-    """What keeps a model of this layout from sitting on the first of the actor's ranks; one message each. ``config``: the
+    """Reasons why a model of this layout cannot sit on the first of the actor's ranks, a message each. ``config``: the
     actor's. ``written``: as in `layout_problems`."""
     there = parse_layout(config.backend).ranks
     if layout.ranks > there:
@@ -118,7 +118,7 @@ def fewer_ranks_problems(layout: Layout, written: str, config: "TrainEngineConfi
 
 
 def layout_problems(layout: Layout, written: str, config: "TrainEngineConfig") -> Iterator[str]:
-    """What does not go with a layout; one message each. ``written``: the key and the backend, ``actor.backend=…``."""
+    """Settings that do not go with a layout, a message each. ``written``: the key and the backend, ``actor.backend=…``."""
     if layout.tensor > 1 and config.offload:
         yield (
             f"actor.offload=true does not work with {written}: ranks that share matrices (t) exchange gradients from "

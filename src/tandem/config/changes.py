@@ -1,4 +1,4 @@
-"""What may be changed in a run that goes on, and what becomes of the spelling of its reward. Pure text."""
+"""Changes to the reward of a run that goes on, as pure text: the actions, and the spelling that results."""
 
 import math
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ ACTIONS = {
     "reward.add": "TERM",
     "reward.remove": "NAME",
 }
-"""What can be changed → what is written behind it."""
+"""Each action, with the form of its argument."""
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def check(config: BaseConfig, written: Container[str] = ()) -> None:
 
 
 def problems(config: BaseConfig, written: Container[str] = ()) -> list[str]:
-    """What cannot work, one message each; see `check`."""
+    """A message for each setting that cannot work; see `check`."""
     wrong = [*_limits(config), *_texts(config), *_common(config), *unused(config, written)]
     wrong += lora_problems(config, compares=isinstance(config, (TrainConfig, DistillConfig, PreferenceConfig)))
     if isinstance(config, TrainConfig):
@@ -169,7 +169,7 @@ def _dataset(key: str, data: DatasetConfig | ValidDatasetConfig) -> Iterator[str
 
 
 def _backends(config: BaseConfig) -> Iterator[str]:
-    """How each model is spread: over the actor's ranks, or the first few of them."""
+    """Checks the layout of each model: over all of the actor's ranks, or the first few of them."""
     fits = False
     for role in ("actor", "critic", "reference", "teacher"):
         backend = getattr(getattr(config, role, None), "backend", None)
@@ -187,7 +187,7 @@ def _backends(config: BaseConfig) -> Iterator[str]:
 
 
 def _fleet(config: TrainConfig) -> Iterator[str]:
-    """What a fleet cannot do with the rest of the configuration."""
+    """A message for each setting that does not go with a fleet."""
     rollout = config.rollout
     if rollout.backend in INSIDE:
         return
@@ -199,7 +199,7 @@ def _fleet(config: TrainConfig) -> Iterator[str]:
 
 
 def _memory_limit(config: TrainConfig) -> Iterator[str]:
-    """What cannot sleep."""
+    """A message for each setting under which models cannot sleep."""
     limit = f"memory_limit_gib={config.memory_limit_gib}"
     if config.memory_limit_gib is None:
         return

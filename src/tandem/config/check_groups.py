@@ -1,4 +1,4 @@
-"""Whether what is done with groups, prompts and earlier batches fits the rest."""
+"""Checks of groups, prompts and earlier batches against the rest of the configuration."""
 
 from collections.abc import Container, Iterator
 
@@ -9,7 +9,7 @@ from tandem.config.parts import part_of
 
 
 def groups(config: TrainConfig, written: Container[str] = ()) -> Iterator[str]:
-    """What contradicts what. ``written``: the keys that the user set himself."""
+    """A message for each contradiction. ``written``: the keys that the user set."""
     yield from _part(config)
     if config.algorithm.labels == "majority":
         yield from _majority(config, written)

@@ -28,7 +28,7 @@ class ForeignName(NamedTuple):
     """Our keys for it, some as ``key=value``; empty if there are none."""
 
     differs: str
-    """How the meaning differs."""
+    """The difference in meaning."""
 
 
 @functools.cache
@@ -79,7 +79,7 @@ def _with_parent(ours: str) -> set[str]:
 
 
 def _closeness(name: str, key: str, own: set[str]) -> int:
-    """How surely ``key`` is this name: the same, the same with more before it, or a part of it; 0: it is not."""
+    """The certainty that ``key`` is this name: the same, the same with more before it, or a part of it; 0: it is not."""
     if name == key and ("." in name or name not in own):
         return 1000
     if name.rpartition(".")[2] in own:

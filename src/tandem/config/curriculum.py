@@ -1,4 +1,4 @@
-"""Which prompts are drawn: the `curriculum` section."""
+"""The choice of prompts: the `curriculum` section."""
 
 from dataclasses import dataclass
 

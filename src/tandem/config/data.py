@@ -124,5 +124,5 @@ class ValidDatasetConfig:
 
 
 def is_procedural(path: str) -> bool:
-    """Whether a path names rows that are computed."""
+    """True if a path names rows that are computed."""
     return path in PROCEDURAL or path.startswith("reasoning_gym:")

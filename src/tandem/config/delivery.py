@@ -1,4 +1,4 @@
-"""How weights reach the inference engines, and the proof that they did."""
+"""The delivery of weights to the inference engines, and its proof."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class DeliveryConfig:
-    """How new weights reach the inference engines; see docs/weights.md."""
+    """The delivery of new weights to the inference engines; see docs/weights.md."""
 
     channel: Literal["auto", "disk", "collective"] = "auto"
     """`auto`: shared memory, or a folder if a server reads from one; `disk`: always the folder; `collective`: a process
@@ -25,7 +25,7 @@ class VerifyConfig:
     """Verify at steps 1 and 3, and then every so many steps; null turns it off."""
 
     trajectories: int = 8
-    """How many trajectories are scored again, from different groups if possible."""
+    """Number of trajectories that are scored again, from different groups if possible."""
 
     tolerance: float | None = None
     """Largest mean difference of log-probabilities, in nats; beyond it the run ends with a diagnosis. null takes 0.001 if
@@ -33,7 +33,7 @@ class VerifyConfig:
 
 
 def delivery_problems(channel: str, backend: str, placement: str) -> Iterator[str]:
-    """What of `rollout.weights` contradicts the rest; one message each."""
+    """A message for each setting of `rollout.weights` that contradicts the rest."""
     if channel == "collective" and (backend not in ("embedded", "auto") or placement != "decoupled"):
         yield (
             f"rollout.weights.channel=collective is for one embedded engine in a process of its own, and here "

@@ -1,4 +1,4 @@
-"""Which GPUs of a machine the ranks of training and the inference servers use.
+"""The GPUs of a machine that training ranks and inference servers use.
 
 Devices are counted as torch counts them, from 0, among those that the process may see (``CUDA_VISIBLE_DEVICES``).
 """

@@ -8,7 +8,7 @@ class TandemError(Exception):
     """Root of all errors that Tandem raises on purpose."""
 
     may_pass: ClassVar[bool] = False
-    """Whether a run that ended with it may go better when it is started again: machines fail so, configurations do not."""
+    """True if a run that ended with it may succeed when it is started again: machines fail so, configurations do not."""
 
 
 class ConfigError(TandemError, ValueError):

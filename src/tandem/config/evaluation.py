@@ -107,7 +107,7 @@ class EvaluationConfig:
     """The other model that the workflow talks to, as in training."""
 
     sandbox: Spec = "auto"
-    """Where programs run that nobody trusts, as in training."""
+    """The place where programs run that nobody trusts, as in training."""
 
     system_prompt: str | None = None
     """System message before each prompt; null: none."""
@@ -150,7 +150,7 @@ class EvaluationConfig:
     """A sample that takes longer, its wait within the wave included, fails with the reason `deadline`."""
 
     max_retries: int = 2
-    """How often a sample is run again after a failure of the infrastructure."""
+    """Number of times that a sample is run again after a failure of the infrastructure."""
 
     out: str = "evaluations"
     """Folder that holds the folders of all evaluations."""

@@ -88,13 +88,13 @@ class BaseConfig:
     """Saving."""
 
     recover: RecoverConfig = field(default_factory=RecoverConfig)
-    """What happens on interruptions and faults."""
+    """The behaviour on interruptions and faults."""
 
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     """Evaluation during training."""
 
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
-    """Where metrics and samples are written."""
+    """The places where metrics and samples are written."""
 
 
 @dataclass(frozen=True)
@@ -151,11 +151,11 @@ class TrainConfig(BaseConfig):
     Given to a workflow that asks for `partner` (docs/recipes/two_models.md)."""
 
     sandbox: Spec = "auto"
-    """Where programs run that nobody trusts: `auto`, `bubblewrap`, `landlock`, `none` (no walls at all), or your own as
+    """The place where programs run that nobody trusts: `auto`, `bubblewrap`, `landlock`, `none` (no walls at all), or your own as
     `my_file.py:Name`. Given to whoever asks for `sandbox`, such as the reward `code` (docs/sandbox.md)."""
 
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
-    """Which prompts are drawn."""
+    """The choice of prompts."""
 
     gconfig: GenerationConfig = field(default_factory=GenerationConfig)
     """Sampling."""

@@ -1,4 +1,4 @@
-"""How an optional library is installed, in words that work where the message is read."""
+"""The command that installs an optional library, in words that work where the message is read."""
 
 import sys
 from pathlib import Path

@@ -87,7 +87,7 @@ class FleetConfig:
     as `{max-num-batched-tokens: 8192, enforce-eager: true}`. Unknown ones are refused before the run starts."""
 
     startup_timeout_s: float = 600.0
-    """How long a server that the run starts may take to load its model."""
+    """Seconds that a server which the run starts may take to load its model."""
 
     probe_every_s: float = 2.0
     """A server that shows no progress for this long is asked for one token, as a test."""
@@ -102,10 +102,10 @@ class FleetConfig:
     """A request that a server has not answered within this time moves to another server."""
 
     max_server_retries: int = 3
-    """How often a request moves to another server before it counts as failed."""
+    """Number of times that a request moves to another server before it counts as failed."""
 
     max_restarts: int = 3
-    """How often an hour a server of this run may be started again."""
+    """Number of times an hour that a server of this run may be started again."""
 
     empty_timeout_s: float = 300.0
     """The run ends if no server was healthy for this long while requests were waiting."""
@@ -115,7 +115,7 @@ class FleetConfig:
     them."""
 
     drain_timeout_s: float = 120.0
-    """How long a server that leaves may take to finish its requests, and how long `finish_before_update` waits.
+    """Seconds that a server which leaves may take to finish its requests, and that `finish_before_update` waits.
     Requests that are left then are moved or interrupted."""
 
 

@@ -1,4 +1,4 @@
-"""How completions are sampled: the `gconfig` section."""
+"""The sampling of completions: the `gconfig` section."""
 
 from dataclasses import dataclass
 

@@ -90,7 +90,7 @@ def _preset_of(cls: type, tree: Mapping[str, Any], problems: list[str]) -> list[
 
 
 def _preset(tree: Mapping[str, Any]) -> list[Assignment]:
-    """What the chosen preset sets, as assignments."""
+    """The values that the chosen preset sets, as assignments."""
     name = tree.get("algorithm", {}).get("preset", "grpo")
     if name not in PRESETS:
         raise ConfigError(f"algorithm.preset={name} is not known; {nearest_names(name, PRESETS)}")

@@ -33,7 +33,7 @@ class LoRAConfig:
 
     @property
     def scaling(self) -> float:
-        """What an adapter's product is multiplied by."""
+        """The factor of an adapter's product."""
         return 0.0 if self.rank is None else (2.0 if self.alpha is None else self.alpha / self.rank)
 
 

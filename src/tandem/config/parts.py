@@ -15,7 +15,7 @@ class KnobRule:
     """One knob: its default, and the values that it may have."""
 
     default: Knob | None = None
-    """That of the function's signature. None: filled in from the rest of the configuration, see ``meaning``."""
+    """The default in the function's signature. None: filled in from the rest of the configuration, see ``meaning``."""
 
     low: float | None = None
     """Smallest value."""
@@ -53,7 +53,7 @@ class KnobRule:
         return ", ".join(parts) + "".join(f", or {value:g}" for value in self.also)
 
     def allows(self, value: Knob) -> bool:
-        """Whether the value is of the right kind and inside the bounds."""
+        """True if the value is of the right kind and inside the bounds."""
         if self.choices or isinstance(self.default, str):
             return isinstance(value, str) and (not self.choices or value in self.choices)
         if isinstance(self.default, bool):

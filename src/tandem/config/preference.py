@@ -61,7 +61,7 @@ class RewardModelConfig(BaseConfig):
     """Rows longer than this, in tokens (on either side), are dropped and counted."""
 
     margin: float = 0.0
-    """How much higher the better side should score; rows with a `margin` column use their own."""
+    """The least difference wanted between the scores of the two sides; rows with a `margin` column use their own."""
 
     step_separator: str = "\n"
     """Text between the steps of a completion, with `supervision=steps`."""

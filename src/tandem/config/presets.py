@@ -34,13 +34,13 @@ class Preset:
     """One line for `tandem config` and the docs."""
 
     values: Mapping[str, Any]
-    """What the preset sets."""
+    """The values that the preset sets."""
 
     asynchronous: Mapping[str, Any] | None = field(default_factory=lambda: DECOUPLED_PPO)
     """Set in addition when training is asynchronous or replays: the behaviour correction. None: never asynchronous."""
 
     run: Mapping[str, Any] = field(default_factory=_data)
-    """What it sets outside of the `algorithm` section."""
+    """The values that it sets outside of the `algorithm` section."""
 
 
 def _ppo_clip(low: float = 0.2, high: float = 0.2) -> Mapping[str, Any]:

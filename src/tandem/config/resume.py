@@ -1,4 +1,4 @@
-"""Which keys a run that goes on may have otherwise than it began with."""
+"""The keys that may differ between the beginning of a run and its continuation."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -55,7 +55,7 @@ MAY_CHANGE = (
 
 
 FIXED = ("rollout.dtype",)
-"""What stays as it is, although it stands below a key that may change."""
+"""Keys that may not change, although they stand below a key that may."""
 
 OTHER_DEFAULTS = {"rollout.min_group_size": (1, None)}
 """Key → its default in an older version, and now. A run that began with the one goes on with the other: a command that does
@@ -73,26 +73,26 @@ class Difference(NamedTuple):
     before: Any
     now: Any
     added: bool = False
-    """Whether there was no such key before, in a mapping whose keys are the user's own."""
+    """True if there was no such key before, in a mapping whose keys are the user's own."""
 
     @property
     def key(self) -> str:
-        """As it is written."""
+        """The key as it is written."""
         return ".".join(self.path)
 
     @property
     def is_free(self) -> bool:
-        """Whether it changes nothing that is learnt."""
+        """True if it changes nothing that is learnt."""
         return is_free(self.key)
 
     @property
     def passes(self) -> bool:
-        """Whether nobody need be asked."""
+        """True if the change needs nobody's consent."""
         return self.is_free or OTHER_DEFAULTS.get(self.key) == (self.before, self.now)
 
     @property
     def may_change(self) -> bool:
-        """Whether `--override` lets it pass."""
+        """True if `--override` lets it pass."""
         return self.is_free or (_below(self.key, MAY_CHANGE) and not _below(self.key, FIXED))
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ def differences(
 
 
 def is_free(key: str) -> bool:
-    """Whether a key changes nothing that is learnt."""
+    """True if a key changes nothing that is learnt."""
     return _below(key, FREE)
 
 

@@ -1,4 +1,4 @@
-"""What the roles add to the training engine they are given."""
+"""The settings that roles add to those of their training engine."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -15,7 +15,7 @@ class ActorConfig(TrainEngineConfig):
     """Number of optimizer steps a batch; each uses a part of the groups, and no group is divided."""
 
     epochs_per_batch: int = 1
-    """How often each batch is trained on."""
+    """Number of times that each batch is trained on."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class CriticConfig:
     """Number of optimizer steps a batch; null takes the actor's."""
 
     epochs_per_batch: int | None = None
-    """How often each batch is trained on; null takes the actor's."""
+    """Number of times that each batch is trained on; null takes the actor's."""
 
     value_clip: float | None = 0.2
     """Value loss clipping: a value gains nothing by moving further than this within a batch; null turns it off."""

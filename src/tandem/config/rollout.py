@@ -35,18 +35,18 @@ class ReplayConfig:
     """Replay: training again on groups of earlier batches."""
 
     groups: int = 0
-    """How many groups of earlier batches are added to each batch; 0 turns replay off."""
+    """Number of groups of earlier batches that are added to each batch; 0 turns replay off."""
 
     max_age: int = 4
     """Most versions that a replayed token may be behind the trainer."""
 
     max_uses: int = 1
-    """How often a group may be replayed after its first use."""
+    """Number of times that a group may be replayed after its first use."""
 
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """Where samples come from, and how many are generated at a time."""
+    """The source of samples, and the number that is generated at a time."""
 
     backend: str = "auto"
     """Inference engine. `auto`: on GPUs vLLM or SGLang where one is installed and can do what the run asks for, else
@@ -64,7 +64,7 @@ class RolloutConfig:
     """Settings of servers, for every backend except `embedded`."""
 
     weights: DeliveryConfig = field(default_factory=DeliveryConfig)
-    """How new weights reach the engine."""
+    """The delivery of new weights to the engine."""
 
     verify: VerifyConfig = field(default_factory=VerifyConfig)
     """Proof that new weights reached the engine."""
@@ -80,14 +80,14 @@ class RolloutConfig:
     asynchronous, else 0."""
 
     on_expiry: Literal["mask", "wait", "drop"] = "mask"
-    """What happens to tokens that are older than η when their batch is made. `mask`: they leave the loss; `wait`: a batch
+    """The treatment of tokens that are older than η when their batch is made. `mask`: they leave the loss; `wait`: a batch
     waits for episodes that would get too old; `drop`: their group is dropped."""
 
     episode_timeout_s: float = 600.0
     """An episode that takes longer is cancelled and counted as dropped, with the reason `deadline`."""
 
     max_retries: int = 2
-    """How often an episode is run again after a failure of the infrastructure, such as a server that died."""
+    """Number of times that an episode is run again after a failure of the infrastructure, such as a server that died."""
 
     max_data_failures: int = 1000
     """The run stops after this many episodes in a row that were dropped, or lost most of their samples, because of data,

@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where a run keeps its files."""
+    """The folder where a run keeps its files."""
 
     root: str = "runs"
     """Folder under which `<experiment>/<trial>/` is made."""
@@ -46,13 +46,13 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class RecoverConfig:
-    """What happens to a run that is interrupted, fails or hangs."""
+    """The behaviour of a run that is interrupted, fails or hangs."""
 
     grace_s: float = 30.0
-    """How long an interrupted run (Ctrl-C, SIGTERM, SIGHUP) may take to finish and save its step; 0 ends it at once."""
+    """Seconds that an interrupted run (Ctrl-C, SIGTERM, SIGHUP) may take to finish and save its step; 0 ends it at once."""
 
     max_restarts: int = 0
-    """How often all ranks may be started again from the last checkpoint after one died or hung; needs
+    """Number of times that all ranks may be started again from the last checkpoint after one died or hung; needs
     `checkpoint.every_steps`."""
 
     stalled_after_s: float | None = 3600.0

@@ -74,7 +74,7 @@ class Term:
     weight: float = 1.0
     knobs: dict[str, Any] = field(default_factory=dict)
     options: Options = Options()
-    """Of a term of a reward."""
+    """The options of a term of a reward."""
 
     @property
     def is_file(self) -> bool:

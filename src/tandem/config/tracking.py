@@ -10,14 +10,14 @@ class TrackingConfig:
     """Sinks and samples beside `metrics.jsonl`, which is always written."""
 
     sinks: tuple[Spec, ...] = ()
-    """Where metrics go besides `metrics.jsonl`: any of `tensorboard`, `wandb`, `trackio`, or your own, `my_file.py:Name`."""
+    """Destinations of metrics besides `metrics.jsonl`: any of `tensorboard`, `wandb`, `trackio`, or your own, `my_file.py:Name`."""
 
     trajectories_per_step: int | None = 16
-    """How many samples a step are recorded, and at most as many dropped prompts: texts, rewards, and the batch as it was
+    """Number of samples a step that are recorded, and at most as many dropped prompts: texts, rewards, and the batch as it was
     trained (docs/records.md). `null`: all of them; 0: none."""
 
     trajectories_gib: float | None = 1.0
-    """How much disk these records may take: those of the oldest steps make room for new ones. `null`: no limit."""
+    """GiB of disk that these records may take: those of the oldest steps make room for new ones. `null`: no limit."""
 
     plot_every_steps: int | None = 10
     """Draw the curves again every so many steps, and at the end; `null`: no pictures, which saves a second."""

@@ -85,4 +85,4 @@ class TrainEngineConfig:
     """When ranks sum gradients: once a step, or after each micro-batch, which sends more and needs less memory."""
 
     logprob_chunk_tokens: int = 1024
-    """How many tokens' logits are in memory at a time when log-probabilities are computed."""
+    """Number of tokens whose logits are in memory at a time when log-probabilities are computed."""

@@ -41,7 +41,7 @@ class Draft:
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where in the configuration we are, for error messages and sources."""
+    """A place in the configuration, for error messages and sources."""
 
     prefix: tuple[str, ...]
     source: str

@@ -49,7 +49,7 @@ def _no_procedural_rows(config: BaseConfig, valid: bool) -> bool:
 
 
 def _only(config: TrainConfig, *kinds: str) -> bool:
-    """Whether the run generates with servers of these kinds and no others, as far as the configuration says."""
+    """True if the run generates with servers of these kinds and no others, as far as the configuration says."""
     named = kinds_of(config.rollout.backend, config.rollout.fleet)
     return bool(named) and named <= set(kinds)
 
@@ -317,7 +317,7 @@ def _in_vain(config: BaseConfig, written: Written) -> Iterator[tuple[str, Any, U
 
 
 def _preset_values(config: BaseConfig, key: str) -> Iterator[Any]:
-    """What the preset says of a key, also for asynchronous training where that or replay is chosen."""
+    """The preset's value of a key, also for asynchronous training where that or replay is chosen."""
     if not isinstance(config, TrainConfig) or config.algorithm.preset not in PRESETS:
         return
     preset = PRESETS[config.algorithm.preset]

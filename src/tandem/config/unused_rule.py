@@ -12,7 +12,7 @@ class Unused(NamedTuple):
 
     keys: tuple[str, ...]
     when: Callable[[Any, Written], bool]
-    """Of the configuration, and of the keys that the user set himself."""
+    """A test of the configuration and of the keys that the user set."""
 
     why: str
     """Goes on after "KEY=VALUE is not used": the reason, and what to do."""

@@ -10,7 +10,7 @@ from tandem.config.unused_rule import Unused
 
 
 def _layouts(config: BaseConfig) -> list[Layout]:
-    """Of all models; backends that are none are told elsewhere."""
+    """The layouts of all models; unknown backends are refused elsewhere."""
     roles = (getattr(config, name, None) for name in ("actor", "critic", "reference", "teacher"))
     found = []
     for role in roles:
