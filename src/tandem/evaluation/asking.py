@@ -81,12 +81,10 @@ class _Place:
 
     @property
     def at_turn(self) -> bool:
-        """See `Wave`."""
         return self.over or (self.engine is not None and self.engine.at_turn)
 
     @property
     def at_rest(self) -> bool:
-        """See `Wave`."""
         return self.over or (self.engine is not None and self.engine.at_rest)
 
     def leave(self) -> None:

@@ -50,7 +50,6 @@ class Models:
     tokenizer: PreTrainedTokenizerBase
 
     def save(self, folder: Path) -> None:
-        """See `TrainEngine.save`."""
         self.actor.save(folder)
         if isinstance(self.critic, Critic):
             self.critic.engine.save(folder / FOLDER)

@@ -78,7 +78,7 @@ def training_threads(config: BaseConfig, threads: int) -> int:
 
 
 def uses_gpu(device: str) -> bool:
-    """Whether `device`, which is `auto`, `cpu` or `cuda`, stands for a GPU here.
+    """True if `device`, which is `auto`, `cpu` or `cuda`, stands for a GPU here.
 
     Raises:
         ConfigError: `cuda` where there is none.

@@ -31,9 +31,7 @@ from tandem.roles.reference import Reference
 class Open(Protocol):
     """Opens the train engine of a resident, as `open_model` does."""
 
-    def __call__(self, resident: Resident, process: Process, *, optimizer_steps: int = 0) -> TrainEngine:
-        """See `open_model`."""
-        ...
+    def __call__(self, resident: Resident, process: Process, *, optimizer_steps: int = 0) -> TrainEngine: ...
 
 
 def open_model(

@@ -129,7 +129,7 @@ USUAL = Patience()
 
 
 def is_rank() -> bool:
-    """Whether a launcher, ours or torchrun, started this process as one of several."""
+    """True if a launcher, ours or torchrun, started this process as one of several."""
     return "WORLD_SIZE" in os.environ
 
 

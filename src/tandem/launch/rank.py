@@ -37,7 +37,7 @@ def meeting_place() -> str:
 
 
 def has_launcher() -> bool:
-    """Whether a launcher of ours has started this very process."""
+    """True if a launcher of ours has started this very process."""
     return os.environ.get(LAUNCHER) == str(os.getppid())
 
 

@@ -34,13 +34,13 @@ class Ended:
     """Of all ranks, where one of them did not answer or got nowhere."""
 
     may_pass: bool = False
-    """Whether it may go better when it is started again."""
+    """True if it may go better when it is started again."""
 
     step: int = 0
     """In which it failed, as far as rank 0 said."""
 
     has_folder: bool = False
-    """Whether the run folder was this group's when it failed."""
+    """True if the run folder was this group's when it failed."""
 
 
 Record = Callable[[Ended, int | None], None]
@@ -84,7 +84,7 @@ class Told(NamedTuple):
     """A number for where the main thread is in its code."""
 
     spins: bool = False
-    """Whether waiting for others uses the processor too, as it does on a GPU."""
+    """True if waiting for others uses the processor too, as it does on a GPU."""
 
     @classmethod
     def of(cls, words: Mapping[str, Any]) -> "Told":
@@ -115,10 +115,10 @@ class Used(NamedTuple):
     """Seconds of its child processes, which compile, load or score for it; None: not asked."""
 
     on_disk: bool = False
-    """Whether a thread of it waits for a disk."""
+    """True if a thread of it waits for a disk."""
 
     def busy_since(self, before: "Used", window_s: float, spins: bool) -> bool:
-        """Whether it worked since then."""
+        """True if it worked since then."""
         own = 0.0 if spins else self.seconds - before.seconds
         below = 0.0 if self.below is None or before.below is None else self.below - before.below
         moves = self.moved - before.moved >= IDLE_BYTES_PER_S * window_s
@@ -155,10 +155,10 @@ class Watch:
         """The last one that rank 0 was in."""
 
         self.has_folder = False
-        """Whether rank 0 has opened the run folder."""
+        """True if rank 0 has opened the run folder."""
 
     def stands(self, rank: int) -> bool:
-        """Whether a rank has not counted for a while, so that it matters what its child processes do."""
+        """True if a rank has not counted for a while, so that it matters what its child processes do."""
         return self._clock - self._ranks[rank].counted_at > WINDOW_S
 
     def hear(self, rank: int, told: Told, used: Used) -> None:
@@ -280,7 +280,7 @@ def work_of(pid: int, *, whole: bool = False) -> Used:
 
 
 def waits_for_disk(process: psutil.Process) -> bool:
-    """Whether a thread of it waits for a disk."""
+    """True if a thread of it waits for a disk."""
     if process.status() == psutil.STATUS_DISK_SLEEP:
         return True
     states = set()

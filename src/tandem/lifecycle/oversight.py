@@ -58,7 +58,7 @@ class Oversight:
         self._ended, self._left = threading.Event(), threading.Event()
 
     def asked(self) -> bool:
-        """Whether the run shall end after this step; the same on all ranks. Collective."""
+        """True if the run shall end after this step; the same on all ranks. Collective."""
         return self._team.share(lambda: self._asked is not None)
 
     def leave(self) -> None:

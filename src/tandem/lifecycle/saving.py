@@ -70,13 +70,13 @@ class Saving:
         self._snapshots, self._background = Snapshots(self._team), BackgroundSave()
         self._seconds: dict[str, float] = {}
         self.beside = config.checkpoint.asynchronous and config.checkpoint.resumable
-        """Whether saves are written beside training; False from the first that has to be waited for."""
+        """True if saves are written beside training; False from the first that has to be waited for."""
 
         self._under_way = False  # on all ranks, while what the thread came to has not been heard of
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is being written beside training."""
+        """True if a checkpoint is being written beside training."""
         return self._background.busy
 
     def after_step(self, step: int, metrics: Mapping[str, float], *, leaving: bool = False) -> None:
@@ -185,7 +185,7 @@ class Saving:
         )
 
     def _hear(self, *, wait: bool) -> bool:
-        """Whether a save was under way and has ended, or is waited for; every rank hears what it came to. Collective.
+        """True if a save was under way and has ended, or is waited for; every rank hears what it came to. Collective.
 
         Raises:
             CheckpointFailed: it failed.

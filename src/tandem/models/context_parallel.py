@@ -59,7 +59,7 @@ class Context:
 
 
 def divides_heads(architecture: Architecture, ranks: int) -> bool:
-    """Whether each of ``ranks`` can have as many heads."""
+    """True if each of ``ranks`` can have as many heads."""
     return architecture.num_heads % ranks == 0 and architecture.num_kv_heads % ranks == 0
 
 

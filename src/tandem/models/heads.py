@@ -52,7 +52,7 @@ class PackedActorCritic(PackedCausalLM):
 
 
 def is_classifier(config: PretrainedConfig) -> bool:
-    """Whether a folder holds a classifier of sequences or tokens; else its head is another, or there is none."""
+    """True if a folder holds a classifier of sequences or tokens; else its head is another, or there is none."""
     return is_token_classifier(config) or any(
         name.endswith("ForSequenceClassification") for name in config.architectures or ()
     )

@@ -62,7 +62,7 @@ def locked(path: Path, what: str, *, patience_s: float = PATIENCE_S, say_every_s
 
 
 def _take(file: IO[str], path: Path) -> bool:
-    """Whether the lock is ours now; not where the file has been put aside meanwhile."""
+    """True if the lock is ours now; not where the file has been put aside meanwhile."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -97,7 +97,7 @@ def _holder(file: IO[str]) -> dict[str, Any]:
 
 
 def _is_gone(holder: dict[str, Any]) -> bool:
-    """Whether the process that wrote its number ran on this machine and has ended."""
+    """True if the process that wrote its number ran on this machine and has ended."""
     if holder.get("host") != socket.gethostname() or not isinstance(holder.get("pid"), int):
         return False
     if holder.get("pids") != _pid_space():

@@ -6,7 +6,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def fast_bfloat16(device: str | torch.device) -> bool:
-    """Whether the device multiplies bfloat16 in hardware; a CPU without such instructions is several times slower in it."""
+    """True if the device multiplies bfloat16 in hardware; a CPU without such instructions is several times slower in it."""
     if torch.device(device).type != "cpu":
         return True
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and torch.cpu._is_avx512_bf16_supported()

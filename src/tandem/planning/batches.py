@@ -31,7 +31,7 @@ class MicroBatch:
 
     @property
     def shared(self) -> bool:
-        """Whether prompts are computed once: where that saves too little, it is not worth its gathers."""
+        """True if prompts are computed once: where that saves too little, it is not worth its gathers."""
         saved = sum(prompt * (count - 1) for prompt, count in self.groups)
         return saved > 0 and saved >= MIN_SAVING * sum(count * (prompt + self.length) for prompt, count in self.groups)
 

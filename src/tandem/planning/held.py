@@ -96,7 +96,7 @@ def held(
 
 
 def _divides(shape: Shape, layout: Layout) -> bool:
-    """Whether each rank can have as many heads, and key-value heads."""
+    """True if each rank can have as many heads, and key-value heads."""
     ranks = layout.tensor * layout.context
     return shape.heads % ranks == 0 and shape.kv_heads % ranks == 0
 

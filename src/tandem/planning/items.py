@@ -31,7 +31,7 @@ class Item:
 
     @property
     def every_rank(self) -> bool:
-        """Whether it is not the first rank's alone."""
+        """True if it is not the first rank's alone."""
         return self.holders > 1 or self.devices > 1
 
 

@@ -84,7 +84,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the machine has enough devices and memory."""
+        """True if the machine has enough devices and memory."""
         return not self.problems
 
     def seconds_of(self, names: tuple[str, ...]) -> float:

@@ -61,12 +61,12 @@ class Schedule:
         self.suspicious = False
 
     def is_due(self, step: int) -> bool:
-        """Whether the batch of this step is verified."""
+        """True if the batch of this step is verified."""
         every = self._every_steps
         return every is not None and (self.suspicious or step in FIRST_STEPS or step % every == 0)
 
     def wants(self, number: int) -> bool:
-        """Whether a verified batch may hold tokens of this version, or of the one after it, once it is not the newest."""
+        """True if a verified batch may hold tokens of this version, or of the one after it, once it is not the newest."""
         return any(self.is_due(number + 1 + age) for age in self._ages)
 
 

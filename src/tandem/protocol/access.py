@@ -17,7 +17,7 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address can be reached from this machine only."""
+    """True if an address can be reached from this machine only."""
     return host in LOOPBACK or host.startswith("127.")
 
 

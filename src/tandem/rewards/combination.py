@@ -192,7 +192,6 @@ class Combination:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """See `tandem.api.state.Stateful`."""
         return {"spreads": {name: [s.count, s.mean, s.squares] for name, s in self.spreads.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -120,12 +120,10 @@ def build_exact_number(*, timeout_s: float) -> RewardFn:
 
 
 def build_format(*, timeout_s: float) -> RewardFn:
-    """See `has_form`."""
     return DirectReward(has_form, "format")
 
 
 def build_gsm8k(*, timeout_s: float) -> RewardFn:
-    """See `gsm8k_parts`."""
     return DirectReward(gsm8k_parts, "gsm8k", check=_require_number)
 
 

@@ -75,7 +75,6 @@ class Actor:
         return {"version": self.version, "kl_coefficient": self.kl_coefficient}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `tandem.api.state.Stateful`."""
         self.version, self.kl_coefficient = int(state["version"]), float(state["kl_coefficient"])
 
     @property

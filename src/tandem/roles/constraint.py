@@ -25,11 +25,9 @@ class Constraint:
         self.config, self.multiplier, self.everywhere = config, config.multiplier, everywhere
 
     def state_dict(self) -> dict[str, Any]:
-        """See `tandem.api.state.Stateful`."""
         return {"multiplier": self.multiplier}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `tandem.api.state.Stateful`."""
         self.multiplier = float(state["multiplier"])
 
     @stage(reads=("sample_id", "in_statistics"), may_read=("replayed",))

@@ -32,7 +32,7 @@ class Credit:
 
     @property
     def of_tokens(self) -> bool:
-        """Whether advantages are made from rewards of single tokens."""
+        """True if advantages are made from rewards of single tokens."""
         return any(name in self.advantage.asked for name in TOKEN_LEVEL)
 
     def shape(self, batch: TensorDict, samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:

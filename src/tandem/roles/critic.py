@@ -61,13 +61,12 @@ class Critic(Values):
         return {"updates": self.updates, "engine": self.engine.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `tandem.api.state.Stateful`."""
         self.updates = int(state["updates"])
         self.engine.load_state_dict(state["engine"])
 
     @property
     def warming_up(self) -> bool:
-        """Whether the actor rests until this critic has learnt more."""
+        """True if the actor rests until this critic has learnt more."""
         return self.updates < self.config.warmup_steps
 
     @stage(

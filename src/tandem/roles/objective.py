@@ -60,7 +60,7 @@ class Objective:
 
     @property
     def has_other_terms(self) -> bool:
-        """Whether there is a gradient without any advantage."""
+        """True if there is a gradient without any advantage."""
         return self.kl is not None or self.entropy_coefficient > 0 or not self.policy_loss.part.proportional
 
     def __call__(self, outputs: Outputs, view: TensorDict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

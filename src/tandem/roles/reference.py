@@ -44,7 +44,6 @@ class Reference:
         return {"refreshed": self.refreshed, "engine": self.engine.state_dict() if self.refreshed else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `tandem.api.state.Stateful`."""
         if state["engine"] is not None:
             self.engine.load_state_dict(state["engine"])
         self.refreshed = int(state["refreshed"])

@@ -36,7 +36,7 @@ def samples_of(batch: TensorDict) -> Samples:
 
 
 def truncated(batch: TensorDict, samples: Samples) -> torch.Tensor:
-    """Whether each sample was cut by its length: by its last trajectory's stop reason, not by a count. ``[M]`` bool."""
+    """True if each sample was cut by its length: by its last trajectory's stop reason, not by a count. ``[M]`` bool."""
     return batch["stop_reason"][samples.last] == StopReason.LENGTH
 
 

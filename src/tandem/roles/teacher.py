@@ -45,7 +45,6 @@ class Student:
         return self.actor.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `tandem.api.state.Stateful`."""
         self.actor.load_state_dict(state)
 
     @stage(

@@ -28,7 +28,7 @@ class TokenChoice:
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether the pass before the update has to run."""
+        """True if the pass before the update has to run."""
         chosen = [self.filter, *([self.preparation] if self.preparation else [])]
         return any(name in choice.asked for choice in chosen for name in ("proximal", "entropy"))
 

@@ -66,7 +66,7 @@ class EpisodeEngine:
 
     @property
     def settled(self) -> bool:
-        """Whether each sample has issued its first request, or ended without one."""
+        """True if each sample has issued its first request, or ended without one."""
         return all(one.settled for one in self._samples) if self._samples else self.issued
 
     @property

@@ -40,31 +40,29 @@ class Episode:
     engine: EpisodeEngine | None = None
     group: Group | None = None
     judged: bool = False
-    """Whether the group has all its rewards, those that need a model too, and passed the filter of groups."""
+    """True if the group has all its rewards, those that need a model too, and passed the filter of groups."""
 
     place: int = 0
     """Which of the ranks that generate runs it; 0: this one."""
 
     aborted: bool = False
     over: bool = False
-    """Whether this rank has made its group, or cannot."""
+    """True if this rank has made its group, or cannot."""
 
     wave: Wave | None = None
     """The episodes that began with it, in a deterministic run."""
 
     @property
     def at_turn(self) -> bool:
-        """See `Wave`."""
         return self.over or self.aborted or self.place > 0 or (self.engine is not None and self.engine.at_turn)
 
     @property
     def at_rest(self) -> bool:
-        """See `Wave`."""
         return self.over or self.aborted or self.place > 0 or (self.engine is not None and self.engine.at_rest)
 
     @property
     def settled(self) -> bool:
-        """Whether this rank need not wait for a request of it: each sample has issued its first, or ended without one."""
+        """True if this rank need not wait for a request of it: each sample has issued its first, or ended without one."""
         return self.over or self.aborted or self.place > 0 or (self.engine is not None and self.engine.settled)
 
     def has_expired(self, oldest: int) -> bool:

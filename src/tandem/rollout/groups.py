@@ -167,7 +167,6 @@ class WholeGroup(RolloutWorkflow):
         self.workflow, self.min_group_size, self.reads_scores = workflow, min_group_size, finish_later
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group:
-        """See `RolloutWorkflow`."""
         result = await self.workflow.arun_episode(engine, data)
         if result is None:
             raise DataFailure("workflow_returned_none")

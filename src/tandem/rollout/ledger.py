@@ -98,7 +98,7 @@ class Ledger:
         return self._states.get(prompt, "pending")
 
     def knows(self, prompt: Prompt) -> bool:
-        """Whether it was seen."""
+        """True if it was seen."""
         return prompt in self._states
 
     def pending(self) -> list[Prompt]:

@@ -39,7 +39,6 @@ class MultiTurnWorkflow(ChatWorkflow):
         self.max_turns, self.turn_discount, self.retry_message = max_turns, turn_discount, retry_message
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Sample:
-        """See `RolloutWorkflow`."""
         chat = self.start(data)
         for turn in range(self.max_turns):
             stop_reason = await self.reply(engine, chat)

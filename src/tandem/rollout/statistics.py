@@ -45,7 +45,7 @@ def batch_metrics(groups: Sequence[Group], batch: TensorDict, *, version: int) -
 
 
 def without_spread(group: Group) -> bool:
-    """Whether all rewards of the group that count are the same, so that its advantages are 0."""
+    """True if all rewards of the group that count are the same, so that its advantages are 0."""
     rewards = [sample.reward for sample in group.samples if sample.in_statistics]
     return not rewards or max(rewards) == min(rewards)
 

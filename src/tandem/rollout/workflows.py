@@ -72,7 +72,6 @@ class RLVRWorkflow(ChatWorkflow):
     """One question, one answer, one verifiable reward. One sample; `Repeated` makes the group."""
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Sample:
-        """See `RolloutWorkflow`."""
         chat = self.start(data)
         await self.reply(engine, chat)
         result = await self.judge(chat, data)
@@ -96,7 +95,6 @@ class Repeated(RolloutWorkflow):
         self._log = FailureLog()
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group:
-        """See `RolloutWorkflow`."""
         for_sample = getattr(engine, "for_sample", None)
         engines = [for_sample(i) if for_sample is not None else engine for i in range(self.n)]
         results = await asyncio.gather(*(one_sample(self.workflow, one, data) for one in engines), return_exceptions=True)

@@ -15,13 +15,13 @@ _CHANGE_OF_USER = 1 << 0 | 1 << 1 | 1 << 6 | 1 << 7
 
 
 def is_open_to_all(path: str) -> bool:
-    """Whether every user may enter a folder and all that are above it."""
+    """True if every user may enter a folder and all that are above it."""
     place = Path(os.path.realpath(path))
     return all(folder.stat().st_mode & 0o001 for folder in (place, *place.parents))
 
 
 def may_become_another() -> bool:
-    """Whether this process is root and has what a change of user needs; a container may have taken that away."""
+    """True if this process is root and has what a change of user needs; a container may have taken that away."""
     status = Path("/proc/self/status").read_text()
     rights = int(status.partition("CapEff:")[2].split()[0], 16)
     return os.getuid() == 0 and rights & _CHANGE_OF_USER == _CHANGE_OF_USER

@@ -108,7 +108,7 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """True if it runs."""
         return self._process.poll() is None
 
     def words(self) -> str:

@@ -125,7 +125,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process has the lock of a run folder, as far as this machine can tell; nothing is written."""
+    """True if a process has the lock of a run folder, as far as this machine can tell; nothing is written."""
     lock = folder / ".lock"
     if not lock.is_file():
         return False

@@ -143,7 +143,7 @@ def _before(time: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _overlaps(path: Sequence[str], given: Sequence[Sequence[str]]) -> bool:
-    """Whether one of the keys is this one, below it, or above it."""
+    """True if one of the keys is this one, below it, or above it."""
     return any(list(path[: len(key)]) == list(key[: len(path)]) for key in given)
 
 

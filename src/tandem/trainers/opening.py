@@ -29,9 +29,7 @@ C = TypeVar("C", bound=BaseConfig)
 class Models(Protocol):
     """The models of a run that are saved together, and their tokenizer."""
 
-    def save(self, folder: Path) -> None:
-        """See `TrainEngine.save`."""
-        ...
+    def save(self, folder: Path) -> None: ...
 
     def save_tokenizer(self, folder: Path) -> None:
         """Writes the tokenizer beside them."""

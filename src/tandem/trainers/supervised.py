@@ -55,7 +55,7 @@ class Encoder(Protocol):
 
     @property
     def keeps_rows_together(self) -> bool:
-        """Whether the sequences of a row must be in one micro-batch, as the sides of a pair must."""
+        """True if the sequences of a row must be in one micro-batch, as the sides of a pair must."""
         ...
 
     def encode(self, row: Mapping[str, Any]) -> Sequences:
@@ -127,7 +127,6 @@ class BatchMaker:
         return {"loader": self.loader.state_dict(), "dropped": dict(self.dropped)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `tandem.api.state.Stateful`."""
         self.loader.load_state_dict(state["loader"])
         self.dropped = Counter(state["dropped"])
 
@@ -192,7 +191,6 @@ class RowSession:
         return examined(evaluate, self.valid) if self.is_evaluation_due(step) else {}
 
     def save(self, folder: Path) -> None:
-        """See `TrainEngine.save`."""
         self.engine.save(folder)
 
     def save_tokenizer(self, folder: Path) -> None:

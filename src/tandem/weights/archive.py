@@ -22,7 +22,7 @@ class VersionArchive:
         self._kept: dict[int, WeightSource] = {}
 
     def wants(self, number: int) -> bool:
-        """Whether it will be asked for, and is not kept yet."""
+        """True if it will be asked for, and is not kept yet."""
         return number not in self._kept and self._wanted(number)
 
     def keep(self, number: int, source: WeightSource) -> None:

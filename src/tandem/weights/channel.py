@@ -29,10 +29,10 @@ class Channel(ABC):
     """One way of handing tensors over. A delivery is valid until the next `put`."""
 
     for_adapters = True
-    """Whether the tensors of an adapter may come alone; not where others than our own engines read them."""
+    """True if the tensors of an adapter may come alone; not where others than our own engines read them."""
 
     streams = False
-    """Whether nothing lies ready after `put`: the tensors go out in `send`, while the engines take them."""
+    """True if nothing lies ready after `put`: the tensors go out in `send`, while the engines take them."""
 
     @abstractmethod
     def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
@@ -64,7 +64,6 @@ class LocalSource(WeightSource):
     named_tensors: tuple[tuple[str, torch.Tensor], ...]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `WeightSource`."""
         yield from self.named_tensors
 
 

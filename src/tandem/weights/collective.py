@@ -152,7 +152,6 @@ class CollectiveChannel(Channel):
             raise WeightUpdateFailed(f"the stream of weights broke off: {error}") from error
 
     def withdraw(self) -> None:
-        """See `Channel`."""
         self._store = None
 
     def close(self) -> None:

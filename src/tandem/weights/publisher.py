@@ -183,7 +183,7 @@ class WeightPublisher:
         return version_digest({n: digest_of(pieces(tensor, self._dtype)) for n, tensor in self._weights()})
 
     def _takes_adapters(self) -> bool:
-        """Whether all engines take an adapter, over this channel."""
+        """True if all engines take an adapter, over this channel."""
         taken = all("adapter" in engine.capabilities for engine in self._engines)
         return bool(self._engines) and taken and self.channel.for_adapters
 

@@ -40,7 +40,7 @@ class Entry:
     """Bytes of data up to its end; it begins where the one before it ends."""
 
     def fits(self, name: str, shape: tuple[int, ...], digest: str) -> bool:
-        """Whether it is this tensor."""
+        """True if it is this tensor."""
         return (self.name, self.shape, self.digest) == (name, shape, digest)
 
 
@@ -96,7 +96,7 @@ class ShardFile:
             self._enter(entry)
 
     def is_full(self, shard_bytes: int) -> bool:
-        """Whether the next tensor belongs into another file; the same for the same tensors, whenever it is asked."""
+        """True if the next tensor belongs into another file; the same for the same tensors, whenever it is asked."""
         return self.num_bytes >= shard_bytes or self._header_bytes > HEADER_BYTES // 2
 
     def finish(self) -> Shard:

@@ -60,7 +60,6 @@ class SharedMemorySource(WeightSource):
             os.close(fd)
 
     def place(self) -> dict[str, Any]:
-        """See `WeightSource`."""
         named = [[slot.name, list(slot.shape), str(slot.dtype).removeprefix("torch."), slot.offset] for slot in self.slots]
         return {"memory": self.path, "tensors": named}
 
@@ -128,7 +127,6 @@ class SharedMemoryChannel(Channel):
         return Delivery(source, digests.result(), sum(slot.num_bytes for slot in slots))
 
     def close(self) -> None:
-        """See `Channel`."""
         if self._segment is not None:
             self._segment.close()
             self._segment = None

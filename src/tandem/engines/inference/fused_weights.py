@@ -23,7 +23,7 @@ def compute_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def packs(device: torch.device) -> bool:
-    """Whether a `Linear` there holds its matrix in oneDNN's layout, a copy."""
+    """True if a `Linear` there holds its matrix in oneDNN's layout, a copy."""
     return device.type == "cpu" and torch.backends.mkldnn.is_available()
 
 

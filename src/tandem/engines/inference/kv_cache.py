@@ -87,7 +87,7 @@ class KVCache:
         return min(-(-tokens // step) * step, max(self.budget_tokens, tokens))
 
     def fits(self, capacities: Iterable[int]) -> bool:
-        """Whether rows of these capacities can be allocated now."""
+        """True if rows of these capacities can be allocated now."""
         return self.reserved_tokens + sum(capacities) <= self.budget_tokens
 
     def reserve(self, pool: Pool, capacity: int, count: int) -> Slab:

@@ -37,7 +37,7 @@ class SamplingRows:
     """int64 ``[R]``, the rows that truncate; None: all that do are looked for."""
 
     minimums: bool = False
-    """Whether some row has a least number of tokens."""
+    """True if some row has a least number of tokens."""
 
 
 class Forbidden(NamedTuple):

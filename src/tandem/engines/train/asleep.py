@@ -178,7 +178,6 @@ class EngineMemory:
         return sizes
 
     def offload(self, parts: Iterable[TrainPart], scratch: Path | None) -> int:
-        """See `TrainEngine.offload`."""
         self._moved = 0
         if "gradients" in parts:
             self._optimizer.zero_grad()
@@ -197,7 +196,6 @@ class EngineMemory:
         return self._moved
 
     def onload(self, parts: Iterable[TrainPart]) -> int:
-        """See `TrainEngine.onload`."""
         self._moved = 0
         for part in parts:
             if part not in self._asleep:

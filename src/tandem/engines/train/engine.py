@@ -98,7 +98,6 @@ class SpreadEngine(TrainEngine):
 
     @torch.no_grad()
     def eval_batch(self, batch: TensorDict, loss_fn: LossFn, *, entropy: bool = False) -> dict[str, float]:
-        """See `TrainEngine.eval_batch`."""
         self._require("parameters")
         totals = Totals()
         for indices in self._micro_batches(batch):
@@ -107,7 +106,6 @@ class SpreadEngine(TrainEngine):
 
     @torch.no_grad()
     def forward(self, batch: TensorDict, *, entropy: bool = False) -> Outputs:
-        """See `TrainEngine.forward`."""
         self._require("parameters")
         bounds = batch["cu_seqlens"].tolist()
         names = self._given(entropy)
@@ -185,13 +183,11 @@ class SpreadEngine(TrainEngine):
         self._weights.load(Path(folder))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """See `TrainEngine.load_weights`."""
         self._require("parameters")
         self._weights.take(weights)
 
     @contextlib.contextmanager
     def using(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[None]:
-        """See `TrainEngine.using`."""
         with self._holder.restored():
             self.load_weights(weights)
             yield
@@ -207,29 +203,23 @@ class SpreadEngine(TrainEngine):
             yield exact
 
     def state_dict(self) -> dict[str, Any]:
-        """See `TrainEngine.state_dict`."""
         self._require("parameters", "optimizer")
         masters = {name: self._holder.state_of(name, master.detach()) for name, master in self._holder.masters.items()}
         return {"masters": masters, "optimizer": self._optimizer.state_dict(), "base": self._weights.base}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `TrainEngine.load_state_dict`."""
         self._require("parameters", "optimizer")
         self._weights.load_masters(state["masters"], state.get("base"))
         self._optimizer.load_state_dict(state["optimizer"])
 
     def late_writer(self, state: Mapping[str, Any]) -> Callable[[Path], None] | None:
-        """See `TrainEngine.late_writer`."""
         return self._weights.writer(state["masters"], self.dtype)
 
     def offload(self, parts: tuple[TrainPart, ...], scratch: Path | None = None) -> int:
-        """See `TrainEngine.offload`."""
         return self._memory.offload(parts, scratch)
 
     def onload(self, parts: tuple[TrainPart, ...]) -> int:
-        """See `TrainEngine.onload`."""
         return self._memory.onload(parts)
 
     def num_bytes(self) -> dict[TrainPart, int]:
-        """See `TrainEngine.num_bytes`."""
         return self._memory.num_bytes()

@@ -36,10 +36,10 @@ class Holder(ABC):
     """How matrices are cut, under tensor parallelism."""
 
     in_host_memory: bool = False
-    """Whether masters, gradients and moments are there, and stay there when others are moved."""
+    """True if masters, gradients and moments are there, and stay there when others are moved."""
 
     lent: bool = False
-    """Whether other weights are in the model for a moment: see `restored`."""
+    """True if other weights are in the model for a moment: see `restored`."""
 
     borrowed: frozenset[str] = frozenset()
     """Of ``frozen``, those whose memory is another holder's."""

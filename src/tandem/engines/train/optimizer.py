@@ -111,7 +111,7 @@ class Optimizer:
         return math.sqrt(float(sum_over_ranks(total.to(self._holder.device), self._ranks.group)))
 
     def _counts(self, name: str) -> bool:
-        """Whether this rank is the one to count its part of a gradient, which others may have too."""
+        """True if this rank is the one to count its part of a gradient, which others may have too."""
         pieces = self._holder.pieces
         is_cut = pieces is not None and name in pieces.dims
         return self._ranks.is_in_first_replica if is_cut else self._ranks.is_first_with_shard

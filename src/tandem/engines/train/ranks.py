@@ -59,17 +59,17 @@ class Ranks:
 
     @property
     def is_first_with_batch(self) -> bool:
-        """Whether this rank speaks for those that compute the same sequences."""
+        """True if this rank speaks for those that compute the same sequences."""
         return self.rank % (self.layout.context * self.layout.tensor) == 0
 
     @property
     def is_first_with_shard(self) -> bool:
-        """Whether this rank counts the part of a whole parameter that it keeps; others may keep the same part."""
+        """True if this rank counts the part of a whole parameter that it keeps; others may keep the same part."""
         return self.rank % self.layout.tensor == 0 and self.is_in_first_replica
 
     @property
     def is_in_first_replica(self) -> bool:
-        """Whether this rank's part of a cut parameter is counted."""
+        """True if this rank's part of a cut parameter is counted."""
         return self.rank < self.layout.ranks // self.layout.replicas
 
 

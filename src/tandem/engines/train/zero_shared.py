@@ -14,7 +14,7 @@ LOG = logging.getLogger("tandem.train")
 
 
 def share(zero: Any, stage: int, rank: int, masters: Sequence[torch.Tensor]) -> bool:
-    """Whether masters are in the memory of the parameters from now on; where the two do not lie alike, all stays as it was,
+    """True if masters are in the memory of the parameters from now on; where the two do not lie alike, all stays as it was,
     and that is logged. ``zero``: DeepSpeed's optimizer. ``masters``: this rank's part, one flat tensor a group."""
     try:
         difference = _difference(zero, stage, masters, _working(zero, stage, rank))

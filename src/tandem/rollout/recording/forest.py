@@ -113,7 +113,7 @@ class Node:
     """All of the prompt, of a root; empty elsewhere."""
 
     taken: bool = False
-    """Whether somebody read the reply."""
+    """True if somebody read the reply."""
 
     children: list["Node"] = field(default_factory=list)
 

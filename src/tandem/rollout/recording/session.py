@@ -133,7 +133,7 @@ class Session:
         """The last refusal of a request."""
 
         self.asked = False
-        """Whether a turn was asked for."""
+        """True if a turn was asked for."""
 
         self.base_url, self.keyed_url = "", ""
         self._engine, self._gconfig = engine, gconfig

@@ -31,7 +31,6 @@ class ToolChat(Chat):
         """The model's last turn, as it reads."""
 
     def add(self, response: LLMResponse) -> None:
-        """See `Chat.add`."""
         super().add(response)
         self.reply = self.reader.read(response.output_ids, self.tools, prompt=self._text, stop_reason=response.stop_reason)
         named = [call for call in self.reply.calls if call.name]

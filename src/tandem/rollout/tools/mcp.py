@@ -283,7 +283,6 @@ class Piped(Connection):
 
     @property
     def words(self) -> str:
-        """See `Connection.words`."""
         return self._said.decode(errors="replace").strip()
 
     async def _take(self, line: bytes) -> None:

@@ -83,7 +83,6 @@ class ToolWorkflow(ChatWorkflow):
         self.boxes = make_toolboxes(tools, services)
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Sample:
-        """See `RolloutWorkflow`."""
         episode_s = getattr(engine, "remaining_s", float("inf")) * (1 - SCORING)
         deadline = time.monotonic() + min(episode_s, self.max_seconds or float("inf"))
         async with AsyncExitStack() as stack:

@@ -9,7 +9,7 @@ MAX_DEPTH = 100
 
 
 def is_full(root: str, most_bytes: int) -> bool:
-    """Whether a folder has more than it may: bytes, files, or folders in folders."""
+    """True if a folder has more than it may: bytes, files, or folders in folders."""
     used = files = 0
     for folder, folders, names in os.walk(root):
         files += len(names) + len(folders)

@@ -41,7 +41,7 @@ class Walls:
 
     @property
     def has_namespaces(self) -> bool:
-        """Whether each session lives in namespaces of its own."""
+        """True if each session lives in namespaces of its own."""
         return self.kind == "bubblewrap"
 
     def confine(self, root: str, *, reaches: bool) -> int | None:

@@ -166,7 +166,7 @@ def _line(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
 
 
 def is_known() -> bool:
-    """Whether the numbers of this machine's calls are in the tables."""
+    """True if the numbers of this machine's calls are in the tables."""
     return kernel.MACHINE in _ARCHITECTURE
 
 

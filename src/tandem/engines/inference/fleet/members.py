@@ -35,12 +35,12 @@ class Server:
 
 
 def kept(engine: InferenceEngine) -> bool:
-    """Whether its server outlives this process, so that others can take it over."""
+    """True if its server outlives this process, so that others can take it over."""
     return bool(getattr(getattr(engine, "process", None), "kept", False))
 
 
 def taken_over(engine: InferenceEngine) -> bool:
-    """Whether its server was started by a process that is gone."""
+    """True if its server was started by a process that is gone."""
     return bool(getattr(getattr(engine, "process", None), "taken_over", False))
 
 

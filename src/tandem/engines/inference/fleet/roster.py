@@ -307,7 +307,7 @@ class Roster:
 
     @property
     def quiet(self) -> bool:
-        """Whether nobody is expected to make tokens now."""
+        """True if nobody is expected to make tokens now."""
         return self.paused or bool(self.asleep)
 
     def requests(self) -> int:

@@ -103,7 +103,7 @@ def hear(pipe: int) -> bytes | None:
 
 
 def is_private(folder: Path) -> bool:
-    """Whether it is a folder of this user's into which nobody else can look or write. Raises `OSError` where nothing is."""
+    """True if it is a folder of this user's into which nobody else can look or write. Raises `OSError` where nothing is."""
     found = folder.lstat()
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
 

@@ -79,7 +79,7 @@ class ServerProcess:
         """``pid`` is the server's own process, below the keeper."""
 
         self.kept = self.taken_over = pipe is None
-        """Whether it outlives this process; whether another one has started it."""
+        """True if it outlives this process, whoever started it."""
 
         self._pipe, self._file, self._patience_s = pipe, file, grace_s + 2 * KILL_S
         self._lock = threading.Lock()

@@ -203,7 +203,7 @@ class TandemServer(Controlled):
         return dict(self._client.call("/control/statistics", deadline_s=CONTROL_TIMEOUT_S, admin=True))
 
     def ready(self, deadline_s: float = 15.0) -> bool:
-        """Whether the server says that it has current weights and generated a token recently."""
+        """True if the server says that it has current weights and generated a token recently."""
         try:
             self._client.call("/ready", deadline_s=deadline_s)
         except InfrastructureFailure:

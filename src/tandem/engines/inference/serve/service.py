@@ -192,7 +192,7 @@ class Service:
         self._heard = time.monotonic()
 
     def abandoned(self) -> bool:
-        """Whether the run that has the server seems to be gone: it asks for nothing and says nothing."""
+        """True if the run that has the server seems to be gone: it asks for nothing and says nothing."""
         silent_s = time.monotonic() - self._heard
         return self.run is not None and not self.under_way and silent_s > self.limits.owner_silent_s
 

@@ -76,7 +76,7 @@ class ServerProtocol(ABC):
     """How to start the server so that they are there."""
 
     reads_memory: bool = False
-    """Whether `reload` takes weights from shared memory of this machine, besides a folder."""
+    """True if `reload` takes weights from shared memory of this machine, besides a folder."""
 
     says_paused: bool = True
     whole_remedy: ClassVar[str]
@@ -87,10 +87,10 @@ class ServerProtocol(ABC):
     """How to start the server so that it can give its memory back."""
 
     sleep_on: bool = False
-    """Whether it was started so, by its own word."""
+    """True if it was started so, by its own word."""
 
     bytes_are_hashed: bool = True
-    """Whether `checksums` are SHA-256 of a tensor's bytes, as ours are (or their beginning)."""
+    """True if `checksums` are SHA-256 of a tensor's bytes, as ours are (or their beginning)."""
 
     def __init__(self, http: HttpClient):
         self.http = http
@@ -132,7 +132,7 @@ class ServerProtocol(ABC):
 
     @abstractmethod
     def is_paused(self) -> bool:
-        """Whether somebody paused it."""
+        """True if somebody paused it."""
 
     @abstractmethod
     def pause(self) -> None:

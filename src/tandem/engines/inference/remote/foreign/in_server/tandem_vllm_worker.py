@@ -76,7 +76,7 @@ def whole_logprobs(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def narrows(sampling_metadata: Any) -> bool:
-    """Whether some row of a step draws from fewer tokens than there are."""
+    """True if some row of a step draws from fewer tokens than there are."""
     if sampling_metadata.top_p is not None or sampling_metadata.top_k is not None:
         return True
     return any(getattr(one, "min_toks", None) for one in sampling_metadata.logitsprocs.non_argmax_invariant)
