@@ -66,7 +66,8 @@ class TrainedAdapter(ABC):
 
     @abstractmethod
     def surviving(self, dtype: torch.dtype) -> float | None:
-        """The share of it that is left in merged weights that are rounded to ``dtype``, over a few matrices; see docs/lora.md.
+        """The share of it that is left in merged weights that are rounded to ``dtype``, over a few matrices; see
+        docs/lora.md.
 
         1 is all of it, 0 nothing; None where it changes nothing yet. Collective."""
 
@@ -135,8 +136,8 @@ class TrainEngine(ABC):
         return nullcontext(False)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state, as `tandem.api.state.Stateful` says: float32 weights, optimizer, and what its schedule counts. Whole tensors, or
-        sharded ones as they are, under names that are the same for any number of ranks.
+        """The state, as `tandem.api.state.Stateful` says: float32 weights, optimizer, and what its schedule counts. Whole
+        tensors, or sharded ones as they are, under names that are the same for any number of ranks.
 
         Raises:
             ConfigError: this backend cannot give it.
@@ -155,8 +156,9 @@ class TrainEngine(ABC):
         raise ConfigError(f"a {type(self).__name__} takes no optimizer state, so its run cannot be resumed")
 
     def late_writer(self, state: Mapping[str, Any]) -> Callable[[Path], None] | None:
-        """A function that writes to a folder, from any thread and without the other ranks, the files of `save` when `state_dict` gave
-        ``state``, of which this is a copy; None where that backend, or this model, can only be saved as it is now."""
+        """A function that writes to a folder, from any thread and without the other ranks, the files of `save` when
+        `state_dict` gave ``state``, of which this is a copy; None where that backend, or this model, can only be saved as it
+        is now."""
         return None
 
     @abstractmethod

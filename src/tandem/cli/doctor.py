@@ -136,7 +136,8 @@ def redact(value: Any, secrets: dict[str, str]) -> Any:
 
 
 def private() -> dict[str, str]:
-    """Words that must not be shown, each with its replacement: the home folder, and the user's name unless it is a common word."""
+    """Words that must not be shown, each with its replacement: the home folder, and the user's name unless it is a common
+    word."""
     found = {str(Path.home()): "~"} if str(Path.home()) != "/" else {}
     try:
         user = getpass.getuser()

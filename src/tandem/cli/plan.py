@@ -144,7 +144,8 @@ def _seats(config: Any, machine: Machine) -> choose_backend.Machine:
 
 
 def _advice(plan: Plan, change: Change | None) -> str:
-    """Advice if no change of the configuration is enough: the size of weights and moments alone, and where they would fit."""
+    """Advice if no change of the configuration is enough: the size of weights and moments alone, and where they would
+    fit."""
     if plan.fits or change is not None:
         return ""
     least, engine, needed = least_gib(plan), engine_gib(plan), devices_needed(plan)

@@ -41,8 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def entries(root: Path) -> Iterator[dict[str, Any]]:
-    """Entries of all runs below a root: of an experiment's if the folder is one, or of the run that it is itself. What cannot be
-    read is said."""
+    """Entries of all runs below a root: of an experiment's if the folder is one, or of the run that it is itself. What
+    cannot be read is said."""
     nearer = [path for path in (root, *root.glob("*/")) if _is_no_experiment(path)]
     for folder in sorted([*nearer, *root.glob("*/*/")]):
         try:

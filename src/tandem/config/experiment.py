@@ -151,8 +151,8 @@ class TrainConfig(BaseConfig):
     Given to a workflow that asks for `partner` (docs/recipes/two_models.md)."""
 
     sandbox: Spec = "auto"
-    """The place where programs run that nobody trusts: `auto`, `bubblewrap`, `landlock`, `none` (no walls at all), or your own as
-    `my_file.py:Name`. Given to whoever asks for `sandbox`, such as the reward `code` (docs/sandbox.md)."""
+    """The place where programs run that nobody trusts: `auto`, `bubblewrap`, `landlock`, `none` (no walls at all), or your
+    own as `my_file.py:Name`. Given to whoever asks for `sandbox`, such as the reward `code` (docs/sandbox.md)."""
 
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     """The choice of prompts."""
