@@ -213,8 +213,9 @@ def pretended_gpu() -> Iterator[Waits]:
     waits = Waits()
     _Dispatch.current = dispatch = _Dispatch(waits)
     start, torch.cuda._lazy_init = torch.cuda._lazy_init, lambda: None  # C++ asks for it when it reads a device
+    ability, torch.cuda.get_device_capability = torch.cuda.get_device_capability, lambda device=None: (9, 0)
     try:
         with _Functions(dispatch), dispatch:
             yield waits
     finally:
-        torch.cuda._lazy_init = start
+        torch.cuda._lazy_init, torch.cuda.get_device_capability = start, ability

@@ -2,14 +2,39 @@
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from tandem.models.attention import Packing, Run, attend_by_calls, packed_attention, plan_calls
+from tandem.models.packed import keeping_products
 from tandem.models.prefixes import Prompt
+from tandem.models.varlen import by_flash_attn, by_torch
 from tests.engines_train.steps import engine_on
 from tests.models.test_prefixes import grouped_batch
 from tests.pretended_gpu import GPU, pretended_gpu
 from tests.tiny import tiny_model_folder
 from tests.varlen_reference import varlen_reference
+
+
+def torch_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
+    raise AssertionError("knows neither windows nor a scale")
+
+
+def torch_2_11(query, key, value, *bounds, return_aux=None, scale=None, window_size=(-1, -1)):
+    return varlen_reference(query, key, value, *bounds, scale=scale, window_size=window_size)  # refuses fewer heads
+
+
+def flash_attn_varlen_func(
+    q, k, v, cu_q, cu_k, max_q, max_k, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), **_
+):
+    window = (window_size[0], 0 if causal else window_size[1])
+    return varlen_reference(q, k, v, cu_q, cu_k, max_q, max_k, scale=softmax_scale, window_size=window, enable_gqa=True)
+
+
+KERNELS = {
+    "torch 2.12": by_torch(varlen_reference),
+    "torch 2.11": by_torch(torch_2_11),
+    "flash-attn": by_flash_attn(flash_attn_varlen_func),
+}
 
 BATCHES = {
     "packed": (Run(2, 5), Run(1, 9), Run(3, 1)),
@@ -24,9 +49,10 @@ def tensors(total, heads=4, kv_heads=2):
     return [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("window", [None, 4])
 @pytest.mark.parametrize("name", BATCHES)
-def test_variable_length_calls_give_the_values_and_gradients_of_one_call_a_sequence(name, window):
+def test_variable_length_calls_give_the_values_and_gradients_of_one_call_a_sequence(name, window, kernel):
     runs = BATCHES[name]
     total = sum(run.tokens for run in runs)
     longest = max(run.length + max(getattr(run, "completions", (0,))) for run in runs)
@@ -36,10 +62,44 @@ def test_variable_length_calls_give_the_values_and_gradients_of_one_call_a_seque
     expected, _ = packed_attention(None, *given, None, packing=packing, sliding_window=window)
     gradients = torch.autograd.grad(expected, given, direction)
 
-    found = attend_by_calls(*given, plan_calls(runs), 8**-0.5, window, varlen_reference)
+    found = attend_by_calls(*given, plan_calls(runs), 8**-0.5, window, KERNELS[kernel])
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
     for one, other in zip(torch.autograd.grad(found, given, direction), gradients, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-5)
+
+
+def test_a_kernel_without_windows_and_scale_is_not_used():
+    assert by_torch(torch_2_10) is None
+
+
+@torch.library.custom_op("flash_attn::_flash_attn_varlen_forward", mutates_args=())
+def flash_operator(x: torch.Tensor) -> torch.Tensor:
+    CALLS.append("flash-attn")
+    return x * x
+
+
+@torch.library.custom_op("another::kernel", mutates_args=())
+def another_operator(x: torch.Tensor) -> torch.Tensor:
+    CALLS.append("another")
+    return x * x
+
+
+for operator in (flash_operator, another_operator):
+    operator.register_autograd(
+        lambda ctx, grad: 2 * grad * ctx.saved_tensors[0],
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+CALLS = []
+
+
+def test_selective_checkpointing_keeps_the_output_of_flash_attn_too():
+    CALLS.clear()
+    x = torch.ones(3, requires_grad=True)
+    found = checkpoint(
+        lambda y: another_operator(flash_operator(y)).sin(), x, use_reentrant=False, context_fn=keeping_products
+    )
+    found.sum().backward()
+    assert CALLS == ["flash-attn", "another", "another"]
 
 
 def test_a_layer_makes_two_calls_however_many_prompts_there_are_and_reads_a_prompt_once_for_each_completion():

@@ -6,9 +6,8 @@ share a prompt (see prefixes.py). All this arrives as the keyword argument ``pac
 to every layer.
 """
 
-import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from tandem.models.context_parallel import Context
 from tandem.models.prefixes import Prompt
 from tandem.models.upload import upload
+from tandem.models.varlen import KERNEL, Varlen, takes_kernel
 
 NAME = "tandem_packed"
 
@@ -69,9 +69,9 @@ class Packing:
         return cls(cu_seqlens.to(torch.int32), tuple(prompts), longest)
 
     def on(self, device: torch.device) -> "Packing":
-        """The same for a device; a GPU gets the calls that it attends by."""
+        """The same for a device; a GPU that has a kernel for them gets the calls that it attends by."""
         there = replace(self, cu_seqlens=upload(self.cu_seqlens, device))
-        if device.type != "cuda":
+        if device.type != "cuda" or not takes_kernel(device):
             return there
         return replace(there, calls=tuple(call.on(device) for call in plan_calls(self.runs)))
 
@@ -191,9 +191,9 @@ def _attend(
 ) -> torch.Tensor:
     """Attention of all tokens: ``[1, heads, T, D]`` → ``[1, T, heads, D]``."""
     window = sliding_window if sliding_window is not None and sliding_window < packing.longest else None
-    fast = softcap is None and query.dtype in (torch.bfloat16, torch.float16) and _varlen_attn is not None
-    if packing.calls and query.is_cuda and fast:
-        return attend_by_calls(query, key, value, packing.calls, scale, window, _varlen_attn)
+    fast = softcap is None and query.dtype in (torch.bfloat16, torch.float16)
+    if packing.calls and query.is_cuda and fast and KERNEL is not None:
+        return attend_by_calls(query, key, value, packing.calls, scale, window, KERNEL)
 
     sizes = [run.tokens for run in packing.runs]
     # `split` and `cat` have each other as gradients; slices would each make a gradient of the size of the whole
@@ -294,18 +294,6 @@ def _capped(
     return logits.softmax(-1, dtype=torch.float32).to(v.dtype) @ v
 
 
-def _find_varlen_attn() -> Any:
-    """torch's variable-length attention where it exists with windows and grouped queries, else None."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - younger than the oldest torch that works
-    except ImportError:
-        return None
-    return varlen_attn if {"window_size", "enable_gqa", "scale"} <= set(inspect.signature(varlen_attn).parameters) else None
-
-
-_varlen_attn = _find_varlen_attn()
-
-
 def attend_by_calls(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -313,23 +301,22 @@ def attend_by_calls(
     calls: Sequence[Call],
     scale: float,
     window: int | None,
-    varlen_attn: Callable[..., torch.Tensor],
+    kernel: Varlen,
 ) -> torch.Tensor:
     """Attention of all tokens by variable-length calls: ``[1, heads, T, D]`` → ``[1, T, heads, D]``.
 
-    Keys of shared prompts are repeated by one index, whose gradient adds up what all completions send back. ``varlen_attn``:
-    as `torch.nn.attention.varlen.varlen_attn`.
+    Keys of shared prompts are repeated by one index, whose gradient adds up what all completions send back.
     """
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))  # [T, heads, D]
     left = -1 if window is None else window - 1
-    settings = {"scale": scale, "window_size": (left, 0), "enable_gqa": q.shape[1] != k.shape[1]}
     whole = None
     for call in calls:
         given = (
             x if index is None else x.index_select(0, index)
             for x, index in ((q, call.queries), (k, call.keys), (v, call.keys))
         )
-        found = varlen_attn(*given, call.cu_queries, call.cu_keys, call.longest_query, call.longest_key, **settings)
+        bounds = call.cu_queries, call.cu_keys, call.longest_query, call.longest_key
+        found = kernel(*given, *bounds, scale=scale, left=left)
         if call.queries is None:
             return found[None]
         whole = q.new_zeros(len(q), *found.shape[1:]) if whole is None else whole

@@ -16,6 +16,8 @@ from tandem.models.logprobs import chunked_logprobs
 from tandem.models.vocabulary import Vocabulary, vocabulary_parallel_logprobs
 
 _PRODUCTS = ("mm", "addmm", "bmm")
+_ATTENTION = ("_scaled_dot_product", "_varlen_attn", "_flash_attn_varlen_forward")
+"""Operators of torch's kernels for a CPU and for a GPU, and of flash-attn's."""
 
 
 def keeping_products() -> Any:
@@ -23,7 +25,7 @@ def keeping_products() -> Any:
 
     def policy(ctx: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         name = getattr(operator, "__name__", "").partition(".")[0]
-        dear = name in _PRODUCTS or name.startswith(("_scaled_dot_product", "_varlen_attn"))
+        dear = name in _PRODUCTS or name.startswith(_ATTENTION)
         return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
