@@ -173,7 +173,7 @@ def test_errors_name_the_field_the_length_and_the_rule():
 
 
 def test_a_field_of_one_s_own_can_be_declared_twice_alike():
-    field = ops.Field("sequence", torch.float32, 0, "for this test")
+    field = ops.Field("sequence", "float32", 0, "for this test")
     ops.declare("test_only_score", field)
     ops.declare("test_only_score", field)
     batch = ops.pack([{"input_ids": [1], "test_only_score": 2.0}])

@@ -12,7 +12,7 @@ from tandem.config.load import load_config
 from tandem.flow.plan import plan_run
 
 NEW = """
-from tandem.algorithms.lazy_torch import torch
+from tandem.api.lazy_torch import torch
 from tandem.algorithms.registry import POLICY_LOSSES
 from tandem.config.parts import KnobRule
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tandem.algorithms.groups import GroupStatistics, group_statistics, group_sum
-from tandem.algorithms.lazy_torch import torch
 from tandem.algorithms.registry import ADVANTAGES
 from tandem.algorithms.whitening import whiten
+from tandem.api.lazy_torch import torch
 from tandem.config.parts import KnobRule
 
 EPSILON = 1e-6

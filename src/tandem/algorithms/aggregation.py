@@ -6,9 +6,9 @@
 
 from __future__ import annotations
 
-from tandem.algorithms.lazy_torch import torch
 from tandem.algorithms.ratios import sum_by
 from tandem.algorithms.registry import AGGREGATIONS
+from tandem.api.lazy_torch import torch
 from tandem.config.parts import KnobRule
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tandem.algorithms.lazy_torch import torch
 from tandem.algorithms.policy_losses import Result
 from tandem.algorithms.ratios import log_ratio
 from tandem.algorithms.registry import POLICY_LOSSES, prepared_by
 from tandem.algorithms.selection import order
+from tandem.api.lazy_torch import torch
 from tandem.config.parts import KnobRule
 
 LARGEST_RATIO = 20.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.algorithms.lazy_torch import torch
+from tandem.api.lazy_torch import torch
 
 
 def lagrangian(rewards: torch.Tensor, costs: torch.Tensor, multiplier: float) -> torch.Tensor:

@@ -5,9 +5,9 @@ A dropped token has weight 0 and stays in the denominators.
 
 from __future__ import annotations
 
-from tandem.algorithms.lazy_torch import torch
 from tandem.algorithms.ratios import MAX_LOG_RATIO, log_ratio, mean_by_sequence, sum_by
 from tandem.algorithms.registry import IMPORTANCE_WEIGHTS, REJECTIONS
+from tandem.api.lazy_torch import torch
 from tandem.config.parts import KnobRule
 
 

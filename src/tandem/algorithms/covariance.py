@@ -3,11 +3,11 @@ large together (arXiv:2505.22617). All tensors ``[T]``; the tokens are chosen on
 
 from __future__ import annotations
 
-from tandem.algorithms.lazy_torch import torch
 from tandem.algorithms.policy_losses import CLIP, Result, ppo_clip
 from tandem.algorithms.ratios import log_ratio
 from tandem.algorithms.registry import POLICY_LOSSES, prepared_by
 from tandem.algorithms.selection import largest
+from tandem.api.lazy_torch import torch
 from tandem.config.parts import KnobRule
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tandem.algorithms.lazy_torch import torch
+from tandem.api.lazy_torch import torch
 
 
 def gap(scored: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

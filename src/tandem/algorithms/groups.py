@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from tandem.algorithms.lazy_torch import torch
+from tandem.api.lazy_torch import torch
 
 
 class GroupStatistics(NamedTuple):

@@ -8,9 +8,9 @@ takes k1, of the proximal policy.
 
 from __future__ import annotations
 
-from tandem.algorithms.lazy_torch import torch
 from tandem.algorithms.ratios import log_ratio
 from tandem.algorithms.registry import KL
+from tandem.api.lazy_torch import torch
 
 MOST_CHANGE = 0.2
 """Bound of the relative error that `adapted` reacts to."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.algorithms.lazy_torch import torch
+from tandem.api.lazy_torch import torch
 
 _ODD = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 """Odd 64-bit constants of splitmix64, as signed integers."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import TypeAlias
 
-from tandem.algorithms.lazy_torch import torch
 from tandem.algorithms.ratios import log_ratio
 from tandem.algorithms.registry import POLICY_LOSSES
+from tandem.api.lazy_torch import torch
 from tandem.config.parts import KnobRule
 
 Result: TypeAlias = "tuple[torch.Tensor, dict[str, torch.Tensor]]"

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from typing import TypeAlias
 
-from tandem.algorithms.lazy_torch import torch
 from tandem.algorithms.registry import Function, Registry
+from tandem.api.lazy_torch import torch
 from tandem.config.parts import KnobRule
 
 PAIRED: dict[str, str] = {

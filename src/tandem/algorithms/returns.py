@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tandem.algorithms.lazy_torch import torch
 from tandem.algorithms.registry import ADVANTAGES
 from tandem.algorithms.whitening import whiten
+from tandem.api.lazy_torch import torch
 from tandem.config.parts import KnobRule
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.algorithms.lazy_torch import torch
+from tandem.api.lazy_torch import torch
 
 
 def bradley_terry(chosen: torch.Tensor, rejected: torch.Tensor, margin: torch.Tensor) -> torch.Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from tandem.algorithms.lazy_torch import torch
 from tandem.algorithms.registry import TOKEN_FILTERS
+from tandem.api.lazy_torch import torch
 from tandem.config.parts import KnobRule
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tandem.algorithms.lazy_torch import torch
 from tandem.algorithms.policy_losses import CLIP, Result, outside
 from tandem.algorithms.ratios import MAX_LOG_RATIO, log_ratio, mean_by_sequence, sum_by
 from tandem.algorithms.registry import POLICY_LOSSES
+from tandem.api.lazy_torch import torch
 from tandem.config.parts import KnobRule
 
 MAX_LOG_SEQUENCE_RATIO = 10.0

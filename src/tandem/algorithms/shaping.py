@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tandem.algorithms.lazy_torch import torch
 from tandem.algorithms.registry import SHAPING
+from tandem.api.lazy_torch import torch
 from tandem.config.parts import KnobRule
 
 

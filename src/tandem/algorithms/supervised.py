@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.algorithms.lazy_torch import torch
+from tandem.api.lazy_torch import torch
 
 
 def negative_log_likelihood(logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

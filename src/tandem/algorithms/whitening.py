@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tandem.algorithms.groups import group_statistics
-from tandem.algorithms.lazy_torch import torch
+from tandem.api.lazy_torch import torch
 
 EPSILON = 1e-8
 

@@ -6,14 +6,14 @@ and *meta* fields that belong to the batch as a whole. `TensorDict` is only the 
 ``split`` and indexing do not know sequences. Every function returns a new batch.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
-from tensordict import TensorDict
-
 from tandem.api.failures import BatchError
+from tandem.api.lazy_torch import TensorDict, torch
 
 Kind = Literal["token", "sequence", "ragged", "weight", "meta"]
 
@@ -26,52 +26,54 @@ class Field:
     """
 
     kind: Kind
-    dtype: torch.dtype | None = None
+    dtype: Literal["int64", "float32", "bool"] | None = None
+    """Name of the torch dtype; None keeps the dtype of the values."""
+
     padding: float = 0
     meaning: str = ""
 
 
 FIELDS: dict[str, Field] = {
-    "input_ids": Field("token", torch.int64, 0, "tokens, media placeholders expanded"),
-    "position_ids": Field("token", torch.int64, 0, "positions; [T, 3] where rotary positions are three-dimensional"),
-    "loss_mask": Field("token", torch.bool, False, "the policy produced the token and is trained on it"),
-    "rollout_logprobs": Field("token", torch.float32, 0, "by the inference engine"),
-    "proximal_logprobs": Field("token", torch.float32, 0, "by the trainer, just before this update"),
-    "reference_logprobs": Field("token", torch.float32, 0, "by the frozen reference"),
-    "versions": Field("token", torch.int64, -1, "weight version that produced the token"),
-    "token_rewards": Field("token", torch.float32, 0, "earned after the token"),
-    "teacher_logprobs": Field("token", torch.float32, 0, "by the frozen teacher"),
-    "step_end": Field("token", torch.bool, False, "last token of a step that was judged"),
-    "step_right": Field("token", torch.bool, False, "there: the step was judged right"),
-    "entropy": Field("token", torch.float32, 0, "of the proximal policy"),
-    "values": Field("token", torch.float32, 0, "before the token"),
-    "advantages": Field("token", torch.float32, 0, ""),
-    "returns": Field("token", torch.float32, 0, ""),
-    "expired": Field("token", torch.bool, False, "older than η at consumption; out of the loss, still in denominators"),
-    "prepared": Field("token", torch.float32, 0, "what the policy loss made of the whole batch before the update"),
-    "dropped": Field("token", torch.bool, False, "weight 0: expired, or masked by shaping; still in denominators"),
-    "correction": Field("token", torch.float32, 0, "behaviour correction weight"),
-    "loss_weights": Field("weight", torch.float32, 0, "weight of each loss in the global sum"),
-    "reward": Field("sequence", torch.float32, 0, "of the sample"),
-    "sample_length": Field("sequence", torch.int64, 0, "trained tokens of the sample, all trajectories together"),
-    "shaped_reward": Field("sequence", torch.float32, 0, "of the sample, after shaping"),
-    "accuracy": Field("sequence", torch.float32, 0, "of the sample; NaN where unknown"),
-    "temperature": Field("sequence", torch.float32, 1, "logits were divided by it"),
-    "group_id": Field("sequence", torch.int64, -1, "the prompt's group"),
-    "sample_id": Field("sequence", torch.int64, -1, "the sample; unique in the batch"),
-    "unit_id": Field("sequence", torch.int64, -1, "sequences that must stay in one micro-batch"),
-    "stop_reason": Field("sequence", torch.int64, 0, "`StopReason`"),
-    "in_statistics": Field("sequence", torch.bool, False, "enters group statistics"),
-    "in_loss": Field("sequence", torch.bool, False, "counts in N and is trained on"),
-    "greedy": Field("sequence", torch.bool, False, "of the group's greedy sample, a baseline; absent where there is none"),
-    "replayed": Field("sequence", torch.bool, False, "of a group of an earlier batch; absent where there is none"),
-    "chosen": Field("sequence", torch.bool, False, "the better side of a pair, or a completion judged desirable"),
-    "safe": Field("sequence", torch.bool, False, "the completion was judged safe"),
-    "margin": Field("sequence", torch.float32, 0, "by which a reward model should score the better side higher"),
-    "baseline": Field("sequence", torch.float32, 0, "KTO's z, the same for the whole batch"),
-    "bootstrap_value": Field("sequence", torch.float32, 0, "value after the last token"),
+    "input_ids": Field("token", "int64", 0, "tokens, media placeholders expanded"),
+    "position_ids": Field("token", "int64", 0, "positions; [T, 3] where rotary positions are three-dimensional"),
+    "loss_mask": Field("token", "bool", False, "the policy produced the token and is trained on it"),
+    "rollout_logprobs": Field("token", "float32", 0, "by the inference engine"),
+    "proximal_logprobs": Field("token", "float32", 0, "by the trainer, just before this update"),
+    "reference_logprobs": Field("token", "float32", 0, "by the frozen reference"),
+    "versions": Field("token", "int64", -1, "weight version that produced the token"),
+    "token_rewards": Field("token", "float32", 0, "earned after the token"),
+    "teacher_logprobs": Field("token", "float32", 0, "by the frozen teacher"),
+    "step_end": Field("token", "bool", False, "last token of a step that was judged"),
+    "step_right": Field("token", "bool", False, "there: the step was judged right"),
+    "entropy": Field("token", "float32", 0, "of the proximal policy"),
+    "values": Field("token", "float32", 0, "before the token"),
+    "advantages": Field("token", "float32", 0, ""),
+    "returns": Field("token", "float32", 0, ""),
+    "expired": Field("token", "bool", False, "older than η at consumption; out of the loss, still in denominators"),
+    "prepared": Field("token", "float32", 0, "what the policy loss made of the whole batch before the update"),
+    "dropped": Field("token", "bool", False, "weight 0: expired, or masked by shaping; still in denominators"),
+    "correction": Field("token", "float32", 0, "behaviour correction weight"),
+    "loss_weights": Field("weight", "float32", 0, "weight of each loss in the global sum"),
+    "reward": Field("sequence", "float32", 0, "of the sample"),
+    "sample_length": Field("sequence", "int64", 0, "trained tokens of the sample, all trajectories together"),
+    "shaped_reward": Field("sequence", "float32", 0, "of the sample, after shaping"),
+    "accuracy": Field("sequence", "float32", 0, "of the sample; NaN where unknown"),
+    "temperature": Field("sequence", "float32", 1, "logits were divided by it"),
+    "group_id": Field("sequence", "int64", -1, "the prompt's group"),
+    "sample_id": Field("sequence", "int64", -1, "the sample; unique in the batch"),
+    "unit_id": Field("sequence", "int64", -1, "sequences that must stay in one micro-batch"),
+    "stop_reason": Field("sequence", "int64", 0, "`StopReason`"),
+    "in_statistics": Field("sequence", "bool", False, "enters group statistics"),
+    "in_loss": Field("sequence", "bool", False, "counts in N and is trained on"),
+    "greedy": Field("sequence", "bool", False, "of the group's greedy sample, a baseline; absent where there is none"),
+    "replayed": Field("sequence", "bool", False, "of a group of an earlier batch; absent where there is none"),
+    "chosen": Field("sequence", "bool", False, "the better side of a pair, or a completion judged desirable"),
+    "safe": Field("sequence", "bool", False, "the completion was judged safe"),
+    "margin": Field("sequence", "float32", 0, "by which a reward model should score the better side higher"),
+    "baseline": Field("sequence", "float32", 0, "KTO's z, the same for the whole batch"),
+    "bootstrap_value": Field("sequence", "float32", 0, "value after the last token"),
     "pixel_values": Field("ragged", None, 0, "image patches"),
-    "image_grid_thw": Field("ragged", torch.int64, 0, "image grids"),
+    "image_grid_thw": Field("ragged", "int64", 0, "image grids"),
     "audio_features": Field("ragged", None, 0, "audio frames"),
 }
 
@@ -87,9 +89,9 @@ def field_of(name: str) -> Field:
     if name.startswith("rewards/"):
         return FIELDS["reward"]
     if name.endswith("_lengths") and FIELDS.get(name.removesuffix("_lengths"), FIELDS["reward"]).kind == "ragged":
-        return Field("sequence", torch.int64, 0)
+        return Field("sequence", "int64", 0)
     if name == "cu_seqlens":
-        return Field("meta", torch.int64)
+        return Field("meta", "int64")
     raise BatchError(f"no field is called {name!r}; declare it with tandem.api.batch.declare(name, Field(...))")
 
 
@@ -186,10 +188,9 @@ def pack(trajectories: Sequence[Mapping[str, Any]]) -> TensorDict:
     columns: dict[str, torch.Tensor] = {}
     for name in names:
         field, values = field_of(name), [trajectory[name] for trajectory in trajectories]
-        if field.kind in ("token", "ragged"):
-            columns[name] = torch.cat([torch.as_tensor(value, dtype=field.dtype) for value in values])
-        else:
-            columns[name] = torch.stack([torch.as_tensor(value, dtype=field.dtype) for value in values])
+        dtype = None if field.dtype is None else getattr(torch, field.dtype)
+        join = torch.cat if field.kind in ("token", "ragged") else torch.stack
+        columns[name] = join([torch.as_tensor(value, dtype=dtype) for value in values])
         if field.kind == "ragged":
             columns[name + "_lengths"] = torch.tensor([len(value) for value in values])
     sizes = torch.tensor([len(trajectory["input_ids"]) for trajectory in trajectories])

@@ -1,14 +1,14 @@
 """The two engines: one generates, one trains. What costs money stands behind these classes."""
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import torch
-from tensordict import TensorDict
-
+from tandem.api.lazy_torch import TensorDict, torch
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.weights import Adapter, WeightUpdate, WeightVersion
 from tandem.config.errors import ConfigError
@@ -34,13 +34,13 @@ class Outputs(NamedTuple):
     """The output of a scalar head *after* token t, at every token; None if the model has none."""
 
 
-Metrics = Mapping[str, torch.Tensor]
+Metrics = Mapping[str, "torch.Tensor"]
 """Name → ``[T]`` (averaged over the tokens in ``loss_mask``), ``[N]`` (averaged over sequences); detached.
 
 Of names that end in ``/max`` the largest entry is taken instead.
 """
 
-LossFn = Callable[[Outputs, TensorDict], tuple[torch.Tensor, Metrics]]
+LossFn = Callable[[Outputs, "TensorDict"], tuple["torch.Tensor", Metrics]]
 """``loss_fn(outputs, view) -> (losses, metrics)``, losses unreduced, ``[T]`` or ``[N]`` like ``loss_weights``.
 
 ``view`` is the batch restricted to whole sequences, with their ``cu_seqlens``.

@@ -1,11 +1,12 @@
 """Samples and groups: what an episode makes."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
+from tandem.api.lazy_torch import torch
 from tandem.api.requests import RequestTiming, StopReason
 
 
@@ -40,7 +41,7 @@ class Trajectory:
         if len(set(sizes.values())) > 1 or self.input_ids.dim() != 1:
             raise ValueError(f"a trajectory's tensors must all be [S], got {sizes}")
 
-    def earning(self, tokens: Sequence[int], values: Sequence[float]) -> "Trajectory":
+    def earning(self, tokens: Sequence[int], values: Sequence[float]) -> Trajectory:
         """The trajectory whose ``tokens`` earn these rewards besides what they earn already."""
         earned = torch.zeros(len(self.input_ids)) if self.token_rewards is None else self.token_rewards.clone()
         return replace(self, token_rewards=earned.index_add(0, torch.tensor(tokens), torch.tensor(values)))

@@ -4,16 +4,16 @@ A cheap reward judges inside its episode (`tandem.api.workflow.RewardFn`). A `Sc
 with the others, so it works in a stage of its own, ``score:<name>``, when the episodes of a batch have ended.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-import torch
-from tensordict import TensorDict
-
 from tandem.api.engines import TrainEngine
 from tandem.api.failures import DataFailure
+from tandem.api.lazy_torch import TensorDict, torch
 from tandem.api.samples import Group, Sample
 
 

@@ -1,5 +1,7 @@
 """Weight versions, and how an update is described on its way."""
 
+from __future__ import annotations
+
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -7,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from safetensors import safe_open
+
+from tandem.api.lazy_torch import torch
 
 VALUE_FILE = "value_head.safetensors"
 """The file of the second head of an actor that is a critic too, beside a language model that others open without it."""

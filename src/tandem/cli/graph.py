@@ -13,6 +13,8 @@ from tandem.cli.arguments import add_config_arguments
 from tandem.cli.config import resolve_kind
 from tandem.cli.training import KINDS
 from tandem.config.errors import ConfigError
+from tandem.flow.draw import mermaid, picture, text
+from tandem.flow.plan import plan_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,16 +25,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from tandem.flow.draw import mermaid, picture, text  # noqa: PLC0415 — imports torch
-    from tandem.flow.plan import plan_run  # noqa: PLC0415
-    from tandem.flow.state_parts import sleep_plan_here, told  # noqa: PLC0415
-
     config = resolve_kind(arguments).config
     plan = plan_run(config)
-    sleeping = sleep_plan_here(config, plan)
+    slept = ""
+    if getattr(config, "memory_limit_gib", None) is not None:
+        from tandem.flow.state_parts import sleep_plan_here, told  # noqa: PLC0415 — imports torch
+
+        sleeping = sleep_plan_here(config, plan)
+        slept = "" if sleeping is None else told(sleeping)
     print(mermaid(plan) if arguments.mermaid else text(plan))
-    if sleeping is not None and not arguments.mermaid:
-        print(told(sleeping))
+    if slept and not arguments.mermaid:
+        print(slept)
     if arguments.png is not None:
         try:
             picture(plan, arguments.png)

@@ -26,7 +26,7 @@ from tandem.config.terms import Options, Term, read_terms
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.flow.reward_checks import check_rewards
 from tandem.flow.sharing import share_trunks, with_adapter
-from tandem.models.adapter_folder import AdapterBeside
+from tandem.models.adapter_beside import AdapterBeside
 from tandem.rewards.build import build_scores, needs_model
 from tandem.rewards.model import ModelReward
 from tandem.roles.components import choose

@@ -11,15 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from tandem.config.errors import ConfigError
 from tandem.config.lora import LoRAConfig
-from tandem.models.catalog import BUILT_IN, fingerprint, present, resolve
-from tandem.models.catalog import WEIGHTS as WEIGHT_FILES
+from tandem.models.adapter_beside import SETTINGS, WEIGHTS, digest_of_base
+from tandem.models.catalog import BUILT_IN, resolve
 from tandem.models.lora import merged
 from tandem.models.streaming import tensors_of
 
-ADAPTER = "adapter"
-"""Folder of an adapter, beside the model that it is merged into."""
-
-WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _PREFIX = "base_model.model."
 
 
@@ -32,11 +28,6 @@ class Base(NamedTuple):
 
     dtype: torch.dtype
     """To which they were rounded."""
-
-
-def digest_of_base(folder: Path) -> str:
-    """Of the weight files of a model folder: another one where they are others."""
-    return fingerprint(folder, WEIGHT_FILES)
 
 
 def refuse_other_base(path: str, found: str, wanted: str | None) -> None:
@@ -99,39 +90,6 @@ def read_adapter(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]
     except (OSError, ValueError, RecursionError, SafetensorError) as error:
         raise ConfigError(f"{folder} has no adapter that can be read: {error}") from error
     return {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}, settings
-
-
-class AdapterBeside(NamedTuple):
-    """An adapter in a model's folder, which that model is merged from."""
-
-    folder: Path
-    base: str
-    """Path of the base, as a configuration takes it."""
-
-    dtype: torch.dtype
-    """To which the base was rounded while the adapter was trained."""
-
-    lora: LoRAConfig
-
-
-def adapter_beside(model: Path) -> AdapterBeside | None:
-    """The adapter that Tandem saved with this model, if its base is on this machine as it was then; else None."""
-    folder = model / ADAPTER
-    if not (folder / SETTINGS).is_file():
-        return None
-    try:
-        settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-        with safe_open(folder / WEIGHTS, "pt") as file:
-            about = file.metadata() or {}
-        rank, base, modules = int(settings["r"]), str(settings["base_model_name_or_path"]), settings["target_modules"]
-        lora = LoRAConfig(rank, float(settings["lora_alpha"]), tuple(map(str, modules)))
-        dtype = getattr(torch, about["base_dtype"])
-        here = present(base)
-        if here is None or digest_of_base(here) != about["base"] or not isinstance(dtype, torch.dtype):
-            return None
-    except (AttributeError, LookupError, OSError, SafetensorError, TypeError, ValueError, RecursionError):
-        return None
-    return AdapterBeside(folder, base, dtype, lora)
 
 
 class MergedWeights(Mapping[str, torch.Tensor]):

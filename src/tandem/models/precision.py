@@ -1,8 +1,10 @@
 """Which precision a machine should compute in."""
 
-import torch
+from __future__ import annotations
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+from tandem.api.lazy_torch import torch
+
+DTYPES = ("bfloat16", "float32")
 
 
 def fast_bfloat16(device: str | torch.device) -> bool:
@@ -22,4 +24,5 @@ def resolve_dtype(name: str, device: str | torch.device) -> torch.dtype:
         return torch.bfloat16 if fast_bfloat16(device) else torch.float32
     if name not in DTYPES:
         raise ValueError(f"dtype must be auto or one of {sorted(DTYPES)}, got {name!r}")
-    return DTYPES[name]
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype

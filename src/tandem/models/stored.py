@@ -1,5 +1,7 @@
 """Tensors of a model folder as numbers in files, which are read a piece at a time: no tensor is there twice."""
 
+from __future__ import annotations
+
 import functools
 import json
 import os
@@ -8,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import torch
+from tandem.api.lazy_torch import torch
 
-DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 PIECE = 1 << 19
 """Bytes that are read at a time."""
 
@@ -94,7 +96,7 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         for name, about in header.items():
             if name != "__metadata__" and about["dtype"] in DTYPES:
                 start = 8 + length + int(about["data_offsets"][0])
-                found[name] = Stored(file, start, DTYPES[about["dtype"]], tuple(map(int, about["shape"])))
+                found[name] = Stored(file, start, getattr(torch, DTYPES[about["dtype"]]), tuple(map(int, about["shape"])))
     return found
 
 

@@ -28,7 +28,7 @@ from tandem.config.errors import TandemError
 from tandem.engines.inference.attention import Kernel
 from tandem.engines.inference.fused_weights import Linear, compute_dtype
 from tandem.models.catalog import cache_folder
-from tandem.models.precision import DTYPES, fast_bfloat16
+from tandem.models.precision import fast_bfloat16, resolve_dtype
 from tandem.models.shape import Dtype
 from tandem.planning.contention import Contention
 from tandem.planning.devices import CONTEXT_GIB, SLACK
@@ -169,7 +169,7 @@ def _measured(device: torch.device, threads: int, identity: Mapping[str, Any]) -
     plain: dict[Dtype, Table] = {}
     packed = dict(plain)
     for dtype in dtypes:
-        plain[dtype], packed[dtype] = _products(DTYPES[dtype], device)
+        plain[dtype], packed[dtype] = _products(resolve_dtype(dtype, device), device)
     fast = fast_bfloat16(device)
     usual = torch.bfloat16 if fast else torch.float32
     cuda = device.type == "cuda"
@@ -182,8 +182,8 @@ def _measured(device: torch.device, threads: int, identity: Mapping[str, Any]) -
         fast_bfloat16=fast,
         matmul=plain,
         packed_matmul=packed,
-        attention={dtype: _attention(DTYPES[dtype], device) for dtype in dtypes},
-        decode_attention={dtype: _decode_attention(DTYPES[dtype], device) for dtype in dtypes},
+        attention={dtype: _attention(resolve_dtype(dtype, device), device) for dtype in dtypes},
+        decode_attention={dtype: _decode_attention(resolve_dtype(dtype, device), device) for dtype in dtypes},
         elementwise=_elementwise(usual, device),
         stream=_stream(device),
         softmax=_softmax(device),

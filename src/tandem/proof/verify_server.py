@@ -21,7 +21,7 @@ from tandem.config.load import load_config
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.build import build_train_engine
 from tandem.models.catalog import resolve
-from tandem.models.precision import DTYPES
+from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import load_tokenizer
 from tandem.proof.scoring import Scorer, beginning
 from tandem.proof.verification import Verifier
@@ -123,10 +123,10 @@ def verify_engine(
         if source is not None:
             archive.keep(number, source)
     verifier = Verifier(
-        Scorer(trainer, archive, DTYPES[dtype], Team(), rounds=False),
+        Scorer(trainer, archive, resolve_dtype(dtype, device), Team(), rounds=False),
         VerifyConfig(every_steps=1, trajectories=questions, tolerance=tolerance),
         tokenizer,
-        DTYPES[dtype],
+        resolve_dtype(dtype, device),
         confirmations=1,
     )
     found = verifier.verify(pack(rows), model.number)

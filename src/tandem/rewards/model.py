@@ -1,13 +1,13 @@
 """A reward model as a reward: the folder that `tandem reward` wrote, or any classifier of one label."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch
-from tensordict import TensorDict
-
 from tandem.api.batch import sequence_index
 from tandem.api.engines import TrainEngine
+from tandem.api.lazy_torch import TensorDict, torch
 from tandem.api.samples import Sample
 from tandem.api.scoring import FrozenModel, Reader, Score
 from tandem.config.errors import ConfigError

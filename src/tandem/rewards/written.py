@@ -3,21 +3,24 @@
 A judgement is asked for by the same reward as from a server (`tandem.rewards.judge`); only the client differs.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextvars
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
-
-from tensordict import TensorDict
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from tandem.api.engines import TrainEngine
 from tandem.api.failures import EngineDied, RewardFailure
+from tandem.api.lazy_torch import TensorDict
 from tandem.api.requests import LLMRequest, NoiseKey, StopReason
 from tandem.api.scoring import FrozenModel, Score
 from tandem.api.workflow import GeneratesTokens, GroupReward, RewardFn
 from tandem.config.generation import GenerationConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Mark = Callable[[Sequence[Mapping[str, Any]]], str]
 

@@ -1,17 +1,17 @@
 """The actor: the policy that is trained."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-from tensordict import TensorDict
-
 from tandem.algorithms.kl import adapted
 from tandem.api.batch import per_token, select
 from tandem.api.engines import TrainEngine
 from tandem.api.failures import BatchError
+from tandem.api.lazy_torch import TensorDict, torch
 from tandem.api.stage import stage
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.errors import ConfigError

@@ -1,12 +1,12 @@
 """What is said of a training batch beside the metrics of its optimizer steps."""
 
-from collections.abc import Mapping
+from __future__ import annotations
 
-import torch
-from tensordict import TensorDict
+from collections.abc import Mapping
 
 from tandem.algorithms.kl import k1
 from tandem.api.batch import per_token, select
+from tandem.api.lazy_torch import TensorDict, torch
 from tandem.roles.samples import samples_of, trained_tokens
 
 

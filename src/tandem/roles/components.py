@@ -1,14 +1,15 @@
 """From a named choice of the configuration to a function that is called with whatever tensors there are."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-import torch
-
 from tandem.algorithms.registry import PREPARATIONS, REQUIRED, Registry, knobs_of, own_knobs, preparation_of
 from tandem.api.failures import UserCodeFailed
+from tandem.api.lazy_torch import torch
 from tandem.api.plugins import is_file_spec, load_object, run_user_code
 from tandem.config.algorithm import Component
 from tandem.config.errors import ConfigError
@@ -30,7 +31,7 @@ class Choice:
     part: Part
     """Its record."""
 
-    preparation: "Choice | None" = None
+    preparation: Choice | None = None
     """What is called once for the whole batch before it; its result is the tensor ``prepared``."""
 
     def __call__(self, **tensors: Any) -> Any:

@@ -1,14 +1,14 @@
 """A constraint: one part of the reward is a cost, whose mean a Lagrange multiplier keeps at or below a limit."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
-
-import torch
-from tensordict import TensorDict
 
 from tandem.algorithms.constraint import lagrangian, next_multiplier
 from tandem.api.batch import num_sequences
 from tandem.api.failures import BatchError
+from tandem.api.lazy_torch import TensorDict, torch
 from tandem.api.stage import stage
 from tandem.config.constraint import ConstraintConfig
 from tandem.roles.samples import samples_of, with_fields

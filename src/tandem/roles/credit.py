@@ -1,15 +1,15 @@
 """From rewards of samples to advantages of tokens."""
 
-from typing import Any
+from __future__ import annotations
 
-import torch
-from tensordict import TensorDict
+from typing import Any
 
 from tandem.algorithms.kl import k1
 from tandem.algorithms.registry import ADVANTAGES, SHAPING, TOKEN_LEVEL
 from tandem.algorithms.whitening import whiten, whiten_within
 from tandem.api.batch import per_token, sequence_index, sum_by_sequence
 from tandem.api.failures import BatchError
+from tandem.api.lazy_torch import TensorDict, torch
 from tandem.api.requests import StopReason
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.roles.components import choose

@@ -1,15 +1,15 @@
 """The critic: what a sample is worth before each of its tokens."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
-
-import torch
-from tensordict import TensorDict
 
 from tandem.algorithms.aggregation import token_mean
 from tandem.algorithms.value_losses import clipped_value_loss
 from tandem.api.batch import num_sequences, select
 from tandem.api.engines import LossFn, Outputs, TrainEngine
+from tandem.api.lazy_torch import TensorDict, torch
 from tandem.api.requests import StopReason
 from tandem.api.stage import stage
 from tandem.config.overlay import either

@@ -1,14 +1,14 @@
 """A language model that learns from examples: supervised fine-tuning."""
 
-import math
+from __future__ import annotations
 
-import torch
-from tensordict import TensorDict
+import math
 
 from tandem.algorithms.aggregation import token_mean
 from tandem.algorithms.supervised import negative_log_likelihood
 from tandem.api.engines import Outputs, TrainEngine
 from tandem.api.failures import BatchError
+from tandem.api.lazy_torch import TensorDict, torch
 from tandem.api.stage import stage
 from tandem.roles.samples import trained_tokens, with_fields
 

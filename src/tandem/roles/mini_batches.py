@@ -1,11 +1,11 @@
 """A batch cut into optimizer steps: groups are never divided."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 
-import torch
-from tensordict import TensorDict
-
 from tandem.api.batch import select
+from tandem.api.lazy_torch import TensorDict, torch
 
 
 def mini_batches(batch: TensorDict, count: int, epochs: int, seed: int) -> Iterator[TensorDict]:

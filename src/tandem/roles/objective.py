@@ -1,9 +1,8 @@
 """The actor's loss: policy loss with behaviour correction, KL to the reference, entropy bonus."""
 
-from dataclasses import dataclass
+from __future__ import annotations
 
-import torch
-from tensordict import TensorDict
+from dataclasses import dataclass
 
 from tandem.algorithms.correction import behaviour_ratio
 from tandem.algorithms.gap import gap
@@ -12,6 +11,7 @@ from tandem.algorithms.ratios import log_ratio
 from tandem.algorithms.registry import IMPORTANCE_WEIGHTS, KL, POLICY_LOSSES, REJECTIONS
 from tandem.api.batch import per_token, sequence_index
 from tandem.api.engines import Outputs
+from tandem.api.lazy_torch import TensorDict, torch
 from tandem.config.algorithm import AlgorithmConfig, Component
 from tandem.roles.components import Choice, choose
 from tandem.roles.samples import trained_tokens
@@ -41,7 +41,7 @@ class Objective:
     """Updates of the weights so far: a token of this version was made by the weights that train now."""
 
     @classmethod
-    def of(cls, config: AlgorithmConfig) -> "Objective":
+    def of(cls, config: AlgorithmConfig) -> Objective:
         """The parts that a configuration names, before the first update."""
         correction, kl = config.correction, config.kl
         bounds = {name: value for name, value in (("low", correction.low), ("high", correction.high)) if value}

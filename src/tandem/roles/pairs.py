@@ -1,10 +1,10 @@
 """Pairs in a packed batch: two sequences with one ``unit_id``, of which one is ``chosen``."""
 
-import torch
-from tensordict import TensorDict
+from __future__ import annotations
 
 from tandem.api.batch import num_sequences, pack, unpack
 from tandem.api.failures import BatchError
+from tandem.api.lazy_torch import TensorDict, torch
 
 
 def pairs_of(batch: TensorDict) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,9 +1,8 @@
 """A policy that learns from judged completions: DPO, IPO, KTO, SimPO, ORPO."""
 
-import logging
+from __future__ import annotations
 
-import torch
-from tensordict import TensorDict
+import logging
 
 from tandem.algorithms.preference import (
     PREFERENCE_LOSSES,
@@ -12,6 +11,7 @@ from tandem.algorithms.preference import (
 from tandem.api.batch import num_sequences, sum_by_sequence
 from tandem.api.engines import Outputs, TrainEngine
 from tandem.api.failures import BatchError
+from tandem.api.lazy_torch import TensorDict, torch
 from tandem.api.stage import stage
 from tandem.config.algorithm import Component
 from tandem.config.errors import ConfigError
@@ -22,7 +22,7 @@ from tandem.roles.samples import trained_tokens, with_fields
 
 log = logging.getLogger(__name__)
 
-Losses = tuple[torch.Tensor, dict[str, torch.Tensor]]
+Losses = tuple["torch.Tensor", dict[str, "torch.Tensor"]]
 
 
 class PreferenceLearner:

@@ -1,12 +1,13 @@
 """The reference: a frozen policy that the actor is kept close to."""
 
+from __future__ import annotations
+
 import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-from tensordict import TensorDict
-
 from tandem.api.engines import TrainEngine
+from tandem.api.lazy_torch import TensorDict
 from tandem.api.stage import stage
 from tandem.config.errors import ConfigError
 from tandem.roles.samples import with_fields

@@ -1,17 +1,17 @@
 """A reward model: a backbone with a scalar head that learns to score completions."""
 
-import torch
-from tensordict import TensorDict
+from __future__ import annotations
 
 from tandem.algorithms.aggregation import token_mean
 from tandem.algorithms.reward_model import bradley_terry, safety_cost, step_cross_entropy
 from tandem.api.engines import Outputs, TrainEngine
 from tandem.api.failures import BatchError
+from tandem.api.lazy_torch import TensorDict, torch
 from tandem.api.stage import stage
 from tandem.roles.pairs import on_both, on_sequences, pairs_of
 from tandem.roles.samples import with_fields
 
-Losses = tuple[torch.Tensor, dict[str, torch.Tensor]]
+Losses = tuple["torch.Tensor", dict[str, "torch.Tensor"]]
 
 
 class RewardModel:

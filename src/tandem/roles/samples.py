@@ -1,11 +1,11 @@
 """Samples of a packed batch: one sample may be held in several trajectories."""
 
+from __future__ import annotations
+
 from typing import NamedTuple
 
-import torch
-from tensordict import TensorDict
-
 from tandem.api.batch import num_sequences, sum_by_sequence
+from tandem.api.lazy_torch import TensorDict, torch
 from tandem.api.requests import StopReason
 
 

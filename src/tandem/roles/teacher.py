@@ -1,14 +1,14 @@
 """A frozen teacher, and the student that learns from what the teacher thinks of its own words."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Any
-
-import torch
-from tensordict import TensorDict
 
 from tandem.algorithms.kl import k3
 from tandem.algorithms.supervised import distillation_advantages
 from tandem.api.engines import TrainEngine
+from tandem.api.lazy_torch import TensorDict, torch
 from tandem.api.stage import stage
 from tandem.roles.actor import Actor
 from tandem.roles.samples import trained_tokens, with_fields

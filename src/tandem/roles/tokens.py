@@ -1,12 +1,12 @@
 """Which tokens of the whole batch are trained on: decided once, before the update, so that no micro-batch decides it."""
 
-import torch
-from tensordict import TensorDict
+from __future__ import annotations
 
 from tandem.algorithms.noise import token_noise
 from tandem.algorithms.registry import TOKEN_FILTERS
 from tandem.api.batch import per_token, sequence_index
 from tandem.api.failures import BatchError
+from tandem.api.lazy_torch import TensorDict, torch
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.roles.components import Choice, choose
 from tandem.roles.samples import trained_tokens

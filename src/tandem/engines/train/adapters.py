@@ -16,7 +16,8 @@ from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.folder import read_tensor
 from tandem.engines.train.holders import Holder
 from tandem.engines.train.named_weights import PREFIX, VALUE, NamedWeights, together_of
-from tandem.models.adapter_folder import ADAPTER, Base, digest_of_base, read_adapter, refuse_other_base, write_adapter
+from tandem.models.adapter_beside import ADAPTER, digest_of_base
+from tandem.models.adapter_folder import Base, read_adapter, refuse_other_base, write_adapter
 from tandem.models.catalog import resolve
 from tandem.models.heads import HEAD
 from tandem.models.lora import A, B, adapted, merged, without_adapters

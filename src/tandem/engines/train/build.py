@@ -7,7 +7,7 @@ from tandem.api.team import Team
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.engine import SpreadEngine
 from tandem.engines.train.spread import Head
-from tandem.models.adapter_folder import AdapterBeside
+from tandem.models.adapter_beside import AdapterBeside
 
 __all__ = ["Head", "build_train_engine"]
 

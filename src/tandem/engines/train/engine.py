@@ -21,7 +21,7 @@ from tandem.engines.train.optimizer import Optimizer
 from tandem.engines.train.ranks import form_ranks, sum_over_ranks
 from tandem.engines.train.spread import Head, open_spread
 from tandem.engines.train.totals import Totals
-from tandem.models.adapter_folder import AdapterBeside
+from tandem.models.adapter_beside import AdapterBeside
 from tandem.models.catalog import resolve
 from tandem.models.precision import resolve_dtype
 from tandem.models.upload import upload, uploaded

@@ -15,7 +15,8 @@ from tandem.engines.train.check import check_train_engine
 from tandem.engines.train.holders import Holder, Replica, Sharded
 from tandem.engines.train.ranks import Ranks, form_group
 from tandem.engines.train.zero import ZeroHolder
-from tandem.models.adapter_folder import AdapterBeside, read_adapter
+from tandem.models.adapter_beside import AdapterBeside
+from tandem.models.adapter_folder import read_adapter
 from tandem.models.catalog import resolve
 from tandem.models.compiled import compile_layers
 from tandem.models.context_parallel import divides_heads

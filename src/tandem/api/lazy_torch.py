@@ -1,0 +1,38 @@
+"""torch and `TensorDict`, imported when a function first uses them.
+
+The plan of a run, the names of the algorithms' parts and the declarations of stages stand beside functions that compute
+with tensors. Files that take both names from here can be read without torch, which takes seconds to import. Such a file
+begins with ``from __future__ import annotations``, so that its annotations ask for nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch as torch
+    from tensordict import TensorDict as TensorDict
+else:
+
+    class _Later:
+        """A module, or one object of it, with the import put off to the first use."""
+
+        def __init__(self, module: str, *path: str):
+            self._module, self._path = module, path
+
+        def _there(self) -> Any:
+            there = import_module(self._module)
+            for name in self._path:
+                there = getattr(there, name)
+            return there
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._there(), name)
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self._there()(*args, **kwargs)
+
+        def __instancecheck__(self, thing: object) -> bool:
+            return isinstance(thing, self._there())
+
+    torch = _Later("torch")
+    TensorDict = _Later("tensordict", "TensorDict")
