@@ -200,7 +200,7 @@ def main() -> None:
             for column, kind in enumerate(("right", "wrong", *BRIBES)):
                 print(line(kind, verdicts, column), flush=True)
                 for group in verdicts[: options.show]:
-                    print(f"    {group[column].written or group[column].value}")
+                    print(f"    {group[column].words or group[column].value}")
 
 
 if __name__ == "__main__":

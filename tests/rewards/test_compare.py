@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import pytest
 
@@ -51,6 +52,43 @@ def test_a_sample_is_worth_the_share_of_its_comparisons_that_it_wins():
         assert compared(f"0.5*compare(url={url}, model=m, opponents=1)", "a", "bb", "ccc") == [0, 0.25, 0.5]
 
 
+OWN = """
+import asyncio, time
+from tandem import GroupReward, RewardResult
+
+class Odd(GroupReward):
+    async def compare(self, samples, row):
+        what = samples[0].completion_text
+        if what == "waits":
+            await asyncio.sleep(3600)
+        if what == "blocks":
+            time.sleep(5)
+        if what == "raises":
+            raise ValueError("no")
+        return [RewardResult(float(i), words={"odd": sample.completion_text}) for i, sample in enumerate(samples)]
+"""
+
+
+def test_a_comparison_of_ones_own_that_hangs_is_a_failure_at_its_deadline_and_the_next_one_is_judged(tmp_path):
+    (tmp_path / "mine.py").write_text(OWN)
+    reward = build_reward(f"{tmp_path}/mine.py:Odd", timeout_s=0.3)
+
+    async def ask(*texts):
+        return await reward.compare([Sample((), 0.0, completion_text=text) for text in texts], ROW)
+
+    async def all_of_them():
+        waits, fine = await asyncio.gather(ask("waits"), ask("a", "b"), return_exceptions=True)
+        blocks = await asyncio.gather(ask("blocks"), return_exceptions=True)
+        return [waits, *blocks, *await asyncio.gather(ask("raises"), return_exceptions=True)], fine, await ask("c")
+
+    began = time.monotonic()
+    failures, fine, later = asyncio.run(all_of_them())
+    reward.close()
+    assert time.monotonic() - began < 3  # the one that blocks still sleeps
+    assert [failure.reason for failure in failures] == ["reward_timeout", "reward_timeout", "reward_raised"]
+    assert [(one.value, one.words) for one in fine] == [(0.0, {"odd": "a"}), (1.0, {"odd": "b"})] and len(later) == 1
+
+
 def test_a_judge_that_favours_a_place_favours_nobody():
     with server(says(lambda first, second: "Verdict: A")) as (url, _):
         assert compared(f"compare(url={url}, model=m)", "a", "bb", "ccc") == [0.5, 0.5, 0.5]
@@ -80,6 +118,7 @@ def test_a_run_trains_on_comparisons_beside_other_rewards(tmp_path):
         assert sum(worth) == pytest.approx(4) and all(0 <= value <= 2 for value in worth)
         lengths = [len(sample["completion"]) for sample in group]
         assert worth[lengths.index(max(lengths))] == max(worth)
+        assert all(s["judges"]["compare"].count("Well.\nVerdict: ") == 6 for s in group)  # 3 opponents, both orders
         assert all(s["reward"] == pytest.approx(sum(s["rewards"].values())) for s in group)
 
 

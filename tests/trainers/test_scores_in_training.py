@@ -69,6 +69,14 @@ class WrongShape(Polite):
     def score(self, batch, model):
         return torch.ones(1, 2)
 
+class Forgotten(Polite):
+    def score(self, batch, model):
+        import time
+        try:
+            time.sleep(3600)
+        except Exception:
+            pass
+
 class Unreadable(Polite):
     def read(self, sample, row, reader):
         raise DataFailure("nothing_to_judge")
@@ -222,6 +230,12 @@ def test_a_group_that_is_not_finished_in_time_fails_by_name(overrides, models):
     keys = [f"reward={models}/mine.py:Polite(path={models}/tiny-llama-1)", f"workflow={models}/mine.py:Hangs"]
     with pytest.raises(NoBatch, match="deadline"):
         train(resolved(overrides, *keys, "rollout.max_data_failures=3", "rollout.episode_timeout_s=2"))
+
+
+def test_a_score_of_a_users_own_that_hangs_ends_the_run_at_its_deadline(overrides, models):
+    keys = [f"reward={models}/mine.py:Forgotten(path={models}/tiny-llama-1)", "reward_timeout_s=0.05"]
+    with pytest.raises(UserCodeFailed, match=r"mine.py:Forgotten' took longer than 0.8 s and was interrupted"):
+        train(resolved(overrides, *keys))  # 16 samples
 
 
 def test_what_a_score_reads_must_be_a_sequence_of_the_model(overrides, models):

@@ -95,6 +95,7 @@ def test_a_judge_that_compares_shows_each_pair_in_both_orders(tmp_path, override
     judged, alone = WritingRole(plan.scores[0], model, Team.alone()).score([group_of("7", "8", "9"), group_of("7")])
     model.close()
     assert [one.value for one in judged] == [0.5] * 3  # who favours a place favours nobody
+    assert judged[0].words.count("\nVerdict: A") == 4 and "As reply B, against sample 2:" in judged[0].words
     assert alone[0].value.reason == "nobody_to_compare"
 
 

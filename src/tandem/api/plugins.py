@@ -1,12 +1,16 @@
 """Loading a function or class that a user names as ``my_file.py:name``."""
 
+import contextlib
 import hashlib
 import importlib.util
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 from tandem.api.failures import UserCodeFailed
@@ -73,6 +77,41 @@ def in_user_code(spec: str, function: Callable[..., T], *arguments: Any, **named
         raise
     except (Exception, SystemExit) as error:  # the boundary of a user's code, which may end with sys.exit(main())
         raise ConfigError(f"{_raised(spec, error)}; mend it there") from error
+
+
+class _Late(BaseException):
+    """Not an Exception, so that the code that is interrupted does not take it for one of its own."""
+
+
+@contextlib.contextmanager
+def interrupted_after(spec: str, limit_s: float) -> Iterator[None]:
+    """A block of a user's code that is interrupted when it takes too long. Only in the main thread, where the system can
+    interrupt it; a call that holds the interpreter is interrupted when it returns.
+
+    Raises:
+        UserCodeFailed: it took longer than ``limit_s``.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def late(number: int, frame: FrameType | None) -> None:
+        raise _Late
+
+    before = signal.signal(signal.SIGALRM, late)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, limit_s)
+        try:
+            yield
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+    except _Late:
+        raise UserCodeFailed(
+            f"{spec!r} took longer than {limit_s:g} s and was interrupted; mend it there, or give it more time, and start "
+            "again. Checkpoints that were saved stay"
+        ) from None
+    finally:
+        signal.signal(signal.SIGALRM, before)
 
 
 def run_user_code(spec: str, function: Callable[..., T], **named: Any) -> T:

@@ -84,8 +84,9 @@ class GroupReward(ABC):
     """
 
     @abstractmethod
-    async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[float]:
-        """The reward of each sample. Raises `RewardFailure`, which drops the group under its reason."""
+    async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> Sequence[float | RewardResult]:
+        """The reward of each sample, with words if a judge wrote any. Raises `RewardFailure`, which drops the group under
+        its reason."""
 
     def close(self) -> None:
         """Ends what it started; idempotent."""

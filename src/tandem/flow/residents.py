@@ -96,7 +96,7 @@ def open_scores(
         path = planned.score.model.path  # not that of the base on which an adapter is
         reader = open_reader(path, tokenizer, chats=planned.reads_chats) if process.is_main else None
         vocabulary = Architecture.from_config(read_hf_config(describing(path))).vocab_size
-        roles[planned.name] = ScoreRole(planned, engine, reader, vocabulary)
+        roles[planned.name] = ScoreRole(planned, engine, reader, vocabulary, timeout_s=config.reward_timeout_s)
     return roles
 
 

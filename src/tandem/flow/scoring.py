@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from tandem.api.batch import num_sequences, pack
 from tandem.api.engines import TrainEngine
 from tandem.api.failures import DataFailure, UserCodeFailed
-from tandem.api.plugins import run_user_code
+from tandem.api.plugins import interrupted_after, run_user_code
 from tandem.api.samples import Group, Sample
 from tandem.api.team import Team
 from tandem.config.errors import ConfigError
@@ -119,16 +119,20 @@ def _fields(encoded: Encoded) -> dict[str, Any]:
 class ScoreRole:
     """A `Score` with the model that it asked for."""
 
-    def __init__(self, planned: PlannedScore, engine: TrainEngine, reader: ModelReader | None, vocabulary: int):
-        """``reader``: on rank 0, where the samples are. ``vocabulary``: number of the model's tokens."""
+    def __init__(
+        self, planned: PlannedScore, engine: TrainEngine, reader: ModelReader | None, vocabulary: int, *, timeout_s: float
+    ):
+        """``reader``: on rank 0, where the samples are. ``vocabulary``: number of the model's tokens. ``timeout_s``: for
+        each sample, of a score that a user wrote."""
         self.planned, self.engine, self.reader, self.vocabulary = planned, engine, reader, vocabulary
+        self._timeout_s = timeout_s
 
     def read(self, sample: Sample, row: Mapping[str, Any]) -> Mapping[str, Any] | DataFailure:
         """The sequence that the model reads for a sample, or the failure that says why it cannot. Rank 0."""
         assert self.reader is not None, "rank 0 reads"
         planned = self.planned
         try:
-            sequence = _called(planned, planned.score.read, sample=sample, row=row, reader=self.reader)
+            sequence = self._called(1, planned.score.read, sample=sample, row=row, reader=self.reader)
         except DataFailure as failure:
             return failure
         self._check(sequence)
@@ -163,7 +167,7 @@ class ScoreRole:
             UserCodeFailed: it gave something else.
         """
         planned = self.planned
-        values = _called(planned, planned.score.score, batch=batch, model=self.engine)
+        values = self._called(num_sequences(batch), planned.score.score, batch=batch, model=self.engine)
         per_step = planned.score.per_step
         count, what = (int(batch["step_end"].sum()), "step") if per_step else (num_sequences(batch), "sequence")
         if not isinstance(values, torch.Tensor) or values.shape != (count,):
@@ -171,10 +175,13 @@ class ScoreRole:
             raise UserCodeFailed(f"reward {planned.name!r} must give one score for each {what}, [{count}]; it gave {given}")
         return values.detach().float().cpu()
 
-
-def _called(planned: PlannedScore, function: Callable[..., T], **named: Any) -> T:
-    """Calls a method of a score; what a user's own raises names his file."""
-    return run_user_code(planned.term.name, function, **named) if planned.term.is_file else function(**named)
+    def _called(self, samples: int, function: Callable[..., T], **named: Any) -> T:
+        """Calls a method of the score. A user's own has the deadline of so many samples, and its errors name the file."""
+        term = self.planned.term
+        if not term.is_file:
+            return function(**named)
+        with interrupted_after(term.name, samples * self._timeout_s):
+            return run_user_code(term.name, function, **named)
 
 
 class GroupScorer:

@@ -15,13 +15,14 @@ from tandem.api.failures import DataFailure, RewardFailure, WeightsChanged
 from tandem.api.samples import Group, Sample
 from tandem.api.team import Team
 from tandem.api.weights import WeightVersion
-from tandem.api.workflow import GroupReward, RewardFn, messages_for
+from tandem.api.workflow import GroupReward, RewardFn, RewardResult, messages_for
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.embedded import EmbeddedEngine
 from tandem.engines.train.asleep import KeyedSum
 from tandem.flow.plan import PlannedScore
 from tandem.models.tokenizer import load_tokenizer
+from tandem.rewards.outcome import Outcome, compared
 from tandem.rewards.written import PLACE, Place, Written
 
 SETTLE_S = 0.02
@@ -161,7 +162,8 @@ class WritingRole:
         if isinstance(reward, GroupReward):
             PLACE.set(Place(number))
             try:
-                return [Judged(value) for value in await reward.compare(group.samples, group.data)]
+                results = compared(self.written.name, await reward.compare(group.samples, group.data), len(group.samples))
+                return [_judged(result) for result in results]
             except DataFailure as failure:
                 return [Judged(failure)] * len(group.samples)
         return list(await asyncio.gather(*(self._judge_one(reward, number, j, group) for j in range(len(group.samples)))))
@@ -174,4 +176,8 @@ class WritingRole:
             result = await reward(row=group.data, **given, **messages_for(reward, sample.messages))  # type: ignore[arg-type]
         except DataFailure as failure:
             return Judged(failure)
-        return Judged(result.value, "\n---\n".join(result.words.values()))
+        return _judged(result)
+
+
+def _judged(result: RewardResult | Outcome) -> Judged:
+    return Judged(result.value, "\n---\n".join(result.words.values()))

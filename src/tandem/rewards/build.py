@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from tandem.api.failures import RewardFailure
 from tandem.api.samples import Sample
 from tandem.api.scoring import FrozenModel, Score
 from tandem.api.services import Services, arguments_of, factory_of
@@ -17,8 +16,8 @@ from tandem.config.errors import ConfigError
 from tandem.config.services import SERVICES, service_of
 from tandem.config.terms import Options, Term, read_terms
 from tandem.rewards.combination import alone, is_open, told_raw
-from tandem.rewards.function import AsyncReward, OwnReward, WorkerReward
-from tandem.rewards.outcome import is_async
+from tandem.rewards.function import AsyncReward, OwnGroupReward, OwnReward, WorkerReward
+from tandem.rewards.outcome import compared, is_async
 from tandem.rewards.pool import WorkerPool
 from tandem.rewards.written import Written
 
@@ -99,10 +98,13 @@ class SumReward(RewardFn):
         """Computes what the terms that judge a group add to each sample's reward; nothing without such terms."""
         results = await asyncio.gather(*(reward.compare(samples, row) for _, reward in self.together))
         found: list[dict[str, float]] = [{} for _ in samples]
-        for (term, _), values in zip(self.together, results, strict=True):
-            for each, value in zip(found, _numbers(term.label, values, len(samples)), strict=True):
-                each[term.label] = value
-        return [self._summed([term for term, _ in self.together], each) for each in found]
+        words: list[dict[str, str]] = [{} for _ in samples]
+        for (term, _), given in zip(self.together, results, strict=True):
+            for each, texts, judged in zip(found, words, compared(term.label, given, len(samples)), strict=True):
+                each[term.label] = judged.value
+                texts.update(judged.words)
+        terms = [term for term, _ in self.together]
+        return [replace(self._summed(terms, each), words=texts) for each, texts in zip(found, words, strict=True)]
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Asks each term that can tell whether the row has what it needs."""
@@ -120,21 +122,6 @@ class SumReward(RewardFn):
         with contextlib.ExitStack() as stack:
             for judge in self.judges:
                 stack.callback(judge.close)
-
-
-def _numbers(name: str, values: Any, count: int) -> list[float]:
-    """The rewards of a group as plain numbers.
-
-    Raises:
-        RewardFailure: they are something else, or not as many as samples.
-    """
-    try:
-        numbers = [float(value) for value in values]
-    except (TypeError, ValueError) as error:
-        raise RewardFailure("reward_wrong_type", f"{name} must give a list of numbers: {error}") from error
-    if len(numbers) != count or not all(map(math.isfinite, numbers)):
-        raise RewardFailure("reward_wrong_type", f"{name} must give each of {count} samples a finite number, got {numbers}")
-    return numbers
 
 
 DTYPES = ("auto", "bfloat16", "float32")
@@ -284,7 +271,7 @@ def _judge(term: Term, timeout_s: float, workers: int | None, services: Services
     if isinstance(make, GroupReward):
         if not inspect.iscoroutinefunction(make.compare):
             raise ConfigError(f"{key}: compare must be `async def compare(self, samples, row)`")
-        return make
+        return OwnGroupReward(make, name, timeout_s=timeout_s)
     if isinstance(make, RewardFn):
         return OwnReward(make, name, timeout_s=timeout_s)
     if not callable(make):

@@ -7,7 +7,7 @@ from typing import Any
 
 from tandem.api.failures import RewardFailure
 from tandem.api.samples import Sample
-from tandem.api.workflow import GroupReward
+from tandem.api.workflow import GroupReward, RewardResult
 from tandem.config.errors import ConfigError
 from tandem.rewards.judge import as_text, conversation_of, judge_of, read_choice
 
@@ -58,7 +58,7 @@ class CompareReward(GroupReward):
         settings = {"model": model, "n": 1, "temperature": 0.0, "max_tokens": max_tokens}
         self.judge = judge_of(name, url, token_env, timeout_s=timeout_s, patience_s=patience_s, **settings)
 
-    async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[float]:
+    async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[RewardResult]:
         """Implements `GroupReward.compare`. Fails as ``judge_unreadable`` if no verdict on a sample can be read, as
         ``nobody_to_compare`` if a sample is alone."""
         count = len(samples)
@@ -69,16 +69,22 @@ class CompareReward(GroupReward):
         matches = [order for pair in pairs for order in (tuple(sorted(pair)), tuple(sorted(pair, reverse=True)))]
         verdicts = await asyncio.gather(*(self._verdict(samples[i], samples[j], row) for i, j in matches))
         won: list[list[float]] = [[] for _ in samples]
-        for (first, second), verdict in zip(matches, verdicts, strict=True):
+        words: list[list[str]] = [[] for _ in samples]
+        for (first, second), (text, verdict) in zip(matches, verdicts, strict=True):
+            for place, of in (("A", first), ("B", second)):
+                words[of].append(f"As reply {place}, against sample {second if of == first else first}:\n{text}")
             if verdict is not None:
                 won[first].append(verdict)
                 won[second].append(1.0 - verdict)
         if not all(won):
             raise RewardFailure("judge_unreadable", f"{self.name}: of a sample no verdict has the form `Verdict: A`")
-        return [sum(values) / len(values) for values in won]
+        return [
+            RewardResult(sum(values) / len(values), words={self.name: "\n---\n".join(texts)})
+            for values, texts in zip(won, words, strict=True)
+        ]
 
-    async def _verdict(self, first: Sample, second: Sample, row: Mapping[str, Any]) -> float | None:
-        """What the first is worth against the second; None if it cannot be read."""
+    async def _verdict(self, first: Sample, second: Sample, row: Mapping[str, Any]) -> tuple[str, float | None]:
+        """What the judge wrote, and what the first is worth against the second; None if that cannot be read."""
         shared = conversation_of(first.messages, row, first.prompt_text, first.completion_text)[:-1]
         (text,) = await self.judge.texts(
             TEMPLATE.safe_substitute(
@@ -90,9 +96,9 @@ class CompareReward(GroupReward):
             )
         )
         try:
-            return read_choice(text, WORTH)
+            return text, read_choice(text, WORTH)
         except ValueError:
-            return None
+            return text, None
 
     def close(self) -> None:
         """Drops all connections."""

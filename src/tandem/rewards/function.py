@@ -1,12 +1,14 @@
 """A function as a reward: a user's sync function in a worker process, an async one in the event loop."""
 
 import asyncio
+import threading
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tandem.api.failures import RewardFailure
-from tandem.api.workflow import RewardFn, RewardResult
+from tandem.api.samples import Sample
+from tandem.api.workflow import GroupReward, RewardFn, RewardResult
 from tandem.config.errors import ConfigError
 from tandem.rewards.outcome import Arguments, Outcome, read_outcome
 from tandem.rewards.pool import WorkerPool
@@ -167,3 +169,65 @@ class OwnReward(AsyncReward):
     def close(self) -> None:
         """Closes it."""
         self.reward.close()
+
+
+class OwnGroupReward(GroupReward):
+    """A `GroupReward` that a user wrote, held to the deadline of a reward: also where it blocks, for its event loop has a
+    thread of its own, which is left to itself when a call is late."""
+
+    def __init__(self, reward: GroupReward, name: str, *, timeout_s: float):
+        self.reward, self.name, self.timeout_s = reward, name, timeout_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> Sequence[float | RewardResult]:
+        """Implements `GroupReward.compare`. Fails as ``reward_timeout`` or ``reward_raised`` besides."""
+        loop = self._loop = self._loop or _loop_aside(self.name)
+        call = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._called(samples, row), loop))
+        done, _ = await asyncio.wait({call}, timeout=self.timeout_s)
+        if not done:
+            call.cancel()
+            if self._loop is loop:
+                self._loop = None  # the next call finds a thread that is free; those under way end in this one
+                asyncio.run_coroutine_threadsafe(_end(), loop)
+            raise RewardFailure(
+                "reward_timeout", f"{self.name} took longer than {self.timeout_s:g} s and was left to itself"
+            )
+        return call.result()
+
+    async def _called(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> Sequence[float | RewardResult]:
+        try:
+            return await self.reward.compare(samples, row)
+        except RewardFailure:
+            raise
+        except Exception as error:  # the reward boundary
+            raise RewardFailure("reward_raised", f"{self.name}: {type(error).__name__}: {error}") from error
+
+    def close(self) -> None:
+        """Closes it."""
+        if self._loop is not None:
+            asyncio.run_coroutine_threadsafe(_end(cancel=True), self._loop)
+            self._loop = None
+        self.reward.close()
+
+
+def _loop_aside(name: str) -> asyncio.AbstractEventLoop:
+    """An event loop that runs in a thread, which does not keep the process from ending."""
+    loop = asyncio.new_event_loop()
+
+    def run() -> None:
+        try:
+            loop.run_forever()
+        finally:
+            loop.close()
+
+    threading.Thread(target=run, name=f"reward {name}", daemon=True).start()
+    return loop
+
+
+async def _end(*, cancel: bool = False) -> None:
+    """Stops the event loop when its other tasks have ended."""
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in others if cancel else ():
+            task.cancel()
+        await asyncio.wait(others)
+    asyncio.get_running_loop().stop()

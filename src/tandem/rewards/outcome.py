@@ -112,3 +112,21 @@ def read_outcome(value: Any, name: str) -> Outcome:
         if not 0 <= accuracy <= 1:
             raise RewardFailure("reward_wrong_type", f"accuracy of {name} must lie in 0…1, got {accuracy}")
     return Outcome(total, rewards, accuracy, answer, extracted, words)
+
+
+def compared(name: str, values: Any, count: int) -> list[Outcome]:
+    """Checks what a reward that compares the samples of a group returned: a number, or a `RewardResult` with words, each.
+
+    Raises:
+        RewardFailure: ``reward_wrong_type`` or ``reward_not_finite``.
+    """
+    try:
+        given = [value if hasattr(value, "words") else float(value) for value in values]
+    except (TypeError, ValueError) as error:
+        raise RewardFailure("reward_wrong_type", f"{name} must give a list of numbers: {error}") from error
+    if len(given) != count:
+        raise RewardFailure("reward_wrong_type", f"{name} must give each of {count} samples a number, got {len(given)}")
+    outcomes = [read_outcome(value, name) for value in given]
+    if any(outcome.rewards or outcome.accuracy is not None or outcome.answer is not None for outcome in outcomes):
+        raise RewardFailure("reward_wrong_type", f"{name} compares: its results have a value and words, and nothing else")
+    return outcomes

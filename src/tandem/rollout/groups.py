@@ -126,6 +126,7 @@ def _with_more(sample: Sample, more: RewardResult) -> Sample:
         reward=sample.reward + more.value,
         rewards={**sample.rewards, **more.rewards},
         raw_rewards={**sample.raw_rewards, **more.raw_rewards},
+        words={**sample.words, **more.words},
     )
 
 
