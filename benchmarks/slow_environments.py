@@ -1,8 +1,10 @@
 """Asynchronous against synchronous training when environments are slow: several turns, waits with a long tail, simulated.
 
-    python benchmarks/slow_environments.py [--steps 20] [--scale 0.01]
+    python benchmarks/slow_environments.py [--steps 20] [--scale 0.01] [--repeats 3]
 
 Reach: at least 2.5× in steps per second at a staleness of at most 2, with at most 10 % of the trained tokens expired.
+`on_expiry=mask` takes the finished episodes and leaves expired tokens out of the loss; `wait` waits for a straggler before
+it expires. The reach is judged by the worst of the repeats, and by either of the two.
 
 Everything but the executor is a clock: an engine that answers after a moment, an environment that takes a log-normal time
 for each of three turns (median 4 s, σ = 1, at least 1 s and at most 60 s), a training step that takes 20 s; all of it times
@@ -33,6 +35,7 @@ from tests.rollout.clockwork import ClockworkEngine, prompts
 
 TURNS, BATCH, SAMPLES = 3, 8, 8
 GENERATE_S, TRAIN_S = 2.0, 20.0
+CELLS = ((0, "mask"), (1, "mask"), (2, "mask"), (1, "wait"), (2, "wait"))  # staleness at most, rollout.on_expiry
 
 
 def wait_s(index: int, sample: int, turn: int) -> float:
@@ -56,11 +59,12 @@ class Slow(RolloutWorkflow):
         return Sample((tokens.trajectory(),), reward=1.0)
 
 
-def measure(eta: int, steps: int, scale: float) -> dict:
-    """Seconds of a step (unscaled) after a warm-up, expired share, and the prompts that were trained."""
+def measure(eta: int, on_expiry: str, steps: int, scale: float) -> dict:
+    """Seconds of a step (unscaled) after a warm-up, expired share, groups, and how many of them were trained twice."""
     engine, seen, expired = ClockworkEngine(lambda request: scale * GENERATE_S), [], []
     rows = ({"epoch": 0, "index": index} for index in itertools.count())
-    with Rollout(engine, RolloutConfig(batch_size=BATCH), max_head_offpolicyness=eta) as rollout:
+    config = RolloutConfig(batch_size=BATCH, on_expiry=on_expiry)
+    with Rollout(engine, config, max_head_offpolicyness=eta) as rollout:
         for step in range(steps + eta + 2):
             if step == eta + 2:
                 began = time.perf_counter()
@@ -71,7 +75,8 @@ def measure(eta: int, steps: int, scale: float) -> dict:
             seen += prompts(batch)
             expired.append(rollout.metrics()["expired"])
         step_s = (time.perf_counter() - began) / steps / scale
-    return {"step_s": step_s, "expired": sum(expired) / len(expired), "groups": len(seen) // SAMPLES, "prompts": seen}
+    twice = len(seen) - SAMPLES * len(set(seen))
+    return {"step_s": step_s, "expired": sum(expired) / len(expired), "groups": len(seen) // SAMPLES, "trained_twice": twice}
 
 
 def main() -> None:
@@ -79,13 +84,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--scale", type=float, default=0.01)
+    parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    runs = {eta: measure(eta, arguments.steps, arguments.scale) for eta in (0, 1, 2)}
-    for run in runs.values():
-        run["trained_twice"] = len(run["prompts"]) - SAMPLES * len(set(run.pop("prompts")))
-    speedup = runs[0]["step_s"] / runs[2]["step_s"]
-    reached = speedup >= 2.5 and runs[2]["expired"] <= 0.1
-    print(json.dumps({"speedup": speedup, "reached": reached, "by_staleness": runs}, indent=1))
+    cells = {f"{eta} {on_expiry}": [] for eta, on_expiry in CELLS}
+    for _ in range(arguments.repeats):
+        for eta, on_expiry in CELLS:
+            cells[f"{eta} {on_expiry}"].append(measure(eta, on_expiry, arguments.steps, arguments.scale))
+    in_turns = [run["step_s"] for run in cells["0 mask"]]
+    for name, runs in cells.items():
+        speedups = [slow / run["step_s"] for slow, run in zip(in_turns, runs, strict=True)]
+        reached = min(speedups) >= 2.5 and max(run["expired"] for run in runs) <= 0.1
+        cells[name] = {"reached": reached, "speedup": speedups} | {key: [run[key] for run in runs] for key in runs[0]}
+    print(json.dumps({"reached": any(cell["reached"] for cell in cells.values()), "cells": cells}, indent=1))
 
 
 if __name__ == "__main__":
