@@ -3,11 +3,13 @@
     python scripts/train_on_servers.py --model FOLDER --vllm VLLM_ENV/bin/python --sglang SGLANG_ENV/bin/python
     python scripts/train_on_servers.py … --backends vllm:d1+sglang:d1 --kill vllm     # kill -9 to one of them on the way
     python scripts/train_on_servers.py … --backends vllm:d1 --restart               # kill -9 to rank 0; its server goes on
+    python scripts/train_on_servers.py … --backends vllm:d1 --workflow tools --set workflow_args.tools=calculator
 
 Backends: embedded, and with an interpreter for it vllm:d1, sglang:d1, and the mixed fleet vllm:d1+tandem:d1; or those of
-``--backends``. ``--data`` is a folder with GSM8K's train.jsonl (the few rows that are kept for the tests suffice); further
-``key=value`` go to each run. Says what a run is doing every 15 s, ends one that passes ``--deadline-s``, prints one line a
-check and a table last; the exit status is the number of checks that failed. docs/servers.md has its output.
+``--backends``. ``--workflow``: any that the configuration takes, as ``tools`` or ``my_agent.py:agent``. ``--data`` is a folder
+with GSM8K's train.jsonl (the few rows that are kept for the tests suffice); further ``key=value`` go to each run. Says what a
+run is doing every 15 s, ends one that passes ``--deadline-s``, prints one line a check and a table last; the exit status is
+the number of checks that failed. docs/servers.md has its output.
 """
 
 import argparse
@@ -132,6 +134,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--deadline-s", type=float, default=3600.0, help="longest time of one run (default: 3600)")
     parser.add_argument("--startup-timeout-s", type=float, default=1200.0, help="longest start of a server (default: 1200)")
+    parser.add_argument("--workflow", metavar="NAME", help="workflow of each run (default: one answer to a prompt)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run folders and logs there")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of each run")
     options = parser.parse_args()
@@ -161,6 +164,8 @@ def settings(backend: str, options: argparse.Namespace, root: Path) -> list[str]
     for kind, python in (("vllm", options.vllm), ("sglang", options.sglang)):
         if f"{kind}:" in backend and python:
             items.append(f"rollout.fleet.{kind}_python={python}")
+    if options.workflow:  # which says itself what the model is to do
+        items += [f"workflow={options.workflow}", "system_prompt=null"]
     return [*items, *(RESTART_SETTINGS if options.restart else ()), *options.set]
 
 

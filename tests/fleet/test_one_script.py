@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import tiny_model_folder
+from tests.trainers.calling import calling_model_folder
 
 ROOT = Path(__file__).parents[2]
 REWARDS = ROOT / "tests" / "trainers" / "small_rewards.py"
@@ -42,6 +43,16 @@ def model(tmp_path_factory):
 @pytest.mark.invariant
 def test_the_example_trains_on_two_served_engines(model):
     status, said = outcome(model, ["tandem:d2"], *TINY)
+    assert status == 0 and "0 checks failed" in said
+
+
+@pytest.mark.slow
+def test_an_agent_and_tools_train_on_a_served_engine(model, tmp_path):
+    agent = ROOT / "tests" / "trainers" / "recorded_agents.py"
+    status, said = outcome(model, ["tandem:d1"], *TINY, more=["--workflow", f"{agent}:three_turns"])
+    assert status == 0 and "0 checks failed" in said
+    chat = [*TINY, f"actor.path={calling_model_folder(tmp_path)}", "workflow_args.tools=calculator"]
+    status, said = outcome(model, ["tandem:d1"], *chat, more=["--workflow", "tools"])
     assert status == 0 and "0 checks failed" in said
 
 

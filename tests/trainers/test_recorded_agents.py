@@ -6,18 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
-from tandem.api.workflow import RolloutWorkflow
 from tandem.cli.main import main
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.flow.parts import open_rows
-from tandem.flow.process import start_process
-from tandem.flow.session import open_session
-from tandem.rollout.workflows import Repeated
 from tandem.trainers.rl import train
-from tests.rollout.scripted import untruthful
+from tests.trainers.witness import assert_trained_as_sampled, witnessed_batch
 
 AGENTS = Path(__file__).parent / "recorded_agents.py"
 SHORT = f"gconfig.stop_token_ids={list(range(3, 300, 2))}"  # every second token ends a reply
@@ -37,61 +31,10 @@ def run(overrides, *more, until=None):
     return rows, load_file(sorted(folder.glob("checkpoints/step_*/model.safetensors"))[-1])
 
 
-class Witness:
-    """The log of what the engine was sent and returned, below the recorder."""
-
-    def __init__(self, engine):
-        self.engine, self.log = engine, []
-
-    def __getattr__(self, name):
-        return getattr(self.engine, name)
-
-    async def agenerate(self, request):
-        response = await self.engine.agenerate(request)
-        self.log.append((request, response))
-        return response
-
-
-class Witnessed(RolloutWorkflow):
-    """Runs a workflow with a witness for each sample."""
-
-    def __init__(self, workflow):
-        self.workflow, self.log = workflow, []
-
-    async def arun_episode(self, engine, data):
-        witness = Witness(engine)
-        sample = await self.workflow.arun_episode(witness, data)
-        self.log += witness.log
-        return sample
-
-
-class Piece:
-    """One sequence of a batch."""
-
-    def __init__(self, batch, place):
-        self.ids, self.mask, self.logprobs, self.versions = (
-            batch[name][place].tolist() for name in ("input_ids", "loss_mask", "rollout_logprobs", "versions")
-        )
-
-
 def test_what_is_trained_is_what_the_engine_saw_and_made_and_a_reference_gives_its_log_probabilities(overrides, model):
-    config = load_config(TrainConfig, None, items(overrides)).config
-    with open_session(config, start_process(config), open_rows(config), 1, "test/agents") as session:
-        workflow = Witnessed(session.workflow.workflow)
-        batch = session.rollout.prepare_batch(session.loader, Repeated(workflow, config.gconfig.n_samples))
-        recorded = session.rollout.metrics()
-    bounds = batch["cu_seqlens"].tolist()
-    pieces = [Piece(batch, slice(*pair)) for pair in zip(bounds, bounds[1:], strict=False)]
-    assert len(workflow.log) == 2 * config.gconfig.n_samples * TURNS
-    assert sum(sum(piece.mask) for piece in pieces) == sum(len(response.output_ids) for _, response in workflow.log)
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    for piece in pieces:
-        assert untruthful(workflow, piece) == []
-        with torch.no_grad():
-            logits = reference(torch.tensor([piece.ids])).logits[0]
-        scores = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(piece.ids[1:])[:, None])[:, 0]
-        mask = torch.tensor(piece.mask[1:])
-        assert (scores - torch.tensor(piece.logprobs[1:]))[mask].abs().max() <= 1e-4
+    pieces, workflow, recorded = witnessed_batch(items(overrides))
+    assert len(workflow.log) == 2 * 4 * TURNS
+    assert_trained_as_sampled(pieces, workflow, model)
     assert recorded["rollout/recorded/turns"] == TURNS
     assert recorded["rollout/recorded/roots"] == pytest.approx(1.0, abs=0.3)  # a reply that was cut begins another
 
@@ -118,9 +61,12 @@ def test_no_term_of_the_configured_reward_is_added_to_what_an_agent_says_of_itse
 
 @pytest.mark.slow
 @pytest.mark.invariant
-def test_asynchronous_training_goes_on_over_weight_updates(overrides):
-    rows, _ = run(overrides, "async_training=true", "total_train_steps=4", "rollout.max_head_offpolicyness=2")
+@pytest.mark.parametrize("backend", ["embedded", "tandem:d1"])
+def test_asynchronous_training_goes_on_over_weight_updates(overrides, backend):
+    more = [f"rollout.backend={backend}", "rollout.max_head_offpolicyness=2", "rollout.verify.every_steps=1"]
+    rows, _ = run(overrides, "async_training=true", "total_train_steps=4", *more)
     assert max(row["staleness/max"] for row in rows) >= 1
+    assert all(row["gap/verified"] > 0 and row["gap/numeric"] <= 1e-4 for row in rows)
     assert all(row["rollout/recorded/turns"] == TURNS and row["grad_norm"] > 0 for row in rows)
 
 
