@@ -150,17 +150,18 @@ def test_what_a_template_writes_is_read_as_the_same_call(readers, family):
         assert reply.content == ""
 
 
+@pytest.mark.parametrize("schemas", [4, pytest.param(SCHEMAS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", [*TEMPLATES, "no tools"])
-def test_a_reply_that_is_cut_off_anywhere_has_no_call_without_its_closing_mark(readers, family):
+def test_a_reply_that_ends_anywhere_has_no_call_but_the_whole_one(readers, family, schemas):
     reader, draw = readers[family], random.Random(family)
-    for _ in range(4):
+    for _ in range(schemas):
         tool, arguments = tool_and_call(draw)
         name = tool["function"]["name"]
         text, prompt = written(reader, [tool], (name, arguments))
-        closed = {
-            read(reader, text[:end], [tool], StopReason.LENGTH, prompt=prompt).good_calls != () for end in range(len(text))
-        }
-        assert closed == {False}
+        for end in range(len(text)):
+            assert read(reader, text[:end], [tool], StopReason.LENGTH, prompt=prompt).good_calls == (), text[:end]
+            stopped = read(reader, text[:end], [tool], StopReason.STOP, prompt=prompt).good_calls  # by a text in the call
+            assert [call.arguments for call in stopped] in ([], [arguments]), text[:end]
 
 
 @pytest.mark.parametrize("family", [name for name in TEMPLATES if name not in ("harmony",)])

@@ -2,6 +2,7 @@
 
 import json
 import random
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -55,38 +56,44 @@ TOOLS = [
     }
 ]
 HARMLESS = ("nothing", "forget thinking", "write arguments anew", "null", "parts", "other ids", "strip")
-REWRITES = ("edit", "truncate", "summarise", "calls as text", "merge")
+REWRITES = ("edit", "edit a result", "truncate", "summarise", "calls as text", "merge")
+STOP_TEXT = "Obs:"
 
 
 class Client:
     """Keeps a history as a client does, and rewrites it; knows which requests continue a turn, by the rules of the page."""
 
-    def __init__(self, forest, tokenizer, chance, tools):
-        self.forest, self.tokenizer, self.chance, self.tools = forest, tokenizer, chance, tools
+    def __init__(self, forest, tokenizer, chance, tools, keeps):
+        self.forest, self.tokenizer, self.chance, self.tools, self.keeps = forest, tokenizer, chance, tools, keeps
         self.history = [{"role": "system", "content": "Add."}, {"role": "user", "content": "3 + 4 <|im_end|>?"}]
         self.log, self.roots, self.number = [], 0, 0
-        self.node = self.parent = None
-        """The last turn, and the one that the next request must continue."""
+        self.turns = []
+        """The turns that the history still repeats: (place behind the reply, node, whether it can be continued)."""
 
-    def turn(self, words, reason):
+    def turn(self, words, end):
         """One request and its reply; checks that it continues a turn where it must, and nowhere else."""
         turn = read({"messages": self.history, "tools": self.tools})
         asked = self.forest.ask(turn.messages, turn.tools)
-        assert asked.parent is self.parent
-        self.roots += self.parent is None
+        _, node, continues = self.turns[-1] if self.turns else (0, None, False)
+        assert asked.parent is (node if continues else None)
+        self.roots += asked.parent is None
+        reason = StopReason.LENGTH if end == "cut" else StopReason.STOP
+        words += f"|{STOP_TEXT}" if end == "stop text" else ""
         ids = [i for piece in words.split("|") for i in self.tokenizer(piece, add_special_tokens=False)["input_ids"]]
-        ids += [self.tokenizer.eos_token_id] if reason == StopReason.STOP else [9]
+        ids += {"eos": [self.tokenizer.eos_token_id], "cut": [9], "stop text": []}[end]
         self.number += 1
         response = LLMResponse(
             asked.input_ids, tuple(ids), (-0.1 * self.number,) * len(ids), (self.number,) * len(ids), reason
         )
         self.log.append((asked, response))
-        reply = visible(self.forest.reader.read(ids, turn.tools, prompt=asked.text, stop_reason=reason))
-        self.node = self.forest.add(asked, response, shown(reply), self.number)
+        read_reply = self.forest.reader.read(ids, turn.tools, prompt=asked.text, stop_reason=reason)
+        reply = visible(read_reply, [STOP_TEXT] if reason == StopReason.STOP else [])
+        node = self.forest.add(asked, response, shown(reply), self.number)
+        continues = reason == StopReason.STOP and self.keeps(reply) and not (end == "stop text" and reply.calls)
+        self.turns.append((len(self.history) + 1, node, continues))
         usage = {"prompt_tokens": len(asked.input_ids), "completion_tokens": len(ids)}
         self.message = answer(turn, reply, response_id="1", model="m", usage=usage)["choices"][0]["message"]
         self.message.pop("refusal")
-        return reply
 
     def say(self, what):
         """Repeats the reply, and says something; ``what`` happens to the history."""
@@ -111,6 +118,7 @@ class Client:
         if what == "calls as text" and calls:
             message = {"role": "assistant", "content": f"{message['content'] or ''} Calling {calls}"}
             calls = []
+            self.turns.pop()
         tail = [{"role": "tool", "tool_call_id": call["id"], "content": f"result {i}"} for i, call in enumerate(calls)]
         if not tail or chance.random() < 0.2:
             tail += [{"role": "user", "content": f" and {chance.random()}"}]
@@ -118,6 +126,12 @@ class Client:
         if what == "merge":
             texts = [str(m["content"] or "") for m in self.history[-1 - len(tail) :]]
             self.history[-1 - len(tail) :] = [{"role": "user", "content": " ".join(texts)}]
+            self.turns.pop()
+        old = [i for i, m in enumerate(self.history[: -len(tail)]) if m["role"] == "tool"]
+        if what == "edit a result" and old:
+            place = chance.choice(old)
+            self.history[place] = {**self.history[place], "content": f"edited {chance.random()}"}
+            self.turns = [turn for turn in self.turns if turn[0] <= place]
         if what == "edit":
             self.history[1] = {"role": "user", "content": f"edited {chance.random()}"}
         if what == "truncate":
@@ -125,6 +139,8 @@ class Client:
             self.history[1:first] = [{"role": "user", "content": f"… {chance.random()}"}]
         if what == "summarise":
             self.history[1:] = [{"role": "user", "content": f"So far: nothing. {chance.random()}"}]
+        if what in ("edit", "truncate", "summarise"):
+            self.turns = []
 
 
 def keeps(template, reply):
@@ -143,17 +159,12 @@ def test_no_token_is_trained_that_was_not_sampled_in_that_context_and_roots_are_
     tokenizer = tiny_tokenizer(template)
     tools = TOOLS if data.draw(st.booleans()) else []
     forest = Forest(tokenizer, CallReader(tokenizer))
-    client = Client(forest, tokenizer, random.Random(data.draw(st.integers(0, 9999))), tools)
+    chance = random.Random(data.draw(st.integers(0, 9999)))
+    client = Client(forest, tokenizer, chance, tools, partial(keeps, template))
     for _ in range(data.draw(st.integers(2, 7))):
         words = data.draw(st.sampled_from(WORDS + (CALLS if tools else [])))
-        reason = data.draw(st.sampled_from([StopReason.STOP] * 5 + [StopReason.LENGTH]))
-        reply = client.turn(words, reason)
-        what = data.draw(st.sampled_from(HARMLESS * 2 + REWRITES))
-        client.say(what)
-        if what in HARMLESS or (what == "calls as text" and not reply.calls):
-            client.parent = client.node if reason == StopReason.STOP and keeps(template, reply) else None
-        elif what in ("edit", "truncate", "summarise"):
-            client.parent = None  # else the turn before is still there, and is what the next one continues
+        client.turn(words, data.draw(st.sampled_from(["eos"] * 5 + ["cut", "stop text"])))
+        client.say(data.draw(st.sampled_from(HARMLESS * 2 + REWRITES)))
 
     assert sum(node.parent is None for node in forest.nodes) == client.roots
     trajectories = list(forest.trajectories(forest.nodes))

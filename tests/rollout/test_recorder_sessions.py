@@ -189,6 +189,26 @@ def test_a_key_that_opens_no_session_is_refused():
     assert refused(lambda session, ask: ask(HELLO, key="sk-other")) == (401, "unknown_key")
 
 
+def test_a_turn_belongs_to_the_session_whose_key_it_has_and_is_no_part_of_its_task():
+    """The agent that holds another's key has called nobody; the other one's sample is that of its own turns."""
+
+    async def talk():
+        engine, messages = ScriptedEngine(counting), [user("3 + 4 =")]
+        recorder = Recorder(engine.tokenizer)
+        async with opened(engine, recorder=recorder) as (thief, ask), opened(engine, recorder=recorder) as (owner, ask_own):
+            for _ in range(2):
+                _, answer = await ask_own({"messages": messages})
+                messages += [reply_of(answer), user("again")]
+                assert (await ask({"messages": [user("another's task")]}, key=owner.key))[0] == 200
+        return thief, owner.sample(1.0), messages[:-1]
+
+    thief, sample, messages = asyncio.run(talk())
+    with pytest.raises(DataFailure, match="agent_never_called"):
+        thief.sample(1.0)
+    assert [dict(message) for message in sample.messages] == messages and len(sample.trajectories) == 1
+    assert sample.metrics["rollout/recorded/side_calls"] == 2
+
+
 def test_a_body_that_is_too_long_is_refused_before_it_is_read():
     async def act(session, ask):
         port = int(session.base_url.split(":")[2].split("/")[0])
