@@ -18,10 +18,10 @@ from pathlib import Path
 import psutil
 
 KEPT = "TANDEM_KEPT"
-"""What rank 0 is told: both ends of the pipe, and the folder."""
+"""The variable that gives rank 0 both ends of the pipe, and the folder."""
 
 END_S = 20.0
-"""What the servers may take to end, all at the same time; a keeper is kind to its own for 8 s."""
+"""Seconds that the servers may take to end, all at the same time; a keeper is kind to its own for 8 s."""
 
 LOOK_S = 0.05
 
@@ -42,7 +42,7 @@ class KeptServers:
         self.close()
 
     def environment(self) -> dict[str, str]:
-        """What rank 0 gets, beside both ends of the pipe."""
+        """The environment of rank 0, with both ends of the pipe."""
         return {KEPT: ":".join(map(str, (*self.pipe, self.folder)))}
 
     def processes(self) -> list[psutil.Process]:

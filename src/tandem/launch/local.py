@@ -73,8 +73,8 @@ def _is_left(file: Path) -> bool:
 
 
 RENDEZVOUS, LAUNCHER, TELL, RESTARTS = "TANDEM_RENDEZVOUS", "TANDEM_LAUNCHER", "TANDEM_TELL", "TANDEM_RESTARTS"
-"""What a rank is told: the file to meet in, the process that it must not outlive, the pipe in which it says what it does,
-and how often the ranks were started again."""
+"""Variables that tell a rank: the file to meet in, the process that it must not outlive, the pipe in which it says what it
+does, and how often the ranks were started again."""
 
 FAILED, ERROR, STACKS = "failed", "error-{rank}.json", "stacks-{rank}.txt"
 """Files beside the one to meet in: why all are ended, and when at the latest; the error of a rank; its stacks."""
@@ -96,14 +96,14 @@ FAULT_TERM_S = 3.0
 
 KILL_S = 5.0
 INTERRUPT_S = 60.0
-"""What an interrupted run may take to close, beyond `recover.grace_s`."""
+"""Seconds that an interrupted run may take to close, beyond `recover.grace_s`."""
 
 STACKS_S = 2.0
 HELD_S = 0.5
 """A silent rank that has used less of the processor since is not at work."""
 
 LEFT_S = 10.0
-"""What servers and workers of ranks that are gone may take to notice."""
+"""Seconds that servers and workers of ranks that are gone may take to notice."""
 
 RESTART_S = 1.0
 """Between the end of a group and its next start."""
@@ -115,7 +115,7 @@ FOLLOWERS = ("RankFailed",)
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a launcher waits for its ranks, in seconds; see the constants of the same names."""
+    """Seconds that a launcher waits for its ranks; see the constants of the same names."""
 
     fail_s: float = FAIL_S
     term_s: float = TERM_S
@@ -359,7 +359,7 @@ class Ranks:
         return False
 
     def _error(self, rank: int) -> dict[str, Any]:
-        """What a rank told of its error; empty where it could not."""
+        """A rank's own words about its error; empty if it could not write them."""
         with contextlib.suppress(OSError, ValueError):
             found = json.loads((self._meeting.folder / ERROR.format(rank=rank)).read_text(encoding="utf-8"))
             return found if isinstance(found, dict) else {}

@@ -1,4 +1,4 @@
-"""What a rank knows of its launcher, and tells it."""
+"""A rank's side of its launcher: what it is told, and what it tells."""
 
 import contextlib
 import ctypes
@@ -22,16 +22,16 @@ STARTING_LOOK_S = 0.05
 """Before the run folder is open: a rank that dies soon after must have said that it was."""
 
 CLOSE_S = 30.0
-"""What a rank may take to close after its launcher is gone."""
+"""Seconds that a rank may take to close after its launcher is gone."""
 
 LAST_S = 5.0
-"""Of the time that the launcher gives a rank which it ends: what closing takes, more than 3 s on a machine that is busy."""
+"""Seconds of the launcher's patience that a rank keeps for closing, which takes more than 3 s on a busy machine."""
 
 _PR_SET_PDEATHSIG = 1
 
 
 def meeting_place() -> str:
-    """Where the ranks find each other, as torch.distributed wants it: our file, or what torchrun has set up."""
+    """The address at which ranks find each other, as torch.distributed wants it: our file, or torchrun's."""
     file = os.environ.get(RENDEZVOUS)
     return f"file://{file}" if file else "env://"
 
@@ -42,7 +42,7 @@ def has_launcher() -> bool:
 
 
 def restarts() -> int:
-    """How often the launcher has started the ranks again."""
+    """Number of times that the launcher has started the ranks again."""
     return int(os.environ.get(RESTARTS, "0")) if has_launcher() else 0
 
 

@@ -1,4 +1,4 @@
-"""Whether ranks still get on, judged from what they tell and from what the system counts. No process, no clock: only rules.
+"""Rules that judge from the words of ranks and the counts of the system if ranks still get on. No process, no clock.
 
 Three faults, from the quickest to be seen:
 
@@ -19,7 +19,7 @@ import psutil
 
 @dataclass(frozen=True)
 class Ended:
-    """How a group of ranks ended."""
+    """The end of a group of ranks."""
 
     code: int
     """0, or the exit status of the command."""
@@ -31,7 +31,7 @@ class Ended:
     """Who was first."""
 
     stacks: str = ""
-    """Of all ranks, where one of them did not answer or got nowhere."""
+    """Stacks of all ranks, if one of them did not answer or got nowhere."""
 
     may_pass: bool = False
     """True if it may go better when it is started again."""
@@ -53,18 +53,18 @@ GAPS = 3.0
 """Times the longest that any rank was at one piece of training so far: nobody stands still who was as long at it before."""
 
 START_S = 600.0
-"""What a rank may take to say its first word, at least."""
+"""Seconds that a rank may take to say its first word, at least."""
 
 WINDOW_S = 2.0
 """Over which the use of the processor is measured."""
 
 IDLE_SHARE = 0.03
-"""Of one core: a rank that uses less, and reads and writes next to nothing, stands still."""
+"""Share of one core: a rank that uses less, and reads and writes next to nothing, stands still."""
 
 IDLE_BYTES_PER_S = 100_000
 
 OTHER_RANKS = "the other ranks"
-"""As ranks say it."""
+"""The name of the other ranks in a rank's words."""
 
 WATCHED = ("train",)
 """Phases in which a rank has nothing to wait for but the processor and the other ranks."""
@@ -74,7 +74,7 @@ MAX_STEP_S = 1.0
 
 
 class Told(NamedTuple):
-    """What a rank says of itself, twice a second."""
+    """A rank's words about itself, twice a second."""
 
     count: int = 0
     phase: str = "start"
@@ -103,10 +103,10 @@ class Fault:
 
 
 class Used(NamedTuple):
-    """What the system says of a rank."""
+    """The system's counts of a rank."""
 
     seconds: float = 0.0
-    """Of the processor, so far."""
+    """Seconds of processor time so far."""
 
     moved: int = 0
     """Bytes read and written."""
@@ -162,7 +162,7 @@ class Watch:
         return self._clock - self._ranks[rank].counted_at > WINDOW_S
 
     def hear(self, rank: int, told: Told, used: Used) -> None:
-        """What a rank said just now, and the system of it."""
+        """Takes a rank's newest words, and the system's counts of it."""
         one, now = self._ranks[rank], self._clock
         one.heard_at, one.seconds = now, used.seconds
         one.first_step = one.first_step or told.step
@@ -195,7 +195,7 @@ class Watch:
         return self._silent(is_held) or (None if self._stalled_after_s is None else self._wedged() or self._stalled())
 
     def describe(self) -> str:
-        """Where every rank is, a line for each."""
+        """The place of every rank, a line for each."""
         return "\n".join(f"rank {number}: {self._where(one)}" for number, one in enumerate(self._ranks))
 
     def _silent(self, is_held: Callable[[int, float], bool]) -> Fault | None:
@@ -264,7 +264,7 @@ def stalled_text(told: Told, seconds: float) -> str:
 
 
 def work_of(pid: int, *, whole: bool = False) -> Used:
-    """What the system says of a process; ``whole``: of its child processes and its disk too, which costs more to ask."""
+    """The system's counts of a process; ``whole``: of its child processes and its disk too, which costs more to ask."""
     process = psutil.Process(pid)
     times, moved, below = process.cpu_times(), 0, None
     with contextlib.suppress(psutil.Error, AttributeError):  # macOS counts no bytes

@@ -1,4 +1,4 @@
-"""What watches over a run from inside: signals that ask it to end, and a thread that sees when nothing is done any more.
+"""A watch over a run from inside: signals that ask it to end, and a thread that sees when nothing is done any more.
 
 Ranks that our launcher has started are watched by it, from outside (`tandem.launch.watch`); this thread is for a process
 that nobody watches.
@@ -67,7 +67,7 @@ class Oversight:
         raise Leaving
 
     def metrics(self) -> dict[str, float]:
-        """Of a run that may be started again, or whose saves may fail."""
+        """Metrics of a run that may be started again, or whose saves may fail."""
         found = {"recover/restarts": float(restarts())} if self._config.max_restarts else {}
         if self._run is not None and self._run.failed_saves:
             found["checkpoint/failed"] = float(self._run.failed_saves)
@@ -115,7 +115,7 @@ class Oversight:
         threading.Thread(target=self._lose_patience, args=(number,), name="grace", daemon=True).start()
 
     def _what_is_kept(self) -> str:
-        """Of a run that leaves after this step."""
+        """The words about a run that leaves after this step: what is kept."""
         if is_save_due(self._whole, ACTIVITY.step, 0, leaving=True):
             return "is saved"
         there = checkpoints(self._folder / "checkpoints")

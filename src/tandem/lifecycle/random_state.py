@@ -11,7 +11,8 @@ from tandem.api.team import Team
 
 
 class RandomStates:
-    """Of all ranks. With another number of ranks than before, a rank that is new takes the state of rank 0."""
+    """The random states of all ranks. With another number of ranks than before, a rank that is new takes the state of rank
+    0."""
 
     def __init__(self, device: str, team: Team):
         """``device``: of this process; a GPU has a generator of its own."""

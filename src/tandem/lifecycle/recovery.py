@@ -1,4 +1,4 @@
-"""What of a run is saved, and how a run that was cut off goes on.
+"""The parts of a run that are saved, and the continuation of a run that was cut off.
 
 The list of what takes part stands here, once for reinforcement learning (`parts_of_session`) and once for what learns from
 rows (`parts_of_rows`). A part is anything with a `state_dict` (`tandem.api.state.Stateful`).
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Progress:
-    """Where the loop is."""
+    """The place of the loop."""
 
     step: int = 0
     evaluations: dict[int, float] = field(default_factory=dict)
@@ -56,7 +56,8 @@ class DurableLedger:
         self._refused: list[Record] = []
 
     def commit(self) -> None:
-        """What ended since the last call, at the step that is done; with what the disk refused then."""
+        """Commits the episodes that ended since the last call, at the step that is done; with those that the disk refused
+        then."""
         self._refused = [*self._refused, *self._ledger.take_ended()]
         self._file.commit(self._progress.step, self._refused)
         self._refused = []
@@ -195,7 +196,7 @@ UNSAVED: dict[str, Any] = {"combination": {"spreads": {}}}
 """The states that these parts have where a checkpoint says nothing of them."""
 
 LOADS = {"trainer": "load actor", "critic": "load critic", "reference": "load reference", "publisher": "publish"}
-"""What is to be awake when these parts are loaded, as stages of the residency."""
+"""The stages of the residency in which these parts are loaded."""
 
 STATELESS = {
     "tokenizer": "is read only",
@@ -221,8 +222,8 @@ STATELESS = {
 def parts_of_session(
     session: Session, progress: Progress, tracker: Tracker | None, ledger: DurableLedger | None, process: Process
 ) -> dict[str, Stateful]:
-    """Of a run of reinforcement learning, in the order of loading: the ledger before the executor that counts in it, the
-    weights before the publisher that delivers them, and the random states last, for loading may draw."""
+    """The parts of a run of reinforcement learning, in the order of loading: the ledger before the executor that counts in
+    it, the weights before the publisher that delivers them, and the random states last, for loading may draw."""
     parts: dict[str, Stateful] = {"progress": progress}
     if ledger is not None:
         parts["ledger"] = ledger
@@ -259,7 +260,7 @@ def recovery_of_session(
 def parts_of_rows(
     engine: TrainEngine, batches: Stateful, progress: Progress, tracker: Tracker | None, process: Process
 ) -> dict[str, Stateful]:
-    """Of a run that learns from rows, in the order of loading."""
+    """The parts of a run that learns from rows, in the order of loading."""
     parts: dict[str, Stateful] = {"progress": progress, "trainer": engine, "batches": batches}
     if tracker is not None:
         parts["tracker"] = tracker

@@ -1,4 +1,4 @@
-"""What a run came to, and the folder it leaves."""
+"""The outcome of a run, and the folder that it leaves."""
 
 import contextlib
 import logging
@@ -33,12 +33,12 @@ class Saves(Protocol):
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run came to."""
+    """The outcome of a run."""
 
     folder: Path | None
     steps: int
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the last step."""
+    """Metrics of the last step."""
 
     checkpoint: Path | None = None
     evaluations: dict[int, float] = field(default_factory=dict)

@@ -24,7 +24,7 @@ class Base(NamedTuple):
 
     path: str
     digest: str
-    """Of its files; see `digest_of_base`."""
+    """Digest of its files; see `digest_of_base`."""
 
     dtype: torch.dtype
     """To which they were rounded."""

@@ -36,7 +36,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the sequences of a packed batch lie.
+    """The places of the sequences of a packed batch.
 
     Example: lengths 3, 3, 5 → ``cu_seqlens [0, 3, 6, 11]``, runs (2 of 3), (1 of 5)
     """
@@ -277,7 +277,7 @@ def _causal(
 
 
 def _visible(queries: int, keys: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Which key (column) each of the last queries (row) sees, ``[Q, K]`` bool."""
+    """The keys (columns) that each of the last queries (rows) sees, ``[Q, K]`` bool."""
     last = keys - queries
     visible = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(last)
     return visible if window is None else visible.triu(last + 1 - window)

@@ -107,7 +107,7 @@ def _find(path: str | os.PathLike[str], *, weights: bool) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where converted models are kept: ``$TANDEM_CACHE``, or ``~/.cache/tandem``."""
+    """The folder of converted models: ``$TANDEM_CACHE``, or ``~/.cache/tandem``."""
     return Path(os.environ.get("TANDEM_CACHE") or Path.home() / ".cache" / "tandem").expanduser()
 
 
@@ -282,8 +282,8 @@ ENDINGS = (*WEIGHTS, ".json", ".jinja", ".model", ".txt")
 
 
 def fingerprint(folder: Path, endings: Container[str] = ENDINGS) -> str:
-    """Of a model folder: names and sizes of its files (with these endings), and a MiB from the beginning, middle and end of
-    each.
+    """Fingerprint of a model folder: names and sizes of its files (with these endings), and a MiB from the beginning, middle
+    and end of each.
 
     Training changes every tensor, so pieces are enough, and a large model is not read twice.
     """

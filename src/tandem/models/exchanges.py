@@ -1,4 +1,4 @@
-"""What ranks that compute one forward pass together tell each other, with its gradient.
+"""Communication of ranks that compute one forward pass together, with its gradient.
 
 Every rank of the group computes the same loss from what it ends up with, so each keeps the gradient of its own part.
 """

@@ -26,12 +26,12 @@ class Adapters:
 
     rank: int
     modules: tuple[str, ...]
-    """Of the matrices that have one, see `Shape.linears`."""
+    """Names of the matrices that have an adapter, see `Shape.linears`."""
 
     dropout: bool = False
 
     def parameters(self, shape: Shape) -> int:
-        """Of all layers."""
+        """Number of parameters of all layers."""
         return shape.layers * self.rank * self.widths(shape)
 
     def widths(self, shape: Shape) -> int:
@@ -66,7 +66,7 @@ class Footprint:
     shape: Shape
     head: Head
     dtype: Dtype
-    """That it computes in; what is trained of it is held in float32."""
+    """Dtype that it computes in; its trained parameters are held in float32."""
 
     layout: Layout
     trained: bool
@@ -99,13 +99,13 @@ class Footprint:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model, without adapters."""
+        """Number of parameters of the whole model, without adapters."""
         return self.shape.parameters(self.head)
 
     @property
     def masters(self) -> int:
-        """What has a float32 master on one rank, or over those that shard: all parameters of its piece, or its adapters and
-        new heads."""
+        """Number of parameters with a float32 master on one rank, or over those that shard: all parameters of its piece, or
+        its adapters and new heads."""
         if self.frozen:
             return 0
         if self.adapters is None:

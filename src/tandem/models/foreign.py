@@ -1,4 +1,4 @@
-"""What somebody else has put into a model folder: nothing of it is run, and what cannot be read is named."""
+"""Reading of model folders of others: nothing of them is run, and files that cannot be read are named."""
 
 import contextlib
 import json
@@ -43,7 +43,7 @@ UNREADABLE = (
     UnpicklingError,
     ValueError,
 )
-"""What libraries raise on files that are not what their names say; no refusal, and so no error of ours alone."""
+"""Errors that libraries raise on files that are not what their names say; no refusal, and so no error of ours alone."""
 
 
 def told(error: Exception) -> str:

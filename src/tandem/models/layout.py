@@ -1,4 +1,4 @@
-"""Where the tokens of a packed batch lie in a forward pass.
+"""The places of the tokens of a packed batch in a forward pass.
 
 All of it follows from numbers that the host has: lengths, masks, prompts. It is worked out there, before the device is asked
 for anything, so a pass on a GPU does not make the host wait.
@@ -50,7 +50,7 @@ class Layout:
     """``[T]``: the row of each token; None where C = T and every token has its own."""
 
     prediction: Prediction | None
-    """None where nothing is predicted."""
+    """The positions that are predicted; None if there are none."""
 
 
 def lay_out(

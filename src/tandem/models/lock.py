@@ -86,7 +86,7 @@ def _put_aside(file: IO[str], path: Path) -> None:
 
 
 def _holder(file: IO[str]) -> dict[str, Any]:
-    """What the holder wrote; empty in the moment before it has."""
+    """The words of the holder; empty in the moment before it has written them."""
     if file.closed:
         return {}
     file.seek(0)
@@ -112,7 +112,7 @@ def _is_gone(holder: dict[str, Any]) -> bool:
 
 
 def _pid_space() -> str:
-    """Where process numbers count: containers may share a cache and a host name and not their processes."""
+    """The space in which process numbers count: containers may share a cache and a host name and not their processes."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:  # another system than Linux

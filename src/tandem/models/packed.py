@@ -78,7 +78,7 @@ class PackedModel(nn.Module):
         temperature: torch.Tensor | None = None,
         device: torch.device | None = None,
     ) -> Layout:
-        """What `forward` takes, see `lay_out`. ``device``: of the model; None: these tensors are there."""
+        """The arguments of `forward`, see `lay_out`. ``device``: of the model; None: these tensors are there."""
         return lay_out(
             input_ids, cu_seqlens, loss_mask, temperature, device=device or input_ids.device, context=self.context
         )

@@ -1,4 +1,4 @@
-"""Which precision a machine should compute in."""
+"""The precision that a machine should compute in."""
 
 from __future__ import annotations
 

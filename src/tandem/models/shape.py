@@ -97,8 +97,9 @@ class Shape:
         return self.parameters(head) - self.layers * self.layer
 
     def piece(self, ranks: int) -> "Shape":
-        """What tensor parallelism over so many ranks leaves one of them, which has most: a part of the heads, of the inner
-        width and of the vocabulary. Norms, and the width between the matrices, stay whole (`tandem.models.tensor_parallel`).
+        """The piece that tensor parallelism over so many ranks leaves the one that has most: a part of the heads, of the
+        inner width and of the vocabulary. Norms, and the width between the matrices, stay whole
+        (`tandem.models.tensor_parallel`).
         """
         if ranks == 1:
             return self
@@ -117,7 +118,7 @@ class Shape:
 
     @classmethod
     def of(cls, a: Architecture) -> "Shape":
-        """Of a description that was read from a configuration."""
+        """The shape in a description that was read from a configuration."""
         windows = a.sliding_windows if any(window is not None for window in a.sliding_windows) else ()
         return cls(
             kind=a.model_type, layers=a.num_layers, hidden=a.hidden_size, intermediate=a.intermediate_size,

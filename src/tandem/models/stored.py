@@ -21,12 +21,12 @@ CACHE_LINE = 64
 """Bytes; torch begins each storage of its own at a whole one."""
 
 TRUNK = "model."
-"""What the names of all tensors begin with, but for those of heads."""
+"""The beginning of the names of all tensors, but for those of heads."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """Where the numbers of a tensor lie."""
+    """The place of a tensor's numbers."""
 
     file: Path
     start: int

@@ -33,7 +33,7 @@ from tandem.models.packed import PackedCausalLM, PackedModel
 from tandem.models.tensor_parallel import Pieces
 
 PREFIX = "model."
-"""What `PackedModel` puts before the names in files."""
+"""The prefix that `PackedModel` puts before the names in files."""
 
 
 @dataclass(frozen=True)

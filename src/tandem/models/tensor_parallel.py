@@ -28,7 +28,7 @@ PER_HEAD = ("self_attn.q_norm", "self_attn.k_norm")
 
 @dataclass(frozen=True)
 class Pieces:
-    """Which parameters of a model are cut, and how this rank's piece is found in the whole."""
+    """The parameters of a model that are cut, and the place of this rank's piece in the whole."""
 
     group: dist.ProcessGroup
     index: int
@@ -40,7 +40,7 @@ class Pieces:
     """Parameters that are whole everywhere, but whose gradient is the sum of what the ranks have."""
 
     def bounds(self, total: int) -> tuple[int, int]:
-        """Where this rank's piece of ``total`` rows begins and ends; the last ranks may have fewer."""
+        """Begin and end of this rank's piece of ``total`` rows; the last ranks may have fewer."""
         each = -(-total // self.size)
         return min(total, self.index * each), min(total, (self.index + 1) * each)
 
@@ -60,7 +60,7 @@ class Pieces:
         return whole.narrow(dim, start, end - start)
 
     def part(self, name: str, part: Part) -> Part:
-        """Where a part of this rank's piece stands in the whole; what is not cut is the first rank's to give."""
+        """The place of a part of this rank's piece in the whole; the first rank gives parameters that are not cut."""
         if name not in self.dims:
             return part if self.index == 0 else replace(part, values=part.values.new_empty(0))
         dim, total = self.dims[name]

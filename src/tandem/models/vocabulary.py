@@ -49,7 +49,7 @@ def _gathered(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def _here(targets: torch.Tensor, start: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which targets lie in this rank's part, ``[M]`` bool, and where there; 0 for the others."""
+    """The targets in this rank's part, ``[M]`` bool, and their places there; 0 for the others."""
     at = targets - start
     here = (at >= 0) & (at < count)
     return here, at.where(here, 0)

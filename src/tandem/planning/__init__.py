@@ -1,1 +1,1 @@
-"""What a run will need, said before it starts: memory, time, disk. See docs/planning.md."""
+"""Prediction of a run's needs before it starts: memory, time, disk. See docs/planning.md."""

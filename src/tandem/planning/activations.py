@@ -17,7 +17,7 @@ FLOAT32 = 4
 
 @dataclass(frozen=True)
 class Spread:
-    """What of a model's settings changes the activations of one rank."""
+    """The settings of a model that change the activations of one rank."""
 
     checkpointing: bool = False
     selective: bool = False
@@ -30,7 +30,7 @@ class Spread:
 
     @classmethod
     def of(cls, model: Held) -> "Spread":
-        """That of a model."""
+        """The spread of a model."""
         return cls(model.checkpointing, model.selective, model.adapters, model.layout.context, model.gathers_keys)
 
     def seen(self, batch: MicroBatch) -> MicroBatch:

@@ -7,7 +7,7 @@ from tandem.engines.train.micro_batches import Item, plan
 from tandem.models.prefixes import MIN_SAVING
 
 MOST_SEQUENCES = 20_000
-"""Of a larger batch only so many sequences are cut, and the rest is taken to be like them."""
+"""Only so many sequences of a larger batch are cut into micro-batches; the rest is assumed to be like them."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Step:
-    """What one optimizer step, or one pass without gradients, computes on the rank that has most to do."""
+    """The work of one optimizer step, or of one pass without gradients, on the rank that has most to do."""
 
     micro_batches: tuple[MicroBatch, ...]
     times: float = 1.0

@@ -48,7 +48,7 @@ LONG_ENOUGH_S = 0.12
 """Time of one measurement; its calls are repeated until then."""
 
 HEAP_GIB, ENGINE_HEAP_GIB = 0.18, 0.28
-"""Of `Machine`, on a CPU, where freed memory is kept in the heap (`tandem.models.allocator`). From five runs on one
+"""Defaults of `Machine` on a CPU, where freed memory stays in the heap (`tandem.models.allocator`). From five runs on one
 machine; benchmarks/plan.py fits them."""
 
 MAX_TAKEN = 0.1
@@ -120,7 +120,7 @@ def keep_undisturbed(file: Path, machine: Machine, *, taken: float, max_taken: f
 
 
 def _identity(where: str, threads: int) -> dict[str, Any]:
-    """What the rates depend on."""
+    """The facts that the rates depend on."""
     return {
         **described(),
         "device": where,
@@ -148,7 +148,7 @@ def write(file: Path, machine: Machine) -> None:
 
 
 def kept_file(machine: Machine) -> Path:
-    """Where `this_machine` keeps this calibration."""
+    """The file in which `this_machine` keeps this calibration."""
     name = hashlib.sha256(json.dumps(dict(machine.identity), sort_keys=True).encode()).hexdigest()[:16]
     return cache_folder() / "plan" / f"{name}.json"
 

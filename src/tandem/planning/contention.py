@@ -1,4 +1,4 @@
-"""How much of the processors' time that a measurement wanted went to other processes."""
+"""The share of the processors' time that other processes took from a measurement."""
 
 import hashlib
 import os
@@ -37,7 +37,7 @@ class Contention:
 
 
 def _spent() -> _Spent | None:
-    """None where the system does not tell (not Linux)."""
+    """Seconds of processor time spent so far; None if the system does not tell (not Linux)."""
     try:
         threads = [file.read_text().split() for file in Path("/proc/self/task").glob("*/schedstat")]
         machine = [int(ticks) for ticks in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]

@@ -28,7 +28,7 @@ class Cost:
 
     @property
     def bound(self) -> str:
-        """What takes most of it."""
+        """The resource that takes most of its time."""
         return max(self.parts, key=lambda part: part[1])[0] if self.parts else "nothing"
 
     def __mul__(self, times: float) -> "Cost":
@@ -51,7 +51,7 @@ class Phase:
     name: str
     cost: Cost
     tokens: float = 0.0
-    """That it computes or draws."""
+    """Tokens that it computes or draws."""
 
     @property
     def seconds(self) -> float:

@@ -13,16 +13,17 @@ from tandem.config.nearest import nearest_names
 from tandem.planning.machine import Machine
 
 IN_TRAINING = 0.77
-"""Of the best product of a data sheet's device, in the shapes of a training step. Fitted: Llama 2 13B, FSDP2, 64 A100."""
+"""Share of a device's best matrix product that the shapes of a training step reach. Fitted: Llama 2 13B, FSDP2, 64 A100."""
 
 MATMUL = 0.75
-"""Of the peak, where nobody published a measurement of the device."""
+"""Share of the peak that the best matrix product reaches, if nobody published a measurement of the device."""
 
 ATTENTION = 0.5
-"""Of the peak: FlashAttention, forward and backward (arXiv:2307.08691, arXiv:2407.08608: 0.5 to 0.7 forward)."""
+"""Share of the peak that attention reaches: FlashAttention, forward and backward (arXiv:2307.08691, arXiv:2407.08608: 0.5 to
+0.7 forward)."""
 
 BANDWIDTH = 0.8
-"""Of the memory's bandwidth, in passes that read and write."""
+"""Share of the memory's bandwidth that passes reach which read and write."""
 
 LAUNCH_S = 8e-6
 """An operation of eager torch on a GPU that is otherwise idle. Assumed, not measured."""
@@ -65,7 +66,7 @@ class Device:
     """A line of the table."""
 
     memory_gb: float
-    """As sold, 10⁹ bytes."""
+    """Memory in 10⁹ bytes, as sold."""
 
     bfloat16_tflops: float
     """Dense peak with float32 accumulation, without sparsity."""

@@ -21,7 +21,7 @@ class Saves:
     keep_best: bool = False
     resumable: bool = True
     steps: int | None = None
-    """Of the run; None where the data that they follow from is not known."""
+    """Number of steps of the run; None if the data that they follow from is not known."""
 
     @property
     def due(self) -> list[int] | None:

@@ -1,4 +1,5 @@
-"""What a decode step of the embedded engine takes that computes next to nothing: Python, dispatcher, threads that wake."""
+"""The overhead of a decode step of the embedded engine, which computes next to nothing: Python, dispatcher, threads that
+wake."""
 
 import tempfile
 import time

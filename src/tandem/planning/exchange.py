@@ -1,4 +1,4 @@
-"""What ranks tell each other, in bytes that one of them receives: with a micro-batch, and once a step.
+"""Communication between ranks, in bytes that one of them receives: with a micro-batch, and once a step.
 
 A collective over n ranks brings each rank (n − 1)/n of what is gathered, reduced to parts or exchanged, and twice that where
 all get the whole sum. Some of it can go on beside the computation (parameters that are fetched ahead, gradients that are
@@ -19,10 +19,10 @@ class Moved(NamedTuple):
     """Bytes of one rank."""
 
     beside: float = 0.0
-    """That may hide behind the computation."""
+    """Bytes whose transfer may hide behind the computation."""
 
     between: float = 0.0
-    """That the computation waits for."""
+    """Bytes that the computation waits for."""
 
     host: float = 0.0
     """Between the device and host memory."""

@@ -23,8 +23,8 @@ MAPPED = GIB
 
 
 def of_heap(job: Job, machine: Machine, room: Room, batches: Batches, coming: Iterable[Iterable[Item]]) -> Iterator[Item]:
-    """What the heaps of a CPU's processes keep: one amount for training, one for each embedded engine, each at most as much
-    as comes and goes there in one of the phases, and the largest block of training once more."""
+    """Freed memory that the heaps of a CPU's processes keep: one amount for training, one for each embedded engine, each at
+    most as much as comes and goes there in one of the phases, and the largest block of training once more."""
     if machine.kind != "cpu":
         return
     phases = [tuple(items) for items in coming]

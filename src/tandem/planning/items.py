@@ -59,13 +59,13 @@ class Instant:
 
 @dataclass(frozen=True)
 class Room:
-    """Where the ranks of a run, or of a model, lie: on a CPU in one memory, else on a device each, beside host memory."""
+    """The memory of the ranks of a run, or of a model: on a CPU one for all, else a device each, beside host memory."""
 
     ranks: int
     shared: bool
 
     def item(self, role: str, what: str, each: float, place: Place = "device") -> Item:
-        """What each of these ranks holds, ``each`` bytes."""
+        """An item that each of these ranks holds, ``each`` bytes."""
         if self.shared:
             return Item(role, what, each * self.ranks, holders=self.ranks)
         if place == "host":
@@ -73,5 +73,5 @@ class Room:
         return Item(role, what, each, devices=self.ranks)
 
     def one(self, role: str, what: str, num_bytes: float, place: Place = "device") -> Item:
-        """What the first rank alone holds, or all of them together."""
+        """An item that the first rank alone holds, or all of them together."""
         return Item(role, what, num_bytes, "device" if self.shared else place)

@@ -1,4 +1,4 @@
-"""What a configuration makes a machine hold and do: models, engine, sequences. Everything else is arithmetic on this."""
+"""The load that a configuration puts on a machine: models, engine, sequences. Everything else is arithmetic on this."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ class Lengths:
     """Expected, which the time follows from."""
 
     longest: int
-    """Of the longest completion, which the memory follows from."""
+    """Tokens of the longest completion, which the memory follows from."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +38,10 @@ class Generator:
 
     shape: Shape
     delivered: Dtype
-    """Of the weights that are published to it."""
+    """Dtype of the weights that are published to it."""
 
     dtype: Dtype
-    """That it computes in."""
+    """Dtype that it computes in."""
 
     engines: int
     own_process: bool
@@ -70,7 +70,8 @@ class Generator:
 
 
 QUESTION_TOKENS = 160
-"""Of the text around the conversation that a judge reads: the built-in prompt in the tokens of SmolLM2, and a question."""
+"""Tokens of the text around the conversation that a judge reads: the built-in prompt in the tokens of SmolLM2, and a
+question."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Writer:
 
     engine: Generator
     lengths: Lengths
-    """Of what it reads and writes for one request."""
+    """Lengths of the texts that it reads and writes for one request."""
 
     requests: int
     """For the samples of a step."""
@@ -128,7 +129,7 @@ class Job:
     """Reward worker processes."""
 
     sleeping: SleepPlan | None = None
-    """What sleeps when, under a memory limit."""
+    """The plan of sleeping under a memory limit."""
 
     awake: Mapping[str, tuple[frozenset[Part], ...]] = field(default_factory=dict)
     """Phase of memory → the parts that are awake in each of its stages; empty: all are, in all phases."""

@@ -13,17 +13,17 @@ LAYER_OPERATIONS = {"forward": 45, "backward": 70, "prefill": 30, "decode": 32, 
 """Operations that eager torch starts for one layer; counted in transformers' layers and in the embedded engine."""
 
 STEP_OPERATIONS = 60
-"""Of one decode step beside its layers: sampling, and what it is prepared with."""
+"""Operations of one decode step beside its layers: sampling and its preparation."""
 
 ADAPTER_OPERATIONS = 4
-"""Of one adapter going forward: two products, the scaling, the sum."""
+"""Operations of one adapter going forward: two products, the scaling, the sum."""
 
 BACKWARD_ATTENTION = 2.5
 """Products of attention's backward pass for each of the forward pass: five against two."""
 
 
 def decode_operations(layers: int, *, shared: bool) -> int:
-    """Of one decode step. ``shared``: prompts have several samples."""
+    """Number of operations of one decode step. ``shared``: prompts have several samples."""
     return layers * LAYER_OPERATIONS["decode_shared" if shared else "decode"] + STEP_OPERATIONS
 
 

@@ -1,4 +1,4 @@
-"""How long prompts and completions are: from the first rows of the data, where they can be read, else assumed."""
+"""Lengths of prompts and completions: from the first rows of the data if they can be read, else assumed."""
 
 import contextlib
 import itertools
@@ -87,7 +87,7 @@ def _of_rows(config: BaseConfig) -> tuple[int, int | None, int, int]:
 
 
 def _folder(path: str) -> Path:
-    """Where the tokenizer lies: a folder needs no weights for it."""
+    """The folder of the tokenizer, which needs no weights."""
     folder = Path(path).expanduser()
     if folder.is_dir() or path in BUILT_IN:
         return folder if folder.is_dir() else resolve(path)

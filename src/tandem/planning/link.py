@@ -1,4 +1,4 @@
-"""How fast two processes of this machine exchange tensors over gloo, as ranks on a CPU do."""
+"""The rate at which two processes of this machine exchange tensors over gloo, as ranks on a CPU do."""
 
 import subprocess
 import sys

@@ -21,12 +21,12 @@ class Machine:
     """GPUs; 1 where it is a CPU, whose cores are ``threads``."""
 
     memory_gib: float
-    """Of one device; what a CPU's processes share."""
+    """Memory of one device; on a CPU the memory that all processes share."""
 
     fast_bfloat16: bool
     matmul: Rates
     packed_matmul: Rates
-    """Of the inference engine, which lays its weights out for the kernels."""
+    """Rates of the inference engine, which lays its weights out for the kernels."""
 
     attention: Mapping[Dtype, float]
     """FLOP/s of causal attention, forward and backward."""
@@ -62,7 +62,7 @@ class Machine:
     """Bytes/s of passes over host memory, where the optimizer of an offloaded model works: of one GPU's share of it."""
 
     process_gib: float = 0.0
-    """Of one process before it holds a model: interpreter and libraries; on a GPU its context there."""
+    """Memory of one process before it holds a model: interpreter and libraries; on a GPU its context there."""
 
     worker_gib: float = 0.0
     """Host memory of one reward worker."""
@@ -71,13 +71,13 @@ class Machine:
     """Holes between what comes and goes in turns, as a share of it: a GPU's allocator takes them on top."""
 
     heap_gib: float = 0.0
-    """What the heap of a CPU's process keeps for nobody where it trains. See `holes`."""
+    """Freed memory that the heap of a training process on a CPU keeps; see `holes`."""
 
     engine_heap_gib: float = 0.0
     """The same of an embedded engine, in that process or its own."""
 
     deepspeed_gib: float = 0.0
-    """What DeepSpeed adds to a process that imports it."""
+    """Memory that DeepSpeed adds to a process that imports it."""
 
     threads: int = 1
     threading: float = 1.0
@@ -87,10 +87,10 @@ class Machine:
     """Communication between ranks goes on beside the computation."""
 
     sources: tuple[str, ...] = ()
-    """Where the figures come from."""
+    """The sources of the figures."""
 
     identity: Mapping[str, Any] = field(default_factory=dict)
-    """What a calibration was made on; it is made anew where this differs."""
+    """The machine that a calibration was made on; it is made anew if this differs."""
 
     factors: Mapping[str, float] = field(default_factory=dict)
     """Measured over predicted time of whole phases with all threads, fitted by benchmarks/plan.py; missing: 1. With one
@@ -142,7 +142,7 @@ class Machine:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Machine":
-        """What `to_json` wrote. Raises `KeyError`, `TypeError` or `ValueError` where it is something else."""
+        """The machine that `to_json` wrote. Raises `KeyError`, `TypeError` or `ValueError` where it is something else."""
         if set(data) != {f.name for f in fields(cls)}:
             raise ValueError("other fields than a machine has")
         tables = {

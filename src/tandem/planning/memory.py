@@ -31,11 +31,11 @@ from tandem.planning.states import (
 )
 
 TOKENIZER_BYTES = 1000
-"""Of each token of the vocabulary: the library held 46 MiB for one of 49,152, measured once."""
+"""Bytes for each token of the vocabulary: the library held 46 MiB for one of 49,152, measured once."""
 
 
 def batches_of(job: Job, length: int) -> Batches:
-    """How each model's passes are cut when completions have ``length`` tokens."""
+    """The micro-batches of each model's passes when completions have ``length`` tokens."""
 
     def of(model: Held, groups: int) -> Step:
         # ranks that share tokens take so many times as many together
@@ -116,7 +116,7 @@ def _worst(
 
 
 def _without_sleepers(steady: Sequence[Item], awake: frozenset[Part], machine: Machine) -> Iterator[Item]:
-    """What sleeps is on a disk where the device is the host, and in host memory beside a GPU."""
+    """The items without those that sleep, which lie on a disk if the device is the host, and in host memory beside a GPU."""
     for item in steady:
         in_engine = item.role == "engine" or item.what == "KV cache"
         what = ENGINE_PARTS.get(item.what) if in_engine else PARTS.get(item.what)
@@ -161,7 +161,7 @@ def _judging(job: Job, writer: Writer, machine: Machine) -> Iterator[Item]:
 
 
 def _of_engines(generator: Generator, machine: Machine, what: str, each: float, role: str | None = None) -> Item:
-    """What each of the engines holds, or takes."""
+    """The items of each of the engines."""
     role = role or generator.role
     if generator.on_ranks:
         return Room(generator.engines, shared=machine.kind == "cpu").item(role, what, each)
@@ -169,7 +169,7 @@ def _of_engines(generator: Generator, machine: Machine, what: str, each: float, 
 
 
 def delivered_bytes(generator: Generator) -> float:
-    """Of one update: the weights, or an adapter alone, which is not rounded."""
+    """Bytes of one update: the weights, or an adapter alone, which is not rounded."""
     if generator.adapter:
         return float(FLOAT32 * generator.adapter)
     return float(BYTES[generator.delivered] * generator.shape.parameters())
@@ -311,8 +311,9 @@ def _publishing(job: Job, machine: Machine) -> Iterator[Item]:
 
 
 def _copied(job: Job, room: Room) -> Iterator[Item]:
-    """What a save beside training writes: masters and moments, and their rounding to the dtype of the checkpoint. The copy
-    stays for the next save. Each rank copies its part; norms, which ranks that cut matrices all have, count with each."""
+    """Bytes that a save beside training writes: masters and moments, and their rounding to the dtype of the checkpoint. The
+    copy stays for the next save. Each rank copies its part; norms, which ranks that cut matrices all have, count with
+    each."""
     for model in job.models if job.saves_beside else ():
         if model.trained:
             each = 3 * FLOAT32 + (BYTES[model.dtype] if model.dtype != "float32" or not room.shared else 0)

@@ -20,7 +20,7 @@ GENERATES = ("prefill", "decode")
 
 @dataclass(frozen=True)
 class Plan:
-    """What a job needs of a machine."""
+    """A job's needs of a machine."""
 
     job: Job
     machine: Machine
@@ -44,12 +44,12 @@ class Plan:
 
     @property
     def rank_gib(self) -> float:
-        """Of the first rank alone, which holds most, at its worst."""
+        """Peak memory of the first rank alone, which holds most."""
         return max(instant.of_first_rank for instant in self.instants) / GIB
 
     @property
     def machine_gib(self) -> float:
-        """Of all devices together, at the worst; on a CPU the peak itself."""
+        """Peak memory of all devices together; on a CPU the peak itself."""
         return max(instant.of_machine for instant in self.instants) / GIB
 
     @property
@@ -88,7 +88,7 @@ class Plan:
         return not self.problems
 
     def seconds_of(self, names: tuple[str, ...]) -> float:
-        """Of these phases together."""
+        """Seconds of these phases together."""
         return sum(phase.seconds for phase in self.phases if phase.name in names)
 
     @property
@@ -130,7 +130,7 @@ class Plan:
 
     @property
     def completion_tokens(self) -> int:
-        """That one step trains on."""
+        """Completion tokens that one step trains on."""
         return self.job.groups * self.job.trained * self.job.lengths.completion
 
     @property

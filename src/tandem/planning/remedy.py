@@ -1,4 +1,4 @@
-"""What to change so that a run fits: the fewest, mildest changes of the configuration, tried in order."""
+"""Changes of a configuration so that its run fits: the fewest, mildest ones, tried in order."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ SMALLEST_CHUNK = 64
 """Rows of logits below which nothing more is saved."""
 
 RANK = 16
-"""Of the adapters that are proposed."""
+"""Rank of the adapters that are proposed."""
 
 BESIDE = 1.3
 """Times weights and moments: gradients are a third of them."""
@@ -37,7 +37,7 @@ class Change:
     plan: Plan
 
     def arguments(self) -> str:
-        """As they are written on a command line."""
+        """The changes as they are written on a command line."""
         return " ".join(overrides(self.settings))
 
 
@@ -139,7 +139,8 @@ def spread_over(actor: Held, ranks: int) -> str:
 
 
 def _last_resorts(plan: Plan) -> Iterator[dict[str, Any]]:
-    """What is slow, and what trains something else. With DeepSpeed or tensor parallelism neither goes: ranks shard then."""
+    """Changes that are slow, and those that train something else. With DeepSpeed or tensor parallelism neither goes: ranks
+    shard then."""
     actor, machine = plan.job.actor, plan.machine
     backend: dict[str, Any] = {}
     if actor.layout.zero is not None or actor.layout.tensor > 1:
@@ -210,12 +211,12 @@ def _states_gib(plan: Plan, ranks: int) -> float:
 
 
 def least_gib(plan: Plan) -> float:
-    """What the weights and moments alone take on one device, which no length and no micro-batch changes."""
+    """GiB of weights and moments alone on one device, which no length and no micro-batch changes."""
     return _states_gib(plan, 1) + engine_gib(plan)
 
 
 def devices_needed(plan: Plan) -> int | None:
-    """How many of these devices would hold weights and moments, about; None where more of them would not help."""
+    """Number of these devices that would hold weights and moments, about; None if more of them would not help."""
     left = plan.usable_gib - plan.machine.process_gib - engine_gib(plan)
     enough = (ranks for ranks in range(1, MOST_DEVICES + 1) if BESIDE * _states_gib(plan, ranks) <= left)
     needed = next(enough, 0) if left > 0 else 0

@@ -11,7 +11,7 @@ from tandem.planning.plan import RESERVE, Plan
 from tandem.planning.remedy import Change, spread_over
 
 SMALL_GIB = 0.005
-"""What rounds to nothing is left out of the tables."""
+"""Items below this size are left out of the tables."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Report:
     """Other changes that would do."""
 
     advice: str = ""
-    """What to do where no change of the configuration helps."""
+    """Advice if no change of the configuration helps."""
 
     def text(self) -> str:
         """For people."""
@@ -235,13 +235,13 @@ def _verdict(report: Report) -> Iterator[str]:
 
 
 def _needs(plan: Plan) -> str:
-    """What a changed configuration takes."""
+    """The needs of a changed configuration."""
     host = f", {plan.host_gib:.2f} GiB of host memory" if plan.host_gib >= SMALL_GIB else ""
     return f"{plan.peak_gib:.2f} GiB{host}, a step of {_seconds(plan.step_s)}"
 
 
 def _of_ranks(plan: Plan) -> Iterator[str]:
-    """What the ranks hold, and what no rank uses."""
+    """The memory that ranks hold, and that no rank uses."""
     actor, machine = plan.job.actor, plan.machine
     if actor.ranks > 1 and machine.kind == "cpu":
         yield f"All {actor.ranks} ranks share this memory; the first one holds {plan.rank_gib:.2f} GiB."
@@ -290,7 +290,7 @@ def _disk(plan: Plan) -> Iterator[str]:
 
 
 def assumptions(report: Report) -> Iterator[str]:
-    """What the figures rest on."""
+    """The assumptions behind the figures."""
     plan = report.plan
     yield report.lengths
     yield f"rates: {'; '.join(plan.machine.sources)}"
@@ -315,7 +315,7 @@ def assumptions(report: Report) -> Iterator[str]:
 
 
 def _spread_assumptions(plan: Plan) -> Iterator[str]:
-    """What the figures of several ranks, and of options, rest on."""
+    """The assumptions behind the figures of several ranks, and of options."""
     ranks, machine = plan.job.actor.ranks, plan.machine
     if ranks > 1:
         how = "over gloo" if machine.kind == "cpu" else "from other devices of the machine"

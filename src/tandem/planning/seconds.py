@@ -88,7 +88,7 @@ def _talk(moved: Moved, machine: Machine) -> Cost:
 
 
 def _bounded(cost: Cost, machine: Machine) -> Cost:
-    """Where communication overlaps, only what the computation does not cover is left of it."""
+    """Seconds with overlapping communication, of which only the part counts that the computation does not cover."""
     parts = dict(cost.parts)
     if machine.overlaps and RANKS in parts:
         rest = sum(seconds for name, seconds in parts.items() if name not in (RANKS, BETWEEN, HOST))

@@ -1,4 +1,4 @@
-"""What a model in a training engine holds on each rank: weights, moments, gradients, and what comes and goes with them.
+"""The memory of a model in a training engine on each rank: weights, moments, gradients, and what comes and goes with them.
 
 FSDP: what is trained in float32, one part a rank, gathered a layer at a time (`tandem.engines.train.holders`). One process:
 the same whole, and a rounded copy to compute with. DeepSpeed: its own flat pieces (`tandem.engines.train.zero`), beside
@@ -13,7 +13,7 @@ from tandem.planning.held import Held
 from tandem.planning.items import Item, Place, Room
 
 NORM_BYTES = 12
-"""Of each number of the largest gradient while its norm is taken: its square in float32, and that in float64."""
+"""Bytes for each number of the largest gradient while its norm is taken: its square in float32, and that in float64."""
 
 BUCKET = 50_000_000
 """Most numbers that DeepSpeed sends at a time, and fetches ahead under stage 3 (`tandem.engines.train.zero_library`)."""
@@ -55,13 +55,13 @@ def bucket(model: Held) -> int:
 
 
 def state_bytes(model: Held) -> float:
-    """Of one rank: weights and moments, wherever they lie."""
+    """Bytes of one rank: weights and moments, wherever they lie."""
     return sum(item.num_bytes for item in states(model, Room(1, shared=True)))
 
 
 def gathered(model: Held, room: Room) -> Iterator[Item]:
-    """What is whole while it computes: with FSDP everything outside the layers, the layer that computes and the next one;
-    with stage 3 what DeepSpeed fetches ahead, too, and of the largest of it the copy that gloo makes."""
+    """Parameters that are whole while it computes: with FSDP everything outside the layers, the layer that computes and the
+    next one; with stage 3 what DeepSpeed fetches ahead, too, and of the largest of it the copy that gloo makes."""
     whole = model.masters + model.base
     root, layer = model.piece.root(model.head), model.piece.layer
     if model.adapters is not None:

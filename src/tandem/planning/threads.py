@@ -1,4 +1,4 @@
-"""What a second thread of one process brings, against a second process: threads wait for each other after each operation."""
+"""The gain of a second thread of one process, against a second process: threads wait for each other after each operation."""
 
 import subprocess
 import sys
@@ -45,7 +45,7 @@ def of_one_process(threads: int) -> float:
 
 
 def _steps_per_s(processes: int, threads: int) -> float:
-    """Of all processes together."""
+    """Steps a second of all processes together."""
     with ExitStack() as stack:
         command = [sys.executable, "-c", SCRIPT, str(threads)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

@@ -102,7 +102,7 @@ class Case:
     """Under the version before; NaN where that is not kept."""
 
     version: int
-    """Of the weights that train now."""
+    """Version of the weights that train now."""
 
     tolerance: float
     missing: Missing | None = None

@@ -78,8 +78,8 @@ class Scorer:
             yield name, tensor.to(self._dtype)
 
     def surviving(self) -> float | None:
-        """How much of the adapter that was delivered last is in the engine's weights; None where there is none, or where it
-        changes nothing yet, or where the engine serves float32, which rounds next to nothing away."""
+        """The share of the adapter that was delivered last which is in the engine's weights; None where there is none, or
+        where it changes nothing yet, or where the engine serves float32, which rounds next to nothing away."""
         if self.engine.adapter is None or self._dtype == torch.float32:
             return None
         return self.engine.adapter.surviving(self._dtype)

@@ -19,7 +19,7 @@ class Variant(NamedTuple):
 
 
 def variants(prompt: list[int], tokenizer: PreTrainedTokenizerBase) -> list[Variant]:
-    """What a server may have made of a prompt that it got as text; without the prompt itself."""
+    """Token sequences that a server may have made of a prompt that it got as text; without the prompt itself."""
     bos = tokenizer.bos_token_id
     text, plain = tokenizer.decode(prompt), tokenizer.decode(prompt, skip_special_tokens=True)
     found = [

@@ -46,7 +46,7 @@ POOL = 8
 """Verifications without a result whose evidence is added up: in bfloat16 one is often too few to see a small update."""
 
 SURVIVING = 0.5
-"""Where rounding leaves less than this share of an adapter, sampling lags behind training, and the user is told."""
+"""The share of an adapter below which rounding makes sampling lag behind training, so that the user is told."""
 
 
 class Schedule:
@@ -85,7 +85,7 @@ class Verified:
     """Under the weights that train now."""
 
     compared: torch.Tensor
-    """As ``stamped``, computed in float32 if ``exact``."""
+    """Log-probabilities as ``stamped``, computed in float32 if ``exact``."""
 
     older: torch.Tensor
     """Under the version before the stamped one, computed as ``compared``; NaN where that is not kept."""
@@ -136,7 +136,7 @@ class Verifier:
         return rounded | (self.verify(batch, step - 1) if self._schedule.is_due(step) else {})
 
     def _rounded(self) -> dict[str, float]:
-        """What is left of an adapter in the rounded weights that are served; warns once where that is little."""
+        """The share of an adapter that is left in the rounded weights that are served; warns once if that is little."""
         share = self._scorer.surviving()
         if share is None:
             return {}
@@ -151,7 +151,7 @@ class Verifier:
         return {"gap/adapter_surviving": share}
 
     def verify(self, batch: TensorDict, version: int) -> dict[str, float]:
-        """As `verify_if_due`, always. ``version``: of the weights that train now."""
+        """Verifies as `verify_if_due` does, always. ``version``: of the weights that train now."""
         chosen = choose(batch, self._config.trajectories, self._seed + version)
         found = self.score(select(batch, chosen), version)
         total, count = int(trained_tokens(batch).sum()), int(found.known.sum())

@@ -11,10 +11,10 @@ from tandem.sandbox.jail import ENVIRONMENT, HERE, Jail, Start
 
 _INSIDE = "/tandem"
 ORDINARY_USER = 1_900_000_000
-"""As root, each worker becomes a user who owns nothing; their numbers begin here."""
+"""The first of the user numbers that workers get under root: users who own nothing."""
 
 _FIRST_CAPABILITIES = ("CAP_SYS_ADMIN", "CAP_SETUID", "CAP_SETGID")
-"""As root, what a worker has until it has become that user."""
+"""The capabilities that a worker has under root until it has become that user."""
 
 
 def find_program() -> Path | None:

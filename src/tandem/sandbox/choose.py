@@ -1,4 +1,4 @@
-"""Which back end works on this machine, tried by running something in it."""
+"""The choice of a back end that works on this machine, tried by running something in it."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""How the process of a sandbox is started: the command of each back end, and what it needs to be there."""
+"""The start of a sandbox's process: the command of each back end, and its requirements."""
 
 import json
 import os
@@ -36,7 +36,7 @@ ENVIRONMENT = {
 
 
 def system_paths() -> list[str]:
-    """What every program may read of this machine: the system's programs and libraries, and Python."""
+    """Paths of this machine that every program may read: the system's programs and libraries, and Python."""
     system = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache", "/etc/alternatives"]
     system += ["/etc/ssl/openssl.cnf", "/etc/ssl/certs", "/etc/ssl/cert.pem"]  # clients of HTTP do not start without them
     python = {os.path.realpath(prefix) for prefix in (sys.base_prefix, sys.base_exec_prefix)}
@@ -45,7 +45,7 @@ def system_paths() -> list[str]:
 
 @dataclass(frozen=True)
 class Start:
-    """What is needed to start one worker: its command, and a folder that is its own (empty: it needs none)."""
+    """The means to start one worker: its command, and a folder that is its own (empty: it needs none)."""
 
     command: list[str]
     base: str = ""
@@ -56,7 +56,7 @@ class Jail(ABC):
 
     name: str
     remedy: str
-    """What to install or to change where it does not work."""
+    """The remedy if it does not work: something to install or to change."""
 
     readable: tuple[str, ...] = ()
     """Further folders of this machine that programs may read."""

@@ -34,7 +34,7 @@ class SandboxPool(Sandbox):
 
     @property
     def pids(self) -> list[int]:
-        """Of the workers that run."""
+        """Process numbers of the workers that run."""
         with self._lock:
             return [worker.pid for worker in self._workers if worker is not None and worker.alive]
 

@@ -63,7 +63,7 @@ def sealed(data: bytes) -> int:
 
 
 def packed(program: Program | None, files: Mapping[str, bytes], path: str) -> bytes:
-    """What the process inside reads: a header, the files, the source."""
+    """The bytes that the process inside reads: a header, the files, the source."""
     source = program.source.encode(errors="replace") if program and program.source is not None else None
     head = {
         "argv": program.argv if program else (),
@@ -103,7 +103,7 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Of its outermost process."""
+        """Number of its outermost process."""
         return self._process.pid
 
     @property
@@ -112,7 +112,7 @@ class Worker:
         return self._process.poll() is None
 
     def words(self) -> str:
-        """What it has printed: why it could not start."""
+        """The words that it has printed: why it could not start."""
         with contextlib.suppress(OSError):
             return os.pread(self._words, 2000, 0).decode(errors="replace").strip()
         return ""
@@ -245,7 +245,7 @@ class Session:
 
     @property
     def descriptor(self) -> int:
-        """Of the socket on which the end of a program is reported."""
+        """Descriptor of the socket on which the end of a program is reported."""
         return self._channel.fileno()
 
     def close(self) -> None:

@@ -55,8 +55,8 @@ class BackgroundSave:
         return not self.busy
 
     def take(self) -> tuple[Path | None, float] | None:
-        """What the last `start` came to, once: the checkpoint, and the seconds that it took; None where nothing was started.
-        Waits for it, as long as it takes.
+        """The result of the last `start`, once: the checkpoint, and the seconds that it took; None where nothing was
+        started. Waits for it, as long as it takes.
 
         Raises:
             CheckpointFailed: it failed; or whatever else ``work`` raised.

@@ -113,7 +113,8 @@ def _removed_on_failure(run: RunFolder | None, temporary: Path) -> Iterator[None
 
 @contextlib.contextmanager
 def _all_or_nothing(run: RunFolder | None, step: int, temporary: Path) -> Iterator[None]:
-    """What fails leaves nothing behind, and what the disk refuses is explained; rank 0, which has the run, sees to it."""
+    """A block that leaves nothing behind if it fails, and explains a refusal of the disk; rank 0, which has the run, sees to
+    it."""
     try:
         yield
     except BaseException as error:

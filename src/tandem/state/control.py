@@ -1,4 +1,4 @@
-"""How a run hears of changes while it goes on: files in its folder.
+"""Requests for changes of a run that goes on: files in its folder.
 
 `tandem control` writes a request, `control/ID.request`; the run answers with `control/ID.answer`, and writes each change
 that it makes into `control.jsonl`, with the step before which it was made. A request is there until it has been answered,
@@ -29,7 +29,7 @@ class Request:
 
     id: str
     change: Change | None
-    """None: the file cannot be read."""
+    """The change; None if the file cannot be read."""
 
     step: int | None = None
     """The step before which it was made in this run already, and is made again because the run goes on from a checkpoint."""
@@ -94,7 +94,8 @@ class Mailbox:
         self._next = 0
 
     def due(self, step: int) -> Iterator[Request]:
-        """What is to be done before ``step``: first what was done there before a kill, then what is asked for now."""
+        """Changes to make before ``step``: first those that were made there before a kill, then those that are asked for
+        now."""
         while self._next < len(self._made) and int(self._made[self._next]["step"]) <= step:
             row = self._made[self._next]
             self._next += 1

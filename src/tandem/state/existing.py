@@ -1,4 +1,4 @@
-"""What a run folder holds already, read from its files; tolerant of a run that was killed while writing."""
+"""Contents of a run folder, read from its files; tolerant of a run that was killed while writing."""
 
 import contextlib
 import fcntl
@@ -18,7 +18,7 @@ from tandem.config.errors import ConfigError
 OWN_FILES = ("run.json", "config.yaml", "metrics.jsonl", "checkpoints", "trajectories", "ledger.sqlite")
 SHOWN = ("reward/mean", "loss", "eval/accuracy", "control/changes")
 SIGNS = (".lock", "run.json", "log.txt", "metrics.jsonl", "ledger.sqlite", "trajectories", "checkpoints", "checkpoints/*")
-"""What a run writes to, each of them again and again or at its beginning."""
+"""Files that a run writes, each of them again and again or at its beginning."""
 
 BLOCK_BYTES = 2**16
 
@@ -33,7 +33,7 @@ class ExistingRun:
 
     metrics: dict[str, Any] = field(default_factory=dict)
     status: str = "unknown"
-    """As in run.json; `running` in a folder that nobody holds means that the run was killed."""
+    """The status in run.json; `running` in a folder that nobody holds means that the run was killed."""
 
     when: str = ""
     """When it ended, or began where it never said so."""
@@ -70,13 +70,13 @@ def rows_of(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def run_info(folder: Path) -> dict[str, Any]:
-    """What `run.json` says; empty where there is none, or it is torn."""
+    """The contents of `run.json`; empty if there is none, or it is torn."""
     record = folder / "run.json"
     return _json(record.read_text(encoding="utf-8", errors="replace")) if record.is_file() else {}
 
 
 def written_config(folder: Path, unknown: str, remedy: str) -> Any:
-    """What stands in `config.yaml`; an empty object where there is none.
+    """The contents of `config.yaml`; an empty object if there is none.
 
     Raises:
         ConfigError: it cannot be read, so that nobody knows ``unknown``; ``remedy`` says what to do.

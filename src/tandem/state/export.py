@@ -27,7 +27,7 @@ LEFT_OUT = (STATE, "critic", ADAPTER)
 
 WEIGHTS = "model.safetensors"
 PREFIX = "model."
-"""What the training engine puts before the names of transformers."""
+"""The prefix that the training engine puts before the names of transformers."""
 
 
 class NotExported(TandemError, OSError):

@@ -18,7 +18,7 @@ FILE = "ledger.sqlite"
 FORMAT = 1
 
 NOT_WRITTEN = ("SQLITE_FULL", "SQLITE_READONLY", "SQLITE_IOERR_WRITE", "SQLITE_IOERR_FSYNC", "SQLITE_IOERR_TRUNCATE")
-"""What SQLite says of a disk that takes nothing more."""
+"""Names of SQLite's errors about a disk that takes nothing more."""
 
 Record = tuple[int, int, bool, str]
 """Epoch, index, whether it was trained, and the reason where it was dropped."""

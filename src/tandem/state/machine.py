@@ -1,4 +1,4 @@
-"""What this machine and this installation are, for `run.json` and `tandem doctor`. Names nobody and imports no torch."""
+"""Facts about this machine and this installation, for `run.json` and `tandem doctor`. Names nobody and imports no torch."""
 
 import importlib.metadata
 import os

@@ -1,5 +1,5 @@
-"""What a checkpoint consists of: every file with its size and SHA-256, and whose it is; and which checkpoint a run goes on
-from: the newest that is whole. Imports no torch."""
+"""The list of a checkpoint's files, each with its size, SHA-256 and owner; and the choice of the checkpoint that a run goes
+on from: the newest that is whole. Imports no torch."""
 
 import hashlib
 import itertools
@@ -27,7 +27,7 @@ THREADS = 2
 
 @dataclass(frozen=True)
 class Manifest:
-    """Of one checkpoint."""
+    """The manifest of one checkpoint."""
 
     run: str
     step: int
@@ -35,7 +35,7 @@ class Manifest:
     """Path below the checkpoint → (bytes, SHA-256)."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the step that it was saved after; finite ones."""
+    """Metrics of the step that it was saved after; finite ones."""
 
     format: int = FORMAT
 

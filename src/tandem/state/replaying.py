@@ -27,7 +27,7 @@ COLUMNS = "columns"
 """The mapping below a data set in which a key may be missing."""
 
 _KEPT = ("id", "command", "started")
-"""Of `run.json`, in the folder of a replay."""
+"""Keys of `run.json` that the folder of a replay keeps."""
 
 SHOWN = 5
 """Differences of each kind that are told."""
@@ -35,10 +35,10 @@ SHOWN = 5
 
 @dataclass(frozen=True)
 class Start:
-    """What a replay begins from."""
+    """The beginning of a replay."""
 
     checkpoint: Path | None
-    """None: the first step."""
+    """The checkpoint that it begins from; None for the first step."""
 
     skipped: tuple[str, ...] = ()
     """Newer checkpoints before the step that are not whole, with the reason."""
@@ -62,7 +62,7 @@ def start_of(folder: Path, step: int) -> Start:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step that was run again came to."""
+    """The result of a step that was run again."""
 
     step: int
     begun_from: str
@@ -113,8 +113,9 @@ class Leg:
 
 
 def legs(folder: Path, start: Start, step: int, config: Mapping[str, Any], given: Sequence[Sequence[str]] = ()) -> list[Leg]:
-    """What the steps after ``start`` up to ``step`` ran under: `run.json` says from which checkpoint the run went on each
-    time, and what was otherwise before. ``config``: the newest; ``given``: paths of the keys that stay as they are there."""
+    """The configurations under which the steps after ``start`` up to ``step`` ran: `run.json` says from which checkpoint the
+    run went on each time, and what was otherwise before. ``config``: the newest; ``given``: paths of the keys that stay as
+    they are there."""
     found, config = [Leg(step, config)], copy.deepcopy(dict(config))
     for time in reversed(times_resumed(folder)):
         at = time.get("from")
@@ -135,7 +136,7 @@ def _differ(one: Leg, other: Leg) -> bool:
 
 
 def _before(time: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """What was otherwise before the run went on."""
+    """The settings that differed before the run went on."""
     before = time.get("before", [])
     if isinstance(before, dict):  # as it was written at first
         return [{"path": key.split("."), "value": value} for key, value in before.items()]

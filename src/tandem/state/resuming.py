@@ -1,4 +1,5 @@
-"""What becomes of a command whose run folder holds a run: it goes on, or it is refused with the reason. Imports no torch."""
+"""The decision about a command whose run folder holds a run: it goes on, or it is refused with the reason. Imports no
+torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ class Going:
     changed: tuple[Difference, ...] = ()
 
     def describe(self) -> str:
-        """What the command is about to do, for the terminal."""
+        """The command's next action in words, for the terminal."""
         changes = "".join(f"\n  {difference}" for difference in self.changed)
         return f"Going on with {self.found.folder}: {self.found.describe()}." + (f" Changed:{changes}" if changes else "")
 
@@ -73,7 +74,7 @@ def may_go_on(config: BaseConfig, *, override: bool = False) -> Examine:
 
 
 def value_before(folder: Path, key: str) -> Any:
-    """What the run that is in the folder began with; None where there is none, or it does not know the key.
+    """The value that the run in the folder began with; None if there is none, or it does not know the key.
 
     Raises:
         ConfigError: nobody knows what it was.

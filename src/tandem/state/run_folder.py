@@ -43,7 +43,7 @@ __all__ = ["RunFolder", "RunFolderInUse", "RunFolderTaken", "refuse_existing", "
 
 Status = Literal["finished", "interrupted", "failed"]
 LOOKED_AT_S = 0.3
-"""How long the lock may be held by somebody who only looks."""
+"""Seconds for which somebody who only looks may hold the lock."""
 
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EISDIR, errno.ENOTDIR}
 

@@ -1,4 +1,4 @@
-"""What the ranks of one machine have of tensors that are spread over them, copied where rank 0 can read it without asking.
+"""The parts of tensors that ranks of one machine hold, copied where rank 0 can read them without asking.
 
 Each rank's memory is an anonymous file: it has no name that could be left behind, and is gone with the last process that has
 it open, however that ends. Rank 0 opens those of the others by their process, which it can on one machine only.
@@ -25,7 +25,7 @@ ALIGNMENT = 64
 
 
 class Block(NamedTuple):
-    """Where a copied part lies."""
+    """The place of a copied part."""
 
     offset: int
     size: tuple[int, ...]
@@ -41,7 +41,7 @@ class Block(NamedTuple):
 
 @dataclass(frozen=True)
 class Offer:
-    """What a rank tells of its memory."""
+    """A rank's description of its memory."""
 
     path: str
     mark: bytes

@@ -53,7 +53,7 @@ def write_tree(team: Team, folder: Path, tree: Mapping[str, Any], *, writes: boo
 
 
 def read_tree(folder: Path) -> dict[str, Any]:
-    """What `write_tree` wrote, every tensor whole, on the CPU.
+    """The tree that `write_tree` wrote, every tensor whole, on the CPU.
 
     Raises:
         StateDamaged: a file is missing, or is no state.

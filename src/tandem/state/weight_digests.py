@@ -26,6 +26,6 @@ def append_digests(folder: Path, step: int, digests: Mapping[str, str]) -> None:
 
 
 def read_digests(folder: Path, step: int) -> dict[str, str] | None:
-    """What the last line of a step says; None where there is none, or it is torn."""
+    """The contents of the last line of a step; None if there is none, or it is torn."""
     found = [row for row in rows_of(folder / FILE) if row.get("step") == step and isinstance(row.get("tensors"), dict)]
     return {str(name): str(digest) for name, digest in found[-1]["tensors"].items()} if found else None

@@ -156,7 +156,7 @@ class Session:
 
     @staticmethod
     def _text(descriptor: int) -> str:
-        """What is in the socket; nothing if another process holds its other end."""
+        """The text in the socket; nothing if another process holds its other end."""
         os.set_blocking(descriptor, False)
         try:
             return os.read(descriptor, 4096).decode(errors="replace")

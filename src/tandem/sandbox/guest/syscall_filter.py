@@ -126,7 +126,7 @@ REACHING: dict[str, tuple[int, int]] = {"socket": (41, 198), "connect": (42, 203
 """Calls that a process outside answers for programs that may reach an address (`guest.door`)."""
 
 _WITH_FLAGS: dict[str, tuple[int, int, int]] = {"sendto": (44, 206, 3), "sendmsg": (46, 211, 2), "sendmmsg": (307, 269, 3)}
-"""Which argument has the flags of messages."""
+"""The argument that has the flags of messages."""
 
 _CONNECTS_TOO = 0x20000000
 """MSG_FASTOPEN: a message that connects its socket."""
