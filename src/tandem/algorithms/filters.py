@@ -1,4 +1,4 @@
-"""Which groups are worth training on, judged on accuracy and not on the shaped reward.
+"""Filters of groups that are worth training on, judged on accuracy and not on the shaped reward.
 
 Where a reward states no accuracy, the reward before shaping stands in for it.
 """

@@ -63,7 +63,8 @@ class Evidence:
 
     @property
     def sigmas(self) -> float:
-        """How many standard errors the share lies below ½: positive if the update arrived, negative if it is missing.
+        """The number of standard errors by which the share lies below ½: positive if the update arrived, negative if it is
+        missing.
 
         The standard error is the larger of two, one for independent tokens and one for independent sequences. Both are
         sandwich estimates with each residual divided by 1 − leverage (MacKinnon and White 1985, HC3; by sequence CR3), so

@@ -8,10 +8,10 @@ from tandem.api.lazy_torch import torch
 
 
 class GroupStatistics(NamedTuple):
-    """Of each sample's group, given to the sample: all ``[M]``, floats in float64."""
+    """Statistics of each sample's group, given to the sample: all ``[M]``, floats in float64."""
 
     members: torch.Tensor
-    """How many enter statistics."""
+    """Number of members that enter statistics."""
 
     total: torch.Tensor
     mean: torch.Tensor

@@ -161,7 +161,7 @@ def prepared_by(before: Function) -> Callable[[F], F]:
 
 
 def preparation_of(loss: Function) -> Function | None:
-    """What `prepared_by` attached."""
+    """The preparation that `prepared_by` attached."""
     return getattr(loss, "preparation", None)
 
 

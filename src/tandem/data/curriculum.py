@@ -57,14 +57,14 @@ class Curriculum:
         self.rates[index] = new if known is None else memory * known + (1 - memory) * new
 
     def weight(self, index: int) -> float:
-        """Of a row, in [floor, 1]."""
+        """Weight of a row, in [floor, 1]."""
         rate = self.rates.get(index)
         if rate is None:
             return 1.0
         return max(self.config.floor, math.exp(-0.5 * ((rate - self.config.target) / self.config.width) ** 2))
 
     def metrics(self) -> dict[str, float]:
-        """What is known of the rows."""
+        """Metrics of the knowledge about the rows."""
         rates = list(self.rates.values())
         found = {"curriculum/measured": len(rates) / len(self.dataset.rows), "curriculum/round": float(self.epoch)}
         return found | ({"curriculum/success": sum(rates) / len(rates)} if rates else {})
@@ -84,7 +84,7 @@ class Curriculum:
         return chosen
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands and what it knows; JSON-able."""
+        """Its position and its knowledge; JSON-able."""
         return {
             "epoch": self.epoch,
             "position": self.position,

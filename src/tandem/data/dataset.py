@@ -86,7 +86,7 @@ class Dataset(Sequence[Row]):
 
 
 def _told(value: object) -> object:
-    """What JSON has no word for: numbers of arrays, and dates and the like as text."""
+    """Values that JSON has no word for: numbers of arrays, and dates and the like as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 

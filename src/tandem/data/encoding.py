@@ -29,7 +29,7 @@ TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What a template raises that cannot take the messages it is given: it is a program of whoever made the model."""
+"""Errors of a template that cannot take its messages: it is a program of whoever made the model."""
 
 
 class Encoded(NamedTuple):
@@ -156,7 +156,7 @@ class ChatEncoder:
         return before, after
 
     def _ended(self, reply: list[int], text: str) -> tuple[int, str]:
-        """How many of the reply's tokens the model makes, and the white space behind them that the template adds."""
+        """Number of the reply's tokens that the model makes, and the white space behind them that the template adds."""
         special = set(self.tokenizer.all_special_ids)
         size = next((i + 1 for i in range(len(reply) - 1, -1, -1) if reply[i] in special), len(reply))
         tail = str(self.tokenizer.decode(reply[size:], skip_special_tokens=False)) if size < len(reply) else ""

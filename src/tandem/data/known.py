@@ -32,7 +32,8 @@ class Benchmark:
 
     prompt_suffix: str = ""
     prompt_column: str | None = None
-    """None: found by the usual names (SVAMP's body and question are joined), or made by the layout of a program."""
+    """The column of prompts; if None, found by the usual names (SVAMP's body and question are joined), or made by the layout
+    of a program."""
 
     answer_column: str | None = None
     aliases: tuple[str, ...] = ()
@@ -162,7 +163,7 @@ def find_benchmark(name: str) -> Benchmark:
 
 
 def locate(path: str, root: str | None) -> tuple[str, bool]:
-    """Where the rows of ``path`` are, and whether that is the hub: a folder or file, one below ``root``, or a hub name.
+    """The place of the rows of ``path``, and True if that is the hub: a folder or file, one below ``root``, or a hub name.
 
     Raises:
         ConfigError: a single word that is neither a folder nor known; tells the nearest.

@@ -42,7 +42,7 @@ class Loader:
         return self.dataset.order(epoch, seed=self.seed, shuffle=self.shuffle)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands, and what it must be resumed with; JSON-able."""
+        """Its position, and the facts that it must be resumed with; JSON-able."""
         rows = {"num_rows": len(self.dataset.rows), "rows": self.dataset.fingerprint, "seed": self.seed}
         rows["shuffle"] = self.shuffle
         return {"epoch": self.epoch, "position": self.position, **rows}

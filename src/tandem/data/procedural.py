@@ -59,7 +59,7 @@ FORMULAS: dict[str, tuple[str, Callable[[int, int], int | bool]]] = {
     "the smaller one of x and {n}": ("min(x, {n})", min),
     "True if x is greater than {n}, and False if not": ("x > {n}", operator.gt),
 }
-"""What a function of one line returns: in words, in Python, and as a function of x and n."""
+"""The results of functions of one line: in words, in Python, and as a function of x and n."""
 
 NUMBERS = range(2, 20)
 

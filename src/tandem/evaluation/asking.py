@@ -35,7 +35,8 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of it; a plain line of `samples.jsonl`. A failed one has ``failed`` and ``error`` and nothing to judge."""
+    """The answer to one question; a plain line of `samples.jsonl`. A failed one has ``failed`` and ``error`` and nothing to
+    judge."""
 
     data: str
     row: int
@@ -59,7 +60,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Terms:
-    """How samples are asked for."""
+    """The terms on which samples are asked for."""
 
     seed: int = 0
     timeout_s: float = 600.0
@@ -252,7 +253,8 @@ def _samples(result: Group | Sample | None) -> Sequence[Sample]:
 
 
 def judged(item: Ask, samples: Sequence[Sample]) -> Answer:
-    """Of a group that a workflow made as a whole, the mean: it gives no one answer, and was cut where any sample was."""
+    """The judgement of a sample; of a group that a workflow made as a whole, the mean: it gives no one answer, and was cut
+    where any sample was."""
     first = samples[0]
     if len(samples) > 1:
         stated = any(sample.accuracy is not None for sample in samples)

@@ -57,7 +57,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `tandem compare` says."""
+    """The result of `tandem compare`."""
 
     first: str
     second: str

@@ -177,7 +177,7 @@ def _shown(value: Any) -> str:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """What an evaluation was started with.
+    """The settings that an evaluation was started with.
 
     Raises:
         ConfigError: the folder holds none.

@@ -1,4 +1,4 @@
-"""What k samples a prompt say, and how sure one can be: pure functions of counts and of one value a prompt."""
+"""Estimates from k samples a prompt, and their certainty: pure functions of counts and of one value a prompt."""
 
 import functools
 import math

@@ -29,7 +29,7 @@ class Questions:
     name: str
     rows: Sequence[Mapping[str, Any]]
     digests: tuple[str, ...]
-    """Of each row as it stands in its file: what makes two evaluations' rows the same."""
+    """Digest of each row as it stands in its file: equal digests make two evaluations' rows the same."""
 
     reward: str
 
@@ -110,7 +110,7 @@ def _check_format(benchmark: Benchmark | None, name: str, row: Mapping[str, Any]
 
 
 def _digest(row: Mapping[str, Any], suffix: str) -> str:
-    """Of a row without what the configuration put into it, so that two ways to ask the same question can be compared."""
+    """Digest of a row without the configuration's additions, so that two ways to ask the same question can be compared."""
     kept = {key: value for key, value in row.items() if key not in ("source", "reward_name", "messages")}
     messages = json.loads(json.dumps(row["messages"], default=str))
     last = messages[-1]["content"]

@@ -86,7 +86,7 @@ def aligned(lines: Sequence[Sequence[str]]) -> str:
 
 
 def notes(results: Mapping[str, DataScores]) -> list[str]:
-    """What the table does not say: how intervals were made, and which samples failed."""
+    """Facts that the table leaves out: how intervals were made, and which samples failed."""
     said = []
     methods = sorted({estimate.method for scores in results.values() for estimate in scores.measures.values()})
     if methods:

@@ -45,7 +45,7 @@ class Call:
 
 @dataclass
 class RewardCheck:
-    """What was seen of a reward."""
+    """Observations of a reward."""
 
     rows: int
     unfit: Mapping[int, str]

@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the answers are computed; it decides about their last bits."""
+    """The machine on which answers are computed; it decides about their last bits."""
 
     device: str
     threads: int

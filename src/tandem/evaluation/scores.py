@@ -26,7 +26,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class DataScores:
-    """What one data set came to. Samples that failed count as wrong, and are counted by reason."""
+    """The scores of one data set. Samples that failed count as wrong, and are counted by reason."""
 
     rows: int
     samples: int
@@ -58,7 +58,8 @@ def by_row(answers: Iterable[Answer]) -> dict[int, list[Answer]]:
 
 
 def vote_key(answer: str) -> str:
-    """What two ways to write one answer share: the exact value of a plain number, else the text less LaTeX spacing."""
+    """The key that two ways to write one answer share: the exact value of a plain number, else the text less LaTeX
+    spacing."""
     number = plain_number(answer)
     return str(number) if number is not None else COSMETIC.sub("", answer.replace("\\dfrac", "\\frac")).rstrip(".")
 

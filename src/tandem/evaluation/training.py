@@ -96,7 +96,7 @@ def evaluate_if_due(config: TrainConfig, session: Session, rows: Rows, step: int
 
 
 def _of_all(shares: Sequence[tuple[list[Answer], Made]], *, first: bool) -> tuple[list[Answer], Made]:
-    """What all ranks asked, in the order of one rank. On the first one; others have nothing."""
+    """The answers of all ranks, in the order of one rank. On the first one; others have nothing."""
     if not first:
         return [], {}
     answers = sorted((answer for own, _ in shares for answer in own), key=lambda answer: (answer.row, answer.sample))

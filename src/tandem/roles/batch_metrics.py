@@ -1,4 +1,4 @@
-"""What is said of a training batch beside the metrics of its optimizer steps."""
+"""Metrics of a training batch beside those of its optimizer steps."""
 
 from __future__ import annotations
 

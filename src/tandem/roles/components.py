@@ -32,7 +32,7 @@ class Choice:
     """Its record."""
 
     preparation: Choice | None = None
-    """What is called once for the whole batch before it; its result is the tensor ``prepared``."""
+    """The function that is called once for the whole batch before it; its result is the tensor ``prepared``."""
 
     def __call__(self, **tensors: Any) -> Any:
         """Calls it with those of the tensors that it asks for.

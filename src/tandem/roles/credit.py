@@ -92,7 +92,7 @@ class Credit:
         return sized | {"advantages": whitened(batch, sized["advantages"], mask, self.whitening)}
 
     def _baselines(self, batch: TensorDict, samples: Samples) -> dict[str, Any]:
-        """What single choices compare with."""
+        """The baselines that single choices are compared with."""
         found: dict[str, Any] = {}
         if "greedy" in self.advantage.asked:
             is_there = "greedy" in batch.keys()

@@ -22,7 +22,7 @@ _KEPT = ("loss", "grad_norm", "lr", "skipped", "clip_fraction")
 
 
 class Values:
-    """What every critic does before the actor's advantages."""
+    """The work of every critic before the actor's advantages."""
 
     engine: TrainEngine
 
@@ -149,7 +149,7 @@ def _value_loss(outputs: Outputs, view: TensorDict, clip: float | None) -> tuple
 
 
 def _fit(batch: TensorDict) -> dict[str, float]:
-    """How well the values of before the update said the returns."""
+    """The fit of the values before the update to the returns."""
     mask = trained_tokens(batch)
     values, returns = batch["values"][mask].double(), batch["returns"][mask].double()
     if not len(returns):

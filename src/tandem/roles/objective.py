@@ -30,7 +30,7 @@ class Objective:
     rejection: Choice
     level: str
     kl: Choice | None
-    """None: no KL in the loss."""
+    """The KL in the loss; None if there is none."""
 
     kl_coefficient: float
     kl_importance: bool
@@ -128,7 +128,7 @@ class Objective:
         return weights, metrics
 
     def _distances(self, tensors: dict[str, torch.Tensor], view: TensorDict) -> dict[str, torch.Tensor]:
-        """How far the engine's log-probabilities are from the trainer's, and of tokens of the same weights: the gap."""
+        """The distance of the engine's log-probabilities from the trainer's, and of tokens of the same weights: the gap."""
         mask, proximal, rollout = tensors["mask"], tensors["proximal"], tensors["rollout"]
         found = {"kl/rollout_proximal": k3(rollout, proximal, mask)}  # the sampler stands first
         if "versions" in view.keys():

@@ -19,7 +19,7 @@ class AlgorithmParts:
     aggregation: Choice
     objective: Objective
     filter: Choice
-    """Which groups are trained on."""
+    """The choice of groups that are trained on."""
 
 
 def choose_parts(algorithm: AlgorithmConfig, max_new_tokens: int | None, seed: int = 0) -> AlgorithmParts:

@@ -1,4 +1,5 @@
-"""Which tokens of the whole batch are trained on: decided once, before the update, so that no micro-batch decides it."""
+"""The choice of tokens that are trained on: made once for the whole batch, before the update, so that no micro-batch makes
+it."""
 
 from __future__ import annotations
 

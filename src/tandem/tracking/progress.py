@@ -1,4 +1,4 @@
-"""What a run shows while it goes on: one line a step, and on a terminal a bar with the remaining time below."""
+"""The progress of a run: one line a step, and on a terminal a bar with the remaining time below."""
 
 import time
 from collections import deque
@@ -22,7 +22,7 @@ PARTS = (
     ("samples/failed", "failed samples {:.0f}"),
     ("time/step_s", "{:.1f} s"),
 )
-"""Which metrics the line shows, in this order; all others are only in metrics.jsonl."""
+"""The metrics that the line shows, in this order; all others are only in metrics.jsonl."""
 
 ETA_STEPS = 10
 

@@ -38,7 +38,7 @@ QUEUED_STEPS = 2
 """Steps that may wait for the disk; a step that finds no place is not recorded."""
 
 FLUSH_S = 60.0
-"""How long a checkpoint, or the end of the run, waits for the disk."""
+"""Seconds that a checkpoint, or the end of the run, waits for the disk."""
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,7 @@ class RecordedSample:
 
     source: str = ""
     prompt: str = ""
-    """As the model read it."""
+    """The prompt as the model read it."""
 
     completion: str = ""
     """The last reply."""
@@ -214,14 +214,14 @@ class RecordedSample:
     """Parts of the reward by name."""
 
     raw_rewards: dict[str, float] = field(default_factory=dict)
-    """What a part was before weight, normalisation and clip, where that is another number."""
+    """The values of parts before weight, normalisation and clip, if they differ."""
 
     accuracy: float | None = None
     advantage: float | None = None
     """Mean over its trained tokens."""
 
     judges: dict[str, str] = field(default_factory=dict)
-    """What judges wrote, by the name of the reward."""
+    """The words of judges, by the name of the reward."""
 
     in_loss: bool = True
     greedy: bool = False
@@ -229,10 +229,10 @@ class RecordedSample:
     """Trained tokens."""
 
     stop_reason: list[str] = field(default_factory=list)
-    """Of each trajectory."""
+    """The stop reason of each trajectory."""
 
     versions: list[list[dict[str, Any]]] = field(default_factory=list)
-    """Of each trajectory: the weights that made so many of its trained tokens."""
+    """The weights of each trajectory, with the number of its trained tokens that they made."""
 
     dropped: str | None = None
     """Why its prompt was not trained; None if it was."""
@@ -244,7 +244,7 @@ class RecordedSample:
     """The samples of its group that failed and are missing."""
 
     timings: tuple[RequestTiming, ...] = ()
-    """Of its requests in order, where the engine knows them."""
+    """Timings of its requests in order, if the engine knows them."""
 
     trajectories: tuple[dict[str, torch.Tensor], ...] = ()
     """The fields of the batch, by trajectory: ``[S]`` each, or one number; empty if it was not trained."""

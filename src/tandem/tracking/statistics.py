@@ -47,7 +47,7 @@ class PhaseTimer:
             self._inner_s = outer + passed
 
     def seconds(self, phase: str) -> float:
-        """Of this step so far."""
+        """Seconds of this step so far."""
         return self._seconds.get(phase, 0.0)
 
     def metrics(self) -> dict[str, float]:

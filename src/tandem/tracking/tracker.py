@@ -121,7 +121,7 @@ class Tracker:
             self._try("recording", self._recorder.record, step, groups, batch, dropped, history or {})
 
     def state_dict(self) -> dict[str, Any]:
-        """Where `metrics.jsonl` stands. What was logged and recorded is on the disk from here on."""
+        """The position in `metrics.jsonl`. Everything logged and recorded before is on the disk from here on."""
         self._recorder.flush()
         try:
             os.fsync(self._metrics.fileno())

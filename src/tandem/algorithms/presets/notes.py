@@ -1,4 +1,4 @@
-"""What a researcher wants to know of each preset beside its values: paper, use, what to watch, what it is refused with."""
+"""Notes on each preset beside its values: paper, use, what to watch, what it is refused with."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from tandem.config.parts import part_of
 
 @dataclass(frozen=True)
 class Note:
-    """What is known of one preset."""
+    """The note on one preset."""
 
     title: str
     """Title of the paper, authors, year; empty where there is none."""
@@ -27,7 +27,7 @@ class Note:
     """Overrides that this preset is refused with; the message is the one that the check gives."""
 
     run: tuple[str, ...] = ()
-    """What the addition example needs beside `algorithm=NAME`."""
+    """Keys that the addition example needs beside `algorithm=NAME`."""
 
 
 SPREAD = (
@@ -305,7 +305,7 @@ NOTES: Mapping[str, Note] = {
 
 
 def needs_of(config: AlgorithmConfig) -> tuple[str, ...]:
-    """What an algorithm needs besides the actor: critic, reference, group, several rewards, greedy answer."""
+    """The needs of an algorithm besides the actor: critic, reference, group, several rewards, greedy answer."""
     advantage = part_of("advantage", config.advantage.name)
     needs = {
         "critic": advantage.needs_critic,

@@ -1,4 +1,4 @@
-"""What there is to know of an algorithm, put together from the preset, the records of its parts and the notes.
+"""The facts about an algorithm, put together from the preset, the records of its parts and the notes.
 
 `tandem algorithms` prints it; scripts/algorithm_pages.py writes it into docs/algorithms/.
 """
@@ -40,7 +40,7 @@ class Algorithm:
 
     note: Note
     needs: tuple[str, ...]
-    """What it needs besides the actor."""
+    """Its needs besides the actor."""
 
     formulas: Mapping[str, str]
     """Part → formula, in the order in which a batch meets them."""
@@ -49,7 +49,7 @@ class Algorithm:
     """The whole `algorithm` section, plain data, defaults of knobs included."""
 
     outside: Mapping[str, Any]
-    """What the preset sets outside of that section: dotted key → value."""
+    """The values that the preset sets outside of that section: dotted key → value."""
 
     asynchronous: Mapping[str, Any] | str
     """Dotted key → value that asynchronous training changes; or the reason why it is refused."""
@@ -112,7 +112,7 @@ def all_parts() -> Iterator[dict[str, Any]]:
 
 
 def summary(name: str) -> str:
-    """What a preset is, without the paper's number, which the note has."""
+    """A preset in a line, without the paper's number, which the note has."""
     return PRESETS[name].summary.partition(" (arXiv:")[0]
 
 

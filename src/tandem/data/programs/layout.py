@@ -37,10 +37,10 @@ class Layout:
     """Those that every row has, and by which it is recognised."""
 
     question: Callable[[Columns], str]
-    """What the model is asked."""
+    """The question to the model."""
 
     tests: Callable[[Columns], ProgramTests | None]
-    """What judges the answer; None if the row has no tests. Raises `ValueError`, `KeyError` or `TypeError` if a column has
+    """The tests of the answer; None if the row has none. Raises `ValueError`, `KeyError` or `TypeError` if a column has
     another form than the layout says."""
 
     reference: Callable[[Columns], str | None]
