@@ -22,7 +22,7 @@ class SlowCore:
     """A core whose copying is slow; meanwhile somebody writes to the memory that the tensor ``NAME`` came from."""
 
     def __init__(self, core, source):
-        self._core, self._source = core, source
+        self._core, self._source, self.device = core, source, core.device
 
     def stage(self, named_tensors):
         return self._core.stage(self._overwriting(named_tensors))

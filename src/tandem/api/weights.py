@@ -37,6 +37,10 @@ class WeightSource(ABC):
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields (Hugging Face name, tensor) for every tensor of the update, each valid until the next is asked for."""
 
+    def received_on(self, device: torch.device) -> WeightSource:
+        """The same for an engine on ``device``, where tensors come that do not lie somewhere already."""
+        return self
+
     def place(self) -> Mapping[str, Any] | None:
         """In JSON's words, where a process without Tandem finds the tensors; None where only `tensors` knows.
 

@@ -84,14 +84,20 @@ class LocalChannel(Channel):
         """Nothing is held."""
 
 
-class DigestChannel(Channel):
+class NoChannel(Channel):
     """To nobody: of a rank without an engine, which takes part in the stream and keeps none of it."""
+
+    def __init__(self, *, digests: bool = False):
+        """``digests``: the rank says which version it is; the others hear it."""
+        self._digests = digests
 
     def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
         """See `Channel`. One tensor is held at a time: a model that fits only when it is sharded is never whole here."""
         digests, num_bytes = {}, 0
         for name, tensor in named_tensors:
-            digests[name], num_bytes = digest_of(pieces(tensor, dtype)), num_bytes + tensor.numel() * dtype.itemsize
+            num_bytes += tensor.numel() * dtype.itemsize
+            if self._digests:
+                digests[name] = digest_of(pieces(tensor, dtype))
         return Delivery(LocalSource(()), digests, num_bytes)
 
     def close(self) -> None:

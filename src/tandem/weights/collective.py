@@ -7,7 +7,7 @@ update: one that broke leaves nothing to repair.
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -47,6 +47,12 @@ class CollectiveSource(WeightSource):
     dtype: torch.dtype
     bucket_bytes: int
     timeout_s: float
+    device: str = "cpu"
+    """The receiving engine's."""
+
+    def received_on(self, device: torch.device) -> "CollectiveSource":
+        """See `WeightSource`. Not the process's current device: the engine's may be another."""
+        return replace(self, device=str(device)) if self.backend == "nccl" else self
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `WeightSource`. Raises `OSError` when the stream is over or breaks off."""
@@ -64,7 +70,7 @@ class CollectiveSource(WeightSource):
             yield from self._take(group)
 
     def _take(self, group: "Group") -> Iterator[tuple[str, torch.Tensor]]:
-        device = _device(self.backend)
+        device = torch.device(self.device)
         left = sum(torch.Size(a.shape).numel() for a in self.announced) * self.dtype.itemsize
         bucket, place, filled = torch.empty(self.bucket_bytes, dtype=torch.uint8, device=device), 0, 0
         for announced in self.announced:

@@ -15,8 +15,7 @@ from tandem.api.team import Team
 from tandem.api.weights import WeightSource, WeightUpdate, WeightVersion, version_digest
 from tandem.config.errors import ConfigError
 from tandem.weights.archive import VersionArchive
-from tandem.weights.channel import Channel, Delivery, DigestChannel, LocalChannel
-from tandem.weights.pieces import digest_of, pieces
+from tandem.weights.channel import Channel, Delivery, LocalChannel, NoChannel
 from tandem.weights.shared_memory import SharedMemoryChannel
 
 log = logging.getLogger(__name__)
@@ -55,7 +54,9 @@ class WeightPublisher:
         engines = (inference_engine,) if isinstance(inference_engine, InferenceEngine) else inference_engine
         self._engines: tuple[InferenceEngine, ...] = tuple(engines)
         self._run, self._model, self._dtype = run, model, dtype
-        self.channel, self._archive = channel or channel_for(self._engines, disk), archive
+        nobody = NoChannel(digests=self._team.main)
+        self.channel = channel or (channel_for(self._engines, disk) if self._engines else nobody)
+        self._archive = archive
         self._streams = self._team.share(lambda: self.channel.streams)  # then every rank reads the stream twice
         takes_adapters = self._team.share(self._takes_adapters)
         self._adapter = train_engine.adapter if takes_adapters else None  # then it alone is delivered
@@ -94,13 +95,14 @@ class WeightPublisher:
         try:
             # Phase 1 may fail on any rank or engine: each engine lays the tensors beside the weights that it serves and
             # verifies them; none switches.
-            with self._team.together():
-                delivery, update = self._laid_down(number)
-                version = update.version
-                if not self._streams:
-                    self._each(lambda engine: engine.prepare_weights(update))
+            delivery = self._put()
+            update = self._update(number, delivery)
+            version = update.version
             if self._streams:
                 self._send(update)
+            else:
+                with self._team.together():
+                    self._each(lambda engine: engine.prepare_weights(update))
         except Exception as error:  # the worker boundary: whatever it was, no engine may keep half an update
             self._discard()
             if delivery is not None:
@@ -128,8 +130,8 @@ class WeightPublisher:
         Raises:
             WeightUpdateFailed: the trainer's weights are others by now, or an engine did not take them.
         """
+        update = self._update(self._version.number, self._put())
         with self._team.together():
-            _, update = self._laid_down(self._version.number)
             if update.version != self._version:
                 raise WeightUpdateFailed(
                     f"version {self._version.number} cannot be delivered again: the trainer has moved on"
@@ -137,13 +139,16 @@ class WeightPublisher:
             self._each(lambda engine: engine.prepare_weights(update))
             self._commit(update.version)
 
-    def _laid_down(self, number: int) -> tuple[Delivery, WeightUpdate]:
-        """The trainer's weights, ready to be taken as a version. Collective."""
-        with self._team.whole(self._weights()) as stream:
-            delivery = self.channel.put(stream, self._dtype)
-        version = WeightVersion(number, version_digest(delivery.digests), self._run, self._model)
+    def _put(self) -> Delivery:
+        """The trainer's weights, ready to be taken. Collective."""
+        with self._team.together(), self._team.whole(self._weights()) as stream:
+            return self.channel.put(stream, self._dtype)
+
+    def _update(self, number: int, delivery: Delivery) -> WeightUpdate:
+        """What lies ready, as a version: the first rank's, which alone has to have an engine. Collective."""
+        version = self._team.share(lambda: WeightVersion(number, version_digest(delivery.digests), self._run, self._model))
         adapter = None if self._adapter is None else self._adapter.terms
-        return delivery, WeightUpdate(version, delivery.source, delivery.digests, adapter)
+        return WeightUpdate(version, delivery.source, delivery.digests, adapter)
 
     def state_dict(self) -> dict[str, Any]:
         """See `tandem.api.state.Stateful`: the versions' digests, whether of adapters alone, and what the archive keeps."""
@@ -180,7 +185,10 @@ class WeightPublisher:
         self.channel.close()
 
     def _initial_digest(self) -> str:
-        return version_digest({n: digest_of(pieces(tensor, self._dtype)) for n, tensor in self._weights()})
+        """Collective; the first rank computes it."""
+        with self._team.together(), self._team.whole(self._weights()) as stream:
+            digests = NoChannel(digests=self._team.main).put(stream, self._dtype).digests
+        return self._team.share(lambda: version_digest(digests))
 
     def _takes_adapters(self) -> bool:
         """True if all engines take an adapter, over this channel."""
@@ -188,8 +196,8 @@ class WeightPublisher:
         return bool(self._engines) and taken and self.channel.for_adapters
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is delivered. Collective."""
-        return (self._adapter or self._train_engine).weights()
+        """What is delivered, cast before ranks exchange it. Collective."""
+        return self._train_engine.weights(self._dtype) if self._adapter is None else self._adapter.weights()
 
     def _keep(self, number: int, source: WeightSource | None) -> None:
         """Into the archive, if it wants this version; what did not lie ready is read from the trainer. Collective."""
@@ -200,7 +208,7 @@ class WeightPublisher:
             return
         if source is None:
             with self._team.whole(self._weights()) as stream:
-                source = (DigestChannel() if archive is None else LocalChannel()).put(stream, self._dtype).source
+                source = (NoChannel() if archive is None else LocalChannel()).put(stream, self._dtype).source
         with self._team.together():
             if archive is not None:
                 archive.keep(number, source)
@@ -260,13 +268,11 @@ class WeightPublisher:
 
 def channel_for(engines: Sequence[InferenceEngine], disk: Callable[[], Channel] | None = None) -> Channel:
     """What all engines can read: a folder as soon as one of them reads nothing else, for those of this machine read it too;
-    else shared memory if one lives in another process. Without an engine, nothing is kept.
+    else shared memory if one lives in another process. There is an engine.
 
     Raises:
         ConfigError: a folder is needed and there is no ``disk``, which makes it.
     """
-    if not engines:
-        return DigestChannel()
     reads = [engine.capabilities & {"disk", "shared_memory"} for engine in engines]
     if {"disk"} in reads:
         if disk is None:

@@ -15,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
+import torch
+
 from tandem.api.failures import EngineDied
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.driver import Driver
@@ -34,6 +36,8 @@ class Child:
     def run(self) -> None:
         """Loads the model, says `Ready`, and drives the core until told to end."""
         start: Start = self._receive()
+        if start.device.startswith("cuda:"):
+            torch.cuda.set_device(start.device)  # else kernels of our own and of libraries run on the first one
         core = EngineCore(start.folder, start.config, start.dtype, start.device, start.version, start.deterministic)
         driver = Driver(
             core,

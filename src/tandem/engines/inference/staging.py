@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +32,7 @@ def stage_update(core: "EngineCore", update: WeightUpdate) -> "StagedWeights":
             f"version {update.version.number}: the digests of its tensors do not give the version's digest "
             f"{update.version.digest[:12]}…; the update was mixed up on its way"
         )
+    update = replace(update, source=update.source.received_on(core.device))
     try:
         with (
             ThreadPoolExecutor(HASH_THREADS, "weight-digest") as pool,

@@ -58,10 +58,17 @@ class Adapters(TrainedAdapter):
         for name, place in self.places.items():
             yield name, self._holder.full(place)
 
-    def merged(self, tensors: Mapping[str, torch.Tensor] | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TrainedAdapter.merged`; None stands for its own tensors."""
+    def merged(
+        self, tensors: Mapping[str, torch.Tensor] | None = None, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """See `TrainedAdapter.merged`; None stands for its own tensors. ``dtype``: None leaves them as they are."""
         for name in self.names:
-            yield name, self.merge(name.removesuffix(".weight"), self._holder.full(PREFIX + name), tensors)
+            module = name.removesuffix(".weight")
+            if module in self.layers:
+                whole = self.merge(module, self._holder.full(PREFIX + name), tensors)
+                yield name, whole if dtype is None else whole.to(dtype)
+            else:
+                yield name, self._holder.full(PREFIX + name, dtype)
 
     def merge(self, module: str, weight: torch.Tensor, tensors: Mapping[str, torch.Tensor] | None = None) -> torch.Tensor:
         """The matrix of one module, float32 (as it is while B is 0, and where it has no adapter)."""
@@ -106,8 +113,7 @@ class AdaptedWeights(NamedWeights):
 
     def stream(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """See `NamedWeights.stream`: merged. Without ``dtype``, what has no adapter comes in the base's."""
-        for name, tensor in self.adapter.merged():
-            yield name, tensor if dtype is None else tensor.to(dtype)
+        return self.adapter.merged(dtype=dtype)
 
     def take(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `TrainEngine.load_weights`: an adapter; or, in `TrainEngine.using` alone, whole weights.

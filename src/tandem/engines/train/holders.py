@@ -8,7 +8,7 @@ after the backward passes and `finish_gradients`. (`zero`: DeepSpeed keeps gradi
 import contextlib
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tandem.api.state import Parted, part_of
+from tandem.engines.train.gathering import buckets, gather_rows
 from tandem.models.tensor_parallel import Pieces
 
 
@@ -57,8 +58,8 @@ class Holder(ABC):
         """After the masters have changed: the model computes with their new values."""
 
     @abstractmethod
-    def _gather(self, name: str) -> torch.Tensor:
-        """A master or frozen parameter, or this rank's piece where it is cut, from all shards."""
+    def _gather(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A master or frozen parameter, or this rank's piece where it is cut, from all shards; cast before they travel."""
 
     @abstractmethod
     def _put(self, name: str, value: torch.Tensor) -> None:
@@ -98,10 +99,16 @@ class Holder(ABC):
         """A master or frozen parameter, as this rank has it."""
         return self.masters[name] if name in self.masters else self.frozen[name]
 
-    def full(self, name: str) -> torch.Tensor:
-        """The whole of it, on the device; collective where it is sharded or cut."""
-        gathered = self._gather(name)
-        return gathered if self.pieces is None else self.pieces.whole(name, gathered)
+    def full(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The whole of it, on the device, in ``dtype`` (None: as it is held); collective where it is sharded or cut."""
+        return self._put_together(name, self._gather(name, dtype))
+
+    def fulls(self, names: Iterable[str], dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
+        """`full` of one after another, each valid until the next is asked for."""
+        return (self.full(name, dtype) for name in names)
+
+    def _put_together(self, name: str, piece: torch.Tensor) -> torch.Tensor:
+        return piece if self.pieces is None else self.pieces.whole(name, piece)
 
     def shape(self, name: str) -> torch.Size:
         """Of the whole."""
@@ -282,8 +289,10 @@ class Replica(Holder):
     def copies(self) -> list[torch.Tensor]:
         return [] if self.masters is self._parameters else [parameter.data for parameter in self._parameters.values()]
 
-    def _gather(self, name: str) -> torch.Tensor:
-        return self.held(name).detach()
+    def _gather(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        rounded = self._parameters.get(name)
+        held = rounded if rounded is not None and rounded.dtype == dtype else self.held(name)  # that is cast already
+        return held.detach() if dtype is None else held.detach().to(dtype)
 
     @torch.no_grad()
     def _put(self, name: str, value: torch.Tensor) -> None:
@@ -365,8 +374,23 @@ class Sharded(Holder):
     def device(self) -> torch.device:
         return torch.device(self._mesh.device_type)
 
-    def _gather(self, name: str) -> torch.Tensor:
-        return _whole(self.held(name).detach())
+    def _gather(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        (whole,) = self._gather_together([name], dtype)
+        return whole
+
+    def fulls(self, names: Iterable[str], dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
+        """See `Holder.fulls`: many small ones travel together, up to `BUCKET_BYTES`."""
+        for bucket in buckets(names, lambda name: self.held(name).numel() * (dtype or self.held(name).dtype).itemsize):
+            for name, piece in zip(bucket, self._gather_together(bucket, dtype), strict=True):
+                yield self._put_together(name, piece)
+
+    def _gather_together(self, names: Sequence[str], dtype: torch.dtype | None) -> Iterator[torch.Tensor]:
+        """`_gather` of these by one exchange."""
+        mesh = self._mesh
+        held = [self.held(name).detach() for name in names]
+        shards = [_local(one).to(mesh.device_type, dtype or one.dtype) for one in held]
+        # replicas of the shards, if there are any, are the mesh's first dimension
+        return gather_rows(shards, [one.shape for one in held], mesh.get_group(mesh.ndim - 1))
 
     @torch.no_grad()
     def _put(self, name: str, value: torch.Tensor) -> None:

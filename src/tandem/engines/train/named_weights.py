@@ -38,9 +38,7 @@ class NamedWeights:
 
     def stream(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TrainEngine.weights`; without ``dtype`` as they are held, float32."""
-        for name in self._names:
-            tensor = self._holder.full(PREFIX + name)
-            yield name, tensor if dtype is None else tensor.to(dtype)
+        yield from zip(self._names, self._holder.fulls([PREFIX + name for name in self._names], dtype), strict=True)
 
     def take(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """See `TrainEngine.load_weights`. A tensor that does not fit is not copied; those before it are in place."""

@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from tandem.api.failures import ConfigError
 from tandem.api.state import Part, Parted
 from tandem.config.backend import Layout
+from tandem.engines.train.gathering import gather_rows
 from tandem.engines.train.holders import Holder
 from tandem.engines.train.ranks import form_group
 from tandem.engines.train.zero_library import import_deepspeed, local_rank, quiet, settings_of
@@ -141,11 +142,16 @@ class ZeroHolder(Holder):
         """A master, as a state has it."""
         return Parted(partial(self._gather, name), partial(self._held_part, name))
 
-    def _gather(self, name: str) -> torch.Tensor:
-        parameter = self.masters[name]
-        if self._stage < 3 and self._dtype == torch.float32:
-            return parameter.detach()  # each rank has all of it, equal to the masters
-        return self._deepspeed.utils.safe_get_full_fp32_param(parameter)
+    def _gather(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        parameter, dtype = self.masters[name], dtype or torch.float32
+        if self._stage == 3:
+            part = self._deepspeed.utils.safe_get_local_fp32_param(parameter).flatten().to(dtype)
+            shape = self._shapes[name]
+            (whole,) = gather_rows([part], [torch.Size((shape.numel(),))], dist.group.WORLD)
+            return whole.view(shape)
+        if self._dtype in (dtype, torch.float32):
+            return parameter.detach().to(dtype)  # each rank has all of it: the masters, or what they are rounded to
+        return self._deepspeed.utils.safe_get_full_fp32_param(parameter).to(dtype)
 
     @torch.no_grad()
     def _put(self, name: str, value: torch.Tensor) -> None:
