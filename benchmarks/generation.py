@@ -86,6 +86,11 @@ class VLLM:
             return sum(pool.map(one, prompts))
 
 
+def split_of(before: dict[str, float], after: dict[str, float], repeats: int) -> dict[str, float]:
+    """Seconds of one repeat that the engine spent on prompts and on decode steps, on average."""
+    return {name: (after[name] - before[name]) / repeats for name in ("prefill_s", "decode_s")}
+
+
 def measure(engines, prompts: Prompts, samples: int, new_tokens: int, repeats: int) -> dict[str, float]:
     """Median tokens a second of each engine, the engines taking turns; each repeat has prompts of its own."""
     rates: dict[str, list[float]] = {engine.name: [] for engine in engines}
@@ -131,11 +136,15 @@ def main() -> None:
     for kind, samples in kinds.items():
         for requests in arguments.requests:
             some = prompts[: requests // samples * arguments.repeats]
+            before = engines[0].core.statistics()
             rates = measure(engines, some, samples, arguments.new_tokens, arguments.repeats)
+            split = split_of(before, engines[0].core.statistics(), arguments.repeats)
             ratio = rates["tandem"] / rates["vllm"] if "vllm" in rates else None
-            rows.append({"kind": kind, "requests": requests, **rates, "ratio": ratio})
+            rows.append({"kind": kind, "requests": requests, **rates, "ratio": ratio, **split})
             words = "   ".join(f"{name} {rate:7.1f} tok/s" for name, rate in rates.items())
-            print(f"{kind:>9} {requests:4d}   {words}" + (f"   {ratio:.2f}x" if ratio else ""), flush=True)
+            words += f"   {ratio:.2f}x" if ratio else ""
+            parts = f"prefill {split['prefill_s']:.2f} s, decode {split['decode_s']:.2f} s"
+            print(f"{kind:>9} {requests:4d}   {words}   ({parts})", flush=True)
     print(
         json.dumps(
             {"dtype": arguments.dtype, "threads": arguments.threads, "new_tokens": arguments.new_tokens, "rows": rows}

@@ -11,6 +11,8 @@ from transformers.activations import ACT2FN
 
 from tandem.config.errors import ConfigError
 from tandem.engines.inference.fused_weights import FusedWeights, LayerWeights
+from tandem.engines.inference.kernels import Kernels
+from tandem.engines.inference.row_attention import RowAttention
 from tandem.models.architecture import Architecture, Rope
 
 Attend = Callable[[int, int | None, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -18,12 +20,22 @@ Attend = Callable[[int, int | None, torch.Tensor, torch.Tensor, torch.Tensor], t
 
 
 class Decoder:
-    """Stateless but for its rotary tables; the weights come with each call, so a new version is a new argument."""
+    """Stateless but for its rotary tables; the weights come with each call, so a new version is a new argument.
+
+    ``kernels``: compiled ones, which take the place of torch's norms and gate; None where there are none for ``compute``.
+    """
 
     def __init__(
-        self, architecture: Architecture, dtype: torch.dtype, compute: torch.dtype, device: torch.device, max_len: int
+        self,
+        architecture: Architecture,
+        dtype: torch.dtype,
+        compute: torch.dtype,
+        device: torch.device,
+        max_len: int,
+        kernels: Kernels | None = None,
     ):
         self._a = architecture
+        self._kernels = kernels
         self.windows = set(architecture.sliding_windows)
         ropes: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._tables: list[tuple[torch.Tensor, torch.Tensor] | None] = []
@@ -33,14 +45,15 @@ class Decoder:
             self._tables.append(None if rope is None else ropes[id(rope)])
         # transformers rounds the scale to the weights' dtype
         self._embedding_scale = float(torch.tensor(architecture.embedding_scale).to(dtype))
-        self._gated = gate(architecture.activation)
+        compiled = kernels is not None and architecture.activation == "silu"
+        self._gated = kernels.silu_gate if kernels is not None and compiled else gate(architecture.activation)
 
     def hidden(
         self,
         weights: FusedWeights,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        attend: Attend,
+        attend: Attend | RowAttention,
         keep: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Final hidden states after the last norm, of all tokens or of those in ``keep``.
@@ -62,33 +75,39 @@ class Decoder:
         last = len(weights.layers) - 1
         for index, layer in enumerate(weights.layers):
             table = self._tables[index]
-            if table is not None and id(table) not in rotations:
+            if table is not None and id(table) not in rotations and not isinstance(attend, RowAttention):
                 rotations[id(table)] = table[0][positions], table[1][positions]
-            rotation = None if table is None else rotations[id(table)]
-            mixed = self._attention(layer, index, x, rotation, attend)
+            rotation = rotations.get(id(table))
+            qkv = layer.projections["qkv"](self._norm(x, layer.norms["attention"]))
+            if isinstance(attend, RowAttention):
+                norms = (layer.norms["query"], layer.norms["key"], self._a.rms_eps) if self._a.qk_norm else None
+                mixed = attend(index, self._a.sliding_windows[index], qkv, positions, table, norms)
+            else:
+                mixed = self._attention(layer, index, qkv, rotation, attend)
             if index == last and keep is not None:
                 mixed, x = mixed[keep], x[keep]
             x = self._after_attention(layer, x, mixed)
         return self._norm(x, weights.norm)
 
     def logits(self, weights: FusedWeights, hidden: torch.Tensor) -> torch.Tensor:
-        """``[B, hidden]`` → ``[B, V]`` float32."""
-        logits = weights.head(hidden).float()
-        cap = self._a.final_softcap
+        """``[B, hidden]`` → ``[B, V]`` float32, or bfloat16 for the compiled draw."""
+        logits, cap = weights.head(hidden), self._a.final_softcap
+        if self._kernels is not None and cap is None:
+            return logits
+        logits = logits.float()
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     def _attention(
         self,
         layer: LayerWeights,
         index: int,
-        x: torch.Tensor,
+        qkv: torch.Tensor,
         rotation: tuple[torch.Tensor, torch.Tensor] | None,
         attend: Attend,
     ) -> torch.Tensor:
         """Attention of one layer before its output projection, ``[T, heads · D]``."""
         a = self._a
-        qkv = layer.projections["qkv"](self._norm(x, layer.norms["attention"]))
-        qkv = qkv.view(len(x), a.num_heads + 2 * a.num_kv_heads, a.head_dim)
+        qkv = qkv.view(len(qkv), a.num_heads + 2 * a.num_kv_heads, a.head_dim)
         rotated, values = qkv[:, : -a.num_kv_heads], qkv[:, -a.num_kv_heads :]
         if a.qk_norm:
             queries = self._norm(rotated[:, : a.num_heads], layer.norms["query"])
@@ -108,6 +127,8 @@ class Decoder:
         return down.add_to(x, self._gated(layer.projections["gate_up"](self._norm(x, layer.norms["mlp"]))))
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if self._kernels is not None:
+            return self._kernels.rms_norm(x, weight, self._a.rms_eps)
         return functional.rms_norm(x, (x.shape[-1],), weight, self._a.rms_eps)
 
 

@@ -7,6 +7,8 @@ import torch
 from tandem.engines.inference.attention import DecodePlan, Kernel, Piece, PrefillPlan
 from tandem.engines.inference.decoder import Decoder
 from tandem.engines.inference.fused_weights import FusedWeights
+from tandem.engines.inference.kernels import kernels
+from tandem.engines.inference.row_attention import RowAttention, attends
 from tandem.engines.inference.sequences import Job, Sequence
 from tandem.models.architecture import Architecture
 from tandem.models.upload import upload
@@ -20,8 +22,10 @@ class Passes:
     ):
         self._device = device
         self._kernel = Kernel.of(architecture, compute, device)
-        self._decoder = Decoder(architecture, dtype, compute, device, max_len)
-        self._plan: DecodePlan | None = None
+        compiled = kernels() if compute == torch.bfloat16 and device.type == "cpu" else None
+        self._compiled = compiled if attends(self._kernel) else None  # attention, too
+        self._decoder = Decoder(architecture, dtype, compute, device, max_len, compiled)
+        self._plan: DecodePlan | RowAttention | None = None
 
     def prefill(
         self, weights: FusedWeights, jobs: SequenceOf[Job], pieces: SequenceOf[Piece]
@@ -38,7 +42,11 @@ class Passes:
             if job.done == len(job.tokens):
                 complete.append(job)
                 keep.append(end - 1)
-        plan = PrefillPlan(self._kernel, pieces, self._decoder.windows)
+        plan: PrefillPlan | RowAttention
+        if self._compiled is not None:
+            plan = RowAttention.of_pieces(self._compiled, self._kernel, pieces)
+        else:
+            plan = PrefillPlan(self._kernel, pieces, self._decoder.windows)
         tokens, positions = upload(tokens, self._device), upload(positions, self._device)
         kept = upload(torch.tensor(keep, dtype=torch.long), self._device)
         hidden = self._decoder.hidden(weights, tokens, positions, plan, kept)
@@ -66,7 +74,10 @@ class Passes:
         own = [length - start for length, start in zip(lengths, starts, strict=True)]
         rows = [sequence.row for sequence in batch if sequence.row is not None]
         prompts = [sequence.prompt.row if sequence.prompt is not None else None for sequence in batch]
-        self._plan = DecodePlan(self._kernel, rows, prompts, own, starts, self._decoder.windows)
+        if self._compiled is not None:
+            self._plan = RowAttention(self._compiled, self._kernel, rows, own, prompts, starts)
+        else:
+            self._plan = DecodePlan(self._kernel, rows, prompts, own, starts, self._decoder.windows)
 
     @property
     def planned(self) -> bool:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from tandem.engines.inference.drawing import drawn, drawn_of_most_probable
+from tandem.engines.inference.kernels import kernels
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Forbidden(NamedTuple):
     """Tokens that some rows may not draw."""
 
     rows: torch.Tensor
-    """``[F]``"""
+    """``[F]``, in ascending order."""
 
     tokens: torch.Tensor
     """``[F]``: one of those that the row may not draw."""
@@ -62,7 +63,7 @@ def sample(
     """Draws one token a row.
 
     Args:
-        logits: ``[B, V]`` float32; overwritten.
+        logits: ``[B, V]``, float32 (overwritten), or bfloat16.
         uniforms: ``[B]`` float64 in (0, 1), the noise.
         rows: how each row samples.
         forbidden: what may not be drawn now.
@@ -71,6 +72,12 @@ def sample(
         tokens ``[B]`` int64, and log-probabilities ``[B]`` float32 of softmax(logits / temperature), before top-p, top-k and
         forbidden tokens.
     """
+    if logits.dtype == torch.bfloat16:
+        compiled = kernels()
+        if compiled is not None and rows.top_p is None:
+            banned = None if forbidden is None else (forbidden.rows, forbidden.tokens)
+            return compiled.draw(logits, rows.temperatures, uniforms, rows.greedy, banned)
+        logits = logits.float()
     if not rows.uniform_temperature:
         logits.div_(rows.temperatures[:, None])
     whole = torch.empty(0)

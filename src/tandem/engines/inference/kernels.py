@@ -1,0 +1,139 @@
+"""Compiled kernels for CPUs with AVX-512 and bfloat16 dot products (`kernels.cpp`): everything of a step but the products.
+
+They are built once with the machine's own compiler into the cache folder. Without a compiler or the instructions the engine
+computes the same with torch's operators, which stay the reference. ``TANDEM_KERNELS=0`` turns the kernels off.
+"""
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from tandem.models.catalog import cache_folder
+
+logger = logging.getLogger("tandem.engine")
+
+_SOURCE = Path(__file__).with_name("kernels.cpp")
+# Named one by one and not -march=native, so that an object in a shared cache folder runs on every CPU that may load it.
+_FLAGS = ["-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-w", "-mfma", "-mf16c"]
+_FLAGS += [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16")]
+_BUILD_S = 300
+
+HEAD_DIMS = (32, 64, 96, 128, 256)
+"""Those that attention is compiled for."""
+
+
+class Plan(ctypes.Structure):
+    """``Plan`` of `kernels.cpp`: which tokens attend to which rows."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "tokens", "tiles")),
+        ("scale", ctypes.c_float),
+        *((name, ctypes.c_void_p) for name in ("token", "own_slab", "own_row", "own_length")),
+        *((name, ctypes.c_void_p) for name in ("prompt_slab", "prompt_row", "prompt_length", "tile", "capacity")),
+    ]
+
+
+class Layer(ctypes.Structure):
+    """``Layer`` of `kernels.cpp`: the tensors of one layer."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("qkv", "out", "keys", "values", "position")),
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "query_norm", "key_norm")),
+        ("eps", ctypes.c_float),
+        ("window", ctypes.c_int64),
+    ]
+
+
+class Kernels:
+    """Calls into the library. Tensors are contiguous bfloat16 on the CPU unless said otherwise."""
+
+    def __init__(self, path: Path):
+        # torch has loaded its OpenMP before, under the same name, so both share one pool of threads.
+        library = ctypes.CDLL(str(path))
+        pointer, number, real, threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+        self._norm, self._gate = library.rms_norm, library.silu_gate
+        self._draw, self._attend = library.draw, library.attend
+        self._norm.argtypes = [pointer, pointer, pointer, number, number, real, threads]
+        self._gate.argtypes = [pointer, pointer, number, number, threads]
+        self._draw.argtypes = [pointer] * 8 + [number, number, threads]
+        self._attend.argtypes = [ctypes.POINTER(Plan), ctypes.POINTER(Layer), threads]
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """``[T, size]``, each row over its root mean square, times ``weight [size]``."""
+        out = torch.empty_like(x)
+        self._norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), len(x), x.shape[1], eps, torch.get_num_threads())
+        return out
+
+    def silu_gate(self, both: torch.Tensor) -> torch.Tensor:
+        """``[T, 2 · I]`` (gate, up) → silu(gate) · up, ``[T, I]``."""
+        rows, size = len(both), both.shape[1] // 2
+        out = both.new_empty(rows, size)
+        self._gate(both.data_ptr(), out.data_ptr(), rows, size, torch.get_num_threads())
+        return out
+
+    def draw(
+        self,
+        logits: torch.Tensor,
+        temperatures: torch.Tensor,
+        uniforms: torch.Tensor,
+        greedy: torch.Tensor | None,
+        forbidden: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens ``[B]`` drawn from softmax(logits ``[B, V]`` / temperature) by ``uniforms`` (float64), or the most probable
+        where ``greedy`` (bool), and their log-probabilities (float32).
+
+        ``forbidden``: rows ``[F]`` in ascending order, and a token of each that it may not draw."""
+        rows, size = logits.shape
+        tokens, logprobs = torch.empty(rows, dtype=torch.long), torch.empty(rows)
+        given = [logits.data_ptr(), temperatures.data_ptr(), uniforms.data_ptr(), None, None, None]
+        if greedy is not None:
+            given[3] = greedy.data_ptr()
+        if forbidden is not None:
+            bans = torch.searchsorted(forbidden[0], torch.arange(rows + 1))
+            given[4:] = forbidden[1].data_ptr(), bans.data_ptr()
+        self._draw(*given, tokens.data_ptr(), logprobs.data_ptr(), rows, size, torch.get_num_threads())
+        return tokens, logprobs
+
+    def attend(self, plan: Plan, layer: Layer) -> None:
+        """Rotates queries and keys, writes keys and values to the cache, and attends; ``layer.out`` is filled."""
+        if self._attend(plan, layer, torch.get_num_threads()):
+            raise ValueError(f"attention is compiled for head dimensions {HEAD_DIMS}, got {plan.dim}")
+
+
+@functools.cache
+def kernels() -> Kernels | None:
+    """The kernels, built now if nobody has built them yet; None, and one line in the log, where that is impossible."""
+    if os.environ.get("TANDEM_KERNELS") == "0" or not torch.cpu._is_avx512_bf16_supported():
+        return None
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
+    if platform.system() != "Linux" or compiler is None:
+        logger.warning("no C++ compiler: generation computes with torch's operators, a third slower; install g++")
+        return None
+    try:
+        return Kernels(_built(compiler))
+    except (OSError, AttributeError, subprocess.SubprocessError) as error:
+        words = getattr(error, "stderr", None) or str(error)
+        logger.warning("generation computes with torch's operators; its kernels were not built: %s", words.strip()[-500:])
+        return None
+
+
+def _built(compiler: str) -> Path:
+    key = hashlib.sha256(_SOURCE.read_bytes() + " ".join([compiler, *_FLAGS]).encode()).hexdigest()[:16]
+    path = cache_folder() / "kernels" / f"{key}.so"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder) / "kernels.so"
+            command = [compiler, *_FLAGS, "-o", str(made), str(_SOURCE)]
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_S)
+            made.replace(path)  # at once: processes that build together never load half a file
+    return path
