@@ -4,8 +4,10 @@ import functools
 import json
 import math
 import signal
+import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,17 @@ import pytest
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
+from tandem.config.train_engine import TrainEngineConfig
+from tandem.engines.train.build import build_train_engine
 from tandem.models.shape import read_shape
+from tandem.planning.calibrate import waking
 from tandem.planning.job import job_of
 from tandem.planning.lengths import known_lengths
 from tandem.planning.plan import make_plan
+from tandem.planning.seconds import SWITCH_FACTOR
 from tandem.trainers.rl import train
 from tandem.trainers.script import open_training
+from tests.tiny import tiny_model_folder
 from tests.trainers.colocated import JUDGES, judge_folder, keys_of, make_models, outcome, rows
 from tests.trainers.planning import round_machine
 from tests.zygote import Zygote
@@ -78,9 +85,41 @@ def test_groups_that_are_drawn_again_find_the_engine_awake(models, tmp_path):
 
 def test_what_the_run_moves_is_what_the_plan_says(models, tmp_path):
     asleep = run(tmp_path, models, TIGHT, "total_train_steps=4")
-    config = asleep_config(tmp_path, models)
-    job = job_of(config, round_machine(), known_lengths(config).lengths, functools.cache(read_shape))
-    assert rows(asleep.folder)[-1]["memory/moved_gib"] == pytest.approx(make_plan(job, round_machine()).moved_gib)
+    config, machine = asleep_config(tmp_path, models), round_machine(waking=2**20)
+    job = job_of(config, machine, known_lengths(config).lengths, functools.cache(read_shape))
+    plan, last = make_plan(job, machine), rows(asleep.folder)[-1]
+    assert last["memory/moved_gib"] == pytest.approx(plan.moved_gib)
+    moved = {name: gib for name, gib in last.items() if name.startswith("memory/moved_gib/") and gib}
+    planned = {name.replace(": ", "_").replace(" ", "_"): gib for name, gib in plan.moved_gib_by_stage.items()}
+    assert moved == {f"memory/moved_gib/{name}": pytest.approx(gib) for name, gib in planned.items()}
+    assert 0 < last["memory/moved_optimizer_gib"] < last["memory/moved_gib"]
+    seconds = [value for name, value in last.items() if name.startswith("time/switch_s/")]
+    assert sum(seconds) == pytest.approx(last["time/switch_s"], rel=0.05)
+    assert 0 < last["time/switch_optimizer_s"] < last["time/switch_s"]
+    switches = {phase.name: phase.seconds for phase in plan.phases if phase.name.startswith("switch to ")}
+    assert switches == {
+        f"switch to {name}": pytest.approx(SWITCH_FACTOR * 1024 * gib) for name, gib in plan.moved_gib_by_stage.items()
+    }
+    assert plan.step_s == pytest.approx(sum(phase.seconds for phase in plan.phases)) and plan.score_s > 0
+
+
+def test_the_measured_rate_of_waking_says_how_long_models_take_to_sleep_and_wake(tmp_path):
+    folder = tiny_model_folder(tmp_path, hidden_size=512, intermediate_size=2048, num_hidden_layers=6)
+    engine = build_train_engine(TrainEngineConfig(path=str(folder), dtype="float32"), total_steps=0, trained=False)
+    engine.offload(("parameters",), tmp_path)
+    engine.onload(("parameters",))  # from now on its numbers are known
+
+    def cycle():
+        began = time.perf_counter()
+        engine.offload(("parameters",), tmp_path)
+        return engine.onload(("parameters",)), time.perf_counter() - began
+
+    ratios = []
+    for _ in range(5):
+        rate = waking(count=8)
+        moved, seconds = cycle()
+        ratios.append(moved / rate / seconds)
+    assert 0.25 < statistics.median(ratios) < 4
 
 
 def test_a_run_goes_on_under_another_limit_and_is_the_same(models, tmp_path):

@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from tandem.api.activity import waiting
@@ -16,6 +17,21 @@ from tandem.flow.state_parts import ENGINE
 from tandem.flow.writing import WritingModel
 from tandem.models.allocator import give_back, mapped_blocks
 from tandem.tracking.statistics import PhaseTimer
+
+START = "start"
+"""Where what moves while the models are opened is counted."""
+
+
+@dataclass
+class _Switch:
+    """What was moved before a stage."""
+
+    moved: int = 0
+    seconds: float = 0.0
+    optimizer_moved: int = 0
+    """Of ``moved``: optimizer state."""
+
+    optimizer_s: float = 0.0
 
 
 class Residency:
@@ -44,7 +60,8 @@ class Residency:
         self._models: dict[str, TrainEngine | WritingModel] = {}
         self._engine: InferenceEngine | None = None
         self._deliver_again: Callable[[], None] = lambda: None
-        self._moved = 0
+        self._switches: dict[str, _Switch] = {}
+        self._switch = self._switches.setdefault(START, _Switch())
 
     def add_engine(self, engine: InferenceEngine | None) -> None:
         """The inference engine; None on ranks that have none."""
@@ -99,6 +116,8 @@ class Residency:
         """Before a stage: what it needs wakes, and what has to make room for it sleeps. Collective."""
         if self.plan is None:
             return
+        switch = self._switch = self._switches.setdefault(name, _Switch())
+        began = time.perf_counter()
         with self._timer("switch"):
             give_back()  # gradients and activations of the stage before are no part of what is planned
             moves = self.plan.moves(name, self._state)
@@ -106,8 +125,9 @@ class Residency:
                 self._do(moves.again)
                 with mapped_blocks():
                     self._deliver_again()
-                self._moved += self.plan.parts[Part(ENGINE, "weights")].coming
+                switch.moved += self.plan.parts[Part(ENGINE, "weights")].coming
             self._do(moves)
+        switch.seconds += time.perf_counter() - began
 
     @contextlib.contextmanager
     def making(self, name: str) -> Iterator[None]:
@@ -116,11 +136,20 @@ class Residency:
             yield
 
     def metrics(self) -> dict[str, float]:
-        """``memory/moved_gib`` since the last call; empty without a budget that anything must sleep for."""
+        """Seconds and bytes since the last call, by stage, and of optimizer state alone; empty without a budget that
+        anything must sleep for."""
         if self.plan is None:
             return {}
-        moved, self._moved = self._moved, 0
-        return {"memory/moved_gib": moved / GIB}
+        switches, self._switches = self._switches, {}
+        found = {
+            "memory/moved_gib": sum(switch.moved for switch in switches.values()) / GIB,
+            "memory/moved_optimizer_gib": sum(switch.optimizer_moved for switch in switches.values()) / GIB,
+            "time/switch_optimizer_s": sum(switch.optimizer_s for switch in switches.values()),
+        }
+        for name, switch in switches.items():
+            stage = name.replace(": ", "_").replace(" ", "_")
+            found |= {f"memory/moved_gib/{stage}": switch.moved / GIB, f"time/switch_s/{stage}": switch.seconds}
+        return found
 
     def _do(self, moves: Moves) -> None:
         """Sleeps first, so that there is room for what wakes."""
@@ -134,11 +163,24 @@ class Residency:
                 if self._engine is not None:
                     self._engine.wake((part.what,))  # type: ignore[arg-type]
             elif part.resident in self._models:
-                self._moved += self._models[part.resident].onload((part.what,))  # type: ignore[arg-type]
+                with self._counted(part) as moved:
+                    moved.append(self._models[part.resident].onload((part.what,)))  # type: ignore[arg-type]
 
     def _sleep(self, part: Part) -> None:
         if part.resident in self._models:
-            self._moved += self._models[part.resident].offload((part.what,), self._scratch)  # type: ignore[arg-type]
+            with self._counted(part) as moved:
+                moved.append(self._models[part.resident].offload((part.what,), self._scratch))  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def _counted(self, part: Part) -> Iterator[list[int]]:
+        """A block that moves a part, and puts the bytes into the list."""
+        moved: list[int] = []
+        began = time.perf_counter()
+        yield moved
+        self._switch.moved += sum(moved)
+        if part.what == "optimizer":
+            self._switch.optimizer_moved += sum(moved)
+            self._switch.optimizer_s += time.perf_counter() - began
 
     def _sleep_engine(self, parts: tuple[str, ...]) -> None:
         if self._engine is not None:

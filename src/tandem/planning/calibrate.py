@@ -12,8 +12,10 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,9 +29,12 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from tandem.config.errors import TandemError
 from tandem.engines.inference.attention import Kernel
 from tandem.engines.inference.fused_weights import Linear, compute_dtype
+from tandem.engines.train.asleep import READERS, keyed_sum, memory_of
+from tandem.models.allocator import mapped_blocks
 from tandem.models.catalog import cache_folder
 from tandem.models.precision import fast_bfloat16, resolve_dtype
 from tandem.models.shape import Dtype
+from tandem.models.stored import read_whole
 from tandem.planning.contention import Contention
 from tandem.planning.devices import CONTEXT_GIB, SLACK
 from tandem.planning.engine_step import LAYERS, decode_step
@@ -126,7 +131,7 @@ def _identity(where: str, threads: int) -> dict[str, Any]:
         "device": where,
         "threads": threads,
         "torch": torch.__version__,
-        "measures": 5,  # counts up when what is measured changes
+        "measures": 6,  # counts up when what is measured changes
     }
 
 
@@ -190,6 +195,7 @@ def _measured(device: torch.device, threads: int, identity: Mapping[str, Any]) -
         operation_s=_operation(device),
         engine_operation_s=decode_step(device) / decode_operations(LAYERS, shared=True),
         digest=_digest(),
+        waking=math.inf if cuda else waking(),
         link=between_processes() if not cuda else 20e9 if torch.cuda.device_count() > 1 else math.inf,
         host_link=_host_link(device) if cuda else math.inf,
         host_stream=_stream(torch.device("cpu")) if cuda else math.inf,
@@ -317,6 +323,29 @@ def _operation(device: torch.device) -> float:
 def _digest() -> float:
     data = bytes(16 << 20)
     return len(data) / seconds_of(lambda: hashlib.sha256(data).digest(), torch.device("cpu"))
+
+
+def waking(size: int = 4 << 20, count: int = 32) -> float:
+    """Bytes/s of tensors that wake and sleep as those of an engine do (`tandem.engines.train.asleep`)."""
+    storages = [torch.empty(0, dtype=torch.uint8).untyped_storage() for _ in range(count)]
+    with tempfile.TemporaryFile() as file:
+        file.write(bytes(size * count))
+        file.flush()
+
+        def read(number: int) -> torch.Tensor:
+            storages[number].resize_(size)
+            flat = torch.empty(0, dtype=torch.uint8).set_(storages[number])
+            read_whole(file, memory_of(flat), number * size)
+            return flat
+
+        def call() -> None:
+            with mapped_blocks(), ThreadPoolExecutor(READERS) as reader:
+                for pending in [reader.submit(read, number) for number in range(count)]:
+                    keyed_sum(pending.result())
+            for storage in storages:
+                storage.resize_(0)
+
+        return size * count / seconds_of(call, torch.device("cpu"))
 
 
 def _host_link(device: torch.device) -> float:

@@ -61,6 +61,9 @@ class Machine:
     host_stream: float = math.inf
     """Bytes/s of passes over host memory, where the optimizer of an offloaded model works: of one GPU's share of it."""
 
+    waking: float = math.inf
+    """Bytes/s of models that sleep and wake on a CPU: pages are cleared, read, summed and given back."""
+
     process_gib: float = 0.0
     """Memory of one process before it holds a model: interpreter and libraries; on a GPU its context there."""
 
@@ -132,6 +135,7 @@ class Machine:
             decode_attention={dtype: rate * share for dtype, rate in self.decode_attention.items()},
             elementwise=self.elementwise * share,
             stream=self.stream * share,
+            waking=self.waking * share,
             softmax=self.softmax * share,
             factors=factors,
         )

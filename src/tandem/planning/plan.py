@@ -2,14 +2,13 @@
 
 from dataclasses import dataclass
 
-from tandem.flow.sleep_plan import moved_bytes
 from tandem.planning.cost import Phase
 from tandem.planning.disk import Checkpoint, checkpoint_of
 from tandem.planning.items import GIB, Instant
 from tandem.planning.job import Job
 from tandem.planning.machine import Machine
 from tandem.planning.memory import instants, kv_needed
-from tandem.planning.seconds import SCORES, phases
+from tandem.planning.seconds import SCORES, SWITCH, phases
 
 RESERVE = 0.03
 """Share of the memory that the plan leaves to others: the system, a display, a second process on the GPU."""
@@ -109,19 +108,30 @@ class Plan:
     @property
     def switch_s(self) -> float:
         """Waking models and putting others to sleep, in one step."""
-        return self.seconds_of(("switch",))
+        return sum(phase.seconds for phase in self.phases if phase.name.startswith(SWITCH))
+
+    @property
+    def score_s(self) -> float:
+        """Rewards that need a model, and judges that write."""
+        return sum(phase.seconds for phase in self.phases if phase.name.startswith("score: "))
 
     @property
     def moved_gib(self) -> float:
         """What that moves."""
-        return moved_bytes(self.job.sleeping.steady()) / GIB if self.job.sleeping is not None else 0.0
+        return sum(self.moved_gib_by_stage.values())
+
+    @property
+    def moved_gib_by_stage(self) -> dict[str, float]:
+        """What moves before each stage of a step, where anything does."""
+        done = self.job.sleeping.steady() if self.job.sleeping is not None else []
+        return {one.stage.name: one.total / GIB for one in done if one.stage.each_step and one.total}
 
     @property
     def step_s(self) -> float:
         """One step; where training is asynchronous, the longer of generation and training, and the delivery."""
         if self.job.asynchronous:
-            return max(self.generate_s, self.train_s) + self.publish_s
-        return self.generate_s + self.train_s + self.publish_s + self.switch_s
+            return max(self.generate_s, self.score_s + self.train_s) + self.publish_s
+        return sum(phase.seconds for phase in self.phases)
 
     @property
     def bottleneck(self) -> Phase:

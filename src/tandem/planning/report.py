@@ -64,6 +64,7 @@ class Report:
                 "host_gib": round(plan.host_gib, 4),
                 "worst": plan.worst.phase,
                 "moved_gib": round(plan.moved_gib, 4),
+                "moved": {f"{name}_gib": round(gib, 4) for name, gib in plan.moved_gib_by_stage.items()},
                 "phases": {instant.phase: _items(instant) for instant in plan.instants},
             },
             "time": {
@@ -71,6 +72,7 @@ class Report:
                 "generate_s": round(plan.generate_s, 4),
                 "train_s": round(plan.train_s, 4),
                 "publish_s": round(plan.publish_s, 4),
+                "score_s": round(plan.score_s, 4),
                 "switch_s": round(plan.switch_s, 4),
                 "completion_tokens_per_s": round(plan.completion_tokens / max(plan.step_s, 1e-9), 2),
                 "bottleneck": plan.bottleneck.name,
@@ -258,10 +260,11 @@ def _time(plan: Plan) -> Iterator[str]:
     rate = f"{plan.completion_tokens / max(plan.step_s, 1e-9):,.3g} completion tokens/s"
     yield f"Time of a step: {_seconds(plan.step_s)}, {rate}"
     everything = sum(phase.seconds for phase in plan.phases)
+    width = max(18, *(len(phase.name) + 1 for phase in plan.phases))
     for phase in plan.phases:
         rate = f"{phase.tokens / max(phase.seconds, 1e-9):,.3g} tokens/s" if phase.tokens else ""
         yield (
-            f"  {phase.name:<18}{_seconds(phase.seconds):>10}{phase.seconds / max(everything, 1e-9):>7.0%}"
+            f"  {phase.name:<{width}}{_seconds(phase.seconds):>10}{phase.seconds / max(everything, 1e-9):>7.0%}"
             f"  {rate:>18}  mostly {phase.cost.bound}"
         )
     if plan.job.generator is not None and plan.job.generator.foreign is not None:

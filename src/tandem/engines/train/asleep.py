@@ -304,7 +304,7 @@ class EngineMemory:
             copy.place = self._file.seek(0, 2)
         self._file.seek(copy.place)
         self._moved += flat.nbytes
-        left = _bytes(flat)
+        left = memory_of(flat)
         while left:
             left = left[self._file.write(left) :]
 
@@ -314,10 +314,10 @@ class EngineMemory:
         region.storage.resize_(region.start * region.dtype.itemsize + copy.num_bytes)
         flat = region.flat
         if isinstance(copy.place, Stored):
-            copy.place.read_into(flat, _bytes(flat))
+            copy.place.read_into(flat, memory_of(flat))
         else:
             assert self._file is not None and copy.place is not None, "it was written when it went to sleep"
-            read_whole(self._file, _bytes(flat), copy.place)
+            read_whole(self._file, memory_of(flat), copy.place)
 
     def _check(self, part: TrainPart, region: _Region, copy: _Copy, read: Future[None]) -> None:
         """Passes if what is read is what slept."""
@@ -335,7 +335,8 @@ class EngineMemory:
         copy.woke = self._state(part, copy, region)
 
 
-def _bytes(flat: torch.Tensor) -> memoryview:
+def memory_of(flat: torch.Tensor) -> memoryview:
+    """The bytes of a tensor that lie behind each other."""
     # by its address: numpy would mark the storage as one that must keep its size
     return memoryview((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())).cast("B")
 
