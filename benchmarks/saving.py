@@ -105,7 +105,7 @@ def measure(model: Path, root: Path, options: argparse.Namespace) -> dict[str, f
                     continue  # it has nothing to warm up
                 progress.step += 1
                 began = time.perf_counter()
-                saving.after_step(progress.step, {})
+                saving.save(progress.step, {})
                 waited = time.perf_counter() - began
                 pieces = list(worked(saving))
                 path = saving.finish()

@@ -27,7 +27,7 @@ def main(overrides: list[str]) -> None:
 
             metrics |= session.evaluate_if_due(evaluate, step)
             run.log(step, metrics)
-            run.save_if_due(step, session)
+            run.save_if_due(step, session.models)
 
 
 if __name__ == "__main__":

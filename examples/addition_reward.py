@@ -24,7 +24,7 @@ def main(overrides: list[str]) -> None:
 
             metrics |= session.evaluate_if_due(model.evaluate_pairs, step)
             run.log(step, metrics)
-            run.save_if_due(step, session)
+            run.save_if_due(step, session.models)
 
 
 if __name__ == "__main__":

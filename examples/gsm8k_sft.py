@@ -23,7 +23,7 @@ def main(overrides: list[str]) -> None:
 
             metrics |= timer.metrics() | session.evaluate_if_due(model.evaluate_lm, step)
             run.log(step, metrics)
-            run.save_if_due(step, session)
+            run.save_if_due(step, session.models)
 
 
 if __name__ == "__main__":

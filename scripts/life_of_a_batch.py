@@ -61,7 +61,8 @@ CONFIGURATION = [
         "src/tandem/config/load.py",
         "Defaults, preset, file and command line become one configuration (`tree.py`), which is checked (`check.py`).",
     ),
-    ("src/tandem/trainers/rl.py", "Makes the plan of the run, prepares, opens, and loops."),
+    ("src/tandem/trainers/rl.py", "Says what a run of reinforcement learning is opened with."),
+    ("src/tandem/trainers/loop.py", "Makes the plan of the run, prepares, opens, and loops; for every kind of training."),
     (
         "src/tandem/flow/plan.py",
         "Decides which models there are and which stages run; resolves the names of the algorithm (`roles/parts.py`).",
@@ -81,7 +82,6 @@ CONFIGURATION = [
     ("src/tandem/flow/residents.py", "Opens the models of the plan."),
     ("src/tandem/flow/state_parts.py", "What each model keeps, by part, for `memory_limit_gib`."),
     ("src/tandem/flow/delivery.py", "How weights reach the engine, and how that is proved."),
-    ("src/tandem/trainers/control.py", "Takes changes of the reward between two steps."),
     ("src/tandem/lifecycle/saving.py", "When checkpoints are written."),
 ]
 """Every file that is handed the whole configuration on the way from `tandem train` to the first step. A test compares."""
@@ -118,8 +118,8 @@ HEADER = """# The life of a batch
 <!-- Made by `python scripts/life_of_a_batch.py`; edit that file instead. -->
 
 From prompt to gradient: the files in the order in which a batch meets them. The loop that calls them is `step` in
-[`trainers/rl.py`](../src/tandem/trainers/rl.py); the words are those of [concepts.md](concepts.md). A file in brackets is
-one step aside: a file of the walk calls it for every batch. Open it for the detail, not for the way.
+[`trainers/loop.py`](../src/tandem/trainers/loop.py); the words are those of [concepts.md](concepts.md). A file in brackets
+is one step aside: a file of the walk calls it for every batch. Open it for the detail, not for the way.
 """
 
 START = """## From the command to the loop

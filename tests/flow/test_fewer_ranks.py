@@ -19,7 +19,7 @@ from tandem.flow.parts import open_rows
 from tandem.flow.process import Process
 from tandem.flow.session import open_session
 from tandem.flow.team import TeamEngine, form_team
-from tandem.lifecycle.recovery import Progress, parts_of_session
+from tandem.lifecycle.recovery import Progress, parts_of
 from tandem.models.tokenizer import load_tokenizer
 from tandem.state.tree import read_tree, write_tree
 from tests.engines_train.steps import random_batch
@@ -59,7 +59,7 @@ def trained(out, name, knobs, more, ranks):
     rows = open_rows(config)
     with open_session(config, process, rows, total_steps(config, len(rows.train)), "run") as session:
         steps = [one_step(session) for _ in range(2)]
-        parts = parts_of_session(session, Progress(), None, None, process)
+        parts = parts_of(session, Progress(), None, None, process.device)
         state = {part: parts[part].state_dict() for part in ("reference", "critic")}
         write_tree(process.team, out / name, state, writes=process.is_main)
         process.team.share(lambda: None)  # the others read what rank 0 has written

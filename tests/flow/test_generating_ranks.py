@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from tandem.config.arithmetic import generating_ranks, total_steps
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.evaluation import evaluate_if_due
+from tandem.evaluation import evaluate
 from tandem.flow.meter import of_all_ranks
 from tandem.flow.parts import open_rows
 from tandem.flow.process import Process
@@ -38,9 +38,9 @@ def trained(out, ranks):
     rows = open_rows(config)
     with open_session(config, process, rows, total_steps(config, len(rows.train)), "run") as session:
         steps, evaluations = [], []
-        for number in range(1, STEPS + 1):
+        for _ in range(STEPS):
             steps.append(one_step(session))
-            evaluations.append(evaluate_if_due(config, session, rows, number, STEPS))
+            evaluations.append(evaluate(config, session, rows))
         measured = session.measured()
         session.trainer.save(out / f"weights-{ranks}")
         return {

@@ -7,9 +7,9 @@ import pytest
 
 from tandem.cli.main import main
 from tandem.config.errors import ConfigError
-from tandem.config.experiment import TrainConfig
+from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
-from tandem.config.preference import DistillConfig, PreferenceConfig, training_config
+from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
 from tandem.config.roles import CriticConfig
 from tandem.flow.draw import added, mermaid, text
 from tandem.flow.parts import open_rows
@@ -17,8 +17,12 @@ from tandem.flow.plan import plan_run
 from tandem.flow.process import start_process
 from tandem.flow.run import LocalRunner
 from tandem.flow.session import open_session
-from tandem.trainers.rl import step
+from tandem.planning.job import Lengths, job_of
+from tandem.trainers.loop import step
+from tandem.trainers.script import open_training
+from tests.matrix.cells import stages_called
 from tests.tiny import tiny_model_folder
+from tests.trainers.planning import HAND, round_machine
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 DEFAULTS = ["train_dataset.path=addition", "actor.path=smollm2-135m"]
@@ -139,6 +143,32 @@ def test_a_step_runs_the_passes_of_the_plan_in_order_and_each_adds_what_it_says(
 
     assert list(gained) == names(plan.passes)
     assert all(set(added(plan, stage)) <= gained[stage.name] for stage in plan.passes)
+
+
+PAIRS = "train_dataset.path=addition_pairs"
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        (SFTConfig, ["train_dataset.path=addition"]),
+        *((PreferenceConfig, [PAIRS, f"loss={loss}"]) for loss in ("dpo", "kto", "simpo")),
+        (RewardModelConfig, [PAIRS]),
+    ],
+    ids=str,
+)
+def test_what_learns_from_rows_runs_the_stages_that_the_planner_counts(model, tmp_path, kind, keys):
+    small = [f"actor.path={model}", f"run.root={tmp_path}", "train_dataset.size=8", "batch_size=4", "threads=1", *keys]
+    small += ["evaluate.every_steps=1", "evaluate.max_rows=2", "tracking.plot_every_steps=null", "device=cpu"]
+    config = load_config(kind, None, small).config
+    plan = plan_run(config)
+    with open_training(config) as (run, session):
+        called = stages_called(session.runner)
+        metrics = [step(session)[0] | run.evaluate_if_due(session, number) for number in (1, 2)]
+    assert called == [*plan.step, plan.stage("evaluate")] * 2
+    passes = [(stage.name, stage.awake[0]) for stage in plan.step if stage.kind == "pass"]
+    assert passes == [*job_of(config, round_machine(), Lengths(8, 4, 4), lambda _: HAND).passes]
+    assert all({"loss", "eval/loss", "tokens_per_s/train"} <= found.keys() for found in metrics)
 
 
 REFERENCE = ["algorithm.kl.coefficient=0.1", "reference.refresh_every_steps=2", "actor.mini_batches=2"]

@@ -18,7 +18,7 @@ from tandem.algorithms.presets.notes import NOTES
 from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.evaluation import evaluate_if_due
+from tandem.evaluation import evaluate
 from tandem.flow.parts import open_rows
 from tandem.flow.plan import Stage
 from tandem.flow.process import start_process
@@ -26,7 +26,7 @@ from tandem.flow.run import Runner
 from tandem.flow.services import check_names
 from tandem.flow.session import open_session
 from tandem.roles.samples import with_fields
-from tandem.trainers.rl import step
+from tandem.trainers.loop import step
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -159,7 +159,7 @@ def learn(
             session = dataclasses.replace(session, runner=ShuffledRewards(session.runner, seed))
 
         def measure(number: int) -> None:
-            curve.measured[number] = evaluate_if_due(config, session, rows, 0, steps)["eval/accuracy"]
+            curve.measured[number] = evaluate(config, session, rows)["eval/accuracy"]
 
         measure(0)
         training_s = 0.0

@@ -15,7 +15,7 @@ from tandem.flow.process import Process
 from tandem.flow.run import Runner
 from tandem.flow.session import open_session
 from tandem.planning.job import Lengths, job_of
-from tandem.trainers.rl import step
+from tandem.trainers.loop import step
 from tests.matrix.pairing import pairwise
 from tests.trainers.planning import HAND, round_machine
 

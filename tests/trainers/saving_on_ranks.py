@@ -70,7 +70,8 @@ class Run:
         self.engine.train_batch(batch_of_prompts(), loss)
 
     def after_step(self) -> None:
-        self.saving.after_step(self.progress.step, {"loss": float(self.progress.step)})
+        if self.saving.is_due(self.progress.step):
+            self.saving.save(self.progress.step, {"loss": float(self.progress.step)})
 
     def saved(self) -> list[str]:
         return [] if self.folder is None else sorted(path.name for path in self.folder.checkpoints.iterdir())

@@ -101,7 +101,7 @@ def start(model, tmp_path_factory):
         arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         if any(isinstance(frame.f_locals.get(name), (BaseConfig, Resolved)) for name in arguments):
             opened.add(code.co_filename.removeprefix(prefix))
-        if (code.co_filename, code.co_name) == (f"{prefix}trainers/rl.py", "loop"):
+        if (code.co_filename, code.co_name) == (f"{prefix}trainers/loop.py", "loop"):
             reached.append(True)
 
     sys.setprofile(look)

@@ -15,10 +15,10 @@ from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.flow.parts import open_rows
-from tandem.flow.process import Process, start_process
-from tandem.flow.session import Session, open_session
-from tandem.lifecycle.recovery import SAVED, STATELESS, Progress, parts_of_session
-from tandem.trainers.rl import step
+from tandem.flow.process import start_process
+from tandem.flow.session import SAVED, STATELESS, Session, open_session
+from tandem.lifecycle.recovery import Progress, parts_of
+from tandem.trainers.loop import step
 
 REMEMBERED = {
     "actor.version",
@@ -153,7 +153,7 @@ def test_whatever_changes_while_a_run_trains_is_saved_or_has_a_reason_not_to_be(
     for name in [field.name for field in dataclasses.fields(session)]:
         if isinstance(getattr(session, name), Stateful):
             assert name in SAVED
-    parts = parts_of_session(session, Progress(), None, None, Process("cpu", 1))
+    parts = parts_of(session, Progress(), None, None, "cpu")
     assert list(parts) == ["progress", *SAVED, "random"]
     with contextlib.ExitStack() as stack:
         stack.enter_context(session.rollout.standing_still())

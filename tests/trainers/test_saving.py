@@ -62,7 +62,8 @@ class Run:
         learn(self.engine, self.progress.step)
 
     def after_step(self):
-        self.saving.after_step(self.progress.step, {"loss": float(self.progress.step)})
+        if self.saving.is_due(self.progress.step):
+            self.saving.save(self.progress.step, {"loss": float(self.progress.step)})
 
     def files(self, step):
         folder = self.folder.checkpoints / f"step_{step}"

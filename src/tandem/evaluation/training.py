@@ -9,7 +9,7 @@ from tandem.api.engines import InferenceEngine
 from tandem.api.failures import DataFailure
 from tandem.api.samples import Group, Sample
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
-from tandem.config.arithmetic import evaluation_places, generating_ranks, is_evaluation_due
+from tandem.config.arithmetic import evaluation_places, generating_ranks
 from tandem.config.experiment import TrainConfig
 from tandem.evaluation.asking import Answer, Ask, Terms, ask, ask_together, failed, judged
 from tandem.evaluation.scores import metrics_of
@@ -53,15 +53,12 @@ async def ask_rows(
     return await ask(engine, workflow, asks, terms)
 
 
-def evaluate_if_due(config: TrainConfig, session: Session, rows: Rows, step: int, steps: int) -> dict[str, float]:
-    """Figures of the validation rows, where `evaluate.every_steps` asks for them at this step; 0 is before the first.
+def evaluate(config: TrainConfig, session: Session, rows: Rows) -> dict[str, float]:
+    """Figures of the validation rows, as ``eval/…``.
 
-    On the executor's own event loop, beside running episodes; each rank with an engine asks its share of the rows. Empty
-    where nothing is due, and on ranks other than 0. Collective.
+    On the executor's own event loop, beside running episodes; each rank with an engine asks its share of the rows. Empty on
+    ranks other than 0. Collective.
     """
-    if not is_evaluation_due(config.evaluate.every_steps, step, steps):
-        return {}
-    session.runner.prepare("evaluate")
     answers: list[Answer] = []
     made: Made = {}
     generating = generating_ranks(config)

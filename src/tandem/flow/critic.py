@@ -48,6 +48,8 @@ class Models:
     actor: TrainEngine
     critic: Critic | SharedCritic | None
     tokenizer: PreTrainedTokenizerBase
+    is_classifier: bool = False
+    """The actor scores texts, and is saved as a sequence classifier."""
 
     def save(self, folder: Path) -> None:
         self.actor.save(folder)
@@ -55,7 +57,7 @@ class Models:
             self.critic.engine.save(folder / FOLDER)
 
     def late_writer(self, states: Mapping[str, Any]) -> Callable[[Path], None] | None:
-        """See `TrainEngine.late_writer`; ``states``: of all parts of a run (`recovery.parts_of_session`)."""
+        """See `TrainEngine.late_writer`; ``states``: of all parts of a run (`recovery.parts_of`)."""
         actor = self.actor.late_writer(states["trainer"])
         if not isinstance(self.critic, Critic):
             return actor
@@ -76,7 +78,10 @@ class Models:
             yield from ((f"{FOLDER}/{name}", tensor) for name, tensor in self.critic.engine.weights())
 
     def save_tokenizer(self, folder: Path) -> None:
-        """The tokenizer beside each of them."""
-        self.tokenizer.save_pretrained(folder)
+        """The tokenizer beside each of them; beside a classifier with the padding that this takes for padding."""
+        if self.is_classifier:
+            save_classifier_tokenizer(self.tokenizer, folder)
+        else:
+            self.tokenizer.save_pretrained(folder)
         if isinstance(self.critic, Critic):
             save_classifier_tokenizer(self.tokenizer, folder / FOLDER)

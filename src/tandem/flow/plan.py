@@ -402,12 +402,13 @@ def _preference(config: PreferenceConfig) -> RunPlan:
     refuse(component_problems("loss", "loss", config.loss))
     actor = Resident("actor", config.actor, trained=True)
     residents = (actor, _reference(config)) if loss.needs_reference else (actor,)
+    both = tuple(resident.name for resident in residents)
     stages = (
-        Stage("rows", "batches", "next_batch", "collect", "train"),
+        Stage("rows", "batches", "next_batch", "collect", "rows"),
         *([_pass("reference", "learner", "compute_reference", "reference")] if loss.needs_reference else []),
-        *([_pass("baseline", "learner", "compute_baseline", "actor")] if loss.needs_baseline else []),
+        *([Stage("baseline", "learner", "compute_baseline", "pass", "train", both)] if loss.needs_baseline else []),
         Stage("update", "learner", "train_preference", "update", "train", ("actor",)),
-        *_keeping(config, ("actor",), residents),
+        *_keeping(config, both, residents),
     )
     return RunPlan(residents, stages, paired=loss.is_paired)
 
@@ -416,7 +417,7 @@ def _supervised(config: SFTConfig | RewardModelConfig) -> RunPlan:
     method = f"train_{config.supervision}" if isinstance(config, RewardModelConfig) else "train_lm"
     actor = Resident("actor", config.actor, "lm" if method == "train_lm" else "scalar", trained=True)
     stages = (
-        Stage("rows", "batches", "next_batch", "collect", "train"),
+        Stage("rows", "batches", "next_batch", "collect", "rows"),
         Stage("update", "learner", method, "update", "train", ("actor",)),
         *_keeping(config, ("actor",), (actor,)),
     )
@@ -448,10 +449,10 @@ def _keeping(config: BaseConfig, awake: tuple[str, ...], residents: Iterable[Res
     every, wish = config.evaluate.every_steps, config.checkpoint
     if every is not None:
         when = f"before step 1, every {every} steps, at the end"
-        yield Stage("evaluate", "evaluator", "evaluate_if_due", "keep", "evaluate", awake, when)
+        yield Stage("evaluate", "evaluator", "evaluate", "keep", "evaluate", awake, when)
     if wish.every_steps is not None or wish.at_end:
         whens = (f"every {wish.every_steps} steps" if wish.every_steps else "", "at the end" if wish.at_end else "")
-        yield Stage("save", "saver", "after_step", "keep", "save", changing, ", ".join(filter(None, whens)))
+        yield Stage("save", "saver", "save", "keep", "save", changing, ", ".join(filter(None, whens)))
 
 
 def _has_critic(config: TrainConfig, asked: tuple[str, ...]) -> bool:

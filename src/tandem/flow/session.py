@@ -10,6 +10,7 @@ from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
 from tandem.api.engines import InferenceEngine, TrainEngine
+from tandem.api.state import Stateful
 from tandem.api.team import Team
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.arithmetic import generating_ranks, max_token_age, placement
@@ -33,6 +34,7 @@ from tandem.flow.services import EpisodeParts, RewardBySource, make_parts
 from tandem.flow.sleep_plan import AGAIN, BEGIN
 from tandem.flow.state_parts import sleep_plan_here
 from tandem.flow.team import form_generators
+from tandem.flow.training import Made, TrainingSession
 from tandem.flow.writing import WritingModel, WritingRole
 from tandem.launch.rank import kept_servers
 from tandem.models.catalog import resolve
@@ -46,20 +48,43 @@ from tandem.roles.parts import AlgorithmParts
 from tandem.roles.reference import Reference
 from tandem.roles.teacher import Student, Teacher
 from tandem.rollout.executor import Rollout
+from tandem.rollout.ledger import Ledger
 from tandem.state.run_folder import run_path
 from tandem.tracking.statistics import PhaseTimer
 from tandem.weights.publisher import WeightPublisher
 
+SAVED = ("loader", "actor", "trainer", "reference", "critic", "constraint", "rollout", "publisher", "combination")
+"""The fields of a session that are parts, where the run has them."""
+
+STATELESS = {
+    "tokenizer": "is read only",
+    "engine": "has no more than the weights that the publisher delivers, and requests that are made again",
+    "plan": "follows from the configuration",
+    "teacher": "is frozen",
+    "reward": "judges each sample by itself; what a user's reward remembers is his own, and what it was changed by is in "
+    "control.jsonl, from which the changes are made again",
+    "workflow": "runs each episode by itself",
+    "examiner": "likewise, in evaluation",
+    "verifier": "draws from seed and version; the versions that it compares with are the publisher's, and evidence and a "
+    "suspicion of before are gathered anew",
+    "meter": "measures time",
+    "timer": "likewise",
+    "runner": "calls stages, and remembers nothing",
+    "residency": "moves what others have; what slept in a file is in the checkpoint, and the file is gone with the process",
+    "scorer": "its models are frozen; those that came later are opened again with the change that brought them",
+    "team": "is the ranks that there are",
+}
+"""The other fields, and why nothing of them need be saved. A test compares both with the fields that there are."""
+
 
 @dataclass(frozen=True)
-class Session:
-    """Everything that the loop uses. ``engine`` is None on ranks that do not generate."""
+class Session(TrainingSession):
+    """Everything that the loop of reinforcement learning uses. ``engine`` is None on ranks that do not generate."""
 
     tokenizer: PreTrainedTokenizerBase
     loader: Loader | Curriculum
     actor: Actor | Student
     trainer: TrainEngine
-    plan: RunPlan
     reference: Reference | None
     teacher: Teacher | None
     critic: Critic | SharedCritic | None
@@ -72,13 +97,8 @@ class Session:
     publisher: WeightPublisher
     verifier: Verifier
     meter: EngineMeter
-    timer: PhaseTimer
-    residency: Residency
-    runner: Runner
     scorer: GroupScorer
     combination: Combination
-    team: Team
-    """All ranks."""
 
     def measured(self) -> dict[str, float]:
         """What engines and rewards have measured since the last call, of all ranks that generate. Collective."""
@@ -87,8 +107,35 @@ class Session:
 
     @property
     def models(self) -> Models:
-        """What is saved."""
+        """The actor, a critic with a model of its own, and the tokenizer."""
         return Models(self.trainer, self.critic, self.tokenizer)
+
+    @property
+    def parts(self) -> dict[str, Stateful]:
+        """Those of `SAVED` that the run has; a shared critic has its state in the actor's model."""
+        fields = {name: getattr(self, name) for name in SAVED}
+        return {name: part for name, part in fields.items() if isinstance(part, Stateful)}
+
+    @property
+    def ledger(self) -> Ledger:
+        """That of the executor."""
+        return self.rollout.ledger
+
+    def standing_still(self) -> contextlib.AbstractContextManager[Any]:
+        """Nothing is generated or judged in it."""
+        return self.rollout.standing_still()
+
+    def end_step(self) -> dict[str, float]:
+        """Lets further episodes begin; returns what the executor, the loader, engines and rewards have counted."""
+        self.rollout.end_step()
+        rows = self.loader.metrics() if isinstance(self.loader, Curriculum) else {}
+        return self.rollout.metrics() | rows | self.measured()
+
+    def made(self, batch: TensorDict | None) -> Made:
+        """The step's groups, the weights that wrote them, and what was dropped."""
+        if batch is None:
+            return Made(dropped=self.rollout.take_dropped())
+        return Made(self.rollout.last_groups, self.publisher.history, batch, self.rollout.take_dropped())
 
 
 @contextlib.contextmanager

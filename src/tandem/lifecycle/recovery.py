@@ -1,7 +1,7 @@
 """The parts of a run that are saved, and the continuation of a run that was cut off.
 
-The list of what takes part stands here, once for reinforcement learning (`parts_of_session`) and once for what learns from
-rows (`parts_of_rows`). A part is anything with a `state_dict` (`tandem.api.state.Stateful`).
+What takes part are those parts of a session that have a state (`TrainingSession.parts`), and what every run has besides
+(`parts_of`). A part is anything with a `state_dict` (`tandem.api.state.Stateful`).
 """
 
 import contextlib
@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tandem.api.engines import TrainEngine
 from tandem.api.state import State, Stateful
 from tandem.api.team import Team
-from tandem.flow.process import Process
-from tandem.flow.session import Session
+from tandem.flow.training import TrainingSession
 from tandem.lifecycle.random_state import RandomStates
 from tandem.rollout.ledger import Ledger
 from tandem.state.checkpoint import remove_leftovers
@@ -39,6 +37,11 @@ class Progress:
 
     def remaining(self, last: int) -> range:
         return range(self.step + 1, last + 1)
+
+    def keep_accuracy(self, step: int, found: Mapping[str, float]) -> None:
+        """Keeps the accuracy among the figures of an evaluation, if they state one."""
+        if "eval/accuracy" in found:
+            self.evaluations[step] = found["eval/accuracy"]
 
     def state_dict(self) -> State:
         return {"step": self.step, "evaluations": [[step, value] for step, value in self.evaluations.items()]}
@@ -91,15 +94,13 @@ class Recovery:
         *,
         ledger: DurableLedger | None = None,
         still: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-        record: Callable[[int], None] = lambda step: None,
         prepare: Callable[[str], None] = lambda part: None,
     ):
         """``run``: on rank 0. ``parts``: of this rank, in the order in which they are loaded. ``still``: a block in which
-        nothing of them changes. ``record``: writes down what came of a step; collective. ``prepare``: wakes what the part of
-        this name loads into; collective."""
+        nothing of them changes. ``prepare``: wakes what the part of this name loads into; collective."""
         self._run, self._parts, self.progress, self._ledger, self._still = run, dict(parts), progress, ledger, still
         self.team = team
-        self._record, self._prepare = record, prepare
+        self._prepare = prepare
 
     def write(self, folder: Path, states: Mapping[str, State] | None = None, team: Team | None = None) -> None:
         """Writes the states into an empty folder: ``states``, a copy that was taken before, or those of now. Collective
@@ -127,7 +128,6 @@ class Recovery:
         with self.team.together(), self._still():
             if self._ledger is not None:
                 self._ledger.commit()
-        self._record(step)
 
     def resume(self) -> Path | None:
         """Goes on from the newest valid checkpoint, if the folder holds a run; returns its folder. Collective.
@@ -189,79 +189,36 @@ class Recovery:
         return found.path
 
 
-SAVED = ("loader", "actor", "trainer", "reference", "critic", "constraint", "rollout", "publisher", "combination")
-"""The fields of a session that are parts, where the run has them."""
-
 UNSAVED: dict[str, Any] = {"combination": {"spreads": {}}}
 """The states that these parts have where a checkpoint says nothing of them."""
 
 LOADS = {"trainer": "load actor", "critic": "load critic", "reference": "load reference", "publisher": "publish"}
 """The stages of the residency in which these parts are loaded."""
 
-STATELESS = {
-    "tokenizer": "is read only",
-    "engine": "has no more than the weights that the publisher delivers, and requests that are made again",
-    "plan": "follows from the configuration",
-    "teacher": "is frozen",
-    "reward": "judges each sample by itself; what a user's reward remembers is his own, and what it was changed by is in "
-    "control.jsonl, from which the changes are made again",
-    "workflow": "runs each episode by itself",
-    "examiner": "likewise, in evaluation",
-    "verifier": "draws from seed and version; the versions that it compares with are the publisher's, and evidence and a "
-    "suspicion of before are gathered anew",
-    "meter": "measures time",
-    "timer": "likewise",
-    "runner": "calls stages, and remembers nothing",
-    "residency": "moves what others have; what slept in a file is in the checkpoint, and the file is gone with the process",
-    "scorer": "its models are frozen; those that came later are opened again with the change that brought them",
-    "team": "is the ranks that there are",
-}
-"""The other fields, and why nothing of them need be saved. A test compares both with the fields that there are."""
 
-
-def parts_of_session(
-    session: Session, progress: Progress, tracker: Tracker | None, ledger: DurableLedger | None, process: Process
+def parts_of(
+    session: TrainingSession, progress: Progress, tracker: Tracker | None, ledger: DurableLedger | None, device: str
 ) -> dict[str, Stateful]:
-    """The parts of a run of reinforcement learning, in the order of loading: the ledger before the executor that counts in
-    it, the weights before the publisher that delivers them, and the random states last, for loading may draw."""
+    """In the order of loading: the ledger before the executor that counts in it, the weights before the publisher that
+    delivers them, and the random states last, for loading may draw."""
     parts: dict[str, Stateful] = {"progress": progress}
     if ledger is not None:
         parts["ledger"] = ledger
-    for name in SAVED:
-        part = getattr(session, name)
-        if isinstance(
-            part, Stateful
-        ):  # none without a reference, a critic or a constraint; a shared critic is in the trainer
-            parts[name] = part
+    parts |= session.parts
     if tracker is not None:
         parts["tracker"] = tracker
-    return parts | {"random": RandomStates(process.device, process.team)}
+    return parts | {"random": RandomStates(device, session.team)}
 
 
-def recovery_of_session(
-    session: Session,
-    run: RunFolder | None,
-    tracker: Tracker | None,
-    stack: contextlib.ExitStack,
-    process: Process,
-    record: Callable[[int], None],
+def recovery_of(
+    session: TrainingSession, run: RunFolder | None, tracker: Tracker | None, device: str, stack: contextlib.ExitStack
 ) -> Recovery:
-    """For the loop of reinforcement learning; closes the ledger's file with ``stack``. Collective."""
+    """For the loop; closes the ledger's file with ``stack``. Collective."""
     progress, ledger = Progress(), None
-    with process.team.together():
-        if run is not None:
+    with session.team.together():
+        if run is not None and session.ledger is not None:
             file = stack.enter_context(LedgerFile(run.path / FILE))
-            ledger = DurableLedger(session.rollout.ledger, file, progress)
-    parts = parts_of_session(session, progress, tracker, ledger, process)
-    still, prepare = session.rollout.standing_still, lambda part: session.runner.prepare(LOADS.get(part, part))
-    return Recovery(run, parts, progress, process.team, ledger=ledger, still=still, record=record, prepare=prepare)
-
-
-def parts_of_rows(
-    engine: TrainEngine, batches: Stateful, progress: Progress, tracker: Tracker | None, process: Process
-) -> dict[str, Stateful]:
-    """The parts of a run that learns from rows, in the order of loading."""
-    parts: dict[str, Stateful] = {"progress": progress, "trainer": engine, "batches": batches}
-    if tracker is not None:
-        parts["tracker"] = tracker
-    return parts | {"random": RandomStates(process.device, process.team)}
+            ledger = DurableLedger(session.ledger, file, progress)
+    parts = parts_of(session, progress, tracker, ledger, device)
+    prepare = lambda part: session.runner.prepare(LOADS.get(part, part))  # noqa: E731
+    return Recovery(run, parts, progress, session.team, ledger=ledger, still=session.standing_still, prepare=prepare)

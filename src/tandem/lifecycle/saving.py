@@ -42,7 +42,7 @@ class Saving:
 
     With `checkpoint.asynchronous` training waits for a copy of all states, and goes on while a thread writes that: the same
     files, the same rename. One save at a time: a second one waits for the first. What fails in the thread is raised by the
-    next `after_step`, or on leaving. After the last step training waits for the whole save.
+    next `is_due` or `save`, or on leaving. After the last step training waits for the whole save.
 
     Of several ranks each copies what it has, where rank 0 can read it (`tandem.state.shared_parts`); that is all that they
     do together. Rank 0's thread writes, by itself; the ranks hear what came of it where they meet anyway.
@@ -57,15 +57,12 @@ class Saving:
         save_tokenizer: Callable[[Path], object],
         recovery: Recovery,
         late_writer: LateWriter,
-        prepare: Callable[[], None] = lambda: None,
     ):
-        """``run``: on rank 0. ``steps``: of the whole run. ``models``: what is saved; ``late_writer``: it from a copy.
-        ``prepare``: wakes what is saved; collective."""
+        """``run``: on rank 0. ``steps``: of the whole run. ``models``: what is saved; ``late_writer``: it from a copy."""
         self.checkpoint: Path | None = None
         """The newest one that this process saved, or goes on from; on rank 0."""
         self._config, self._run, self._steps, self._recovery = config, run, steps, recovery
         self._models, self._save_tokenizer, self._late_writer = models, save_tokenizer, late_writer
-        self._prepare = prepare
         self._team = recovery.team
         self._snapshots, self._background = Snapshots(self._team), BackgroundSave()
         self._seconds: dict[str, float] = {}
@@ -79,16 +76,22 @@ class Saving:
         """True if a checkpoint is being written beside training."""
         return self._background.busy
 
-    def after_step(self, step: int, metrics: Mapping[str, float], *, leaving: bool = False) -> None:
-        """Saves if a checkpoint is due. ``metrics``: of this step. ``leaving``: see `save_if_due`. Collective.
+    def is_due(self, step: int, *, leaving: bool = False) -> bool:
+        """True if a checkpoint is to be saved after this step. ``leaving``: see `save_if_due`. Collective.
 
         Raises:
-            CheckpointFailed: this save, or one that went on since; those before it are as they were.
+            CheckpointFailed: a save that went on since the last call; the checkpoints before it are as they were.
         """
         self._hear(wait=False)
-        if not is_save_due(self._config, step, self._steps, leaving):
-            return
-        self._prepare()
+        return is_save_due(self._config, step, self._steps, leaving)
+
+    def save(self, step: int, metrics: Mapping[str, float], leaving: bool = False) -> None:
+        """Saves this step, for which a checkpoint is due. ``metrics``: of this step. ``leaving``: see `save_if_due`.
+        Collective.
+
+        Raises:
+            CheckpointFailed: this save, or the one before it; the checkpoints before them are as they were.
+        """
         began = time.perf_counter()
         if self._hear(wait=True):
             self._count("time/save_wait_s", time.perf_counter() - began)
@@ -120,7 +123,7 @@ class Saving:
                 write()
 
     def finish(self) -> Path | None:
-        """Waits for what is being written; returns the newest checkpoint, on rank 0. Raises as `after_step`. Collective."""
+        """Waits for what is being written; returns the newest checkpoint, on rank 0. Raises as `save`. Collective."""
         with within("save"):
             self._hear(wait=True)
         return self.checkpoint

@@ -11,24 +11,16 @@ from tandem.state.weight_digests import append_digests, digests_of
 Weights = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 
-def weight_record(
-    team: Team, run: RunFolder | None, weights: Weights, prepare: Callable[[], None] = lambda: None, *, deterministic: bool
-) -> Callable[[int], None]:
-    """Returns what is called after each step. It adds a line of digests to `weights.jsonl` if the run is ``deterministic``,
-    and is collective then.
+def record_weights(team: Team, run: RunFolder | None, weights: Weights, step: int) -> None:
+    """Adds a line of digests to `weights.jsonl`. Collective. ``run``: on rank 0, which writes; the others take part in
+    gathering.
 
-    ``run``: on rank 0, which writes; the others take part in gathering. ``prepare``: wakes what is read.
+    Raises:
+        NotWritten: the disk refuses.
     """
-
-    def record(step: int) -> None:
-        if not deterministic:
-            return
-        prepare()
-        with team.together(), team.whole(weights()) as stream:
-            if run is not None:
-                append_digests(run.path, step, digests_of(stream))
-            else:
-                for _ in stream:
-                    pass
-
-    return record
+    with team.together(), team.whole(weights()) as stream:
+        if run is not None:
+            append_digests(run.path, step, digests_of(stream))
+        else:
+            for _ in stream:
+                pass

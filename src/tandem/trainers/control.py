@@ -6,19 +6,16 @@ was: everything new is made before anything old is let go.
 
 import contextlib
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from tandem.api.failures import RankFailed
 from tandem.config.changes import changed_reward
 from tandem.config.check import check
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
-from tandem.config.load import Resolved
 from tandem.flow.continuing import beside, staying
-from tandem.flow.parts import Rows
 from tandem.flow.plan import RunPlan, plan_run
-from tandem.flow.process import Process
 from tandem.flow.residents import open_scores
 from tandem.flow.scoring import ScoreRole
 from tandem.flow.services import (
@@ -37,7 +34,7 @@ from tandem.flow.state_parts import sleep_plan_here
 from tandem.flow.writing import WritingRole
 from tandem.rewards.build import refuse_only_groups
 from tandem.state.control import Mailbox, Request
-from tandem.state.run_folder import RunFolder
+from tandem.trainers.opening import Run
 from tandem.trainers.start import check_cost, check_models, check_scores, fetch_weights
 
 log = logging.getLogger(__name__)
@@ -62,20 +59,18 @@ class Control:
 
     def __init__(
         self,
-        resolved: Resolved[Any],
-        config: TrainConfig,
-        process: Process,
+        run: Run[TrainConfig],
         session: Session,
         parts: EpisodeParts,
-        rows: Rows,
-        run: RunFolder | None,
+        *,
+        written: Mapping[str, str],
+        distils: bool,
     ):
-        """``resolved``: the configuration that the folder tells of; another one than ``config`` where the run distils.
-        ``run``: on rank 0."""
-        self._distils, self._written = resolved.config is not config, resolved.sources
-        self._config, self._plan, self._process = config, session.plan, process
-        self._session, self._parts, self._rows = session, parts, rows
-        self._mailbox = None if run is None else Mailbox(run.path, run.id)
+        """``written``: where each key of the configuration was written. ``distils``: the run learns from a teacher."""
+        self._distils, self._written = distils, written
+        self._config, self._plan, self._process = run.config, session.plan, run.process
+        self._session, self._parts, self._rows = session, parts, run.rows
+        self._mailbox = None if run.folder is None else Mailbox(run.folder.path, run.folder.id)
         self._compares, self._count = parts.reward.compares, 0
 
     def before(self, step: int) -> None:

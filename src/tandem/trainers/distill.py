@@ -3,6 +3,8 @@
 The loop is that of `tandem train`; only the advantages come from the teacher instead of a reward.
 """
 
+from typing import Any
+
 from transformers import PreTrainedTokenizerBase
 
 from tandem.config.errors import ConfigError
@@ -15,10 +17,8 @@ from tandem.models.tokenizer import load_tokenizer
 from tandem.trainers.rl import run_session
 
 
-def train(
-    resolved: Resolved[DistillConfig], *, dry_run: bool = False, override: bool = False, until: int | None = None
-) -> Summary:
-    """Runs it; ``dry_run`` prints the configuration and the batch arithmetic and starts nothing.
+def train(resolved: Resolved[DistillConfig], **how: Any) -> Summary:
+    """Runs it; ``how``: see `run_training`.
 
     Raises:
         ConfigError: anything about the configuration, before a model is loaded; a teacher with another tokenizer.
@@ -26,7 +26,7 @@ def train(
     resolved = decided(resolved)
     config = resolved.config
     check_teacher(config)
-    return run_session(resolved, training_config(config), dry_run=dry_run, override=override, until=until)
+    return run_session(resolved, training_config(config), **how)
 
 
 def check_teacher(config: DistillConfig) -> None:

@@ -3,20 +3,19 @@
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from tensordict import TensorDict
 
 from tandem.api.samples import Dropped, Group
 from tandem.api.weights import WeightVersion
-from tandem.config.arithmetic import total_steps
-from tandem.config.experiment import BaseConfig, TrainConfig
-from tandem.evaluation import evaluate_if_due
+from tandem.config.arithmetic import is_evaluation_due, total_steps
+from tandem.config.experiment import BaseConfig
+from tandem.flow.critic import Models
 from tandem.flow.parts import Rows
 from tandem.flow.plan import RunPlan
 from tandem.flow.process import Process, start_process
-from tandem.flow.session import Session
+from tandem.flow.training import TrainingSession
 from tandem.lifecycle.summary import open_run, run_id, save_if_due, tell_limit
 from tandem.state.resuming import Examine, refuse_existing
 from tandem.state.run_folder import RunFolder
@@ -24,16 +23,6 @@ from tandem.tracking.tracker import Tracker
 from tandem.trainers.start import fetch_weights
 
 C = TypeVar("C", bound=BaseConfig)
-
-
-class Models(Protocol):
-    """The models of a run that are saved together, and their tokenizer."""
-
-    def save(self, folder: Path) -> None: ...
-
-    def save_tokenizer(self, folder: Path) -> None:
-        """Writes the tokenizer beside them."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -54,10 +43,14 @@ class Run(Generic[C]):
     id: str
     """Names the run to servers that several runs may reach; the same on all ranks."""
 
-    def evaluate_if_due(self: "Run[TrainConfig]", session: Session, step: int) -> dict[str, float]:
-        """The figures of the validation rows by metric name; empty where `evaluate.every_steps` asks for none at this step
-        (0 is before the first), and on ranks other than 0. Collective."""
-        return evaluate_if_due(self.config, session, self.rows, step, self.steps)
+    def evaluate_if_due(self, session: TrainingSession, step: int) -> dict[str, float]:
+        """The figures of the validation rows by metric name; empty if `evaluate.every_steps` asks for none at this step
+        (0 is before the first), and where ranks other than 0 know none. Collective."""
+        stage = self.plan.stage("evaluate")
+        if stage is None or not is_evaluation_due(self.config.evaluate.every_steps, step, self.steps):
+            return {}
+        found: dict[str, float] = session.runner.get(session.runner.call(stage))
+        return found
 
     def log(
         self,

@@ -6,6 +6,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from tandem.algorithms.preference import PREFERENCE_LOSSES
+from tandem.api.engines import TrainEngine
 from tandem.api.failures import DataFailure
 from tandem.config.load import Resolved
 from tandem.config.preference import PreferenceConfig
@@ -14,8 +15,9 @@ from tandem.data.examples import judged, pairs
 from tandem.lifecycle.summary import Summary
 from tandem.roles.components import Choice, choose
 from tandem.roles.preference import PreferenceLearner
+from tandem.roles.reference import Reference
 from tandem.trainers.sft import chat_encoder
-from tandem.trainers.supervised import Recipe, RowSession, Sequences, Stages, train_on_rows
+from tandem.trainers.supervised import Recipe, Sequences, train_on_rows
 
 
 def encode_sides(chat: ChatEncoder, row: Mapping[str, Any]) -> tuple[Encoded, Encoded]:
@@ -69,20 +71,13 @@ def make_loss(config: PreferenceConfig) -> Choice:
 def recipe_of(config: PreferenceConfig) -> Recipe:
     """The recipe for the rows that the loss wants."""
     paired = make_loss(config).part.is_paired
-    return Recipe(reader=pairs if paired else judged, encoder=PairEncoder if paired else JudgedEncoder, stages=_stages)
+    return Recipe(reader=pairs if paired else judged, encoder=PairEncoder if paired else JudgedEncoder, learner=_learner)
 
 
-def _stages(session: RowSession, config: PreferenceConfig) -> Stages:
-    learner = PreferenceLearner(session.engine, config.loss, reference=session.reference)
-    return Stages(
-        prepare=learner.compute_reference,
-        train=lambda batch: learner.train_preference(learner.compute_baseline(batch)),
-        evaluate=lambda batch: learner.evaluate_preference(learner.compute_baseline(batch)),
-    )
+def _learner(engine: TrainEngine, config: PreferenceConfig, reference: Reference | None) -> PreferenceLearner:
+    return PreferenceLearner(engine, config.loss, reference=reference)
 
 
-def train(
-    resolved: Resolved[PreferenceConfig], *, dry_run: bool = False, override: bool = False, until: int | None = None
-) -> Summary:
-    """Runs preference learning; ``dry_run`` says what it would do."""
-    return train_on_rows(resolved, recipe_of(resolved.config), dry_run=dry_run, override=override, until=until)
+def train(resolved: Resolved[PreferenceConfig], **how: Any) -> Summary:
+    """Runs preference learning; ``how``: see `run_training`."""
+    return train_on_rows(resolved, recipe_of(resolved.config), **how)

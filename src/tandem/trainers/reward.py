@@ -1,6 +1,6 @@
 """Training a reward model: `tandem reward`. From ranked pairs, from pairs labelled safe or not, or from judged steps."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,12 +10,12 @@ from tandem.api.failures import DataFailure
 from tandem.config.load import Resolved
 from tandem.config.preference import RewardModelConfig
 from tandem.data.encoding import sequence
-from tandem.data.examples import pairs, safety, steps
+from tandem.data.examples import Reader, pairs, safety, steps
 from tandem.lifecycle.summary import Summary
 from tandem.roles.reward_model import RewardModel
 from tandem.trainers.preference import encode_sides
 from tandem.trainers.sft import chat_encoder
-from tandem.trainers.supervised import Recipe, RowSession, Sequences, Stages, train_on_rows
+from tandem.trainers.supervised import Encoder, Recipe, Sequences, train_on_rows
 
 
 class ScoredPairEncoder:
@@ -71,30 +71,17 @@ class StepEncoder:
         return [sequence(encoded, step_end=end, step_right=right)]
 
 
-def _pair_stages(session: RowSession, config: RewardModelConfig) -> Stages:
-    model = RewardModel(session.engine)
-    return Stages(train=model.train_pairs, evaluate=model.evaluate_pairs)
-
-
-def _safety_stages(session: RowSession, config: RewardModelConfig) -> Stages:
-    model = RewardModel(session.engine)
-    return Stages(train=model.train_safety, evaluate=model.evaluate_safety)
-
-
-def _step_stages(session: RowSession, config: RewardModelConfig) -> Stages:
-    model = RewardModel(session.engine)
-    return Stages(train=model.train_steps, evaluate=model.evaluate_steps)
+def _recipe(reader: Reader, encoder: Callable[[PreTrainedTokenizerBase, Any], Encoder]) -> Recipe:
+    return Recipe(reader, encoder, lambda engine, config, reference: RewardModel(engine))
 
 
 RECIPES = {
-    "pairs": Recipe(reader=pairs, encoder=ScoredPairEncoder, stages=_pair_stages),
-    "safety": Recipe(reader=safety, encoder=SafetyEncoder, stages=_safety_stages),
-    "steps": Recipe(reader=steps, encoder=StepEncoder, stages=_step_stages),
+    "pairs": _recipe(pairs, ScoredPairEncoder),
+    "safety": _recipe(safety, SafetyEncoder),
+    "steps": _recipe(steps, StepEncoder),
 }
 
 
-def train(
-    resolved: Resolved[RewardModelConfig], *, dry_run: bool = False, override: bool = False, until: int | None = None
-) -> Summary:
-    """Trains a reward model; ``dry_run`` says what it would do."""
-    return train_on_rows(resolved, RECIPES[resolved.config.supervision], dry_run=dry_run, override=override, until=until)
+def train(resolved: Resolved[RewardModelConfig], **how: Any) -> Summary:
+    """Trains a reward model; ``how``: see `run_training`."""
+    return train_on_rows(resolved, RECIPES[resolved.config.supervision], **how)

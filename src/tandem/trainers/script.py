@@ -10,11 +10,12 @@ from tandem.config.load import Resolved
 from tandem.config.preference import PreferenceConfig, RewardModelConfig
 from tandem.flow.plan import RunPlan, plan_run
 from tandem.flow.process import decided, log_choice
-from tandem.flow.session import Session, open_session
+from tandem.flow.session import Session
 from tandem.trainers.opening import Run, start_run
 from tandem.trainers.recipes import recipe_of
+from tandem.trainers.rl import open_learning
 from tandem.trainers.start import prepare
-from tandem.trainers.supervised import RowSession, open_row_session, prepare_examples
+from tandem.trainers.supervised import RowSession, open_row_session, prepare_rows
 
 RowConfig = SFTConfig | PreferenceConfig | RewardModelConfig
 
@@ -62,7 +63,7 @@ def _reinforcement(config: TrainConfig, passes: Collection[str] | None) -> Itera
     with (
         prepare(config, plan) as (rows, parts),
         start_run(config, rows, plan) as run,
-        open_session(config, run.process, rows, run.steps, run.id, plan, parts) as session,
+        open_learning(run, parts) as session,
     ):
         log_choice(resolved, run.process)
         yield run, session
@@ -71,9 +72,8 @@ def _reinforcement(config: TrainConfig, passes: Collection[str] | None) -> Itera
 @contextmanager
 def _rows(config: Any) -> Iterator[tuple[Run[Any], RowSession]]:
     plan, recipe = plan_run(config), recipe_of(config)
-    rows, tokenizer = prepare_examples(config, recipe, plan)
-    with start_run(config, rows, plan) as run:
-        yield run, open_row_session(run, recipe, tokenizer)
+    with prepare_rows(recipe, config, plan) as (rows, tokenizer), start_run(config, rows, plan) as run:
+        yield run, open_row_session(recipe, run, tokenizer)
 
 
 def check_passes(plan: RunPlan, passes: Collection[str]) -> None:

@@ -12,7 +12,7 @@ from tandem.data.examples import conversations
 from tandem.lifecycle.summary import Summary
 from tandem.models.tokenizer import check_chat_template
 from tandem.roles.language_model import LanguageModel
-from tandem.trainers.supervised import Recipe, RowSession, Sequences, Stages, train_on_rows
+from tandem.trainers.supervised import Recipe, Sequences, train_on_rows
 
 
 def chat_encoder(tokenizer: PreTrainedTokenizerBase, config: BaseConfig) -> ChatEncoder:
@@ -47,16 +47,9 @@ class Encoder:
         return [sequence(encoded) for encoded in self.chat.conversation(row["messages"], row["train_from"])]
 
 
-def _stages(session: RowSession, config: SFTConfig) -> Stages:
-    model = LanguageModel(session.engine)
-    return Stages(train=model.train_lm, evaluate=model.evaluate_lm)
+RECIPE = Recipe(reader=conversations, encoder=Encoder, learner=lambda engine, config, reference: LanguageModel(engine))
 
 
-RECIPE = Recipe(reader=conversations, encoder=Encoder, stages=_stages)
-
-
-def train(
-    resolved: Resolved[SFTConfig], *, dry_run: bool = False, override: bool = False, until: int | None = None
-) -> Summary:
-    """Runs supervised fine-tuning; ``dry_run`` says what it would do."""
-    return train_on_rows(resolved, RECIPE, dry_run=dry_run, override=override, until=until)
+def train(resolved: Resolved[SFTConfig], **how: Any) -> Summary:
+    """Runs supervised fine-tuning; ``how``: see `run_training`."""
+    return train_on_rows(resolved, RECIPE, **how)

@@ -1,24 +1,23 @@
-"""The loop of everything that learns from rows: `tandem sft`, `tandem preference`, `tandem reward`.
+"""What everything that learns from rows has in common: `tandem sft`, `tandem preference`, `tandem reward`.
 
-Consumes rows; produces a Hugging Face folder and a run folder. A step is: rows → tokens → (reference) → one optimizer step.
+A step is: rows → tokens → (reference) → one optimizer step.
 """
 
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, Protocol
 
 from tensordict import TensorDict
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.activity import enter, within
 from tandem.api.batch import pack
 from tandem.api.engines import TrainEngine
 from tandem.api.failures import DataFailure
+from tandem.api.state import Stateful
 from tandem.config.arithmetic import is_evaluation_due, total_steps
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig
@@ -26,22 +25,22 @@ from tandem.config.load import Resolved
 from tandem.data.dataset import Dataset, load_dataset
 from tandem.data.examples import Reader
 from tandem.data.loader import Loader
+from tandem.flow.critic import Models
 from tandem.flow.parts import Rows, validation_config
-from tandem.flow.plan import RunPlan, plan_run
+from tandem.flow.plan import RunPlan
 from tandem.flow.process import choose_device
-from tandem.flow.residents import open_model, open_reference
-from tandem.lifecycle.oversight import Oversight
-from tandem.lifecycle.recovery import Progress, Recovery, parts_of_rows
-from tandem.lifecycle.saving import Saving
-from tandem.lifecycle.summary import Summary, announce, check_run_folder, ended, telling_step
-from tandem.lifecycle.weight_record import weight_record
+from tandem.flow.residents import open_reference
+from tandem.flow.run import LocalRunner
+from tandem.flow.session import make_residency
+from tandem.flow.training import TrainingSession
+from tandem.lifecycle.summary import Summary
 from tandem.models.catalog import describing
-from tandem.models.tokenizer import check_chat_template, load_tokenizer, save_classifier_tokenizer
+from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.roles.reference import Reference
-from tandem.state.resuming import may_go_on
-from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
+from tandem.tracking.statistics import PhaseTimer
 from tandem.tracking.tracker import check_sinks
-from tandem.trainers.opening import Run, start_run
+from tandem.trainers.loop import run_training
+from tandem.trainers.opening import Run
 from tandem.trainers.start import check_models
 
 log = logging.getLogger(__name__)
@@ -64,16 +63,6 @@ class Encoder(Protocol):
 
 
 @dataclass(frozen=True)
-class Stages:
-    """What is done with a batch."""
-
-    train: Callable[[TensorDict], dict[str, float]]
-    evaluate: Callable[[TensorDict], dict[str, float]]
-    prepare: Callable[[TensorDict], TensorDict] = lambda batch: batch
-    """Fields that the frozen reference adds; once for each training batch, and once for the validation rows."""
-
-
-@dataclass(frozen=True)
 class Recipe:
     """What one kind of training brings to the loop."""
 
@@ -83,8 +72,9 @@ class Recipe:
     encoder: Callable[[PreTrainedTokenizerBase, Any], Encoder]
     """From the tokenizer and the configuration."""
 
-    stages: Callable[["RowSession", Any], Stages]
-    """From the session and the configuration."""
+    learner: Callable[[TrainEngine, Any, Reference | None], Any]
+    """From the engine, the configuration and the frozen reference to the role whose methods the plan names, beside each
+    `train_…` an `evaluate_…`."""
 
 
 class BatchMaker:
@@ -162,8 +152,8 @@ def open_examples(config: BaseConfig, reader: Reader) -> Rows:
 
 
 @dataclass(frozen=True)
-class RowSession:
-    """The objects of a loop that learns from rows."""
+class RowSession(TrainingSession):
+    """The objects of a run that learns from rows."""
 
     run: Run[Any]
     tokenizer: PreTrainedTokenizerBase
@@ -172,6 +162,8 @@ class RowSession:
     """The frozen policy; None if nothing compares with one."""
 
     batches: BatchMaker
+    learner: Any
+    """The role that is trained."""
 
     @cached_property
     def valid(self) -> TensorDict:
@@ -182,83 +174,83 @@ class RowSession:
         """
         return validation_batches(self.batches).all_of(self.run.rows.valid)
 
-    def is_evaluation_due(self, step: int) -> bool:
-        """True if `evaluate.every_steps` asks for an evaluation at this step; 0 is before the first."""
-        return is_evaluation_due(self.run.config.evaluate.every_steps, step, self.run.steps)
-
     def evaluate_if_due(self, evaluate: Callable[[TensorDict], Mapping[str, float]], step: int) -> dict[str, float]:
-        """The figures of `valid` as ``eval/…``; empty where none are due at this step."""
-        return examined(evaluate, self.valid) if self.is_evaluation_due(step) else {}
+        """The figures of `valid` as ``eval/…``; empty if `evaluate.every_steps` asks for none at this step; 0 is before the
+        first."""
+        due = is_evaluation_due(self.run.config.evaluate.every_steps, step, self.run.steps)
+        return {f"eval/{name}": value for name, value in evaluate(self.valid).items()} if due else {}
 
-    def save(self, folder: Path) -> None:
-        self.engine.save(folder)
+    def evaluate(self) -> dict[str, float]:
+        """The figures of `valid`, by the role that is trained."""
+        batch = self._passed(self._compared, changing=True)
+        (update,) = (stage for stage in self.plan.stages if stage.kind == "update")
+        found = getattr(self.learner, update.call.replace("train_", "evaluate_"))(batch)
+        return {f"eval/{name}": value for name, value in found.items()}
 
-    def save_tokenizer(self, folder: Path) -> None:
-        """Writes the tokenizer beside the model; beside a classifier with the padding that this takes for padding."""
-        model = self.run.plan.resident("actor")
-        if model is not None and model.head == "scalar":
-            save_classifier_tokenizer(self.tokenizer, folder)
-        else:
-            self.tokenizer.save_pretrained(folder)
+    @cached_property
+    def _compared(self) -> TensorDict:
+        """The validation rows with the fields that never change."""
+        return self._passed(self.valid, changing=False)
+
+    def _passed(self, batch: TensorDict, *, changing: bool) -> TensorDict:
+        """The batch with the fields of the plan's passes through models that change, or through those that do not."""
+        change = {resident.name for resident in self.plan.residents if resident.changes}
+        for stage in self.plan.passes:
+            if changing == (not change.isdisjoint(stage.awake)):
+                batch = getattr(self.learner, stage.call)(batch)
+        return batch
+
+    @property
+    def models(self) -> Models:
+        """The model, and the tokenizer beside it."""
+        model = self.plan.resident("actor")
+        return Models(self.engine, None, self.tokenizer, is_classifier=model is not None and model.head == "scalar")
+
+    @property
+    def parts(self) -> dict[str, Stateful]:
+        """The weights, and where the loader is."""
+        return {"trainer": self.engine, "batches": self.batches}
+
+    def end_step(self) -> dict[str, float]:
+        """The rows that were left out since the start, by reason."""
+        return {f"rows/dropped/{reason}": float(count) for reason, count in self.batches.dropped.items()}
 
 
-def open_row_session(run: Run[Any], recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> RowSession:
+def open_row_session(recipe: Recipe, run: Run[Any], tokenizer: PreTrainedTokenizerBase) -> RowSession:
     """Opens the models of a run that learns from rows, and the maker of its batches.
 
     Raises:
         ConfigError: see `open_model`.
     """
-    config, model = run.config, run.plan.resident("actor")
+    config, plan, process, timer = run.config, run.plan, run.process, PhaseTimer()
+    residency = make_residency(config, plan, timer, process.team)
+    model = plan.resident("actor")
     assert model is not None, "every plan has an actor"
-    engine = open_model(model, run.process, optimizer_steps=run.steps)
+    engine = residency.open(model, process, optimizer_steps=run.steps)
+    reference = open_reference(plan, process, engine, residency.open)
     loader = Loader(run.rows.train, seed=config.seed, shuffle=config.train_dataset.shuffle)
     batches = BatchMaker(loader, recipe.encoder(tokenizer, config), config.batch_size)
-    return RowSession(run, tokenizer, engine, open_reference(run.plan, run.process, engine), batches)
+    learner = recipe.learner(engine, config, reference)
+    runner = LocalRunner(lambda stage: timer(stage.time), residency)
+    own = (run, tokenizer, engine, reference, batches, learner)
+    session = RowSession(plan, timer, residency, runner, process.team, *own)
+    roles = {"batches": batches, "learner": learner, "evaluator": session}
+    runner.learn({stage.name: getattr(roles[stage.role], stage.call) for stage in plan.stages if stage.role in roles})
+    return session
 
 
-def train_on_rows(
-    resolved: Resolved[Any], recipe: Recipe, *, dry_run: bool = False, override: bool = False, until: int | None = None
-) -> Summary:
-    """Runs it; ``dry_run`` prints the configuration and the batch arithmetic and starts nothing. A run that was cut off in
-    the same folder goes on; with ``override`` also where some keys have other values (`tandem.config.resume`). ``until``:
-    the step after which it stops, to go on some other time.
+def train_on_rows(resolved: Resolved[Any], recipe: Recipe, **how: Any) -> Summary:
+    """Trains as `run_training` says, to which ``how`` goes."""
 
-    Raises:
-        ConfigError: anything about the configuration or the rows.
-    """
-    config = resolved.config
-    plan = plan_run(config)
-    rows, tokenizer = prepare_examples(config, recipe, plan)
-    if dry_run:
-        check_run_folder(config, may_go_on(config, override=override))
-        return announce(resolved, config, len(rows.train), plan)
-    with contextlib.ExitStack() as stack:
-        begun = stack.enter_context(start_run(config, rows, plan, examine=may_go_on(config, override=override)))
-        run, tracker, steps = begun.folder, begun.tracker, begun.steps
-        oversight = stack.enter_context(Oversight(config, run, begun.process.team))
-        session = open_row_session(begun, recipe, tokenizer)
-        engine, progress = session.engine, Progress()
-        parts, record = (
-            parts_of_rows(engine, session.batches, progress, tracker, begun.process),
-            weight_record(begun.process.team, run, engine.weights, deterministic=config.deterministic),
-        )
-        stages = recipe.stages(session, config)
-        recovery = Recovery(run, parts, progress, begun.process.team, record=record)
-        saving = Saving(
-            config,
-            run,
-            steps,
-            session,
-            session.save_tokenizer,
-            recovery,
-            late_writer=lambda states: engine.late_writer(states["trainer"]),
-        )
-        stack.enter_context(saving)
-        summary = loop(session, stages, min(steps, until or steps), recovery, saving, oversight)
-        return ended(summary, run, steps)
+    @contextlib.contextmanager
+    def opened(run: Run[Any], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[RowSession, None]]:
+        yield open_row_session(recipe, run, tokenizer), None
+
+    return run_training(resolved, resolved.config, partial(prepare_rows, recipe), opened, **how)
 
 
-def prepare_examples(config: Any, recipe: Recipe, plan: RunPlan) -> tuple[Rows, PreTrainedTokenizerBase]:
+@contextlib.contextmanager
+def prepare_rows(recipe: Recipe, config: Any, plan: RunPlan) -> Iterator[tuple[Rows, PreTrainedTokenizerBase]]:
     """The rows of a run that can start on this machine, and its tokenizer. Of a model on the hub no weights are downloaded.
 
     Raises:
@@ -276,53 +268,9 @@ def prepare_examples(config: Any, recipe: Recipe, plan: RunPlan) -> tuple[Rows, 
     batches.next_batch()
     if is_evaluation_due(config.evaluate.every_steps, 0, steps):
         validation_batches(batches).all_of(rows.valid)
-    return rows, tokenizer
-
-
-def loop(
-    session: RowSession, stages: Stages, last: int, recovery: Recovery, saving: Saving, oversight: Oversight
-) -> Summary:
-    """All steps up to ``last`` that are not done yet, with evaluation before the first one and between them, tracking and
-    saving."""
-    batches, run, tracker = session.batches, session.run.folder, session.run.tracker
-    timer, progress, valid = PhaseTimer(), recovery.progress, None
-    checkpoint = saving.checkpoint = recovery.resume()
-    metrics: dict[str, float] = {} if tracker is None else dict(tracker.last)
-    if session.is_evaluation_due(0):
-        valid = stages.prepare(session.valid)
-        if checkpoint is None:
-            with within("evaluate"):
-                found = examined(stages.evaluate, valid)
-            with session.run.process.team.together():
-                if tracker is not None:
-                    tracker.log(0, found)
-    timer.metrics()  # what came before the first step is not part of it
-    for step in progress.remaining(last):
-        enter("between", step)
-        batch = batches.next_batch()
-        with timer("train"), telling_step(step):
-            metrics = stages.train(stages.prepare(batch))
-        saving.persist(partial(recovery.commit, step))
-        metrics |= {f"rows/dropped/{reason}": float(count) for reason, count in batches.dropped.items()}
-        metrics["tokens_per_s/train"] = int(batch["cu_seqlens"][-1]) / max(timer.seconds("train"), 1e-9)
-        if valid is not None and session.is_evaluation_due(step):
-            with timer("evaluate"):
-                metrics |= examined(stages.evaluate, valid)
-        metrics |= timer.metrics() | saving.metrics() | oversight.metrics() | {"memory/peak_gib": peak_memory_gib()}
-        saving.persist(partial(tracker.log, step, metrics) if tracker is not None else None)
-        with timer("save"):  # after the line of this step, which a run that goes on from here does not make again
-            asked = oversight.asked() and step < last
-            saving.after_step(step, metrics, leaving=asked or step == last < session.run.steps)
-        if asked:
-            oversight.leave()
-    return Summary(run.path if run else None, progress.step, metrics, saving.finish())
+    yield rows, tokenizer
 
 
 def validation_batches(batches: BatchMaker) -> BatchMaker:
     """A maker with counts of its own: what validation drops is not counted as training rows."""
     return BatchMaker(batches.loader, batches.encoder, batches.batch_size, quiet=batches.quiet)
-
-
-def examined(evaluate: Callable[[TensorDict], Mapping[str, float]], valid: TensorDict) -> dict[str, float]:
-    """The metrics of the validation rows, as ``eval/…``."""
-    return {f"eval/{name}": value for name, value in evaluate(valid).items()}

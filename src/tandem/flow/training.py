@@ -1,0 +1,68 @@
+"""What every run that trains has for its loop, whatever it learns from."""
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tensordict import TensorDict
+
+from tandem.api.samples import Dropped, Group
+from tandem.api.state import Stateful
+from tandem.api.team import Team
+from tandem.api.weights import WeightVersion
+from tandem.flow.critic import Models
+from tandem.flow.plan import RunPlan
+from tandem.flow.residency import Residency
+from tandem.flow.run import Runner
+from tandem.rollout.ledger import Ledger
+from tandem.tracking.statistics import PhaseTimer
+
+
+class Made(NamedTuple):
+    """What is recorded of a step besides its metrics (`Tracker.log`)."""
+
+    groups: Sequence[Group] = ()
+    history: Mapping[int, WeightVersion] | None = None
+    batch: TensorDict | None = None
+    dropped: Sequence[Dropped] = ()
+
+
+@dataclass(frozen=True)
+class TrainingSession(ABC):
+    """The objects of a run, as the loop sees them: the stages of the plan, and the runner that calls them."""
+
+    plan: RunPlan
+    timer: PhaseTimer
+    residency: Residency
+    runner: Runner
+    team: Team
+    """All ranks."""
+
+    @property
+    @abstractmethod
+    def models(self) -> Models:
+        """What is saved."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> Mapping[str, Stateful]:
+        """What a run that goes on needs the state of, in the order of loading."""
+
+    @abstractmethod
+    def end_step(self) -> dict[str, float]:
+        """Ends the step where its batch came from; returns what is known there. Collective."""
+
+    @property
+    def ledger(self) -> Ledger | None:
+        """What became of each prompt; None if rows are only read."""
+        return None
+
+    def made(self, batch: TensorDict | None) -> Made:
+        """What is recorded of the step. ``batch``: with all its fields; None: there was none."""
+        return Made()
+
+    def standing_still(self) -> contextlib.AbstractContextManager[Any]:
+        """A block in which nothing that is saved changes."""
+        return contextlib.nullcontext()

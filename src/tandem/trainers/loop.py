@@ -1,0 +1,150 @@
+"""The loop of every kind of training: the stages of the plan, step after step, and what comes between two steps.
+
+Consumes what the first stage of the plan collects; produces the checkpoints and metrics of a run folder. A step waits for
+its batch; nothing else waits. Evaluation and saving do not stop generation.
+"""
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from tensordict import TensorDict
+
+from tandem.api.activity import enter
+from tandem.config.load import Resolved
+from tandem.flow.parts import Rows
+from tandem.flow.plan import RunPlan, plan_run
+from tandem.flow.state_parts import sleep_plan_here
+from tandem.flow.training import TrainingSession
+from tandem.lifecycle.oversight import Oversight
+from tandem.lifecycle.recovery import Recovery, recovery_of
+from tandem.lifecycle.saving import Saving
+from tandem.lifecycle.summary import Summary, announce, check_run_folder, ended, telling_step
+from tandem.lifecycle.weight_record import record_weights
+from tandem.rollout.failure_budget import NoBatch
+from tandem.state.resuming import may_go_on
+from tandem.tracking.statistics import peak_memory_gib
+from tandem.trainers.control import Control
+from tandem.trainers.opening import Run, start_run
+
+Prepare = Callable[[Any, RunPlan], AbstractContextManager[tuple[Rows, Any]]]
+"""Checks what can be checked before there is a run folder; gives the rows, and what else was made of the configuration."""
+
+Open = Callable[[Run[Any], Any], AbstractContextManager[tuple[TrainingSession, Control | None]]]
+"""Opens the session of a run with that, and what takes changes of it; None: it takes none."""
+
+
+def run_training(
+    resolved: Resolved[Any],
+    config: Any,
+    prepare: Prepare,
+    open_session: Open,
+    *,
+    dry_run: bool = False,
+    override: bool = False,
+    until: int | None = None,
+) -> Summary:
+    """Opens the run of ``resolved``, and trains with its models as ``config`` says, which is another configuration if it
+    distils. ``dry_run`` prints the configuration and the batch arithmetic and starts nothing. A run that was cut off in the
+    same folder goes on; with ``override`` also where some keys have other values (`tandem.config.resume`). ``until``: the
+    step after which it stops, to go on some other time.
+
+    Raises:
+        ConfigError: anything about the configuration or the rows.
+    """
+    plan = plan_run(resolved.config)
+    with contextlib.ExitStack() as stack:
+        rows, parts = stack.enter_context(prepare(config, plan))
+        sleep_plan_here(config, plan)  # a budget that is too small is refused before there is a run folder
+        examine = may_go_on(resolved.config, override=override)
+        if dry_run:
+            check_run_folder(resolved.config, examine)
+            return announce(resolved, config, len(rows.train), plan)
+        run = stack.enter_context(start_run(config, rows, plan, recorded=resolved.config, examine=examine))
+        team, device = run.process.team, run.process.device
+        oversight = stack.enter_context(Oversight(resolved.config, run.folder, team))
+        session, control = stack.enter_context(open_session(run, parts))
+        recovery, models = recovery_of(session, run.folder, run.tracker, device, stack), session.models
+        late, tokenizer = models.late_writer, models.save_tokenizer
+        saving = stack.enter_context(Saving(config, run.folder, run.steps, models, tokenizer, recovery, late))
+        record = partial(record_weights, team, run.folder, models.named_weights)
+        session.runner.learn({"record": record, "save": saving.save})
+        summary = loop(session, run, min(run.steps, until or run.steps), recovery, saving, oversight, control)
+        return ended(summary, run.folder, run.steps)
+
+
+def step(session: TrainingSession) -> tuple[dict[str, float], TensorDict]:
+    """generate → reward → advantage → loss → update → publish, or rows → reference → update, as the plan of the run lists
+    them; returns all metrics, and the batch with all its fields."""
+    run = session.runner
+    batch, metrics = None, {}
+    for stage in session.plan.step:
+        match stage.kind:
+            case "collect":
+                batch = run.call(stage)
+            case "pass":
+                batch = run.call(stage, batch)
+            case "check" | "update":
+                metrics |= run.get(run.call(stage, batch))
+            case "deliver":
+                metrics |= run.get(run.call(stage))
+    found = session.end_step()
+    trained = run.get(batch)
+    metrics["tokens_per_s/train"] = int(trained["cu_seqlens"][-1]) / max(session.timer.seconds("train"), 1e-9)
+    run.free(batch)
+    return found | metrics, trained
+
+
+def loop(
+    session: TrainingSession,
+    run: Run[Any],
+    last: int,
+    recovery: Recovery,
+    saving: Saving,
+    oversight: Oversight,
+    control: Control | None = None,
+) -> Summary:
+    """All steps up to ``last`` that are not done yet, with evaluation, tracking and saving between them. ``control``: takes
+    changes of the run."""
+    timer, tracker, progress = session.timer, run.tracker, recovery.progress
+    after = {stage.name: stage for stage in session.plan.stages if stage.kind == "keep"}
+    checkpoint = saving.checkpoint = recovery.resume()
+    metrics: dict[str, float] = {} if tracker is None else dict(tracker.last)
+    if checkpoint is None:
+        found = run.evaluate_if_due(session, 0)
+        progress.keep_accuracy(0, found)
+        with session.team.together():  # every rank, for only rank 0 has found anything
+            if tracker is not None and found:
+                tracker.log(0, found)
+    timer.metrics()  # what came before the first step is not part of it
+    for number in progress.remaining(last):
+        enter("between", number)
+        if control is not None:
+            control.before(number)
+        with telling_step(number):
+            try:
+                metrics, batch = step(session)
+            except NoBatch:
+                if tracker is not None:  # what was dropped says why
+                    tracker.record(number, *session.made(None))
+                raise
+        saving.persist(partial(recovery.commit, number))
+        if "record" in after:
+            saving.persist(partial(session.runner.call, after["record"], number))
+        found = run.evaluate_if_due(session, number)
+        progress.keep_accuracy(number, found)
+        metrics |= found | timer.metrics() | saving.metrics() | oversight.metrics() | session.residency.metrics()
+        metrics |= control.metrics() if control is not None else {}
+        metrics["memory/peak_gib"] = peak_memory_gib()
+        made = session.made(batch)
+        saving.persist(partial(tracker.log, number, metrics, *made) if tracker is not None else None)
+        del batch, made
+        asked = oversight.asked() and number < last
+        leaving = asked or number == last < run.steps
+        if saving.is_due(number, leaving=leaving):  # after the line of this step, which a run that goes on does not repeat
+            session.runner.call(after["save"], number, metrics, leaving)
+        if asked:
+            oversight.leave()
+    return Summary(run.folder.path if run.folder else None, progress.step, metrics, saving.finish(), progress.evaluations)
