@@ -3,7 +3,8 @@
 Two workloads: equal lengths (8 × 256 tokens, where padding costs nothing) and rows as long as GSM8K's questions with
 answers (where it does). Both sides compute the log-probability of every token and the gradient of their mean; Hugging Face
 as its users write it: right-padded rows, SDPA attention, logits of the whole batch. The sides alternate in one process, and
-what counts is the ratio of medians.
+what counts is the ratio of medians. Also printed: which share of the machine's own rate of matrix products, measured in the
+same run, the packed step reaches (6 FLOP a weight and token; what is computed twice counts once).
 
     python benchmarks/packed_training.py --gsm8k DATA/gsm8k [--dtype bfloat16] [--repeats 5]
 """
@@ -40,7 +41,8 @@ def packed_step(model: PackedCausalLM, rows: list[torch.Tensor]) -> float:
     rows = sorted(rows, key=len)
     cu_seqlens = torch.tensor([0, *map(len, rows)]).cumsum(0)
     ids = torch.cat(rows)
-    logprobs = model(ids, cu_seqlens, torch.ones(len(rows)), torch.ones(len(ids), dtype=torch.bool)).logprobs
+    layout = model.lay_out(ids, cu_seqlens, torch.ones(len(ids), dtype=torch.bool), torch.ones(len(rows)))
+    logprobs = model(layout).logprobs
     loss = -logprobs.sum() / (len(ids) - len(rows))
     loss.backward()
     return loss.item()
@@ -55,9 +57,20 @@ def gsm8k_rows(folder: Path, tokenizer, count: int) -> list[torch.Tensor]:
     return [torch.tensor(tokenizer(row["question"] + "\n" + row["answer"])["input_ids"]) for row in rows]
 
 
+def product_rate(dtype: torch.dtype, rounds: int = 30) -> float:
+    """FLOP a second of the machine: the median of products of 2,048 rows with an MLP's matrix of the model."""
+    x, weight = torch.randn(2048, 576).to(dtype), torch.randn(3072, 576).to(dtype)
+    seconds = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        torch.nn.functional.linear(x, weight)
+        seconds.append(time.perf_counter() - start)
+    return 2 * x.numel() * len(weight) / statistics.median(seconds)
+
+
 def compare(name: str, sides: dict, rows: list[torch.Tensor], repeats: int) -> None:
-    """Prints the medians of both sides and their ratio; the first round only warms up."""
-    tokens, seconds, losses = sum(map(len, rows)), {side: [] for side in sides}, {}
+    """Prints the medians of both sides, their ratio and the share; the first round only warms up."""
+    tokens, seconds, losses, rates = sum(map(len, rows)), {side: [] for side in sides}, {}, []
     for round_index in range(repeats + 1):
         for side, (step, model) in sides.items():
             model.zero_grad()
@@ -65,12 +78,17 @@ def compare(name: str, sides: dict, rows: list[torch.Tensor], repeats: int) -> N
             losses[side] = step(model, rows)
             if round_index:
                 seconds[side].append(time.perf_counter() - start)
+        rates.append(product_rate(next(model.parameters()).dtype))
     median = {side: statistics.median(times) for side, times in seconds.items()}
     speeds = ", ".join(f"{side} {tokens / median[side]:.0f} tok/s" for side in sides)
     print(
         f"{name}: {len(rows)} rows, {tokens} tokens: {speeds}; packed / padded {median['padded'] / median['packed']:.2f}",
         flush=True,
     )
+    rate = statistics.median(rates)
+    weights = sum(parameter.numel() for parameter in sides["packed"][1].parameters())
+    reached = 6 * weights * tokens / median["packed"]
+    print(f"  packed: {reached / 1e9:.0f} of {rate / 1e9:.0f} GFLOP/s, {reached / rate:.0%}", flush=True)
     print(f"  losses: {', '.join(f'{side} {loss:.5f}' for side, loss in losses.items())}", flush=True)
 
 
