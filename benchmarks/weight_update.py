@@ -4,8 +4,10 @@ python benchmarks/weight_update.py                    # SmolLM2-135M in bfloat16
 python benchmarks/weight_update.py --running 0        # an idle engine: no keys and values to recompute
 python benchmarks/weight_update.py --lora-rank 16     # an adapter's delivery
 python benchmarks/weight_update.py --channel disk     # through model folders; --channel collective: a gloo group
+python benchmarks/weight_update.py --digest sha256    # with SHA-256 of every tensor on both sides
 
-``extra`` is how far the trainer's memory rises above what it was before an update, as a share of the weights.
+``cpu_s`` are seconds of cores that this process spent. ``extra`` is how far the trainer's memory rises above what it was
+before an update, as a share of the weights.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import asyncio
 import json
 import statistics
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,11 +50,13 @@ def resident(name: str) -> int:
 
 
 def publish(publisher: WeightPublisher) -> dict[str, float]:
-    """One update, with ``extra``."""
+    """One update, with ``cpu_s`` and ``extra``."""
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS:")
+    began = time.process_time()
     report = publisher.publish()
-    return report | {"extra": (resident("VmHWM:") - before) / report["bytes"]}
+    spent = time.process_time() - began
+    return report | {"cpu_s": spent, "extra": (resident("VmHWM:") - before) / report["bytes"]}
 
 
 async def measure(engine: InferenceEngine, publisher: WeightPublisher, running: int, updates: int) -> list[dict[str, float]]:
@@ -82,6 +87,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--channel", default="auto", choices=CHANNELS)
+    parser.add_argument("--digest", default="sum", choices=("sum", "sha256"))
     parser.add_argument("--lora-rank", type=int, help="train adapters of this rank (default: all weights)")
     parser.add_argument("--scratch", type=Path, help="folder for --channel disk (default: a temporary one)")
     args = parser.parse_args()
@@ -100,10 +106,11 @@ def main() -> None:
         )
         scratch = args.scratch or Path(tempfile.mkdtemp())
         channel = CHANNELS[args.channel](scratch / "weights", resolve(args.model))
-        publisher = WeightPublisher(trainer, engine, run="benchmark", dtype=getattr(torch, args.dtype), channel=channel)
+        dtype = getattr(torch, args.dtype)
+        publisher = WeightPublisher(trainer, engine, run="benchmark", dtype=dtype, channel=channel, digest=args.digest)
         rows = asyncio.run(measure(engine, publisher, args.running, args.updates))
         medians = {name: round(statistics.median(row[name] for row in rows), 4) for name in rows[0]}
-        shown = {"placement": placement, "channel": args.channel, "running": args.running}
+        shown = {"placement": placement, "channel": args.channel, "digest": args.digest, "running": args.running}
         print(json.dumps(shown | medians), flush=True)
         publisher.close()
         engine.close()

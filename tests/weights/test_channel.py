@@ -24,9 +24,11 @@ def tensors(seed=0):
 
 @pytest.mark.parametrize("channel", CHANNELS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tensors_arrive_in_order_and_in_their_dtype(channel, dtype):
+@pytest.mark.parametrize("key", [None, 7])
+def test_tensors_arrive_in_order_and_in_their_dtype(channel, dtype, key):
     sent = tensors()
     channel = channel()
+    channel.key = key
     delivery = channel.put(sent.items(), dtype)
     received = list(delivery.source.tensors())
 
@@ -34,7 +36,8 @@ def test_tensors_arrive_in_order_and_in_their_dtype(channel, dtype):
     for name, tensor in received:
         assert tensor.dtype == dtype
         assert torch.equal(tensor, sent[name].to(dtype))
-        assert delivery.digests[name] == tensor_digest(tensor) == tensor_digest(sent[name].to(dtype))
+        assert delivery.digests[name] == tensor_digest(tensor, key) == tensor_digest(sent[name].to(dtype), key)
+    assert delivery.key == key
 
 
 @pytest.mark.parametrize("channel", CHANNELS)

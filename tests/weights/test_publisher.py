@@ -170,7 +170,7 @@ def test_a_damaged_update_is_refused_and_the_old_version_stays(engine, trainer, 
     version = replace(engine.version, number=engine.version.number + 1, digest=version_digest(delivery.digests))
 
     with pytest.raises(WeightUpdateFailed, match=message):
-        engine.prepare_weights(damage(WeightUpdate(version, delivery.source, delivery.digests)))
+        engine.prepare_weights(damage(WeightUpdate(version, delivery.source, delivery.digests, key=delivery.key)))
     with pytest.raises(WeightUpdateFailed, match="nothing is prepared"):
         engine.commit_weights(version)
     assert (engine.version, generate(engine, [ask()])) == before
@@ -286,6 +286,18 @@ def test_the_weights_that_training_begins_with_have_their_digest_too():
     trainer.become(1)
     publisher.publish()
     assert publisher.history[2].digest != publisher.history[0].digest
+
+
+def test_a_run_that_kept_other_digests_is_resumed_with_its_weights_and_no_others():
+    trainer = Weights()
+    before = WeightPublisher(trainer, (), run="test", dtype=torch.float32, digest="sha256")
+    before.publish()
+    after = WeightPublisher(trainer, (), run="another", dtype=torch.float32)
+    after.load_state_dict(before.state_dict())
+    assert after.version.number == 1 and after.version.digest != before.version.digest
+    trainer.become(1)
+    with pytest.raises(ConfigError, match="are not version 1 as it was delivered"):
+        WeightPublisher(trainer, (), run="test", dtype=torch.float32).load_state_dict(after.state_dict())
 
 
 def by_disk(tmp_path, folder):

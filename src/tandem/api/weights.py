@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from safetensors import safe_open
 
+from tandem.api.keyed_sum import keyed_sum
 from tandem.api.lazy_torch import torch
 
 VALUE_FILE = "value_head.safetensors"
@@ -95,9 +96,17 @@ class WeightUpdate:
     adapter: Adapter | None = None
     """Set where the tensors are an adapter of the model that the engine was made with; None where they are all weights."""
 
+    key: int | None = None
+    """Of the digests: keyed sums by this key, 16 hex digits each; None: SHA-256."""
 
-def tensor_digest(tensor: torch.Tensor) -> str:
-    """Hex digest (SHA-256) of a tensor's bytes, row by row, in the dtype it has. Releases the GIL while it reads."""
+
+def tensor_digest(tensor: torch.Tensor, key: int | None = None) -> str:
+    """Hex digest of a tensor's bytes, row by row, in the dtype it has. Releases the GIL while it reads.
+
+    ``key``: the digest is a keyed sum, computed where the tensor lies; None: SHA-256, computed on the CPU.
+    """
+    if key is not None:
+        return f"{keyed_sum(tensor.detach().contiguous(), key):016x}"
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     return hashlib.sha256(data.numpy().data).hexdigest()
 

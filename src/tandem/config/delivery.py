@@ -13,6 +13,10 @@ class DeliveryConfig:
     """`auto`: shared memory, or a folder if a server reads from one; `disk`: always the folder; `collective`: a process
     group (gloo, or nccl on GPUs)."""
 
+    digest: Literal["sum", "sha256"] = "sum"
+    """What proves that a tensor arrived: `sum`, 64 bits by keys, computed on its device; or `sha256`, on the CPU. Folders
+    have `sha256` in any case."""
+
     folder: str | None = None
     """Folder that servers read weights from; they must see it under the same path. null takes `.weights` in `run.root`."""
 

@@ -101,4 +101,5 @@ def make_publisher(
         disk=lambda: make_disk_channel(config, model),
         archive=archive,
         team=process.team,
+        digest=config.rollout.weights.digest,
     )

@@ -12,6 +12,7 @@ import torch
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import DataFailure, RewardFailure, WeightsChanged
+from tandem.api.keyed_sum import KeyedSum
 from tandem.api.samples import Group, Sample
 from tandem.api.team import Team
 from tandem.api.weights import WeightVersion
@@ -19,7 +20,6 @@ from tandem.api.workflow import GroupReward, RewardFn, RewardResult, messages_fo
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.embedded import EmbeddedEngine
-from tandem.engines.train.asleep import KeyedSum
 from tandem.flow.plan import PlannedScore
 from tandem.models.tokenizer import load_tokenizer
 from tandem.rewards.outcome import Outcome, compared

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tandem.api.weights import WeightSource, tensor_digest
-from tandem.weights.pieces import digest_of, pieces
+from tandem.weights.pieces import digest_in
 
 DIGEST_THREADS = 2
 """Digests are computed beside the casting and copying."""
@@ -23,6 +23,8 @@ class Delivery:
     """Hugging Face name → digest."""
 
     num_bytes: int
+    key: int | None = None
+    """Of the digests; see `WeightUpdate.key`."""
 
 
 class Channel(ABC):
@@ -33,6 +35,12 @@ class Channel(ABC):
 
     streams = False
     """True if nothing lies ready after `put`: the tensors go out in `send`, while the engines take them."""
+
+    key: int | None = None
+    """What digests are computed by; see `WeightUpdate.key`. Whoever publishes may set it where `takes_key`."""
+
+    takes_key = True
+    """False where others than our own engines compare the digests: these are SHA-256."""
 
     @abstractmethod
     def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
@@ -73,12 +81,12 @@ class LocalChannel(Channel):
     def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
         """See `Channel`. In its own dtype a tensor is not copied: do not train before the engine has taken it."""
         kept: list[tuple[str, torch.Tensor]] = []
-        with Digests() as digests:
+        with Digests(self.key) as digests:
             for name, tensor in named_tensors:
                 tensor = tensor.detach().to(dtype)
                 kept.append((name, tensor))
                 digests.add(name, tensor)
-        return Delivery(LocalSource(tuple(kept)), digests.result(), sum(tensor.nbytes for _, tensor in kept))
+        return Delivery(LocalSource(tuple(kept)), digests.result(), sum(tensor.nbytes for _, tensor in kept), self.key)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -87,9 +95,9 @@ class LocalChannel(Channel):
 class NoChannel(Channel):
     """To nobody: of a rank without an engine, which takes part in the stream and keeps none of it."""
 
-    def __init__(self, *, digests: bool = False):
-        """``digests``: the rank says which version it is; the others hear it."""
-        self._digests = digests
+    def __init__(self, *, digests: bool = False, key: int | None = None):
+        """``digests``: the rank says which version it is, by ``key``; the others hear it."""
+        self._digests, self.key = digests, key
 
     def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
         """See `Channel`. One tensor is held at a time: a model that fits only when it is sharded is never whole here."""
@@ -97,8 +105,8 @@ class NoChannel(Channel):
         for name, tensor in named_tensors:
             num_bytes += tensor.numel() * dtype.itemsize
             if self._digests:
-                digests[name] = digest_of(pieces(tensor, dtype))
-        return Delivery(LocalSource(()), digests, num_bytes)
+                digests[name] = digest_in(tensor, dtype, self.key)
+        return Delivery(LocalSource(()), digests, num_bytes, self.key)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -107,7 +115,8 @@ class NoChannel(Channel):
 class Digests:
     """Computes digests in threads, while the next tensors are made: ``with Digests() as digests: digests.add(…)``."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: int | None = None) -> None:
+        self._key = key
         self._pool = ThreadPoolExecutor(DIGEST_THREADS, "weight-digest")
         self._futures: dict[str, Future[str]] = {}
 
@@ -121,7 +130,7 @@ class Digests:
         """``tensor`` must stay as it is until the block ends."""
         if name in self._futures:
             raise ValueError(f"tensor {name!r} came twice")
-        self._futures[name] = self._pool.submit(tensor_digest, tensor)
+        self._futures[name] = self._pool.submit(tensor_digest, tensor, self._key)
 
     def result(self) -> dict[str, str]:
         """Name → digest of all that were added."""

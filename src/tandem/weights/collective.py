@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tandem.api.failures import WeightUpdateFailed
 from tandem.api.weights import WeightSource
 from tandem.weights.channel import Channel, Delivery
-from tandem.weights.pieces import digest_of, pieces
+from tandem.weights.pieces import digest_in, pieces
 
 BUCKET_BYTES = 32 * 2**20
 POLL_S = 0.0005
@@ -118,7 +118,7 @@ class CollectiveChannel(Channel):
         for name, tensor in named_tensors:
             if name in digests:
                 raise ValueError(f"tensor {name!r} came twice")
-            digests[name] = digest_of(pieces(tensor, dtype))
+            digests[name] = digest_in(tensor, dtype, self.key)
             announced.append(Announced(name, tuple(tensor.shape)))
         wait = timedelta(seconds=self._timeout_s)
         with socket.create_server((self._host, 0)) as listening:  # torch's own would listen at all addresses
@@ -140,7 +140,8 @@ class CollectiveChannel(Channel):
             self._bucket_bytes,
             self._timeout_s,
         )
-        return Delivery(source, digests, sum(torch.Size(a.shape).numel() for a in announced) * dtype.itemsize)
+        num_bytes = sum(torch.Size(a.shape).numel() for a in announced) * dtype.itemsize
+        return Delivery(source, digests, num_bytes, self.key)
 
     def send(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, given_up: Callable[[], bool]

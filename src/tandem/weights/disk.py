@@ -43,6 +43,7 @@ class DiskChannel(Channel):
     """
 
     for_adapters = False  # its folders are whole models
+    takes_key = False
 
     def __init__(
         self,

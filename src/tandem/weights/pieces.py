@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from tandem.api.weights import tensor_digest
+
 PIECE_BYTES = 4 * 2**20
 """Most bytes of one piece, unless a single row is larger."""
 
@@ -23,6 +25,11 @@ def pieces(tensor: torch.Tensor, dtype: torch.dtype, device: torch.device | str 
     for start in range(0, len(rows), step):
         part = rows[start : start + step].to(device, dtype).contiguous()
         yield part.reshape(-1).view(torch.uint8)
+
+
+def digest_in(tensor: torch.Tensor, dtype: torch.dtype, key: int | None) -> str:
+    """The `tensor_digest` that the tensor has in ``dtype``."""
+    return digest_of(pieces(tensor, dtype)) if key is None else tensor_digest(tensor.detach().to(dtype), key)
 
 
 def digest_of(parts: Iterable[torch.Tensor]) -> str:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -42,10 +42,11 @@ class WeightPublisher:
         disk: Callable[[], Channel] | None = None,
         archive: VersionArchive | None = None,
         team: Team | None = None,
+        digest: Literal["sum", "sha256"] = "sum",
     ):
         """``channel``: None takes what the engines read, see `channel_for`; ``disk`` makes the one for engines that read
         from a folder. ``archive``: keeps versions that somebody will score again; on the first rank.
-        ``team``: the ranks that train the model; None: all.
+        ``team``: the ranks that train the model; None: all. ``digest``: see `DeliveryConfig`.
 
         Raises:
             ConfigError: an engine reads from a folder, and there is no ``disk``.
@@ -57,6 +58,10 @@ class WeightPublisher:
         nobody = NoChannel(digests=self._team.main)
         self.channel = channel or (channel_for(self._engines, disk) if self._engines else nobody)
         self._archive = archive
+        takes_key = self._team.share(lambda: self.channel.takes_key)
+        self._key = int(version_digest({run: model})[:15], 16) if takes_key and digest == "sum" else None
+        if self.channel.takes_key:
+            self.channel.key = self._key
         self._streams = self._team.share(lambda: self.channel.streams)  # then every rank reads the stream twice
         takes_adapters = self._team.share(self._takes_adapters)
         self._adapter = train_engine.adapter if takes_adapters else None  # then it alone is delivered
@@ -65,7 +70,7 @@ class WeightPublisher:
         served = self._engines[0].version if self._engines else WeightVersion(0, "", run, model)
         self._version = self._team.share(lambda: served)  # one answer, so that all ranks read the weights below, or none
         if not self._version.digest:
-            self._version = replace(self._version, digest=self._initial_digest(), run=run, model=model)
+            self._version = replace(self._version, digest=self._digest_now(self._key), run=run, model=model)
         self._history = {self._version.number: self._version}
         self._keep(self._version.number, None)
 
@@ -148,13 +153,14 @@ class WeightPublisher:
         """What lies ready, as a version: the first rank's, which alone has to have an engine. Collective."""
         version = self._team.share(lambda: WeightVersion(number, version_digest(delivery.digests), self._run, self._model))
         adapter = None if self._adapter is None else self._adapter.terms
-        return WeightUpdate(version, delivery.source, delivery.digests, adapter)
+        return WeightUpdate(version, delivery.source, delivery.digests, adapter, delivery.key)
 
     def state_dict(self) -> dict[str, Any]:
         """See `tandem.api.state.Stateful`: the versions' digests, whether of adapters alone, and what the archive keeps."""
         digests = [[number, version.digest] for number, version in self._history.items()]
         kept = None if self._archive is None else self._archive.state_dict()
-        return {"number": self._version.number, "digests": digests, "adapter": self._adapter is not None, "kept": kept}
+        own = {"number": self._version.number, "digests": digests, "key": self._key, "kept": kept}
+        return own | {"adapter": self._adapter is not None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Delivers the trainer's weights, which were loaded before, under the number that they had. Collective.
@@ -170,10 +176,12 @@ class WeightPublisher:
         if (own.number, own.digest) != (number, digests[number]):  # a server that lived on may be ahead
             self._version = replace(own, number=number - 1)
             self.publish()
-        if alike and self._version.digest != digests[number]:
+        key = state.get("key")
+        now = self._version.digest if key == self._key or not alike else self._digest_now(key)
+        if alike and now != digests[number]:
             raise ConfigError(
                 f"the weights that were loaded are not version {number} as it was delivered (digest "
-                f"{self._version.digest[:12]}…, then {digests[number][:12]}…); resume with the rollout.dtype of the run"
+                f"{now[:12]}…, then {digests[number][:12]}…); resume with the rollout.dtype of the run"
             )
         digests[number] = self._version.digest
         self._history = {n: WeightVersion(n, digest, self._run, self._model) for n, digest in digests.items()}
@@ -184,10 +192,10 @@ class WeightPublisher:
         """Gives the channel's memory back; idempotent. The engines are not closed."""
         self.channel.close()
 
-    def _initial_digest(self) -> str:
-        """Collective; the first rank computes it."""
+    def _digest_now(self, key: int | None) -> str:
+        """Of the trainer's weights. Collective; the first rank computes it."""
         with self._team.together(), self._team.whole(self._weights()) as stream:
-            digests = NoChannel(digests=self._team.main).put(stream, self._dtype).digests
+            digests = NoChannel(digests=self._team.main, key=key).put(stream, self._dtype).digests
         return self._team.share(lambda: version_digest(digests))
 
     def _takes_adapters(self) -> bool:

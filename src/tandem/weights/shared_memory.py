@@ -114,7 +114,7 @@ class SharedMemoryChannel(Channel):
         """See `Channel`. ``named_tensors`` may come in another dtype."""
         segment = self._segment = self._segment or Segment()
         slots: list[Slot] = []
-        with Digests() as digests:
+        with Digests(self.key) as digests:
             for name, tensor in named_tensors:
                 place = segment.tensor(name, tuple(tensor.shape), dtype)
                 if place is None:
@@ -124,7 +124,7 @@ class SharedMemoryChannel(Channel):
                 digests.add(name, memory)
                 slots.append(slot)
         source = SharedMemorySource(segment.path, tuple(slots))
-        return Delivery(source, digests.result(), sum(slot.num_bytes for slot in slots))
+        return Delivery(source, digests.result(), sum(slot.num_bytes for slot in slots), self.key)
 
     def close(self) -> None:
         if self._segment is not None:

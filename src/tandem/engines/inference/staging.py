@@ -78,7 +78,7 @@ def verified(update: WeightUpdate, pool: ThreadPoolExecutor) -> Generator[tuple[
             raise WeightUpdateFailed(f"version {update.version.number}: tensor {name!r} came twice or was not announced")
         missing.remove(name)
         own = tensor if update.source.is_private else copies.of(tensor)
-        digest: Future[str] = pool.submit(tensor_digest, own)
+        digest: Future[str] = pool.submit(tensor_digest, own, update.key)
         yield name, own
         # The consumer may have laid out wrong bytes by now; they are never served, because the whole update fails here.
         if digest.result() != update.digests[name]:

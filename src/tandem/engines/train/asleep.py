@@ -7,7 +7,6 @@ is what slept.
 """
 
 import ctypes
-import secrets
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from tandem.api.activity import did
 from tandem.api.engines import TrainPart
 from tandem.api.failures import NotWritten, WeightsChanged
+from tandem.api.keyed_sum import WORDS, KeyedSum, keyed_sum
 from tandem.engines.train.holders import Holder
 from tandem.engines.train.named_weights import PREFIX
 from tandem.engines.train.optimizer import Optimizer
@@ -29,46 +29,8 @@ from tandem.models.allocator import mapped_blocks
 from tandem.models.lora import A, B
 from tandem.models.stored import CACHE_LINE, TRUNK, Stored, read_whole, stored_tensors
 
-WORDS = 1 << 16
-"""64-bit words that are summed at a time."""
-
-_KEYS = torch.tensor([secrets.randbits(63) | 1 for _ in range(WORDS)], dtype=torch.int64)
-"""Of this process: no file can be made to have a certain sum."""
-
 READERS = 2
 """Threads that read what wakes: half of the time the kernel clears pages, which it does on each core."""
-
-_STEP = 0x9E3779B97F4A7C15
-
-
-class KeyedSum:
-    """A sum of bytes that come in pieces of at most `WORDS` words, each but the last one whole."""
-
-    def __init__(self) -> None:
-        self.value = 0
-        self._folded = torch.empty(
-            0, dtype=torch.int64
-        )  # one place for all pieces: where models sleep, each new one is mapped
-
-    def add(self, piece: torch.Tensor) -> None:
-        """``piece``: any contiguous tensor."""
-        data = piece.view(-1).view(torch.uint8)
-        if data.numel() % 8:
-            data = torch.nn.functional.pad(data, (0, -data.numel() % 8))
-        words = data.view(torch.int64)
-        # the upper half is folded into the lower one: a flipped sign bit times an odd key is the same for all keys
-        if len(self._folded) != len(words):
-            self._folded = torch.empty(len(words), dtype=torch.int64)
-        folded = torch.bitwise_right_shift(words, 32, out=self._folded).bitwise_and_(0xFFFFFFFF).bitwise_xor_(words)
-        self.value = (self.value * _STEP + int(torch.dot(folded, _KEYS[: len(folded)]))) % 2**64
-
-
-def keyed_sum(tensor: torch.Tensor) -> int:
-    """Of all bytes of a contiguous tensor."""
-    total = KeyedSum()
-    for piece in tensor.view(-1).view(torch.uint8).split(8 * WORDS):
-        total.add(piece)
-    return total.value
 
 
 @dataclass

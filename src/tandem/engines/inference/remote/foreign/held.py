@@ -28,14 +28,16 @@ class HeldDigests:
         self._parts: dict[str, dict[str, bytes]] = {}
         self._digests: dict[str, str] = {}
 
-    def add(self, name: str, tensor: torch.Tensor, digest: str) -> None:
-        """``digest`` is that of the tensor, known already; parts of a fused one are kept until the last has come."""
+    def add(self, name: str, tensor: torch.Tensor, digest: str | None) -> None:
+        """``digest``: SHA-256 of the tensor, None if nobody has computed it. Parts of a fused one are kept until the
+        last has come."""
         if name in self._names:
             held = self._as_held(tensor)
             missing = -held.shape[0] % MULTIPLE if name.endswith(VOCABULARY) else 0
             if missing:
                 held = torch.cat([held, held.new_zeros(missing, *held.shape[1:])])
-            self._digests[name] = digest if held is tensor else hashlib.sha256(_bytes(held)).hexdigest()
+            known = digest if held is tensor else None
+            self._digests[name] = known or hashlib.sha256(_bytes(held)).hexdigest()
             return
         before, _, end = name.rpartition(".")
         before, _, part = before.rpartition(".")

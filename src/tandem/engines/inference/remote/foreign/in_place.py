@@ -236,7 +236,7 @@ def _passing(update: WeightUpdate, held: HeldDigests) -> Iterator[tuple[str, tor
     """The update's tensors, each verified against its digest."""
     with ThreadPoolExecutor(HASH_THREADS, "weight-digest") as pool:
         for name, tensor in verified(update, pool):
-            held.add(name, tensor, update.digests[name])
+            held.add(name, tensor, update.digests[name] if update.key is None else None)
             yield name, tensor
 
 
