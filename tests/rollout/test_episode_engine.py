@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tandem.api.failures import DataFailure
+from tandem.api.failures import DataFailure, WrongWorkflow
 from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey, StopReason
 from tandem.config.generation import GenerationConfig
 from tandem.rollout.episode_engine import EpisodeEngine
@@ -66,3 +66,15 @@ def test_of_a_server_that_tells_no_times_the_whole_is_measured():
 
     response = asyncio.run(EpisodeEngine(Sleeps(), NoiseKey(0)).agenerate(LLMRequest((1,), GenerationConfig())))
     assert response.timing.total_s >= 0.02 and math.isnan(response.timing.queued_s)
+
+
+def test_in_a_whole_group_only_a_request_that_continues_what_was_judged_is_refused():
+    async def go_on(tokens, **options):
+        engine = EpisodeEngine(ClockworkEngine(), NoiseKey(1), **options)
+        await engine.for_sample(0).agenerate(LLMRequest((1, 2), GenerationConfig()))
+        engine.has_read((1, 2, 7, 8), ["helpful"])
+        await engine.for_sample(1).agenerate(LLMRequest(tokens, GenerationConfig()))
+
+    asyncio.run(go_on((1, 2), as_one=True))  # the next sample of the group
+    with pytest.raises(WrongWorkflow, match="helpful of the reward is added only when the episode has ended"):
+        asyncio.run(go_on((1, 2, 7, 8, 5), as_one=True))

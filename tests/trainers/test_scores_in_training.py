@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tandem.api.batch import pack
-from tandem.api.failures import UserCodeFailed
+from tandem.api.failures import UserCodeFailed, WrongWorkflow
 from tandem.api.samples import Sample
 from tandem.cli.main import main
 from tandem.config.errors import ConfigError
@@ -109,6 +109,25 @@ class Hangs(RLVRWorkflow):
     async def finish_group(self, samples, data):
         import asyncio
         await asyncio.sleep(3600)
+
+class AsksAgain(RLVRWorkflow):
+    """Writes a second answer when the reward of the first one is there."""
+
+    async def arun_episode(self, engine, data):
+        for _ in range(2):
+            chat = self.start(data)
+            await self.reply(engine, chat)
+            result = await self.judge(chat, data)
+        return chat.sample(result.value, **result.details())
+
+class NeedsAll(AsksAgain):
+    reads_reward = "midway"
+
+class TakesPart(AsksAgain):
+    reads_reward = "partly"
+
+class Misspelt(AsksAgain):
+    reads_reward = "partially"
 
 class Ranks(RLVRWorkflow):
     """The reward of a sample is its place in its group by what the judge said."""
@@ -289,6 +308,16 @@ def test_a_group_is_finished_behind_the_scores_that_its_workflow_reads(overrides
     assert sorted(rewards) == sorted([0.0, 1.0, 2.0, 3.0] * (len(rewards) // 4))
 
 
+def test_an_episode_that_goes_on_by_a_part_of_the_reward_ends_the_run_unless_it_says_so(overrides, models):
+    keys = [f"reward=math + model(path={models}/judge)", "total_train_steps=1"]
+    with pytest.raises(WrongWorkflow, match="generated again, and model of the reward is added only when the episode has"):
+        train(resolved(overrides, *keys, f"workflow={models}/mine.py:AsksAgain"))
+    summary = train(resolved(overrides, *keys, f"workflow={models}/mine.py:TakesPart", "trial_name=part"))
+    assert all(sample["rewards"]["model"] != 0 for sample in samples_of(summary))
+    plain = train(resolved(overrides, "reward=math", f"workflow={models}/mine.py:AsksAgain", "trial_name=plain"))
+    assert plain.steps == 2  # all of this reward is there at once
+
+
 def test_a_run_with_scores_is_the_same_whatever_the_order_of_its_models(overrides, models):
     one, two = f"model(path={models}/judge)", f"{models}/mine.py:Polite(path={models}/tiny-llama-1)"
     metrics = [
@@ -304,7 +333,9 @@ def test_a_run_with_scores_is_the_same_whatever_the_order_of_its_models(override
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        (["reward=math + model(path=JUDGE)", "workflow=multi_turn"], "asks for the reward after each turn"),
+        (["reward=math + model(path=JUDGE)", "workflow=multi_turn"], "reads the whole reward in the middle"),
+        (["reward=math + model(path=JUDGE)", "workflow=MINE:NeedsAll"], "reads the whole reward in the middle"),
+        (["reward=math", "workflow=MINE:Misspelt"], "reads_reward must be one of .*, got 'partially'"),
         (["reward=model(path=JUDGE)", "algorithm=ttrl"], "judges by a vote|reward"),
         (["reward=model(path=JUDGE) + model(path=JUDGE, name=model)"], "names a reward twice"),
         (["reward=model(path=JUDGE, name=actor)"], "'actor' is the name of another reward's model or of a role"),

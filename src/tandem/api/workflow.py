@@ -2,8 +2,9 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.samples import Group, Sample
@@ -97,6 +98,20 @@ def messages_for(reward: object, messages: Sequence[Mapping[str, Any]]) -> dict[
     return {"messages": tuple(messages)} if getattr(reward, "reads_messages", False) else {}
 
 
+ReadsReward = Literal["last", "midway", "partly"]
+
+
+class Episode(Protocol):
+    """The sample that a task makes, as the reward sees it; the whole group where a workflow makes all of it."""
+
+    def has_read(self, context: tuple[int, ...], missing: Sequence[str]) -> None:
+        """The episode was told a reward of these tokens that lacks terms: they are added when it has ended."""
+
+
+EPISODE: ContextVar[Episode | None] = ContextVar("EPISODE", default=None)
+"""The episode of this task."""
+
+
 class RolloutWorkflow(ABC):
     """One episode: from a row to samples."""
 
@@ -108,6 +123,14 @@ class RolloutWorkflow(ABC):
 
     reads_scores: bool = False
     """True: `finish_group` reads rewards that need a model, so it is called when those are there, after the episode."""
+
+    reads_reward: ReadsReward = "last"
+    """When an episode asks for the reward. Some terms are added only when it has ended: those that a model of the run
+    scores, those that compare samples, and those with options that count over a batch.
+
+    `last`: it generates nothing afterwards; with such terms, one that does ends the run with `WrongWorkflow`. `midway`: it
+    goes on by the whole reward, so such terms are refused at the start. `partly`: it goes on by the terms that are there at
+    once, and the others are added when it has ended."""
 
     @abstractmethod
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group | Sample | None:

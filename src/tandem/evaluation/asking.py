@@ -12,7 +12,7 @@ from tandem.api.engines import InferenceEngine
 from tandem.api.failures import DataFailure, EngineDied, EpisodeFailure, InfrastructureFailure, WrongWorkflow, as_failure
 from tandem.api.requests import NoiseKey, StopReason
 from tandem.api.samples import Group, Sample
-from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
+from tandem.api.workflow import EPISODE, GeneratesTokens, RolloutWorkflow
 from tandem.rollout.episode_engine import EpisodeEngine
 from tandem.rollout.returned import check_sample
 from tandem.rollout.wave import Wave
@@ -217,6 +217,7 @@ async def _ask_one(
             wave=place.wave,
             as_one=workflow.makes_group,
         )
+        EPISODE.set(handle)
         limit = asyncio.timeout_at(expires)
         try:
             async with limit:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 from transformers import PreTrainedTokenizerBase
 
@@ -14,7 +14,7 @@ from tandem.api.failures import InfrastructureFailure, RewardFailure
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.samples import Sample
 from tandem.api.services import Services, arguments_of, factory_of
-from tandem.api.workflow import GeneratesTokens, RewardFn, RewardResult, RolloutWorkflow, messages_for
+from tandem.api.workflow import EPISODE, GeneratesTokens, ReadsReward, RewardFn, RewardResult, RolloutWorkflow, messages_for
 from tandem.config.arithmetic import evaluation_gconfig, rewards_of, samples_together, workflow_of
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
@@ -101,6 +101,7 @@ def make_parts(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokenize
     services = open_services(config, tokenizer)
     try:
         reward = services.keep(make_reward(config, services))
+        reward.goes_on = reads_reward(config) == "partly"
         if config.evaluate.every_steps:
             for spec in sums_of(config.reward):
                 refuse_only_groups(spec, reward.by_name[spec])
@@ -149,6 +150,8 @@ class RewardBySource(RewardFn):
         self.cost = next((reward.cost for reward in sums), None)
         self._judges = (default, by_name)  # one object: while it is changed, episodes read it in another thread
         self.vote = vote
+        self.goes_on = False
+        """True: the workflow goes on by the terms that are there at once (`RolloutWorkflow.reads_reward`)."""
         self._gone: list[Judge] = []
         self._waits = (0, 0.0, 0.0)  # since the last call of `metrics`: samples, seconds of all of them, of the slowest
 
@@ -202,7 +205,11 @@ class RewardBySource(RewardFn):
         except ConfigError as error:
             raise RewardFailure("unknown_recipe", str(error)) from error
         try:
-            return await reward(row=row, **rest, **messages_for(reward, messages))
+            result = await reward(row=row, **rest, **messages_for(reward, messages))
+            missing, episode = getattr(reward, "later", ()), EPISODE.get()
+            if missing and not self.goes_on and episode is not None:
+                episode.has_read((*rest["prompt_ids"], *rest["completion_ids"]), missing)
+            return result
         finally:
             waited_s = time.perf_counter() - began
             samples, total_s, longest_s = self._waits
@@ -378,6 +385,18 @@ def asks_for_reward(config: TrainConfig) -> bool:
         return config.reward != TrainConfig().reward
     arguments = arguments_of(make, f"workflow={config.workflow}", skip)
     return arguments.open or "reward" in arguments.names
+
+
+def reads_reward(config: TrainConfig) -> ReadsReward:
+    """When an episode of the workflow asks for the reward, as the workflow says.
+
+    Raises:
+        ConfigError: it says something else than `RolloutWorkflow.reads_reward` knows.
+    """
+    found = getattr(_workflow_factory(config)[0], "reads_reward", RolloutWorkflow.reads_reward)
+    if found not in get_args(ReadsReward):
+        raise ConfigError(f"workflow={config.workflow}: reads_reward must be one of {get_args(ReadsReward)}, got {found!r}")
+    return cast(ReadsReward, found)
 
 
 def _workflow_factory(config: TrainConfig) -> tuple[Callable[..., Any], int]:

@@ -34,10 +34,13 @@ class SumReward(RewardFn):
         *,
         options_later: bool = False,
         cost: str | None = None,
+        later: Sequence[str] = (),
     ):
         """``together``: the terms that judge the samples of a prompt together. ``options_later``: what terms with options
         count is added when the batch is there (`tandem.rewards.combination`); here they only say what they found.
-        ``cost``: the name of a term that is a part, but does not enter the sum. `told` may be given more names."""
+        ``cost``: the name of a term that is a part, but does not enter the sum. `told` may be given more names.
+        ``later``: the names of all terms that are added when the episode has ended."""
+        self.later = tuple(later)
         self.terms, self.together, self.options_later, self.cost = list(terms), list(together), options_later, cost
         self.reads_messages = any(reward.reads_messages for _, reward in terms)
         self.told = told_raw([[term for term, _ in (*self.terms, *self.together)]])
@@ -170,7 +173,9 @@ def build_reward(
     plain = len(terms) == len(one) == 1 and one[0][0].weight == 1.0 and one[0][0].options == Options()
     if plain and one[0][0].label != cost:
         return one[0][1]
-    return SumReward(one, together, options_later=models_later, cost=cost)
+    compared = {term.label for term, _ in together}
+    later = [t.label for t in terms if needs_model(t) or t.label in compared or t.options != Options()]
+    return SumReward(one, together, options_later=models_later, cost=cost, later=later if models_later else ())
 
 
 def judges_of(spec: str, reward: RewardFn) -> dict[str, Judge]:

@@ -3,12 +3,12 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tandem.api.activity import GENERATING, did
 from tandem.api.engines import InferenceEngine
-from tandem.api.failures import DataFailure
+from tandem.api.failures import DataFailure, WrongWorkflow
 from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey, RequestTiming, StopReason
 from tandem.api.workflow import GeneratesTokens
 from tandem.rollout.wave import Wave
@@ -46,9 +46,10 @@ class EpisodeEngine:
         self._samples: list[EpisodeEngine] = []
         self._last: tuple[int, ...] | None = None
         self._trajectory = -1
-        self._wave, self._as_one = wave, as_one
+        self._wave, self._as_one, self._whole = wave, as_one, as_one
         self._waiting = self._generating = self._asking = self._asked = 0
         self.issued = self._ended = False
+        self._read: list[tuple[tuple[int, ...], Sequence[str]]] = []
 
     def for_sample(self, sample: int) -> "EpisodeEngine":
         """The engine of one sample of the group: other noise, same affinity and deadline."""
@@ -61,6 +62,8 @@ class EpisodeEngine:
             wave=self._wave,
         )
         one._expires = self._expires
+        if self._whole:
+            one._read, one._whole = self._read, True
         self._samples.append(one)
         return one
 
@@ -93,12 +96,34 @@ class EpisodeEngine:
         if self._wave is not None:
             self._wave.look()
 
+    def has_read(self, context: tuple[int, ...], missing: Sequence[str]) -> None:
+        """Implements `tandem.api.workflow.Episode.has_read`."""
+        self._read.append((context, missing))
+
+    def _refuse_going_on(self, request: LLMRequest) -> None:
+        """Passes if no decision of the episode rests on a reward that lacked terms. In one of a whole group, samples may be
+        judged one after another, so there only a request that continues what was judged is refused.
+
+        Raises:
+            WrongWorkflow: one does.
+        """
+        for context, missing in self._read:
+            if not self._whole or (context and request.input_ids[: len(context)] == context):
+                raise WrongWorkflow(
+                    f"the workflow asked for the reward and generated again, and {', '.join(missing)} of the reward is "
+                    "added only when the episode has ended, so it went on by a part of it. Use terms that are there at once "
+                    "(models behind a server: judge(url=…), remote(url=…)), ask for the reward last, or say in the workflow "
+                    'reads_reward = "partly" if the other terms are enough to go on by'
+                )
+
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
         """See `InferenceEngine.agenerate`.
 
         Raises:
             DataFailure: ``deadline``, when the episode's time is spent.
+            WrongWorkflow: the episode has read a reward that is not whole, and goes on.
         """
+        self._refuse_going_on(request)
         if self._wave is not None and self.issued:
             await self._turn(self._wave)
         request, ours = self._complete(request)

@@ -12,7 +12,7 @@ from tandem.api.engines import InferenceEngine
 from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, WaitTimeout, WrongWorkflow, as_failure
 from tandem.api.requests import NoiseKey
 from tandem.api.samples import Dropped, Group, Sample
-from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
+from tandem.api.workflow import EPISODE, GeneratesTokens, RolloutWorkflow
 from tandem.config.rollout import RolloutConfig
 from tandem.rollout.collate import expired
 from tandem.rollout.episode_engine import EpisodeEngine
@@ -174,6 +174,7 @@ async def run_episode(
             wave=episode.wave,
             as_one=episode.workflow.makes_group,
         )
+        EPISODE.set(episode.engine)
         limit = asyncio.timeout_at(expires)
         try:
             async with limit:

@@ -21,6 +21,8 @@ class MultiTurnWorkflow(ChatWorkflow):
     accuracy is 1, or, where the reward states none, when the reward is above 0.
     """
 
+    reads_reward = "midway"
+
     def __init__(
         self,
         reward: RewardFn,

@@ -25,7 +25,8 @@ CANCEL_S = 5.0
 
 
 class FunctionWorkflow(RolloutWorkflow):
-    """A coroutine function ``episode(engine, data, …)`` as a workflow; ``episode.makes_group = True`` counts too."""
+    """A coroutine function ``episode(engine, data, …)`` as a workflow; ``episode.makes_group = True`` and
+    ``episode.reads_reward = …`` count too."""
 
     def __init__(self, function: Callable[..., Any], arguments: Mapping[str, Any]):
         self.function, self.arguments = function, arguments

@@ -1,6 +1,5 @@
 """Everything that a start refuses before its run folder exists. A dry run calls the same functions and then stops."""
 
-import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from tandem.api.services import factory_of
 from tandem.config.arithmetic import workflow_of
 from tandem.config.backend import parse_layout
 from tandem.config.errors import ConfigError
@@ -28,7 +26,7 @@ from tandem.flow.parts import Rows, open_rows
 from tandem.flow.plan import RunPlan
 from tandem.flow.process import choose_device, devices_here
 from tandem.flow.residents import open_reader
-from tandem.flow.services import EpisodeParts, asks_for_reward, check_names, check_rows, make_parts
+from tandem.flow.services import EpisodeParts, asks_for_reward, check_names, check_rows, make_parts, reads_reward
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import describing, resolve
 from tandem.models.foreign import read_hf_config
@@ -38,7 +36,6 @@ from tandem.models.precision import resolve_dtype
 from tandem.models.shape import Shape
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.rollout.chat import Chat
-from tandem.rollout.multi_turn import MultiTurnWorkflow
 from tandem.state.run_folder import require_writable
 
 log = logging.getLogger(__name__)
@@ -135,9 +132,11 @@ def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokeni
         return
     how = "a model scores" if any(one.name == first for one in plan.scores) else "has options that count"
     why = f"the reward has {first!r}, which {how} when the episode has ended"
-    workflow = factory_of("workflow", workflow_of(config).name)
-    if inspect.isclass(workflow) and issubclass(workflow, MultiTurnWorkflow):
-        raise ConfigError(f"{why}, and workflow={config.workflow} asks for the reward after each turn; use workflow=rlvr")
+    if reads_reward(config) == "midway":
+        raise ConfigError(
+            f"{why}, and workflow={config.workflow} reads the whole reward in the middle of an episode; use terms that are "
+            "there at once (models behind a server: judge(url=…), remote(url=…)), or workflow=rlvr"
+        )
     if config.algorithm.labels == "majority":
         raise ConfigError(f"{why}, and algorithm.labels=majority judges by a vote; leave one of them out")
     for planned in plan.scores:
