@@ -210,16 +210,14 @@ class Actor:
             result = self.engine.train_batch(part, loss, entropy=entropy)
             steps.append(result | {"tokens": float(part["loss_mask"].sum())})
         metrics = together(steps) if steps else {}
-        metrics |= self._reward_metrics(batch) | dropped_metrics(batch, self._drops(batch)) | self._follow_kl(batch)
+        metrics |= reward_metrics(batch, shaped=bool(self._credit.shaping)) | dropped_metrics(batch, self._drops(batch))
+        metrics |= self._follow_kl(batch)
         self.version += 1
         return metrics | {"step_without_signal": float(without_signal)}
 
     def rest(self, batch: TensorDict) -> dict[str, float]:
         """In place of `ppo_update` while a critic warms up: weights and optimizer stay as they are, the version counts."""
         self.version += 1
-        return self._reward_metrics(batch)
-
-    def _reward_metrics(self, batch: TensorDict) -> dict[str, float]:
         return reward_metrics(batch, shaped=bool(self._credit.shaping))
 
     def _follow_kl(self, batch: TensorDict) -> dict[str, float]:

@@ -105,12 +105,9 @@ class Objective:
 
     def _asked(self, view: TensorDict) -> dict[str, torch.Tensor]:
         """Further tensors ``[T]`` that this policy loss asks for."""
-        found = {}
-        if "sample_lengths" in self.policy_loss.asked:
-            found["sample_lengths"] = per_token(view, view["sample_length"])
-        if "prepared" in self.policy_loss.asked:
-            found["prepared"] = view["prepared"]
-        return found
+        asked = self.policy_loss.asked
+        lengths = {"sample_lengths": per_token(view, view["sample_length"])} if "sample_lengths" in asked else {}
+        return lengths | ({"prepared": view["prepared"]} if "prepared" in asked else {})
 
     def _correct(self, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Weight of each token's policy loss ``[T]``, and what to know about it."""
