@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.samples import Group, Sample
@@ -101,6 +101,7 @@ def messages_for(reward: object, messages: Sequence[Mapping[str, Any]]) -> dict[
 ReadsReward = Literal["last", "midway", "partly"]
 
 
+@runtime_checkable
 class Episode(Protocol):
     """The sample that a task makes, as the reward sees it; the whole group where a workflow makes all of it."""
 
