@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+import runpy
 import signal
 import statistics
 import subprocess
@@ -24,9 +25,8 @@ from tandem.planning.lengths import known_lengths
 from tandem.planning.plan import make_plan
 from tandem.planning.seconds import SWITCH_FACTOR
 from tandem.trainers.rl import train
-from tandem.trainers.script import open_training
 from tests.tiny import tiny_model_folder
-from tests.trainers.colocated import JUDGES, judge_folder, keys_of, make_models, outcome, rows
+from tests.trainers.colocated import CLOCK, JUDGES, judge_folder, keys_of, make_models, outcome, rows
 from tests.trainers.planning import round_machine
 from tests.zygote import Zygote
 
@@ -144,10 +144,19 @@ def test_a_budget_that_is_too_small_is_refused_before_there_is_a_run_folder(mode
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_script_is_told_that_its_models_would_sleep(models, tmp_path):
-    config = config_of(keys_of(tmp_path, models, JUDGES, TIGHT)).config
-    with pytest.raises(ConfigError, match="is for `tandem train`"), open_training(config):
-        pass
+def test_a_script_whose_models_sleep_comes_to_the_same_weights_and_metrics_to_the_bit(models, tmp_path):
+    script = runpy.run_path(str(Path(__file__).parents[2] / "examples" / "rlhf.py"))
+    more = ["critic.path=null", "evaluate.every_steps=1", "evaluate.max_rows=2", "checkpoint.every_steps=1"]
+    more += ["experiment_name=tandem", "trial_name=trial"]
+    found = []
+    for name, limit in {"awake": "memory_limit_gib=null", "asleep": TIGHT}.items():
+        script["main"](keys_of(tmp_path / name, models, JUDGES, *more, limit))
+        folder = tmp_path / name / "tandem" / "trial"
+        saved = {path.relative_to(folder): path.read_bytes() for path in folder.glob("checkpoints/**/*.safetensors")}
+        lines = [{key: x for key, x in row.items() if not key.startswith(CLOCK)} for row in rows(folder)]
+        found.append((saved, lines))
+    assert len(found[0][0]) == 4 and len(found[0][1]) == 3  # actor and critic of two steps; three evaluations
+    assert found[1] == found[0]
 
 
 @pytest.mark.slow

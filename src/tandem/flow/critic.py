@@ -51,7 +51,11 @@ class Models:
     is_classifier: bool = False
     """The actor scores texts, and is saved as a sequence classifier."""
 
+    prepare: Callable[[], None] = lambda: None
+    """Wakes what is saved. Collective."""
+
     def save(self, folder: Path) -> None:
+        self.prepare()
         self.actor.save(folder)
         if isinstance(self.critic, Critic):
             self.critic.engine.save(folder / FOLDER)

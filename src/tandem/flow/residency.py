@@ -1,10 +1,12 @@
 """Puts parts of the models to sleep and wakes them, as the plan of a run says. Nobody else does."""
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tandem.api.activity import waiting
 from tandem.api.engines import InferenceEngine, TrainEngine
@@ -134,6 +136,17 @@ class Residency:
         """A block around a stage that makes weights anew, which will be given back one by one."""
         with mapped_blocks() if self.plan is not None and self.plan.stage(name).gives else contextlib.nullcontext():
             yield
+
+    def awake_for(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        """The same function, which first wakes what the stage of this name needs; for a script, which calls it itself."""
+
+        @functools.wraps(work)
+        def woken(*arguments: Any, **named: Any) -> Any:
+            self.enter(name)
+            with self.making(name):
+                return work(*arguments, **named)
+
+        return woken
 
     def metrics(self) -> dict[str, float]:
         """Seconds and bytes since the last call, by stage, and of optimizer state alone; empty without a budget that

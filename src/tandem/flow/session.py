@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,14 @@ class Session(TrainingSession):
     @property
     def models(self) -> Models:
         """The actor, a critic with a model of its own, and the tokenizer."""
-        return Models(self.trainer, self.critic, self.tokenizer)
+        return Models(self.trainer, self.critic, self.tokenizer, prepare=partial(self.runner.prepare, "save"))
+
+    def wake_by_method(self) -> None:
+        """From now on each method that a stage of the plan names first wakes the models that the stage needs, under a limit:
+        for a script, which calls the methods itself."""
+        for stage in self.plan.step if self.residency.plan is not None else ():
+            role = getattr(self, stage.role)
+            setattr(role, stage.call, self.residency.awake_for(stage.name, getattr(role, stage.call)))
 
     @property
     def parts(self) -> dict[str, Stateful]:

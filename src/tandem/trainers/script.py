@@ -11,6 +11,7 @@ from tandem.config.preference import PreferenceConfig, RewardModelConfig
 from tandem.flow.plan import RunPlan, plan_run
 from tandem.flow.process import decided, log_choice
 from tandem.flow.session import Session
+from tandem.flow.state_parts import sleep_plan_here
 from tandem.trainers.opening import Run, start_run
 from tandem.trainers.recipes import recipe_of
 from tandem.trainers.rl import open_learning
@@ -35,7 +36,8 @@ def open_training(config: BaseConfig, *, passes: Collection[str] | None = None) 
 
     The *run* has the folder and the tracker: `run.steps`, `run.log`, `run.save_if_due`. The *session* has the models and
     what feeds them. What cannot work is refused before there is a run folder, as by the commands. ``passes``: those that the
-    script's loop makes before the update, by their names in `plan_run(config)`; None: whatever the plan has.
+    script's loop makes before the update, by their names in `plan_run(config)`; None: whatever the plan has. Under
+    `memory_limit_gib` each method that a stage of the plan names wakes its models; call no other methods of their engines.
 
     Example::
 
@@ -53,20 +55,14 @@ def open_training(config: BaseConfig, *, passes: Collection[str] | None = None) 
 def _reinforcement(config: TrainConfig, passes: Collection[str] | None) -> Iterator[tuple[Run[TrainConfig], Session]]:
     resolved = decided(Resolved(config, {}))
     config, plan = resolved.config, plan_run(resolved.config)
-    if config.memory_limit_gib is not None:
-        raise ConfigError(
-            f"memory_limit_gib={config.memory_limit_gib} is for `tandem train`, which wakes each model before its stage; a "
-            "script calls the models itself: leave it out"
-        )
     if passes is not None:
         check_passes(plan, passes)
-    with (
-        prepare(config, plan) as (rows, parts),
-        start_run(config, rows, plan) as run,
-        open_learning(run, parts) as session,
-    ):
-        log_choice(resolved, run.process)
-        yield run, session
+    with prepare(config, plan) as (rows, parts):
+        sleep_plan_here(config, plan)  # a budget that is too small is refused before there is a run folder
+        with start_run(config, rows, plan) as run, open_learning(run, parts) as session:
+            log_choice(resolved, run.process)
+            session.wake_by_method()
+            yield run, session
 
 
 @contextmanager
