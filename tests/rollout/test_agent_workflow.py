@@ -140,6 +140,15 @@ async def hangs_and_will_not_end(base_url, api_key, data):
         hangs_and_will_not_end.late = await ask(base_url, api_key, data["messages"])
 
 
+def test_an_agent_leaves_the_rewards_part_of_the_episodes_time():
+    engine = ScriptedEngine(lambda r, n: "7")
+    engine.remaining_s = 0.5
+    with pytest.raises(DataFailure, match=r"agent_timeout: the agent was not done after 0\.45 s"):
+        run(hangs, engine=engine)
+    with pytest.raises(ConfigError, match=r"agent_timeout_s must be .* below rollout\.episode_timeout_s \(100\), got 100"):
+        run(hangs, episode_timeout_s=100.0, agent_timeout_s=100.0)
+
+
 @pytest.mark.parametrize(
     ("agent", "reason"),
     [

@@ -156,3 +156,17 @@ def test_an_action_is_read_from_a_reply(reading, pattern, reply, action):
 def test_what_cannot_work_is_refused(play, knobs, words):
     with pytest.raises(ConfigError, match=words):
         play("Count", **knobs)
+
+
+def test_the_deadlines_of_calls_follow_from_the_episodes():
+    def limits(episode_timeout_s=600.0, **knobs):
+        given = {"tokenizer": tiny_tokenizer(), "gconfig": GCONFIG, "episode_timeout_s": episode_timeout_s}
+        with Services({"environment": f"{WORLDS}:Count"}, **given) as services:
+            made = services.make("workflow=environment", EnvironmentWorkflow, knobs).pool.limits
+            return made.reset_timeout_s, made.step_timeout_s, made.close_timeout_s
+
+    assert limits() == (60.0, 30.0, 5.0) == limits(episode_timeout_s=7200.0)
+    assert limits(episode_timeout_s=120.0) == (12.0, 6.0, 1.0)
+    assert limits(episode_timeout_s=120.0, step_timeout_s=90.0)[1] == 90.0
+    with pytest.raises(ConfigError, match=r"step_timeout_s must be above 0 and below rollout\.episode_timeout_s \(120\)"):
+        limits(episode_timeout_s=120.0, step_timeout_s=150.0)

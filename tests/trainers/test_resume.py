@@ -227,6 +227,9 @@ def test_an_asynchronous_run_trains_each_prompt_once_over_kills_and_keeps_its_bo
     runs.go("killed")
 
     assert began_again > 0  # the kills did hit episodes that were under way
+    counts = [row.get("episodes/begun_again", 0) for row in metrics(runs.folder("killed"))]
+    assert counts == sorted(counts) and counts[-1] >= began_again
+    assert f"{began_again} episodes that were under way" in (runs.folder("killed") / "log.txt").read_text()
     assert_each_prompt_once(runs.folder("killed"))
 
 

@@ -9,7 +9,7 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.trainers.rl import train
 from tests.trainers.calling import calling_model_folder
-from tests.trainers.test_resume import SAVED_EACH_STEP, Runs, assert_same, ledger, metrics, zygote  # noqa: F401  a fixture
+from tests.trainers.test_resume import SAVED_EACH_STEP, Runs, assert_same, ledger, metrics, plain, zygote  # noqa: F401  a fixture
 from tests.trainers.witness import assert_trained_as_sampled, witnessed_batch
 
 TOOLS = Path(__file__).parent / "calling.py"
@@ -73,3 +73,19 @@ def test_chats_with_slow_tools_go_on_over_weight_updates(tools, backend):
     lines = [line for file in sorted((folder / "trajectories").iterdir()) for line in file.read_text().split("\n") if line]
     numbers = [{part["version"] for parts in json.loads(line)["versions"] for part in parts} for line in lines]
     assert any(len(of_sample) > 1 for of_sample in numbers)  # begun under one version, ended under another
+
+
+@pytest.mark.slow
+@pytest.mark.invariant
+def test_chats_under_way_when_a_run_is_killed_begin_anew_and_are_counted(zygote, tools, tmp_path):  # noqa: F811
+    slow = ["async_training=true", "rollout.max_head_offpolicyness=2", f"workflow_args.tools=[{TOOLS}:double,{TOOLS}:tarry]"]
+    runs = Runs(zygote, tmp_path, "rl", [*tools, *slow, "checkpoint.every_steps=1", "total_train_steps=4"])
+    runs.go("killed", "after the optimizer step", 3)
+    under_way = plain(runs.folder("killed"), 2)["rollout"]["pool"]["again"]
+    runs.go("killed")
+
+    rows, found = metrics(runs.folder("killed")), ledger(runs.folder("killed"))
+    assert under_way and [row.get("episodes/begun_again", 0) for row in rows] == [0, 0, len(under_way), len(under_way)]
+    assert f"{len(under_way)} episodes that were under way" in (runs.folder("killed") / "log.txt").read_text()
+    ended = [(epoch, place) for epoch, place, *_ in found]
+    assert len(ended) == len(set(ended)) and all(trained or reason for _, _, trained, reason, _ in found)

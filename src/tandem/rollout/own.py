@@ -10,6 +10,7 @@ from tandem.api.samples import Sample
 from tandem.api.workflow import GeneratesTokens, RewardFn, RolloutWorkflow, messages_for
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
+from tandem.rollout.deadlines import PLAY, inside, left_for_play
 from tandem.rollout.recording.recorder import Recorder
 from tandem.rollout.recording.session import Session, SessionLimits
 from tandem.rollout.recording.verdict import read_verdict
@@ -61,6 +62,7 @@ class AgentWorkflow(RolloutWorkflow):
         reward: RewardFn | None,
         gconfig: GenerationConfig,
         recorder: Recorder,
+        episode_timeout_s: float = 600.0,
         *,
         agent_timeout_s: float | None = None,
         max_turns: int = SessionLimits.max_turns,
@@ -68,13 +70,15 @@ class AgentWorkflow(RolloutWorkflow):
         side_calls: Literal["skip", "train"] = "skip",
     ):
         """``own_arguments``: those of the function; an episode fills in its own. ``agent_timeout_s``: the longest that an
-        agent may take; None: as long as the episode."""
-        if max_turns < 1 or max_concurrent < 1 or (agent_timeout_s is not None and agent_timeout_s <= 0):
-            raise ConfigError("max_turns and max_concurrent must be at least 1, and agent_timeout_s above 0")
+        agent may take; it never takes the part of the episode's time that is the reward's."""
+        if max_turns < 1 or max_concurrent < 1:
+            raise ConfigError("max_turns and max_concurrent must be at least 1")
         self.function, self.arguments = own_agent, dict(own_arguments)
         self.name = getattr(own_agent, "__name__", "agent")
         self.reward, self.gconfig, self.recorder = reward, gconfig, recorder
-        self.agent_timeout_s, self.side_calls = agent_timeout_s, side_calls
+        most_s = PLAY * episode_timeout_s
+        self.agent_timeout_s = inside("workflow_args.agent_timeout_s", agent_timeout_s, most_s, episode_timeout_s)
+        self.side_calls = side_calls
         self.limits = SessionLimits(max_turns=max_turns, max_concurrent=max_concurrent)
         self._takes = [name for name in AGENT_ARGUMENTS if name in own_arguments]
 
@@ -86,22 +90,22 @@ class AgentWorkflow(RolloutWorkflow):
                 ``agent_exited_early``, ``two_rewards`` or ``no_reward``; ``prompt_too_long`` where it ended by that.
         """
         async with self.recorder.session(engine, self.gconfig, limits=self.limits, side_calls=self.side_calls) as session:
-            returned = await self._run(session, data)
+            returned = await self._run(session, data, min(self.agent_timeout_s, left_for_play(engine)))
         _ = session.last  # an agent that never spoke to the model has no reward
         if returned is not None and session.reward is not None:
             raise DataFailure("two_rewards", "the agent returned a reward, and sent one to …/reward; do one of both")
         given = session.reward if returned is None else returned
         return session.sample(**(await judged(self.reward, session, data) if given is None else given))
 
-    async def _run(self, session: Session, data: Mapping[str, Any]) -> dict[str, Any] | None:
+    async def _run(self, session: Session, data: Mapping[str, Any], seconds: float) -> dict[str, Any] | None:
         """Runs the agent and returns what it returned."""
         there = {"base_url": session.base_url, "api_key": session.key, "data": data}
         arguments = self.arguments | {name: there[name] for name in self._takes}
         running = asyncio.wrap_future(self.recorder.run_agent(_guarded(self.function, arguments)))
         try:
-            done, _ = await asyncio.wait([running], timeout=self.agent_timeout_s)
+            done, _ = await asyncio.wait([running], timeout=seconds)
             if not done:
-                raise DataFailure("agent_timeout", f"the agent was not done after {self.agent_timeout_s:g} s")
+                raise DataFailure("agent_timeout", f"the agent was not done after {seconds:.3g} s")
         finally:
             if not running.done():
                 running.cancel()

@@ -102,6 +102,7 @@ class EpisodePool:
         self._submitted: deque[tuple[Row, RolloutWorkflow]] = deque()
         self._source: tuple[Iterator[Row], RolloutWorkflow] | None = None
         self._again: deque[Prompt] = deque()  # of the source, before its next rows: under way when a run was cut off
+        self._begun_again = 0  # such prompts since the start
         self._running: dict[int, Episode] = {}
         self._waiting: dict[int, Episode] = {}  # in order of arrival
         self._taken: list[Episode] = []  # of steps that have not ended
@@ -182,6 +183,7 @@ class EpisodePool:
             counts = {"episodes/trained": float(self.ledger.total("trained"))}
             counts |= {f"episodes/dropped/{reason}": float(n) for reason, n in self.ledger.dropped.items()}
             counts |= {f"samples/failed/{reason}": float(n) for reason, n in self.ledger.failed_samples.items()}
+            counts |= {"episodes/begun_again": float(self._begun_again)} if self._begun_again else {}
             return counts
 
     def state_dict(self) -> dict[str, Any]:
@@ -194,6 +196,7 @@ class EpisodePool:
                 **self._budget.state_dict(),
                 "failed_samples": dict(self.ledger.failed_samples),
                 "again": [[p.epoch, p.index] for p in unfinished if p.epoch != NO_EPOCH],
+                "begun_again": self._begun_again,
                 "sizes": [[epoch, size] for epoch, size in self.ledger.sizes.items()],
             }
 
@@ -204,6 +207,9 @@ class EpisodePool:
             self._budget.load_state_dict(state)
             self.ledger.failed_samples = Counter(state.get("failed_samples", {}))
             self._again = deque(Prompt(int(epoch), int(index)) for epoch, index in state["again"])
+            self._begun_again = int(state.get("begun_again", 0)) + len(self._again)
+            if self._again:
+                logger.info("%d episodes that were under way when the checkpoint was written begin anew", len(self._again))
             for epoch, size in state["sizes"]:
                 self.ledger.begin_epoch(int(epoch), int(size))
 

@@ -17,6 +17,7 @@ from tandem.api.workflow import GeneratesTokens, RewardFn, RolloutWorkflow
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.rollout.command import Command, filled
+from tandem.rollout.deadlines import PROGRAM, inside
 from tandem.rollout.own import judged
 from tandem.rollout.recording.recorder import Recorder
 from tandem.rollout.recording.session import Session, SessionLimits
@@ -27,9 +28,6 @@ ROW, REWARD = ".tandem/row.json", ".tandem/reward.json"
 
 REASONS = {"exit": "failed", "signal": "killed", "timeout": "timeout", "memory": "memory", "output": "output"}
 """How a program ended that did not end well → the reason ``program_…`` of its drop."""
-
-SHARE_OF_EPISODE = 0.8
-"""So much of the episode's time a program has, unless it is set: what is left is for its reward."""
 
 DESCRIPTORS = 4096
 """Open files of a process: interpreters load hundreds of modules at once."""
@@ -74,12 +72,8 @@ class ProgramWorkflow(RolloutWorkflow):
         """``template``: a folder that is copied into the program's. ``files``: the row's column with further files, path to
         text. ``variables``: more of them, with the places of the command. ``timeout_s``: longest time of a program;
         None: 0.8 of the episode's."""
-        self.timeout_s = SHARE_OF_EPISODE * episode_timeout_s if timeout_s is None else timeout_s
-        if not 0 < self.timeout_s < episode_timeout_s:
-            raise ConfigError(
-                f"workflow=program: timeout_s must be above 0 and below rollout.episode_timeout_s ({episode_timeout_s:g}), "
-                f"so that time is left for the reward; got {self.timeout_s:g}"
-            )
+        most_s = PROGRAM * episode_timeout_s
+        self.timeout_s = inside("workflow_args.timeout_s", timeout_s, most_s, episode_timeout_s)
         if reward_from in ("reply", "output") and reward is None:
             raise ConfigError(f"workflow=program: reward_from={reward_from} needs a reward; set reward")
         self.command, self.variables = Command(command), {str(k): str(v) for k, v in (variables or {}).items()}

@@ -17,6 +17,7 @@ from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.rollout.chat import Chat
+from tandem.rollout.deadlines import CLOSE, RESET, STEP, inside, of_environment
 from tandem.rollout.environments.actions import Reading, reader
 from tandem.rollout.environments.pool import EnvironmentPool, Limits, World
 
@@ -33,6 +34,7 @@ class EnvironmentWorkflow(RolloutWorkflow):
         environment: PerEpisode,
         gconfig: GenerationConfig,
         tokenizer: PreTrainedTokenizerBase,
+        episode_timeout_s: float = 600.0,
         *,
         system_prompt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -44,17 +46,14 @@ class EnvironmentWorkflow(RolloutWorkflow):
         turn_discount: float = 1.0,
         same_start: bool = True,
         workers: int | None = None,
-        reset_timeout_s: float = 60.0,
-        step_timeout_s: float = 30.0,
-        close_timeout_s: float = 5.0,
+        reset_timeout_s: float | None = None,
+        step_timeout_s: float | None = None,
+        close_timeout_s: float | None = None,
         max_episodes: int = 1000,
         memory_mib: float = 2048.0,
     ):
         positive = {
             "max_turns": max_turns,
-            "reset_timeout_s": reset_timeout_s,
-            "step_timeout_s": step_timeout_s,
-            "close_timeout_s": close_timeout_s,
             "max_episodes": max_episodes,
             "memory_mib": memory_mib,
             "workers": 1 if workers is None else workers,
@@ -64,7 +63,12 @@ class EnvironmentWorkflow(RolloutWorkflow):
                 raise ConfigError(f"workflow=environment: {name} must be more than 0, got {value}")
         if not 0 <= turn_discount <= 1:
             raise ConfigError(f"workflow=environment: turn_discount must lie in 0…1, got {turn_discount}")
-        limits = Limits(workers, reset_timeout_s, step_timeout_s, close_timeout_s, max_episodes, memory_mib)
+        calls = {"reset": (reset_timeout_s, RESET), "step": (step_timeout_s, STEP), "close": (close_timeout_s, CLOSE)}
+        reset_s, step_s, close_s = (
+            inside(f"workflow_args.{name}_timeout_s", seconds, of_environment(call, episode_timeout_s), episode_timeout_s)
+            for name, (seconds, call) in calls.items()
+        )
+        limits = Limits(workers, reset_s, step_s, close_s, max_episodes, memory_mib)
         self.pool = environment.shared(
             lambda spec, knobs: EnvironmentPool(spec, knobs, name=environment.name, limits=limits)
         )

@@ -21,6 +21,7 @@ from tandem.config.generation import GenerationConfig
 from tandem.config.terms import Term, read_term, spelled
 from tandem.protocol.tool_calls import CallReader
 from tandem.protocol.turns import Call, CallStatus
+from tandem.rollout.deadlines import TOOL, left_for_play
 from tandem.rollout.tools.chat import ToolChat
 from tandem.rollout.tools.tool import FunctionBox, Tool, Toolbox, ToolFailure
 from tandem.rollout.workflows import ChatWorkflow
@@ -31,12 +32,6 @@ STOPS: tuple[Stop, ...] = ("answer", "length", "turns", "calls", "tokens", "seco
 
 FAULTS = ("malformed", "unknown_tool", "wrong_arguments", "tool_raised", "tool_timeout")
 """Why a call gave no result."""
-
-SHARE = 0.25
-"""The share of the time that is left for the chat which a call may take at most."""
-
-SCORING = 0.1
-"""The share of an episode's time that stays for the reward."""
 
 
 class ToolWorkflow(ChatWorkflow):
@@ -83,8 +78,7 @@ class ToolWorkflow(ChatWorkflow):
         self.boxes = make_toolboxes(tools, services)
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Sample:
-        episode_s = getattr(engine, "remaining_s", float("inf")) * (1 - SCORING)
-        deadline = time.monotonic() + min(episode_s, self.max_seconds or float("inf"))
+        deadline = time.monotonic() + min(left_for_play(engine), self.max_seconds or float("inf"))
         async with AsyncExitStack() as stack:
             opened = [await stack.enter_async_context(box.open(data)) for box in self.boxes]
             tools = by_name(tool for box in opened for tool in box)
@@ -169,7 +163,7 @@ class Talk:
             known = call.status in (CallStatus.UNKNOWN_TOOL, CallStatus.WRONG_ARGUMENTS)
             self.faults[str(call.status) if known else "malformed"] += 1
             return call.why
-        seconds = min(self.workflow.tool_seconds, max(0.0, self.deadline - time.monotonic()) * SHARE)
+        seconds = min(self.workflow.tool_seconds, max(0.0, self.deadline - time.monotonic()) * TOOL)
         limit = asyncio.timeout(seconds)
         try:
             async with limit:
