@@ -209,10 +209,27 @@ def test_a_server_in_slimes_layout_is_asked_for_each_sample():
     assert {"prompt": "Q: ", "response": "one", "label": "2"} in bodies
 
 
+def test_the_route_of_vllm_and_sglang_gives_the_probability_of_a_class():
+    def classes(body):
+        texts = body["input"] if isinstance(body["input"], list) else [body["input"]]
+        rows = [{"index": n, "label": "bad", "probs": [0.75, len(t) / 100], "num_classes": 2} for n, t in enumerate(texts)]
+        return 200, {"object": "list", "data": rows[::-1]}
+
+    with server(classes) as (url, bodies):
+        assert judge(f"remote(url={url}, layout=vllm, model=m, class_label=1)", "one", "three") == [0.06, 0.08]
+        assert judge(f"remote(url={url}, layout=vllm, class_label=0)", "one") == 0.75
+        unsaid = judge(f"remote(url={url}, layout=vllm, patience_s=0.1)", "one", "three")
+        unknown = judge(f"remote(url={url}, layout=vllm, class_label=2, patience_s=0.1)", "one", "three")
+    assert {"model": "m", "input": ["Q: one", "Q: three"]} in bodies and {"input": "Q: one"} in bodies
+    assert all("has 2 classes; say with class_label which one counts" in str(failure) for failure in unsaid)
+    assert all("class_label=2, and its model has 2 classes" in str(failure) for failure in unknown)
+
+
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("remote(url='http://a:1', layout=trl)", "layout must be one of tandem, openrlhf, slime, got 'trl'"),
+        ("remote(url='http://a:1', layout=trl)", "layout must be one of tandem, openrlhf, slime, vllm, got 'trl'"),
+        ("remote(url='http://a:1', class_label=1)", "class_label is the number of a class, .* with layout=vllm; got 1"),
         ("remote(url='ftp://a')", "http://HOST:PORT"),
         ("remote(url='http://a:1', token_env=NO_SUCH)", "no variable NO_SUCH"),
         ("remote(url='http://a:1', patience_s=0)", "must be above 0"),

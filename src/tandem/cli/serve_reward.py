@@ -6,7 +6,7 @@ examples:
   tandem train … reward="remote(url=http://127.0.0.1:8001, model=helpful) + 0.2*format"
 
 It listens on this machine only unless --host says otherwise, and then everyone needs the token. Runs of OpenRLHF use the
-route /get_reward. See docs/writing_a_reward.md.
+route /get_reward. See docs/rewards.md.
 """
 
 import argparse

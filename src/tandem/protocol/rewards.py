@@ -1,9 +1,9 @@
 """Judging over HTTP: what a reward server is asked, and what it answers.
 
-Three layouts are known. `tandem` is our own: results carry the number of their question, so their order says nothing, and a
+Four layouts are known. `tandem` is our own: results carry the number of their question, so their order says nothing, and a
 completion that cannot be judged has a reason. `openrlhf` is what the remote reward servers of OpenRLHF take (``query``,
 ``prompts``, ``labels`` → ``rewards``), `slime` what those of slime take (one sample: ``prompt``, ``response``, ``label`` → a
-number).
+number), `vllm` what vLLM and SGLang serve of a sequence classifier (``model``, ``input`` → ``data`` with ``probs``).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -110,8 +110,12 @@ class Layout:
     ask: Callable[[Sequence[Question], str | None], dict[str, Any]]
     """The body of a request: the questions, and the name of the server's model."""
 
-    read: Callable[[Any, int], list[Verdict]]
-    """The verdicts of an answer to so many questions, in their order. Raises `ValueError`: it is something else."""
+    read: Callable[[Any, int, int | None], list[Verdict]]
+    """The verdicts of an answer to so many questions, in their order; which of the classes counts, where there are some.
+    Raises `ValueError`: it is something else."""
+
+    has_classes: bool = False
+    """True if an answer has a number for each of several classes."""
 
 
 def plain_text(content: Any) -> str:
@@ -136,7 +140,7 @@ def _ask_tandem(questions: Sequence[Question], model: str | None) -> dict[str, A
     return {"questions": listed} | ({} if model is None else {"model": model})
 
 
-def _read_tandem(answer: Any, count: int) -> list[Verdict]:
+def _read_tandem(answer: Any, count: int, chosen: int | None) -> list[Verdict]:
     results = answer.get("results") if isinstance(answer, Mapping) else None
     if not isinstance(results, list):
         raise ValueError("it has no list `results`")
@@ -167,7 +171,7 @@ def _ask_openrlhf(questions: Sequence[Question], model: str | None) -> dict[str,
     }
 
 
-def _read_openrlhf(answer: Any, count: int) -> list[Verdict]:
+def _read_openrlhf(answer: Any, count: int, chosen: int | None) -> list[Verdict]:
     rewards = answer.get("rewards") if isinstance(answer, Mapping) else None
     if not isinstance(rewards, list) or len(rewards) != count:
         size = len(rewards) if isinstance(rewards, list) else "none"
@@ -180,11 +184,38 @@ def _ask_slime(questions: Sequence[Question], model: str | None) -> dict[str, An
     return {"prompt": question.prompt, "response": question.completion, "label": question.answer}
 
 
-def _read_slime(answer: Any, count: int) -> list[Verdict]:
+def _read_slime(answer: Any, count: int, chosen: int | None) -> list[Verdict]:
     value = answer
     if isinstance(answer, Mapping):
         value = next((answer[key] for key in ("reward", "score") if key in answer), None)
     return [_number(value)]
+
+
+def _ask_vllm(questions: Sequence[Question], model: str | None) -> dict[str, Any]:
+    texts = [question.prompt + question.completion for question in questions]
+    body: dict[str, Any] = {"input": texts if len(texts) > 1 else texts[0]}  # SGLang takes one text a request
+    return body | ({} if model is None else {"model": model})
+
+
+def _read_vllm(answer: Any, count: int, chosen: int | None) -> list[Verdict]:
+    data = answer.get("data") if isinstance(answer, Mapping) else None
+    if not isinstance(data, list) or len(data) != count:
+        raise ValueError(f"`data` must be a list of {count}, got {len(data) if isinstance(data, list) else 'none'}")
+    verdicts: dict[int, Verdict] = {}
+    for place, one in enumerate(data):
+        probs: Any = one.get("probs") if isinstance(one, Mapping) else None
+        if not isinstance(probs, list) or not probs:
+            raise ValueError(f"data[{place}] has no list `probs`")
+        if chosen is None and len(probs) > 1:
+            raise ValueError(
+                f"its model has {len(probs)} classes; say with class_label which one counts, 0 to {len(probs) - 1}"
+            )
+        if not 0 <= (chosen or 0) < len(probs):
+            raise ValueError(f"class_label={chosen}, and its model has {len(probs)} classes, from 0 on")
+        verdicts[one.get("index", place)] = _number(probs[chosen or 0])
+    if sorted(verdicts) != list(range(count)):
+        raise ValueError(f"`index` must be 0…{count - 1}, each once, got {sorted(map(str, verdicts))}")
+    return [verdicts[number] for number in range(count)]
 
 
 def _only(value: Any) -> Any:
@@ -202,4 +233,5 @@ LAYOUTS = {
     "tandem": Layout("/score", True, _ask_tandem, _read_tandem),
     "openrlhf": Layout("/get_reward", True, _ask_openrlhf, _read_openrlhf),
     "slime": Layout("", False, _ask_slime, _read_slime),
+    "vllm": Layout("/classify", True, _ask_vllm, _read_vllm, has_classes=True),
 }

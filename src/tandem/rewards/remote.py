@@ -28,13 +28,14 @@ class RewardServer:
         *,
         layout: str,
         model: str | None,
+        class_label: int | None,
         token: str | None,
         batch_size: int,
         request_timeout_s: float,
         patience_s: float,
     ):
         """``request_timeout_s``: of one request. ``patience_s``: of a question, all tries of its request together."""
-        self._layout, self._model = LAYOUTS[layout], model
+        self._layout, self._model, self._class = LAYOUTS[layout], model, class_label
         self._server = AskedServer(url, token, self._layout.path, request_timeout_s=request_timeout_s, patience_s=patience_s)
         self._batch_size = batch_size if self._layout.at_once else 1
         # by event loop: training and evaluation may ask from different ones, and one may end with questions that wait
@@ -95,7 +96,7 @@ class RewardServer:
     async def _ask(self, questions: Sequence[Question], until: float) -> list[Verdict]:
         body, several = self._layout.ask(questions, self._model), len(questions) > 1
         return await self._server.ask(
-            body, lambda answer: self._layout.read(answer, len(questions)), until=until, once=several
+            body, lambda answer: self._layout.read(answer, len(questions), self._class), until=until, once=several
         )
 
     def close(self) -> None:
@@ -114,10 +115,12 @@ class RemoteReward(RewardFn):
     """The score of another server.
 
     ``url``: of the server, with the route if it has another than its layout's. ``layout``: the shape of requests, `tandem`
-    (what `tandem serve-reward` serves), `openrlhf` or `slime`. ``model``: which of its models is asked. ``token_env``: the
-    environment variable with its bearer token. ``batch_size``: most completions of one request. ``patience_s``: how long a
-    completion waits for its score, all tries together. One try has `reward_timeout_s`. ``center`` is subtracted from scores,
-    and ``scale`` divides them. ``above``: the reward is 1 where this is exceeded, else 0.
+    (what `tandem serve-reward` serves), `openrlhf`, `slime` or `vllm` (a classifier behind vLLM or SGLang).
+    ``model``: which of its models is asked. ``class_label``: number of the class whose probability counts, where that model
+    has several. ``token_env``: the environment variable with its bearer token. ``batch_size``: most completions of one
+    request. ``patience_s``: how long a completion waits for its score, all tries together. One try has `reward_timeout_s`.
+    ``center`` is subtracted from scores, and ``scale`` divides them. ``above``: the reward is 1 where this is exceeded, else
+    0.
     """
 
     reads_messages = True
@@ -130,6 +133,7 @@ class RemoteReward(RewardFn):
         name: str = "remote",
         layout: str = "tandem",
         model: str | None = None,
+        class_label: int | str | None = None,
         token_env: str | None = None,
         batch_size: int = 32,
         patience_s: float = 120.0,
@@ -139,6 +143,13 @@ class RemoteReward(RewardFn):
     ):
         if layout not in LAYOUTS:
             raise ConfigError(f"reward {name!r}: layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+        number = class_label if isinstance(class_label, int) and not isinstance(class_label, bool) else -1
+        if class_label is not None and (not LAYOUTS[layout].has_classes or number < 0):
+            with_classes = ", ".join(known for known in LAYOUTS if LAYOUTS[known].has_classes)
+            raise ConfigError(
+                f"reward {name!r}: class_label is the number of a class, from 0 on, with layout={with_classes}; got "
+                f"{class_label!r} with layout={layout}"
+            )
         finite_knobs(name, patience_s=patience_s, center=center, scale=scale, **({} if above is None else {"above": above}))
         if patience_s <= 0 or scale <= 0:
             raise ConfigError(f"reward {name!r}: patience_s and scale must be above 0, got {patience_s} and {scale}")
@@ -147,6 +158,7 @@ class RemoteReward(RewardFn):
             str(url),
             layout=layout,
             model=model,
+            class_label=None if class_label is None else number,
             token=token_of(name, token_env),
             batch_size=batch_size,
             request_timeout_s=timeout_s,
