@@ -180,11 +180,15 @@ REFERENCE = ["algorithm.kl.coefficient=0.1", "reference.refresh_every_steps=2", 
         ("addition_grpo.py", TrainConfig, ["actor.mini_batches=2"]),
         ("gsm8k_grpo.py", TrainConfig, REFERENCE),
         ("multi_turn.py", TrainConfig, REFERENCE),
+        ("rlhf.py", TrainConfig, ["actor.mini_batches=2"]),
+        ("gsm8k_sft.py", SFTConfig, []),
+        ("addition_reward.py", RewardModelConfig, []),
         ("addition_preference.py", PreferenceConfig, ["loss=kto"]),
     ],
 )
 def test_an_example_script_calls_the_stages_of_its_plan_in_order(script, kind, keys):
-    plan = plan_run(load_config(kind, EXAMPLES / script.replace(".py", ".yaml"), keys).config)
+    file = {"rlhf.py": "rlhf_ppo.yaml"}.get(script, script.replace(".py", ".yaml"))
+    plan = plan_run(load_config(kind, EXAMPLES / file, keys).config)
     wanted = [stage.call for stage in plan.stages if stage.kind in ("collect", "pass", "update", "deliver")]
     whole = ast.walk(ast.parse((EXAMPLES / script).read_text()))
     (steps,) = [node for node in whole if isinstance(node, ast.For) and "run.steps" in ast.unparse(node.iter)]
@@ -197,6 +201,12 @@ def test_an_example_script_calls_the_stages_of_its_plan_in_order(script, kind, k
         if isinstance(node.func, ast.Attribute) and node.func.attr in wanted
     ]
     assert called == wanted
+
+
+def test_every_example_whose_loop_stands_in_the_script_is_compared_with_its_plan():
+    loops = {path.name for path in EXAMPLES.glob("*.py") if "open_training(" in path.read_text()}
+    (mark,) = test_an_example_script_calls_the_stages_of_its_plan_in_order.pytestmark
+    assert loops == {script for script, _, _ in mark.args[1]}
 
 
 def test_text_and_flowchart_name_every_model_and_stage_and_the_fields_between_them():
