@@ -1,6 +1,7 @@
 """The rooms know the contracts and not each other: the table of the architecture, read from the source."""
 
 import ast
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,65 @@ def test_no_file_is_longer_than_600_lines():
     lengths = {shown(path): len(path.read_text().splitlines()) for path in sources()}
     assert len(lengths) == len(sources())  # no file hides behind another of its name
     assert {name: lines for name, lines in lengths.items() if lines > 600} == {}, "a second idea has moved in: split it"
+
+
+MOVES = {"offload", "onload", "sleep", "wake"}
+MOVING = ("flow/residency.py", "engines/")
+"""Who calls them: the residency, and engines among their own parts."""
+
+
+def moves(tree):
+    """Lines on which a resident is told to sleep or to wake. What passes the call on, in a method of that name, only stands
+    for the resident; `asyncio` and `time` sleep too."""
+    within = [("", tree)]
+    while within:
+        function, node = within.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            function = node.name
+        called = node.func if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else None
+        if called and called.attr in MOVES - {function} and ast.unparse(called.value) not in ("asyncio", "time"):
+            yield node.lineno
+        within += [(function, child) for child in ast.iter_child_nodes(node)]
+
+
+def test_only_the_residency_puts_models_to_sleep_and_wakes_them():
+    assert [*moves(ast.parse("def rest(self):\n    time.sleep(1)\n    self.engine.sleep(('kv_cache',))"))] == [3]
+    calls = {
+        str(path.relative_to(ROOT)): [*moves(ast.parse(path.read_text()))]
+        for path in sorted(ROOT.rglob("*.py"))
+        if "sleep" in path.read_text() or "load" in path.read_text()
+    }
+    assert calls["flow/residency.py"]
+    assert {name: lines for name, lines in calls.items() if lines and not name.startswith(MOVING)} == {}
+
+
+def imported_at_once(path, modules):
+    """The modules of the package that are loaded before the last line of this one is reached."""
+    within = list(ast.parse(path.read_text()).body)
+    while within:
+        node = within.pop()
+        if isinstance(node, ast.Import):
+            yield from ({alias.name for alias in node.names} & modules.keys())
+        elif isinstance(node, ast.ImportFrom):
+            named = {f"{node.module}.{alias.name}" for alias in node.names} & modules.keys()
+            yield from named or {node.module} & modules.keys()
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            within += node.orelse
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            within += ast.iter_child_nodes(node)
+
+
+def test_neither_modules_nor_rooms_import_each_other_in_a_circle():
+    paths = {path: path.relative_to(ROOT.parent).with_suffix("").parts for path in ROOT.rglob("*.py")}
+    modules = {".".join(parts).removesuffix(".__init__"): path for path, parts in paths.items()}
+    graph = {name: set(imported_at_once(path, modules)) for name, path in modules.items()}
+    assert "tandem.config.errors" in graph["tandem.flow.plan"]
+    TopologicalSorter(graph).prepare()  # raises CycleError with the circle
+    rooms = {}
+    for name, others in graph.items():
+        if name.count("."):
+            rooms.setdefault(room_of(name), set()).update(room_of(other) for other in others if other.count("."))
+    TopologicalSorter({room: others - {room} for room, others in rooms.items()}).prepare()
 
 
 @pytest.mark.parametrize("room", ["algorithms", "roles"])

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tandem.api.activity import waiting
 from tandem.api.engines import InferenceEngine, TrainEngine
@@ -16,9 +16,11 @@ from tandem.flow.plan import Resident
 from tandem.flow.process import Process
 from tandem.flow.sleep_plan import GIB, Moves, Part, SleepPlan, State
 from tandem.flow.state_parts import ENGINE
-from tandem.flow.writing import WritingModel
 from tandem.models.allocator import give_back, mapped_blocks
 from tandem.tracking.statistics import PhaseTimer
+
+if TYPE_CHECKING:
+    from tandem.flow.writing import WritingModel
 
 START = "start"
 """Where what moves while the models are opened is counted."""
@@ -90,7 +92,7 @@ class Residency:
             give_back()
         return engine
 
-    def add(self, name: str, model: WritingModel) -> WritingModel:
+    def add(self, name: str, model: "WritingModel") -> "WritingModel":
         """Lets a judge that writes sleep and wake with the others; it is asleep now."""
         self._models[name] = model
         return model
@@ -213,3 +215,8 @@ class Residency:
                 time.sleep(0.01)
         if not idle():
             raise WaitTimeout(f"the inference engine was to sleep, and was still busy after {self._idle_timeout_s:g} s")
+
+
+def free_cache(engine: InferenceEngine) -> None:
+    """Gives back the cache of an engine that has answered everything; it takes one again with the next request."""
+    engine.sleep(("kv_cache",))

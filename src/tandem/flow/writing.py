@@ -21,6 +21,7 @@ from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.embedded import EmbeddedEngine
 from tandem.flow.plan import PlannedScore
+from tandem.flow.residency import free_cache
 from tandem.models.tokenizer import load_tokenizer
 from tandem.rewards.outcome import Outcome, compared
 from tandem.rewards.written import PLACE, Place, Written
@@ -82,7 +83,7 @@ class WritingModel:
     def rest(self) -> None:
         """Gives the cache back, which is worth nothing for other prompts."""
         if self._engine is not None:
-            self._engine.sleep(("kv_cache",))
+            free_cache(self._engine)
 
     def abandon(self) -> None:
         """Leaves an engine that hangs or has died; the next call opens another."""
