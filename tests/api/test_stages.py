@@ -4,7 +4,7 @@ import pytest
 
 from tandem.api.batch import pack
 from tandem.api.failures import BatchError
-from tandem.api.stage import Stage, stage, stages_of
+from tandem.api.stage import Declaration, stage, stages_of
 
 
 class Role:
@@ -29,8 +29,8 @@ def test_a_stage_runs_its_method_and_keeps_name_and_docstring():
 
 def test_the_declarations_of_a_role_are_found_by_method_name():
     assert stages_of(Role) == {
-        "judge": Stage("judge", ("input_ids", "reward"), ("advantages",), ("weights",)),
-        "update": Stage("update", writes_state=("optimizer",)),
+        "judge": Declaration("judge", ("input_ids", "reward"), ("advantages",), ("weights",)),
+        "update": Declaration("update", writes_state=("optimizer",)),
     }
 
 

@@ -11,7 +11,8 @@ from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
 from tandem.config.roles import CriticConfig
-from tandem.flow.draw import added, mermaid, text
+from tandem.flow.declarations import added, declaration, weights_to
+from tandem.flow.draw import drawn, mermaid, text
 from tandem.flow.parts import open_rows
 from tandem.flow.plan import plan_run
 from tandem.flow.process import start_process
@@ -103,8 +104,9 @@ def run_a_step(config, plan, monkeypatch):
 
     def recorded(self, stage, *handles):
         result = call(self, stage, *handles)
-        if stage.kind == "pass":
-            gained[stage.name] = set(result.keys()) - set(handles[0].keys())
+        if stage.kind in ("pass", "collect"):
+            before = set(handles[0].keys()) if stage.kind == "pass" else set()
+            gained[stage.name] = set(result.keys()) - before
         return result
 
     monkeypatch.setattr(LocalRunner, "call", recorded)
@@ -141,6 +143,7 @@ def test_a_step_runs_the_passes_of_the_plan_in_order_and_each_adds_what_it_says(
 
     gained = run_a_step(config, plan, monkeypatch)
 
+    assert set(declaration(plan, plan.stage("generate")).adds) <= gained.pop("generate")
     assert list(gained) == names(plan.passes)
     assert all(set(added(plan, stage)) <= gained[stage.name] for stage in plan.passes)
 
@@ -207,6 +210,39 @@ def test_every_example_whose_loop_stands_in_the_script_is_compared_with_its_plan
     loops = {path.name for path in EXAMPLES.glob("*.py") if "open_training(" in path.read_text()}
     (mark,) = test_an_example_script_calls_the_stages_of_its_plan_in_order.pytestmark
     assert loops == {script for script, _, _ in mark.args[1]}
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        (TrainConfig, ["algorithm=ppo", "actor.mini_batches=2", *REFERENCE[:2]]),
+        (TrainConfig, ["algorithm=ppo", "critic.shared=true", "deterministic=true"]),
+        (DistillConfig, ["teacher.path=smollm2-135m"]),
+        (SFTConfig, []),
+        (RewardModelConfig, [PAIRS]),
+        *((PreferenceConfig, [PAIRS, f"loss={loss}"]) for loss in ("dpo", "kto")),
+    ],
+    ids=str,
+)
+def test_every_stage_declares_what_it_reads_and_earlier_stages_have_added_that(kind, keys):
+    plan, there = plan_of(*keys, kind=kind), set()
+    for stage in plan.stages:
+        declared = declaration(plan, stage)
+        assert declared is not None and set(declared.reads) <= there, stage.name
+        there |= {*declared.adds, *declared.may_add}
+    states = {stage.name: declaration(plan, stage) for stage in plan.stages}
+    assert all("weights" in states[name].reads_state for name in ("publish", "evaluate", "save", "verify") if name in states)
+
+
+def test_the_picture_and_the_flowchart_show_where_weights_go():
+    plan = plan_of("algorithm.kl.coefficient=0.1", "reference.refresh_every_steps=5")
+    assert [(stage.name, receiver) for stage, receiver in weights_to(plan)] == [
+        ("refresh", "reference"),
+        ("publish", "engine"),
+    ]
+    words = [text.get_text() for text in drawn(plan).axes[0].texts]
+    assert words.count("weights") == 2 == mermaid(plan).count('==>|"weights"|')
+    assert drawn(plan_of(kind=SFTConfig)).axes[0].texts and not list(weights_to(plan_of(kind=SFTConfig)))
 
 
 def test_text_and_flowchart_name_every_model_and_stage_and_the_fields_between_them():

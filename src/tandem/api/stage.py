@@ -14,10 +14,10 @@ ROLE_STATES = ("weights", "optimizer", "random")
 
 
 @dataclass(frozen=True)
-class Stage:
-    """Declaration of one role method.
+class Declaration:
+    """What one role method, or a stage that no role calls, reads and writes.
 
-    Example: ``Stage("compute_advantages", reads=("reward", "group_id"), adds=("advantages",))``
+    Example: ``Declaration("compute_advantages", reads=("reward", "group_id"), adds=("advantages",))``
     """
 
     name: str
@@ -41,7 +41,8 @@ def stage(
     may_read: tuple[str, ...] = (),
     may_add: tuple[str, ...] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Declares a role method ``method(self, batch, …)`` as a stage and checks that the fields it reads are there.
+    """Declares a role method as a stage: ``method(self, batch, …)``, which checks that the fields it reads are there, or one
+    that takes no batch and reads and writes state alone.
 
     Raises:
         BatchError: the batch lacks a field; the message names the stage and the fields that are there.
@@ -51,14 +52,15 @@ def stage(
         raise ValueError(f"role state must be one of {ROLE_STATES}, got {sorted(unknown)}")
 
     def decorate(method: Callable[..., Any]) -> Callable[..., Any]:
-        declaration = Stage(method.__name__, reads, adds, reads_state, writes_state, may_read, may_add)
+        declaration = Declaration(method.__name__, reads, adds, reads_state, writes_state, may_read, may_add)
 
         @functools.wraps(method)
-        def checked(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+            batch = args[0] if args else kwargs.get("batch", {})
             missing = [name for name in reads if name not in batch.keys()]
             if missing:
                 raise BatchError(f"{declaration.name} needs the fields {missing}; the batch has {sorted(batch.keys())}")
-            return method(self, batch, *args, **kwargs)
+            return method(self, *args, **kwargs)
 
         checked.stage = declaration  # type: ignore[attr-defined]
         return checked
@@ -66,7 +68,7 @@ def stage(
     return decorate
 
 
-def stages_of(role: type) -> dict[str, Stage]:
-    """All stages of a role class, by method name."""
+def stages_of(role: type) -> dict[str, Declaration]:
+    """The declarations of a role class, by method name."""
     methods = ((name, getattr(role, name)) for name in dir(role))
     return {name: method.stage for name, method in methods if hasattr(method, "stage")}

@@ -2,46 +2,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tandem.api.stage import Stage as Declaration
-from tandem.api.stage import stages_of
-from tandem.flow.plan import Resident, RunPlan, Stage
-from tandem.roles.actor import Actor
-from tandem.roles.constraint import Constraint
-from tandem.roles.critic import Critic
-from tandem.roles.language_model import LanguageModel
-from tandem.roles.preference import PreferenceLearner
-from tandem.roles.reference import Reference
-from tandem.roles.reward_model import RewardModel
-from tandem.roles.teacher import Student, Teacher
+from tandem.flow.declarations import added, weights_to
+from tandem.flow.plan import Resident, RunPlan
 
-ROLES: dict[str, tuple[type, ...]] = {
-    "actor": (Actor,),
-    "critic": (Critic,),
-    "reference": (Reference,),
-    "teacher": (Teacher,),
-    "constraint": (Constraint,),
-    "learner": (PreferenceLearner, RewardModel, LanguageModel),
-}
-
-
-def declaration(plan: RunPlan, stage: Stage) -> Declaration | None:
-    """The fields and states that the stage's method declares; None if it takes no batch, or is no role's."""
-    taught = stage.role == "actor" and plan.resident("teacher") is not None
-    for role in (Student, *ROLES["actor"]) if taught else ROLES.get(stage.role, ()):
-        if stage.call in stages_of(role):
-            return stages_of(role)[stage.call]
-    return None
-
-
-def added(plan: RunPlan, stage: Stage) -> tuple[str, ...]:
-    """The fields that a stage gives the batch: all of a pass that is there because it adds them, else those for sure."""
-    if stage.kind == "score":
-        return (f"rewards/{stage.role}",)
-    declared = declaration(plan, stage)
-    if declared is None:
-        return ("batch",) if stage.kind == "collect" else ()
-    return declared.adds or declared.may_add
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def text(plan: RunPlan) -> str:
@@ -87,8 +54,8 @@ def _mermaid_lines(plan: RunPlan) -> Iterator[str]:
         for stage in plan.stages:
             if resident.name in stage.awake:
                 yield f"{resident.name} -.- {number[stage.name]}"
-    if plan.stage("publish") is not None:
-        yield f'{number["publish"]} ==>|"weights"| engine'
+    for stage, receiver in weights_to(plan):
+        yield f'{number[stage.name]} ==>|"weights"| {receiver}'
 
 
 def picture(plan: RunPlan, path: Path) -> None:
@@ -97,6 +64,11 @@ def picture(plan: RunPlan, path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
+    drawn(plan).savefig(path, dpi=120, format="png")
+
+
+def drawn(plan: RunPlan) -> "Figure":
+    """The picture: a thin line from a stage to each model that it needs, a thick arrow where weights go."""
     from matplotlib.figure import Figure  # noqa: PLC0415 — takes a second to import
     from matplotlib.patches import FancyBboxPatch  # noqa: PLC0415
 
@@ -118,7 +90,13 @@ def picture(plan: RunPlan, path: Path) -> None:
             axes.annotate("", (2.4, -row - 0.68), (2.4, -row - 0.32), arrowprops={"arrowstyle": "->", "color": "#555555"})
             fields = ", ".join(added(plan, stage))
             axes.text(2.55, -row - 0.5, fields, fontsize=8, color="#555555", verticalalignment="center")
-    figure.savefig(path, dpi=120, format="png")
+    rows = {stage.name: row for row, stage in enumerate(plan.stages)}
+    for stage, receiver in weights_to(plan):
+        arrow = {"arrowstyle": "-|>", "color": "#c05a1a", "linewidth": 2.5}
+        axes.annotate("", (7.2, middle[receiver]), (4.6, -rows[stage.name]), arrowprops=arrow)
+        between = (-rows[stage.name] + middle[receiver]) / 2
+        axes.text(5.9, between + 0.1, "weights", fontsize=8, color="#c05a1a", backgroundcolor="white")
+    return figure
 
 
 def _box(axes, patch, left: float, middle: float, width: float, words: str, color: str) -> None:  # type: ignore[no-untyped-def]

@@ -28,6 +28,7 @@ class Reference:
         self.engine, self.refresh_every_steps, self.base = engine, refresh_every_steps, base
         self.refreshed = 0  # version of the actor's weights that it holds
 
+    @stage(reads_state=("weights",), writes_state=("weights",))
     def refresh_if_due(self, actor: TrainEngine, version: int) -> bool:
         """After the actor's update number ``version``: copies its weights if a refresh is due; says whether. Collective.
 
