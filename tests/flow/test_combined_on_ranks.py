@@ -39,7 +39,7 @@ def collected(out, ranks):
             batches.append(session.runner.call(session.plan.stages[0]))
             session.rollout.end_step()
         names = ("reward", "rewards/even", "rewards/model", "rewards/points", "token_rewards", "loss_mask")
-        return [{name: batch[name] for name in names} for batch in batches], session.combination.state_dict()
+        return [{name: batch[name] for name in names} for batch in batches], session.scorer.combination.state_dict()
 
 
 @pytest.mark.slow

@@ -92,7 +92,7 @@ def test_what_is_trained_is_what_the_engine_saw_and_made(overrides, tmp_path, te
     rows = open_rows(config)
     make = load_object(WORKFLOW)
     with open_session(config, start_process(config), rows, 1, "test/multi_turn") as session:
-        taped = Taped(make(session.reward, config.gconfig, session.tokenizer))
+        taped = Taped(make(session.episodes.reward, config.gconfig, session.tokenizer))
         batch = session.rollout.prepare_batch(session.loader, Repeated(taped, config.gconfig.n_samples))
         before = torch.cat([tensor.flatten().clone() for _, tensor in session.trainer.weights()])
         scored = session.actor.compute_advantages(session.actor.compute_proximal(batch))

@@ -105,15 +105,10 @@ def attributes(value, path, seen, depth=3):
 def snapshot(session):
     found, seen = {}, set()
     for name in ("trainer", "reference", "critic", "combination", *SAVED):
-        part = getattr(session, name)
+        part = session.parts[name]
         if id(part) not in seen:
             found |= dict(attributes(part, name, seen))
     return found
-
-
-def test_every_field_of_a_session_is_a_part_or_has_a_reason_not_to_be():
-    assert set(SAVED) | set(STATELESS) == {field.name for field in dataclasses.fields(Session)}
-    assert set(SAVED) & set(STATELESS) == set()
 
 
 @pytest.fixture
@@ -137,6 +132,12 @@ def session(overrides):
         torch.use_deterministic_algorithms(False)
 
 
+def test_every_field_and_role_of_a_session_is_a_part_or_has_a_reason_not_to_be(session):
+    fields = {field.name for field in dataclasses.fields(Session)} - {"roles"}
+    assert set(SAVED) | set(STATELESS) == fields | set(session.roles) | {"teacher", "combination"}
+    assert set(SAVED) & set(STATELESS) == set()
+
+
 def test_whatever_changes_while_a_run_trains_is_saved_or_has_a_reason_not_to_be(session):
     before = snapshot(session)
     for _ in range(2):
@@ -150,9 +151,8 @@ def test_whatever_changes_while_a_run_trains_is_saved_or_has_a_reason_not_to_be(
     )
     seen = {"actor.version", "actor.kl_coefficient", "critic.updates", "reference.refreshed", "loader.rates"}
     assert seen | {path for path in REMEMBERED if "engine" in path or "trainer" in path} <= changed
-    for name in [field.name for field in dataclasses.fields(session)]:
-        if isinstance(getattr(session, name), Stateful):
-            assert name in SAVED
+    for name, part in (vars(session) | session.roles).items():
+        assert name in SAVED or not isinstance(part, Stateful)
     parts = parts_of(session, Progress(), None, None, "cpu")
     assert list(parts) == ["progress", *SAVED, "random"]
     with contextlib.ExitStack() as stack:

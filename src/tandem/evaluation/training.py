@@ -71,7 +71,7 @@ def evaluate(config: TrainConfig, session: Session, rows: Rows) -> dict[str, flo
             answers = session.rollout.run(
                 ask_rows(
                     session.engine,
-                    session.examiner,
+                    session.episodes.examiner,
                     rows.valid,
                     seed=config.seed,
                     deadline_s=config.rollout.episode_timeout_s,

@@ -1,7 +1,7 @@
 """A run's objects, made in order and closed in reverse, whatever happens."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from tandem.flow.residency import Residency
 from tandem.flow.residents import open_critic, open_model, open_partner, open_reference, open_scores
 from tandem.flow.run import LocalRunner, Runner
 from tandem.flow.scoring import GroupScorer, ScoreRole
-from tandem.flow.services import EpisodeParts, RewardBySource, make_parts
+from tandem.flow.services import EpisodeParts, make_parts
 from tandem.flow.sleep_plan import AGAIN, BEGIN
 from tandem.flow.state_parts import sleep_plan_here
 from tandem.flow.team import form_generators
@@ -55,17 +55,14 @@ from tandem.tracking.statistics import PhaseTimer
 from tandem.weights.publisher import WeightPublisher
 
 SAVED = ("loader", "actor", "trainer", "reference", "critic", "constraint", "rollout", "publisher", "combination")
-"""The fields of a session that are parts, where the run has them."""
+"""The parts of a session that have a state, where the run has them."""
 
 STATELESS = {
-    "tokenizer": "is read only",
+    "episodes": "are read only, or judge and run each sample by itself; what a user's reward remembers is his own, and what "
+    "it was changed by is in control.jsonl, from which the changes are made again",
     "engine": "has no more than the weights that the publisher delivers, and requests that are made again",
     "plan": "follows from the configuration",
     "teacher": "is frozen",
-    "reward": "judges each sample by itself; what a user's reward remembers is his own, and what it was changed by is in "
-    "control.jsonl, from which the changes are made again",
-    "workflow": "runs each episode by itself",
-    "examiner": "likewise, in evaluation",
     "verifier": "draws from seed and version; the versions that it compares with are the publisher's, and evidence and a "
     "suspicion of before are gathered anew",
     "meter": "measures time",
@@ -75,36 +72,72 @@ STATELESS = {
     "scorer": "its models are frozen; those that came later are opened again with the change that brought them",
     "team": "is the ranks that there are",
 }
-"""The other fields, and why nothing of them need be saved. A test compares both with the fields that there are."""
+"""The other fields and roles, and why nothing of them need be saved. A test compares both with what there is."""
 
 
 @dataclass(frozen=True)
 class Session(TrainingSession):
     """Everything that the loop of reinforcement learning uses. ``engine`` is None on ranks that do not generate."""
 
-    tokenizer: PreTrainedTokenizerBase
-    loader: Loader | Curriculum
-    actor: Actor | Student
+    roles: Mapping[str, Any]
+    """The objects whose methods are the stages of the plan, by `Stage.role`; those of rewards are the scorer's."""
+
     trainer: TrainEngine
-    reference: Reference | None
-    teacher: Teacher | None
-    critic: Critic | SharedCritic | None
-    constraint: Constraint | None
+    """The actor's engine."""
+
+    episodes: EpisodeParts
+    loader: Loader | Curriculum
     engine: InferenceEngine | None
-    rollout: Rollout
-    reward: RewardBySource
-    workflow: RolloutWorkflow
-    examiner: RolloutWorkflow
-    publisher: WeightPublisher
-    verifier: Verifier
     meter: EngineMeter
     scorer: GroupScorer
-    combination: Combination
+
+    @property
+    def actor(self) -> Any:
+        """The `Actor`; a `Student` if there is a teacher."""
+        return self.roles["actor"]
+
+    @property
+    def critic(self) -> Critic | SharedCritic | None:
+        """None if nothing asks for values."""
+        return self.roles.get("critic")
+
+    @property
+    def reference(self) -> Reference | None:
+        """None if nothing compares with one."""
+        return self.roles.get("reference")
+
+    @property
+    def rollout(self) -> Rollout:
+        """The executor."""
+        rollout: Rollout = self.roles["rollout"]
+        return rollout
+
+    @property
+    def publisher(self) -> WeightPublisher:
+        """It delivers new weights to the inference engine."""
+        publisher: WeightPublisher = self.roles["publisher"]
+        return publisher
+
+    @property
+    def verifier(self) -> Verifier:
+        """It proves which weights made the tokens."""
+        verifier: Verifier = self.roles["verifier"]
+        return verifier
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The actor's."""
+        return self.episodes.tokenizer
+
+    @property
+    def workflow(self) -> RolloutWorkflow:
+        """How an episode of training goes."""
+        return self.episodes.workflow
 
     def measured(self) -> dict[str, float]:
         """What engines and rewards have measured since the last call, of all ranks that generate. Collective."""
-        samples = self.reward.samples
-        return of_all_ranks(self.team.gather((samples, {**self.meter.metrics(), **self.reward.metrics()})))
+        reward = self.episodes.reward
+        return of_all_ranks(self.team.gather((reward.samples, {**self.meter.metrics(), **reward.metrics()})))
 
     @property
     def models(self) -> Models:
@@ -115,14 +148,14 @@ class Session(TrainingSession):
         """From now on each method that a stage of the plan names first wakes the models that the stage needs, under a limit:
         for a script, which calls the methods itself."""
         for stage in self.plan.step if self.residency.plan is not None else ():
-            role = getattr(self, stage.role)
+            role = self.roles[stage.role]
             setattr(role, stage.call, self.residency.awake_for(stage.name, getattr(role, stage.call)))
 
     @property
     def parts(self) -> dict[str, Stateful]:
         """Those of `SAVED` that the run has; a shared critic has its state in the actor's model."""
-        fields = {name: getattr(self, name) for name in SAVED}
-        return {name: part for name, part in fields.items() if isinstance(part, Stateful)}
+        named = {"loader": self.loader, "trainer": self.trainer, "combination": self.scorer.combination, **self.roles}
+        return {name: named[name] for name in SAVED if isinstance(named.get(name), Stateful)}
 
     @property
     def ledger(self) -> Ledger:
@@ -190,31 +223,19 @@ def open_session(
             scorer = stack.enter_context(contextlib.closing(make_scorer(config, plan, scores, runner, process.team)))
             rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team, generators)
             stack.callback(rollout.close)
-        session = Session(
-            tokenizer=parts.tokenizer,
-            loader=loader,
-            actor=actor if teacher is None else Student(actor),
-            trainer=trainer,
-            plan=plan,
-            reference=reference,
-            teacher=teacher,
-            critic=critic,
-            constraint=make_constraint(config, plan),
-            engine=engine,
-            rollout=rollout,
-            reward=parts.reward,
-            workflow=parts.workflow,
-            examiner=parts.examiner,
-            publisher=publisher,
-            verifier=verifier,
-            meter=meter,
-            timer=timer,
-            residency=residency,
-            runner=runner,
-            scorer=scorer,
-            combination=scorer.combination,
-            team=process.team,
-        )
+        roles = {
+            "actor": actor if teacher is None else Student(actor),
+            "reference": reference,
+            "critic": critic,
+            "teacher": teacher,
+            "constraint": make_constraint(config, plan),
+            "rollout": rollout,
+            "verifier": verifier,
+            "publisher": publisher,
+        }
+        there = {name: role for name, role in roles.items() if role is not None}
+        own = (there, trainer, parts, loader, engine, meter, scorer)
+        session = Session(plan, timer, residency, runner, process.team, *own)
         runner.learn(_work(session))
         yield session
 
@@ -238,43 +259,40 @@ def _measured(stage: Stage, timer: PhaseTimer, meter: EngineMeter) -> Iterator[N
 
 
 def _work(session: Session) -> dict[str, Callable[..., Any]]:
-    """The function behind each stage of the plan: the method of its role, or one of those below."""
+    """The function behind each stage of the plan: the method of its role, or what calls it with more than the batch."""
+    roles = {**session.roles, **session.scorer.roles}
+    stages = [stage for stage in session.plan.stages if stage.kind != "keep"]
+    more = _with_more(session)
+    return {stage.name: more.get(stage.name) or getattr(roles[stage.role], stage.call) for stage in stages}
+
+
+def _with_more(session: Session) -> dict[str, Callable[..., Any]]:
+    """The stages whose method takes more than the batch, or rests while the critic warms up."""
+    roles, actor, critic = session.roles, session.actor, session.critic
 
     def update(batch: TensorDict) -> dict[str, float]:
-        actor, critic = session.actor, session.critic
         if critic is None:
             return actor.ppo_update(batch)
         if critic.warming_up:
-            assert isinstance(actor, Actor), "a student has no critic"
             return actor.rest(batch) | {"actor/rests": 1.0}
         return actor.ppo_update(batch) | {"actor/rests": 0.0}
-
-    def follow(batch: TensorDict) -> dict[str, float]:
-        assert session.constraint is not None, "the plan has a constraint"
-        return session.constraint.follow(batch, rests=session.critic is not None and session.critic.warming_up)
 
     def publish() -> dict[str, float]:
         published = session.publisher.publish()
         return {f"time/{name}": published[name] for name in ("prepare_s", "pause_s", "recompute_s")}
 
     def refresh() -> dict[str, float]:
-        assert session.reference is not None, "the plan refreshes a reference"
-        session.reference.refresh_if_due(session.trainer, session.actor.version)
+        roles["reference"].refresh_if_due(session.trainer, actor.version)
         return {}
 
-    work: dict[str, Callable[..., Any]] = {
+    return {
         "generate": lambda: session.rollout.prepare_batch(session.loader, session.workflow),
         "verify": lambda batch: session.verifier.verify_if_due(batch, session.publisher.version.number + 1),
-        "multiplier": follow,
+        "multiplier": lambda batch: roles["constraint"].follow(batch, rests=critic is not None and critic.warming_up),
         "update": update,
         "refresh": refresh,
         "publish": publish,
     }
-    for stage in session.plan.stages:
-        if stage.name not in work and stage.kind != "keep":
-            role = session.scorer.roles[stage.role] if stage.kind == "score" else getattr(session, stage.role)
-            work[stage.name] = getattr(role, stage.call)
-    return work
 
 
 Opened = tuple[TrainEngine, Reference | None, Critic | SharedCritic | None, Teacher | None, Scores]

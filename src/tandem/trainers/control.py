@@ -121,8 +121,8 @@ class Control:
             self._parts.reward.change(changed.reward)
             session.scorer.change(changed.plan, changed.roles, again=request.step is not None and request.step < step)
             session.rollout.begin_again()
-        if session.constraint is not None:
-            session.constraint.everywhere = is_everywhere(changed.plan, str(changed.config.constraint.cost))
+        if "constraint" in session.roles:
+            session.roles["constraint"].everywhere = is_everywhere(changed.plan, str(changed.config.constraint.cost))
         log.info("from step %d on the reward is %s (%s)", step, spec, request.change)
         if mailbox is not None and not request.recorded:
             mailbox.answer(request.id, {"step": step, "reward": spec})
@@ -160,7 +160,7 @@ class Control:
         check_models(plan, self._process.device)
         sleep_plan_here(config, plan)
         later = any(plan.later.values())
-        early = session.examiner.reads_scores or config.algorithm.update_samples is not None
+        early = session.episodes.examiner.reads_scores or config.algorithm.update_samples is not None
         if early and later and not session.workflow.reads_scores:
             raise ConfigError(f"the workflow finishes a group behind the rewards that need a model, and {BEGIN_WITH_IT}")
         if session.workflow.reads_scores and not later:
@@ -174,7 +174,7 @@ class Control:
         """Passes if each row can be judged, and by what the workflow was made for."""
         if reward.compares and not self._compares:
             raise ConfigError(f"the term compares the samples of a prompt, and {BEGIN_WITH_IT}")
-        refuse_comparing(config, plan, reward, self._session.examiner.makes_group)
+        refuse_comparing(config, plan, reward, self._session.episodes.examiner.makes_group)
         if self._session.workflow.reads_scores:
             refuse_compared_later(config, plan, reward)
         if config.evaluate.every_steps:
