@@ -1,15 +1,18 @@
 """The recorder's own cost a call, with an engine that waits and says what it was told. Reach: 3 ms at 200 sessions.
 
-    chrt -r 5 python benchmarks/recorder.py [--sessions 200] [--turns 8] [--wait-s 1.0]
+    chrt -r 5 python benchmarks/recorder.py [--sessions 200] [--turns 8] [--wait-s 1.0] [--no-freeze]
 
 The clients are a process of their own. Each plays a chat that grows by a question of 60 words and a reply of 64 tokens.
 ``cpu_ms`` is the time that the recorder's process computes, divided by the calls: reading the request, finding its turn,
 rendering, tokens, the reply as JSON, and HTTP. ``added_ms`` is what a client waits beyond the engine's time, median and
-95th percentile, while all sessions call at once. Prints one JSON object.
+95th percentile, while all sessions call at once. What is loaded before the first call is kept from the garbage collector, as
+in a run; ``--no-freeze`` leaves it there. ``gc_ms`` is the longest collection and ``gc_all_ms`` all of them, in
+processor time, so they are steady on a busy machine where ``added_ms`` is not. Prints one JSON object.
 """
 
 import argparse
 import asyncio
+import gc
 import json
 import statistics
 import sys
@@ -64,18 +67,36 @@ async def clients(told: dict) -> list[float]:
         return [wait for waits in await asyncio.gather(*chats) for wait in waits]
 
 
+def time_collections() -> list[float]:
+    """Processor seconds of each collection from now on."""
+    seconds: list[float] = []
+    began = [0.0]
+
+    def note(phase: str, info: dict) -> None:
+        if phase == "start":
+            began[0] = time.thread_time()
+        else:
+            seconds.append(time.thread_time() - began[0])
+
+    gc.callbacks.append(note)
+    return seconds
+
+
 async def measure(args: argparse.Namespace) -> dict[str, float]:
     """Opens the sessions, has the clients play in another process, and makes the samples."""
     tokenizer = load_tokenizer(resolve(args.model))
     reply = tokenizer("word " * 63, add_special_tokens=False)["input_ids"][:63]
     engine = Waiting(args.wait_s, (*reply, tokenizer.eos_token_id))
     recorder = Recorder(tokenizer)
+    if args.freeze:
+        gc.collect()
+        gc.freeze()
     opened = [recorder.session(engine, SAMPLING) for _ in range(args.sessions)]
     sessions = [await one.__aenter__() for one in opened]
     told = {"sessions": [(s.base_url, s.key) for s in sessions], "turns": args.turns, "wait_s": args.wait_s}
     pipe = asyncio.subprocess.PIPE
     child = await asyncio.create_subprocess_exec(sys.executable, __file__, "--clients", stdin=pipe, stdout=pipe)
-    began = time.process_time()
+    collections, began = time_collections(), time.process_time()
     said, _ = await child.communicate(json.dumps(told).encode())
     cpu_s = time.process_time() - began
     waits = [wait - args.wait_s for wait in json.loads(said)]
@@ -90,6 +111,8 @@ async def measure(args: argparse.Namespace) -> dict[str, float]:
         "cpu_ms": round(1e3 * cpu_s / len(waits), 2),
         "added_ms": round(1e3 * statistics.median(waits), 2),
         "added_p95_ms": round(1e3 * statistics.quantiles(waits, n=20)[-1], 2),
+        "gc_ms": round(1e3 * max(collections, default=0.0), 1),
+        "gc_all_ms": round(1e3 * sum(collections), 1),
         "sample_ms": round(1e3 * sample_s, 2),
     }
 
@@ -101,6 +124,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--wait-s", type=float, default=1.0)
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--no-freeze", dest="freeze", action="store_false", help="what is loaded is collected, too")
     parser.add_argument("--clients", action="store_true", help="for the measurement itself")
     args = parser.parse_args()
     if args.clients:

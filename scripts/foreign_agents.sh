@@ -3,7 +3,9 @@
 #
 #     sh scripts/foreign_agents.sh [FOLDER]      # default: envs; about 1.9 GB. TANDEM_FOREIGN names another folder to the tests
 #
-# envs/agents has the Python frameworks, envs/npm the coding agents (where npm is there), envs/verifiers verifiers and uv.
+# envs/agents has the Python frameworks, envs/npm the coding agents (where npm is there), envs/verifiers verifiers and uv,
+# envs/games TextArena, SkyRL-gym and reasoning-gym, envs/openenv a server of environments, envs/renderers the library with
+# which parser and bridges are compared.
 set -eu
 folder=${1:-envs}
 python=${PYTHON:-python3}
@@ -16,6 +18,15 @@ mkdir -p "$folder/npm"
 
 "$python" -m venv "$folder/verifiers"
 "$folder/verifiers/bin/python" -m pip install -q verifiers==0.4.0 uv
+
+"$python" -m venv "$folder/games"
+"$folder/games/bin/python" -m pip install -q textarena==0.7.4 skyrl-gym==0.4.0 reasoning-gym==0.1.25 psutil
+
+"$python" -m venv "$folder/openenv"
+"$folder/openenv/bin/python" -m pip install -q openenv-core==0.3.0
+
+"$python" -m venv "$folder/renderers"
+"$folder/renderers/bin/python" -m pip install -q renderers==0.1.12
 
 if command -v npm >/dev/null; then
     cd "$folder/npm"

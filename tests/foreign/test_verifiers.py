@@ -14,7 +14,7 @@ import pytest
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.trainers.rl import train
-from tests.foreign.peers import ENVS, ROOT, SCRIPTS
+from tests.foreign.peers import ENVS, SCRIPTS
 from tests.serve.served import Served
 from tests.tiny import tiny_model_folder
 
@@ -78,14 +78,12 @@ def test_the_training_client_gets_tokens_masks_and_log_probabilities(folder, tmp
 def test_three_steps_of_grpo_on_a_taskset(folder, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(SCRIPTS))
     monkeypatch.setenv("HOME", str(ENVS / "home"))
-    rows, player = tmp_path / "rows.jsonl", ROOT / "examples/verifiers/player.py"
-    command = [BIN / "python", player, TASKSET, rows]
-    subprocess.run(command, env=environment(), check=True, timeout=300, capture_output=True)
     overrides = [
-        f"workflow={ROOT / 'examples/verifiers_taskset.py'}:play",
+        "workflow=verifiers",
         f"workflow_args.taskset={TASKSET}",
         f"workflow_args.python={BIN / 'python'}",
-        f"train_dataset.path={rows}",
+        "train_dataset.path=seeds",
+        "train_dataset.size=6",
         f"run.root={tmp_path}",
         f"actor.path={folder}",
         "actor.dtype=float32",

@@ -12,6 +12,7 @@ from tandem.api.failures import DataFailure
 from tandem.rollout.environments.pool import EnvironmentPool, Limits
 
 WORLDS = Path(__file__).parent / "worlds.py"
+PAGE = Path(__file__).parents[2] / "docs/agents_environments.md"
 QUICK = {"reset_timeout_s": 20.0, "step_timeout_s": 20.0}
 
 
@@ -42,21 +43,42 @@ async def outcome(pool, does):
     return None
 
 
-@pytest.mark.parametrize(
-    ("does", "reason", "words"),
-    [
-        ("raises", "environment_raised", r"ValueError: a wall that is none \(worlds.py:\d+\)"),
-        ("exits", "environment_raised", "SystemExit: enough"),
-        ("dies", "environment_died", "exit code 3 in step"),
-        ("nan", "environment_not_finite", "the reward is nan"),
-        ("words for a reward", "environment_wrong_type", "the reward must be a number, got a str"),
-        ("no text", "environment_wrong_type", "observation of step must be a text that the model can read, got a int"),
-        ("four", "environment_wrong_type", "it returned a tuple of 4"),
-        ("no flag", "environment_wrong_type", "terminated must be True or False, got a str"),
-        ("floods", "environment_wrong_type", "has 1000000 characters"),
-    ],
-)
-def test_what_an_environment_does_wrong_has_a_name_and_the_next_episode_is_fine(pool, does, reason, words):
+FAULTS = {
+    "raises": ("raises", "environment_raised", r"ValueError: a wall that is none \(worlds.py:\d+\)"),
+    "calls `sys.exit`": ("exits", "environment_raised", "SystemExit: enough"),
+    "ends its process": ("dies", "environment_died", "exit code 3 in step"),
+    "gives a reward that is NaN": ("nan", "environment_not_finite", "the reward is nan"),
+    "gives a reward that is no number": (
+        "words for a reward",
+        "environment_wrong_type",
+        "the reward must be a number, got a str",
+    ),
+    "shows something that is no text": (
+        "no text",
+        "environment_wrong_type",
+        "observation of step must be a text that the model can read, got a int",
+    ),
+    "returns four values": ("four", "environment_wrong_type", "it returned a tuple of 4"),
+    "says of the end neither True nor False": (
+        "no flag",
+        "environment_wrong_type",
+        "terminated must be True or False, got a str",
+    ),
+    "shows more than 100,000 characters": ("floods", "environment_wrong_type", "has 1000000 characters"),
+}
+"""What an environment does wrong, as docs/agents_environments.md says it: (what `Fails` does, reason, words)."""
+
+BESIDE = {
+    "hangs in a step": ("hangs", "environment_timeout"),
+    "hangs in its reset": ("hangs in reset", "environment_timeout"),
+    "has twice `memory_mib` in the middle of an episode": ("leaks", "environment_memory"),
+}
+"""The same, of what other episodes could feel."""
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_an_environment_does_wrong_has_a_name_and_the_next_episode_is_fine(pool, fault):
+    does, reason, words = FAULTS[fault]
     worlds = pool("Fails")
     failure = asyncio.run(outcome(worlds, does))
     assert failure.reason == reason
@@ -69,10 +91,18 @@ def test_one_that_hangs_or_leaks_disturbs_nobody(pool):
     worlds = pool("Fails", step_timeout_s=2.0, reset_timeout_s=2.0, memory_mib=100.0)
 
     async def all_at_once():
-        return await asyncio.gather(*(outcome(worlds, d) for d in ("hangs", "plays", "hangs in reset", "leaks", "plays")))
+        return await asyncio.gather(
+            *(outcome(worlds, does) for does in ("plays", *(d for d, _ in BESIDE.values()), "plays"))
+        )
 
     reasons = [failure and failure.reason for failure in asyncio.run(all_at_once())]
-    assert reasons == ["environment_timeout", None, "environment_timeout", "environment_memory", None]
+    assert reasons == [None, *(reason for _, reason in BESIDE.values()), None]
+
+
+def test_the_page_lists_what_environments_do_wrong():
+    table = PAGE.read_text().partition("<!-- from the tests: faults -->\n")[2].partition("<!-- end -->")[0]
+    rows = [f"| {fault} | `{reason}` |" for fault, (_, reason, *_) in {**FAULTS, **BESIDE}.items()]
+    assert table.splitlines() == ["| the environment | reason |", "|---|---|", *rows]
 
 
 def test_an_environment_that_cannot_be_made_says_why(pool):

@@ -88,11 +88,15 @@ for _service in (
     Service("tool", "search", "tandem.rollout.tools.search:SearchBox"),
     Service("tool", "files", "tandem.rollout.tools.files:FilesBox"),
     Service("tool", "mcp", "tandem.rollout.tools.mcp:McpBox"),
+    Service("workflow", "verifiers", "tandem.rollout.verifiers_taskset:VerifiersWorkflow"),
     Service("workflow", "environment", "tandem.rollout.environments.workflow:EnvironmentWorkflow"),
     Service("environment", "gymnasium", "tandem.rollout.environments.gymnasium_text:GymnasiumText", package="gymnasium"),
     Service("environment", "textarena", "tandem.rollout.environments.textarena_game:TextArenaGame", package="textarena"),
     Service("environment", "openenv", "tandem.rollout.environments.openenv_client:OpenEnvClient"),
     Service("environment", "skyrl_gym", "tandem.rollout.environments.skyrl_task:SkyRLTask", package="skyrl_gym"),
+    Service(
+        "environment", "reasoning_gym", "tandem.rollout.environments.reasoning_task:ReasoningTask", package="reasoning_gym"
+    ),
     Service("sink", "tensorboard", "tandem.tracking.sinks.tensorboard:TensorBoardSink", package="tensorboard"),
     Service("sink", "wandb", "tandem.tracking.sinks.wandb:WandbSink", package="wandb"),
     Service("sink", "trackio", "tandem.tracking.sinks.trackio:TrackioSink", package="trackio"),

@@ -1,6 +1,7 @@
 """A run's objects, made in order and closed in reverse, whatever happens."""
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -223,6 +224,7 @@ def open_session(
             scorer = stack.enter_context(contextlib.closing(make_scorer(config, plan, scores, runner, process.team)))
             rollout = make_rollout(config, plan.algorithm.filter, engine, loader, scorer, process.team, generators)
             stack.callback(rollout.close)
+        keep_from_collector(stack)
         roles = {
             "actor": actor if teacher is None else Student(actor),
             "reference": reference,
@@ -238,6 +240,17 @@ def open_session(
         session = Session(plan, timer, residency, runner, process.team, *own)
         runner.learn(_work(session))
         yield session
+
+
+def keep_from_collector(stack: contextlib.ExitStack) -> None:
+    """Takes what is loaded by now out of the garbage collector's reach until the stack closes.
+
+    Models and libraries are hundreds of thousands of objects that a full collection walks over again and again, up to 0.2 s
+    each time, in which no request of an agent is answered and no token is drawn (benchmarks/recorder.py --no-freeze).
+    """
+    gc.collect()
+    gc.freeze()
+    stack.callback(gc.unfreeze)
 
 
 def start_partner(model: WritingModel | None, parts: EpisodeParts, stack: contextlib.ExitStack) -> None:

@@ -1,0 +1,54 @@
+"""`environment=reasoning_gym:NAME`: tasks that reasoning-gym makes from a seed, and judges."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import reasoning_gym
+from reasoning_gym.factory import DATASETS
+
+from tandem.api.environment import Environment, StepResult
+from tandem.config.errors import ConfigError
+from tandem.config.nearest import nearest_names
+
+RIGHT = 0.99
+
+
+class ReasoningTask(Environment):
+    """One task an episode; what turns earn together is the best score among the tries."""
+
+    def __init__(self, id: str, options: dict[str, Any] | None = None, tries: int = 1):
+        """``options``: those of the family, as ``{'max_terms': 4}``. ``tries``: answers that may be given."""
+        if id not in DATASETS:
+            raise ConfigError(f"environment=reasoning_gym:{id} is not known; {nearest_names(id, DATASETS)}")
+        if tries < 1:
+            raise ConfigError(f"environment=reasoning_gym: tries must be at least 1, got {tries}")
+        self._id, self._options, self._tries = id, options or {}, tries
+        self._tasks, self._task = self._make(0)
+        self._left, self._best = 0, 0.0
+
+    def reset(self, data: Mapping[str, Any], seed: int) -> str:
+        """Makes the task of this seed, and returns its question."""
+        self._tasks, self._task = self._make(seed)
+        self._left, self._best = self._tries, 0.0
+        return str(self._task["question"])
+
+    def step(self, action: Any) -> StepResult:
+        """Judges an answer; it earns what its score is above the best one before it."""
+        if self._left == 0:
+            raise RuntimeError("step before reset")
+        score = float(self._tasks.score_answer(str(action), self._task))
+        earned, self._best, self._left = max(0.0, score - self._best), max(score, self._best), self._left - 1
+        is_right = score >= RIGHT
+        if is_right:
+            self._left = 0
+        words = "That is right." if is_right else "That is not right." + (" Try again." if self._left else "")
+        return StepResult(words, earned, self._left == 0, False, {"accuracy": float(is_right)})
+
+    def _make(self, seed: int) -> tuple[Any, Any]:
+        try:
+            tasks = reasoning_gym.create_dataset(self._id, seed=seed, size=1, **self._options)
+        except (AssertionError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"environment=reasoning_gym:{self._id} cannot be made with {self._options}: {error}"
+            ) from error
+        return tasks, tasks[0]
