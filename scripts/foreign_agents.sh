@@ -4,29 +4,28 @@
 #     sh scripts/foreign_agents.sh [FOLDER]      # default: envs; about 1.9 GB. TANDEM_FOREIGN names another folder to the tests
 #
 # envs/agents has the Python frameworks, envs/npm the coding agents (where npm is there), envs/verifiers verifiers and uv,
-# envs/games TextArena, SkyRL-gym and reasoning-gym, envs/openenv a server of environments, envs/renderers the library with
-# which parser and bridges are compared.
+# envs/games TextArena, SkyRL-gym and reasoning-gym, envs/openenv a server of environments.
 set -eu
 folder=${1:-envs}
 python=${PYTHON:-python3}
 mkdir -p "$folder/npm"
 
-"$python" -m venv "$folder/agents"
-"$folder/agents/bin/python" -m pip install -q \
-    openai-agents==0.24.0 'pydantic-ai-slim[openai]==2.68.0' langgraph==1.2.22 langchain-openai==1.7.3 \
-    smolagents==1.26.0 inspect-ai==0.3.285 'click<8.2.2' anthropic==2.12.0
-
 "$python" -m venv "$folder/verifiers"
-"$folder/verifiers/bin/python" -m pip install -q verifiers==0.4.0 uv
+"$folder/verifiers/bin/python" -m pip install -q uv  # which verifiers needs, too
+uv=$folder/verifiers/bin/uv
 
-"$python" -m venv "$folder/games"
-"$folder/games/bin/python" -m pip install -q textarena==0.7.4 skyrl-gym==0.4.0 reasoning-gym==0.1.25 psutil
+environment() {
+    [ -d "$folder/$1" ] || "$python" -m venv "$folder/$1"
+    name=$1
+    shift
+    "$uv" pip install -q --python "$folder/$name/bin/python" "$@"
+}
 
-"$python" -m venv "$folder/openenv"
-"$folder/openenv/bin/python" -m pip install -q openenv-core==0.3.0
-
-"$python" -m venv "$folder/renderers"
-"$folder/renderers/bin/python" -m pip install -q renderers==0.1.12
+environment agents openai-agents==0.24.0 'pydantic-ai-slim[openai]==2.68.0' langgraph==1.2.22 langchain-openai==1.7.3 \
+    smolagents==1.26.0 inspect-ai==0.3.285 'click<8.2.2' anthropic==2.12.0
+environment verifiers verifiers==0.4.0
+environment games textarena==0.7.4 skyrl-gym==0.4.0 reasoning-gym==0.1.25 psutil
+environment openenv openenv-core==0.3.0
 
 if command -v npm >/dev/null; then
     cd "$folder/npm"
