@@ -264,7 +264,7 @@ def check_updates(server: ForeignServer, reference: Reference, report: Report, a
 def check_memory(server: ForeignServer, reference: Reference, report: Report, asked: list, folder: Path) -> None:
     """An update from shared memory, without a folder: vLLM by its worker extension, SGLang by a gloo group."""
     if isinstance(server, SGLangServer):
-        server.by_group()
+        server.take_by_group()
     channel = SharedMemoryChannel()
     new = shifted(folder)
     delivery = channel.put(new.items(), torch.float32)

@@ -16,6 +16,8 @@ def load(*items):
     [
         (["rollout.weights.channel=collective"], "collective is for one embedded engine .* placement=decoupled"),
         (["rollout.weights.channel=collective", "rollout.backend=embedded:d2"], "and here rollout.backend=embedded:d2"),
+        (["rollout.weights.channel=collective", "rollout.backend=vllm:d1+tandem:d1"], "vLLM and SGLang servers only"),
+        (["rollout.weights.channel=collective", "rollout.backend=attached"], "vLLM and SGLang servers only"),
         (["rollout.weights.channel=floppy"], "rollout.weights.channel"),
         (["rollout.weights.folder=/tmp/x"], "no server reads weights from a disk: set rollout.weights.channel=disk"),
         (["rollout.weights.folder="], "rollout.weights.folder is empty"),
@@ -34,4 +36,5 @@ def test_what_can_is_not():
     assert load("rollout.weights.channel=disk", "rollout.weights.folder=/tmp/x").weights.folder == "/tmp/x"
     assert load("rollout.backend=vllm:d1", "rollout.weights.folder=/tmp/x").weights.channel == "auto"
     assert load("rollout.weights.channel=collective", "placement=decoupled").weights.channel == "collective"
+    assert load("rollout.weights.channel=collective", "rollout.backend=vllm:d2+sglang:d1").weights.channel == "collective"
     assert load("rollout.verify.every_steps=null").verify.every_steps is None

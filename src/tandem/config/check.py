@@ -238,7 +238,7 @@ def _rollout(config: TrainConfig) -> Iterator[str]:
     rollout, eta = config.rollout, config.rollout.max_head_offpolicyness
     yield from fleet_problems(rollout.backend, rollout.fleet, config.gconfig)
     yield from _fleet(config)
-    yield from delivery_problems(rollout.weights.channel, rollout.backend, placement(config))
+    yield from delivery_problems(rollout.weights.channel, rollout.backend, placement(config), rollout.fleet.servers)
     yield from _memory_limit(config)
     if not config.async_training and eta:
         yield (

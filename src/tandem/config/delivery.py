@@ -1,6 +1,6 @@
 """The delivery of weights to the inference engines, and its proof."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,7 +11,7 @@ class DeliveryConfig:
 
     channel: Literal["auto", "disk", "collective"] = "auto"
     """`auto`: shared memory, or a folder if a server reads from one; `disk`: always the folder; `collective`: a process
-    group (gloo, or nccl on GPUs)."""
+    group (gloo, or nccl on GPUs), to one embedded engine or to vLLM and SGLang servers."""
 
     digest: Literal["sum", "sha256"] = "sum"
     """What proves that a tensor arrived: `sum`, 64 bits by keys, computed on its device; or `sha256`, on the CPU. Folders
@@ -36,11 +36,21 @@ class VerifyConfig:
     generation and training are in float32, else 0.1."""
 
 
-def delivery_problems(channel: str, backend: str, placement: str) -> Iterator[str]:
-    """A message for each setting of `rollout.weights` that contradicts the rest."""
-    if channel == "collective" and (backend not in ("embedded", "auto") or placement != "decoupled"):
+JOINING = ("vllm", "sglang")
+"""Kinds of servers that take weights by a process group."""
+
+
+def delivery_problems(channel: str, backend: str, placement: str, attached: Sequence[str]) -> Iterator[str]:
+    """A message for each setting of `rollout.weights` that contradicts the rest. ``attached``: `rollout.fleet.servers`."""
+    if channel != "collective":
+        return
+    kinds = [part.partition(":")[0] for part in backend.split("+") if part != "attached"]
+    kinds += [text.partition("=")[0] for text in attached]
+    alone = backend in ("embedded", "auto")
+    if placement != "decoupled" if alone else not kinds or not set(kinds) <= set(JOINING):
+        more = "" if alone else ", or for vLLM and SGLang servers only"
         yield (
-            f"rollout.weights.channel=collective is for one embedded engine in a process of its own, and here "
+            f"rollout.weights.channel=collective is for one embedded engine in a process of its own{more}, and here "
             f"rollout.backend={backend} with placement={placement}; set rollout.backend=embedded and placement=decoupled, "
             "or leave rollout.weights.channel out"
         )

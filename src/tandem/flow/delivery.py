@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerBase
 from tandem.api.engines import InferenceEngine, TrainEngine
 from tandem.config.arithmetic import max_head_offpolicyness
 from tandem.config.experiment import TrainConfig
+from tandem.config.fleet import INSIDE
 from tandem.flow.process import Process
 from tandem.models.precision import resolve_dtype
 from tandem.proof.scoring import Scorer, beginning
@@ -43,6 +44,8 @@ def make_channel(config: TrainConfig, process: Process, model: Path) -> Channel 
         return None
     if config.rollout.weights.channel == "disk":
         return make_disk_channel(config, model)
+    if config.rollout.backend not in INSIDE:
+        return None  # the tensors lie in memory, from where each server's client broadcasts them
     return CollectiveChannel(1, backend="nccl" if process.device.startswith("cuda") else "gloo")
 
 

@@ -29,7 +29,7 @@ from tests.engines_inference.remote.clients import (
     update_from_folder,
     update_from_memory,
 )
-from tests.engines_inference.remote.wire import SGLangStandIn, VllmStandIn
+from tests.engines_inference.remote.wire import VllmStandIn
 from tests.fleet.fleets import Asking, until
 
 
@@ -144,12 +144,13 @@ def test_a_vllm_server_with_our_worker_reads_shared_memory_itself(folder):
     channel.close()
 
 
-def test_sglang_takes_shared_memory_by_a_process_group(folder, monkeypatch):
-    monkeypatch.setattr("tandem.engines.inference.remote.foreign.sglang_group.BUCKET_BYTES", 4096)
+def test_a_process_group_stays_up_between_updates_and_is_left_at_the_end(kind, folder, monkeypatch):
+    monkeypatch.setattr("tandem.engines.inference.remote.foreign.weight_group.BUCKET_BYTES", 4096)
     tensors, _, _ = new_weights(folder, 1)
-    channel = SharedMemoryChannel()
-    with SGLangStandIn(folder) as server:
-        engine = attach(KINDS["sglang"], server, folder).by_group()
+    channel, groups = SharedMemoryChannel(), []
+    with kind[1](folder) as server:
+        server.extension = "tandem_vllm_worker.TandemWorker"
+        engine = attach(kind, server, folder).take_by_group()
         assert engine.capabilities == {"in_place", "shared_memory"}
         for number in (1, 2):
             delivery = channel.put(((name, tensor + number) for name, tensor in tensors.items()), torch.float32)
@@ -157,10 +158,25 @@ def test_sglang_takes_shared_memory_by_a_process_group(folder, monkeypatch):
             engine.prepare_weights(WeightUpdate(version, delivery.source, delivery.digests))
             before = server.seed
             engine.commit_weights(version)
+            groups.append(group_of(server))
             assert server.seed != before and set(ask(engine).versions) == {number}
-        assert server.flushed == 2 and server.group is None
+        assert server.flushed == 2 and groups[0] is groups[1] is not None
+        groups.clear()
         engine.close()
+        assert group_of(server) is None
     channel.close()
+
+
+def group_of(server):
+    return server.worker._tandem_group if isinstance(server, VllmStandIn) else server.group
+
+
+def test_a_vllm_server_without_our_extension_cannot_join_a_group(folder):
+    with VllmStandIn(folder) as server:
+        engine = attach(KINDS["vllm"], server, folder)
+        with pytest.raises(ConfigError, match="without Tandem's worker extension; let the run start it"):
+            engine.take_by_group()
+        engine.close()
 
 
 def test_an_update_whose_bytes_changed_on_their_way_is_refused_before_the_server_hears_of_it(kind, folder):

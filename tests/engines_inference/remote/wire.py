@@ -15,7 +15,7 @@ import torch.distributed as dist
 from aiohttp import web
 from safetensors import safe_open
 
-from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import mapped
+from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import TandemWorker, mapped
 
 VOCAB = 300
 END = 2
@@ -179,8 +179,25 @@ def answer(value):
     return web.json_response(value)
 
 
+class Worker(TandemWorker):
+    """Tandem's extension, on a worker that loads nothing."""
+
+    rank = 0
+
+    def __init__(self, server):
+        self._server, self.model_runner = server, self
+
+    def get_model(self):
+        return torch.nn.Module()
+
+    def reload_weights(self, weights_iterator):
+        self._server.take(dict(weights_iterator))
+
+
 class VllmStandIn(StandIn):
     """The routes of vLLM."""
+
+    worker = None
 
     extension = ""
     device = "cuda"
@@ -284,12 +301,15 @@ class VllmStandIn(StandIn):
             assert self.extension
             self.cuts = self.cuts if "whole" in self.spoils else frozenset()
             return answer({"results": [None]})
-        assert self.paused and "weights" not in self.asleep
+        assert (self.paused and "weights" not in self.asleep) or body["method"] == "tandem_leave"
         await self.hang()
         if "reload" in self.spoils:
             return web.json_response({"error": {"message": "no such folder"}}, status=500)
         place = body["kwargs"].get("place", {})
-        if "memory" in place:
+        if body["method"].startswith("tandem_") and "place" not in body["kwargs"]:
+            self.worker = self.worker or Worker(self)
+            await asyncio.to_thread(getattr(self.worker, body["method"]), **body["kwargs"])
+        elif "memory" in place:
             self.take(dict(mapped(place["memory"], place["tensors"])))
         elif "folder" in place:
             self.load(place["folder"])

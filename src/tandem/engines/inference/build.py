@@ -12,6 +12,7 @@ import torch
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion, tensor_digest, version_digest
+from tandem.config.delivery import JOINING
 from tandem.config.devices import DeviceMap, Seat, devices_of
 from tandem.config.errors import ConfigError
 from tandem.config.fleet import Servers, numbered, parse_address, parse_backend
@@ -26,6 +27,7 @@ from tandem.engines.inference.fleet.pool import Fleet
 from tandem.engines.inference.remote.foreign.server import ForeignServer
 from tandem.engines.inference.remote.foreign.sglang import SGLangServer
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
+from tandem.engines.inference.remote.foreign.weight_group import group_backend
 from tandem.engines.inference.remote.kept import Keeping, Place
 from tandem.engines.inference.remote.tandem_server import TandemServer, start_tandem_server
 from tandem.models.foreign import read_hf_config
@@ -147,7 +149,7 @@ def _start_foreign(server: type[ForeignServer], kind: str, terms: Terms, name: s
         place=None if terms.sleeps else terms.place(name),  # nobody could tell what of a server that is left sleeps
         sleeps=terms.sleeps,
     )
-    return _able(engine, terms)
+    return _able(engine, terms, terms.seat(name))
 
 
 def _attach_foreign(server: type[ForeignServer], terms: Terms, url: str) -> InferenceEngine:
@@ -165,10 +167,15 @@ def _attach_foreign(server: type[ForeignServer], terms: Terms, url: str) -> Infe
     return _able(engine, terms)
 
 
-def _able(engine: ForeignServer, terms: Terms) -> ForeignServer:
+def _able(engine: ForeignServer, terms: Terms, seat: Seat | None = None) -> ForeignServer:
     """The server, if it can sample what the run trains on, and sleep where it must; else it is closed. Raises
     `ConfigError`."""
     try:
+        if terms.rollout.weights.channel == "collective" and terms.version.run:
+            ranks = () if terms.devices is None else terms.devices.ranks
+            trainer = ranks[0].devices if ranks else ()
+            backend = group_backend(terms.device, trainer, () if seat is None else seat.devices)
+            engine.take_by_group(backend, f"cuda:{trainer[0]}" if backend == "nccl" else "cpu")
         if terms.sleeps:
             engine.check_sleep()
         if terms.gconfig is not None and terms.version.run:
@@ -200,6 +207,8 @@ def attached(terms: Terms, kind: str, url: str) -> Server:
     attach = KINDS[kind].attach if kind in KINDS else None
     if attach is None:
         raise ConfigError(f"{kind}={url}: a run cannot attach to servers of kind {kind}")
+    if terms.rollout.weights.channel == "collective" and kind not in JOINING:
+        raise ConfigError(f"{kind}={url} joins no process group; leave rollout.weights.channel=collective out")
     return Server(f"{kind}={url}", lambda: attach(terms, url), owned=False)
 
 
@@ -327,7 +336,8 @@ def fleet_capabilities(rollout: RolloutConfig, *, sleeps: bool = False) -> froze
     kinds = {one.kind for one in parse_backend(rollout.backend) or ()}
     if kinds == {"embedded"} and not rollout.fleet.servers and rollout.fleet.watch is None:
         return CAPABILITIES | {"shared_memory"}
-    return frozenset({"disk", *(("sleep_weights", "sleep_kv_cache") if sleeps else ())})
+    reads = "shared_memory" if rollout.weights.channel == "collective" else "disk"
+    return frozenset({reads, *(("sleep_weights", "sleep_kv_cache") if sleeps else ())})
 
 
 def folder_update(folder: Path, version: WeightVersion) -> WeightUpdate:

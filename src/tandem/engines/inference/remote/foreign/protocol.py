@@ -3,16 +3,18 @@
 `server.ForeignServer` is the engine; it is given one of these. All control calls block, in the thread that publishes.
 """
 
+import contextlib
 import hashlib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from tandem.api.engines import InferencePart
-from tandem.api.failures import DataFailure, ServerFailed
+from tandem.api.failures import DataFailure, ServerFailed, TandemError
 from tandem.config.errors import ConfigError
+from tandem.engines.inference.remote.foreign.weight_group import GroupDelivery
 from tandem.protocol.client import HttpClient
 
 CONTROL_TIMEOUT_S = 60.0
@@ -78,6 +80,12 @@ class ServerProtocol(ABC):
     reads_memory: bool = False
     """True if `reload` takes weights from shared memory of this machine, besides a folder."""
 
+    by_group: GroupDelivery | None = None
+    """Set where `reload` sends weights in this machine's memory by a process group, instead of a place in it."""
+
+    ranks: int = 1
+    """Processes of the server, each of which has a part of the model."""
+
     says_paused: bool = True
     whole_remedy: ClassVar[str]
     """The remedy where log-probabilities are those after top-p and top-k, or without suppressed stop tokens."""
@@ -85,6 +93,9 @@ class ServerProtocol(ABC):
     sleep_routes: ClassVar[frozenset[str]]
     sleep_remedy: ClassVar[str]
     """How to start the server so that it can give its memory back."""
+
+    group_routes: ClassVar[frozenset[str]] = frozenset()
+    """Routes that a process group for weights needs besides `routes`."""
 
     sleep_on: bool = False
     """True if it was started so, by its own word."""
@@ -177,6 +188,34 @@ class ServerProtocol(ABC):
     def give_whole_logprobs(self) -> None:
         """Asks a server that can for log-probabilities before top-p, top-k and suppressed stop tokens, from now on."""
         return
+
+    def lacks_to_join(self) -> str | None:
+        """In words, what the server lacks to take weights by a process group, and the remedy; None where it can."""
+        missing = sorted(self.group_routes - self._listed())
+        return f"has no route {', '.join(missing)}; {self.remedy}" if missing else None
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        """A block in which weights go out by a group: what torch says of it is a fault of the server."""
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, TandemError):
+                raise
+            raise ServerFailed(f"the stream of weights to it broke off: {error}", url=self.http.base_url) from error
+
+    def leave_group(self, *, tell: bool) -> None:
+        """Closes this end of the group. ``tell``: the server lives on, and closes its end too."""
+        if self.by_group is not None and self.by_group.group is not None:
+            name = self.by_group.group.name
+            self.by_group.close()
+            if tell:
+                with contextlib.suppress(ServerFailed):
+                    self._tell_to_leave(name)
+
+    def _tell_to_leave(self, name: str) -> None:
+        """The server's end of the group; only asked where `lacks_to_join` found nothing."""
+        raise NotImplementedError(f"{self.maker} joins no group")
 
     def call(self, path: str, body: dict[str, Any] | None = None, *, timeout_s: float = CONTROL_TIMEOUT_S) -> Any:
         """A control call. Raises `ServerFailed` for whatever goes wrong, also a refusal: no request is at fault."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
+from urllib.parse import urlsplit
 
 import torch
 
@@ -26,9 +27,11 @@ from tandem.engines.inference.remote.foreign.completions import Completions
 from tandem.engines.inference.remote.foreign.counters import Counters
 from tandem.engines.inference.remote.foreign.in_place import CLOSE_PATIENCE_S, InPlaceUpdates
 from tandem.engines.inference.remote.foreign.in_server.tandem_key import KEY_VARIABLE
+from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import own_address
 from tandem.engines.inference.remote.foreign.labels import Labels
 from tandem.engines.inference.remote.foreign.protocol import Facts, ServerProtocol
 from tandem.engines.inference.remote.foreign.trials import PROBE_IDS, Whole, ask, try_logprobs
+from tandem.engines.inference.remote.foreign.weight_group import GroupDelivery, Way
 from tandem.engines.inference.remote.kept import Place, fingerprint, keep, take_over
 from tandem.engines.inference.remote.launch import CORES, CORES_WORD, ServerProcess, free_port, wait_ready
 from tandem.protocol.client import HttpClient
@@ -260,6 +263,21 @@ class ForeignServer(InferenceEngine):
         sleeps = {"sleep_weights", "sleep_kv_cache"} if self._lacks_to_sleep is None else set()
         return frozenset({"in_place", "shared_memory" if self._protocol.reads_memory else "disk"} | sleeps)
 
+    def take_by_group(self, backend: str = "gloo", device: str = "cpu", host: str | None = None) -> Self:
+        """From now on updates that lie in this machine's memory go to it by a process group, which stays up between them; it
+        needs to see no folder of ours. ``device``: what sends, for NCCL. ``host``: this machine's address as the server
+        reaches it; None finds it out.
+
+        Raises:
+            ConfigError: it cannot; with the remedy.
+        """
+        lacking = self._protocol.lacks_to_join()
+        if lacking is not None:
+            raise ConfigError(f"{self.name} at {self.url} {lacking}. Or leave rollout.weights.channel out: by folders")
+        reached = host or own_address(urlsplit(self.url).hostname or "127.0.0.1")
+        self._protocol.by_group, self._protocol.reads_memory = GroupDelivery(Way(reached, backend, device)), True
+        return self
+
     def check_sleep(self) -> None:
         """Raises `ConfigError` where this server cannot give its memory back, with the remedy."""
         if self._lacks_to_sleep is not None:
@@ -371,10 +389,12 @@ class ForeignServer(InferenceEngine):
             self._protocol.http.close()
             self.process.close()
         self._updates.close(self.process is None, patience_s)
+        self._protocol.leave_group(tell=self.process is None)
         self._protocol.http.close()
 
     def let_go(self) -> None:
         """Drops the connection and nothing else: the server is what it is, paused too, for another client of this run."""
         self._closed = True
+        self._protocol.leave_group(tell=False)
         self._protocol.http.close()
         self._updates.close(leave_running=False)

@@ -1,7 +1,7 @@
 """SGLang: its native ``/generate`` for tokens, ``/update_weights_from_disk`` and its neighbours for control."""
 
 from collections.abc import Mapping, Sequence, Set
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tandem.api.engines import InferencePart
@@ -17,7 +17,7 @@ from tandem.engines.inference.remote.foreign.protocol import (
     labels_of,
 )
 from tandem.engines.inference.remote.foreign.server import IN_SERVER, ForeignServer, StartTerms
-from tandem.engines.inference.remote.foreign.sglang_group import UpdateGroup
+from tandem.engines.inference.remote.foreign.weight_group import TIMEOUT_S, WeightGroup, plan_buckets
 from tandem.engines.inference.remote.kept import CALM_S
 
 _DTYPES = {"half": "float16", "float": "float32"}
@@ -27,9 +27,6 @@ class SGLangProtocol(ServerProtocol):
     """The interface of SGLang 0.5.23."""
 
     maker = "SGLang"
-    group_host = "127.0.0.1"
-    """This machine's address as the server reaches it, for updates by a process group."""
-
     generate_path = "/generate"
     says_paused = False
     routes = frozenset(
@@ -50,6 +47,15 @@ class SGLangProtocol(ServerProtocol):
     whole_remedy = "leave that out, or use another backend"
     remedy = "use version 0.5.23 or later, without SGLANG_RETURN_ORIGINAL_LOGPROB in its environment"
 
+    group_routes = frozenset(
+        {
+            "/init_weights_update_group",
+            "/begin_weight_update",
+            "/update_weights_from_distributed",
+            "/end_weight_update",
+            "/destroy_weights_update_group",
+        }
+    )
     sleep_routes = frozenset({"/release_memory_occupation", "/resume_memory_occupation"})
     sleep_remedy = "start it on a GPU with --enable-memory-saver, which needs the package torch_memory_saver there"
 
@@ -99,6 +105,7 @@ class SGLangProtocol(ServerProtocol):
         name = f"{self.maker} {info['version']}"
         self.check_routes(name)
         self.bytes_are_hashed = info.get("device") == "cpu"
+        self.ranks = int(info.get("tp_size") or 1)
         self.sleep_on = bool(info.get("enable_memory_saver"))
         dtype = str(info["dtype"]).removeprefix("torch.")
         # Some tokens less than the context: beyond that it would cut a completion short without a word.
@@ -123,24 +130,50 @@ class SGLangProtocol(ServerProtocol):
 
     def reload(self, place: Mapping[str, Any], label: str) -> None:
         """From memory by a process group, if it was attached so."""
-        if "memory" in place:
-            self._by_group(place, label)
+        if "memory" in place and self.by_group is not None:
+            with self._failing():
+                self.by_group.send(self._joined, lambda group: self._by_group(group, place, label))
             return
         body = {"model_path": place["folder"], "weight_version": label, "flush_cache": True}
         answer = self.call("/update_weights_from_disk", body, timeout_s=RELOAD_TIMEOUT_S)
         if not answer["success"]:
             raise ServerFailed(f"it did not load {place['folder']}: {answer['message']}", url=self.http.base_url)
 
-    def _by_group(self, place: Mapping[str, Any], label: str) -> None:
-        try:
-            group = UpdateGroup(self.call, self.group_host)
-            try:
-                group.send(mapped(place["memory"], place["tensors"]), label)
-            finally:
-                with suppress(ServerFailed):
-                    group.close()
-        except RuntimeError as error:  # of torch.distributed
-            raise ServerFailed(f"the stream of weights to it broke off: {error}", url=self.http.base_url) from error
+    def _joined(self) -> WeightGroup:
+        """The server makes its end with torch's own helper."""
+        assert self.by_group is not None
+        way, size = self.by_group.way, 1 + self.ranks
+
+        def join(host: str, port: int, name: str) -> None:
+            body = {"master_address": host, "master_port": port, "rank_offset": 1, "world_size": size}
+            body |= {"backend": way.backend, "group_name": name}
+            self.call("/init_weights_update_group", body, timeout_s=TIMEOUT_S)
+
+        return WeightGroup(way, size, join, prefixes=True)
+
+    def _tell_to_leave(self, name: str) -> None:
+        self.call("/destroy_weights_update_group", {"group_name": name})
+
+    def _by_group(self, group: WeightGroup, place: Mapping[str, Any], label: str) -> None:
+        tensors = mapped(place["memory"], place["tensors"])
+        plan = plan_buckets(place["tensors"])
+        with ThreadPoolExecutor(1, "weight-group") as pool:
+            self.call("/begin_weight_update", {})
+            for number, bucket in enumerate(plan, 1):
+                last = number == len(plan)
+                body = {
+                    "names": [entry.name for entry in bucket],
+                    "dtypes": [entry.dtype for entry in bucket],
+                    "shapes": [entry.shape for entry in bucket],
+                    "flush_cache": last,
+                    "weight_version": label if last else None,
+                    "group_name": group.name,
+                }
+                taken = pool.submit(self.call, "/update_weights_from_distributed", body, timeout_s=TIMEOUT_S)
+                for _ in bucket:
+                    group.broadcast(next(tensors)[1], taken)
+                taken.result()
+            self.call("/end_weight_update", {})
 
     def set_label(self, label: str) -> None:
         self.call("/update_weight_version", {"new_version": label, "abort_all_requests": False})
@@ -160,15 +193,6 @@ class SGLangServer(ForeignServer):
     """An SGLang server as an inference engine; made by `attach` or `start`."""
 
     protocol = SGLangProtocol
-
-    def by_group(self, host: str = "127.0.0.1") -> "SGLangServer":
-        """From now on updates that lie in this machine's memory go to it by a gloo group; it needs to see no folder of ours.
-
-        ``host``: this machine's address as the server reaches it. For a server on one device.
-        """
-        assert isinstance(self._protocol, SGLangProtocol)
-        self._protocol.group_host, self._protocol.reads_memory = host, True
-        return self
 
     @classmethod
     def command(cls, terms: StartTerms, port: int) -> tuple[list[str], dict[str, str]]:

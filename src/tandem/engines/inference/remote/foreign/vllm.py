@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from tandem.api.engines import InferencePart
 from tandem.api.failures import ServerFailed
 from tandem.config.errors import ConfigError
+from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import mapped
 from tandem.engines.inference.remote.foreign.protocol import (
     CONTROL_TIMEOUT_S,
     RELOAD_TIMEOUT_S,
@@ -19,6 +21,7 @@ from tandem.engines.inference.remote.foreign.protocol import (
     labels_of,
 )
 from tandem.engines.inference.remote.foreign.server import IN_SERVER, ForeignServer, StartTerms
+from tandem.engines.inference.remote.foreign.weight_group import TIMEOUT_S, WeightGroup, flat_buckets, plan_buckets
 from tandem.engines.inference.remote.kept import CALM_S
 
 _EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
@@ -65,6 +68,11 @@ class VllmProtocol(ServerProtocol):
         "start it on a GPU with VLLM_SERVER_DEV_MODE=1 in its environment and --enable-sleep-mode (version 0.32 or later)"
     )
 
+    extension_remedy = (
+        f"let the run start it (rollout.backend=vllm:dN), or start it with PYTHONPATH={IN_SERVER} and "
+        f"--worker-extension-cls {_EXTENSION}"
+    )
+    _extended = False
     _takes_seeds = False
     """On a CPU, a request with a seed whose prompt is computed in pieces ends the whole server (0.32.0, seen)."""
 
@@ -115,7 +123,9 @@ class VllmProtocol(ServerProtocol):
         self.check_routes(name)
         model = self.call("/v1/models")["data"][0]
         config = self.call("/server_info?config_format=json")["vllm_config"]
-        self.reads_memory = config["parallel_config"].get("worker_extension_cls") == _EXTENSION
+        parallel = config["parallel_config"]
+        self.reads_memory = self._extended = parallel.get("worker_extension_cls") == _EXTENSION
+        self.ranks = int(parallel.get("tensor_parallel_size") or 1) * int(parallel.get("pipeline_parallel_size") or 1)
         self._takes_seeds = "cpu" not in str(config.get("device_config"))
         if not self._takes_seeds and not self.reads_memory:
             raise ConfigError(
@@ -154,14 +164,45 @@ class VllmProtocol(ServerProtocol):
 
     def reload(self, place: Mapping[str, Any], label: str) -> None:
         """Running requests lose their keys and values too, and compute them anew when they go on."""
-        if self.reads_memory:
-            body: dict[str, Any] = {"method": "tandem_load", "kwargs": {"place": place}}
+        if "memory" in place and self.by_group is not None:
+            with self._failing():
+                self.by_group.send(self._joined, lambda group: self._by_group(group, place))
+        elif self.reads_memory:
+            self._rpc("tandem_load", {"place": place}, RELOAD_TIMEOUT_S)
         else:
-            body = {"method": "reload_weights", "kwargs": {"weights_path": place["folder"]}}
-        self.call("/collective_rpc", body, timeout_s=RELOAD_TIMEOUT_S)
+            self._rpc("reload_weights", {"weights_path": place["folder"]}, RELOAD_TIMEOUT_S)
         if not self.call("/reset_prefix_cache?reset_running_requests=true", {})["success"]:
             raise ServerFailed("it did not drop the keys and values of the old weights", url=self.http.base_url)
         self.set_label(label)
+
+    def lacks_to_join(self) -> str | None:
+        """Its own routes for this need pickle, which no server of a run may be asked to read."""
+        return None if self._extended else f"was started without Tandem's worker extension; {self.extension_remedy}"
+
+    def _joined(self) -> WeightGroup:
+        assert self.by_group is not None
+        way, size = self.by_group.way, 1 + self.ranks
+
+        def join(host: str, port: int, name: str) -> None:
+            terms = {"host": host, "port": port, "size": size, "backend": way.backend, "timeout_s": TIMEOUT_S}
+            self._rpc("tandem_join", terms, TIMEOUT_S)
+
+        return WeightGroup(way, size, join)
+
+    def _by_group(self, group: WeightGroup, place: Mapping[str, Any]) -> None:
+        plan = plan_buckets(place["tensors"])
+        with ThreadPoolExecutor(1, "weight-group") as pool:
+            taken = pool.submit(self._rpc, "tandem_receive", {"plan": plan}, RELOAD_TIMEOUT_S)
+            for bucket in flat_buckets(mapped(place["memory"], place["tensors"]), plan):
+                group.broadcast(bucket, taken)
+            taken.result()
+
+    def _tell_to_leave(self, name: str) -> None:
+        self._rpc("tandem_leave", {}, CONTROL_TIMEOUT_S)
+
+    def _rpc(self, method: str, terms: Mapping[str, Any], timeout_s: float) -> None:
+        """A method of the server's workers, of all of them."""
+        self.call("/collective_rpc", {"method": method, "kwargs": dict(terms)}, timeout_s=timeout_s)
 
     def set_label(self, label: str) -> None:
         self.call("/update_weight_version", {"new_version": label})

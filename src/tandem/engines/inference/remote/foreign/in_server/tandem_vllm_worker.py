@@ -1,15 +1,18 @@
-"""What a vLLM server that Tandem starts can do besides: take an update from shared memory, take all of it on a CPU, and give
-the log-probabilities that training needs where top-p, top-k or a minimum of tokens narrow what is drawn.
+"""What a vLLM server that Tandem starts can do besides: take an update from shared memory or by a process group, take all of
+it on a CPU, and give the log-probabilities that training needs where top-p, top-k or a minimum of tokens narrow the draw.
 
 It runs in vLLM's environment (``--worker-extension-cls``), where there is no Tandem: only torch and the standard library.
 """
 
 import mmap
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 
 class TandemWorker:
@@ -17,6 +20,24 @@ class TandemWorker:
 
     reload_weights: Callable[..., None]
     model_runner: Any
+    rank: int
+    device: torch.device
+
+    def tandem_join(self, host: str, port: int, size: int, backend: str, timeout_s: float) -> None:
+        """Joins a group of which the trainer, at this address, is rank 0; one that was joined before is left."""
+        self.tandem_leave()
+        store = dist.TCPStore(host, port, size, False, timedelta(seconds=timeout_s))
+        self._tandem_group = joined(store, 1 + self.rank, size, backend, own_address(host), timeout_s)
+        self._tandem_device = self.device if backend == "nccl" else torch.device("cpu")
+
+    def tandem_receive(self, plan: list[list[Any]]) -> None:
+        """Takes the weights that the trainer broadcasts, bucket by bucket; the server is paused meanwhile."""
+        self.reload_weights(weights_iterator=received(self._tandem_group, plan, self._tandem_device))
+        pack_again(self.model_runner.get_model())
+
+    def tandem_leave(self) -> None:
+        """Closes this end of the group; nothing if there is none."""
+        self._tandem_group = None
 
     def tandem_load(self, place: dict[str, Any]) -> None:
         """Takes the weights that lie at a `WeightSource.place`; the server is paused meanwhile."""
@@ -80,6 +101,42 @@ def narrows(sampling_metadata: Any) -> bool:
     if sampling_metadata.top_p is not None or sampling_metadata.top_k is not None:
         return True
     return any(getattr(one, "min_toks", None) for one in sampling_metadata.logitsprocs.non_argmax_invariant)
+
+
+def joined(store: Any, rank: int, size: int, backend: str, host: str, timeout_s: float) -> Any:
+    """A process group beside all others. ``host``: an address of this machine that the other ranks reach."""
+    wait = timedelta(seconds=timeout_s)
+    if backend == "nccl":
+        options: Any = dist.ProcessGroupNCCL.Options()
+        options._timeout = wait
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    gloo: Any = dist.ProcessGroupGloo  # torch's stub lacks its options and its collective calls
+    options = gloo._Options()
+    options._devices, options._timeout = [gloo.create_device(hostname=host)], wait
+    return gloo(store, rank, size, options)
+
+
+def own_address(host: str) -> str:
+    """The address of this machine from which ``host`` is reached; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as toward:
+        toward.connect((host, 9))
+        return str(toward.getsockname()[0])
+
+
+def num_bytes_of(shape: Iterable[int], dtype: str) -> int:
+    """Of a tensor; ``dtype`` as torch writes it, without ``torch.``."""
+    return int(torch.Size(shape).numel() * getattr(torch, dtype).itemsize)
+
+
+def received(group: Any, plan: Iterable[list[Any]], device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields (name, tensor) as the buckets come. Each bucket is memory of its own, which a loader may keep a while."""
+    for bucket in plan:
+        _, shape, dtype, offset = bucket[-1]
+        flat = torch.empty(offset + num_bytes_of(shape, dtype), dtype=torch.uint8, device=device)
+        group.broadcast([flat], dist.BroadcastOptions()).wait()
+        for name, shape, dtype, offset in bucket:
+            data = flat[offset : offset + num_bytes_of(shape, dtype)]
+            yield name, data.view(getattr(torch, dtype)).view(shape)
 
 
 def mapped(path: str, entries: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:

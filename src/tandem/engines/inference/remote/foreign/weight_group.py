@@ -1,0 +1,142 @@
+"""Weights to a server by a process group that stays up between updates; this process is rank 0 of it.
+
+gloo on CPUs; NCCL by its name on GPUs, which has never been run. A group serves one server, so that one that dies breaks no
+other. What goes wrong closes the group, and the next update makes another.
+"""
+
+import itertools
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import joined, num_bytes_of
+
+TIMEOUT_S = 120.0
+BUCKET_BYTES = 64 << 20
+"""Tensors that are announced together; the server holds so much beside its weights."""
+
+ALIGNED = 16
+"""Each tensor of a bucket begins at a multiple of so many bytes, where every dtype may."""
+
+POLL_S = 0.0005
+
+_numbers = itertools.count()
+
+
+class Entry(NamedTuple):
+    """One tensor of a bucket, in JSON's words."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    offset: int
+
+
+def plan_buckets(tensors: Iterable[Sequence[Any]], most: int | None = None) -> list[list[Entry]]:
+    """How tensors ``(name, shape, dtype, …)`` travel: in their order, at most ``most`` bytes in a bucket, or one tensor."""
+    plan: list[list[Entry]] = []
+    end = 0
+    for name, shape, dtype, *_ in tensors:
+        entry = Entry(str(name), [int(size) for size in shape], str(dtype), 0)
+        count = -(-num_bytes_of(entry.shape, entry.dtype) // ALIGNED) * ALIGNED
+        if not plan or (plan[-1] and end + count > (most or BUCKET_BYTES)):
+            plan.append([])
+            end = 0
+        plan[-1].append(entry._replace(offset=end))
+        end += count
+    return plan
+
+
+class Way(NamedTuple):
+    """How a server is reached."""
+
+    host: str
+    """This machine's address, as the server sees it."""
+
+    backend: str = "gloo"
+    device: str = "cpu"
+    """From which this process sends: a GPU where the backend is NCCL."""
+
+
+class WeightGroup:
+    """The trainer's end. ``size``: all ranks, this one too."""
+
+    def __init__(self, way: "Way", size: int, join: Callable[[str, int, str], Any], *, prefixes: bool = False):
+        """``join(host, port, name)`` asks the server to join, which it answers once it has. ``prefixes``: it makes its end
+        with torch's own helper, which puts three words before the keys of the store."""
+        host, backend, self._device = way
+        self.name = f"tandem-{next(_numbers)}"
+        listening = socket.create_server((host, 0))  # torch's own socket would listen at all addresses of this machine
+        port, wait = listening.getsockname()[1], timedelta(seconds=TIMEOUT_S)
+        with ThreadPoolExecutor(1, "weight-group") as pool:
+            asked = pool.submit(join, host, port, self.name)
+            store: dist.Store = dist.TCPStore(
+                host, port, size, True, wait, wait_for_workers=False, master_listen_fd=listening.detach()
+            )
+            kind = "cuda" if backend == "nccl" else "cpu"
+            for prefix in (self.name, f"{self.name}/", f"{kind}/") if prefixes else ():
+                store = dist.PrefixStore(prefix, store)
+            self._group = joined(store, 0, size, backend, host, TIMEOUT_S)
+            asked.result()
+
+    def broadcast(self, tensor: torch.Tensor, taken: "Future[Any]") -> None:
+        """To all ranks of the server. ``taken``: the call by which they take it; where it fails nobody waits for them."""
+        work = self._group.broadcast([tensor.to(self._device)], dist.BroadcastOptions())
+        try:
+            while not work.is_completed():
+                if taken.done():
+                    taken.result()
+                time.sleep(POLL_S)
+            work.wait()
+        finally:
+            del work  # it holds the connections, and an exception holds this frame
+
+    def close(self) -> None:
+        """This end of it; idempotent."""
+        self._group = None
+
+
+def flat_buckets(named: Iterator[tuple[str, torch.Tensor]], plan: list[list[Entry]]) -> Iterator[torch.Tensor]:
+    """The bytes of each bucket. The tensors come in the plan's order."""
+    for bucket in plan:
+        last = bucket[-1]
+        flat = torch.zeros(last.offset + num_bytes_of(last.shape, last.dtype), dtype=torch.uint8)
+        for entry, (name, tensor) in zip(bucket, named, strict=False):
+            assert name == entry.name, "one order of names"
+            data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            flat[entry.offset : entry.offset + len(data)] = data
+        yield flat
+
+
+def group_backend(device: str, trainer: Sequence[int], server: Sequence[int]) -> str:
+    """The backend that can join the trainer's first rank and a server, which have these GPUs; NCCL takes no two on one."""
+    return "nccl" if device != "cpu" and trainer and server and not set(trainer) & set(server) else "gloo"
+
+
+class GroupDelivery:
+    """What a protocol keeps of its group: made at the first update, and made anew after a failure."""
+
+    def __init__(self, way: Way):
+        self.way = way
+        self.group: WeightGroup | None = None
+
+    def send(self, make: Callable[[], WeightGroup], send: Callable[[WeightGroup], None]) -> None:
+        """Raises what either raises; this end of the group is closed then."""
+        try:
+            self.group = self.group or make()
+            send(self.group)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """This end; idempotent."""
+        if self.group is not None:
+            self.group.close()
+            self.group = None

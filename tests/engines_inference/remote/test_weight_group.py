@@ -1,0 +1,134 @@
+"""Weights by a process group to workers of another process, in which there is no Tandem."""
+
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from tandem.api.weights import tensor_digest
+from tandem.engines.inference.remote.foreign.server import IN_SERVER
+from tandem.engines.inference.remote.foreign.weight_group import (
+    Way,
+    WeightGroup,
+    flat_buckets,
+    group_backend,
+    plan_buckets,
+)
+
+WORKER = """
+import hashlib, json, os, sys
+import torch
+from tandem_vllm_worker import TandemWorker
+
+class Worker(TandemWorker):
+    rank, model_runner = int(sys.argv[1]), None
+    def reload_weights(self, weights_iterator):
+        self.found = {}
+        for name, tensor in weights_iterator:
+            if name == "deadly":
+                os._exit(3)
+            data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            self.found[name] = [str(tensor.dtype), list(tensor.shape), hashlib.sha256(data).hexdigest()]
+
+import tandem_vllm_worker
+tandem_vllm_worker.pack_again = lambda model: None
+Worker.model_runner = type("Runner", (), {"get_model": lambda self: None})()
+worker = Worker()
+for line in sys.stdin:
+    method, terms = json.loads(line)
+    getattr(worker, method)(**terms)
+    print(json.dumps(getattr(worker, "found", None)), flush=True)
+"""
+
+
+class Workers:
+    """Two processes that do what the server's route for its workers asks for."""
+
+    def __init__(self):
+        environment = {"PYTHONPATH": str(IN_SERVER), "OMP_NUM_THREADS": "1"}
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", WORKER, str(rank)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env=environment,
+            )
+            for rank in (0, 1)
+        ]
+
+    def ask(self, method, **terms):
+        for process in self.processes:
+            process.stdin.write(json.dumps([method, terms]) + "\n")
+            process.stdin.flush()
+        return [json.loads(process.stdout.readline()) for process in self.processes]
+
+    def close(self):
+        for process in self.processes:
+            process.stdin.close()
+            process.stdout.close()
+            process.wait(30)
+
+
+@pytest.fixture
+def workers():
+    workers = Workers()
+    yield workers
+    workers.close()
+
+
+def tensors(seed):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"embed": (50, 16), "scale": (), "none": (0, 4), "odd": (7, 3), "large": (300, 70)}
+    made = {name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in shapes.items()}
+    return made | {"exact": torch.randn(5, generator=generator)}
+
+
+def plan_of(named, most):
+    return plan_buckets([(n, t.shape, str(t.dtype).removeprefix("torch.")) for n, t in named.items()], most)
+
+
+def deliver(group, workers, named, most=4096):
+    plan = plan_of(named, most)
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(workers.ask, "tandem_receive", plan=plan)
+        for flat in flat_buckets(iter(named.items()), plan):
+            group.broadcast(flat, taken)
+        return taken.result()
+
+
+def test_two_workers_take_two_updates_by_one_group_and_a_death_ends_the_third(workers):
+    def join(host, port, name):
+        workers.ask("tandem_join", host=host, port=port, size=3, backend="gloo", timeout_s=60)
+
+    group = WeightGroup(Way("127.0.0.1"), 3, join)
+    for seed in (1, 2):
+        sent = tensors(seed)
+        expected = {name: [str(t.dtype), list(t.shape), tensor_digest(t)] for name, t in sent.items()}
+        assert deliver(group, workers, sent) == [expected, expected]
+    began = time.monotonic()
+    with pytest.raises((RuntimeError, json.JSONDecodeError)):
+        deliver(group, workers, {"deadly": torch.zeros(10)} | {f"{i}": torch.zeros(2000) for i in range(20)})
+    assert time.monotonic() - began < 30
+    group.close()
+
+
+def test_a_plan_keeps_the_order_and_each_bucket_its_bytes():
+    named = tensors(0)
+    plan = plan_of(named, 3000)
+    assert [entry.name for bucket in plan for entry in bucket] == list(named)
+    assert [len(bucket) for bucket in plan] == [4, 1, 1], "the large one is alone"
+    for bucket in plan:
+        assert [entry.offset % 16 for entry in bucket] == [0] * len(bucket) and bucket[0].offset == 0
+    assert plan_of(named, 2**20) == [plan_of(named, None)[0]] and plan_of({}, 10) == []
+    first, *_ = flat_buckets(iter(named.items()), plan)
+    assert first[: named["embed"].nbytes].view(torch.bfloat16).view(50, 16).equal(named["embed"])
+
+
+def test_nccl_joins_no_two_ranks_on_one_gpu_and_none_of_which_nobody_knows_the_gpu():
+    assert group_backend("cuda", [0], [1, 2]) == "nccl"
+    assert group_backend("cuda", [0], [0]) == group_backend("cuda", [0], []) == group_backend("cpu", [], []) == "gloo"
