@@ -18,6 +18,7 @@ from tandem.flow.session import open_session
 from tandem.models.tokenizer import load_tokenizer
 from tests.ranks import alone_and_on_two
 from tests.tiny import tiny_config, tiny_model_folder
+from tests.trainers.colocated import judge_folder
 
 MINE = Path(__file__).parents[1] / "trainers" / "small_rewards.py"
 
@@ -40,6 +41,34 @@ def collected(out, ranks):
             session.rollout.end_step()
         names = ("reward", "rewards/even", "rewards/model", "rewards/points", "token_rewards", "loss_mask")
         return [{name: batch[name] for name in names} for batch in batches], session.scorer.combination.state_dict()
+
+
+def judged(out, ranks):
+    """The rewards of a batch that judges of the run wrote, and what they wrote."""
+    items = [f"run.root={out}", f"actor.path={out / 'tiny-llama-0'}", f"actor.backend=fsdp:d{ranks}", "actor.dtype=float32"]
+    items += ["rollout.dtype=float32", "rollout.batch_size=4", "gconfig.n_samples=4", "gconfig.max_new_tokens=8"]
+    items += ["rollout.engine.kv_cache_gib=0.05", "train_dataset.path=addition", "evaluate.every_steps=null"]
+    items += ["total_train_steps=1", "threads=1", "deterministic=true"]
+    alone = f"judge(model={out / 'alone' / 'tiny-llama-5'}, max_tokens=16, gate='even > 0.5')"
+    pairs = f"compare(model={out / 'pairs' / 'tiny-llama-5'}, max_tokens=16, gate='even > 0.6')"
+    config = load_config(TrainConfig, None, [*items, f"reward={MINE}:even + {alone} + {pairs}"]).config
+    process, rows = Process("cpu", 1, dist.get_rank() if ranks > 1 else 0, ranks), open_rows(config)
+    with open_session(config, process, rows, total_steps(config, len(rows.train)), "run") as session:
+        batch = session.runner.call(session.plan.stages[0])
+        return {name: batch[name] for name in ("reward", "rewards/even", "rewards/judge", "rewards/compare")}
+
+
+@pytest.mark.slow
+@pytest.mark.invariant
+def test_judges_of_the_run_say_the_same_on_two_ranks_as_on_one(tmp_path):
+    tiny_model_folder(tmp_path)
+    judge_folder(tmp_path / "alone", says="Score: 7")
+    judge_folder(tmp_path / "pairs", says="Verdict: A")
+    alone, (first, second) = alone_and_on_two(judged, tmp_path, out=tmp_path)
+    for name, values in alone.items():
+        assert torch.equal(values, first[name]) and torch.equal(first[name], second[name])
+        assert len(values.unique()) > 1  # the gates are open for some samples only, so a mixed-up place would show
+    assert alone["rewards/judge"].max() == pytest.approx(6 / 9) and alone["rewards/compare"].max() == 0.5
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """A judge that fails for most samples ends the run by name, and a policy cannot escape it by answers that hang it."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from tandem.config.errors import ConfigError, TandemError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.trainers.rl import train
+from tests.rewards.asked import server
+from tests.trainers.colocated import outcome
 
 REWARDS = Path(__file__).parent / "small_rewards.py"
 JUDGED = (f"reward={REWARDS}:hangs_on_most", "reward_timeout_s=0.3", "gconfig.n_samples=4", "rollout.batch_size=2")
@@ -57,3 +60,28 @@ def test_workers_that_no_reward_has_are_refused_and_the_wait_for_judges_is_shown
         run(overrides, "reward=math(workers=3)", "reward_workers=5")
     for row in rows(run(overrides, "reward_workers=1", f"reward={REWARDS}:slow_now_and_then").folder):
         assert 0 < row["time/judge_s"] <= row["time/judge_max_s"] < row["time/step_s"]
+
+
+def test_a_reward_server_that_answers_500_for_a_while_costs_a_run_nothing_but_time(overrides, tmp_path):
+    """The same weights, rewards and metrics as of the run whose server was well."""
+    came, outage_s = [], 0.0
+
+    def score(body):
+        came.append(time.monotonic())
+        if came[-1] - came[0] < outage_s:
+            return 500, {"error": "busy"}
+        results = [{"question": n, "score": len(q["completion"]) / 9} for n, q in enumerate(body["questions"])]
+        return 200, {"results": results}
+
+    outcomes = []
+    for outage_s in (0.0, 1.5):
+        came.clear()
+        with server(score) as (url, _):
+            items = [f"reward=remote(url={url}, patience_s=60)", "deterministic=true", f"run.root={tmp_path}/{outage_s}"]
+            folder = run(overrides, *items, "total_train_steps=2", "tracking.trajectories_per_step=99").folder
+        assert not any(key.startswith("samples/failed") for row in rows(folder) for key in row)
+        assert (came[-1] - came[0] > 1.5) >= bool(outage_s)
+        found = outcome(folder)
+        samples = [json.loads(line) for step in found.pop("samples") for line in step]
+        outcomes.append((found, [(one["completion"], one["reward"], one["advantage"]) for one in samples]))
+    assert outcomes[0] == outcomes[1]

@@ -1,10 +1,13 @@
 """Rewards that need a model, from a user's file: no line of the trainers knows them."""
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tandem.api.batch import pack
 from tandem.api.failures import UserCodeFailed, WrongWorkflow
@@ -354,6 +357,66 @@ def test_a_score_that_cannot_be_had_is_refused_before_the_run(overrides, models,
     keys = [key.replace("MINE", f"{models}/mine.py").replace("EVEN", f"{small}:even") for key in keys]
     with pytest.raises(ConfigError, match=words):
         train(resolved(overrides, *keys), dry_run=True)
+
+
+class Trap:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, place):
+        self.place = place
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.place),)
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("headless", r"1 are missing, first 'score.weight'"),
+        ("pickle", "cannot be read: UnpicklingError"),
+        ("two labels", "classifier with 2 labels"),
+    ],
+)
+def test_the_folder_of_a_reward_model_that_cannot_be_read_is_refused_by_name(overrides, models, tmp_path, damage, words):
+    folder = shutil.copytree(models / "judge", tmp_path / "damaged")
+    weights = load_file(folder / "model.safetensors")
+    if damage == "headless":
+        save_file({name: x for name, x in weights.items() if name != "score.weight"}, folder / "model.safetensors")
+    elif damage == "pickle":
+        (folder / "model.safetensors").unlink()
+        torch.save({**weights, "trap": Trap(tmp_path / "sprung")}, folder / "pytorch_model.bin")
+    else:
+        config = json.loads((folder / "config.json").read_text())
+        config |= {"id2label": {"0": "bad", "1": "good"}, "label2id": {"bad": 0, "good": 1}}
+        (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=words) as refused:
+        train(resolved(overrides, f"reward=model(path={folder})"))
+    assert str(folder) in str(refused.value) and not (tmp_path / "sprung").exists()
+
+
+def test_a_reward_model_with_another_vocabulary_reads_the_text_in_its_own_tokens(overrides, models, tmp_path):
+    """Its tokens have other numbers than the actor's; its scores are those of the model that numbers as the actor does."""
+    folder = shutil.copytree(models / "judge", tmp_path / "renumbered")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    special = {token["id"] for token in tokenizer["added_tokens"]}
+    plain = sorted(number for number in vocabulary.values() if number not in special)
+    other = dict(zip(plain, [*plain[7:], *plain[:7]], strict=True))
+    tokenizer["model"]["vocab"] = {word: other.get(number, number) for word, number in vocabulary.items()}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if name.endswith("embed_tokens.weight"))
+    table = weights[name].clone()
+    table[list(other.values())] = weights[name][list(other)]
+    save_file({**weights, name: table}, folder / "model.safetensors", metadata={"format": "pt"})
+    rewards = [
+        [
+            sample["reward"]
+            for sample in samples_of(train(resolved(overrides, f"reward={spec}", "deterministic=true", trial)))
+        ]
+        for spec, trial in ((models / "judge", "trial_name=same"), (folder, "trial_name=other"))
+    ]
+    assert rewards[0] == pytest.approx(rewards[1], abs=1e-5) and len(set(rewards[0])) > 4
 
 
 def test_a_score_of_the_wrong_shape_says_what_was_expected(overrides, models):
