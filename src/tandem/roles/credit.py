@@ -41,9 +41,7 @@ class Credit:
         kept = torch.ones_like(rewards, dtype=torch.bool)
         tensors = _of_samples(batch, samples) | {
             "truncated": truncated(batch, samples),
-            "accuracy": batch["accuracy"][samples.first]
-            if "accuracy" in batch.keys()
-            else torch.full_like(rewards, torch.nan),
+            "accuracy": batch.get("accuracy", torch.full_like(batch["reward"].float(), torch.nan))[samples.first],
         }
         for shaping in self.shaping:
             result = shaping(rewards=rewards, **tensors)
@@ -95,10 +93,8 @@ class Credit:
         """The baselines that single choices are compared with."""
         found: dict[str, Any] = {}
         if "greedy" in self.advantage.asked:
-            is_there = "greedy" in batch.keys()
-            found["greedy"] = (
-                batch["greedy"][samples.first] if is_there else torch.zeros_like(samples.first, dtype=torch.bool)
-            )
+            nobody = torch.zeros_like(batch["in_statistics"])
+            found["greedy"] = batch.get("greedy", nobody)[samples.first]
         if "named_rewards" in self.advantage.asked:
             names = sorted(str(name) for name in batch.keys() if str(name).startswith("rewards/"))
             found["named_rewards"] = {name.removeprefix("rewards/"): batch[name][samples.first] for name in names}
@@ -118,11 +114,8 @@ class Credit:
 
 
 def _of_samples(batch: TensorDict, samples: Samples) -> dict[str, Any]:
-    return {
-        "group_id": batch["group_id"][samples.first],
-        "in_statistics": batch["in_statistics"][samples.first],
-        "lengths": samples.lengths,
-    }
+    found = {name: batch[name][samples.first] for name in ("group_id", "in_statistics")}
+    return found | {"lengths": samples.lengths}
 
 
 def _penalty(batch: TensorDict, mask: torch.Tensor, coefficient: float) -> torch.Tensor:
