@@ -4,12 +4,15 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from scripts.gpu_check import command
 from scripts.gpu_check.cuda_only import CUDA_LINES
 from scripts.gpu_check.needs import NEEDED, missing
+from scripts.gpu_check.place import Line, Place
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,15 +30,34 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
     assert missing() == ["no-such-distribution"]
 
 
+def slow_check(place):
+    yield Line("begun", "yes")
+    while True:
+        time.sleep(0.01)
+
+
+def never_run(place):
+    raise AssertionError("there is no time for it")
+
+
+def test_a_check_that_is_cut_off_keeps_its_lines_and_the_rest_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "CHECKS", {"speeds": (slow_check, never_run)})
+    place = Place("cpu", tmp_path, tmp_path, quick=True)
+    found = command.run_all(place, ["speeds"], tmp_path / "page.md", "none", seconds=0.2)
+    page = (tmp_path / "page.md").read_text()
+    assert found.failed == 0 and "| begun | yes |" in page
+    assert "Not run, because the time was over: slow_check (cut off after 0 s), never_run." in page
+
+
 @pytest.mark.slow
 @pytest.mark.invariant
 def test_every_part_runs_on_a_cpu_at_small_size_and_passes(tmp_path):
-    command = [sys.executable, "-m", "scripts.gpu_check", "--device", "cpu", "--quick", "--out", str(tmp_path / "page.md")]
+    words = [sys.executable, "-m", "scripts.gpu_check", "--device", "cpu", "--quick", "--out", str(tmp_path / "page.md")]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=ROOT, env=environment)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     page = (tmp_path / "page.md").read_text()
-    for heading in ("## Equalities", "## Speeds", "## Learning"):
+    for heading in ("## Placement", "## Equalities", "## Speeds", "## Learning"):
         assert heading in page
     said = ("engine = transformers, bf16", "packed = one by one, fp32", "delivered = trained, bf16, decoupled", "MFU")
     assert [words for words in said if words not in page] == []

@@ -33,8 +33,8 @@ MAY_IMPORT = {
     "flow": EVERYTHING - {"lifecycle", "evaluation", "trainers", "planning", "cli"},
     "lifecycle": EVERYTHING - {"evaluation", "trainers", "planning", "cli"},
     "evaluation": EVERYTHING - {"lifecycle", "trainers", "planning", "cli"},
-    "trainers": EVERYTHING - {"planning", "cli"},
-    "planning": EVERYTHING - {"cli"},
+    "planning": EVERYTHING - {"trainers", "cli"},
+    "trainers": EVERYTHING - {"cli"},
     "cli": EVERYTHING,
 }
 WITHOUT_TORCH = ("config", "launch", "sandbox", "workers")

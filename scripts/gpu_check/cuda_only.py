@@ -21,6 +21,8 @@ CUDA_LINES = {
     "state/snapshot.py": "the copy of a state goes into locked memory, and is waited for",
     "evaluation/run.py": "device=cuda, and auto",
     "planning/calibrate.py": "measures the GPU",
+    "planning/fit.py": "a start asks how much memory the GPUs have",
+    "engines/inference/child.py": "the engine's process compiles nothing on a GPU",
     "flow/process.py": "device=cuda, one GPU a rank, nccl; rollout.backend=auto looks for GPUs",
     "lifecycle/random_state.py": "the GPU's random generator is saved",
     "flow/state_parts.py": "the memory of one GPU, by which a run counts the share of a server that sleeps",
@@ -35,6 +37,22 @@ CUDA_LINES = {
 def prepare() -> None:
     """Before the first product: deterministic=true wants cuBLAS to have a workspace of its own."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+NCCL = "nccl"
+"""The group of ranks with a GPU each."""
+
+
+def uuids(device: str) -> list[str]:
+    """The driver's names of the GPUs here; empty on a CPU."""
+    count = torch.cuda.device_count() if device.startswith("cuda") else 0
+    return [str(torch.cuda.get_device_properties(one).uuid) for one in range(count)]
+
+
+def take(number: int) -> str:
+    """Makes a GPU this process's own, and returns its name."""
+    torch.cuda.set_device(number)
+    return f"cuda:{number}"
 
 
 def default_device() -> str:

@@ -31,6 +31,9 @@ class Place:
     quick: bool
     """Everything once, at a size that a CPU has done in seconds."""
 
+    vllm_python: str | None = None
+    """The Python of an environment that has vLLM; None: there is none."""
+
     @property
     def vocabulary(self) -> int:
         """Tokens of the model."""
@@ -86,11 +89,17 @@ class Line:
     """None: a figure, which cannot fail."""
 
 
+class OutOfTime(Exception):
+    """The time of all checks is over while one runs."""
+
+
 @dataclass
 class Findings:
     """All lines, by section."""
 
     sections: dict[str, list[Line]] = field(default_factory=dict)
+    not_run: list[str] = field(default_factory=list)
+    """Checks for which no time was left, or that were cut off in the middle."""
 
     def run(self, section: str, check: Callable[[Place], Iterator[Line]], place: Place) -> None:
         """Adds the lines of a check; one that raises is a line that failed, and the others go on."""
@@ -101,6 +110,8 @@ class Findings:
                 lines.append(line)
                 mark = {True: "ok  ", False: "FAIL", None: "    "}[line.good]
                 print(f"{mark} {line.what}: {line.found}{f' ({line.limit})' if line.limit else ''}", flush=True)
+        except OutOfTime:
+            self.not_run.append(f"{check.__name__} (cut off after {time.perf_counter() - began:.0f} s)")
         except Exception as error:  # the boundary of a check: its machine is lent for minutes, the others must run
             traceback.print_exc()
             lines.append(Line(check.__name__, f"{type(error).__name__}: {error}".splitlines()[0][:300], "to end", False))

@@ -1,16 +1,17 @@
 """The page of results."""
 
 import time
+from collections.abc import Sequence
 
 from scripts.gpu_check import cuda_only
 from scripts.gpu_check.place import Findings, Place
 from tandem.state.machine import machine, versions
 
-TITLES = {"equalities": "Equalities", "speeds": "Speeds", "learning": "Learning"}
+TITLES = {"placement": "Placement", "equalities": "Equalities", "speeds": "Speeds", "learning": "Learning"}
 
 
-def page(findings: Findings, place: Place, model: str) -> str:
-    """Markdown: where and when, then a table a section."""
+def page(findings: Findings, place: Place, model: str, left: Sequence[str] = ()) -> str:
+    """Markdown: where and when, then a table a section. ``left``: the checks that are still to come."""
     here, size = machine(), "small sizes (`--quick`)" if place.quick else "full sizes"
     gpu = cuda_only.described(place.device)
     device = f"{gpu['gpu']}, {gpu['gpu_memory_gib']} GiB, CUDA {gpu['cuda']}" if gpu else f"CPU: {here['cpu']}"
@@ -23,6 +24,10 @@ def page(findings: Findings, place: Place, model: str) -> str:
         f"{time.strftime('%Y-%m-%d', time.gmtime())}, {device}; {here['cores']} cores, {here['memory_gib']} GiB; {used}. "
         f"Model: {model}, {size}. {findings.failed} checks failed.",
     ]
+    if left:
+        lines += ["", f"Not run yet: {', '.join(left)}."]
+    if findings.not_run:
+        lines += ["", f"Not run, because the time was over: {', '.join(findings.not_run)}."]
     for section, found in findings.sections.items():
         lines += ["", f"## {TITLES[section]}", "", "| what | found | must be | |", "|---|---|---|---|"]
         marks = {True: "yes", False: "**NO**", None: ""}

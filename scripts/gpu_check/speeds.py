@@ -1,8 +1,11 @@
 """How fast: training as a share of what the device multiplies, generation, and the pause for new weights."""
 
 import asyncio
+import json
 import statistics
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from transformers import AutoConfig
@@ -20,6 +23,8 @@ from tandem.engines.inference.core import EngineCore
 from tandem.models.architecture import Architecture
 from tandem.planning.devices import DEVICES
 from tandem.weights.publisher import WeightPublisher
+
+BESIDE = Path(__file__).with_name("beside_vllm.py")
 
 
 def peaks(place: Place) -> dict[str, float]:
@@ -89,6 +94,48 @@ def generation(place: Place) -> Iterator[Line]:
         cuda_only.free(place.device)
 
 
+def beside_vllm(place: Place) -> Iterator[Line]:
+    """The same by vLLM alone on the device, if it is installed."""
+    if place.vllm_python is None:
+        yield Line("generation by vLLM, bf16", "not run: vLLM is not installed (--vllm-python)")
+        return
+    sizes = (2,) if place.quick else (1, 32, 128, 512)
+    new = place.of(256, 8)
+    command = [place.vllm_python, str(BESIDE), str(place.model), "bfloat16", str(new), *map(str, sizes)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        raise RuntimeError(f"vLLM ended with {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
+    for size, rate in json.loads(done.stdout.strip().splitlines()[-1]).items():
+        yield Line(f"generation by vLLM, bf16, {size} at once", f"{rate:,.0f} tokens/s")
+
+
+def memory(place: Place) -> Iterator[Line]:
+    """The most that tensors take while an engine generates beside a trainer, and while that trains; `updates` says it of a
+    delivery."""
+    trainer = place.trainer("bf16")
+    settings = EmbeddedEngineConfig(kv_cache_gib=0.05 if place.quick else 8.0, max_running=64)
+    core = EngineCore(place.model, settings, DTYPES["bf16"], place.device, WeightVersion(0))
+    new, count, length = place.of(256, 8), place.of(64, 2), place.of(1024, 32)
+    gconfig = GenerationConfig(max_new_tokens=new, min_new_tokens=new)
+
+    def generate() -> None:
+        for number, prompt in enumerate(place.prompts([64] * count, seed=7)):
+            core.add(number, LLMRequest(prompt, gconfig, NoiseKey(number)))
+        while core.has_work:
+            core.step()
+
+    batch = batch_of(place, place.prompts([length] * count, seed=8))
+    phases = {"generate": generate, "train": lambda: trainer.train_batch(batch, nll)}
+    for name, phase in phases.items():
+        phase()
+        cuda_only.peak_gib(place.device)
+        phase()
+        peak = cuda_only.peak_gib(place.device)
+        yield Line(
+            f"memory, {name}, engine beside trainer", "not known on a CPU" if peak is None else f"{peak:.2f} GiB at most"
+        )
+
+
 def updates(place: Place) -> Iterator[Line]:
     """What an update of the weights takes while requests run."""
     running = place.of(64, 2)
@@ -101,14 +148,17 @@ def updates(place: Place) -> Iterator[Line]:
             rollout, folder=place.model, placement=placement, threads=1, device=place.device, deterministic=False
         )
         publisher = WeightPublisher(trainer, engine, run="gpu-check", dtype=torch.bfloat16)
+        cuda_only.peak_gib(place.device)
         try:
             rows = asyncio.run(published(engine, publisher, place, running, place.of(5, 1)))
         finally:
             publisher.close()
             engine.close()
+        peak = cuda_only.peak_gib(place.device)
+        memory = "" if peak is None else f"; {peak:.2f} GiB at most"
         names = ("prepare_s", "pause_s", "recompute_s", "update_weights_s")
         told = ", ".join(f"{name} {statistics.median(row[name] for row in rows) * 1e3:.1f} ms" for name in names)
-        yield Line(f"an update, {placement}, {running} running, {rows[0]['bytes'] / 1e6:.0f} MB", told)
+        yield Line(f"an update, {placement}, {running} running, {rows[0]['bytes'] / 1e6:.0f} MB", told + memory)
 
 
 async def published(

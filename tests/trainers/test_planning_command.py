@@ -17,12 +17,13 @@ from tandem.config.preference import DistillConfig, PreferenceConfig, RewardMode
 from tandem.planning import calibrate
 from tandem.planning.contention import Contention
 from tandem.planning.devices import device
+from tandem.planning.drawing import drawing, uses
 from tandem.planning.job import Lengths, job_of
-from tandem.planning.lengths import ASSUMED_PROMPT, known_lengths
 from tandem.planning.memory import engine_weights
 from tandem.planning.plan import make_plan
 from tandem.planning.remedy import RANK, larger_devices, nearest, others, overrides
 from tandem.state.machine import usable_cores
+from tandem.trainers.lengths import ASSUMED_PROMPT, known_lengths
 from tests.tiny import tiny_config, tiny_model_folder, tiny_tokenizer
 from tests.trainers.planning import LLAMA_8B, SMOLLM2, round_machine
 
@@ -207,12 +208,37 @@ def test_each_kind_of_run_holds_its_models(kind, keys, roles, sequences):
     assert (job.generator is None) == (kind in (SFTConfig, PreferenceConfig, RewardModelConfig))
 
 
-def test_servers_of_another_make_plan_for_themselves():
-    keys = [*RL, "rollout.backend=vllm:d2", "rollout.fleet.vllm_python=python"]
+def test_servers_of_another_make_have_their_share_and_no_time():
+    keys = [*RL, "rollout.backend=vllm:d1", "rollout.fleet.vllm_python=python"]
     plan, _ = planned(TrainConfig, keys, device("h200"), shape=SMOLLM2)
 
     assert {phase.name for phase in plan.phases} == {"update: actor"}
-    assert not any(item.role == "engine" for instant in plan.instants for item in instant.items)
+    (use,) = uses(plan)
+    assert use.residents["engine"] == pytest.approx([0.4 * plan.machine.memory_gib] * len(plan.instants))
+
+
+def test_the_drawing_has_every_rank_and_server_on_its_device_and_a_server_that_sleeps_is_gone():
+    keys = [*RL, "actor.backend=fsdp:d4", "rollout.backend=vllm:d2t2", "rollout.fleet.vllm_python=python"]
+    apart = ["async_training=true", "rollout.max_head_offpolicyness=2"]
+    plan, _ = planned(TrainConfig, [*keys, *apart], device("h100", 8), shape=SMOLLM2)
+    text = list(drawing(plan))
+    assert "GPU 0 to 3, each: ranks 0 to 3" in text
+    share = "(one of its 2 GPUs, 90% of the memory)"
+    assert f"GPU 4 to 7, each: vllm-0 {share}, vllm-1 {share}" in text
+    assert [sorted({"actor", "engine"} & {*use.residents}) for use in uses(plan)] == [["actor"], ["engine"]]
+
+    asleep, _ = planned(TrainConfig, [*keys, "memory_limit_gib=30"], device("h100", 8), shape=SMOLLM2)
+    (use,) = uses(asleep)
+    held = dict(zip((one.phase for one in asleep.instants), use.residents["engine"], strict=True))
+    assert held["generate"] == pytest.approx(0.4 * asleep.machine.memory_gib) and held["update: actor"] < 1
+
+
+def test_an_engine_of_our_own_on_another_gpu_is_no_part_of_the_first():
+    keys = [*RL, "async_training=true", "rollout.max_head_offpolicyness=2"]
+    apart, _ = planned(TrainConfig, keys, device("h100", 2), shape=SMOLLM2)
+    assert [sorted({"actor", "engine"} & {*use.residents}) for use in uses(apart)] == [["actor"], ["engine"]]
+    together, _ = planned(TrainConfig, keys, device("h100", 1), shape=SMOLLM2)
+    assert together.peak_gib > apart.peak_gib + 1
 
 
 @pytest.mark.parametrize(

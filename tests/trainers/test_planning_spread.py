@@ -17,11 +17,11 @@ from tandem.planning.held import held as held_of
 from tandem.planning.items import Room
 from tandem.planning.job import Lengths, job_of
 from tandem.planning.layers import layers_backward, layers_forward
-from tandem.planning.lengths import known_lengths
 from tandem.planning.memory import instants
 from tandem.planning.plan import make_plan
 from tandem.planning.seconds import phases
 from tandem.planning.states import gradients_between, states
+from tandem.trainers.lengths import known_lengths
 from tests.ranks import on_two
 from tests.tiny import tiny_model_folder
 from tests.trainers.held_on_ranks import config_of, held_by, held_under

@@ -21,9 +21,9 @@ from tandem.engines.train.build import build_train_engine
 from tandem.models.shape import read_shape
 from tandem.planning.calibrate import waking
 from tandem.planning.job import job_of
-from tandem.planning.lengths import known_lengths
 from tandem.planning.plan import make_plan
 from tandem.planning.seconds import SWITCH_FACTOR
+from tandem.trainers.lengths import known_lengths
 from tandem.trainers.rl import train
 from tests.tiny import tiny_model_folder
 from tests.trainers.colocated import CLOCK, JUDGES, judge_folder, keys_of, make_models, outcome, rows

@@ -10,16 +10,14 @@ examples:
 import argparse
 import functools
 import json
-from dataclasses import replace
 from typing import Any
 
 from tandem.cli.arguments import add_config_arguments, split_arguments
 from tandem.cli.config import resolve_kind
 from tandem.cli.training import KINDS
 from tandem.config import choose_backend
-from tandem.config.arithmetic import arithmetic, placement
+from tandem.config.arithmetic import arithmetic
 from tandem.config.backend import parse_layout
-from tandem.config.devices import DeviceMap, devices_of
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
@@ -28,8 +26,7 @@ from tandem.flow.process import decided, told
 from tandem.models.shape import read_shape
 from tandem.planning.calibrate import this_machine
 from tandem.planning.devices import DEVICES, device
-from tandem.planning.job import job_of
-from tandem.planning.lengths import Known, known_lengths
+from tandem.planning.job import job_of, seats_of
 from tandem.planning.machine import Machine
 from tandem.planning.plan import Plan, make_plan
 from tandem.planning.remedy import (
@@ -43,6 +40,7 @@ from tandem.planning.remedy import (
     overrides,
 )
 from tandem.planning.report import Report
+from tandem.trainers.lengths import Known, known_lengths
 
 DOES_NOT_FIT = 1
 
@@ -83,10 +81,9 @@ def make_report(arguments: argparse.Namespace) -> Report:
     decide = functools.partial(decided, machine=_seats(resolved.config, machine))
     resolved = decide(resolved)
     config = resolved.config
-    devices = _devices(config, machine)
-    if devices is not None and devices.taken:
-        left = machine.memory_gib * (1 - devices.taken)
-        machine = replace(machine, memory_gib=left, name=f"{machine.name}, {devices.taken:.0%} of it the servers'")
+    on_gpus = machine.kind == "gpu" and isinstance(config, TrainConfig)
+    if on_gpus:
+        seats_of(config, machine)  # more than there are: refused
     known = known_lengths(config, prompt=arguments.prompt_tokens, completion=arguments.completion_tokens)
     read = functools.cache(read_shape)
 
@@ -100,9 +97,7 @@ def make_report(arguments: argparse.Namespace) -> Report:
         title=f"Plan of {file or 'this configuration'}",
         plan=plan,
         lengths=known.said,
-        arithmetic="\n".join(
-            [_arithmetic(config, known), *((told(resolved), *devices.lines()) if devices is not None else ())]
-        ),
+        arithmetic="\n".join([_arithmetic(config, known), *([told(resolved)] if on_gpus else [])]),
         change=change,
         others=tuple(others(plan, change, plan_with)),
         advice=_advice(plan, change),
@@ -125,14 +120,6 @@ def _arithmetic(config: Any, known: Known) -> str:
     one = config.rollout.batch_size if hasattr(config, "rollout") else config.batch_size
     lines = arithmetic(config, one).splitlines()
     return "\n".join(line for line in lines if not line.startswith(("Epoch", "Run")))
-
-
-def _devices(config: Any, machine: Machine) -> DeviceMap | None:
-    """Tells who is on which GPU; None on a CPU. Raises `ConfigError` where they are too few."""
-    if machine.kind != "gpu" or not isinstance(config, TrainConfig):
-        return None
-    ranks = parse_layout(config.actor.backend).ranks
-    return devices_of(config.rollout, placement(config), ranks=ranks, devices=machine.count)
 
 
 def _seats(config: Any, machine: Machine) -> choose_backend.Machine:

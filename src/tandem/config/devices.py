@@ -28,6 +28,12 @@ class Seat:
     """Part of each device's memory that a server may take; None: it takes what its settings say, such as
     `rollout.engine.kv_cache_gib`."""
 
+    def words(self) -> str:
+        """Its name, and what it takes of each of its devices."""
+        several = [f"one of its {len(self.devices)} GPUs"] if len(self.devices) > 1 else []
+        share = [f"{self.memory_share:.0%} of the memory"] if self.memory_share is not None else []
+        return self.name + (f" ({', '.join([*several, *share])})" if several or share else "")
+
 
 @dataclass(frozen=True)
 class DeviceMap:
@@ -39,23 +45,6 @@ class DeviceMap:
     def server(self, name: str) -> Seat:
         """Raises `KeyError` for one that is not there."""
         return {seat.name: seat for seat in self.servers}[name]
-
-    @property
-    def taken(self) -> float:
-        """Share of the first rank's memory that servers take from training."""
-        return sum(seat.memory_share or 0.0 for seat in self.servers if self.ranks and 0 in seat.devices)
-
-    def lines(self) -> list[str]:
-        """A line for each device: who is on it, and with which share of its memory."""
-        seats = [*self.ranks, *self.servers]
-        there = sorted({device for seat in seats for device in seat.devices})
-        return [f"GPU {one}: " + ", ".join(_words(seat) for seat in seats if one in seat.devices) for one in there]
-
-
-def _words(seat: Seat) -> str:
-    several = [f"one of its {len(seat.devices)} GPUs"] if len(seat.devices) > 1 else []
-    share = [f"{seat.memory_share:.0%} of the memory"] if seat.memory_share is not None else []
-    return seat.name + (f" ({', '.join([*several, *share])})" if several or share else "")
 
 
 def map_devices(

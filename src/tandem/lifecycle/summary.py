@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from tandem.config.load import Resolved, describe, plain_data, to_yaml
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
 from tandem.flow.draw import text
 from tandem.flow.plan import RunPlan
-from tandem.flow.process import Process, devices_here
+from tandem.flow.process import Process
 from tandem.flow.state_parts import sleep_plan_here, told
 from tandem.state.checkpoint import CheckpointFailed, save_checkpoint
 from tandem.state.resuming import Examine, refuse_existing
@@ -45,15 +45,17 @@ class Summary:
     """Step → accuracy on the validation rows, where the reward states one; step 0 is before training."""
 
 
-def announce(resolved: Resolved[Any], config: BaseConfig, num_rows: int, plan: RunPlan) -> Summary:
+def announce(
+    resolved: Resolved[Any], config: BaseConfig, num_rows: int, plan: RunPlan, devices: Iterable[str] = ()
+) -> Summary:
     """Prints what a run would do, for `--dry-run`: the configuration, what training by ``config`` on so many rows comes to
-    in words, the models and the stages of a step, and what sleeps between them."""
+    in words, the models and the stages of a step, and what sleeps between them. ``devices``: lines about who holds what on
+    which device."""
     print(describe(resolved))
     print(arithmetic(config, num_rows))
-    devices = devices_here(config) if isinstance(config, TrainConfig) else None
-    if devices is not None:
-        print("\n".join(devices.lines()))
     print(text(plan))
+    for line in devices:
+        print(line)
     sleeping = sleep_plan_here(config, plan)
     if sleeping is not None:
         print(told(sleeping))

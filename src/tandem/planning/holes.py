@@ -61,7 +61,7 @@ def _logits(model: Held, step: Step) -> float:
 
 def of_what_comes(items: Iterable[Item], machine: Machine, room: Room) -> Iterator[Item]:
     """The share of what comes and goes that a GPU's allocator takes beside it."""
-    coming = [item for item in items if item.place == "device"]
+    coming = [item for item in items if item.on(0)]
     each = machine.slack * sum(item.each for item in coming if item.every_rank)
     first = machine.slack * sum(item.num_bytes for item in coming if not item.every_rank)
     if each:

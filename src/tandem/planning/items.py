@@ -22,7 +22,10 @@ class Item:
     """Ranks that hold this together in that memory, each as much."""
 
     devices: int = 1
-    """GPUs that hold as much each; 1: the first alone."""
+    """GPUs that hold as much each."""
+
+    first: int = 0
+    """The first of these GPUs; 0 on a CPU."""
 
     @property
     def each(self) -> float:
@@ -34,6 +37,10 @@ class Item:
         """True if it is not the first rank's alone."""
         return self.holders > 1 or self.devices > 1
 
+    def on(self, device: int) -> bool:
+        """Whether a GPU, or a CPU's memory (0), holds it."""
+        return self.place == "device" and self.first <= device < self.first + self.devices
+
 
 @dataclass(frozen=True)
 class Instant:
@@ -43,13 +50,19 @@ class Instant:
     items: tuple[Item, ...]
 
     def total(self, place: Place = "device") -> float:
-        """Bytes."""
-        return sum(item.num_bytes for item in self.items if item.place == place)
+        """Bytes, of the first GPU where they are a device's."""
+        if place == "host":
+            return sum(item.num_bytes for item in self.items if item.place == "host")
+        return self.on(0)
+
+    def on(self, device: int) -> float:
+        """Bytes that one GPU holds."""
+        return sum(item.num_bytes for item in self.items if item.on(device))
 
     @property
     def of_first_rank(self) -> float:
         """Bytes of the rank that holds most: the first one has an embedded engine as well."""
-        return sum(item.each for item in self.items if item.place == "device")
+        return sum(item.each for item in self.items if item.on(0))
 
     @property
     def of_machine(self) -> float:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from tandem.config.arithmetic import generating_ranks, max_head_offpolicyness, placement, samples_together
+from tandem.config.backend import parse_layout
+from tandem.config.devices import Seat, devices_of
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import parse_backend
 from tandem.config.preference import DistillConfig, training_config
@@ -59,14 +61,17 @@ class Generator:
     """Each is on a rank, and its device, of its own; otherwise all are on the first device."""
 
     foreign: str | None = None
-    """Servers of another make, which plan their own memory and whose speed is not known here."""
+    """Servers of another make, which take their share of memory and whose speed is not known here."""
+
+    seats: tuple[Seat, ...] = ()
+    """The servers with the GPUs that they are on; empty on a CPU, and if the engines are inside the ranks."""
 
     role: str = "engine"
     """Whose weights and cache these are: the policy's, or those of a judge or a partner."""
 
     def on_device(self, machine: Machine) -> int:
         """Engines that share a device, or a machine's cores."""
-        return 1 if self.on_ranks and machine.kind == "gpu" else self.engines
+        return 1 if (self.on_ranks or len(self.seats) > 1) and machine.kind == "gpu" else self.engines
 
 
 QUESTION_TOKENS = 160
@@ -283,7 +288,20 @@ def _generator(config: TrainConfig, actor: Held, machine: Machine, samples: int)
         sequences=min(episodes, rollout.max_concurrent or episodes) * samples,
         adapter=_delivered_adapter(config, actor, kinds),
         foreign=" and ".join(foreign) if foreign else None,
+        seats=seats_of(config, machine),
     )
+
+
+def seats_of(config: TrainConfig, machine: Machine) -> tuple[Seat, ...]:
+    """The servers of a run and their GPUs on this machine.
+
+    Raises:
+        ConfigError: they are too few.
+    """
+    if machine.kind != "gpu":
+        return ()
+    ranks = parse_layout(config.actor.backend).ranks
+    return devices_of(config.rollout, placement(config), ranks=ranks, devices=max(machine.count, ranks)).servers
 
 
 def _writers(
@@ -306,6 +324,7 @@ def _writers(
             sequences=requests,
             adapter=0,
             foreign=None,
+            seats=(),
             role=model.role,
         )
 

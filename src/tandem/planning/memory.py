@@ -64,6 +64,8 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
     if job.generator is not None and job.generator.foreign is None:
         beside = [item for writer in partners for item in _generation(writer.engine, machine)]
         add("generate", *_generation(job.generator, machine), *beside)
+    elif job.generator is not None and job.generator.seats:
+        add("generate")
     scoring = {role for _, role in job.passes}
     for model in job.models:
         if model.role in job.writers and not job.writers[model.role].in_episodes:
@@ -84,6 +86,8 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
             add(f"optimizer: {model.role}", *gradients_of_the_step(model, rooms[model.role]))
     if job.generator is not None and job.generator.foreign is None:
         add("publish", *_publishing(job, machine))
+    elif job.generator is not None and job.generator.seats:
+        add("publish")
     add("save", *_saving(job, room))
 
     def kept(items: tuple[Item, ...]) -> Iterator[Item]:
@@ -127,9 +131,12 @@ def _without_sleepers(steady: Sequence[Item], awake: frozenset[Part], machine: M
 
 
 def _engine(job: Job, machine: Machine) -> Iterator[Item]:
-    """The embedded engine's weights and cache, which stay through all phases."""
+    """The embedded engine's weights and cache, or the servers' shares, which stay through all phases."""
     generator = job.generator
-    if generator is None or generator.foreign is not None:
+    if generator is None:
+        return
+    if generator.foreign is not None:
+        yield from _shares(generator, machine)
         return
     yield _weights_of(generator, machine)
     yield from _cache_of(job, generator, machine)
@@ -141,6 +148,17 @@ def _engine(job: Job, machine: Machine) -> Iterator[Item]:
     if job.kept_versions:
         kept = delivered * job.kept_versions
         yield Item("verify", "kept versions", kept, "device" if machine.kind == "cpu" else "host")
+
+
+def _shares(generator: Generator, machine: Machine) -> Iterator[Item]:
+    """What vLLM and SGLang servers take of each of their GPUs: the weights, and the rest for the cache."""
+    for seat in generator.seats:
+        if seat.memory_share is not None:
+            share = seat.memory_share * machine.memory_gib * GIB
+            weights = min(share, engine_bytes(generator.shape, generator.dtype, cpu=False) / len(seat.devices))
+            where = {"devices": len(seat.devices), "first": seat.devices[0]}
+            yield Item(generator.role, "parameters", weights, **where)
+            yield Item(generator.role, "KV cache", share - weights, **where)
 
 
 def _weights_of(generator: Generator, machine: Machine) -> Item:
@@ -165,6 +183,8 @@ def _of_engines(generator: Generator, machine: Machine, what: str, each: float, 
     role = role or generator.role
     if generator.on_ranks:
         return Room(generator.engines, shared=machine.kind == "cpu").item(role, what, each)
+    if generator.seats:  # a GPU each
+        return Item(role, what, each, devices=generator.engines, first=generator.seats[0].devices[0])
     return Item(role, what, each * generator.engines)
 
 
@@ -216,7 +236,7 @@ def _processes(job: Job, machine: Machine, room: Room) -> Iterator[Item]:
     if machine.kind == "cpu":
         yield room.item("process", "tokenizer", float(TOKENIZER_BYTES * job.actor.shape.vocab))
     if generator is not None and generator.foreign is None and generator.own_process:
-        yield room.one("engine", "interpreter and libraries", machine.process_gib * GIB * generator.engines)
+        yield _of_engines(generator, machine, "interpreter and libraries", machine.process_gib * GIB)
     if job.workers and machine.kind == "cpu":
         yield room.one("process", "reward workers", machine.worker_gib * GIB * job.workers)
 

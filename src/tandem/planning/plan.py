@@ -1,10 +1,11 @@
 """The plan of a run: memory, time, disk, and whether it fits."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tandem.planning.cost import Phase
 from tandem.planning.disk import Checkpoint, checkpoint_of
-from tandem.planning.items import GIB, Instant
+from tandem.planning.items import GIB, Instant, Item
 from tandem.planning.job import Job
 from tandem.planning.machine import Machine
 from tandem.planning.memory import instants, kv_needed
@@ -12,6 +13,9 @@ from tandem.planning.seconds import SCORES, SWITCH, phases
 
 RESERVE = 0.03
 """Share of the memory that the plan leaves to others: the system, a display, a second process on the GPU."""
+
+GUESSED = ("activations", "logits", "tables", "allocator", "heap", "interpreter and libraries")
+"""Items that depend on lengths, or on what a library does."""
 
 TRAINS = (*SCORES, "update: actor", "update: critic")
 GENERATES = ("prefill", "decode")
@@ -37,6 +41,16 @@ class Plan:
         return self.worst.total() / GIB
 
     @property
+    def devices(self) -> int:
+        """GPUs that hold anything; 1 on a CPU."""
+        items = (item for instant in self.instants for item in instant.items if item.place == "device")
+        return max((item.first + item.devices for item in items), default=1)
+
+    def peak_on(self, device: int) -> float:
+        """Memory of one GPU in GiB, at its worst."""
+        return max(instant.on(device) for instant in self.instants) / GIB
+
+    @property
     def host_gib(self) -> float:
         """Host memory beside a GPU, at its worst; 0 on a CPU, where all is one."""
         return max(instant.total("host") for instant in self.instants) / GIB
@@ -50,6 +64,21 @@ class Plan:
     def machine_gib(self) -> float:
         """Peak memory of all devices together; on a CPU the peak itself."""
         return max(instant.of_machine for instant in self.instants) / GIB
+
+    def certain_items(self, instant: Instant, device: int) -> Iterator[Item]:
+        """What one GPU must hold whatever the lengths of sequences: weights, moments, gradients, servers' shares; no
+        activations, and no cache of our own engine, which grows with need."""
+        foreign = self.job.generator is not None and self.job.generator.foreign is not None
+        guessed = GUESSED if foreign else (*GUESSED, "KV cache")
+        yield from (item for item in instant.items if item.on(device) and item.what not in guessed)
+
+    def certain_at(self, instant: Instant, device: int) -> float:
+        """Its bytes."""
+        return sum(item.num_bytes for item in self.certain_items(instant, device))
+
+    def certain_gib(self, device: int) -> float:
+        """The same at the worst instant, in GiB."""
+        return max(self.certain_at(instant, device) for instant in self.instants) / GIB
 
     @property
     def usable_gib(self) -> float:
@@ -73,6 +102,12 @@ class Plan:
                 f"one sample of {self.job.lengths.prompt} + {self.job.lengths.longest} tokens needs "
                 f"{kv_needed(self.job, generator) / GIB:.3f} GiB of KV cache, and rollout.engine.kv_cache_gib is "
                 f"{generator.kv_cache_gib:g} GiB"
+            )
+        other = max(range(1, self.devices), key=self.peak_on, default=None)
+        if other is not None and self.peak_on(other) > self.usable_gib:
+            found.append(
+                f"GPU {other} needs {self.peak_on(other):.2f} GiB, and {self.usable_gib:.2f} GiB of "
+                f"{self.machine.memory_gib:.2f} GiB can be used"
             )
         if self.peak_gib > self.usable_gib:
             found.append(

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from tandem.flow.state_parts import told
+from tandem.planning.drawing import SMALL_GIB, DeviceUse, drawing, uses
 from tandem.planning.held import Held
 from tandem.planning.items import GIB, Instant
 from tandem.planning.plan import RESERVE, Plan
 from tandem.planning.remedy import Change, spread_over
-
-SMALL_GIB = 0.005
-"""Items below this size are left out of the tables."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +34,7 @@ class Report:
         blocks = [
             [f"{self.title} on {plan.machine.name}, {plan.machine.memory_gib:.1f} GiB{each}", *_model(self)],
             [*_memory(plan)],
+            [*drawing(plan)],
             [*_sleep(plan)],
             [*_verdict(self)],
             [*_time(plan)],
@@ -66,6 +65,7 @@ class Report:
                 "moved_gib": round(plan.moved_gib, 4),
                 "moved": {f"{name}_gib": round(gib, 4) for name, gib in plan.moved_gib_by_stage.items()},
                 "phases": {instant.phase: _items(instant) for instant in plan.instants},
+                "devices": [_use(plan, use) for use in uses(plan)],
             },
             "time": {
                 "step_s": round(plan.step_s, 4),
@@ -108,6 +108,15 @@ def _change(change: Change) -> dict[str, Any]:
     plan = change.plan
     figures = {"peak_gib": plan.peak_gib, "host_gib": plan.host_gib, "step_s": plan.step_s}
     return {"settings": change.settings} | {name: round(figure, 4) for name, figure in figures.items()}
+
+
+def _use(plan: Plan, use: DeviceUse) -> dict[str, Any]:
+    phases = [instant.phase for instant in plan.instants]
+    held = {
+        f"{role}_gib": dict(zip(phases, (round(gib, 4) for gib in figures), strict=True))
+        for role, figures in use.residents.items()
+    }
+    return {"devices": list(use.devices), "who": use.who, "residents": held}
 
 
 def _rounded(gib: float | None) -> float | None:
@@ -196,14 +205,14 @@ def _memory(plan: Plan) -> Iterator[str]:
     for instant in plan.instants:
         found = dict.fromkeys(heads, 0.0)
         for item in instant.items:
-            if item.place == "device":
+            if item.on(0):
                 found[next((head for head, kinds in COLUMNS.items() if item.what in kinds), "other")] += item.num_bytes / GIB
         found["total"] = instant.total() / GIB
         cells = "".join(("" if gib < SMALL_GIB else f"{gib:.2f}").rjust(13) for gib in found.values())
         yield f"{'*' if instant is plan.worst else ' '} {instant.phase:<20}{cells}"
     yield f"At the worst instant, {plan.worst.phase}:"
     for item in sorted(plan.worst.items, key=lambda item: -item.num_bytes):
-        if item.place == "device" and item.num_bytes >= SMALL_GIB * GIB:
+        if item.on(0) and item.num_bytes >= SMALL_GIB * GIB:
             yield f"  {f'{item.role}: {item.what}':<42}{item.num_bytes / GIB:>8.2f} GiB"
 
 
@@ -248,8 +257,8 @@ def _of_ranks(plan: Plan) -> Iterator[str]:
     if actor.ranks > 1 and machine.kind == "cpu":
         yield f"All {actor.ranks} ranks share this memory; the first one holds {plan.rank_gib:.2f} GiB."
     elif actor.ranks > 1:
-        yield f"Shown is the first rank's device, which holds most; all {actor.ranks} ranks hold {plan.machine_gib:.2f} GiB."
-    used = max(model.ranks for model in plan.job.models)
+        yield f"Shown is the first rank's device, which holds most; all devices hold {plan.machine_gib:.2f} GiB."
+    used = max(plan.devices, *(model.ranks for model in plan.job.models))
     foreign = plan.job.generator is not None and plan.job.generator.foreign is not None
     if machine.kind == "gpu" and used < machine.count and not foreign:
         are = "is" if used == 1 else "are"
@@ -303,7 +312,7 @@ def assumptions(report: Report) -> Iterator[str]:
     if plan.machine.kind == "gpu":
         yield "whether it fits is said of the devices' memory; that of the host is told, and compared with nothing"
     if plan.job.generator is not None and plan.job.generator.foreign is not None:
-        yield f"memory of {plan.job.generator.foreign} servers is not counted: they plan their own"
+        yield f"{plan.job.generator.foreign} servers take their share of memory, whatever they need of it"
     if plan.job.generator is not None:
         yield "every sequence has a gradient: groups without spread cost a forward pass only, and make it faster"
         waiting = plan.job.actor.ranks - plan.job.generator.engines

@@ -23,6 +23,8 @@ from tandem.lifecycle.recovery import Recovery, recovery_of
 from tandem.lifecycle.saving import Saving
 from tandem.lifecycle.summary import Summary, announce, check_run_folder, ended, telling_step
 from tandem.lifecycle.weight_record import record_weights
+from tandem.planning.drawing import drawing
+from tandem.planning.fit import check_fit
 from tandem.rollout.failure_budget import NoBatch
 from tandem.state.resuming import may_go_on
 from tandem.tracking.statistics import peak_memory_gib
@@ -58,10 +60,11 @@ def run_training(
     with contextlib.ExitStack() as stack:
         rows, parts = stack.enter_context(prepare(config, plan))
         sleep_plan_here(config, plan)  # a budget that is too small is refused before there is a run folder
+        memory = check_fit(resolved.config)
         examine = may_go_on(resolved.config, override=override)
         if dry_run:
             check_run_folder(resolved.config, examine)
-            return announce(resolved, config, len(rows.train), plan)
+            return announce(resolved, config, len(rows.train), plan, drawing(memory) if memory is not None else ())
         run = stack.enter_context(start_run(config, rows, plan, recorded=resolved.config, examine=examine))
         team, device = run.process.team, run.process.device
         oversight = stack.enter_context(Oversight(resolved.config, run.folder, team))

@@ -1,0 +1,124 @@
+"""What a start asks of the plan: whether the models of a run can lie in the memory of this machine.
+
+Refused is only what cannot be: weights, moments, gradients and servers' shares that are larger than the device. What the
+plan guesses beside them (activations, caches, holes) makes a warning.
+"""
+
+import functools
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import BaseConfig
+from tandem.config.load import load_config, to_yaml
+from tandem.flow.process import choose_device
+from tandem.models.shape import Shape, read_shape
+from tandem.planning.devices import device as of_table
+from tandem.planning.items import GIB
+from tandem.planning.job import Lengths, job_of
+from tandem.planning.machine import Machine
+from tandem.planning.plan import Plan, make_plan
+from tandem.planning.remedy import nearest, overrides
+
+log = logging.getLogger(__name__)
+
+PROMPT_TOKENS = 256
+"""Assumed for the warning; `tandem plan` reads the data."""
+
+
+def memory_here(device: str) -> Machine:
+    """The GPUs of this run as far as their memory counts. ``device``: as `choose_device` gives it."""
+    machines = int(os.environ.get("WORLD_SIZE", 1)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return gpus(
+        torch.cuda.get_device_properties(device).total_memory / GIB,
+        torch.cuda.device_count() * max(1, machines),
+        name=torch.cuda.get_device_name(device),
+    )
+
+
+def gpus(memory_gib: float, count: int, name: str = "GPU") -> Machine:
+    """GPUs of which only the memory is known; their rates are those of another, and nothing may be read from them."""
+    return replace(of_table("a100", count), name=name, memory_gib=memory_gib)
+
+
+def check_fit(config: BaseConfig, machine: Machine | None = None, read: Callable[[str], Shape] = read_shape) -> Plan | None:
+    """Passes if the models and engines of a run can lie in the memory of the GPUs; warns if the plan says that they will
+    hardly. Returns the plan, whose times are not of these GPUs. On a CPU nothing is asked, and nothing returned: the system
+    may swap, and `tandem plan` measures what processes take there. ``machine``: GPUs that need not be here.
+
+    Raises:
+        ConfigError: a GPU is too small; with the figures, and the nearest change that fits.
+    """
+    if machine is None and (device := choose_device(config)) == "cpu":
+        return None
+    machine, read = machine or memory_here(device), functools.cache(read)
+
+    def plan_with(settings: dict[str, Any]) -> Plan:
+        changed = _changed(config, settings)
+        written = getattr(changed, "gconfig", None)
+        longest = written.max_new_tokens if written is not None else max(1, changed.max_length - PROMPT_TOKENS)  # type: ignore[attr-defined]
+        return make_plan(job_of(changed, machine, Lengths(PROMPT_TOKENS, longest, longest), read), machine)
+
+    plan = plan_with({})
+    worst = max(range(plan.devices), key=plan.certain_gib)
+    certain, there = plan.certain_gib(worst), machine.memory_gib
+    if certain > there:
+        raise ConfigError(
+            f"this run does not fit: GPU {worst} has {there:.2f} GiB ({machine.name}), and {certain:.2f} GiB are needed for "
+            f"{holders(plan, worst)}, before any activations. {_remedy(plan, config, plan_with)}"
+        )
+    peak = max(range(plan.devices), key=plan.peak_on)
+    if plan.peak_on(peak) > there:
+        log.warning(
+            "GPU %d has %.2f GiB, and the plan of this run comes to %.2f GiB with activations and cache for prompts of %d "
+            "tokens: it may run out of memory. `tandem plan` says when, and what to change",
+            peak, there, plan.peak_on(peak), PROMPT_TOKENS,
+        )  # fmt: skip
+    return plan
+
+
+def holders(plan: Plan, device: int) -> str:
+    """Who holds how much of one device at the worst instant of what is certain, largest first."""
+    instant = max(plan.instants, key=lambda one: plan.certain_at(one, device))
+    held: dict[str, float] = {}
+    for item in plan.certain_items(instant, device):
+        held[item.role] = held.get(item.role, 0.0) + item.num_bytes / GIB
+    rows = sorted(held.items(), key=lambda row: -row[1])
+    return " + ".join(f"{role} {gib:.2f}" for role, gib in rows if gib >= 0.005) + f" while {instant.phase}"
+
+
+def _remedy(plan: Plan, config: BaseConfig, plan_with: Callable[[dict[str, Any]], Plan]) -> str:
+    generator = plan.job.generator
+    shares = generator is not None and generator.foreign is not None and any(0 in seat.devices for seat in generator.seats)
+    if shares and getattr(config, "memory_limit_gib", None) is None:
+        limited = {"memory_limit_gib": int(plan.usable_gib)}
+        try:
+            fits = plan_with(limited).certain_gib(0) <= plan.machine.memory_gib
+        except ConfigError:
+            fits = False
+        if fits:
+            return (
+                f"Nearest change that fits: {' '.join(overrides(limited))}, with which the server gives its memory back "
+                "while training needs it; a smaller rollout.fleet.memory_share is another way"
+            )
+    found = nearest(plan, config, plan_with)
+    if found is None:
+        return "No change of the configuration is enough; `tandem plan` says what would hold it"
+    return f"Nearest change that fits: {found.arguments()}"
+
+
+def _changed(config: BaseConfig, settings: dict[str, Any]) -> BaseConfig:
+    """The configuration with these keys replaced, checked."""
+    if not settings:
+        return config
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "config.yaml"
+        file.write_text(to_yaml(config))
+        return load_config(type(config), file, overrides(settings)).config
