@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from tandem.models import short_attention
 from tandem.models.context_parallel import Context
 from tandem.models.prefixes import Prompt
 from tandem.models.upload import upload
@@ -270,6 +271,8 @@ def _causal(
     grouped = q.shape[1] != k.shape[1]
     if softcap is not None:
         return _capped(q, k, v, scale, window, softcap)
+    if short_attention.takes(q, keys):
+        return short_attention.attend(q, k, v, _visible(queries, keys, window, q.device), scale)
     if queries == keys and (window is None or window >= keys):
         return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     mask = _visible(queries, keys, window, q.device)

@@ -16,8 +16,8 @@ from tandem.models.logprobs import chunked_logprobs
 from tandem.models.vocabulary import Vocabulary, vocabulary_parallel_logprobs
 
 _PRODUCTS = ("mm", "addmm", "bmm")
-_ATTENTION = ("_scaled_dot_product", "_varlen_attn", "_flash_attn_varlen_forward")
-"""Operators of torch's kernels for a CPU and for a GPU, and of flash-attn's."""
+_ATTENTION = ("_scaled_dot_product", "short_attention", "_varlen_attn", "_flash_attn_varlen_forward")
+"""Operators of torch's kernel and ours for a CPU, of torch's for a GPU, and of flash-attn's."""
 
 
 def keeping_products() -> Any:
