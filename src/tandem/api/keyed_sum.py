@@ -15,7 +15,7 @@ WORDS = 1 << 16
 """64-bit words that have keys of their own; after so many the sum so far is multiplied and the keys begin anew."""
 
 ROWS = 64
-"""Of so many words that are summed at a time on a device other than the CPU."""
+"""Rows of so many words that are summed at a time on a device other than the CPU."""
 
 _OF_THIS_PROCESS = secrets.randbits(63)
 _STEP = 0x9E3779B97F4A7C15
@@ -58,7 +58,7 @@ class KeyedSum:
 
 
 def keyed_sum(tensor: torch.Tensor, key: int = _OF_THIS_PROCESS) -> int:
-    """Of all bytes of a contiguous tensor."""
+    """The sum of all bytes of a contiguous tensor."""
     total = KeyedSum(key)
     for piece in tensor.view(-1).view(torch.uint8).split(8 * ROWS * WORDS):
         total.add(piece)

@@ -97,7 +97,7 @@ class WeightUpdate:
     """Set where the tensors are an adapter of the model that the engine was made with; None where they are all weights."""
 
     key: int | None = None
-    """Of the digests: keyed sums by this key, 16 hex digits each; None: SHA-256."""
+    """The key of the digests: keyed sums, 16 hex digits each; None: SHA-256."""
 
 
 def tensor_digest(tensor: torch.Tensor, key: int | None = None) -> str:

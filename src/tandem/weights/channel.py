@@ -24,7 +24,7 @@ class Delivery:
 
     num_bytes: int
     key: int | None = None
-    """Of the digests; see `WeightUpdate.key`."""
+    """The key of the digests; see `WeightUpdate.key`."""
 
 
 class Channel(ABC):
@@ -37,7 +37,7 @@ class Channel(ABC):
     """True if nothing lies ready after `put`: the tensors go out in `send`, while the engines take them."""
 
     key: int | None = None
-    """What digests are computed by; see `WeightUpdate.key`. Whoever publishes may set it where `takes_key`."""
+    """The key of the digests; see `WeightUpdate.key`. Whoever publishes may set it where `takes_key`."""
 
     takes_key = True
     """False where others than our own engines compare the digests: these are SHA-256."""

@@ -193,7 +193,7 @@ class WeightPublisher:
         self.channel.close()
 
     def _digest_now(self, key: int | None) -> str:
-        """Of the trainer's weights. Collective; the first rank computes it."""
+        """The digest of the trainer's weights. Collective; the first rank computes it."""
         with self._team.together(), self._team.whole(self._weights()) as stream:
             digests = NoChannel(digests=self._team.main, key=key).put(stream, self._dtype).digests
         return self._team.share(lambda: version_digest(digests))

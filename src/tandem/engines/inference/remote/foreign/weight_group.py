@@ -39,7 +39,7 @@ class Entry(NamedTuple):
 
 
 def plan_buckets(tensors: Iterable[Sequence[Any]], most: int | None = None) -> list[list[Entry]]:
-    """How tensors ``(name, shape, dtype, …)`` travel: in their order, at most ``most`` bytes in a bucket, or one tensor."""
+    """The buckets in which tensors ``(name, shape, dtype, …)`` travel, in order: at most ``most`` bytes, or one tensor."""
     plan: list[list[Entry]] = []
     end = 0
     for name, shape, dtype, *_ in tensors:
@@ -54,7 +54,7 @@ def plan_buckets(tensors: Iterable[Sequence[Any]], most: int | None = None) -> l
 
 
 class Way(NamedTuple):
-    """How a server is reached."""
+    """The way to a server."""
 
     host: str
     """This machine's address, as the server sees it."""
@@ -120,7 +120,7 @@ def group_backend(device: str, trainer: Sequence[int], server: Sequence[int]) ->
 
 
 class GroupDelivery:
-    """What a protocol keeps of its group: made at the first update, and made anew after a failure."""
+    """The group that a protocol keeps: made at the first update, and made anew after a failure."""
 
     def __init__(self, way: Way):
         self.way = way

@@ -124,7 +124,7 @@ def own_address(host: str) -> str:
 
 
 def num_bytes_of(shape: Iterable[int], dtype: str) -> int:
-    """Of a tensor; ``dtype`` as torch writes it, without ``torch.``."""
+    """The bytes of a tensor; ``dtype`` as torch writes it, without ``torch.``."""
     return int(torch.Size(shape).numel() * getattr(torch, dtype).itemsize)
 
 
