@@ -101,7 +101,8 @@ def rows(folder):
 
 
 def outcome(folder):
-    """All that a run came to, but for clocks: weights, metrics, rewards of each sample, ledger."""
+    """All that a run came to, but for clocks: weights, metrics, rewards of each sample, ledger. The digests of versions in
+    the samples have a key of the run's own, so they are left out; `weights` has what must be equal."""
     metrics = [{name: value for name, value in row.items() if not name.startswith(CLOCK)} for row in rows(folder)]
     samples = [path.read_text() for path in sorted((folder / "trajectories").iterdir())]
     with sqlite3.connect(folder / "ledger.sqlite") as ledger:
@@ -115,10 +116,20 @@ def outcome(folder):
     return {
         "weights": (folder / "weights.jsonl").read_text(),
         "metrics": metrics,
-        "samples": [sorted(json.dumps(json.loads(line), sort_keys=True) for line in text.splitlines()) for text in samples],
+        "samples": [
+            sorted(json.dumps(_without_digests(json.loads(line)), sort_keys=True) for line in text.splitlines())
+            for text in samples
+        ],
         "ledger": records,
         "saved": saved,
     }
+
+
+def _without_digests(sample):
+    for versions in sample.get("versions", ()):
+        for version in versions:
+            version.pop("digest", None)
+    return sample
 
 
 def train_and_die(keys, nth):
