@@ -4,7 +4,8 @@
 #     sh scripts/foreign_agents.sh [FOLDER]      # default: envs; about 1.9 GB. TANDEM_FOREIGN names another folder to the tests
 #
 # envs/agents has the Python frameworks, envs/npm the coding agents (where npm is there), envs/verifiers verifiers and uv,
-# envs/games TextArena, SkyRL-gym and reasoning-gym, envs/openenv a server of environments.
+# envs/games TextArena, SkyRL-gym and reasoning-gym, envs/openenv a server of environments, envs/renderers
+# the library with whose parsers ours is compared.
 set -eu
 folder=${1:-envs}
 python=${PYTHON:-python3}
@@ -26,6 +27,7 @@ environment agents openai-agents==0.24.0 'pydantic-ai-slim[openai]==2.68.0' lang
 environment verifiers verifiers==0.4.0
 environment games textarena==0.7.4 skyrl-gym==0.4.0 reasoning-gym==0.1.25 psutil
 environment openenv openenv-core==0.3.0
+environment renderers renderers==0.1.12 httpx
 
 if command -v npm >/dev/null; then
     cd "$folder/npm"
