@@ -1,10 +1,13 @@
 """Which GPUs of a machine the ranks of training and the servers use: a table, and what is refused."""
 
+import argparse
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from tandem.cli import serve
 from tandem.config.devices import Seat, devices_of, visible
 from tandem.config.errors import ConfigError
 from tandem.config.fleet import FleetConfig
@@ -14,6 +17,7 @@ from tandem.engines.inference.check import check_options
 from tandem.engines.inference.remote.foreign.server import StartTerms
 from tandem.engines.inference.remote.foreign.sglang import SGLangServer
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
+from tandem.engines.inference.remote.tandem_server import _command
 
 # backend, ranks, devices, placement → devices of each server, or words of the refusal
 TABLE = [
@@ -53,6 +57,22 @@ TABLE = [
 ]
 
 
+def parsed(module, *words):
+    parser = argparse.ArgumentParser()
+    module.add_arguments(parser)
+    return parser.parse_args(words)
+
+
+def command_of(kind, seat):
+    """The command of a server as the run gives it; that of our own is read by its own parser."""
+    if kind != "tandem":
+        return command({"vllm": VllmServer, "sglang": SGLangServer}[kind], seat)
+    words = _command(Path("model"), EmbeddedEngineConfig(), torch.bfloat16, f"cuda:{seat.devices[0]}", "run", Path("."), [])
+    after = words[words.index("tandem") + 1 :]
+    assert parsed(serve, *after[1:]).device == "cuda"
+    return " ".join(after)
+
+
 @pytest.mark.parametrize(("backend", "ranks", "devices", "placement", "expected"), TABLE)
 def test_who_is_on_which_device(backend, ranks, devices, placement, expected):
     rollout = RolloutConfig(backend=backend)
@@ -65,8 +85,18 @@ def test_who_is_on_which_device(backend, ranks, devices, placement, expected):
     assert [seat.devices for seat in found.ranks] == [(rank,) for rank in range(ranks)]
     assert {seat.name: seat.devices for seat in found.servers} == expected
     alone = placement == "decoupled" or ranks == 0
-    shares = {seat.memory_share for seat in found.servers if seat.name.startswith(("vllm", "sglang"))}
-    assert shares <= {0.9 if alone else 0.4}
+    share = 0.9 if alone else 0.4
+    for seat in found.servers:
+        kind, _, _ = seat.name.partition("-")
+        number = len(expected[seat.name])
+        words = {
+            "embedded": "",
+            "tandem": "--device cuda",
+            "vllm": f"--tensor-parallel-size {number} --gpu-memory-utilization {share}",
+            "sglang": f"--tp-size {number} --mem-fraction-static {share}",
+        }
+        assert visible(seat.devices, {}) == ",".join(map(str, expected[seat.name]))
+        assert kind == "embedded" or words[kind] in command_of(kind, seat)
 
 
 def test_what_is_said_of_the_devices():
