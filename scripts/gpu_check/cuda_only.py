@@ -29,6 +29,7 @@ CUDA_LINES = {
     "flow/sharing.py": "says in which precision a model is stored on a GPU",
     "engines/inference/build.py": "GPUs of servers and of the engine's process, by their map",
     "flow/delivery.py": "the collective channel speaks nccl",
+    "engines/inference/remote/foreign/in_server/tandem_vllm_worker.py": "a vLLM server joins the group over nccl",
     "weights/collective.py": "the same, on the sending and the receiving side",
 }
 """File below src/tandem → what only a GPU makes it do. `config/` only has the names of devices."""
