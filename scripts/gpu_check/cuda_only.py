@@ -30,6 +30,7 @@ CUDA_LINES = {
     "engines/inference/build.py": "GPUs of servers and of the engine's process, by their map",
     "flow/delivery.py": "the collective channel speaks nccl",
     "engines/inference/remote/foreign/in_server/tandem_vllm_worker.py": "a vLLM server joins the group over nccl",
+    "engines/inference/remote/foreign/weight_group.py": "the group of trainer and servers speaks nccl",
     "weights/collective.py": "the same, on the sending and the receiving side",
 }
 """File below src/tandem → what only a GPU makes it do. `config/` only has the names of devices."""
