@@ -133,7 +133,8 @@ _MODULES = {
     "trainers.script": ("open_training",),
     "weights.publisher": ("WeightPublisher",),
 }
-"""Where each public name is, for `__getattr__`; the imports above say the same to editors and to mypy. A test compares."""
+"""The place of each public name, for `__getattr__`; the imports above say the same to editors and to mypy. A test
+compares."""
 
 _HOMES = {name: f"tandem.{module}" for module, names in _MODULES.items() for name in names}
 

@@ -15,7 +15,7 @@ ROLE_STATES = ("weights", "optimizer", "random")
 
 @dataclass(frozen=True)
 class Declaration:
-    """What one role method, or a stage that no role calls, reads and writes.
+    """The reads and writes of one role method, or of a stage that no role calls.
 
     Example: ``Declaration("compute_advantages", reads=("reward", "group_id"), adds=("advantages",))``
     """

@@ -14,7 +14,7 @@ class DeliveryConfig:
     group (gloo, or nccl on GPUs), to one embedded engine or to vLLM and SGLang servers."""
 
     digest: Literal["sum", "sha256"] = "sum"
-    """What proves that a tensor arrived: `sum`, 64 bits by keys, computed on its device; or `sha256`, on the CPU. Folders
+    """The proof that a tensor arrived: `sum`, 64 bits by keys, computed on its device; or `sha256`, on the CPU. Folders
     have `sha256` in any case."""
 
     folder: str | None = None

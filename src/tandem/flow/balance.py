@@ -62,7 +62,7 @@ class Balance:
 
 
 def make_balance(rollout: RolloutConfig, process: Process, engine: InferenceEngine | None) -> Balance | None:
-    """None unless the run asks for it.
+    """The balance; None unless the run asks for it.
 
     Raises:
         ConfigError: the run computes on a GPU.

@@ -15,7 +15,7 @@ from tandem.models.tokenizer import load_tokenizer, save_classifier_tokenizer
 from tandem.roles.critic import Critic, SharedCritic
 
 FOLDER = "critic"
-"""Where the critic lies in a checkpoint, beside the actor's files."""
+"""The critic's folder in a checkpoint, beside the actor's files."""
 
 
 def check_same_tokens(path: str, tokenizer: PreTrainedTokenizerBase, role: str = "critic") -> None:
@@ -43,7 +43,7 @@ def differing_token(theirs: PreTrainedTokenizerBase, ours: PreTrainedTokenizerBa
 
 @dataclass(frozen=True)
 class Models:
-    """What a checkpoint holds: the actor, and a critic with a model of its own in a folder that is a reward model's."""
+    """The models of a checkpoint: the actor, and a critic with a model of its own in a folder that is a reward model's."""
 
     actor: TrainEngine
     critic: Critic | SharedCritic | None
@@ -61,7 +61,7 @@ class Models:
             self.critic.engine.save(folder / FOLDER)
 
     def late_writer(self, states: Mapping[str, Any]) -> Callable[[Path], None] | None:
-        """See `TrainEngine.late_writer`; ``states``: of all parts of a run (`recovery.parts_of`)."""
+        """A late writer, as `TrainEngine.late_writer` says; ``states``: of all parts of a run (`recovery.parts_of`)."""
         actor = self.actor.late_writer(states["trainer"])
         if not isinstance(self.critic, Critic):
             return actor

@@ -1,4 +1,4 @@
-"""How a run delivers its weights, and how it proves that they arrived: channel, publisher, archive, verifier."""
+"""The delivery of a run's weights, and the proof of their arrival: channel, publisher, archive, verifier."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ FOLDER = ".weights"
 
 
 def weights_folder(config: TrainConfig) -> Path:
-    """Where servers read weights."""
+    """The folder where servers read weights."""
     return Path(config.rollout.weights.folder or Path(config.run.root) / FOLDER).expanduser().absolute()
 
 

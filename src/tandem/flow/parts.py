@@ -58,7 +58,8 @@ def validation_config(config: BaseConfig) -> DatasetConfig:
 
 
 def make_filter(choice: Choice) -> tuple[GroupFilter | None, int]:
-    """Which groups are trained on, as the executor asks it (None: all), and how often a batch may be drawn for it."""
+    """The rule for groups that are trained on, as the executor asks it (None: all), and the number of times that a batch may
+    be drawn for it."""
     if choice.name == "none":
         return None, MAX_DRAWS
 

@@ -1,4 +1,5 @@
-"""What is settled once a process, before tensors are made: threads, device, ranks, seeds, and which engine generates."""
+"""Facts that are settled once a process, before tensors are made: threads, device, ranks, seeds, and which engine
+generates."""
 
 import atexit
 import logging
@@ -107,7 +108,7 @@ def choose_device(config: BaseConfig) -> str:
 
 
 def devices_here(config: TrainConfig) -> DeviceMap | None:
-    """Which GPUs of this machine the ranks and the servers of a run use; None on a CPU.
+    """The GPUs of this machine that ranks and servers of a run use; None on a CPU.
 
     Raises:
         ConfigError: they are too few, see `map_devices`.

@@ -23,17 +23,17 @@ if TYPE_CHECKING:
     from tandem.flow.writing import WritingModel
 
 START = "start"
-"""Where what moves while the models are opened is counted."""
+"""The name under which moves are counted while the models are opened."""
 
 
 @dataclass
 class _Switch:
-    """What was moved before a stage."""
+    """The moves before a stage."""
 
     moved: int = 0
     seconds: float = 0.0
     optimizer_moved: int = 0
-    """Of ``moved``: optimizer state."""
+    """The bytes of optimizer state among ``moved``."""
 
     optimizer_s: float = 0.0
 

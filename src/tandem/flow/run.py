@@ -24,7 +24,7 @@ class Runner(ABC):
 
     @abstractmethod
     def learn(self, work: Mapping[str, Work], forget: Iterable[str] = ()) -> None:
-        """What stages do, by their names, besides those that are known. ``forget``: stages that there are no more."""
+        """Adds the work of stages, by their names. ``forget``: stages that there are no more."""
 
     @abstractmethod
     def get(self, handle: Any) -> Any:

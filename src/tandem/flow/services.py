@@ -231,7 +231,7 @@ class RewardBySource(RewardFn):
         return any(getattr(reward, "together", ()) for reward in self.by_name.values())
 
     async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[RewardResult]:
-        """What such terms add to each sample's reward, by the reward of the row."""
+        """The amounts that such terms add to each sample's reward, by the reward of the row."""
         reward = self.of(row)
         return await reward.compare(samples, row) if isinstance(reward, SumReward) else [RewardResult(0.0) for _ in samples]
 

@@ -99,12 +99,12 @@ class Session(TrainingSession):
 
     @property
     def critic(self) -> Critic | SharedCritic | None:
-        """None if nothing asks for values."""
+        """The critic; None if nothing asks for values."""
         return self.roles.get("critic")
 
     @property
     def reference(self) -> Reference | None:
-        """None if nothing compares with one."""
+        """The reference; None if nothing compares with one."""
         return self.roles.get("reference")
 
     @property
@@ -132,11 +132,11 @@ class Session(TrainingSession):
 
     @property
     def workflow(self) -> RolloutWorkflow:
-        """How an episode of training goes."""
+        """The workflow that plays episodes of training."""
         return self.episodes.workflow
 
     def measured(self) -> dict[str, float]:
-        """What engines and rewards have measured since the last call, of all ranks that generate. Collective."""
+        """Measurements of engines and rewards since the last call, of all ranks that generate. Collective."""
         reward = self.episodes.reward
         return of_all_ranks(self.team.gather((reward.samples, {**self.meter.metrics(), **reward.metrics()})))
 
@@ -160,7 +160,7 @@ class Session(TrainingSession):
 
     @property
     def ledger(self) -> Ledger:
-        """That of the executor."""
+        """The executor's ledger."""
         return self.rollout.ledger
 
     def standing_still(self) -> contextlib.AbstractContextManager[Any]:
@@ -333,13 +333,13 @@ def open_models(
 
 
 def make_scorer(config: TrainConfig, plan: RunPlan, roles: Scores, runner: Runner, team: Team) -> GroupScorer:
-    """What adds the terms of the reward that need a model or the whole batch."""
+    """The scorer, which adds the terms of the reward that need a model or the whole batch."""
     combination = Combination(plan.sums, plan.later, cost=config.constraint.cost)
     return GroupScorer(plan, roles, combination, runner, team, config.rollout.min_group_size)
 
 
 def make_constraint(config: TrainConfig, plan: RunPlan) -> Constraint | None:
-    """What keeps a cost at or below its limit; None where no term of the reward is a cost."""
+    """The constraint, which keeps a cost at or below its limit; None if no term of the reward is a cost."""
     cost = config.constraint.cost
     return None if cost is None else Constraint(config.constraint, everywhere=is_everywhere(plan, cost))
 
@@ -350,7 +350,7 @@ def is_everywhere(plan: RunPlan, cost: str) -> bool:
 
 
 def make_residency(config: TrainConfig, plan: RunPlan, timer: PhaseTimer, team: Team) -> Residency:
-    """What puts models to sleep under `memory_limit_gib`; what sleeps on disk is in the run folder."""
+    """The residency, which puts models to sleep under `memory_limit_gib`; parts that sleep on disk are in the run folder."""
     scratch = run_path(config.run.root, config.experiment_name, config.trial_name) / "asleep"
     return Residency(sleep_plan_here(config, plan), scratch, timer, open_model, team)
 

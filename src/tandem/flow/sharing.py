@@ -22,10 +22,10 @@ class Trunk(NamedTuple):
 
     path: str
     folder: Path | None
-    """None: not on this machine yet."""
+    """The folder; None if it is not on this machine yet."""
 
     dtype: str
-    """As the configuration has it: `auto`, `bfloat16` or `float32`."""
+    """The dtype in the configuration: `auto`, `bfloat16` or `float32`."""
 
     adapter_dtype: torch.dtype | None
     """To which they are rounded beside an adapter; None: there is none."""

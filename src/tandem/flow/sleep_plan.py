@@ -1,4 +1,4 @@
-"""Which parts of the models sleep and wake between which stages, under `memory_limit_gib`. Pure arithmetic.
+"""The plan of the parts of models that sleep and wake between stages, under `memory_limit_gib`. Pure arithmetic.
 
 A part is asleep when its memory is given back. Before each stage what it needs wakes, and if that does not fit beside what
 is awake, something else goes to sleep first. So the most that is awake at once is the *largest* stage, never the sum of all
@@ -43,7 +43,7 @@ class Cost:
     """Moved when it wakes."""
 
     keeps_copy: bool = True
-    """What was moved out is still there at the next sleep, and is moved again only after a change."""
+    """True if a copy that was moved out is still there at the next sleep, so that it is moved again only after a change."""
 
     opening: int = 0
     """Bytes that are there besides while its model is opened."""
@@ -76,19 +76,19 @@ class StageNeeds:
 
 @dataclass(frozen=True)
 class Moves:
-    """What happens before a stage."""
+    """The moves before a stage."""
 
     sleep: tuple[Part, ...] = ()
     wake: tuple[Part, ...] = ()
     again: "Moves | None" = None
-    """What happens before the weights of the inference engine are delivered again, which comes first; None: they are not."""
+    """The moves before the weights of the inference engine are delivered again, which comes first; None: they are not."""
 
     num_bytes: int = 0
 
 
 @dataclass
 class State:
-    """What is awake, and which parts were changed since they were last moved out."""
+    """The parts that are awake, and those that were changed since they were last moved out."""
 
     awake: set[Part]
     changed: set[Part] = field(default_factory=set)
@@ -185,7 +185,7 @@ class SleepPlan:
         return (0 if fresh else cost.leaving), (0 if anew else cost.coming)
 
     def moves(self, name: str, state: State, order: Order | None = None) -> Moves:
-        """What happens before the stage; ``state`` is then as it leaves it."""
+        """The moves before the stage; ``state`` is then as it leaves it."""
         stage, order = self.stage(name), order or self.order
         again = None
         if any(self.parts[part].coming and part.what == "weights" for part in stage.awake - state.awake):
@@ -206,7 +206,7 @@ class SleepPlan:
         return Moves(asleep, woken, again, moved)
 
     def opening(self, part: Part, state: State) -> Moves:
-        """What happens before a model is opened, which sleeps again until a stage needs it."""
+        """The moves before a model is opened, which sleeps again until a stage needs it."""
         passing = ((part, self.parts[part].opening),)
         stage = StageNeeds(f"open {part}", frozenset({part}), passing=passing, each_step=False)
         asleep = self._make_room(stage, state, self.order)
@@ -300,5 +300,5 @@ def _rounded_up(num_bytes: int) -> str:
 
 
 def moved_bytes(step: Sequence[Done]) -> int:
-    """Of the stages that each step has."""
+    """Bytes moved by the stages that each step has."""
     return sum(done.total for done in step if done.stage.each_step)

@@ -230,7 +230,7 @@ def _needed(stage: Stage, name: str, config: BaseConfig) -> Iterator[Part]:
 
 
 def told(plan: SleepPlan) -> str:
-    """What sleeps, in words, for `--dry-run` and `tandem graph`."""
+    """The plan of sleeping in words, for `--dry-run` and `tandem graph`."""
     assert plan.limit is not None
     largest = plan.largest
     lines = [

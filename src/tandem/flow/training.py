@@ -1,4 +1,4 @@
-"""What every run that trains has for its loop, whatever it learns from."""
+"""The base of every run that trains, whatever it learns from."""
 
 import contextlib
 from abc import ABC, abstractmethod
@@ -21,7 +21,7 @@ from tandem.tracking.statistics import PhaseTimer
 
 
 class Made(NamedTuple):
-    """What is recorded of a step besides its metrics (`Tracker.log`)."""
+    """The record of a step besides its metrics (`Tracker.log`)."""
 
     groups: Sequence[Group] = ()
     history: Mapping[int, WeightVersion] | None = None
@@ -43,12 +43,12 @@ class TrainingSession(ABC):
     @property
     @abstractmethod
     def models(self) -> Models:
-        """What is saved."""
+        """The models that are saved."""
 
     @property
     @abstractmethod
     def parts(self) -> Mapping[str, Stateful]:
-        """What a run that goes on needs the state of, in the order of loading."""
+        """The parts whose state a run needs to go on, in the order of loading."""
 
     @abstractmethod
     def end_step(self) -> dict[str, float]:
@@ -56,11 +56,11 @@ class TrainingSession(ABC):
 
     @property
     def ledger(self) -> Ledger | None:
-        """What became of each prompt; None if rows are only read."""
+        """The ledger of prompts; None if rows are only read."""
         return None
 
     def made(self, batch: TensorDict | None) -> Made:
-        """What is recorded of the step. ``batch``: with all its fields; None: there was none."""
+        """The record of the step. ``batch``: with all its fields; None: there was none."""
         return Made()
 
     def standing_still(self) -> contextlib.AbstractContextManager[Any]:

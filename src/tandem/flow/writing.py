@@ -107,7 +107,7 @@ def _file_sum(file: Path) -> int:
 
 
 class Judged(NamedTuple):
-    """What a judge says of one sample."""
+    """A judge's verdict on one sample."""
 
     value: float | DataFailure
     words: str = ""

@@ -20,7 +20,7 @@ WEIGHTS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
 
 def digest_of_base(folder: Path) -> str:
-    """Of the weight files of a model folder: another one where they are others."""
+    """Digest of the weight files of a model folder: another one if they are others."""
     return fingerprint(folder, WEIGHT_FILES)
 
 

@@ -12,7 +12,7 @@ LONGEST = 256
 
 
 def takes(query: torch.Tensor, num_keys: int) -> bool:
-    """Whether these are computed here."""
+    """True if these are computed here."""
     return query.device.type == "cpu" and query.dtype == torch.bfloat16 and num_keys <= LONGEST
 
 

@@ -79,9 +79,9 @@ def _find_kernel() -> Varlen | None:
 
 @functools.cache
 def takes_kernel(device: torch.device) -> bool:
-    """Whether a GPU is of a generation that these kernels are made for (Ampere or younger)."""
+    """True if a GPU is of a generation that these kernels are made for (Ampere or younger)."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 KERNEL = _find_kernel()
-"""None: attention on a GPU goes prompt by prompt."""
+"""The kernel; None: attention on a GPU goes prompt by prompt."""

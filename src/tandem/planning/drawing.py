@@ -8,7 +8,7 @@ from tandem.planning.items import GIB
 from tandem.planning.plan import Plan
 
 SMALL_GIB = 0.005
-"""What rounds to nothing is left out of the tables."""
+"""Items below this size are left out of the tables."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""What a start asks of the plan: whether the models of a run can lie in the memory of this machine.
+"""The start's question to the plan: can the models of a run lie in the memory of this machine?
 
-Refused is only what cannot be: weights, moments, gradients and servers' shares that are larger than the device. What the
+Only the impossible is refused: weights, moments, gradients and servers' shares that are larger than the device. Whatever the
 plan guesses beside them (activations, caches, holes) makes a warning.
 """
 

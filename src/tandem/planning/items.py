@@ -38,7 +38,7 @@ class Item:
         return self.holders > 1 or self.devices > 1
 
     def on(self, device: int) -> bool:
-        """Whether a GPU, or a CPU's memory (0), holds it."""
+        """True if a GPU, or a CPU's memory (0), holds it."""
         return self.place == "device" and self.first <= device < self.first + self.devices
 
 

@@ -151,7 +151,7 @@ def _engine(job: Job, machine: Machine) -> Iterator[Item]:
 
 
 def _shares(generator: Generator, machine: Machine) -> Iterator[Item]:
-    """What vLLM and SGLang servers take of each of their GPUs: the weights, and the rest for the cache."""
+    """The memory that vLLM and SGLang servers take of each of their GPUs: the weights, and the rest for the cache."""
     for seat in generator.seats:
         if seat.memory_share is not None:
             share = seat.memory_share * machine.memory_gib * GIB

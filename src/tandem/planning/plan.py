@@ -66,7 +66,7 @@ class Plan:
         return max(instant.of_machine for instant in self.instants) / GIB
 
     def certain_items(self, instant: Instant, device: int) -> Iterator[Item]:
-        """What one GPU must hold whatever the lengths of sequences: weights, moments, gradients, servers' shares; no
+        """Items that one GPU must hold whatever the lengths of sequences: weights, moments, gradients, servers' shares; no
         activations, and no cache of our own engine, which grows with need."""
         foreign = self.job.generator is not None and self.job.generator.foreign is not None
         guessed = GUESSED if foreign else (*GUESSED, "KV cache")
@@ -152,12 +152,12 @@ class Plan:
 
     @property
     def moved_gib(self) -> float:
-        """What that moves."""
+        """GiB that these moves carry."""
         return sum(self.moved_gib_by_stage.values())
 
     @property
     def moved_gib_by_stage(self) -> dict[str, float]:
-        """What moves before each stage of a step, where anything does."""
+        """GiB that move before each stage of a step, if any do."""
         done = self.job.sleeping.steady() if self.job.sleeping is not None else []
         return {one.stage.name: one.total / GIB for one in done if one.stage.each_step and one.total}
 

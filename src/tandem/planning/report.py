@@ -217,7 +217,7 @@ def _memory(plan: Plan) -> Iterator[str]:
 
 
 def _sleep(plan: Plan) -> Iterator[str]:
-    """What sleeps between the stages, under a memory limit."""
+    """Lines about the parts that sleep between the stages, under a memory limit."""
     if plan.job.sleeping is not None:
         yield told(plan.job.sleeping)
 

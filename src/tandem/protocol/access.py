@@ -80,7 +80,7 @@ class Access:
 
 
 def _digest(token: str) -> bytes:
-    """Of one length for all tokens: comparing them directly would tell how long the right one is."""
+    """A digest of one length for all tokens: comparing them directly would tell how long the right one is."""
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
 
 

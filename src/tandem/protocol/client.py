@@ -241,7 +241,7 @@ class HttpClient:
 
 
 def failure_of(url: str, status: int, raw: bytes) -> DataFailure | ServerFailed:
-    """What an answer without success means, see the module."""
+    """The failure that an answer without success means, see the module."""
     said, code = _said(raw)
     message = f"{url} answered {status}: {said}"
     if status in REQUEST_AT_FAULT:

@@ -1,4 +1,4 @@
-"""What a server lets one client, and all of them together, take."""
+"""Limits of one client, and of all together, of a server."""
 
 from dataclasses import dataclass
 

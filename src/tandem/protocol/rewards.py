@@ -21,7 +21,7 @@ class Question:
     """The conversation; the completion is its last reply. Empty if it is not known."""
 
     prompt: str
-    """What the model was given, as text in its own chat template."""
+    """The prompt of the model, as text in its own chat template."""
 
     completion: str
     answer: str | None = None
@@ -119,7 +119,7 @@ class Layout:
 
 
 def plain_text(content: Any) -> str:
-    """What a message says: its text, the texts of its parts, or nothing where it only calls tools."""
+    """The text of a message: its text, the texts of its parts, or nothing where it only calls tools."""
     if isinstance(content, list):
         return "\n".join(str(part["text"]) for part in content if isinstance(part, Mapping) and "text" in part)
     return "" if content is None else str(content)

@@ -28,15 +28,15 @@ from tandem.protocol.schema import Schema
 LOG = logging.getLogger("tandem.serve")
 HTTP_LOG = logging.getLogger("tandem.serve.http")
 HTTP_LOG.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
-"""What is no HTTP is refused, and no reason to write a page into the log for each of it."""
+"""Bytes that are no HTTP are refused, and are no reason to write a page into the log each time."""
 
 _STRICT = functools.partial(json.dumps, allow_nan=False)
 
 _LINGER_S = 1.0
-"""How long the rest of a refused body is read, so that its sender sees the answer."""
+"""Seconds for which the rest of a refused body is read, so that its sender sees the answer."""
 
 _CANCEL_S = 2.0
-"""How long handlers have to end once they are cancelled."""
+"""Seconds that handlers have to end once they are cancelled."""
 
 
 Handler = Callable[[dict[str, Any], web.Request], Awaitable[Any]]
@@ -54,7 +54,7 @@ class Route:
     handler: Handler
     body: Schema | None = None
     answer: Schema | None = None
-    """None: the answer is no JSON."""
+    """The schema of the answer; None if it is no JSON."""
 
     max_body_bytes: int = 0
 

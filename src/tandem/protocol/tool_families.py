@@ -1,4 +1,4 @@
-"""How models write calls of tools, as data: a row for each family of chat templates.
+"""The forms in which models write calls of tools, as data: a row for each family of chat templates.
 
 A family is recognised by the marks in its template. All are read here, by one scanner, and not by transformers'
 `response_template`: few tokenizers carry one, it raises at malformed JSON, and takes a call that was cut off for a whole
@@ -360,7 +360,7 @@ You are provided with function signatures within <tools></tools> XML tags:
 </tools>
 
 For each function call, {example}"""
-"""What a model is told whose template does not write the tools: Qwen 2.5's words, whose calls are those of `hermes`."""
+"""The text for a model whose template does not write the tools: Qwen 2.5's words, whose calls are those of `hermes`."""
 
 
 def family_of(template: str) -> Family | None:

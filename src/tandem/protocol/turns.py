@@ -35,10 +35,10 @@ class Call:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     status: CallStatus = CallStatus.OK
     text: str = ""
-    """What the model wrote."""
+    """The model's words."""
 
     why: str = ""
-    """What is wrong with it, in words for the model; empty for a call that is ``ok``."""
+    """Its fault, in words for the model; empty for a call that is ``ok``."""
 
     call_id: str = ""
 

@@ -18,7 +18,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 8.0
 """Between two tries of a request; each pause is twice the one before."""
 
 _TRY_AGAIN = (408, 429)
-"""Of the statuses 400 to 499, those that say that the same request may be answered later."""
+"""Those of the statuses 400 to 499 which say that the same request may be answered later."""
 
 
 class AskedServer:
@@ -43,7 +43,7 @@ class AskedServer:
     async def ask(
         self, body: dict[str, Any], read: Callable[[Any], T], *, until: float | None = None, once: bool = False
     ) -> T:
-        """What ``read`` makes of the server's answer to ``body``; it raises `ValueError` for an answer of no use.
+        """The result of ``read`` for the server's answer to ``body``; it raises `ValueError` for an answer of no use.
 
         A request that fails is repeated, with growing pauses, until the monotonic time ``until``; with ``once`` it is not.
 

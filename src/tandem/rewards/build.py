@@ -50,7 +50,7 @@ class SumReward(RewardFn):
 
     @property
     def judges(self) -> list[Judge]:
-        """What judges, term by term."""
+        """The rewards that judge, term by term."""
         return [*(judge for _, judge in self.terms), *(judge for _, judge in self.together)]
 
     async def __call__(

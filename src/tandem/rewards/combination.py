@@ -1,4 +1,4 @@
-"""How the terms of a reward become one number: gates, normalisation, clipping, weights.
+"""The combination of the terms of a reward: gates, normalisation, clipping, weights.
 
 A term whose value alone says what it counts is added inside its episode (`tandem.rewards.build.SumReward`). The others are
 added here, when the groups of a batch stand: those that a model scores, and those with options.

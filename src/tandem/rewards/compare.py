@@ -84,7 +84,7 @@ class CompareReward(GroupReward):
         ]
 
     async def _verdict(self, first: Sample, second: Sample, row: Mapping[str, Any]) -> tuple[str, float | None]:
-        """What the judge wrote, and what the first is worth against the second; None if that cannot be read."""
+        """The judge's words, and the worth of the first against the second; None if that cannot be read."""
         shared = conversation_of(first.messages, row, first.prompt_text, first.completion_text)[:-1]
         (text,) = await self.judge.texts(
             TEMPLATE.safe_substitute(

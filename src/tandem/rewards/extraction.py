@@ -18,7 +18,8 @@ MULTIPLIERS = re.compile(r"\b(?:hundred|thousand|million|billion|trillion|dozen|
 
 
 def boxed(text: str) -> str | None:
-    r"""What the last complete ``\boxed{…}`` (or ``\fbox{…}``) holds, braces balanced; one that is cut off does not count."""
+    r"""The contents of the last complete ``\boxed{…}`` (or ``\fbox{…}``), braces balanced; one that is cut off does not
+    count."""
     opened: list[int] = []
     begins = ends = -1
     for match in BRACE.finditer(text):

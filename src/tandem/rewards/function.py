@@ -32,7 +32,7 @@ def require_answer(row: Mapping[str, Any], name: str) -> None:
 
 
 class FunctionReward(RewardFn):
-    """What both kinds share: the arguments are those that the signature asks for."""
+    """The common part of both kinds: the arguments are those that the signature asks for."""
 
     def __init__(self, function: Callable[..., Any], name: str):
         self.name = name
@@ -163,7 +163,7 @@ class OwnReward(AsyncReward):
         return as_result(await self._judge(given))
 
     def metrics(self) -> dict[str, float]:
-        """What it counts."""
+        """Its own counts."""
         return self.reward.metrics()
 
     def close(self) -> None:

@@ -62,7 +62,7 @@ def conversation_of(
 
 
 Parse = Callable[[str], float]
-"""What a judge wrote → the verdict. Raises `ValueError` if there is none."""
+"""A function from a judge's words to the verdict. Raises `ValueError` if there is none."""
 
 
 _NUMBER = r"-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
@@ -124,7 +124,7 @@ class ChatJudge:
         return new_mark()
 
     async def texts(self, prompt: str) -> list[str]:
-        """What it writes, one text a vote. Raises `RewardFailure` as `AskedServer.ask`."""
+        """Its words, one text a vote. Raises `RewardFailure` as `AskedServer.ask`."""
         return await self._server.ask({**self._settings, "messages": [{"role": "user", "content": prompt}]}, _texts)
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ def judge_of(
 
 
 class JudgeReward(RewardFn):
-    """What a language model says of a completion, 0 to 1.
+    """A language model's verdict on a completion, 0 to 1.
 
     ``url``, ``model``: the server and the name of its model; without ``url``, the folder of a model that the run holds.
     ``question``: what is judged. ``answer_form``: `score` (a last line ``Score: 7`` between ``low`` and ``high``), `json`
@@ -194,7 +194,7 @@ class JudgeReward(RewardFn):
         self.name, self.question, self.show_answer = name, question, show_answer
 
     def prompt_of(self, messages: Sequence[Mapping[str, Any]], completion: str, answer: Any) -> str:
-        """What the judge is asked about a conversation. No reply can imitate the mark."""
+        """The question to the judge about a conversation. No reply can imitate the mark."""
         return self._template.safe_substitute(
             mark=self.judge.mark(messages[:-1]),
             conversation=as_text(messages),
@@ -233,7 +233,7 @@ class JudgeReward(RewardFn):
 
 
 def _texts(answer: Any) -> list[str]:
-    """What the server wrote: one text a vote."""
+    """The server's words: one text a vote."""
     try:
         texts = [choice["message"]["content"] for choice in answer["choices"]]
     except (TypeError, KeyError, IndexError) as error:
@@ -244,7 +244,7 @@ def _texts(answer: Any) -> list[str]:
 
 
 def _form(name: str, form: str, low: float, high: float, choices: Mapping[str, float] | None) -> tuple[Parse, str]:
-    """How verdicts are read, and how the judge is told to write them."""
+    """The parser of verdicts, and the words that tell the judge how to write them."""
     if (form == "choice") != (choices is not None):
         raise ConfigError(f"reward {name!r}: answer_form=choice and choices={{'good': 1, 'bad': 0}} go together")
     if form == "score":

@@ -41,7 +41,7 @@ class MajorityVote:
         self.pool = WorkerPool("tandem.rewards.equality:verify_answer", name="majority", timeout_s=timeout_s, size=workers)
 
     def answer_of(self, sample: Sample) -> str | None:
-        """What the reward found, else what stands in the text."""
+        """The answer that the reward found, else the text's."""
         return sample.answer if sample.extracted is not None else final_answer(sample.completion_text)
 
     async def __call__(self, answers: Sequence[str | None], expected: object = None) -> Vote | None:

@@ -1,4 +1,4 @@
-"""What a reward function may take and return: read the same way in the run and in its worker processes."""
+"""The arguments and results of reward functions: read the same way in the run and in its worker processes."""
 
 import inspect
 import math
@@ -11,7 +11,7 @@ from typing import Any
 from tandem.api.failures import RewardFailure
 
 GIVEN = ("prompt", "completion", "prompt_ids", "completion_ids", "row")
-"""What a reward function can ask for besides the columns of the row; ``row`` is the whole row."""
+"""Names that a reward function can ask for besides the columns of the row; ``row`` is the whole row."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 class Arguments:
-    """Which arguments a function takes, read from its signature once."""
+    """The arguments that a function takes, read from its signature once."""
 
     def __init__(self, function: Callable[..., Any], name: str):
         self.name = name
@@ -44,7 +44,7 @@ class Arguments:
         self.positional = [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]
 
     def missing(self, columns: Mapping[str, Any]) -> str | None:
-        """What is wrong with these columns, in words; None if nothing is."""
+        """The fault of these columns, in words; None if there is none."""
         if self.positional:
             return (
                 f"reward {self.name} has positional-only parameters ({', '.join(self.positional)}); it is called by keyword"

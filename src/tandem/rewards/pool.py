@@ -51,7 +51,7 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the workers that are there."""
+        """Process numbers of the workers that are there."""
         with self._changed:
             return [worker.pid for worker in self._all]
 

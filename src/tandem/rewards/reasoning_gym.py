@@ -33,7 +33,7 @@ def score(completion: str, row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def build_reasoning_gym(*, timeout_s: float, workers: int | None = None) -> RewardFn:
-    """See `score`.
+    """Builds the reward, see `score`.
 
     Raises:
         ConfigError: the library is not installed.

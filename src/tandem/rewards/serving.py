@@ -1,4 +1,4 @@
-"""What `tandem serve-reward` answers: `/score` in Tandem's layout, `/get_reward` in OpenRLHF's."""
+"""The answers of `tandem serve-reward`: `/score` in Tandem's layout, `/get_reward` in OpenRLHF's."""
 
 import asyncio
 import math

@@ -115,7 +115,7 @@ def gsm8k_parts(completion: str, row: Mapping[str, Any]) -> dict[str, float | st
 
 
 def build_exact_number(*, timeout_s: float) -> RewardFn:
-    """See `exact_number`; takes microseconds, so ``timeout_s`` never passes."""
+    """Builds `exact_number`, which takes microseconds, so ``timeout_s`` never passes."""
     return DirectReward(exact_number, "exact_number", check=_require_number)
 
 

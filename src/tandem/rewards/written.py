@@ -33,7 +33,7 @@ class Place(NamedTuple):
 
 
 PLACE: contextvars.ContextVar[Place] = contextvars.ContextVar("PLACE")
-"""Which sample the task judges: requests are admitted in this order, so that those of a group stand side by side."""
+"""The sample that the task judges: requests are admitted in this order, so that those of a group stand side by side."""
 
 
 class EngineJudge:
@@ -57,7 +57,7 @@ class EngineJudge:
         self._engine, self._tokenizer = engine, tokenizer
 
     async def texts(self, prompt: str) -> list[str]:
-        """What it writes, one text a vote.
+        """Its words, one text a vote.
 
         Raises:
             RewardFailure: ``judge_timeout``, ``judge_died``, or what the engine says of the prompt.
@@ -95,7 +95,7 @@ class Written(Score):
 
     @property
     def client(self) -> EngineJudge:
-        """What asks the engine."""
+        """The client that asks the engine."""
         client = getattr(self.reward, "judge", None)
         assert isinstance(client, EngineJudge), "without a url it is one"
         return client

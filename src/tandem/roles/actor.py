@@ -71,7 +71,7 @@ class Actor:
         self._objective = parts.objective
 
     def state_dict(self) -> dict[str, Any]:
-        """See `tandem.api.state.Stateful`; the engine has a state of its own."""
+        """The actor's state; the engine has a state of its own."""
         return {"version": self.version, "kl_coefficient": self.kl_coefficient}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -57,7 +57,7 @@ class Critic(Values):
         self.epochs_per_batch: int = either(config, actor, "epochs_per_batch")
 
     def state_dict(self) -> dict[str, Any]:
-        """See `tandem.api.state.Stateful`: its engine's, and what it has learnt from."""
+        """Its state: its engine's, and the number of steps that it has learnt from."""
         return {"updates": self.updates, "engine": self.engine.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

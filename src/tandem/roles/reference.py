@@ -42,7 +42,7 @@ class Reference:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """See `tandem.api.state.Stateful`; without a refresh the weights are those that it was made with."""
+        """Its state; without a refresh the weights are those that it was made with."""
         return {"refreshed": self.refreshed, "engine": self.engine.state_dict() if self.refreshed else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -53,7 +53,7 @@ class Tokens:
         self.versions += response.versions
 
     def trajectory(self) -> Trajectory:
-        """As tensors, ``[S]``."""
+        """The trajectory as tensors, ``[S]``."""
         return Trajectory(
             input_ids=torch.tensor(self.ids, dtype=torch.int64),
             loss_mask=torch.tensor(self.mask, dtype=torch.bool),
@@ -95,7 +95,7 @@ class Chat:
         self.completion = ""
         self.completion_ids: tuple[int, ...] = ()
         self.raw_rewards: Mapping[str, float] = {}
-        """Of its last judgement: they come into the sample."""
+        """Raw rewards of its last judgement: they come into the sample."""
         self._ended: list[Tokens] = []
         self._timings: list[RequestTiming] = []
         self._tokens = Tokens(self.prompt_ids)
@@ -172,7 +172,7 @@ class Chat:
         )
 
     def _addition(self, turn: Mapping[str, Any]) -> str | None:
-        """What the template writes after the reply when ``turn`` follows; None if it changed what stood before."""
+        """The text that the template writes after the reply when ``turn`` follows; None if it changed the text before."""
         reply = {"role": "assistant", "content": SENTINEL}
         before, found, after = self._render([*self.messages[:-1], reply, turn]).partition(SENTINEL)
         return after if found and before == self._text else None

@@ -1,4 +1,4 @@
-"""How an episode's time (`rollout.episode_timeout_s`) is shared out, so that what is inside ends before what is outside.
+"""The division of an episode's time (`rollout.episode_timeout_s`): inner work ends before the work around it.
 
 A call of a tool or an environment ends before the play does: the chat with tools, the agent, the program. The play leaves
 time for the reward, and all of it is the episode's.
@@ -11,13 +11,13 @@ PLAY = 0.9
 """The share of an episode's time that a play has; the rest is for its reward."""
 
 PROGRAM = 0.8
-"""That of a program, whose sandbox is opened and closed within the play."""
+"""The share of a program, whose sandbox is opened and closed within the play."""
 
 TOOL = 0.25
 """The share of the time that is left for the play which a call of a tool has."""
 
 RESET, STEP, CLOSE = (1 / 10, 60.0), (1 / 20, 30.0), (1 / 120, 5.0)
-"""Of an environment's calls: the share of the episode's time, and the most seconds."""
+"""Limits of an environment's calls: the share of the episode's time, and the most seconds."""
 
 
 def left_for_play(engine: GeneratesTokens) -> float:

@@ -117,7 +117,7 @@ class EpisodeEngine:
                 )
 
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
-        """See `InferenceEngine.agenerate`.
+        """Generates, as `InferenceEngine.agenerate` says.
 
         Raises:
             DataFailure: ``deadline``, when the episode's time is spent.

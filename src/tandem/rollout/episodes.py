@@ -43,7 +43,7 @@ class Episode:
     """True if the group has all its rewards, those that need a model too, and passed the filter of groups."""
 
     place: int = 0
-    """Which of the ranks that generate runs it; 0: this one."""
+    """The number of the generating rank that runs it; 0: this one."""
 
     aborted: bool = False
     over: bool = False
@@ -71,7 +71,7 @@ class Episode:
         return any(bool(expired(t, oldest).any()) for sample in samples for t in sample.trajectories)
 
     def dropped(self, reason: str, words: str) -> Dropped:
-        """What is said of it when it is dropped."""
+        """The record of it when it is dropped."""
         nothing = Group((), self.number, str(self.row.get("source") or ""), self.row)
         return Dropped(reason, words, self.group or nothing)
 
@@ -231,7 +231,7 @@ async def _finished(workflow: RolloutWorkflow, group: Group, timeout_s: float) -
 
 
 def as_group(result: Group | Sample | None, episode: Episode) -> Group:
-    """What a workflow returned, checked, as this episode's group.
+    """The group of this episode: the workflow's result, checked.
 
     Raises:
         DataFailure: there is nothing in it, or a number is not finite (see `check_sample`).

@@ -154,7 +154,7 @@ class Rollout:
         return self._team.share(lambda: self._packed(wish))
 
     def _collected(self, wish: Wish) -> int:
-        """How many groups still need the rewards of a model. While rank 0 collects, other ranks run episodes. Collective."""
+        """Number of groups that still need a model's rewards. While rank 0 collects, others run episodes. Collective."""
         if self._helper is not None and wish.workflow is not None:
             self._helper.serve(wish.workflow)
         return self._team.share(lambda: self._pool.collect(wish))
@@ -178,7 +178,7 @@ class Rollout:
             self._pool.end_step()
 
     def begin_again(self) -> None:
-        """What judges has changed: episodes that run, and groups that are not judged whole, begin again."""
+        """Begins episodes that run, and groups that are not judged whole, again, because the reward has changed."""
         self._pool.begin_again()
 
     def take_dropped(self) -> tuple[Dropped, ...]:
@@ -186,7 +186,7 @@ class Rollout:
         return self._pool.take_dropped()
 
     def metrics(self) -> dict[str, float]:
-        """Of the last batch, and counts of episodes and failed samples since the start; empty on ranks other than 0."""
+        """Metrics of the last batch, and counts of episodes and failed samples since the start; empty but on rank 0."""
         return self._metrics | self._pool.counts() if self._team.main else {}
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -198,7 +198,7 @@ class Rollout:
         return self._pool.changed
 
     def state_dict(self) -> dict[str, Any]:
-        """See `tandem.api.state.Stateful`. Between two steps, and where episodes go on, inside `standing_still`.
+        """The state (`Stateful`). Called between two steps, and where episodes go on, inside `standing_still`.
 
         Prompts that have begun and not ended are those that begin anew; what ended stands in `ledger`, which is saved apart.
         """

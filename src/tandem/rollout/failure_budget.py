@@ -1,4 +1,4 @@
-"""How many samples of a group and how many episodes may fail, and what is said of those that did."""
+"""The budgets of failed samples of a group and of failed episodes, and the words about those that failed."""
 
 import logging
 import math

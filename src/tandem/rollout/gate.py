@@ -22,7 +22,7 @@ class StalenessGate:
         self.running = self.waiting = self.taken = 0
 
     def capacity(self) -> int:
-        """How many episodes may start now; never negative."""
+        """Number of episodes that may start now; never negative."""
         # All that is under way fits into η + 1 batches. Taken oldest first, an episode meets weights at most η versions
         # newer than those it began with; for a slow one that others overtake there is `on_expiry`.
         under_way = self.running + self.waiting + self.taken

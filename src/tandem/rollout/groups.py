@@ -79,7 +79,7 @@ class MajorityLabels(RolloutWorkflow):
 
 
 def _vote_metrics(vote: Vote) -> dict[str, float]:
-    """Of the group; each of its samples carries them."""
+    """Metrics of the group; each of its samples carries them."""
     found = {"ttrl/majority_ratio": vote.ratio, "ttrl/undecided": float(vote.undecided)}
     if vote.right is None:
         return found
@@ -96,7 +96,7 @@ class Compares(Protocol):
     """Judges the samples of a prompt together: `tandem.rewards.build.SumReward`, by the row's data set."""
 
     async def compare(self, samples: Sequence[Sample], row: Mapping[str, Any]) -> list[RewardResult]:
-        """What is added to each sample's reward, and its parts."""
+        """The amount that is added to each sample's reward, and its parts."""
         ...
 
 
@@ -202,7 +202,7 @@ class WithGreedyBaseline(RolloutWorkflow):
         self.group, self.greedy, self.reads_scores = group, greedy, group.reads_scores
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Group:
-        """See `RolloutWorkflow`.
+        """Plays an episode, as `RolloutWorkflow` says.
 
         Raises:
             DataFailure: ``greedy_sample_failed``: without its baseline a prompt teaches nothing.

@@ -39,7 +39,7 @@ class Prompt:
 
     @classmethod
     def of(cls, row: Mapping[str, Any], count: int) -> "Prompt":
-        """That of a row; ``count``: the number of a row that brings none."""
+        """The key of a row; ``count``: the number of a row that brings none."""
         epoch, index = row.get("epoch"), row.get("index")
         return cls(epoch, index) if isinstance(epoch, int) and isinstance(index, int) else cls(NO_EPOCH, count)
 
@@ -94,7 +94,7 @@ class Ledger:
             self._dropped[reason] += 1
 
     def state(self, prompt: Prompt) -> State:
-        """Where a prompt is; one that was never seen is pending."""
+        """The state of a prompt; one that was never seen is pending."""
         return self._states.get(prompt, "pending")
 
     def knows(self, prompt: Prompt) -> bool:

@@ -16,13 +16,13 @@ from tandem.rollout.recording.session import Session, SessionLimits
 from tandem.rollout.recording.verdict import read_verdict
 
 AGENT_ARGUMENTS = ("base_url", "api_key", "data")
-"""What an agent is given in each episode."""
+"""The arguments of an agent in each episode."""
 
 AGENT_KNOBS = ("agent_timeout_s", "max_turns", "max_concurrent", "side_calls")
 """Knobs of `AgentWorkflow`, beside those of the function."""
 
 CANCEL_S = 5.0
-"""How long an agent has to end once it is cancelled."""
+"""Seconds that an agent has to end once it is cancelled."""
 
 
 class FunctionWorkflow(RolloutWorkflow):
@@ -83,7 +83,7 @@ class AgentWorkflow(RolloutWorkflow):
         self._takes = [name for name in AGENT_ARGUMENTS if name in own_arguments]
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Sample:
-        """See `RolloutWorkflow`.
+        """Plays an episode, as `RolloutWorkflow` says.
 
         Raises:
             DataFailure: ``agent_timeout``, ``agent_raised``, ``agent_never_called``, ``agent_refused``,

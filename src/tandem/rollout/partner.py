@@ -14,14 +14,14 @@ from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 
 MAX_NEW_TOKENS = 64
-"""Of a reply, unless the configuration says otherwise."""
+"""Longest reply in tokens, unless the configuration says otherwise."""
 
 
 class Partner(Protocol):
-    """What a workflow that asks for `partner` is given."""
+    """The object that a workflow which asks for `partner` is given."""
 
     async def reply(self, engine: GeneratesTokens, messages: Sequence[Mapping[str, Any]]) -> str:
-        """What it says to a conversation. ``engine``: that of the episode, which knows its noise, time and turns."""
+        """Its reply to a conversation. ``engine``: that of the episode, which knows its noise, time and turns."""
         ...
 
 

@@ -12,7 +12,8 @@ FOR_THE_RECORD = ("messages", "conversations", "words", "timings")
 
 
 def plain_group(group: Group) -> dict[str, Any]:
-    """What `group_of` takes. Of the row, epoch and index stay: the rest is for logs, and the data set has it."""
+    """The plain data that `group_of` takes. Of the row, epoch and index stay: the rest is for logs, and the data set has
+    it."""
     found = _fields(group, ("samples", "data", "failure_words"))
     found["data"] = {name: group.data[name] for name in ("epoch", "index") if isinstance(group.data.get(name), int)}
     return found | {"samples": [_plain_sample(sample) for sample in group.samples]}

@@ -48,16 +48,16 @@ class Wish:
 
     patience_s: float
     workflow: RolloutWorkflow | None = None
-    """That of its rows, where every rank has it."""
+    """The workflow of its rows, which every rank has."""
 
     episodes: list[Episode] = field(default_factory=list)
     """Those whose groups would make the batch; they are taken once each of them is judged."""
 
     outcomes: list[Group | DataFailure] = field(default_factory=list)
-    """What the scorer made of each candidate."""
+    """The scorer's result for each candidate."""
 
     metrics: dict[str, float] = field(default_factory=lambda: {"time/wait_s": 0.0})
-    """How long was waited, and how many other episodes there were when these were taken."""
+    """Seconds that were waited, and the number of other episodes when these were taken."""
 
     @property
     def candidates(self) -> list[Episode]:
@@ -66,7 +66,7 @@ class Wish:
 
 
 class EpisodePool:
-    """What is queued, running, waiting and taken, with the gate and the ledger that count it. On rank 0.
+    """All episodes that are queued, running, waiting and taken, with the gate and the ledger that count them. On rank 0.
 
     Two threads meet here: the caller's, and the loop's on which episodes run. Public methods are for the caller's thread.
     ``deterministic``: the caller alone starts episodes.
@@ -154,7 +154,7 @@ class EpisodePool:
         return len(wish.candidates)
 
     def end_step(self) -> None:
-        """What was taken is trained; it makes room for others."""
+        """Ends the step: the episodes that were taken are trained, and make room for others."""
         with self.changed:
             for episode in self._taken:
                 self.ledger.move(episode.prompt, "trained")
@@ -164,7 +164,7 @@ class EpisodePool:
             self._pump()
 
     def begin_again(self) -> None:
-        """See `Rollout.begin_again`: so all samples of a group are judged by the same reward."""
+        """Begins episodes again, so that all samples of a group are judged by the same reward."""
         with self.changed:
             for _, episode in sorted({**self._running, **self._waiting}.items()):
                 if not episode.judged:
@@ -172,7 +172,7 @@ class EpisodePool:
                     self._submitted.append((episode.row, episode.workflow))
 
     def take_dropped(self) -> tuple[Dropped, ...]:
-        """See `Rollout.take_dropped`; the newest `MAX_DROPPED`."""
+        """Takes the dropped prompts, the newest `MAX_DROPPED`."""
         with self.changed:
             dropped, self._dropped = tuple(self._dropped), deque(maxlen=MAX_DROPPED)
         return dropped
@@ -187,7 +187,7 @@ class EpisodePool:
             return counts
 
     def state_dict(self) -> dict[str, Any]:
-        """See `tandem.api.state.Stateful`: counters, and which prompts of a data set have begun and not ended."""
+        """The state: counters, and the prompts of a data set that have begun and not ended."""
         with self.changed:
             begun = {**self._running, **self._waiting}
             unfinished = [*(begun[number].prompt for number in sorted(begun)), *self.ledger.pending(), *self._again]
@@ -344,7 +344,7 @@ class EpisodePool:
         return episodes
 
     def _next(self) -> tuple[Row, RolloutWorkflow] | None:
-        """What starts next; rows of a loader only while someone waits, or training is asynchronous."""
+        """The episode that starts next; rows of a loader only while someone waits, or training is asynchronous."""
         if self._submitted:
             return self._submitted.popleft()
         if self._source is None or not (self._wanted or self.gate.max_head_offpolicyness):
@@ -449,7 +449,7 @@ class EpisodePool:
         return self._engine.version.number
 
     def _describe(self) -> str:
-        """Where everything is, for errors."""
+        """The place of every episode in words, for errors."""
         ages = [time.monotonic() - episode.started for episode in self._running.values()]
         oldest = f", the oldest for {max(ages):.1f} s" if ages else ""
         gate = self.gate

@@ -27,7 +27,7 @@ ROW, REWARD = ".tandem/row.json", ".tandem/reward.json"
 """In the program's folder: the row that it is given, and the reward that it may write."""
 
 REASONS = {"exit": "failed", "signal": "killed", "timeout": "timeout", "memory": "memory", "output": "output"}
-"""How a program ended that did not end well → the reason ``program_…`` of its drop."""
+"""The end of a program that did not end well → the reason ``program_…`` of its drop."""
 
 DESCRIPTORS = 4096
 """Open files of a process: interpreters load hundreds of modules at once."""
@@ -92,7 +92,7 @@ class ProgramWorkflow(RolloutWorkflow):
         )
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Sample:
-        """See `RolloutWorkflow`.
+        """Plays an episode, as `RolloutWorkflow` says.
 
         Raises:
             DataFailure: ``program_failed``, ``program_killed``, ``program_timeout``, ``program_memory``, ``program_output``;

@@ -70,7 +70,7 @@ class Replay:
                 self._kept[group.group_id] = Kept(group, min(versions))
 
     def metrics(self, version: int) -> dict[str, float]:
-        """Of the last draw, and the count since the start; empty where replay is off."""
+        """Metrics of the last draw, and the count since the start; empty if replay is off."""
         if not self.config.groups:
             return {}
         return {
@@ -81,7 +81,7 @@ class Replay:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What is kept, as plain data and tensors."""
+        """The groups that are kept, as plain data and tensors."""
         kept = [[plain_group(kept.group), kept.oldest, kept.uses] for kept in self._kept.values()]
         return {"reused": self.reused, "kept": kept}
 

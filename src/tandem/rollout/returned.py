@@ -1,4 +1,4 @@
-"""What a workflow may return in a sample: checked once, where the episode ends, so nothing odd reaches a batch or a metric.
+"""Checks of a workflow's samples, made once, where the episode ends, so nothing odd reaches a batch or a metric.
 
 A value that is not finite is a failure of this row; one of the wrong type or shape is a mistake of the workflow.
 """

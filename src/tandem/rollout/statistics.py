@@ -1,4 +1,4 @@
-"""What a batch looks like, as metrics by name."""
+"""Metrics of a batch by name."""
 
 from collections import defaultdict
 from collections.abc import Sequence

@@ -19,7 +19,7 @@ from tandem.rollout.returned import check_sample
 
 
 class ChatWorkflow(RolloutWorkflow):
-    """What workflows of chats share: how one starts, and how it is judged. A row has ``messages``."""
+    """The common part of workflows of chats: their start and their judgement. A row has ``messages``."""
 
     def __init__(
         self,
@@ -159,5 +159,5 @@ def described(workflow: RolloutWorkflow) -> str:
 
 
 def name_of(workflow: RolloutWorkflow) -> str:
-    """Of its class or function; those that wrap another carry its name."""
+    """Name of its class or function; those that wrap another carry its name."""
     return str(getattr(workflow, "name", type(workflow).__name__))

@@ -47,7 +47,7 @@ def check_teacher(config: DistillConfig) -> None:
 
 
 def vocabulary_difference(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase) -> str:
-    """What differs, in words; empty where every token has the same number."""
+    """The difference in words; empty if every token has the same number."""
     ours, theirs = student.get_vocab(), teacher.get_vocab()
     if ours == theirs:
         return ""

@@ -37,7 +37,7 @@ class Run(Generic[C]):
 
     process: Process
     folder: RunFolder | None
-    """None on ranks other than 0, like the tracker: one rank writes for all."""
+    """The run folder; None on ranks other than 0, like the tracker: one rank writes for all."""
 
     tracker: Tracker | None
     id: str

@@ -1,4 +1,4 @@
-"""What everything that learns from rows has in common: `tandem sft`, `tandem preference`, `tandem reward`.
+"""The common part of everything that learns from rows: `tandem sft`, `tandem preference`, `tandem reward`.
 
 A step is: rows → tokens → (reference) → one optimizer step.
 """
@@ -46,7 +46,7 @@ from tandem.trainers.start import check_models
 log = logging.getLogger(__name__)
 
 Sequences = list[dict[str, Any]]
-"""What a row becomes: one sequence, or several, each as `pack` takes them."""
+"""The sequences of a row, each as `pack` takes them."""
 
 
 class Encoder(Protocol):
@@ -64,7 +64,7 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What one kind of training brings to the loop."""
+    """The part of the loop that one kind of training brings."""
 
     reader: Reader
     """The format of its rows."""
@@ -113,7 +113,7 @@ class BatchMaker:
         return batch_of(encoded, self.encoder)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `tandem.api.state.Stateful`: the loader's, and what was dropped."""
+        """The state: the loader's, and the rows that were dropped."""
         return {"loader": self.loader.state_dict(), "dropped": dict(self.dropped)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,1 +1,1 @@
-"""How new weights reach inference: channels, versions and digests."""
+"""The ways of new weights to inference: channels, versions and digests."""

@@ -49,7 +49,8 @@ class Channel(ABC):
     def send(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, given_up: Callable[[], bool]
     ) -> None:
-        """Where it `streams`: the same tensors again, to the engines that are preparing; ``given_up``: one of them failed.
+        """Sends, if it `streams`, the same tensors again, to the engines that are preparing; ``given_up``: one of them
+        failed.
 
         On a rank without engines it takes part in the stream.
         """
@@ -79,7 +80,7 @@ class LocalChannel(Channel):
     """To an engine of this process. Copies only what has another dtype: the engine copies anyway."""
 
     def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
-        """See `Channel`. In its own dtype a tensor is not copied: do not train before the engine has taken it."""
+        """Puts tensors as they are. In its own dtype a tensor is not copied: do not train before the engine has taken it."""
         kept: list[tuple[str, torch.Tensor]] = []
         with Digests(self.key) as digests:
             for name, tensor in named_tensors:
@@ -100,7 +101,8 @@ class NoChannel(Channel):
         self._digests, self.key = digests, key
 
     def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
-        """See `Channel`. One tensor is held at a time: a model that fits only when it is sharded is never whole here."""
+        """Puts tensors one by one. One tensor is held at a time: a model that fits only when it is sharded is never whole
+        here."""
         digests, num_bytes = {}, 0
         for name, tensor in named_tensors:
             num_bytes += tensor.numel() * dtype.itemsize

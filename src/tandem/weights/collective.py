@@ -35,7 +35,7 @@ class Announced:
 
 @dataclass(frozen=True)
 class CollectiveSource(WeightSource):
-    """Where the trainer waits for receivers, and what it will broadcast. May be read once by each engine."""
+    """The trainer's meeting place for receivers, and the tensors that it will broadcast. May be read once by each engine."""
 
     is_private: ClassVar[bool] = True
 
@@ -51,11 +51,11 @@ class CollectiveSource(WeightSource):
     """The receiving engine's."""
 
     def received_on(self, device: torch.device) -> "CollectiveSource":
-        """See `WeightSource`. Not the process's current device: the engine's may be another."""
+        """Sets the receiving device. Not the process's current device: the engine's may be another."""
         return replace(self, device=str(device)) if self.backend == "nccl" else self
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `WeightSource`. Raises `OSError` when the stream is over or breaks off."""
+        """All tensors. Raises `OSError` when the stream is over or breaks off."""
         try:
             yield from self._receive()
         except RuntimeError as error:  # what the process group and its store raise
@@ -112,7 +112,7 @@ class CollectiveChannel(Channel):
         self._store: dist.TCPStore | None = None
 
     def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
-        """See `Channel`. Holds a few MiB; the tensors themselves go out in `send`."""
+        """Lays the tensors out. Holds a few MiB; the tensors themselves go out in `send`."""
         digests: dict[str, str] = {}
         announced = []
         for name, tensor in named_tensors:
@@ -146,7 +146,7 @@ class CollectiveChannel(Channel):
     def send(
         self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype, given_up: Callable[[], bool]
     ) -> None:
-        """See `Channel`. Raises `WeightUpdateFailed` when an engine does not come, leaves or falls silent."""
+        """Broadcasts the tensors. Raises `WeightUpdateFailed` when an engine does not come, leaves or falls silent."""
         assert self._store is not None, "put comes before send"
         try:
             self._await_receivers(given_up)

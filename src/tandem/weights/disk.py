@@ -64,15 +64,15 @@ class DiskChannel(Channel):
         self._count = 0
         self._versions: dict[Path, tuple[Shard, ...]] = {}
         self.written_bytes = 0
-        """Of the last version, what was not linked."""
+        """Bytes of the last version that were not linked."""
 
     @property
     def folder(self) -> Path | None:
-        """Where the versions lie; None before the first."""
+        """The folder of the versions; None before the first."""
         return None if self._own is None else self._own.path
 
     def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
-        """See `Channel`. Raises `WeightUpdateFailed` where the disk is full or refuses; the versions before stay."""
+        """Writes the tensors. Raises `WeightUpdateFailed` where the disk is full or refuses; the versions before stay."""
         try:
             self._own = self._own or OwnFolder(self._parent)
         except OSError as error:
@@ -103,7 +103,7 @@ class DiskChannel(Channel):
         return Delivery(FolderSource(folder), writer.digests, writer.num_bytes)
 
     def withdraw(self) -> None:
-        """See `Channel`. The last version goes, so that it does not push out one that servers have."""
+        """Withdraws the last version, which goes, so that it does not push out one that servers have."""
         if len(self._versions) > 1:
             self._remove(next(reversed(self._versions)))
 
@@ -204,7 +204,7 @@ def _lock_of(parent: Path) -> IO[str]:
 
 
 def _flush(folder: Path) -> None:
-    """What is small in a folder, and the folder itself, to the disk; the weights are there already."""
+    """Writes the small files of a folder, and the folder itself, to the disk; the weights are there already."""
     for path in (*(p for p in folder.iterdir() if p.is_file() and p.suffix != ".safetensors"), folder):
         descriptor = os.open(path, os.O_RDONLY)
         try:

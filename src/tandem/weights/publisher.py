@@ -153,13 +153,13 @@ class WeightPublisher:
             return self.channel.put(stream, self._dtype)
 
     def _update(self, number: int, delivery: Delivery) -> WeightUpdate:
-        """What lies ready, as a version: the first rank's, which alone has to have an engine. Collective."""
+        """The version that lies ready: the first rank's, which alone has to have an engine. Collective."""
         version = self._team.share(lambda: WeightVersion(number, version_digest(delivery.digests), self._run, self._model))
         adapter = None if self._adapter is None else self._adapter.terms
         return WeightUpdate(version, delivery.source, delivery.digests, adapter, delivery.key)
 
     def state_dict(self) -> dict[str, Any]:
-        """See `tandem.api.state.Stateful`: the versions' digests, whether of adapters alone, and what the archive keeps."""
+        """The state: the versions' digests, whether of adapters alone, and the contents of the archive."""
         digests = [[number, version.digest] for number, version in self._history.items()]
         kept = None if self._archive is None else self._archive.state_dict()
         own = {"number": self._version.number, "digests": digests, "key": self._key, "kept": kept}
@@ -207,7 +207,7 @@ class WeightPublisher:
         return bool(self._engines) and taken and self.channel.for_adapters
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is delivered, cast before ranks exchange it. Collective."""
+        """The tensors that are delivered, cast before ranks exchange them. Collective."""
         return self._train_engine.weights(self._dtype) if self._adapter is None else self._adapter.weights()
 
     def _keep(self, number: int, source: WeightSource | None) -> None:
@@ -278,8 +278,8 @@ class WeightPublisher:
 
 
 def channel_for(engines: Sequence[InferenceEngine], disk: Callable[[], Channel] | None = None) -> Channel:
-    """What all engines can read: a folder as soon as one of them reads nothing else, for those of this machine read it too;
-    else shared memory if one lives in another process. There is an engine.
+    """The channel that all engines can read: a folder as soon as one of them reads nothing else, for those of this machine
+    read it too; else shared memory if one lives in another process. There is an engine.
 
     Raises:
         ConfigError: a folder is needed and there is no ``disk``, which makes it.

@@ -26,7 +26,7 @@ DTYPES = {
     torch.float16: "F16",
     torch.float64: "F64",
 }
-"""What the format calls the dtypes that weights are delivered in."""
+"""The format's names of the dtypes that weights are delivered in."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from tandem.weights.channel import Channel, Delivery, Digests
 
 @dataclass(frozen=True)
 class Slot:
-    """Where one tensor lies in the segment."""
+    """The place of one tensor in the segment."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class SharedMemorySource(WeightSource):
     slots: tuple[Slot, ...]
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `WeightSource`; nothing is copied. Raises `OSError` when the segment is gone."""
+        """All tensors; nothing is copied. Raises `OSError` when the segment is gone."""
         fd = os.open(self.path, os.O_RDWR)
         try:
             for slot in self.slots:
@@ -111,7 +111,7 @@ class SharedMemoryChannel(Channel):
         self._segment: Segment | None = None
 
     def put(self, named_tensors: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Delivery:
-        """See `Channel`. ``named_tensors`` may come in another dtype."""
+        """Puts tensors into shared memory. ``named_tensors`` may come in another dtype."""
         segment = self._segment = self._segment or Segment()
         slots: list[Slot] = []
         with Digests(self.key) as digests:

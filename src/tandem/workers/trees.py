@@ -12,7 +12,7 @@ import psutil
 
 PR_SET_CHILD_SUBREAPER = 36
 FREEZE_ROUNDS = 20
-"""How often the tree is walked again for processes that were forked meanwhile."""
+"""Number of times that the tree is walked again for processes that were forked meanwhile."""
 
 
 def adopt_orphans() -> None:

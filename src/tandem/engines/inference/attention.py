@@ -99,7 +99,7 @@ class _OwnPart:
     """Tokens in each slab row with the new one, ``[used, 1]``."""
 
     writes: torch.Tensor
-    """Where new keys go, ``[n · kv_heads]``, in the slab seen as ``[rows · kv_heads · capacity, D]``."""
+    """Places of new keys, ``[n · kv_heads]``, in the slab seen as ``[rows · kv_heads · capacity, D]``."""
 
     to_slab: torch.Tensor | None
     """Batch row (from ``start``) of each slab row; None where they are the same."""
@@ -122,7 +122,7 @@ class _PromptPart:
     """Absolute position of each sample's new token, ``[used, samples]``; samples: the most that one prompt has."""
 
     queries: torch.Tensor
-    """Which (batch row · heads) each query comes from, ``[used · kv_heads · samples · group]``."""
+    """The (batch row · heads) of each query, ``[used · kv_heads · samples · group]``."""
 
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 

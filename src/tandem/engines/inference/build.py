@@ -39,7 +39,7 @@ logger = logging.getLogger("tandem.fleet")
 
 @dataclass(frozen=True)
 class Terms:
-    """What the servers of a run are made with."""
+    """The terms on which the servers of a run are made."""
 
     rollout: RolloutConfig
     engine: EmbeddedEngineConfig
@@ -50,18 +50,18 @@ class Terms:
     device: str
     deterministic: bool
     version: WeightVersion
-    """What a server that the run starts holds at first; names the run that it belongs to. Without a run, servers are only
-    asked, and stay their owners'."""
+    """The version that a server holds at first which the run starts; names the run that it belongs to. Without a run,
+    servers are only asked, and stay their owners'."""
 
     run_folder: Path | None = None
     weights_folder: Path | None = None
     """Below it lie the weights that servers read from a disk."""
 
     gconfig: GenerationConfig | None = None
-    """What the run will sample by: a server that cannot is refused."""
+    """The sampling of the run: a server that cannot do it is refused."""
 
     keeping: Keeping | None = None
-    """Where servers that the run starts are kept beyond its process; None: they end with it."""
+    """The place where servers that the run starts outlive its process; None: they end with it."""
 
     devices: DeviceMap | None = None
     """The GPUs of each server that the run starts; None on a CPU."""
@@ -77,7 +77,7 @@ class Terms:
 
 
 class Kind(NamedTuple):
-    """How to come by a server of a kind; None where that way does not exist."""
+    """The ways to a server of a kind; None for a way that does not exist."""
 
     start: Callable[[Terms, str], InferenceEngine] | None
     """Starts one; the name is unique in the run."""
@@ -238,7 +238,7 @@ def read_token(file: str | None, key: str) -> str | None:
 
 
 def log_file(terms: Terms, name: str) -> Path:
-    """Where a server that the run starts writes what it says."""
+    """The file of the output of a server that the run starts."""
     return (terms.run_folder or Path.cwd()) / "servers-logs" / f"{name}.log"
 
 
@@ -331,8 +331,8 @@ def build_fleet(terms: Terms, servers: tuple[Servers, ...]) -> Fleet:
 
 
 def fleet_capabilities(rollout: RolloutConfig, *, sleeps: bool = False) -> frozenset[str]:
-    """What all servers of a fleet can do; ``sleeps``: one that cannot sleep is refused. Weights go through shared memory
-    where all are embedded and no other may join."""
+    """Capabilities that all servers of a fleet share; ``sleeps``: one that cannot sleep is refused. Weights go through
+    shared memory where all are embedded and no other may join."""
     kinds = {one.kind for one in parse_backend(rollout.backend) or ()}
     if kinds == {"embedded"} and not rollout.fleet.servers and rollout.fleet.watch is None:
         return CAPABILITIES | {"shared_memory"}

@@ -23,7 +23,7 @@ from tandem.engines.inference.driver import Driver
 from tandem.engines.inference.link import Answer, Call, Died, Finished, Progress, Ready, Start, portable
 
 WATCH_S = 0.5
-"""How often the parent's number is looked at while the pipe is silent."""
+"""Seconds between looks at the parent's number while the pipe is silent."""
 
 
 class Child:

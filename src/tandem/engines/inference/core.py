@@ -67,7 +67,7 @@ class EngineCore:
         self._scheduler = Scheduler(self._cache, self._slots, config.prefill_chunk_tokens, whole_rows=deterministic)
         self._passes = Passes(a, dtype, compute, device, self._max_model_len)
         self._last_hidden: dict[Sequence, torch.Tensor] = {}
-        """Of sequences with a prompt of their own that is done and has no token drawn from it yet."""
+        """Last hidden states of sequences with a prompt of their own that is done and has no token drawn from it yet."""
 
         self._counters = dict.fromkeys(
             (

@@ -28,7 +28,7 @@ from tandem.models.allocator import keep_freed_memory
 T = TypeVar("T")
 
 CONTROL_TIMEOUT_S = 60.0
-"""How long pause, sleep, wake and statistics may take: one step, and a little."""
+"""Seconds that pause, sleep, wake and statistics may take: one step, and a little."""
 
 COMMIT_TIMEOUT_S = 600.0
 """A switch of weights recomputes the keys and values of everything that runs, which may be long contexts."""
@@ -57,7 +57,7 @@ class Driver:
         self._pending: dict[int, LLMRequest] = {}
         self._expiry: dict[int, float] = {}
         self._told: dict[int, int] = {}
-        """Of requests that are streamed: tokens handed over so far."""
+        """Tokens handed over so far, of requests that are streamed."""
 
         self._staged: tuple[WeightVersion, StagedWeights] | None = None
 
@@ -262,7 +262,7 @@ class Driver:
             self._staged = (update.version, staged)
 
     def commit_weights(self, version: WeightVersion) -> dict[str, float]:
-        """See `InferenceEngine.commit_weights`.
+        """Commits, as `InferenceEngine.commit_weights` says.
 
         Raises:
             WeightUpdateFailed: this version was not prepared.

@@ -1,4 +1,4 @@
-"""What the engine reads of a Hugging Face folder."""
+"""The engine's reading of a Hugging Face folder."""
 
 from collections.abc import Iterator
 from pathlib import Path

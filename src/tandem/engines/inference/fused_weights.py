@@ -80,7 +80,7 @@ class StagedWeights:
 
 @dataclass
 class _Target:
-    """Where one named tensor goes: rows ``start`` onwards of a fused tensor."""
+    """The place of one named tensor: rows ``start`` onwards of a fused tensor."""
 
     shape: tuple[int, ...]
     fused: str
@@ -123,7 +123,7 @@ def _layer_norms(a: Architecture) -> dict[str, tuple[str, int]]:
 
 
 class _Plan:
-    """Which tensors are expected, and what they are built into."""
+    """The tensors that are expected, and those that they are built into."""
 
     def __init__(self, a: Architecture):
         self.targets: dict[str, _Target] = {}

@@ -1,4 +1,4 @@
-"""How much of the cache a sequence gets when it is admitted, and what happens when that is used up.
+"""The share of the cache that a sequence gets when it is admitted, and its growth when that is used up.
 
 A request may ask for far more tokens than it turns out to draw. A row is as long as most of the latest completions were; a
 completion that outgrows it moves to a longer row. When the cache is full, the sequence that came last gives way: it gives
@@ -41,7 +41,7 @@ class Growth:
         """Tokens drawn by the sequence of each slot, the newest included, with which its row is exactly full."""
 
         self.preempted = 0
-        """How often a sequence gave way."""
+        """Number of times that a sequence gave way."""
 
     def learn(self, sequence: Sequence) -> None:
         """The sequence has ended; it still has its slot."""

@@ -18,7 +18,7 @@ from tandem.models.architecture import Architecture
 _FIRST_ROWS = 8
 
 Pool = Literal["whole", "prompt", "suffix"]
-"""What a row holds: a whole sequence, a prompt that samples share, or the own tokens of one of those samples."""
+"""The contents of a row: a whole sequence, a prompt that samples share, or the own tokens of one of those samples."""
 
 
 @dataclass(eq=False)

@@ -96,7 +96,7 @@ def portable(error: Exception) -> Exception:
 
 
 WATCH_S = 0.25
-"""How often the process is looked at while the pipe is silent: its end can be hidden when someone forked us."""
+"""Seconds between looks at the process while the pipe is silent: its end can be hidden when someone forked us."""
 
 CLOSE_TIMEOUT_S = 5.0
 """An engine that has not ended by itself after this is killed."""

@@ -1,4 +1,4 @@
-"""Which tokens are prefilled next: jobs in order of their arrival, in pieces of at most so many tokens a pass."""
+"""The tokens that are prefilled next: jobs in order of their arrival, in pieces of at most so many tokens a pass."""
 
 from collections.abc import Collection
 

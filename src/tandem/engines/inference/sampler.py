@@ -14,7 +14,7 @@ from tandem.engines.inference.kernels import kernels
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """What the sampler needs to know of the rows of one step; ``[B]`` unless said otherwise."""
+    """The sampler's knowledge about the rows of one step; ``[B]`` unless said otherwise."""
 
     temperatures: torch.Tensor
     """float32."""

@@ -137,7 +137,7 @@ class Scheduler:
             self.ready.append(sequence)
 
     def _lost(self, sequence: Sequence) -> Job:
-        """What fills the row of a sequence that has drawn tokens; the newest has no place in it yet."""
+        """The tokens that fill the row of a sequence that has drawn some; the newest has no place in it yet."""
         assert sequence.row is not None
         tokens = self.slots.drawn(sequence)[:-1].cpu()
         if sequence.prompt is None:
@@ -209,7 +209,7 @@ class Scheduler:
         self.prefill.stop_copying()
 
     def recompute_jobs(self) -> tuple[list[Job], list[Job]]:
-        """What rebuilds the cache of all that was computed: shared prompts, and then what comes after them."""
+        """Jobs that rebuild the cache of all that was computed: shared prompts, and then the tokens after them."""
         resumed = [job.owner for job in self.prefill.jobs if isinstance(job.owner, Sequence)]
         prompts = {id(p): p for s in [*self.decoding, *self.ready, *resumed] if (p := s.prompt) is not None}
         first = [Job(torch.tensor(prompt.tokens), prompt.row, prompt) for prompt in prompts.values()]

@@ -1,4 +1,4 @@
-"""What the scheduler moves about: sequences, prompts that they share, and pieces of work for prefill."""
+"""The objects of the scheduler: sequences, prompts that they share, and pieces of work for prefill."""
 
 from dataclasses import dataclass, field
 

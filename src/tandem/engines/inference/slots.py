@@ -79,7 +79,7 @@ class Slots:
         sequence.slot = -1
 
     def sampling(self, slots: torch.Tensor) -> SamplingRows:
-        """How the rows ``slots [B]`` sample, on the device; `draw` adds what changes from step to step."""
+        """The sampling of the rows ``slots [B]``, on the device; `draw` adds the facts that change from step to step."""
         temperatures, top_p, top_k = self._temperatures[slots], self._top_p[slots], self._top_k[slots]
         greedy, first = self._greedy[slots], self._first_temperatures[slots]
         differs = bool((first != temperatures).any())

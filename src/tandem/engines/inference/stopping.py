@@ -3,7 +3,7 @@
 from transformers import PreTrainedTokenizerBase
 
 UNFINISHED = "�"
-"""What a tokenizer decodes the first bytes of a character to."""
+"""The character to which a tokenizer decodes the first bytes of a character."""
 
 
 class StopText:

@@ -61,7 +61,8 @@ class Adapters(TrainedAdapter):
     def merged(
         self, tensors: Mapping[str, torch.Tensor] | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TrainedAdapter.merged`; None stands for its own tensors. ``dtype``: None leaves them as they are."""
+        """Merged weights, as `TrainedAdapter.merged` says; None stands for its own tensors. ``dtype``: None leaves them as
+        they are."""
         for name in self.names:
             module = name.removesuffix(".weight")
             if module in self.layers:
@@ -82,7 +83,8 @@ class Adapters(TrainedAdapter):
         return merged(weight, a, b, self._config.lora.scaling)
 
     def surviving(self, dtype: torch.dtype) -> float | None:
-        """See `TrainedAdapter.surviving`: the rounded change's projection on the exact one, over all entries together."""
+        """The share that survives rounding, see `TrainedAdapter.surviving`: the rounded change's projection on the exact
+        one, over all entries together."""
         modules = list(self.layers)
         kept = exact = 0.0
         for module in {modules[i * (len(modules) - 1) // (SAMPLED - 1)]: None for i in range(SAMPLED)}:  # first to last
@@ -112,11 +114,11 @@ class AdaptedWeights(NamedWeights):
         self._saved = self.adapter.places | heads
 
     def stream(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `NamedWeights.stream`: merged. Without ``dtype``, what has no adapter comes in the base's."""
+        """The merged weights as a stream. Without ``dtype``, tensors without an adapter come in the base's."""
         return self.adapter.merged(dtype=dtype)
 
     def take(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """See `TrainEngine.load_weights`: an adapter; or, in `TrainEngine.using` alone, whole weights.
+        """Takes an adapter; or, in `TrainEngine.using` alone, whole weights.
 
         Raises:
             ConfigError: whole weights that would stay; the base belongs to the folder that it is from.
@@ -139,12 +141,12 @@ class AdaptedWeights(NamedWeights):
         self._holder.publish()
 
     def load_masters(self, masters: Mapping[str, torch.Tensor], base: str | None = None) -> None:
-        """See `NamedWeights.load_masters`. Raises `ConfigError` where they belong to another base; None is not compared."""
+        """Loads masters. Raises `ConfigError` where they belong to another base; None is not compared."""
         refuse_other_base(self._config.path, self.base, base)
         super().load_masters(masters)
 
     def save(self, folder: Path, dtype: torch.dtype, *, writes: bool) -> None:
-        """See `TrainEngine.save`: the merged model, and the adapter in a folder beside it."""
+        """Saves the merged model, and the adapter in a folder beside it."""
         super().save(folder, dtype, writes=writes)
         named = ((name, self._holder.full(place)) for name, place in self._saved.items())
         with self._team.together(), self._team.whole(named) as stream:
@@ -158,8 +160,9 @@ class AdaptedWeights(NamedWeights):
         write_adapter(folder / ADAPTER, tensors, self._config.lora, base, modules, classifier=HEAD in self._saved)
 
     def writer(self, masters: Mapping[str, torch.Tensor | Parted], dtype: torch.dtype) -> Callable[[Path], None] | None:
-        """See `NamedWeights.writer`. The base, of which ranks have shards that none of them may gather beside training, is
-        read from its files again; None where these are gone or changed, or do not have it under the names of the model."""
+        """A writer, as `NamedWeights.writer` says. The base, of which ranks have shards that none of them may gather beside
+        training, is read from its files again; None where these are gone or changed, or do not have it under the names of
+        the model."""
         try:
             files = tensors_of(self._folder) or {}
             same = digest_of_base(self._folder) == self.base
@@ -188,7 +191,7 @@ class AdaptedWeights(NamedWeights):
         return write
 
     def load(self, folder: Path) -> None:
-        """See `TrainEngine.load`: the adapter, and the heads, that `save` wrote.
+        """Loads the adapter and the heads that `save` wrote.
 
         Raises:
             ConfigError: there is none, or it is of another model or rank.

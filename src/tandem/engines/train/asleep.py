@@ -56,7 +56,7 @@ class _Region(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of the region, as long as the storage has its memory."""
+        """Bytes of the region, as long as the storage has its memory."""
         return max(0, self.storage.nbytes() - self.start * self.dtype.itemsize)
 
     @property
@@ -304,7 +304,7 @@ def memory_of(flat: torch.Tensor) -> memoryview:
 
 
 def keyed_sum_of(stored: Stored, dtype: torch.dtype) -> int:
-    """Of a stored tensor as it is in ``dtype``."""
+    """The keyed sum of a stored tensor as it is in ``dtype``."""
     total, rest = KeyedSum(), torch.empty(0, dtype=dtype)
     whole = 8 * WORDS // dtype.itemsize
     for piece in stored.pieces(dtype):

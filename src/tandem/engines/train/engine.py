@@ -73,7 +73,7 @@ class SpreadEngine(TrainEngine):
         self._require = self._memory.require
 
     def train_batch(self, batch: TensorDict, loss_fn: LossFn, *, entropy: bool = False) -> dict[str, float]:
-        """See `TrainEngine.train_batch`.
+        """Trains on a batch, as `TrainEngine.train_batch` says.
 
         A gradient that is exactly 0 leaves weights and optimizer state as they are (no decay, no momentum): a batch without
         information changes nothing. The schedule counts calls, taken or skipped. Sequences whose ``loss_weights`` are all 0
@@ -122,12 +122,12 @@ class SpreadEngine(TrainEngine):
         return Outputs(**{"logprobs": found.new_zeros(0)} | given)
 
     def _given(self, entropy: bool) -> list[str]:
-        """What the heads give, ``[T]`` each."""
+        """The outputs of the heads, ``[T]`` each."""
         names = {"logprobs": self.head != "scalar", "entropy": entropy, "scores": self.head != "lm"}
         return [name for name, there in names.items() if there]
 
     def _micro_batches(self, batch: TensorDict, chosen: torch.Tensor | None = None) -> list[list[int]]:
-        """Of this rank; the same number on every rank. ``chosen [N]`` bool: of these sequences only."""
+        """The micro-batches of this rank; the same number on every rank. ``chosen [N]`` bool: of these sequences only."""
         layout = self.ranks.layout
         # ranks that share tokens compute a part of them each
         budget = self.config.max_tokens_per_micro_batch * layout.context
@@ -165,7 +165,7 @@ class SpreadEngine(TrainEngine):
         return loss
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TrainEngine.weights`. Without ``dtype`` they come as they are held: float32.
+        """The weights as a stream. Without ``dtype`` they come as they are held: float32.
 
         A tensor may be the engine's own memory: read it before asking for the next, and do not write to it.
         """
@@ -173,12 +173,12 @@ class SpreadEngine(TrainEngine):
         yield from self._weights.stream(dtype)
 
     def save(self, folder: Path) -> None:
-        """See `TrainEngine.save`. Weights are written in the dtype that the engine computes in."""
+        """Saves the model. Weights are written in the dtype that the engine computes in."""
         self._require("parameters")
         self._weights.save(Path(folder), self.dtype, writes=self.ranks.rank == 0)
 
     def load(self, folder: Path) -> None:
-        """See `TrainEngine.load`. The optimizer's state stays as it is. Raises `ConfigError` where the tensors differ."""
+        """Loads the model. The optimizer's state stays as it is. Raises `ConfigError` where the tensors differ."""
         self._require("parameters")
         self._weights.load(Path(folder))
 

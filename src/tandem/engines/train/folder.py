@@ -101,7 +101,7 @@ def write_tensor(path: Path, tensor: torch.Tensor) -> None:
 
 
 def read_tensor(path: Path) -> torch.Tensor:
-    """What `write_tensor` wrote.
+    """The tensor that `write_tensor` wrote.
 
     Raises:
         ConfigError: there is no such file.

@@ -1,4 +1,4 @@
-"""How a model and its float32 master weights lie over the processes; what is frozen has no masters.
+"""The layout of a model and its float32 master weights over processes; frozen parameters have no masters.
 
 `Replica`: one process has all of it. `Sharded`: FSDP2 gives each process a part. "All" is what tensor parallelism leaves a
 rank of each matrix. Both show the same: ``masters``, the parameters that the optimizer moves, whose ``.grad`` is complete
@@ -34,7 +34,7 @@ class Holder(ABC):
     """The parameters that nobody trains, in the dtype of the computation: most of them beside adapters, else none."""
 
     pieces: Pieces | None = None
-    """How matrices are cut, under tensor parallelism."""
+    """The cuts of matrices, under tensor parallelism."""
 
     in_host_memory: bool = False
     """True if masters, gradients and moments are there, and stay there when others are moved."""
@@ -43,7 +43,7 @@ class Holder(ABC):
     """True if other weights are in the model for a moment: see `restored`."""
 
     borrowed: frozenset[str] = frozenset()
-    """Of ``frozen``, those whose memory is another holder's."""
+    """Those of ``frozen`` whose memory is another holder's."""
 
     _lender: "Holder | None" = None
     _borrowers: "tuple[weakref.ref[Holder], ...]" = ()
@@ -77,11 +77,12 @@ class Holder(ABC):
         loss.backward()
 
     def adamw(self, groups: list[dict[str, Any]], **settings: Any) -> Any:
-        """What moves the masters in ``groups``; it has ``step``, ``zero_grad``, ``param_groups``, ``state``, as torch's."""
+        """The optimizer that moves the masters in ``groups``; it has ``step``, ``zero_grad``, ``param_groups``, ``state``,
+        as torch's."""
         return torch.optim.AdamW(groups, fused=True, **settings)
 
     def moments(self, adamw: Any) -> dict[str, dict[str, Any]]:
-        """Of each master that has any: its moments and number of steps, as a state has them; see `state_of`."""
+        """Moments and number of steps of each master that has any, as a state has them; see `state_of`."""
         state = adamw.state
         return {
             name: {what: self.state_of(name, x) for what, x in state[master].items()}
@@ -111,7 +112,7 @@ class Holder(ABC):
         return piece if self.pieces is None else self.pieces.whole(name, piece)
 
     def shape(self, name: str) -> torch.Size:
-        """Of the whole."""
+        """Shape of the whole tensor."""
         own = self.held(name).shape
         return own if self.pieces is None else self.pieces.shape(name, own)
 
@@ -246,7 +247,7 @@ def _moved(tensor: DTensor, device: str) -> DTensor:
 
 
 def _parted(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter]]:
-    """What is trained, and what is not."""
+    """The parameters that are trained, and those that are not."""
     named = dict(model.named_parameters())
     return {n: p for n, p in named.items() if p.requires_grad}, {n: p for n, p in named.items() if not p.requires_grad}
 
@@ -379,7 +380,7 @@ class Sharded(Holder):
         return whole
 
     def fulls(self, names: Iterable[str], dtype: torch.dtype | None = None) -> Iterator[torch.Tensor]:
-        """See `Holder.fulls`: many small ones travel together, up to `BUCKET_BYTES`."""
+        """Whole tensors, as `Holder.fulls` says: many small ones travel together, up to `BUCKET_BYTES`."""
         for bucket in buckets(names, lambda name: self.held(name).numel() * (dtype or self.held(name).dtype).itemsize):
             for name, piece in zip(bucket, self._gather_together(bucket, dtype), strict=True):
                 yield self._put_together(name, piece)

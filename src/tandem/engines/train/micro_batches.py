@@ -1,4 +1,4 @@
-"""Which sequences go together into one forward pass, on which rank."""
+"""The division of sequences into forward passes and ranks."""
 
 import heapq
 from collections import defaultdict
@@ -14,7 +14,7 @@ from tandem.models.prefixes import number_prompts
 
 
 class Item(NamedTuple):
-    """What the plan needs to know of one sequence."""
+    """The plan's knowledge about one sequence."""
 
     prompt: int
     """Number of its prompt; sequences with equal ones in a micro-batch compute it once."""

@@ -16,7 +16,7 @@ from tandem.engines.train.holders import Holder
 from tandem.models.packed import PackedModel
 
 PREFIX = "model."
-"""What `PackedModel` puts before the Hugging Face names."""
+"""The prefix that `PackedModel` puts before the Hugging Face names."""
 
 VALUE = "value.weight"
 """The second head of `PackedActorCritic`, which transformers' model does not have; it has a file of its own."""
@@ -26,10 +26,10 @@ class NamedWeights:
     """The masters of a holder. Everything here is collective where they are sharded over ``team``."""
 
     adapter: TrainedAdapter | None = None
-    """See `TrainEngine.adapter`."""
+    """The adapter, see `TrainEngine.adapter`."""
 
     base: str | None = None
-    """What tells whether a frozen base is still the one that it was; None where nothing is frozen."""
+    """Digest by which a frozen base is recognised; None if nothing is frozen."""
 
     def __init__(self, config: TrainEngineConfig, holder: Holder, model: PackedModel, team: Team):
         self._config, self._holder, self._model, self._team = config, holder, model, team
@@ -37,11 +37,12 @@ class NamedWeights:
         self._has_value = VALUE in holder.masters
 
     def stream(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """See `TrainEngine.weights`; without ``dtype`` as they are held, float32."""
+        """The weights as a stream; without ``dtype`` as they are held, float32."""
         yield from zip(self._names, self._holder.fulls([PREFIX + name for name in self._names], dtype), strict=True)
 
     def take(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """See `TrainEngine.load_weights`. A tensor that does not fit is not copied; those before it are in place."""
+        """Takes weights, as `TrainEngine.load_weights` says. A tensor that does not fit is not copied; those before it are
+        in place."""
         self._copy(weights, {name: PREFIX + name for name in self._names})
         self._holder.publish()
 
@@ -78,7 +79,7 @@ class NamedWeights:
         self._holder.publish()
 
     def save(self, folder: Path, dtype: torch.dtype, *, writes: bool) -> None:
-        """See `TrainEngine.save`. ``writes``: false on ranks that only take part in gathering."""
+        """Saves the model. ``writes``: false on ranks that only take part in gathering."""
         with self._team.together(), self._team.whole(self.stream(dtype)) as weights:
             write_folder(folder, self._model.model, weights, dtype, writes=writes)
         if self._has_value:
@@ -88,8 +89,8 @@ class NamedWeights:
                     write_tensor(folder / VALUE_FILE, value)
 
     def writer(self, masters: Mapping[str, torch.Tensor | Parted], dtype: torch.dtype) -> Callable[[Path], None] | None:
-        """What writes the files of `save`, of these masters, copies of the holder's, instead of those; from any thread. None
-        where the model has weights that are no masters."""
+        """A function that writes the files of `save`, of these masters, copies of the holder's, instead of those; from any
+        thread. None where the model has weights that are no masters."""
         if dict(self._model.named_parameters()).keys() != self._holder.masters.keys():
             return None
 
@@ -112,7 +113,7 @@ class NamedWeights:
             write_tensor(folder / VALUE_FILE, together_of(masters[VALUE]))
 
     def load(self, folder: Path) -> None:
-        """See `TrainEngine.load`.
+        """Loads the model.
 
         Raises:
             ConfigError: the folder has other tensors than this model.

@@ -38,7 +38,7 @@ class Ranks:
     """Those that share tokens; None where there is one."""
 
     key: str = "actor.backend"
-    """Where the layout was written, for errors."""
+    """The configuration key where the layout was written, for errors."""
 
     @property
     def team(self) -> Team:
@@ -47,7 +47,7 @@ class Ranks:
 
     @property
     def batch(self) -> int:
-        """Which of the micro-batches that are computed at a time is this rank's."""
+        """The number of this rank's micro-batch among those that are computed at a time."""
         return self.rank // (self.layout.context * self.layout.tensor)
 
     @property

@@ -146,7 +146,7 @@ def _load(config: TrainEngineConfig, device: torch.device, head: Head, dtype: to
 
 
 def _context_way(config: TrainEngineConfig, ranks: Ranks, model: PackedModel) -> Literal["all_to_all", "gather"]:
-    """How ranks that share tokens attend."""
+    """The attention of ranks that share tokens."""
     way, layout = config.context_parallel, ranks.layout
     if way == "auto":
         return "all_to_all" if divides_heads(model.architecture, layout.tensor * layout.context) else "gather"

@@ -170,7 +170,7 @@ class ZeroHolder(Holder):
             set_it(parameter, value, moment)
 
     def _part(self, whole: torch.Tensor) -> torch.Tensor:
-        """What stage 3 gives this rank of a parameter: equal pieces, the last one filled up with zeros."""
+        """The part of a parameter that stage 3 gives this rank: equal pieces, the last one filled up with zeros."""
         size = -(-whole.numel() // self._ranks)
         return pad(whole.flatten(), (0, size * self._ranks - whole.numel()))[size * self._rank : size * (self._rank + 1)]
 
@@ -179,7 +179,7 @@ class ZeroHolder(Holder):
         return self._zero.fp32_partitioned_groups_flat if self._stage == 3 else self._zero.single_partition_of_fp32_groups
 
     def moments(self, adamw: "_Moved") -> dict[str, dict[str, Any]]:
-        """See `Holder.moments`. All masters have taken the same number of steps here."""
+        """Moments, as `Holder.moments` says. All masters have taken the same number of steps here."""
         if not adamw.state:
             return {}
         self._link_moments()
@@ -215,7 +215,7 @@ class ZeroHolder(Holder):
 
     @torch.no_grad()
     def take_moments(self, adamw: "_Moved", moments: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """See `Holder.take_moments`.
+        """Takes moments, as `Holder.take_moments` says.
 
         Raises:
             ConfigError: masters that took different numbers of steps; nothing was changed then.
@@ -281,14 +281,14 @@ class ZeroHolder(Holder):
 
 
 class _Moved:
-    """What `Optimizer` asks of torch's AdamW, done by DeepSpeed: it moves its flat pieces with one."""
+    """The interface that `Optimizer` asks of torch's AdamW, done by DeepSpeed: it moves its flat pieces with one."""
 
     def __init__(self, holder: ZeroHolder, adamw: torch.optim.AdamW):
         self._holder, self._adamw = holder, adamw
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Where learning rates stand."""
+        """The groups where learning rates stand."""
         return self._adamw.param_groups
 
     @property

@@ -106,7 +106,7 @@ class Line:
         return message
 
     async def why(self) -> Ended:
-        """How the process ended; it has closed its output, so it can do no more, whatever else it does."""
+        """The end of the process; it has closed its output, so it can do no more, whatever else it does."""
         outcome = await self.process.close(min(CLOSED_S, max(0.0, self.ends - time.monotonic())))
         reason = reason_of(outcome)
         if reason == "timeout" and time.monotonic() < self.ends:

@@ -20,7 +20,7 @@ from tandem.rewards.code.verdict import REASONS, CannotTell, Verdict
 from tandem.workers.trees import usable_cores
 
 ATTEMPTS = 3
-"""How often a judgement is begun whose sandbox is lost."""
+"""Number of times that a judgement is begun whose sandbox is lost."""
 
 LOST_S = 60.0
 """So long a sandbox that starts slowly, or says nothing any more, may take to be noticed, besides the judging itself."""
@@ -87,7 +87,8 @@ class CodeReward(RewardFn):
         completion_ids: tuple[int, ...],
         row: Mapping[str, Any],
     ) -> RewardResult:
-        """See `RewardFn`; other failures: ``sandbox_lost``, ``sandbox_refused``, ``not_comparable``, ``tests_broken``."""
+        """Judges an answer, as `RewardFn` says; other failures: ``sandbox_lost``, ``sandbox_refused``, ``not_comparable``,
+        ``tests_broken``."""
         try:
             self.check_row(row)
         except ConfigError as error:
@@ -149,7 +150,8 @@ class CodeReward(RewardFn):
         return await judge_functions(self.sandbox, parts, tests, self.limits, all_or_none=self.all_or_none)
 
     def metrics(self) -> dict[str, float]:
-        """Of the answers judged since the last call: share of passed cases, of each reason to fail, and of retries."""
+        """Metrics of the answers judged since the last call: share of passed cases, of each reason to fail, and of
+        retries."""
         counts, self._counts = self._counts, Counter()
         if not counts["answers"]:
             return {}

@@ -1,4 +1,4 @@
-"""What a judge of programs finds out, and when it cannot tell."""
+"""The verdict of a judge of programs, and the cases in which it cannot tell."""
 
 from dataclasses import dataclass
 

@@ -79,7 +79,7 @@ class EnvironmentWorkflow(RolloutWorkflow):
         self.turn_discount, self.same_start = turn_discount, same_start
 
     async def arun_episode(self, engine: GeneratesTokens, data: Mapping[str, Any]) -> Sample:
-        """See `RolloutWorkflow`.
+        """Plays an episode, as `RolloutWorkflow` says.
 
         Raises:
             DataFailure: the environment failed, under ``environment_…``; or the engine refused or cancelled a request.

@@ -82,7 +82,7 @@ class Asked:
     """In the order of requests."""
 
     digest: bytes = b""
-    """Of the tokens."""
+    """Digest of the tokens."""
 
 
 @dataclass(eq=False)
@@ -91,7 +91,7 @@ class Node:
 
     asked: Asked
     reply: Message
-    """As the client was shown it."""
+    """The reply as the client was shown it."""
 
     words: str
     """The text of the tokens without special ones, for rewards."""

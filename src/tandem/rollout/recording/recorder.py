@@ -99,7 +99,7 @@ class Recorder:
         return self._agents.start(coroutine)
 
     def session_of(self, request: web.Request) -> Session:
-        """See `Sessions.of`. The server asks here, so that the recorder lives as long as its server listens."""
+        """The session of a key. The server asks here, so that the recorder lives as long as its server listens."""
         return self.sessions.of(request)
 
     async def _listening(self) -> int:
@@ -203,11 +203,11 @@ class Endpoint(Application):
         return {"Connection": "close"}
 
     def busy(self) -> bool:
-        """See `Application`: nothing waits for a turn at the end of a run."""
+        """Number of requests under way; nothing waits for a turn at the end of a run."""
         return False
 
     def drain(self) -> None:
-        """See `Application`."""
+        """Waits for nothing, see `Application`."""
 
     async def _models(self, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
         return {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "tandem"}]}

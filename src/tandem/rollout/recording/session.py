@@ -39,7 +39,7 @@ class Retry:
     """A client's words about a request that may be a repetition."""
 
     count: int = 0
-    """How often it was sent before."""
+    """Number of times that it was sent before."""
 
     key: str = ""
     """The idempotency key; empty without one."""

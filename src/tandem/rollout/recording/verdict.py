@@ -1,4 +1,4 @@
-"""What an agent says of itself: a number, or a mapping with ``reward`` and what else a sample has."""
+"""An agent's verdict on itself: a number, or a mapping with ``reward`` and what else a sample has."""
 
 from collections.abc import Mapping
 from numbers import Real

@@ -10,7 +10,7 @@ from tandem.rollout.tools.tool import ToolFailure
 
 MAX_CHARACTERS = 500
 MAX_BITS = 4096
-"""Of a whole number on the way."""
+"""Most bits of a whole number on the way."""
 
 _OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,

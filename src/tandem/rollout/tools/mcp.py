@@ -25,20 +25,20 @@ from tandem.config.errors import ConfigError
 from tandem.rollout.tools.tool import Tool, Toolbox, ToolFailure
 
 VERSION = "2025-06-18"
-"""Of the protocol. A server may answer with an older one: these three requests are the same in all."""
+"""Version of the protocol. A server may answer with an older one: these three requests are the same in all."""
 
 CLIENT = {"name": "tandem", "version": "1"}
 MOST_BYTES = 16 << 20
-"""Of one message."""
+"""Most bytes of one message."""
 
 MOST_WORDS = 500
 """Bytes of a server's errors that are told when it dies."""
 
 WORDS_S = 2.0
-"""How long they are waited for: a program of the server's may hold the pipe open for ever."""
+"""Seconds for which they are waited for: a program of the server's may hold the pipe open for ever."""
 
 ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "TZ", "USER", "VIRTUAL_ENV", "PYTHONPATH")
-"""What a server sees of this process's environment: no keys."""
+"""Variables of this process's environment that a server sees: no keys."""
 
 
 class ServerGone(Exception):

@@ -22,7 +22,7 @@ DEFAULT_NAME = "servers"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the lines say."""
+    """The contents of the lines."""
 
     servers: tuple[Address, ...] = ()
     leaving: frozenset[str] = frozenset()
@@ -31,7 +31,8 @@ class Wanted:
 
 
 def read_addresses(path: Path) -> Wanted:
-    """What the file says, or all files of the folder (names that begin with a dot are passed over). Missing: nothing.
+    """The contents of the file, or of all files of the folder (names that begin with a dot are passed over). Missing:
+    nothing.
 
     Raises:
         OSError: it cannot be read; whoever watches keeps what it knew.

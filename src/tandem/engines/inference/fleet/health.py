@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 
 class State(enum.StrEnum):
-    """See the drawing above."""
+    """The states of a server, as in the drawing above."""
 
     STARTING = "starting"
     STALE = "stale"
@@ -40,7 +40,7 @@ SERVING = (State.HEALTHY, State.SUSPECT)
 
 @dataclass(frozen=True)
 class Rules:
-    """How patient the fleet is."""
+    """The patience of the fleet."""
 
     suspect_after_s: float = 4.0
     """Without a token for this long a healthy server becomes suspect."""
@@ -60,7 +60,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Health:
-    """What is known of a server. Every method returns what is known after an event; nothing is changed in place."""
+    """The knowledge about a server. Every method returns the knowledge after an event; nothing is changed in place."""
 
     since: float
     """When it came into its state."""

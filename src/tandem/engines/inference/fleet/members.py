@@ -19,7 +19,7 @@ PACE_MEMORY = 0.9
 
 @dataclass(frozen=True)
 class Server:
-    """How a server of the fleet comes to be."""
+    """The origin of a server of the fleet."""
 
     name: str
     """Unique in the fleet: ``embedded-0``, or ``KIND=URL`` for one that is attached."""
@@ -116,7 +116,8 @@ class Attempt:
             self.future.set_result(task.result())
 
     def _fault(self, error: BaseException) -> BaseException:
-        """What is no failure of ours comes of an answer that nobody expected: the server's fault, so the request moves."""
+        """The failure to report: an error that is none of ours comes from an answer that nobody expected, so it is the
+        server's fault, and the request moves."""
         if isinstance(error, EpisodeFailure) or not isinstance(error, Exception):
             return error
         failure = InfrastructureFailure("server", f"{self.member.name}: {type(error).__name__}: {error}")
@@ -146,13 +147,13 @@ class Member:
     """Nothing is tried with it before that."""
 
     setbacks: int = 0
-    """How often in a row it did not become healthy, or was not so for long."""
+    """Number of times in a row that it did not become healthy, or was not so for long."""
 
     healthy_at: float | None = None
     """When it became healthy, unless it failed since."""
 
     job: asyncio.Task[None] | None = None
-    """What is being done to bring it (back); of the watcher."""
+    """The watcher's task that brings it (back)."""
 
     probe: asyncio.Task[None] | None = None
     """A token that it is asked for; of the watcher."""

@@ -1,4 +1,4 @@
-"""What the fleet knows: its members, where requests go, which weights are current. One lock guards all of it."""
+"""The fleet's knowledge: its members, where requests go, which weights are current. One lock guards all of it."""
 
 import asyncio
 import contextlib
@@ -335,7 +335,7 @@ class Roster:
             }
 
     def too_often(self, request_failures: list[InfrastructureFailure]) -> InfrastructureFailure:
-        """What a request ends with that failed at one server after another."""
+        """The failure of a request that failed at one server after another."""
         told = "; ".join(str(failure).partition("\n")[0] for failure in request_failures[-3:])
         return InfrastructureFailure(
             "servers_failed",

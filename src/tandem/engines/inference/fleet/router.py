@@ -1,4 +1,5 @@
-"""Which server takes a request: the one that has its prefix, else the one with the least work. Pure and not thread-safe.
+"""The choice of the server that takes a request: the one that has its prefix, else the one with the least work. Pure and not
+thread-safe.
 
 A request costs a dictionary look-up, or one pass over the servers, however many requests are under way.
 """
@@ -100,7 +101,7 @@ class Router:
             self._touch(place)
 
     def set_pace(self, name: str, pace: float) -> None:
-        """How much longer a server takes for a token than others do; 1 is usual."""
+        """Sets how much longer a server takes for a token than others do; 1 is usual."""
         place = self._places.get(name)
         if place is not None and place.pace != pace:
             place.pace = pace

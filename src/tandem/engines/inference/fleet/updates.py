@@ -16,7 +16,7 @@ from tandem.engines.inference.fleet.roster import Roster
 logger = logging.getLogger("tandem.fleet")
 
 LOOK_S = 0.05
-"""How often a wait for several members looks whether one of them was fenced."""
+"""Seconds between looks of a wait for several members if one of them was fenced."""
 
 ORPHANS_S = 10.0
 """A server that comes back has this long to let go of requests that were moved away from it."""

@@ -39,10 +39,10 @@ CANNOT_READ = {
 PROBE = GenerationConfig(max_new_tokens=1, n_samples=1)
 
 TICK_S = 0.25
-"""How often the members are looked at."""
+"""Seconds between looks at the members."""
 
 READ_EVERY_S = 1.0
-"""How often the addresses are read, and the paces set."""
+"""Seconds between readings of the addresses, when the paces are set too."""
 
 STEPS_FORWARD = ("generated_tokens", "prefill_tokens", "recomputed_tokens", "server_tokens")
 """Counters of which any shows that a server is at work; the last is that of other makers' servers."""
@@ -144,7 +144,7 @@ class Watcher:
             self._look(member, now, quiet)
 
     def _look(self, member: Member, now: float, quiet: bool) -> None:
-        """What is to be done with one member now; never waits."""
+        """Does what one member needs now; never waits."""
         roster = self._roster
         if not quiet:
             with roster.lock:

@@ -25,10 +25,10 @@ KEEP, END = b"k", b"\n"
 """The owner's word that its server is to outlive it: what FILE holds, one line, between these."""
 
 ORPHANS_S = 0.5
-"""What a server that ended by itself left behind is asked to end for so long."""
+"""Seconds for which the children of a server that ended by itself are asked to end."""
 
 KILL_S = 5.0
-"""How long a killed process may take to vanish."""
+"""Seconds that a killed process may take to vanish."""
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 

@@ -42,10 +42,10 @@ TAKE_OVER_S = 60.0
 
 @dataclass(frozen=True)
 class Keeping:
-    """Where the servers of a run are kept."""
+    """The place where the servers of a run are kept."""
 
     folder: Path
-    """Of this run alone; made with the first server."""
+    """The folder of this run alone; made with the first server."""
 
     pipe: int
     """With its end they end."""
@@ -56,7 +56,7 @@ class Keeping:
 
 @dataclass(frozen=True)
 class Place:
-    """Where one server is kept."""
+    """The place where one server is kept."""
 
     name: str
     file: Path
@@ -92,7 +92,8 @@ class Stranger:
 
 
 def fingerprint(words: Sequence[str], environment: Mapping[str, str]) -> str:
-    """Of what a server is started with, without what differs each time: ports, cores, temporary files."""
+    """Fingerprint of a server's settings at its start, without those that differ each time: ports, cores, temporary
+    files."""
     return hashlib.sha256(json.dumps([list(words), sorted(environment.items())]).encode()).hexdigest()
 
 
@@ -107,7 +108,8 @@ def keep(place: Place, process: ServerProcess, settings: str, facts: Mapping[str
 
 
 def take_over(place: Place, settings: str, attach: Callable[[Mapping[str, Any], ServerProcess], S]) -> S | None:
-    """What ``attach`` makes of the server that was kept there, from its facts; None where a new one has to be started.
+    """The engine that ``attach`` makes of the server that was kept there, from its facts; None if a new one has to be
+    started.
 
     ``settings``: the `fingerprint` of what it must have been started with. Then none is left of one that was there.
     """
@@ -143,7 +145,7 @@ def take_over(place: Place, settings: str, attach: Callable[[Mapping[str, Any], 
 
 
 def _in_time(attach: Callable[[], S]) -> S:
-    """What it returns; it is left to itself where it takes too long, and its server is ended then."""
+    """The result of the call; it is left to itself if it takes too long, and its server is ended then."""
     try:
         return in_thread("take-over", attach).result(TAKE_OVER_S)
     except TimeoutError:

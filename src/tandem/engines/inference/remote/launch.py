@@ -34,7 +34,7 @@ GRACE_S = 8.0
 
 POLL_S = 0.25
 PROGRESS_S = 5.0
-"""How often the words of progress come while a server starts."""
+"""Seconds between words of progress while a server starts."""
 
 OURS = ("PYTHONPATH", "PYTHONHOME", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables of this environment that a server in another one must not get."""
@@ -294,6 +294,6 @@ class Cores:
 
 
 CORES_WORD = "cores"
-"""What a server that is kept says of its cores."""
+"""The key under which a kept server says its cores."""
 
 CORES = Cores()

@@ -31,10 +31,10 @@ from tandem.engines.inference.requests import refuse_unsupported
 from tandem.protocol.client import HttpClient
 
 PROTOCOL = 2
-"""Of the token and control routes; a client refuses a server with another one."""
+"""Number of the protocol of the token and control routes; a client refuses a server with another one."""
 
 INSTANCE_HEADER = "Tandem-Instance"
-"""Of every answer: which process gave it. A restarted server is another one."""
+"""A header of every answer that names the process which gave it. A restarted server is another one."""
 
 CONTROL_TIMEOUT_S = 70.0
 """Pause, resume, sleep, wake, flush: the server's own 60 s, and the way."""
@@ -67,7 +67,7 @@ class TandemServer(Controlled):
         self._client, self._run, self._request_timeout_s = client, run, request_timeout_s
         self._give_back, self._on_close, self._closed = give_back, on_close, False
         self.process: ServerProcess | None = None
-        """None where it was attached: then it is not ours to end."""
+        """The process; None if the server was attached, for then it is not ours to end."""
 
         self._version = _version(identity)
         self._capabilities = frozenset(identity["capabilities"])
@@ -160,7 +160,7 @@ class TandemServer(Controlled):
 
     @property
     def version(self) -> WeightVersion:
-        """What the server said when it was attached to, and at the last commit."""
+        """The version that the server named when it was attached to, and at the last commit."""
         return self._version
 
     @property
@@ -175,7 +175,7 @@ class TandemServer(Controlled):
         self._weights("prepare", body)
 
     def commit_weights(self, version: WeightVersion) -> dict[str, float]:
-        """Where the answer is lost, the server is asked what it serves now."""
+        """Commits; if the answer is lost, the server is asked what it serves now."""
         try:
             report = self._weights("commit", {"version": asdict(version)})
         except ServerFailed:

@@ -180,7 +180,7 @@ class Answer(ABC):
         return [str(self._decoder.decode([token], skip_special_tokens=False)) for token in ids]
 
     def _opening(self, number: int) -> list[dict[str, Any]]:
-        """What is sent of a completion before its first token."""
+        """The part of a completion that is sent before its first token."""
         return []
 
     @abstractmethod
@@ -191,7 +191,7 @@ class Answer(ABC):
     def _delta(
         self, number: int, text: str, ids: Sequence[int], logprobs: Sequence[float], reason: str | None
     ) -> dict[str, Any]:
-        """What is new of a completion."""
+        """The new part of a completion."""
 
 
 class Legacy(Answer):

@@ -1,4 +1,4 @@
-"""What the server of an engine lets one client, and all of them together, take."""
+"""Limits of one client, and of all together, of the server of an engine."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class Limits(ServerLimits):
     """Context of the model: most tokens of a prompt, and of a completion."""
 
     default_chat_tokens: int = 1024
-    """What a chat answer may have when its request does not say; a request reserves cache for all that it may have."""
+    """Tokens that a chat answer may have if its request does not say; a request reserves cache for all that it may have."""
 
     max_completions: int = 128
     """Most completions of one request: prompts times `n`."""
@@ -34,7 +34,7 @@ class Limits(ServerLimits):
     """A completion that takes longer is ended, whatever deadline it brought."""
 
     control_timeout_s: float = 600.0
-    """How long a control request waits for the one before it."""
+    """Seconds that a control request waits for the one before it."""
 
     owner_silent_s: float = 600.0
     """A run that says nothing for this long, with no completions under way, loses the server to the next that attaches."""
@@ -43,4 +43,4 @@ class Limits(ServerLimits):
     """`/ready` wants a token that was generated at most this long ago; without one it generates one."""
 
     ready_timeout_s: float = 10.0
-    """How long generating that token may take."""
+    """Seconds that generating that token may take."""

@@ -28,7 +28,7 @@ CHAT_WITHOUT_EFFECT = {"top_logprobs": [0, None], "response_format": [{"type": "
 LEGACY_WITHOUT_EFFECT = {"best_of": [1, None], "echo": [False, None], "suffix": ["", None]}
 
 DEFAULT_LEGACY_TOKENS = 16
-"""What `/v1/completions` makes when `max_tokens` is left out, as OpenAI's."""
+"""Tokens that `/v1/completions` makes when `max_tokens` is left out, as OpenAI's."""
 
 _TEMPERATURE = {
     "anyOf": [{"type": "number", "minimum": 0.01, "maximum": 2}, {"enum": [0]}, {"type": "null"}],
@@ -170,7 +170,7 @@ def _question(
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """As chat templates want it: content as one string, arguments of calls as an object."""
+    """The message as chat templates want it: content as one string, arguments of calls as an object."""
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(part["text"] for part in content)

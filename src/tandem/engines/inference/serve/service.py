@@ -1,4 +1,4 @@
-"""What the routes share: the engine, what is under way, and whether the server is able to answer."""
+"""The common part of the routes: the engine, the requests under way, and the server's readiness."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,7 @@ class Service:
     vocab_size: int
     limits: Limits
     initial: WeightVersion
-    """What the engine was made with."""
+    """The version that the engine was made with."""
 
     dtype: str
     """The engine's precision, as torch writes it, without ``torch.``."""
@@ -146,7 +146,7 @@ class Service:
     # ------------------------------------------------------------------ state
 
     def identity(self) -> dict[str, Any]:
-        """What a client needs to know of this server."""
+        """The facts about this server that a client needs."""
         version = self.engine.version
         return {
             "status": "ok" if self.died is None else "dead",

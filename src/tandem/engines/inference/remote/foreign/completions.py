@@ -46,7 +46,8 @@ class Judge:
         return self._limit - self._count
 
     def look(self, tokens: Sequence[int]) -> tuple[int, StopReason | None]:
-        """How many of these tokens belong to the completion, and why it ends with the last of them; None: it goes on.
+        """The number of these tokens that belong to the completion, and the reason why it ends with the last of them; None:
+        it goes on.
 
         Raises:
             ValueError: a stop token came that was to be suppressed.
@@ -65,13 +66,13 @@ class Judge:
 
 
 ABORT_TIMEOUT_S = 5.0
-"""How long a request that passed its deadline may take to give what it has; then it counts as having nothing."""
+"""Seconds that a request which passed its deadline may take to give what it has; then it counts as having nothing."""
 
 MAX_EMPTY_PIECES = 8
 """A server that answers so many times in a row without a token is not serving."""
 
 _LOWEST_LOGPROB = -9000.0
-"""What is not finite is written as -9999 by one of the servers."""
+"""A bound above the -9999 that one of the servers writes for a number that is not finite."""
 
 
 class Completions:

@@ -1,4 +1,4 @@
-"""What one client asked of its server, counted on this side."""
+"""Counts of one client's requests to its server, on this side."""
 
 import threading
 import time

@@ -1,4 +1,4 @@
-"""What a server should hold after an update, as checksums of the tensors in *its* layout."""
+"""The weights that a server should hold after an update, as checksums of the tensors in *its* layout."""
 
 import hashlib
 from collections.abc import Collection, Mapping

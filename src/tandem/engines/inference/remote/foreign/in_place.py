@@ -110,7 +110,7 @@ class InPlaceUpdates:
             self._prepared = _Prepared(update.version, place, held.digests, spooled)
 
     def commit(self, version: WeightVersion) -> dict[str, float]:
-        """See `InferenceEngine.commit_weights`.
+        """Commits, as `InferenceEngine.commit_weights` says.
 
         Raises:
             WeightUpdateFailed: this version was not prepared; the server serves what it served.

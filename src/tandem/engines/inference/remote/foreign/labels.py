@@ -1,4 +1,4 @@
-"""What a server calls its weights: a name that only one client gives, so that nobody else's weights pass for ours."""
+"""The label of a server's weights: a name that only one client gives, so that nobody else's weights pass for ours."""
 
 import uuid
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What differs between inference servers of other makers: routes, field names, and what they can do.
+"""The differences between inference servers of other makers: routes, field names, and what they can do.
 
 `server.ForeignServer` is the engine; it is given one of these. All control calls block, in the thread that publishes.
 """
@@ -26,18 +26,18 @@ RELOAD_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class Facts:
-    """What a server says of itself at the start."""
+    """A server's words about itself at the start."""
 
     name: str
     """Maker and version, for messages: ``vLLM 0.32.0``."""
 
     max_model_len: int
     dtype: str
-    """As torch writes it, without ``torch.``."""
+    """The dtype as torch writes it, without ``torch.``."""
 
 
 class Draw(NamedTuple):
-    """How one piece of a completion is sampled."""
+    """The sampling of one piece of a completion."""
 
     temperature: float
     greedy: bool
@@ -55,7 +55,7 @@ class Draw(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What one request to the server gave: tokens with their log-probabilities, and the label of the weights of each."""
+    """The answer to one request to the server: tokens with their log-probabilities, and the label of the weights of each."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -69,13 +69,13 @@ class ServerProtocol(ABC):
     generate_path: ClassVar[str]
     routes: ClassVar[frozenset[str]]
     remedy: ClassVar[str]
-    """How to start the server so that they are."""
+    """The way to start the server so that they are."""
 
     counters: ClassVar[tuple[str, ...]]
     """Counters of `/metrics` that grow with each token."""
 
     counting_remedy: ClassVar[str]
-    """How to start the server so that they are there."""
+    """The way to start the server so that they are there."""
 
     reads_memory: bool = False
     """True if `reload` takes weights from shared memory of this machine, besides a folder."""
@@ -92,7 +92,7 @@ class ServerProtocol(ABC):
 
     sleep_routes: ClassVar[frozenset[str]]
     sleep_remedy: ClassVar[str]
-    """How to start the server so that it can give its memory back."""
+    """The way to start the server so that it can give its memory back."""
 
     group_routes: ClassVar[frozenset[str]] = frozenset()
     """Routes that a process group for weights needs besides `routes`."""
@@ -163,7 +163,7 @@ class ServerProtocol(ABC):
 
     @abstractmethod
     def label(self) -> str:
-        """What it calls its weights."""
+        """Its label of its weights."""
 
     @abstractmethod
     def checksums(self) -> dict[str, str]:

@@ -44,14 +44,14 @@ _KEY = "key"
 
 
 IDLE_PATIENCE_S = 10.0
-"""How long a server that is to sleep may take to end what it is asked."""
+"""Seconds that a server which is to sleep may take to end its requests."""
 
 S = TypeVar("S", bound="ForeignServer")
 
 
 @dataclass(frozen=True)
 class StartTerms:
-    """What a server is started with."""
+    """The terms on which a server is started."""
 
     python: str
     folder: Path
@@ -78,7 +78,7 @@ class ForeignServer(InferenceEngine):
     ):
         self._protocol, self._facts = protocol, facts
         self.process: ServerProcess | None = None
-        """None where it was attached: then it is not ours to end."""
+        """The process; None if the server was attached, for then it is not ours to end."""
 
         self._closed, self._taken, self._whole = False, True, Whole(True, True)
         self._lacks_to_sleep = protocol.lacks_to_sleep()
@@ -316,7 +316,7 @@ class ForeignServer(InferenceEngine):
         return await self.agenerate(LLMRequest(PROBE_IDS, gconfig, deadline_s=deadline_s))
 
     def prepare_weights(self, update: WeightUpdate) -> None:
-        """What is prepared is a folder that the server will read, verified; generation goes on."""
+        """Prepares a folder that the server will read, verified; generation goes on."""
         self._check_taken()
         self._updates.prepare(update)
 

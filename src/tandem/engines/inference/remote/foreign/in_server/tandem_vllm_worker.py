@@ -1,4 +1,4 @@
-"""What a vLLM server that Tandem starts can do besides: take an update from shared memory or by a process group, take all of
+"""Additions to a vLLM server that Tandem starts: take an update from shared memory or by a process group, take all of
 it on a CPU, and give the log-probabilities that training needs where top-p, top-k or a minimum of tokens narrow the draw.
 
 It runs in vLLM's environment (``--worker-extension-cls``), where there is no Tandem: only torch and the standard library.

@@ -1,0 +1,26 @@
+"""Docstrings are noun phrases or sentences: none begins in the middle of one."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+FRAGMENT = re.compile(r"(Of|What|Whether|Which|Where|See|As|None|That|How)\b")
+
+
+def docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Every string that stands alone: the docstrings of modules, classes, functions, and those under fields."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.lineno, node.value.value
+
+
+def test_no_docstring_begins_in_the_middle_of_a_sentence():
+    fragments = [
+        f"{path.relative_to(SOURCE)}:{line}: {text.strip()[:60]}"
+        for path in sorted(SOURCE.rglob("*.py"))
+        for line, text in docstrings(ast.parse(path.read_text()))
+        if FRAGMENT.match(text.strip())
+    ]
+    assert not fragments
