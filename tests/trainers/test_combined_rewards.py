@@ -206,7 +206,7 @@ def test_a_score_too_few_says_what_was_expected(run):
     [
         (["reward={by: source, recipes: {a: 'model(path=JUDGE, name=even)', b: 'MINE:even'}}"], "'even' is the name of"),
         (["reward={by: source, recipes: {a: 'MINE:even', b: 'model(path=JUDGE, name=even)'}}"], "'even' is the name of"),
-        (["reward=math(normalise=running)", "workflow=multi_turn"], "has options that count .* after each turn"),
+        (["reward=math(normalise=running)", "workflow=multi_turn"], "has options that count .* in the middle of an episode"),
         (["reward=math(clip=[0, 1])", "algorithm=ttrl"], "vote"),
         (["reward=MINE:even(clip=[0, 1], words=3)"], "only a class takes knobs: leave words out"),
         (["reward=model(path=JUDGE, normalise=running, gate=frmat) + format"], "did you mean 'format'"),

@@ -17,6 +17,7 @@ from tandem.flow.parts import open_rows
 from tandem.flow.process import start_process
 from tandem.flow.session import open_session
 from tandem.trainers import distill, preference, reward, rl, sft
+from tandem.trainers.loop import step
 from tests.trainers.test_resume import SAVED_EACH_STEP, Runs, assert_same, zygote  # noqa: F401
 
 LORA = ["actor.lora.rank=4", "actor.lora.alpha=8"]
@@ -72,7 +73,7 @@ def test_there_is_no_second_model_for_the_reference_unless_it_is_asked_for(overr
         config = loaded(TrainConfig, [*items, *more]).config
         with open_session(config, start_process(config), open_rows(config), 3, "test") as session:
             assert (session.reference.engine is session.trainer) == same
-            metrics, _ = rl.step(session)
+            metrics, _ = step(session)
             assert "kl/reference" in metrics and session.engine.version.number == 1
 
 

@@ -55,7 +55,10 @@ from tandem.state.run_folder import run_path
 from tandem.tracking.statistics import PhaseTimer
 from tandem.weights.publisher import WeightPublisher
 
-SAVED = ("loader", "actor", "trainer", "reference", "critic", "constraint", "rollout", "publisher", "combination")
+SAVED = (
+    *("loader", "actor", "trainer", "reference", "critic", "constraint"),
+    *("rollout", "publisher", "combination", "verifier"),
+)
 """The parts of a session that have a state, where the run has them."""
 
 STATELESS = {
@@ -64,8 +67,6 @@ STATELESS = {
     "engine": "has no more than the weights that the publisher delivers, and requests that are made again",
     "plan": "follows from the configuration",
     "teacher": "is frozen",
-    "verifier": "draws from seed and version; the versions that it compares with are the publisher's, and evidence and a "
-    "suspicion of before are gathered anew",
     "meter": "measures time",
     "timer": "likewise",
     "runner": "calls stages, and remembers nothing",
@@ -248,9 +249,15 @@ def keep_from_collector(stack: contextlib.ExitStack) -> None:
     Models and libraries are hundreds of thousands of objects that a full collection walks over again and again, up to 0.2 s
     each time, in which no request of an agent is answered and no token is drawn (benchmarks/recorder.py --no-freeze).
     """
+    collect_and_keep()
+    stack.callback(gc.unfreeze)
+
+
+def collect_and_keep() -> None:
+    """Collects all garbage, that of models which are gone too, and keeps the collector away from the rest."""
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
-    stack.callback(gc.unfreeze)
 
 
 def start_partner(model: WritingModel | None, parts: EpisodeParts, stack: contextlib.ExitStack) -> None:

@@ -189,7 +189,7 @@ class Recovery:
         return found.path
 
 
-UNSAVED: dict[str, Any] = {"combination": {"spreads": {}}}
+UNSAVED: dict[str, Any] = {"combination": {"spreads": {}}, "verifier": {"pool": [], "undecided": 0, "missed": 0}}
 """The states that these parts have where a checkpoint says nothing of them."""
 
 LOADS = {"trainer": "load actor", "critic": "load critic", "reference": "load reference", "publisher": "publish"}

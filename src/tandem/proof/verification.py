@@ -6,7 +6,9 @@ another temperature or over another text, shows in the difference of log-probabi
 
 import logging
 from collections import Counter, deque
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -134,6 +136,17 @@ class Verifier:
         """
         rounded = self._rounded()
         return rounded | (self.verify(batch, step - 1) if self._schedule.is_due(step) else {})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The evidence that has not decided yet, and the suspicion; the versions to compare with are the publisher's."""
+        pool = [{"residual": e.residual, "step": e.step, "sequence": e.sequence} for e in self._pool]
+        return {"pool": pool, "undecided": self._undecided, "missed": self._missed}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes the place of the evidence that is here."""
+        self._pool = deque((Evidence(**{k: v.clone() for k, v in one.items()}) for one in state["pool"]), maxlen=POOL)
+        self._undecided, self._missed = int(state["undecided"]), int(state["missed"])
+        self._schedule.suspicious = self._missed > 0
 
     def _rounded(self) -> dict[str, float]:
         """The share of an adapter that is left in the rounded weights that are served; warns once if that is little."""

@@ -29,7 +29,7 @@ from tandem.flow.services import (
     refuse_compared_later,
     refuse_comparing,
 )
-from tandem.flow.session import Session, is_everywhere
+from tandem.flow.session import Session, collect_and_keep, is_everywhere
 from tandem.flow.state_parts import sleep_plan_here
 from tandem.flow.writing import WritingRole
 from tandem.rewards.build import refuse_only_groups
@@ -121,6 +121,7 @@ class Control:
             self._parts.reward.change(changed.reward)
             session.scorer.change(changed.plan, changed.roles, again=request.step is not None and request.step < step)
             session.rollout.begin_again()
+            collect_and_keep()  # models that went give their memory back, though the collector was kept from them
         if "constraint" in session.roles:
             session.roles["constraint"].everywhere = is_everywhere(changed.plan, str(changed.config.constraint.cost))
         log.info("from step %d on the reward is %s (%s)", step, spec, request.change)
