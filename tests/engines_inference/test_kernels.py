@@ -195,3 +195,18 @@ def test_an_engine_with_kernels_scores_as_transformers_does(kind, tmp_path):
     gaps = torch.cat([torch.tensor(r.logprobs) - rescore(model, r) for r in run(core, requests).values()])
 
     assert len(gaps) > 80 and gaps.abs().mean() <= 0.02 and gaps.abs().max() <= 0.15
+
+
+def test_a_whole_deterministic_engine_gives_the_same_whatever_runs_beside_it(tmp_path):
+    folder = tiny_model_folder(tmp_path, "llama", head_dim=32)
+    config = EmbeddedEngineConfig(kv_cache_gib=0.01, prefill_chunk_tokens=24)
+    gconfig = GenerationConfig(max_new_tokens=16, min_new_tokens=8)
+    requests = {i: LLMRequest(p, gconfig, NoiseKey(seed=1, sample=i)) for i, p in enumerate(prompts([6, 33, 12, 40, 9, 17]))}
+
+    def engine():
+        return EngineCore(folder, config, torch.bfloat16, CPU, WeightVersion(0), deterministic=True)
+
+    together = run(engine(), requests)
+    for i, request in requests.items():
+        alone = run(engine(), {i: request})[i]
+        assert (alone.output_ids, alone.logprobs) == (together[i].output_ids, together[i].logprobs), f"request {i}"

@@ -29,6 +29,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from tandem.config.errors import TandemError
 from tandem.engines.inference.attention import Kernel
 from tandem.engines.inference.fused_weights import Linear, compute_dtype
+from tandem.engines.inference.kernels import kernels
+from tandem.engines.inference.kv_cache import KVCache
+from tandem.engines.inference.row_attention import RowAttention, attends
 from tandem.engines.train.asleep import READERS, keyed_sum, memory_of
 from tandem.models.allocator import mapped_blocks
 from tandem.models.catalog import cache_folder
@@ -131,7 +134,8 @@ def _identity(where: str, threads: int) -> dict[str, Any]:
         "device": where,
         "threads": threads,
         "torch": torch.__version__,
-        "measures": 6,  # counts up when what is measured changes
+        "kernels": where == "cpu" and kernels() is not None,
+        "measures": 7,  # counts up when what is measured changes
     }
 
 
@@ -279,8 +283,19 @@ def _attention(dtype: torch.dtype, device: torch.device, length: int = 512, head
 
 
 def _decode_attention(dtype: torch.dtype, device: torch.device, rows: int = 32, length: int = 128) -> float:
-    """Bytes/s of keys and values under the engine's attention of one new token a row."""
+    """Bytes/s of keys and values under the engine's attention of one new token a row, by the path that the engine takes."""
     kernel = Kernel(heads=8, kv_heads=4, head_dim=64, scale=0.125, softcap=None, dtype=dtype, device=device)
+    compiled = kernels() if attends(kernel) else None
+    if compiled is not None:
+        cache = KVCache(1, 4, 64, dtype, device, 0.1)
+        own = [cache.allocate("whole", cache.capacity_for(length)) for _ in range(rows)]
+        own[0].slab.keys[0].normal_()
+        own[0].slab.values[0].normal_()
+        qkv, positions = _random(rows, 16 * 64, dtype=dtype, device=device), torch.full((rows,), length - 1)
+        attend = RowAttention(compiled, kernel, own, [length] * rows, [None] * rows, [0] * rows)
+        with torch.inference_mode():
+            spent = seconds_of(lambda: attend(0, None, qkv, positions, None, None), device)
+        return 2 * rows * 4 * length * 64 * dtype.itemsize / spent
     queries = _random(rows, 4, 2, 64, dtype=dtype, device=device)
     keys, values = (_random(rows, 4, length, 64, dtype=dtype, device=device) for _ in range(2))
     mask = torch.zeros(rows, 1, 1, length, dtype=dtype, device=device)
