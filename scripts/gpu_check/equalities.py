@@ -21,7 +21,7 @@ from tandem.config.lora import LoRAConfig
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.core import EngineCore
-from tandem.weights.publisher import WeightPublisher
+from tandem.weights.publisher import KEY, WeightPublisher
 
 FP32 = 5e-4
 """Largest gap of a log-probability, nats."""
@@ -205,7 +205,7 @@ def delivered_is_trained(place: Place) -> Iterator[Line]:
         try:
             trainer.train_batch(batch_of(place, place.prompts((20, 30), seed=2)), nll)
             publisher.publish()
-            digests = {name: tensor_digest(tensor) for name, tensor in trainer.weights(DTYPES[dtype])}
+            digests = {name: tensor_digest(tensor, KEY) for name, tensor in trainer.weights(DTYPES[dtype])}
             same = engine.version.digest == publisher.version.digest == version_digest(digests)
             said = f"version {engine.version.number}, digest {engine.version.digest[:12]}"
             yield Line(

@@ -59,7 +59,6 @@ def judged(out, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.invariant
 def test_judges_of_the_run_say_the_same_on_two_ranks_as_on_one(tmp_path):
     tiny_model_folder(tmp_path)
     judge_folder(tmp_path / "alone", says="Score: 7")

