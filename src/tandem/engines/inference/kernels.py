@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from tandem.config.errors import ConfigError
 from tandem.models.catalog import cache_folder
 
 logger = logging.getLogger("tandem.engine")
@@ -111,29 +113,57 @@ class Kernels:
 
 @functools.cache
 def kernels() -> Kernels | None:
-    """The kernels, built now if nobody has built them yet; None, and one line in the log, where that is impossible."""
-    if os.environ.get("TANDEM_KERNELS") == "0" or not torch.cpu._is_avx512_bf16_supported():
+    """The kernels, built now if nobody has built them yet; None, and one line in the log, where that is impossible.
+
+    Raises:
+        ConfigError: ``TANDEM_KERNELS`` is neither 0 nor 1.
+    """
+    wanted = os.environ.get("TANDEM_KERNELS") or "1"
+    if wanted not in ("0", "1"):
+        raise ConfigError(f"TANDEM_KERNELS must be 0, which turns the compiled kernels off, or 1, got {wanted!r}")
+    if wanted == "0" or platform.system() != "Linux" or not torch.cpu._is_avx512_bf16_supported():
         return None
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
-    if platform.system() != "Linux" or compiler is None:
+    compiler = shlex.split(os.environ.get("CXX", "")) or [path for path in map(shutil.which, ("g++", "c++")) if path][:1]
+    if not compiler:
         logger.warning("no C++ compiler: generation computes with torch's operators, a third slower; install g++")
         return None
     try:
-        return Kernels(_built(compiler))
+        return _loaded(compiler)
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         words = getattr(error, "stderr", None) or str(error)
-        logger.warning("generation computes with torch's operators; its kernels were not built: %s", words.strip()[-500:])
+        logger.warning(
+            "generation computes with torch's operators, a third slower: %s (the compiler, CXX or g++) did not build its "
+            "kernels: %s", shlex.join(compiler), str(words).strip()[-500:],
+        )  # fmt: skip
         return None
 
 
-def _built(compiler: str) -> Path:
-    key = hashlib.sha256(_SOURCE.read_bytes() + " ".join([compiler, *_FLAGS]).encode()).hexdigest()[:16]
+def _loaded(compiler: list[str]) -> Kernels:
+    """The kernels of the cache folder, built there if they are missing or cannot be loaded; where nothing can be written,
+    built for this process alone."""
+    key = hashlib.sha256(_SOURCE.read_bytes() + " ".join([*compiler, *_FLAGS]).encode()).hexdigest()[:16]
     path = cache_folder() / "kernels" / f"{key}.so"
-    if not path.exists():
+    if path.exists():
+        try:
+            return Kernels(path)
+        except OSError as error:
+            logger.warning("the kernels are built again: %s", error)
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = Path(folder) / "kernels.so"
-            command = [compiler, *_FLAGS, "-o", str(made), str(_SOURCE)]
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_S)
-            made.replace(path)  # at once: processes that build together never load half a file
-    return path
+        folder = tempfile.TemporaryDirectory(dir=path.parent)
+    except OSError as error:
+        logger.warning(
+            "each process builds its kernels for itself; set TANDEM_CACHE to a folder that can be written: %s", error
+        )
+        with tempfile.TemporaryDirectory() as own:
+            return Kernels(_built(compiler, Path(own)))  # what is loaded stays, though its file goes
+    with folder:
+        _built(compiler, Path(folder.name)).replace(path)  # at once: processes that build together never load half a file
+    return Kernels(path)
+
+
+def _built(compiler: list[str], folder: Path) -> Path:
+    made = folder / "kernels.so"
+    command = [*compiler, *_FLAGS, "-o", str(made), str(_SOURCE)]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_S)
+    return made

@@ -1,0 +1,58 @@
+"""Compilers that fail, folders that cannot be written, and files that cannot be loaded."""
+
+import logging
+
+import pytest
+import torch
+
+from tandem.config.errors import ConfigError
+from tandem.engines.inference.kernels import kernels
+
+AVX = pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="needs AVX-512 with bfloat16")
+NEEDS = pytest.mark.skipif(kernels() is None, reason="needs AVX-512 with bfloat16 and a C++ compiler")
+
+
+@pytest.fixture
+def build(tmp_path, monkeypatch, caplog):
+    """Builds with these variables, in an empty cache; returns the kernels and what the log says."""
+    monkeypatch.setenv("TANDEM_CACHE", str(tmp_path / "cache"))
+
+    def built(**variables):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, str(value))
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "tandem.engine"):
+            return kernels.__wrapped__(), caplog.text
+
+    return built
+
+
+def test_a_switch_that_is_neither_0_nor_1_is_refused(build):
+    with pytest.raises(ConfigError, match=r"TANDEM_KERNELS must be 0, .* got 'false'"):
+        build(TANDEM_KERNELS="false")
+    assert build(TANDEM_KERNELS="0") == (None, "")
+
+
+@AVX
+def test_a_compiler_that_fails_is_quoted_and_torch_computes(build, tmp_path):
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\necho no memory for $1 >&2\nexit 3\n")
+    compiler.chmod(0o755)
+    found, log = build(CXX=f"{compiler} for_all")
+
+    assert found is None and "no memory for for_all" in log
+
+
+@NEEDS
+@pytest.mark.slow
+def test_a_broken_file_is_built_again_and_a_folder_that_cannot_be_written_is_not_needed(build, tmp_path):
+    assert build()[0] is not None
+    (library,) = (tmp_path / "cache" / "kernels").glob("*.so")
+    broken = tmp_path / "other" / "kernels" / library.name
+    broken.parent.mkdir(parents=True)
+    broken.write_text("junk")
+    found, log = build(TANDEM_CACHE=tmp_path / "other")
+    assert found is not None and "are built again" in log and broken.stat().st_size == library.stat().st_size
+    found, log = build(TANDEM_CACHE=library)
+
+    assert found is not None and "set TANDEM_CACHE to a folder that can be written" in log
