@@ -29,7 +29,7 @@ import asyncio, contextlib, json, urllib.request
 from types import SimpleNamespace as Space
 
 class Taskset:
-    taskset = ["one", "two", "fails"]
+    taskset = ["one", "two", "fails", "raises"]
 
     @contextlib.asynccontextmanager
     async def serving(self):
@@ -38,6 +38,10 @@ class Taskset:
     async def run_episode(self, task, context):
         if task == "fails":
             return Space(ok=False, errors=[Space(message="the harness gave up")], traces=[])
+        print({"a taskset": "may print"})
+        print("[" * 100_000)
+        if task == "raises":
+            raise KeyError("no such word")
         body = json.dumps({"messages": [{"role": "user", "content": task}]}).encode()
         url, kind = context.client.base_url + "/chat/completions", {"Content-Type": "application/json"}
         request = urllib.request.Request(url, body, kind)
@@ -62,16 +66,17 @@ def test_a_row_is_the_task_of_its_place_and_weighted_rewards_are_the_samples(tmp
         engine = ScriptedEngine(lambda request, number: "7")
         recorder = Recorder(engine.tokenizer)
         workflow = VerifiersWorkflow(GCONFIG, recorder, taskset="mine", python=sys.executable)
-        rows = [{"messages": [user("")], "index": index} for index in (0, 1, 2, 3)]
+        rows = [{"messages": [user("")], "index": index} for index in (3, 0, 1, 2, 4)]
         try:
             return await asyncio.gather(*(workflow.arun_episode(engine, row) for row in rows), return_exceptions=True)
         finally:
             recorder.close()
 
-    one, two, failure, four = asyncio.run(play())
-    assert [sample.messages[0]["content"] for sample in (one, two, four)] == ["one", "two", "one"]
+    raised, one, two, failure, five = asyncio.run(play())
+    assert [sample.messages[0]["content"] for sample in (one, two, five)] == ["one", "two", "one"]
     assert one.reward == 0.75 and one.rewards == {"right": 0.5, "short": 0.25}
     assert isinstance(failure, DataFailure) and "agent_raised" in str(failure) and "the harness gave up" in str(failure)
+    assert isinstance(raised, DataFailure) and "KeyError: 'no such word'" in str(raised)
 
 
 def test_a_python_that_is_not_there_is_refused():

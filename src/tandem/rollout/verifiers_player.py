@@ -44,7 +44,11 @@ async def play(taskset: str) -> None:
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
 
     async def answer(asked: dict[str, Any]) -> None:
-        print(json.dumps(await episode(env, tasks, asked)), flush=True)
+        try:
+            line = json.dumps(await episode(env, tasks, asked))
+        except Exception as error:  # the boundary of a taskset, which costs its own episode
+            line = json.dumps({"number": asked["number"], "error": f"{type(error).__name__}: {error}"})
+        print(line, flush=True)
 
     async with env.serving(), asyncio.TaskGroup() as group:
         while line := await lines.readline():

@@ -19,6 +19,9 @@ from tandem.rollout.recording.session import SessionLimits
 PLAYER = Path(__file__).with_name("verifiers_player.py")
 """The program that plays; it imports verifiers, and nothing of Tandem."""
 
+LONGEST_LINE = 1 << 24
+"""Bytes that a taskset may print in one line."""
+
 
 class VerifiersWorkflow(RolloutWorkflow):
     """The harness of verifiers plays at the address of a session; the sum of its weighted rewards is the sample's.
@@ -104,20 +107,32 @@ class PlayerProcess:
         tools = str(Path(self._python).absolute().parent)
         environment = os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
         command, pipe = (self._python, str(PLAYER), self._taskset), asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=environment)
+        process = await asyncio.create_subprocess_exec(
+            *command, stdin=pipe, stdout=pipe, env=environment, limit=LONGEST_LINE
+        )
         self._reading = asyncio.create_task(self._read(process))
         return process
 
     async def _read(self, process: asyncio.subprocess.Process) -> None:
         """Gives each answer to whoever waits for it."""
         assert process.stdout is not None
-        while line := await process.stdout.readline():
-            if not line.startswith(b"{"):
-                continue
-            answer = json.loads(line)
-            future = self._waiting.get(answer["number"])
-            if future is not None and not future.done():
-                future.set_result(answer)
-        for future in self._waiting.values():
-            if not future.done():
-                future.set_exception(RuntimeError("the process of verifiers ended; its errors are above"))
+        try:
+            while line := await process.stdout.readline():
+                if (answer := _answer(line)) is None:
+                    continue
+                future = self._waiting.get(answer["number"])
+                if future is not None and not future.done():
+                    future.set_result(answer)
+        finally:  # a reader that fails leaves nobody waiting
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(RuntimeError("the process of verifiers ended; its errors are above"))
+
+
+def _answer(line: bytes) -> dict[str, Any] | None:
+    """The answer that a line of the player is; None if a library or a taskset printed it."""
+    try:
+        answer = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return answer if isinstance(answer, dict) and isinstance(answer.get("number"), int) else None
