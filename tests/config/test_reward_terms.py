@@ -92,3 +92,8 @@ def test_a_row_that_names_no_recipe_is_told_the_nearest():
         sum_of({"task": "caht"}, spec)
     with pytest.raises(ConfigError, match=r"reward.by=task, and the row has no such column; did you mean 'tasks'"):
         sum_of({"tasks": "chat"}, spec)
+
+
+def test_a_folder_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match="there is no runs/mine/step_60/config"):
+        read_terms("runs/mine/step_60")

@@ -167,6 +167,8 @@ def parse_terms(spec: str, key: str = "reward") -> list[Term]:
         return [Term(text)]
     if key in ("reward", "partner") and text and _is_file(f"{text}/config.json"):
         return [Term("model", knobs={"path": text})]
+    if key in ("reward", "partner") and re.fullmatch(r"[^\s*()]*/[\w.-]+/?", text):
+        raise ConfigError(f"{key} {spec!r} looks like the folder of a model, and there is no {text.rstrip('/')}/config.json")
     files: list[str] = []
 
     def name_file(match: re.Match[str]) -> str:
