@@ -35,3 +35,11 @@ def test_output_and_gradients_are_those_of_float32_attention(count, queries, key
 def test_long_and_float32_sequences_take_the_fused_kernel():
     assert not short_attention.takes(torch.zeros(1, dtype=torch.bfloat16), short_attention.LONGEST + 1)
     assert not short_attention.takes(torch.zeros(1), 8)
+
+
+def test_a_batch_without_sequences_has_an_empty_output_and_a_gradient():
+    given = torch.zeros(0, 2, 5, 32, dtype=torch.bfloat16, requires_grad=True)
+    out = _causal(given, given, given, 0.2, None, None)
+    out.sum().backward()
+
+    assert out.shape == given.grad.shape == (0, 2, 5, 32)

@@ -25,7 +25,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, visible: torch.Ten
 
 def _flat(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """``[B, heads, S, D]`` → ``[B · kv_heads, heads / kv_heads · S, D]``."""
-    return x.reshape(len(x) * kv_heads, -1, x.shape[-1])
+    count, heads, length, dim = x.shape
+    return x.reshape(count * kv_heads, heads // kv_heads * length, dim)
 
 
 def _weights(q: torch.Tensor, k: torch.Tensor, visible: torch.Tensor, scale: float) -> torch.Tensor:
