@@ -67,7 +67,10 @@ CONFIGURATION = [
         "src/tandem/flow/plan.py",
         "Decides which models there are and which stages run; resolves the names of the algorithm (`roles/parts.py`).",
     ),
-    ("src/tandem/trainers/start.py", "Everything that is refused before there is a run folder."),
+    (
+        "src/tandem/trainers/start.py",
+        "Everything that is refused before there is a run folder. A run on GPUs also asks `planning/fit.py` if they can hold it.",
+    ),
     (
         "src/tandem/flow/services.py",
         "Makes rewards, workflows, and the services that they ask for by argument name (`api/services.py`), once.",

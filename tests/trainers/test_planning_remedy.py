@@ -79,7 +79,7 @@ def test_what_the_first_rank_holds_is_said_as_the_machine_has_it():
     gpu, _ = planned(SFTConfig, keys, device("h200", 2), shape=SMOLLM2)
     cpu, _ = planned(SFTConfig, keys, round_machine(), shape=SMOLLM2)
 
-    assert f"the first rank's device, which holds most; all 2 ranks hold {gpu.machine_gib:.2f} GiB" in report_of(gpu).text()
+    assert f"the first rank's device, which holds most; all devices hold {gpu.machine_gib:.2f} GiB" in report_of(gpu).text()
     assert f"All 2 ranks share this memory; the first one holds {cpu.rank_gib:.2f} GiB" in report_of(cpu).text()
 
 

@@ -18,7 +18,6 @@ import torch
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig
 from tandem.config.load import load_config, to_yaml
-from tandem.flow.process import choose_device
 from tandem.models.shape import Shape, read_shape
 from tandem.planning.devices import device as of_table
 from tandem.planning.items import GIB
@@ -34,7 +33,7 @@ PROMPT_TOKENS = 256
 
 
 def memory_here(device: str) -> Machine:
-    """The GPUs of this run as far as their memory counts. ``device``: as `choose_device` gives it."""
+    """The GPUs of this run as far as their memory counts. ``device``: one of them, as `choose_device` gives it."""
     machines = int(os.environ.get("WORLD_SIZE", 1)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return gpus(
         torch.cuda.get_device_properties(device).total_memory / GIB,
@@ -48,17 +47,14 @@ def gpus(memory_gib: float, count: int, name: str = "GPU") -> Machine:
     return replace(of_table("a100", count), name=name, memory_gib=memory_gib)
 
 
-def check_fit(config: BaseConfig, machine: Machine | None = None, read: Callable[[str], Shape] = read_shape) -> Plan | None:
+def check_fit(config: BaseConfig, machine: Machine, read: Callable[[str], Shape] = read_shape) -> Plan:
     """Passes if the models and engines of a run can lie in the memory of the GPUs; warns if the plan says that they will
-    hardly. Returns the plan, whose times are not of these GPUs. On a CPU nothing is asked, and nothing returned: the system
-    may swap, and `tandem plan` measures what processes take there. ``machine``: GPUs that need not be here.
+    hardly. Returns the plan, whose times are not of these GPUs. ``machine``: GPUs that need not be here.
 
     Raises:
         ConfigError: a GPU is too small; with the figures, and the nearest change that fits.
     """
-    if machine is None and (device := choose_device(config)) == "cpu":
-        return None
-    machine, read = machine or memory_here(device), functools.cache(read)
+    read = functools.cache(read)
 
     def plan_with(settings: dict[str, Any]) -> Plan:
         changed = _changed(config, settings)

@@ -24,12 +24,12 @@ from tandem.lifecycle.saving import Saving
 from tandem.lifecycle.summary import Summary, announce, check_run_folder, ended, telling_step
 from tandem.lifecycle.weight_record import record_weights
 from tandem.planning.drawing import drawing
-from tandem.planning.fit import check_fit
 from tandem.rollout.failure_budget import NoBatch
 from tandem.state.resuming import may_go_on
 from tandem.tracking.statistics import peak_memory_gib
 from tandem.trainers.control import Control
 from tandem.trainers.opening import Run, start_run
+from tandem.trainers.start import check_gpus
 
 Prepare = Callable[[Any, RunPlan], AbstractContextManager[tuple[Rows, Any]]]
 """Checks what can be checked before there is a run folder; gives the rows, and what else was made of the configuration."""
@@ -60,7 +60,7 @@ def run_training(
     with contextlib.ExitStack() as stack:
         rows, parts = stack.enter_context(prepare(config, plan))
         sleep_plan_here(config, plan)  # a budget that is too small is refused before there is a run folder
-        memory = check_fit(resolved.config)
+        memory = check_gpus(resolved.config)
         examine = may_go_on(resolved.config, override=override)
         if dry_run:
             check_run_folder(resolved.config, examine)

@@ -12,11 +12,10 @@ from tandem.flow.plan import RunPlan, plan_run
 from tandem.flow.process import decided, log_choice
 from tandem.flow.session import Session
 from tandem.flow.state_parts import sleep_plan_here
-from tandem.planning.fit import check_fit
 from tandem.trainers.opening import Run, start_run
 from tandem.trainers.recipes import recipe_of
 from tandem.trainers.rl import open_learning
-from tandem.trainers.start import prepare
+from tandem.trainers.start import check_gpus, prepare
 from tandem.trainers.supervised import RowSession, open_row_session, prepare_rows
 
 RowConfig = SFTConfig | PreferenceConfig | RewardModelConfig
@@ -60,7 +59,7 @@ def _reinforcement(config: TrainConfig, passes: Collection[str] | None) -> Itera
         check_passes(plan, passes)
     with prepare(config, plan) as (rows, parts):
         sleep_plan_here(config, plan)  # a budget that is too small is refused before there is a run folder
-        check_fit(config)
+        check_gpus(config)
         with start_run(config, rows, plan) as run, open_learning(run, parts) as session:
             log_choice(resolved, run.process)
             session.wake_by_method()
@@ -70,7 +69,7 @@ def _reinforcement(config: TrainConfig, passes: Collection[str] | None) -> Itera
 @contextmanager
 def _rows(config: Any) -> Iterator[tuple[Run[Any], RowSession]]:
     plan, recipe = plan_run(config), recipe_of(config)
-    check_fit(config)
+    check_gpus(config)
     with prepare_rows(recipe, config, plan) as (rows, tokenizer), start_run(config, rows, plan) as run:
         yield run, open_row_session(recipe, run, tokenizer)
 

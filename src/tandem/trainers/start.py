@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from tandem.config.arithmetic import workflow_of
 from tandem.config.backend import parse_layout
 from tandem.config.errors import ConfigError
-from tandem.config.experiment import TrainConfig
+from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import kinds_of
 from tandem.config.recipes import recipes_of, sum_of, sums_of
 from tandem.config.services import SERVICES
@@ -35,6 +35,8 @@ from tandem.models.lora import refuse_unknown_targets
 from tandem.models.precision import resolve_dtype
 from tandem.models.shape import Shape
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
+from tandem.planning.fit import check_fit, memory_here
+from tandem.planning.plan import Plan
 from tandem.rollout.chat import Chat
 from tandem.state.run_folder import require_writable
 
@@ -93,6 +95,14 @@ def check_start(config: TrainConfig, rows: Rows, plan: RunPlan) -> EpisodeParts:
         parts.close()
         raise
     return parts
+
+
+def check_gpus(config: BaseConfig) -> Plan | None:
+    """`check_fit` for the GPUs of this machine. On a CPU nothing is asked, and nothing returned: the system may swap, and
+    `tandem plan` measures what processes take there.
+    """
+    device = choose_device(config)
+    return None if device == "cpu" else check_fit(config, memory_here(device))
 
 
 def warn_of_idle_recipes(config: TrainConfig, rows: Sequence[Mapping[str, Any]]) -> None:
