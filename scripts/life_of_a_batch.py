@@ -69,7 +69,7 @@ CONFIGURATION = [
     ),
     (
         "src/tandem/trainers/start.py",
-        "Everything that is refused before there is a run folder. A run on GPUs also asks `planning/fit.py` if they can hold it.",
+        "Everything that is refused before there is a run folder. On GPUs `planning/fit.py` asks if they can hold it.",
     ),
     (
         "src/tandem/flow/services.py",
