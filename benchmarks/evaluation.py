@@ -27,7 +27,7 @@ from tandem.api.services import Services
 from tandem.api.workflow import RewardFn
 from tandem.config.evaluation import EvaluationConfig, load_evaluation
 from tandem.config.experiment import TrainConfig
-from tandem.evaluation.asking import Ask, Terms, ask_together
+from tandem.evaluation.asking import Ask, AskingTerms, ask_together
 from tandem.evaluation.folder import EvaluationFolder
 from tandem.evaluation.questions import make_judges, open_questions
 from tandem.evaluation.run import conclude, make_engine, plan, settings, settle_machine
@@ -61,7 +61,7 @@ class Ours:
     def warm_up(self) -> None:
         """The first requests, on rows that are not measured."""
         asks = [Ask("spare", i, 0, row) for i, row in enumerate(self.spare)]
-        asyncio.run(ask_together(self.engine, self.workflow, asks, Terms()))
+        asyncio.run(ask_together(self.engine, self.workflow, asks, AskingTerms()))
 
     def run(self) -> tuple[int, int, float]:
         """(prompt tokens, tokens made, accuracy)."""
@@ -73,7 +73,7 @@ class Ours:
                 waves = plan(self.questions, self.config)
                 folder.recorded(waves)
                 for wave in waves:
-                    some = asyncio.run(ask_together(self.engine, self.workflow, wave, Terms(timeout_s=3600.0)))
+                    some = asyncio.run(ask_together(self.engine, self.workflow, wave, AskingTerms(timeout_s=3600.0)))
                     folder.append(some)
                     answers += some
                 results, _, _ = conclude(answers, self.questions, self.config)

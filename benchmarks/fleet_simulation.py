@@ -25,7 +25,7 @@ from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import WeightVersion
 from tandem.config.fleet import FleetConfig
 from tandem.config.generation import GenerationConfig
-from tandem.engines.inference.fleet.members import Server
+from tandem.engines.inference.fleet.members import ServerOrigin
 from tandem.engines.inference.fleet.pool import Fleet
 
 GROUP = 8
@@ -95,7 +95,7 @@ def cpu_s() -> float:
 
 def fleet_of(stand_ins: list[StandIn]) -> Fleet:
     """The real fleet over them, all healthy."""
-    servers = [Server(f"s{i}", lambda one=one: one, owned=True, holds=0) for i, one in enumerate(stand_ins)]
+    servers = [ServerOrigin(f"s{i}", lambda one=one: one, owned=True, holds=0) for i, one in enumerate(stand_ins)]
     fleet = Fleet.start(servers, FleetConfig(), capabilities=frozenset(), version=WeightVersion(0))
     while len(fleet.roster.router) < len(servers):
         time.sleep(0.05)

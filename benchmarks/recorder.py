@@ -24,7 +24,7 @@ from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.config.generation import GenerationConfig
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
-from tandem.rollout.recording.recorder import Recorder
+from tandem.rollout.recording.recorder import SessionRecorder
 
 SAMPLING = GenerationConfig(n_samples=1, max_new_tokens=64)
 QUESTION = "There are three trees in the yard and she has four apples for each of them . " * 4
@@ -87,7 +87,7 @@ async def measure(args: argparse.Namespace) -> dict[str, float]:
     tokenizer = load_tokenizer(resolve(args.model))
     reply = tokenizer("word " * 63, add_special_tokens=False)["input_ids"][:63]
     engine = Waiting(args.wait_s, (*reply, tokenizer.eos_token_id))
-    recorder = Recorder(tokenizer)
+    recorder = SessionRecorder(tokenizer)
     if args.freeze:
         gc.collect()
         gc.freeze()

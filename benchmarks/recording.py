@@ -16,7 +16,7 @@ from tensordict import TensorDict
 
 from tandem.api.samples import Group, Sample, Trajectory
 from tandem.rollout.collate import collate
-from tandem.tracking.recorder import Recorder
+from tandem.tracking.recorder import StepRecorder
 
 SHAPES = {"addition": (40, 8), "gsm8k": (120, 256), "long": (200, 2048)}
 """Tokens of a prompt and of an answer."""
@@ -48,7 +48,7 @@ def made(prompt: int, answer: int) -> tuple[list[Group], TensorDict]:
     return groups, TensorDict({**dict(batch.items()), **more}, batch_size=[])
 
 
-class Timed(Recorder):
+class Timed(StepRecorder):
     """Keeps the processor time of each record."""
 
     def _write(self, item: object) -> None:

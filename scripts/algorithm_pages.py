@@ -15,7 +15,7 @@ from tandem.algorithms.presets.pages import NOTATION, algorithm, as_yaml, refusa
 from tandem.cli.algorithms import metric
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
-from tandem.config.parts import PARTS, Part
+from tandem.config.parts import PARTS, PartRecord
 from tandem.config.presets import PRESETS
 from tandem.flow.draw import text as graph
 from tandem.flow.plan import plan_run
@@ -174,7 +174,7 @@ def _presets() -> Iterator[str]:
         yield f"| [`{name}`](algorithms/{name}.md) | {found.summary} | {', '.join(found.needs) or '—'} | {link} |"
 
 
-def _parts(kind: str, parts: dict[str, Part]) -> Iterator[str]:
+def _parts(kind: str, parts: dict[str, PartRecord]) -> Iterator[str]:
     plain = kind in ("correction.weight", "kl.estimator")  # whose knobs are keys of their own, if they have any
     yield from (
         ("| name | formula | source |", "|---|---|---|")

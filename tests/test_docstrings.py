@@ -1,4 +1,4 @@
-"""Docstrings are noun phrases or sentences: none begins in the middle of one."""
+"""Docstrings are noun phrases or sentences: none begins in the middle of one. And one word names one thing."""
 
 import ast
 import re
@@ -24,3 +24,13 @@ def test_no_docstring_begins_in_the_middle_of_a_sentence():
         if FRAGMENT.match(text.strip())
     ]
     assert not fragments
+
+
+def test_a_class_name_stands_for_one_class():
+    homes: dict[str, list[str]] = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+    repeated = {name: files for name, files in homes.items() if len(files) > 1}
+    assert not repeated, "name each after what sets it apart: a reader searches for one and finds the other"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem.config.choose_backend import Machine, choose_backend
+from tandem.config.choose_backend import BackendMachine, choose_backend
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config, plain_data
 from tandem.config.preference import DistillConfig
@@ -42,22 +42,22 @@ TABLE = [
 
 @pytest.mark.parametrize(("overrides", "gpus", "ranks", "installed", "backend", "words"), TABLE)
 def test_the_engine_and_its_reason(overrides, gpus, ranks, installed, backend, words):
-    choice = choose_backend(load(*overrides), Machine(gpus, ranks, installed))
+    choice = choose_backend(load(*overrides), BackendMachine(gpus, ranks, installed))
     assert choice.backend == backend
     assert words in choice.reason
     load(*overrides, f"rollout.backend={backend}", *(["rollout.fleet.vllm_python=null"] if backend == "embedded" else []))
 
 
 def test_a_run_that_goes_on_generates_as_it_began():
-    assert choose_backend(load(), Machine(1, 1, BOTH), before="embedded") == ("embedded", "as the run began")
-    assert choose_backend(load(), Machine(), before="vllm:d2").backend == "vllm:d2"
+    assert choose_backend(load(), BackendMachine(1, 1, BOTH), before="embedded") == ("embedded", "as the run began")
+    assert choose_backend(load(), BackendMachine(), before="vllm:d2").backend == "vllm:d2"
     began = plain_data(load("rollout.backend=vllm:d2"))
     assert not list(differences(began, plain_data(load()), plain_data(TrainConfig())))
 
 
 def test_distillation_is_decided_alike():
     config = load_config(DistillConfig, None, [DATA, "teacher.path=/teacher"]).config
-    assert choose_backend(config, Machine(2, 2, BOTH)).backend == "vllm:d2"
+    assert choose_backend(config, BackendMachine(2, 2, BOTH)).backend == "vllm:d2"
 
 
 def test_a_setting_of_servers_that_nobody_may_start_is_refused():

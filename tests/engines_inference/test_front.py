@@ -22,7 +22,7 @@ from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine, engine_threads
 from tandem.engines.inference.callers import Callers
-from tandem.engines.inference.link import Link, Start
+from tandem.engines.inference.link import ChildStart, Link
 from tests.tiny import tiny_model_folder
 from tests.zygote import gone
 
@@ -297,7 +297,7 @@ class TestProcess:
 
     @pytest.mark.slow
     def test_a_stopped_process_is_killed_on_close_and_a_call_to_it_ends_at_its_deadline(self, folder):
-        start = Start(folder, ROLLOUT.engine, torch.float32, "cpu", WeightVersion(0), 1, False)
+        start = ChildStart(folder, ROLLOUT.engine, torch.float32, "cpu", WeightVersion(0), 1, False)
         link = Link.start(start, Callers(), 60)
         os.kill(link.pid, signal.SIGSTOP)
         with pytest.raises(WaitTimeout, match=r"did not answer statistics within 0\.3 s"):

@@ -11,7 +11,7 @@ from tandem.api.requests import LLMRequest, NoiseKey
 from tandem.api.weights import WeightVersion
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
-from tandem.engines.inference.attention import DecodePlan, Kernel, Piece, PrefillPlan
+from tandem.engines.inference.attention import DecodePlan, Kernel, PrefillPlan, PrefillSpan
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.decoder import _rotary_table, _rotate
 from tandem.engines.inference.drawing import drawn
@@ -125,11 +125,11 @@ def test_prefill_in_one_call_equals_a_call_a_piece(shape, window):
     def pieces(side):
         own, prompt = rows[side], prompts[side][0]
         return [
-            Piece(own[0], 0, 100),
-            Piece(own[1], 0, 7),
-            Piece(own[2], 128, 132),
-            Piece(own[3], 0, 33, prompt, 70),
-            Piece(own[4], 20, 30),
+            PrefillSpan(own[0], 0, 100),
+            PrefillSpan(own[1], 0, 7),
+            PrefillSpan(own[2], 128, 132),
+            PrefillSpan(own[3], 0, 33, prompt, 70),
+            PrefillSpan(own[4], 20, 30),
         ]
 
     ours, theirs = RowAttention.of_pieces(kernels(), case.kernel, pieces(0)), PrefillPlan(case.kernel, pieces(1), {window})

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from tandem.config.train_engine import OptimizerConfig
-from tandem.engines.train.micro_batches import Item, micro_batches, plan
+from tandem.engines.train.micro_batches import PlannedSequence, micro_batches, plan
 from tandem.engines.train.schedule import learning_rate
 
 
@@ -28,7 +28,7 @@ def computed(items, micro):
     ranks=st.integers(1, 4),
 )
 def test_every_sequence_is_in_one_micro_batch_with_its_unit_and_within_the_budget(sizes, max_tokens, ranks):
-    items = [Item(prompt, 5 * prompt, completion, unit) for prompt, completion, unit in sizes]
+    items = [PlannedSequence(prompt, 5 * prompt, completion, unit) for prompt, completion, unit in sizes]
     planned = plan(items, max_tokens, ranks)
     everywhere = [micro for rank in planned for micro in rank]
 
@@ -42,19 +42,19 @@ def test_every_sequence_is_in_one_micro_batch_with_its_unit_and_within_the_budge
 
 
 def test_a_sequence_longer_than_the_budget_is_alone():
-    planned = plan([Item(0, 0, size) for size in (50, 3, 3)], 10, 1)
+    planned = plan([PlannedSequence(0, 0, size) for size in (50, 3, 3)], 10, 1)
     assert sorted(map(sorted, planned[0])) == [[0], [1, 2]]
 
 
 def test_samples_of_one_prompt_go_together_as_far_as_the_budget_allows():
-    items = [Item(prompt, 40, 5) for prompt in range(4) for _ in range(8)]
+    items = [PlannedSequence(prompt, 40, 5) for prompt in range(4) for _ in range(8)]
     planned = plan(items, 200, 1)[0]
     assert sum(computed(items, micro) for micro in planned) == 4 * (40 + 8 * 5)
 
 
 def test_ranks_get_nearly_equal_work():
     lengths = [10 * (1 + i % 7) for i in range(64)]
-    planned = plan([Item(0, 0, length) for length in lengths], 200, 2)
+    planned = plan([PlannedSequence(0, 0, length) for length in lengths], 200, 2)
     tokens = [[sum(lengths[i] for i in micro) for micro in rank] for rank in planned]
     assert all(abs(a - b) <= 30 for a, b in zip(*tokens, strict=True))
 

@@ -16,7 +16,7 @@ from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine, folder_update
 from tandem.engines.inference.embedded import CAPABILITIES
-from tandem.engines.inference.fleet.members import Server
+from tandem.engines.inference.fleet.members import ServerOrigin
 from tandem.engines.inference.fleet.pool import Fleet
 
 ROLLOUT = RolloutConfig(dtype="float32", engine=EmbeddedEngineConfig(max_running=16, kv_cache_gib=0.02, threads=1))
@@ -41,7 +41,7 @@ def engine(folder, placement="colocate"):
 
 
 def server(name, make, *, owned=True, holds=0):
-    return Server(name, make, owned=owned, holds=holds)
+    return ServerOrigin(name, make, owned=owned, holds=holds)
 
 
 def fleet_of(servers, config=CONFIG, *, journal=None, **rest):

@@ -13,7 +13,7 @@ from tandem.api.weights import WeightVersion
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import build_inference_engine, folder_update
-from tandem.engines.inference.fleet.members import Server
+from tandem.engines.inference.fleet.members import ServerOrigin
 from tandem.engines.inference.fleet.pool import Fleet
 from tandem.engines.inference.remote.tandem_server import start_tandem_server
 from tests.fleet.fleets import Asking, ask, generate, healthy, passed, publish, rows, running, same, until
@@ -176,8 +176,8 @@ def test_a_server_of_somebody_else_without_room_for_an_update_is_held_back_until
     new = [one for one in engines() if one.pid not in before]
     (pid,) = (one.pid for one in new if "tandem.engines.inference.child" in one.cmdline())
     servers = [
-        Server("limited", lambda: served, owned=False),
-        Server("roomy", lambda: big_engine(big[0], "decoupled"), owned=True, holds=0),
+        ServerOrigin("limited", lambda: served, owned=False),
+        ServerOrigin("roomy", lambda: big_engine(big[0], "decoupled"), owned=True, holds=0),
     ]
     fleet = Fleet.start(
         servers,

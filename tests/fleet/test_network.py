@@ -5,7 +5,7 @@ import time
 import pytest
 
 from tandem.api.weights import WeightVersion
-from tandem.engines.inference.fleet.members import Server
+from tandem.engines.inference.fleet.members import ServerOrigin
 from tandem.engines.inference.fleet.pool import Fleet
 from tandem.engines.inference.remote.tandem_server import TandemServer
 from tests.fleet.fleets import ask, engine, generate, healthy, patient, rows, same, until
@@ -39,7 +39,10 @@ class Setting:
         def attach(url):
             return lambda: TandemServer.attach(url, run=RUN, admin_token=ADMIN, request_timeout_s=30)
 
-        servers = [Server("bad", attach(proxy.url), owned=False), Server("good", attach(served[1].url), owned=False)]
+        servers = [
+            ServerOrigin("bad", attach(proxy.url), owned=False),
+            ServerOrigin("good", attach(served[1].url), owned=False),
+        ]
         self.fleet = Fleet.start(
             servers,
             CONFIG,

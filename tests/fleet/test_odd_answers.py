@@ -1,6 +1,6 @@
 """What a server's client did not expect is the server's fault, never the prompt's."""
 
-from tandem.engines.inference.fleet.health import State
+from tandem.engines.inference.fleet.health import ServerState
 from tests.fleet.fleets import Unwell, ask, engine, fleet_of, generate, healthy, rows, server, until
 from tests.tiny import tiny_model_folder
 
@@ -27,5 +27,5 @@ def test_an_answer_over_which_the_client_stumbles_moves_the_request_and_loses_no
 
     assert engines[0].asked > asked, "it had some of them"
     assert [len(answer.output_ids) for answer in answers] == [12] * 8
-    trouble = [row for row in rows(journal) if row["to"] in (State.SUSPECT, State.FENCED)]
+    trouble = [row for row in rows(journal) if row["to"] in (ServerState.SUSPECT, ServerState.FENCED)]
     assert trouble[0]["server"] == "s0" and "AttributeError" in trouble[0]["why"]

@@ -12,10 +12,10 @@ from tandem.api.weights import WeightVersion
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import RolloutConfig
-from tandem.engines.inference.build import Terms, build_fleet
+from tandem.engines.inference.build import ServerTerms, build_fleet
 from tandem.engines.inference.fleet.addresses import JOURNAL_NAME
 from tandem.evaluation.asking import Ask, ask
-from tandem.evaluation.asking import Terms as AskTerms
+from tandem.evaluation.asking import AskingTermsrTerms as AskTerms
 from tests.engines_inference.remote.wire import SGLangStandIn, VllmStandIn
 from tests.fleet.fleets import generate, healthy, patient, publish, rows, until
 from tests.serve.served import request_of
@@ -39,7 +39,7 @@ def fleet_of(servers, folder, run_folder, gconfig=None, wait=True, **changes):
     """A fleet that is attached to the servers of a list of (kind, stand-in), as a run makes it."""
     config = patient(servers=tuple(f"{kind}={server.url}" for kind, server in servers), **changes)
     rollout = RolloutConfig(backend="attached", fleet=config)
-    terms = Terms(rollout, rollout.engine, folder, torch.float32, "cpu", False, WeightVersion(0, run="r"), run_folder)
+    terms = ServerTerms(rollout, rollout.engine, folder, torch.float32, "cpu", False, WeightVersion(0, run="r"), run_folder)
     fleet = build_fleet(replace(terms, gconfig=gconfig), ())
     until(lambda: not wait or len(healthy(fleet)) == len(servers), 60)
     return fleet

@@ -5,7 +5,7 @@ import threading
 from tandem.api.failures import WeightUpdateFailed
 from tandem.api.requests import LLMResponse, StopReason
 from tandem.api.weights import WeightVersion
-from tandem.engines.inference.fleet.members import Server
+from tandem.engines.inference.fleet.members import ServerOrigin
 from tandem.engines.inference.fleet.pool import Fleet
 from tandem.engines.inference.fleet.roster import Roster
 from tandem.engines.inference.fleet.updates import Updates
@@ -14,7 +14,7 @@ from tests.fleet.fleets import CONFIG, rows, until
 
 def test_nothing_is_waited_for_of_a_member_whose_engine_is_gone_or_another_by_now():
     roster = Roster(CONFIG, WeightVersion(0), None)
-    gone, another = (roster.add(Server(name, lambda: None, owned=True)) for name in ("gone", "another"))
+    gone, another = (roster.add(ServerOrigin(name, lambda: None, owned=True)) for name in ("gone", "another"))
     another.engine = object()
     starts = {gone: gone.health.incarnation, another: another.health.incarnation - 1}
     done, asked = [], []
@@ -51,7 +51,7 @@ class Reader:
 
 def fleet_with(engine, journal):
     return Fleet.start(
-        [Server("one", lambda: engine, owned=False)],
+        [ServerOrigin("one", lambda: engine, owned=False)],
         CONFIG,
         capabilities=frozenset({"disk"}),
         version=WeightVersion(0),

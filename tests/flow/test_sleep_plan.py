@@ -9,7 +9,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.flow.plan import plan_run
-from tandem.flow.sleep_plan import Cost, Part, SleepPlan, StageNeeds, State, moved_bytes
+from tandem.flow.sleep_plan import Part, PartCost, SleepPlan, SleepState, StageNeeds, moved_bytes
 from tandem.flow.state_parts import Where, sleep_plan, told
 from tandem.models.shape import Shape
 from tests.tiny import tiny_model_folder
@@ -18,12 +18,12 @@ CPU = Where(True, lambda name: "float32", True)
 SHAPE = Shape("llama", layers=2, hidden=10, intermediate=30, heads=2, kv_heads=1, head_dim=5, vocab=100, context=64)
 
 
-def frozen(size: int) -> Cost:
-    return Cost(size, 0, size)
+def frozen(size: int) -> PartCost:
+    return PartCost(size, 0, size)
 
 
-def trained(size: int) -> Cost:
-    return Cost(size, size, size)
+def trained(size: int) -> PartCost:
+    return PartCost(size, size, size)
 
 
 def p(name: str) -> Part:
@@ -55,7 +55,7 @@ def test_what_is_needed_soonest_stays_awake():
 
 def test_gradients_and_delivered_weights_cost_room_and_no_movement():
     actor, weights = frozenset({p("actor")}), frozenset({Part("engine", "weights")})
-    parts = {p("actor"): trained(10), Part("engine", "weights"): Cost(10, 0, 10)}
+    parts = {p("actor"): trained(10), Part("engine", "weights"): PartCost(10, 0, 10)}
     stages = (
         StageNeeds("generate", weights),
         StageNeeds("update", actor, actor, passing=((Part("actor", "gradients"), 10),)),
@@ -94,7 +94,7 @@ def fewest_moved(plan: SleepPlan, steps: int) -> int:
                     kept = (awake - set(asleep)) | stage.awake
                     if sum(plan.parts[part].num_bytes for part in kept) > plan.limit:
                         continue
-                    state = State(set(awake), set(changed), set(copied))
+                    state = SleepState(set(awake), set(changed), set(copied))
                     moved = sum(plan.cost(part, state, stage.name)[0] for part in asleep)
                     written = {part for part in asleep if plan.parts[part].leaving}
                     woken = stage.awake - awake

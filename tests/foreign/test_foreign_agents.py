@@ -10,7 +10,7 @@ import pytest
 
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
-from tandem.rollout.recording.recorder import Recorder
+from tandem.rollout.recording.recorder import SessionRecorder
 from tests.foreign.forced import GCONFIG, forced_engine, long_model_folder, rescored
 from tests.foreign.peers import PEERS
 
@@ -24,7 +24,7 @@ def folder(tmp_path_factory):
 
 async def played(peer, folder, engine, place):
     """The answers, and the sessions that are over."""
-    recorder = Recorder(load_tokenizer(folder))
+    recorder = SessionRecorder(load_tokenizer(folder))
     try:
         async with AsyncExitStack() as stack:
             sessions = [await stack.enter_async_context(recorder.session(engine, GCONFIG)) for _ in range(peer.episodes)]

@@ -8,7 +8,7 @@ import pytest
 from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
 from tandem.rollout.program import ProgramWorkflow
-from tandem.rollout.recording.recorder import Recorder
+from tandem.rollout.recording.recorder import SessionRecorder
 from tandem.sandbox.choose import choose_sandbox
 from tests.foreign.peers import NODE, PYTHON
 from tests.rollout.scripted import GCONFIG, ScriptedEngine
@@ -58,7 +58,7 @@ def test_an_agent_plays_in_the_sandbox_and_what_it_asked_is_recorded(agent, wall
     except ConfigError as error:
         pytest.skip(str(error).splitlines()[1])
     engine = ScriptedEngine(lambda request, number: "It is four.")
-    recorder = Recorder(engine.tokenizer)
+    recorder = SessionRecorder(engine.tokenizer)
     row = {"messages": [{"role": "user", "content": "What is 2 + 2?"}]}
 
     async def episode():

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tandem.engines.inference.remote.kept import Place, take_over
+from tandem.engines.inference.remote.kept import ServerPlace, take_over
 from tandem.launch import local
 from tandem.launch.local import run_ranks
 from tests.zygote import gone
@@ -52,7 +52,7 @@ follow_launcher()
 
 LAUNCHER = """
 import sys
-from tandem.engines.inference.remote.kept import Place, take_over
+from tandem.engines.inference.remote.kept import ServerPlace, take_over
 from tandem.launch import local
 patience = local.Patience(restart_s=float(sys.argv[1]))
 sys.exit(local.run_ranks([sys.executable, "-c", sys.argv[2]], 1, max_restarts=1, patience=patience))
@@ -296,7 +296,7 @@ def test_a_record_that_is_none_is_named_and_a_server_started_anew(tmp_path, capl
     folder.mkdir(mode=0o700)
     (folder / "tiny-0.json").write_text(words)
 
-    assert take_over(Place("tiny-0", folder / "tiny-0.json", 0), "same", lambda facts, process: process) is None
+    assert take_over(ServerPlace("tiny-0", folder / "tiny-0.json", 0), "same", lambda facts, process: process) is None
     assert "tiny-0 is started anew: what was written of it cannot be read" in caplog.text
 
 
@@ -306,5 +306,5 @@ def test_a_record_in_a_folder_that_others_can_write_to_is_not_believed(tmp_path,
     folder.chmod(0o777)
     (folder / "tiny-0.json").write_text(json.dumps({"keeper": os.getpid(), "pid": os.getpid(), "log_file": "x"}))
 
-    assert take_over(Place("tiny-0", folder / "tiny-0.json", 0), "same", lambda facts, process: process) is None
+    assert take_over(ServerPlace("tiny-0", folder / "tiny-0.json", 0), "same", lambda facts, process: process) is None
     assert "not a folder of this user alone" in caplog.text

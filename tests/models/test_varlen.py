@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from tandem.models.attention import Packing, Run, attend_by_calls, packed_attention, plan_calls
+from tandem.models.attention import LengthRun, Packing, attend_by_calls, packed_attention, plan_calls
 from tandem.models.packed import keeping_products
-from tandem.models.prefixes import Prompt
+from tandem.models.prefixes import PromptCompletions
 from tandem.models.varlen import by_flash_attn, by_torch
 from tests.engines_train.steps import engine_on
 from tests.models.test_prefixes import grouped_batch
@@ -37,9 +37,14 @@ KERNELS = {
 }
 
 BATCHES = {
-    "packed": (Run(2, 5), Run(1, 9), Run(3, 1)),
-    "shared": (Prompt(6, (3, 9, 5)), Prompt(4, (2,)), Prompt(11, (1, 7)), Prompt(5, (0, 4, 4))),
-    "mixed": (Prompt(7, (2, 2)), Run(2, 4), Prompt(0, (3, 8)), Prompt(3, (0, 0))),
+    "packed": (LengthRun(2, 5), LengthRun(1, 9), LengthRun(3, 1)),
+    "shared": (
+        PromptCompletions(6, (3, 9, 5)),
+        PromptCompletions(4, (2,)),
+        PromptCompletions(11, (1, 7)),
+        PromptCompletions(5, (0, 4, 4)),
+    ),
+    "mixed": (PromptCompletions(7, (2, 2)), LengthRun(2, 4), PromptCompletions(0, (3, 8)), PromptCompletions(3, (0, 0))),
 }
 
 
@@ -103,13 +108,13 @@ def test_selective_checkpointing_keeps_the_output_of_flash_attn_too():
 
 
 def test_a_layer_makes_two_calls_however_many_prompts_there_are_and_reads_a_prompt_once_for_each_completion():
-    alone, completions = plan_calls((Prompt(2, (1, 3)), Prompt(3, (1,))))
+    alone, completions = plan_calls((PromptCompletions(2, (1, 3)), PromptCompletions(3, (1,))))
     assert alone.queries.tolist() == alone.keys.tolist() == [0, 1, 6, 7, 8]
     assert alone.cu_queries.tolist() == alone.cu_keys.tolist() == [0, 2, 5]
     assert completions.queries.tolist() == [2, 3, 4, 5, 9]
     assert completions.keys.tolist() == [0, 1, 2, 0, 1, 3, 4, 5, 6, 7, 8, 9]
     assert (completions.cu_queries.tolist(), completions.cu_keys.tolist()) == ([0, 1, 4, 5], [0, 3, 8, 12])
-    assert len(plan_calls((Run(3, 5), Run(1, 2)))) == 1 and plan_calls((Run(3, 5),))[0].queries is None
+    assert len(plan_calls((LengthRun(3, 5), LengthRun(1, 2)))) == 1 and plan_calls((LengthRun(3, 5),))[0].queries is None
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])

@@ -13,7 +13,7 @@ from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
 from tandem.config.terms import Options, read_terms
 from tandem.rewards.build import SumReward, build_reward
-from tandem.rewards.combination import Combination, Scored, Spread
+from tandem.rewards.combination import Combination, RunningSpread, Scored
 
 NONE = torch.zeros(3)
 TOKENS = Trajectory(NONE.long(), NONE.bool(), NONE, NONE.long())
@@ -55,20 +55,20 @@ def test_a_baseline_beside_samples_that_are_all_the_same_is_no_millionfold_of_th
     samples = [Sample((TOKENS,), 0.0, in_statistics=value == 0.1) for value in (*same, 1.0)]
     scored = [Scored(one, 0, "", values={"M": [value]}) for one, value in zip(samples, (*same, 1.0), strict=True)]
     assert rewards(combination.add(scored)) == [0.0, 0.0, 0.0, 0.0]
-    assert Spread().scale(3.0) == 0.0
+    assert RunningSpread().scale(3.0) == 0.0
 
 
 def test_a_running_mean_and_spread_are_those_of_all_values_so_far_however_they_were_divided():
     draw = random.Random(1)
     values = [draw.gauss(5, 3) for _ in range(40)]
-    whole, parts = Spread(), Spread()
+    whole, parts = RunningSpread(), RunningSpread()
     whole.add(values)
     for start in range(0, 40, 7):
         parts.add(values[start : start + 7])
     assert parts.mean == pytest.approx(statistics.fmean(values)) == pytest.approx(whole.mean)
     assert whole.scale(8.0) == pytest.approx((8 - statistics.fmean(values)) / statistics.pstdev(values), rel=1e-5)
     assert parts.scale(8.0) == pytest.approx(whole.scale(8.0))
-    same = Spread()
+    same = RunningSpread()
     same.add([0.1] * 3)
     assert same.scale(0.1) == pytest.approx(0, abs=1e-9)
 

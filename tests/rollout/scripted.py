@@ -7,7 +7,7 @@ import aiohttp
 
 from tandem.api.requests import LLMResponse, NoiseKey, StopReason
 from tandem.config.generation import GenerationConfig
-from tandem.rollout.recording.recorder import Recorder
+from tandem.rollout.recording.recorder import SessionRecorder
 from tests.tiny import tiny_tokenizer
 
 GCONFIG = GenerationConfig(max_new_tokens=64, temperature=0.7)
@@ -45,7 +45,7 @@ class ScriptedEngine:
 @asynccontextmanager
 async def opened(engine, gconfig=GCONFIG, *, recorder=None, **options):
     """A session, and a client that holds its key: ``await ask(body, path=…, headers=…)`` gives (status, answer)."""
-    recorder = recorder or Recorder(engine.tokenizer)
+    recorder = recorder or SessionRecorder(engine.tokenizer)
     async with aiohttp.ClientSession() as http, recorder.session(engine, gconfig, **options) as session:
 
         async def ask(body, path="/chat/completions", headers=None, key=None):

@@ -13,7 +13,7 @@ import pytest
 from tandem.api.failures import DataFailure, EngineDied, InfrastructureFailure, WrongWorkflow
 from tandem.config.errors import ConfigError
 from tandem.rollout.own import AgentWorkflow
-from tandem.rollout.recording.recorder import Recorder
+from tandem.rollout.recording.recorder import SessionRecorder
 from tests.rollout.clockwork import Constant
 from tests.rollout.scripted import GCONFIG, ScriptedEngine, user
 
@@ -32,7 +32,7 @@ def run(agent, engine=None, reward=None, count=1, **knobs):
 
     async def play():
         one = engine or ScriptedEngine(lambda r, n: "7")
-        recorder = Recorder(one.tokenizer)
+        recorder = SessionRecorder(one.tokenizer)
         names = dict.fromkeys(("base_url", "api_key", "data"))
         workflow = AgentWorkflow(agent, names, reward, GCONFIG, recorder, **knobs)
         try:
@@ -168,7 +168,7 @@ def test_an_agent_that_fails_is_dropped_under_a_name_and_others_go_on(agent, rea
 
     async def play():
         engine = ScriptedEngine(lambda r, n: "7", delay_s=lambda n: 0.3)
-        recorder = Recorder(engine.tokenizer)
+        recorder = SessionRecorder(engine.tokenizer)
         one, other = (
             AgentWorkflow(
                 f, dict.fromkeys(("base_url", "api_key", "data")), None, GCONFIG, recorder, agent_timeout_s=seconds

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tandem.api.failures import DataFailure
-from tandem.rollout.environments.pool import EnvironmentPool, Limits
+from tandem.rollout.environments.pool import EnvironmentLimits, EnvironmentPool
 
 WORLDS = Path(__file__).parent / "worlds.py"
 PAGE = Path(__file__).parents[2] / "docs/agents_environments.md"
@@ -21,7 +21,7 @@ def pool():
     pools = []
 
     def make(name, knobs=None, **limits):
-        pools.append(EnvironmentPool(f"{WORLDS}:{name}", knobs or {}, name=name, limits=Limits(**QUICK | limits)))
+        pools.append(EnvironmentPool(f"{WORLDS}:{name}", knobs or {}, name=name, limits=EnvironmentLimits(**QUICK | limits)))
         return pools[-1]
 
     yield make

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.rollout.gate import StalenessGate
-from tandem.rollout.ledger import STATES, Ledger, Prompt
+from tandem.rollout.ledger import STATES, Ledger, PromptId
 
 EVENTS = st.lists(st.sampled_from(["submit", "finish", "drop", "discard", "consume", "end_step"]), max_size=80)
 
@@ -18,22 +18,22 @@ def test_the_inequality_holds_and_nothing_is_lost_whatever_happens(events, batch
     for event in events:
         if event == "submit" and gate.capacity():
             gate.submit()
-            ledger.move(Prompt(0, count), "running")
+            ledger.move(PromptId(0, count), "running")
             places["running"].append(count)
             count += 1
         elif event in ("finish", "drop") and places["running"]:
-            prompt = Prompt(0, places["running"].pop())
+            prompt = PromptId(0, places["running"].pop())
             getattr(gate, event)()
             ledger.move(prompt, *(("waiting",) if event == "finish" else ("dropped", "deadline")))
             places["waiting"] += [prompt.index] if event == "finish" else []
         elif event in ("discard", "consume") and places["waiting"]:
-            prompt = Prompt(0, places["waiting"].pop(0))
+            prompt = PromptId(0, places["waiting"].pop(0))
             getattr(gate, event)()
             ledger.move(prompt, *(("taken",) if event == "consume" else ("dropped", "expired")))
             places["taken"] += [prompt.index] if event == "consume" else []
         elif event == "end_step":
             for index in places["taken"]:
-                ledger.move(Prompt(0, index), "trained")
+                ledger.move(PromptId(0, index), "trained")
             places["taken"] = []
             gate.end_step()
         ledger.check(gate)
@@ -70,19 +70,19 @@ def test_a_shut_gate_and_an_empty_place_are_errors():
 def test_a_prompt_is_used_once():
     ledger = Ledger()
     for state in ("running", "waiting", "taken", "trained"):
-        ledger.move(Prompt(0, 5), state)
+        ledger.move(PromptId(0, 5), state)
     with pytest.raises(RuntimeError, match="prompt 5 of epoch 0 cannot become running: it is trained"):
-        ledger.move(Prompt(0, 5), "running")
-    ledger.move(Prompt(1, 5), "running")
+        ledger.move(PromptId(0, 5), "running")
+    ledger.move(PromptId(1, 5), "running")
     assert ledger.total("trained") == 1
 
 
 def test_the_totals_of_an_epoch_add_up_and_survive_a_restart():
     ledger = Ledger()
     ledger.begin_epoch(0, 10)
-    ledger.move(Prompt(0, 1), "running")
-    ledger.move(Prompt(0, 1), "dropped", "deadline")
-    ledger.move(Prompt(0, 2), "running")
+    ledger.move(PromptId(0, 1), "running")
+    ledger.move(PromptId(0, 1), "dropped", "deadline")
+    ledger.move(PromptId(0, 2), "running")
     assert ledger.epoch_totals(0) == {**dict.fromkeys(STATES, 0), "pending": 8, "running": 1, "dropped": 1}
     again = Ledger()
     again.load_state_dict(ledger.state_dict())
@@ -90,14 +90,14 @@ def test_the_totals_of_an_epoch_add_up_and_survive_a_restart():
     assert again.dropped == {"deadline": 1}
     assert again.epoch_totals(0) == ledger.epoch_totals(0)
     ledger.begin_epoch(1, 1)
-    ledger.move(Prompt(1, 0), "running")
+    ledger.move(PromptId(1, 0), "running")
     assert ledger.epoch_totals(1) == {**dict.fromkeys(STATES, 0), "running": 1}
     assert ledger.epoch_totals(7) == dict.fromkeys(STATES, 0)
 
 
 def test_a_ledger_that_disagrees_with_the_gate_says_where():
     ledger = Ledger()
-    ledger.move(Prompt(0, 0), "running")
+    ledger.move(PromptId(0, 0), "running")
     with pytest.raises(RuntimeError, match=r"1 prompts are running.*the gate says 0"):
         ledger.check(StalenessGate(1))
 
@@ -108,14 +108,14 @@ def test_a_step_costs_what_moved_in_it_and_everything_is_counted_anew_now_and_th
     original = ledger.recount
     ledger.recount = lambda: (recounts.append(1), original())
     for index in range(1000):
-        ledger.move(Prompt(index // 300, index), "running")
+        ledger.move(PromptId(index // 300, index), "running")
         gate.submit()
-        ledger.move(Prompt(index // 300, index), "waiting")
+        ledger.move(PromptId(index // 300, index), "waiting")
         gate.finish()
         gate.consume()
-        ledger.move(Prompt(index // 300, index), "taken")
+        ledger.move(PromptId(index // 300, index), "taken")
         ledger.check(gate)
-        ledger.move(Prompt(index // 300, index), "trained")
+        ledger.move(PromptId(index // 300, index), "trained")
         gate.end_step()
         ledger.check(gate)
     assert 0 < len(recounts) < 40  # 2000 checks: each recount comes after as many moves as there are prompts
@@ -125,7 +125,7 @@ def test_a_step_costs_what_moved_in_it_and_everything_is_counted_anew_now_and_th
 def test_everything_is_counted_anew_once_there_were_as_many_moves_as_there_are_prompts():
     ledger, gate = Ledger(), StalenessGate(2)
     for index in range(2):
-        ledger.move(Prompt(0, index), "running")
+        ledger.move(PromptId(0, index), "running")
         gate.submit()
     ledger._by_epoch[0]["running"] = 5
     with pytest.raises(RuntimeError, match="totals of epoch 0"):
@@ -135,7 +135,7 @@ def test_everything_is_counted_anew_once_there_were_as_many_moves_as_there_are_p
 
 def test_totals_that_were_spoiled_are_found_by_counting_anew():
     ledger = Ledger()
-    ledger.move(Prompt(0, 0), "running")
+    ledger.move(PromptId(0, 0), "running")
     ledger._totals.update(running=-1, pending=1)
     with pytest.raises(RuntimeError, match="counted anew"):
         ledger.recount()

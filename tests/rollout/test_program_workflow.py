@@ -19,7 +19,7 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.rollout.command import Command
 from tandem.rollout.program import ProgramWorkflow
-from tandem.rollout.recording.recorder import Recorder
+from tandem.rollout.recording.recorder import SessionRecorder
 from tandem.sandbox.choose import choose_sandbox
 from tests.rollout.scripted import GCONFIG, ScriptedEngine
 from tests.sandbox.machine import descendants
@@ -69,7 +69,7 @@ def walls():
 def play(sandbox, source, row=ROW, engine=None, reward=None, times=1, command="python3 -c {source} {prompt}", **knobs):
     """The samples, or failures, of episodes at once; and the engine."""
     engine = engine or ScriptedEngine(lambda request, number: "four")
-    recorder = Recorder(engine.tokenizer)
+    recorder = SessionRecorder(engine.tokenizer)
 
     async def episodes():
         workflow = ProgramWorkflow(command, reward, GCONFIG, recorder, sandbox, **{"timeout_s": 30.0} | knobs)
@@ -271,7 +271,7 @@ def test_an_engine_that_dies_is_no_fault_of_the_program(walls):
 
 def test_a_cancelled_episode_leaves_no_program(sandbox):
     engine = ScriptedEngine(lambda request, number: "four")
-    recorder = Recorder(engine.tokenizer)
+    recorder = SessionRecorder(engine.tokenizer)
 
     async def cancelled():
         workflow = ProgramWorkflow("python3 -c {source}", None, GCONFIG, recorder, sandbox, timeout_s=60.0)

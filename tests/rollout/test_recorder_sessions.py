@@ -10,7 +10,7 @@ import pytest
 
 from tandem.api.failures import DataFailure, InfrastructureFailure
 from tandem.api.requests import NoiseKey, StopReason
-from tandem.rollout.recording.recorder import Recorder
+from tandem.rollout.recording.recorder import SessionRecorder
 from tandem.rollout.recording.session import SessionLimits
 from tests.rollout.scripted import GCONFIG, ScriptedEngine, opened, reply_of, user
 from tests.rollout.test_recorded_forest import CALLS, TOOLS
@@ -48,7 +48,7 @@ def test_a_conversation_is_one_trajectory_of_the_tokens_that_the_engine_saw_and_
 def test_the_client_of_openai_reads_text_and_calls_whole_or_as_a_stream(stream):
     async def talk():
         engine = ScriptedEngine(lambda r, n: CALLS[2] if n == 0 else "It is 6.", delay_s=lambda n: 0.05)
-        recorder = Recorder(engine.tokenizer, keep_alive_s=0.01)
+        recorder = SessionRecorder(engine.tokenizer, keep_alive_s=0.01)
         async with opened(engine, recorder=recorder) as (session, _):
             client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.key)
             assert [model.id async for model in client.models.list()] == ["policy"]
@@ -175,7 +175,7 @@ def refused(act, *, engine=None, **options):
     async def talk():
         one = engine or ScriptedEngine(counting)
         other = ScriptedEngine(lambda r, n: "fine", delay_s=lambda n: 0.2)
-        recorder = Recorder(one.tokenizer, max_body_bytes=1 << 20)
+        recorder = SessionRecorder(one.tokenizer, max_body_bytes=1 << 20)
         async with opened(other, recorder=recorder) as (_, ask_other), opened(one, recorder=recorder, **options) as (s, ask):
             beside = asyncio.create_task(ask_other(HELLO))
             status, answer = await act(s, ask)
@@ -194,7 +194,7 @@ def test_a_turn_belongs_to_the_session_whose_key_it_has_and_is_no_part_of_its_ta
 
     async def talk():
         engine, messages = ScriptedEngine(counting), [user("3 + 4 =")]
-        recorder = Recorder(engine.tokenizer)
+        recorder = SessionRecorder(engine.tokenizer)
         async with opened(engine, recorder=recorder) as (thief, ask), opened(engine, recorder=recorder) as (owner, ask_own):
             for _ in range(2):
                 _, answer = await ask_own({"messages": messages})
@@ -274,7 +274,7 @@ def test_a_reward_that_is_none_is_refused():
 def test_a_call_after_the_end_is_refused_and_one_under_way_ends():
     async def talk():
         engine = ScriptedEngine(counting, delay_s=lambda n: 5.0)
-        recorder = Recorder(engine.tokenizer)
+        recorder = SessionRecorder(engine.tokenizer)
         async with aiohttp.ClientSession() as http:
             async with recorder.session(engine, GCONFIG) as session:
                 url, header = f"{session.base_url}/chat/completions", {"x-api-key": session.key}
@@ -293,7 +293,7 @@ def test_a_call_after_the_end_is_refused_and_one_under_way_ends():
 def test_a_stream_that_fails_says_so_in_the_stream():
     async def talk():
         engine = ScriptedEngine(lambda r, n: DataFailure("prompt_too_long"), delay_s=lambda n: 0.1)
-        recorder = Recorder(engine.tokenizer, keep_alive_s=0.02)
+        recorder = SessionRecorder(engine.tokenizer, keep_alive_s=0.02)
         async with opened(engine, recorder=recorder) as (_, ask):
             return await ask(HELLO | {"stream": True})
 

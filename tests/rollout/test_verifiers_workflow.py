@@ -7,7 +7,7 @@ import pytest
 
 from tandem.api.failures import DataFailure
 from tandem.config.errors import ConfigError
-from tandem.rollout.recording.recorder import Recorder
+from tandem.rollout.recording.recorder import SessionRecorder
 from tandem.rollout.verifiers_taskset import VerifiersWorkflow
 from tests.rollout.scripted import GCONFIG, ScriptedEngine, user
 
@@ -64,7 +64,7 @@ def test_a_row_is_the_task_of_its_place_and_weighted_rewards_are_the_samples(tmp
 
     async def play():
         engine = ScriptedEngine(lambda request, number: "7")
-        recorder = Recorder(engine.tokenizer)
+        recorder = SessionRecorder(engine.tokenizer)
         workflow = VerifiersWorkflow(GCONFIG, recorder, taskset="mine", python=sys.executable)
         rows = [{"messages": [user("")], "index": index} for index in (3, 0, 1, 2, 4)]
         try:

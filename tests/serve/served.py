@@ -14,9 +14,9 @@ from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.embedded import EmbeddedEngine
-from tandem.engines.inference.serve.limits import Limits
+from tandem.engines.inference.serve.limits import ServiceLimits
 from tandem.engines.inference.serve.routes import ServedEngine
-from tandem.engines.inference.serve.service import Service
+from tandem.engines.inference.serve.service import EngineService
 from tandem.engines.inference.serve.text import Tokenizers
 from tandem.protocol.access import Access
 from tandem.protocol.server import Server
@@ -73,8 +73,8 @@ class Served:
 
     async def _serve(self):
         self.loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
-        limits = Limits(**{"max_tokens": CONTEXT, "shutdown_s": 5.0} | self._limits)
-        self.service = Service(
+        limits = ServiceLimits(**{"max_tokens": CONTEXT, "shutdown_s": 5.0} | self._limits)
+        self.service = EngineService(
             self.engine,
             self._tokenizers,
             "tiny",

@@ -16,7 +16,7 @@ from tandem.api.weights import WeightVersion
 from tandem.config.fleet import FleetConfig
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.build import folder_update
-from tandem.engines.inference.fleet.members import Server
+from tandem.engines.inference.fleet.members import ServerOrigin
 from tandem.engines.inference.fleet.pool import Fleet
 from tandem.engines.inference.remote.kept import Keeping
 from tandem.engines.inference.remote.tandem_server import start_tandem_server
@@ -88,7 +88,7 @@ def test_a_server_that_is_taken_over_serves_with_delivered_weights_and_without_t
 
     version = WeightVersion(0, run="r")
     fleet = Fleet.start(
-        [Server("tandem-0", start, owned=True, holds=0)],
+        [ServerOrigin("tandem-0", start, owned=True, holds=0)],
         FleetConfig(),
         capabilities=frozenset({"disk"}),
         version=version,

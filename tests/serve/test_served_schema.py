@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tandem.engines.inference.serve.questions import CHAT_WITHOUT_EFFECT, LEGACY_WITHOUT_EFFECT, WITHOUT_EFFECT
-from tandem.protocol.schema import Invalid, array, checked, integer, optional, record, text
+from tandem.protocol.schema import SchemaError, array, checked, integer, optional, record, text
 from tests.serve.served import TOKEN
 
 COMPLETIONS = ["/v1/completions", "/v1/chat/completions", "/generate", "/inference/v1/generate"]
@@ -53,7 +53,7 @@ def refused_at(body, schema):
     """The place that the check names; None where it names none."""
     try:
         checked(body, schema)
-    except Invalid as failure:
+    except SchemaError as failure:
         return failure.where
     return None
 
@@ -72,7 +72,7 @@ def test_the_document_is_json_schema_that_the_check_knows(guarded, operations):
     document = guarded.json("GET", "/openapi.json")
     assert document["openapi"] == "3.1.0" and len(operations) == 4
     for path, schema in operations.items():
-        with pytest.raises(Invalid):
+        with pytest.raises(SchemaError):
             checked(None, schema, path)
 
 
@@ -150,7 +150,7 @@ SHAPE = record({"a": integer(0, 9), "b": optional(array(text(2, 1), 1, 2)), "c":
     ],
 )
 def test_a_refusal_names_the_place_and_the_rule(value, where, rule):
-    with pytest.raises(Invalid, match=rule) as failure:
+    with pytest.raises(SchemaError, match=rule) as failure:
         checked(value, SHAPE)
     assert failure.value.where == where
 

@@ -15,7 +15,7 @@ from tandem.state import tree
 from tandem.state.background import BackgroundSave
 from tandem.state.checkpoint import save_checkpoint
 from tandem.state.existing import existing_run
-from tandem.state.manifest import STATE, Found, newest_valid, verify
+from tandem.state.manifest import STATE, ResumePoint, newest_valid, verify
 from tandem.state.resuming import Going
 from tandem.state.run_folder import RunFolder
 from tandem.state.snapshot import Snapshots
@@ -98,7 +98,7 @@ def _goes_on(folder: Path) -> Going | None:
     return None if found is None else Going(found)
 
 
-def whole(root: Path) -> Found:
+def whole(root: Path) -> ResumePoint:
     """The newest checkpoint, every byte of it as it was saved."""
     found = newest_valid(root / "exp" / "trial" / "checkpoints", None)
     assert found is not None and found.skipped == ()

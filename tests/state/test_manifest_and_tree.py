@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tandem.api.team import Team
-from tandem.state.manifest import FILE, Invalid, NothingToResume, newest_valid, read_manifest, verify, write_manifest
+from tandem.state.manifest import (
+    FILE,
+    InvalidCheckpoint,
+    NothingToResume,
+    newest_valid,
+    read_manifest,
+    verify,
+    write_manifest,
+)
 from tandem.state.tree import MARK, PLAIN_FILE, StateDamaged, load_part, read_tree, write_tree
 
 PLAIN = st.recursive(
@@ -233,5 +241,5 @@ def test_a_hostile_state_is_refused_and_runs_nothing(tmp_path, monkeypatch, host
 def test_names_of_files_are_checked_before_any_is_opened(tmp_path):
     folder = checkpoint(tmp_path, 5)
     body(folder, files={"model.safetensors": [1, ""], "a/../../x": [1, ""]})
-    with pytest.raises(Invalid, match="outside of itself"):
+    with pytest.raises(InvalidCheckpoint, match="outside of itself"):
         read_manifest(folder)

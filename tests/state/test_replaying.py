@@ -11,7 +11,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import SFTConfig
 from tandem.config.load import load_config, plain_data, to_yaml
 from tandem.state.manifest import STATE, write_manifest
-from tandem.state.replaying import Start, compare_replay, legs, prepare_replay, refuse_replay, start_of, write_leg
+from tandem.state.replaying import ReplayStart, compare_replay, legs, prepare_replay, refuse_replay, start_of, write_leg
 from tandem.state.resuming import may_go_on
 from tandem.state.run_folder import RunFolder
 from tandem.state.weight_digests import append_digests, digests_of, read_digests
@@ -120,14 +120,14 @@ def test_a_checkpoint_that_is_not_whole_is_skipped_with_the_reason(run):
 def test_equal_steps_are_equal_whatever_the_clock_says(run, tmp_path):
     write(run, 2, **{"recover/restarts": 1.0, "checkpoint/failed": 2.0})  # done again after a restart
     write(tmp_path / "again", 2, time=9.0)
-    found = compare_replay(run, tmp_path / "again", Start(None), 2)
+    found = compare_replay(run, tmp_path / "again", ReplayStart(None), 2)
     assert found.differences == () and (found.tensors, found.metrics, found.samples) == (2, 1, 2)
     assert found.describe() == "Step 2, run again from the beginning: the same (2 tensors, 1 metrics, 2 samples)."
 
 
 def test_what_differs_is_named(run, tmp_path):
     write(tmp_path / "again", 2, 2.0, loss=0.75, lr=0.1)
-    found = compare_replay(run, tmp_path / "again", Start(None), 2)
+    found = compare_replay(run, tmp_path / "again", ReplayStart(None), 2)
     assert found.differences == (
         "tensors: 1 of 2 differ: a",
         "metrics: 2 of 1 differ: loss 0.75 (was 0.5), lr 0.1 (was None)",
@@ -135,7 +135,7 @@ def test_what_differs_is_named(run, tmp_path):
     )
     assert "DIFFERENT" in found.describe()
     with pytest.raises(ConfigError, match="did not reach step 3"):
-        compare_replay(run, tmp_path / "again", Start(None), 3)
+        compare_replay(run, tmp_path / "again", ReplayStart(None), 3)
 
 
 def test_a_step_without_a_record_is_refused(run):

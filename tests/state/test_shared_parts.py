@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from tandem.api.state import Part, Parted, part_of
+from tandem.api.state import Parted, TensorPart, part_of
 from tandem.api.team import Team
 from tandem.state.shared_parts import MARK_BYTES, Offer, SharedParts, _mapped
 from tandem.state.snapshot import Snapshots
@@ -34,7 +34,7 @@ def test_a_copy_is_put_together_when_it_is_read_and_stays_as_it_was():
 
 def test_parts_that_do_not_make_the_whole_are_found():
     shared = SharedParts(Team())
-    shared.copy({"w": Part(torch.ones(2, 3), (2, 0), (4, 3))})
+    shared.copy({"w": TensorPart(torch.ones(2, 3), (2, 0), (4, 3))})
     assert shared.share() is None
     with pytest.raises(RuntimeError, match=r"parts of w are 6 entries short of the whole, \[4, 3\]"):
         shared.whole("w")
@@ -42,7 +42,7 @@ def test_parts_that_do_not_make_the_whole_are_found():
 
 def test_a_part_may_be_one_of_the_row_of_all_entries():
     shared = SharedParts(Team())
-    shared.copy({"w": Part(torch.arange(6.0), (0,), (2, 3), flat=True)})
+    shared.copy({"w": TensorPart(torch.arange(6.0), (0,), (2, 3), flat=True)})
     assert shared.share() is None
     assert shared.whole("w").tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
 

@@ -20,7 +20,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.tracking import TrackingConfig
 from tandem.rollout.collate import collate
 from tandem.tracking import recorder as recording
-from tandem.tracking.recorder import Recorder
+from tandem.tracking.recorder import StepRecorder
 from tandem.tracking.records import recorded_steps
 from tandem.tracking.tracker import Tracker
 
@@ -61,7 +61,7 @@ def same(one, other):
 
 def record(folder, step, groups, *, dropped=(), per_step=None, gib=None):
     batch = trained(groups)
-    recorder = Recorder(folder, per_step, gib)
+    recorder = StepRecorder(folder, per_step, gib)
     recorder.record(step, groups, batch, dropped, {0: WeightVersion(0, "digest")})
     recorder.close()
     return batch
@@ -169,14 +169,14 @@ class Collects(logging.Handler):
     def emit(self, record):
         warned.append(record.getMessage()) if record.levelno >= logging.WARNING else None
 logging.getLogger("tandem").addHandler(Collects())
-put = recorder.Recorder._put
+put = recorder.StepRecorder._put
 def witness(self, path, data):
     try:
         return put(self, path, data)
     except OSError as error:
         failed.append(error.strerror)
         raise
-recorder.Recorder._put = witness
+recorder.StepRecorder._put = witness
 small, large = [group(0)], [group(1, sample(1.0, 20000))]
 with Tracker(Path(sys.argv[1]), TrackingConfig(plot_every_steps=None), progress=False) as tracker:
     tracker.log(1, {"loss": 1.0}, small, batch=trained(small))
@@ -234,14 +234,14 @@ def test_a_kill_leaves_a_whole_record_or_none(tmp_path, moment):
 
 
 def test_a_disk_that_is_slower_than_training_costs_records_and_not_time(tmp_path, monkeypatch, caplog):
-    slow, put = threading.Event(), Recorder._put
+    slow, put = threading.Event(), StepRecorder._put
 
     def waits(self, path, data):
         slow.wait(30)
         put(self, path, data)
 
-    monkeypatch.setattr(Recorder, "_put", waits)
-    recorder, groups = Recorder(tmp_path, None, None), [group(0)]
+    monkeypatch.setattr(StepRecorder, "_put", waits)
+    recorder, groups = StepRecorder(tmp_path, None, None), [group(0)]
     with caplog.at_level(logging.WARNING):
         for step in range(1, 9):  # would hang here if it waited for the disk
             recorder.record(step, groups, trained(groups), (), {})

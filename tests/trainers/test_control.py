@@ -17,7 +17,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.terms import read_terms
-from tandem.rewards.combination import Combination, Spread
+from tandem.rewards.combination import Combination, RunningSpread
 from tandem.state.control import FOLDER, JOURNAL, ask, changes, requests, take_answer
 from tandem.trainers.rl import train
 from tests.tiny import tiny_model_folder
@@ -260,11 +260,11 @@ def test_means_of_terms_that_are_gone_are_forgotten():
 
     both, one = counting("a(normalise=running) + b(normalise=running)"), counting("b(normalise=running)")
     combination = Combination(both, both)
-    combination.spreads = {"a": Spread(2, 1.0, 1.0), "b": Spread(3, 2.0, 1.0)}
+    combination.spreads = {"a": RunningSpread(2, 1.0, 1.0), "b": RunningSpread(3, 2.0, 1.0)}
     combination.change(one, one, again=True)  # a run that goes on: what was loaded is as it was left
     assert set(combination.spreads) == {"a", "b"}
     combination.change(one, one)
-    assert combination.spreads == {"b": Spread(3, 2.0, 1.0)}
+    assert combination.spreads == {"b": RunningSpread(3, 2.0, 1.0)}
 
 
 def test_the_cost_of_a_constraint_stays_a_term_that_costs(overrides, where):

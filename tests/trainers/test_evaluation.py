@@ -18,7 +18,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.evaluation import load_evaluation
 from tandem.evaluation.folder import read_samples
 from tandem.evaluation.questions import make_judges, open_questions
-from tandem.evaluation.report import Progress
+from tandem.evaluation.report import ProgressLine
 from tandem.evaluation.scores import metrics_of, row_values, score_data, vote_key
 from tests.trainers.evaluating import DATA, answer, contents, evaluated, settings
 
@@ -383,7 +383,7 @@ def test_answers_that_are_written_alike_vote_together(one, other, same):
 
 def test_progress_tells_what_is_done_and_what_is_left():
     said = io.StringIO()
-    progress = Progress(total=4, done=1, file=said)
+    progress = ProgressLine(total=4, done=1, file=said)
     progress.answered(answer(1, 1.0, tokens=10))
     progress.answered(answer(2, 0.0, tokens=10))
     assert "1 of 4 samples are recorded already" in said.getvalue()

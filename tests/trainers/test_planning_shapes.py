@@ -116,7 +116,7 @@ def test_activations_beside_adapters_are_what_autograd_keeps(kind, dtype, groups
     overrides = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "max_position_embeddings": 1024}
     model = adapted_model(kind, getattr(torch, dtype), modules, num_hidden_layers=6, layer_types=None, **overrides)
     shape, batch = Shape.of(model.architecture), MicroBatch(groups, COMPLETION)
-    spread = activations.Spread(adapters=adapters_of(LoRAConfig(rank=4, target_modules=modules), shape))
+    spread = activations.ActivationSettings(adapters=adapters_of(LoRAConfig(rank=4, target_modules=modules), shape))
 
     said = activations.kept(shape, batch, dtype, spread) + activations.head_kept(shape, batch, dtype)
 
@@ -126,7 +126,8 @@ def test_activations_beside_adapters_are_what_autograd_keeps(kind, dtype, groups
 def test_checkpointing_keeps_the_inputs_of_all_layers_and_one_whole_layer():
     batch = MicroBatch(((PROMPT, 1),), COMPLETION)
     whole, sparse = (
-        activations.kept(SMOLLM2, batch, "float32", activations.Spread(checkpointing=flag)) for flag in (False, True)
+        activations.kept(SMOLLM2, batch, "float32", activations.ActivationSettings(checkpointing=flag))
+        for flag in (False, True)
     )
 
     layer = activations.kept_by_layer(SMOLLM2, batch, "float32")

@@ -9,9 +9,9 @@ from tandem.config.experiment import SFTConfig
 from tandem.config.load import load_config
 from tandem.engines.train.engine import SpreadEngine
 from tandem.models.shape import Shape, read_shape
-from tandem.planning.activations import Spread
+from tandem.planning.activations import ActivationSettings
 from tandem.planning.batches import MicroBatch
-from tandem.planning.disk import Saves, checkpoint_of
+from tandem.planning.disk import CheckpointSchedule, checkpoint_of
 from tandem.planning.exchange import of_micro_batch, of_step
 from tandem.planning.held import held as held_of
 from tandem.planning.items import Room
@@ -284,7 +284,7 @@ def test_the_backward_pass_of_a_frozen_matrix_is_one_product():
 
 def spread_of(model):
     """What of its settings changes a pass."""
-    return Spread.of(model)
+    return ActivationSettings.of(model)
 
 
 def test_selective_checkpointing_recomputes_no_product_and_keeps_more():
@@ -297,22 +297,32 @@ def test_selective_checkpointing_recomputes_no_product_and_keeps_more():
 
 
 def test_checkpoints_that_a_run_keeps_are_counted():
-    assert Saves(every=10, steps=45).due == [10, 20, 30, 40, 45] and Saves(every=10, steps=45).kept == 2
-    assert Saves(every=10, steps=45, at_end=False, keep_last=None).kept == 4
-    assert Saves(every=10, steps=100, keep_every=50).kept == 3  # 50, 90 and 100
-    assert Saves(every=10, steps=100, keep_best=True).kept == 3 and Saves(every=10, steps=100).most == 3
-    assert Saves(every=None, steps=5).kept == 1 == Saves(every=None, steps=5).most
-    assert Saves(every=10, at_end=False, steps=5).kept == 0
-    assert Saves(every=None, at_end=False).kept == 0 == Saves(every=None, at_end=False, keep_last=None).most
-    assert Saves(every=10).kept == 2 and Saves(every=10, keep_last=None).kept is None
+    assert (
+        CheckpointSchedule(every=10, steps=45).due == [10, 20, 30, 40, 45]
+        and CheckpointSchedule(every=10, steps=45).kept == 2
+    )
+    assert CheckpointSchedule(every=10, steps=45, at_end=False, keep_last=None).kept == 4
+    assert CheckpointSchedule(every=10, steps=100, keep_every=50).kept == 3  # 50, 90 and 100
+    assert (
+        CheckpointSchedule(every=10, steps=100, keep_best=True).kept == 3
+        and CheckpointSchedule(every=10, steps=100).most == 3
+    )
+    assert CheckpointSchedule(every=None, steps=5).kept == 1 == CheckpointSchedule(every=None, steps=5).most
+    assert CheckpointSchedule(every=10, at_end=False, steps=5).kept == 0
+    assert (
+        CheckpointSchedule(every=None, at_end=False).kept
+        == 0
+        == CheckpointSchedule(every=None, at_end=False, keep_last=None).most
+    )
+    assert CheckpointSchedule(every=10).kept == 2 and CheckpointSchedule(every=10, keep_last=None).kept is None
 
 
 def test_a_checkpoint_by_hand():
-    plain = checkpoint_of([held(dtype="bfloat16"), held("reference", trained=False)], Saves())
+    plain = checkpoint_of([held(dtype="bfloat16"), held("reference", trained=False)], CheckpointSchedule())
     assert (plain.models, plain.adapters, plain.state) == (2 * P, 0, 12 * P)
-    thin = checkpoint_of([held(dtype="bfloat16", adapters=adapters())], Saves())
+    thin = checkpoint_of([held(dtype="bfloat16", adapters=adapters())], CheckpointSchedule())
     assert (thin.models, thin.adapters, thin.state) == (2 * P, 4 * A, 12 * A)
-    assert checkpoint_of([held(backend="fsdp:d2")], Saves(resumable=False)).total == 4 * P
+    assert checkpoint_of([held(backend="fsdp:d2")], CheckpointSchedule(resumable=False)).total == 4 * P
 
 
 @pytest.mark.parametrize("more", [[], ["actor.lora.rank=8"]], ids=["all weights", "adapters"])

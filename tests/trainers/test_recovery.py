@@ -7,7 +7,7 @@ import pytest
 from tandem.api.team import Team
 from tandem.config.errors import ConfigError
 from tandem.lifecycle.recovery import DurableLedger, Progress, Recovery
-from tandem.rollout.ledger import Ledger, Prompt
+from tandem.rollout.ledger import Ledger, PromptId
 from tandem.state.checkpoint import save_checkpoint
 from tandem.state.existing import existing_run
 from tandem.state.ledger import FILE, LedgerDamaged, LedgerFile
@@ -56,7 +56,7 @@ class Run:
         self.counter.value += 1
         for index in (2 * number, 2 * number + 1):
             for state in ("running", "waiting", "taken", "trained"):
-                self.ledger.move(Prompt(0, index), state)
+                self.ledger.move(PromptId(0, index), state)
         self.recovery.commit(number)
         with (self.run.path / "metrics.jsonl").open("a") as file:
             file.write(f'{{"step": {number}}}\n')

@@ -17,7 +17,7 @@ from tandem.config.load import load_config
 from tandem.config.preference import PreferenceConfig, RewardModelConfig
 from tandem.models.tokenizer import load_tokenizer
 from tandem.trainers import preference, reward
-from tandem.trainers.sft import Encoder, train
+from tandem.trainers.sft import ConversationEncoder, train
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -39,7 +39,7 @@ def items(model, tmp_path):
 
 def test_only_the_tokens_of_the_answer_are_trained_on(model):
     tokenizer = load_tokenizer(model)
-    encoder = Encoder(tokenizer, SFTConfig())
+    encoder = ConversationEncoder(tokenizer, SFTConfig())
     turns = [{"role": "user", "content": "What is 2 + 3?"}, {"role": "assistant", "content": "5"}]
     (encoded,) = encoder.encode({"messages": turns, "train_from": 1})
 
@@ -49,7 +49,7 @@ def test_only_the_tokens_of_the_answer_are_trained_on(model):
 
 @pytest.mark.parametrize(("answer", "reason"), [("", "empty_completion"), ("7 " * 2000, "too_long")])
 def test_a_row_that_cannot_be_trained_on_says_why(model, answer, reason):
-    encoder = Encoder(load_tokenizer(model), SFTConfig())
+    encoder = ConversationEncoder(load_tokenizer(model), SFTConfig())
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": answer}]
     with pytest.raises(DataFailure, match=reason):
         encoder.encode({"messages": turns, "train_from": 1})

@@ -11,7 +11,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, Generic, TypeVar
 
-from tandem.config.parts import PARTS, Part
+from tandem.config.parts import PARTS, PartRecord
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -63,12 +63,12 @@ class Registry(Generic[F]):
 
     def describe(self, *sources: str, **facts: Any) -> Callable[[F], F]:
         """Gives the decorated function its record, and no name. ``sources``: arXiv numbers. ``facts``: further fields of
-        `Part`; its signature gives the others, and the first paragraph of its docstring is the formula.
+        `PartRecord`; its signature gives the others, and the first paragraph of its docstring is the formula.
 
         Raises:
             WrongSignature: it asks for an input that this kind is not given, or has not the knobs that the record says.
         """
-        part = Part(sources=sources, **facts)
+        part = PartRecord(sources=sources, **facts)
 
         def attach(function: F) -> F:
             own = {name: None if default is REQUIRED else default for name, default in knobs_of(function).items()}
@@ -83,9 +83,9 @@ class Registry(Generic[F]):
 
         return attach
 
-    def part_of(self, function: Callable[..., Any]) -> Part:
+    def part_of(self, function: Callable[..., Any]) -> PartRecord:
         """The record of a function; of one without a record, what its signature says."""
-        return getattr(function, "part", None) or Part(asks=self.asked(function))
+        return getattr(function, "part", None) or PartRecord(asks=self.asked(function))
 
     def get(self, name: str) -> F:
         """The function of that name.

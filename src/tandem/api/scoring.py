@@ -37,7 +37,7 @@ class FrozenModel:
     """Its layout over ranks, such as ``fsdp:d1`` for the first one alone; None takes the actor's."""
 
 
-class Reader(Protocol):
+class ScoreReader(Protocol):
     """Turns samples into the tokens of one model."""
 
     tokenizer: Any
@@ -94,10 +94,10 @@ class Score(ABC):
     """Its name in metrics and stages; empty takes the one in the configuration."""
 
     per_step: bool = False
-    """True: each step has a reward of its own, on the token of the actor that ends it; `read` gives what `Reader.steps`
+    """True: each step has a reward of its own, on the token of the actor that ends it; `read` gives what `ScoreReader.steps`
     gives with ``place``."""
 
-    def read(self, sample: Sample, row: Mapping[str, Any], reader: Reader) -> Mapping[str, Any]:
+    def read(self, sample: Sample, row: Mapping[str, Any], reader: ScoreReader) -> Mapping[str, Any]:
         """The sequence that the model reads for a sample: its conversation, unless you say otherwise.
 
         Raises:

@@ -51,7 +51,7 @@ def factory_of(kind: Kind, name: str, key: str = "") -> Callable[..., Any]:
 
 
 @dataclass(frozen=True)
-class Arguments:
+class FactoryArguments:
     """The arguments that a factory takes; those of base classes too, where ``**rest`` hands them on."""
 
     names: tuple[str, ...]
@@ -61,7 +61,7 @@ class Arguments:
     """It takes arguments of any name."""
 
 
-def arguments_of(make: Callable[..., Any], who: str, skip: int = 0) -> Arguments:
+def arguments_of(make: Callable[..., Any], who: str, skip: int = 0) -> FactoryArguments:
     """Reads the signature, without the first ``skip`` arguments.
 
     Raises:
@@ -92,7 +92,9 @@ def arguments_of(make: Callable[..., Any], who: str, skip: int = 0) -> Arguments
             break
     required = tuple(name for name, parameter in names.items() if parameter.default is parameter.empty)
     kinds = {name: _kind(types.get(name), parameter.default) for name, parameter in names.items()}
-    return Arguments(tuple(names), required, {name: kind for name, kind in kinds.items() if kind is not None}, is_open)
+    return FactoryArguments(
+        tuple(names), required, {name: kind for name, kind in kinds.items() if kind is not None}, is_open
+    )
 
 
 def _kind(annotation: Any, default: Any) -> Any:
@@ -105,7 +107,9 @@ def _kind(annotation: Any, default: Any) -> Any:
     return float | int if annotation is None and isinstance(default, (int, float)) else None
 
 
-def read_knobs(who: str, arguments: Arguments, knobs: Mapping[str, Any], given: Collection[str] = ()) -> dict[str, Any]:
+def read_knobs(
+    who: str, arguments: FactoryArguments, knobs: Mapping[str, Any], given: Collection[str] = ()
+) -> dict[str, Any]:
     """The knobs as the arguments want them. ``given``: names that are no knobs, because the run gives them.
 
     Raises:

@@ -16,7 +16,7 @@ whoever writes it gathers it, one after another. Everything else is rank 0's wor
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """The part of a tensor that one rank has: a block of it, or of the row of all its entries."""
 
     values: torch.Tensor
@@ -39,20 +39,20 @@ class Parted:
     gather: Callable[[], torch.Tensor]
     """Makes it whole; collective."""
 
-    part: Callable[[], Part] | None = None
+    part: Callable[[], TensorPart] | None = None
     """This rank's, its own memory and not a copy; None where it can only be gathered."""
 
 
-def part_of(tensor: torch.Tensor) -> Part:
+def part_of(tensor: torch.Tensor) -> TensorPart:
     """The part that this rank has of a tensor that may be sharded; of copies, the first one is given."""
     if not isinstance(tensor, DTensor):
-        return Part(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
+        return TensorPart(tensor, (0,) * tensor.dim(), tuple(tensor.shape))
     local, coordinate = tensor.to_local(), tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "this rank has no part of it"
     if any(place.is_replicate() and at for place, at in zip(tensor.placements, coordinate, strict=True)):
         local = local.new_empty(0)
     start = tuple(tensor.__create_chunk_list__()[0].offsets)
-    return Part(local, start, tuple(tensor.shape))
+    return TensorPart(local, start, tuple(tensor.shape))
 
 
 @runtime_checkable

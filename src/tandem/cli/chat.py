@@ -59,7 +59,7 @@ def check(arguments: argparse.Namespace) -> None:
     device_of(arguments)
 
 
-class Partner(ABC):
+class ChatPartner(ABC):
     """Whoever answers."""
 
     @abstractmethod
@@ -75,7 +75,7 @@ class Partner(ABC):
         """End."""
 
 
-class LocalPartner(Partner):
+class LocalPartner(ChatPartner):
     """A model in this process. The conversation is kept as tokens."""
 
     def __init__(self, arguments: argparse.Namespace):
@@ -122,7 +122,7 @@ class LocalPartner(Partner):
         self._engine.close()
 
 
-class RemotePartner(Partner):
+class RemotePartner(ChatPartner):
     """A model that a server has. The conversation is kept as messages."""
 
     def __init__(self, arguments: argparse.Namespace):
@@ -177,19 +177,19 @@ def _first_model(base: str, answer: Any) -> str:
         raise ServerFailed(f"{base}/v1/models names no model: {str(answer)[:200]}", url=base, status=200) from None
 
 
-def partner_of(arguments: argparse.Namespace) -> Partner:
+def partner_of(arguments: argparse.Namespace) -> ChatPartner:
     remote = arguments.model.startswith(("http://", "https://"))
     return RemotePartner(arguments) if remote else LocalPartner(arguments)
 
 
-async def _say(partner: Partner, text: str) -> None:
+async def _say(partner: ChatPartner, text: str) -> None:
     async with aclosing(partner.answer(text)) as pieces:
         async for piece in pieces:
             print(piece, end="", flush=True)
     print(flush=True)
 
 
-def converse(partner: Partner, read: Callable[[], str]) -> None:
+def converse(partner: ChatPartner, read: Callable[[], str]) -> None:
     """Reads what the user says until there is no more."""
     while True:
         try:

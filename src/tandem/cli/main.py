@@ -18,7 +18,7 @@ from tandem.launch.local import EXIT_CONFIG, EXIT_FAILED, EXIT_FINAL, EXIT_INTER
 from tandem.launch.rank import failed_elsewhere, has_launcher, telling_errors
 
 
-class Command(NamedTuple):
+class SubCommand(NamedTuple):
     """A sub-command: the module, or ``module:object``, that has its `add_arguments(parser)` and its `run(arguments) -> int`,
     and its help."""
 
@@ -27,31 +27,33 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "train": Command("tandem.cli.training:TRAIN", "train a model with reinforcement learning"),
-    "sft": Command("tandem.cli.training:SFT", "fine-tune a model on questions and answers"),
-    "preference": Command("tandem.cli.training:PREFERENCE", "learn from preferences: DPO, IPO, KTO, SimPO, ORPO"),
-    "reward": Command("tandem.cli.training:REWARD", "train a reward model from ranked pairs or judged steps"),
-    "distill": Command("tandem.cli.training:DISTILL", "train a student on its own answers, judged by a teacher model"),
-    "continue": Command("tandem.cli.continue_run", "go on with an interrupted run, or train a finished one longer"),
-    "control": Command("tandem.cli.control", "change the reward of a run while it trains"),
-    "replay": Command("tandem.cli.replay", "run a step of a deterministic run again and compare the results"),
-    "runs": Command("tandem.cli.runs", "list runs: status, last metrics, checkpoints, size"),
-    "trajectories": Command("tandem.cli.trajectories", "look at the samples that were trained, and those that were dropped"),
-    "export": Command("tandem.cli.export", "copy the model of a run into a Hugging Face folder"),
-    "generate": Command("tandem.cli.generate", "let a model answer a prompt"),
-    "chat": Command("tandem.cli.chat", "chat with a model: a folder, a hub name or a server"),
-    "serve": Command("tandem.cli.serve", "serve a model over HTTP: OpenAI's protocol, and tokens for training runs"),
-    "serve-reward": Command("tandem.cli.serve_reward", "serve reward models over HTTP, for runs elsewhere"),
-    "algorithms": Command("tandem.cli.algorithms", "list the algorithms, or explain one"),
-    "eval": Command("tandem.cli.eval", "evaluate a model on data sets"),
-    "compare": Command("tandem.cli.compare", "compare two evaluations, with a test of significance"),
-    "check-reward": Command("tandem.cli.check_reward", "check a reward: speed, determinism, hangs, forged answers"),
-    "fleet": Command("tandem.cli.fleet", "list, add and remove the inference servers of a run"),
-    "verify-weights": Command("tandem.cli.verify_weights", "check which weights a server really serves"),
-    "plan": Command("tandem.cli.plan", "say how much memory, time and disk a run needs, and whether it fits"),
-    "graph": Command("tandem.cli.graph", "show the models of a run and the stages of a step, as text or as a picture"),
-    "config": Command("tandem.cli.config", "show the resolved configuration and where each value comes from"),
-    "doctor": Command("tandem.cli.doctor", "show what this machine has, for a bug report"),
+    "train": SubCommand("tandem.cli.training:TRAIN", "train a model with reinforcement learning"),
+    "sft": SubCommand("tandem.cli.training:SFT", "fine-tune a model on questions and answers"),
+    "preference": SubCommand("tandem.cli.training:PREFERENCE", "learn from preferences: DPO, IPO, KTO, SimPO, ORPO"),
+    "reward": SubCommand("tandem.cli.training:REWARD", "train a reward model from ranked pairs or judged steps"),
+    "distill": SubCommand("tandem.cli.training:DISTILL", "train a student on its own answers, judged by a teacher model"),
+    "continue": SubCommand("tandem.cli.continue_run", "go on with an interrupted run, or train a finished one longer"),
+    "control": SubCommand("tandem.cli.control", "change the reward of a run while it trains"),
+    "replay": SubCommand("tandem.cli.replay", "run a step of a deterministic run again and compare the results"),
+    "runs": SubCommand("tandem.cli.runs", "list runs: status, last metrics, checkpoints, size"),
+    "trajectories": SubCommand(
+        "tandem.cli.trajectories", "look at the samples that were trained, and those that were dropped"
+    ),
+    "export": SubCommand("tandem.cli.export", "copy the model of a run into a Hugging Face folder"),
+    "generate": SubCommand("tandem.cli.generate", "let a model answer a prompt"),
+    "chat": SubCommand("tandem.cli.chat", "chat with a model: a folder, a hub name or a server"),
+    "serve": SubCommand("tandem.cli.serve", "serve a model over HTTP: OpenAI's protocol, and tokens for training runs"),
+    "serve-reward": SubCommand("tandem.cli.serve_reward", "serve reward models over HTTP, for runs elsewhere"),
+    "algorithms": SubCommand("tandem.cli.algorithms", "list the algorithms, or explain one"),
+    "eval": SubCommand("tandem.cli.eval", "evaluate a model on data sets"),
+    "compare": SubCommand("tandem.cli.compare", "compare two evaluations, with a test of significance"),
+    "check-reward": SubCommand("tandem.cli.check_reward", "check a reward: speed, determinism, hangs, forged answers"),
+    "fleet": SubCommand("tandem.cli.fleet", "list, add and remove the inference servers of a run"),
+    "verify-weights": SubCommand("tandem.cli.verify_weights", "check which weights a server really serves"),
+    "plan": SubCommand("tandem.cli.plan", "say how much memory, time and disk a run needs, and whether it fits"),
+    "graph": SubCommand("tandem.cli.graph", "show the models of a run and the stages of a step, as text or as a picture"),
+    "config": SubCommand("tandem.cli.config", "show the resolved configuration and where each value comes from"),
+    "doctor": SubCommand("tandem.cli.doctor", "show what this machine has, for a bug report"),
 }
 
 EPILOG = """commands:

@@ -30,7 +30,7 @@ from tandem.planning.job import job_of, seats_of
 from tandem.planning.machine import Machine
 from tandem.planning.plan import Plan, make_plan
 from tandem.planning.remedy import (
-    Change,
+    Remedy,
     devices_needed,
     engine_gib,
     larger_devices,
@@ -122,15 +122,15 @@ def _arithmetic(config: Any, known: Known) -> str:
     return "\n".join(line for line in lines if not line.startswith(("Epoch", "Run")))
 
 
-def _seats(config: Any, machine: Machine) -> choose_backend.Machine:
+def _seats(config: Any, machine: Machine) -> choose_backend.BackendMachine:
     """The machine, as far as it decides which engine generates."""
     if machine.kind != "gpu" or not hasattr(config, "rollout"):
-        return choose_backend.Machine()
+        return choose_backend.BackendMachine()
     ranks = parse_layout(config.actor.backend).ranks
-    return choose_backend.Machine(machine.count, ranks, installed_servers(config.rollout))
+    return choose_backend.BackendMachine(machine.count, ranks, installed_servers(config.rollout))
 
 
-def _advice(plan: Plan, change: Change | None) -> str:
+def _advice(plan: Plan, change: Remedy | None) -> str:
     """Advice if no change of the configuration is enough: the size of weights and moments alone, and where they would
     fit."""
     if plan.fits or change is not None:

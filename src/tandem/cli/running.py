@@ -18,7 +18,7 @@ from tandem.config.errors import TandemError
 from tandem.config.experiment import BaseConfig
 from tandem.config.load import Resolved, load_config
 from tandem.launch.local import is_rank, run_ranks
-from tandem.launch.watch import Ended
+from tandem.launch.watch import LaunchEnd
 from tandem.state.existing import existing_run, is_held
 from tandem.state.resuming import may_go_on
 from tandem.state.run_folder import RunFolderInUse, record_failure, run_path
@@ -97,7 +97,7 @@ def run_training(arguments: argparse.Namespace, kind: type[BaseConfig], load: Ca
     return 0
 
 
-def write_failure(folder: Path, ended: Ended, restart: int | None) -> None:
+def write_failure(folder: Path, ended: LaunchEnd, restart: int | None) -> None:
     """Writes into the run folder how its ranks failed, if it was theirs; what cannot be written is said on the terminal."""
     if not ended.has_folder:
         return

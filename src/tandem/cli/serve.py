@@ -22,9 +22,9 @@ from tandem.cli.sampling import add_device_arguments, device_of
 from tandem.config.errors import ConfigError, TandemError
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.embedded import EmbeddedProcess
-from tandem.engines.inference.serve.limits import Limits
+from tandem.engines.inference.serve.limits import ServiceLimits
 from tandem.engines.inference.serve.routes import ServedEngine
-from tandem.engines.inference.serve.service import Service
+from tandem.engines.inference.serve.service import EngineService
 from tandem.engines.inference.serve.text import Tokenizers
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import resolve
@@ -33,7 +33,7 @@ from tandem.models.precision import resolve_dtype
 from tandem.protocol.access import Access
 from tandem.state.machine import usable_cores
 
-DEFAULTS = Limits(max_tokens=1)
+DEFAULTS = ServiceLimits(max_tokens=1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
         return asyncio.run(_serve(service, access, arguments, files))
 
 
-async def _serve(service: Service, access: Access, arguments: argparse.Namespace, files: dict[str, Path]) -> int:
+async def _serve(service: EngineService, access: Access, arguments: argparse.Namespace, files: dict[str, Path]) -> int:
     listening = Listening(ServedEngine(service), access, arguments, files)
     service.on_death = listening.stop.set
     try:
@@ -123,7 +123,7 @@ async def _serve(service: Service, access: Access, arguments: argparse.Namespace
     return 0
 
 
-def _service(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> Service:
+def _service(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> EngineService:
     """Loads the model in a process of its own, which ends with the stack."""
     device = device_of(arguments)
     threads = arguments.threads or usable_cores()
@@ -136,7 +136,7 @@ def _service(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> S
         threads=threads,
     )
     architecture = Architecture.from_config(read_hf_config(folder))
-    limits = Limits(
+    limits = ServiceLimits(
         max_tokens=arguments.max_model_len or architecture.max_position_embeddings,
         default_chat_tokens=arguments.default_chat_tokens,
         max_completions=arguments.max_completions,
@@ -150,7 +150,7 @@ def _service(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> S
     dtype = resolve_dtype(arguments.dtype, device)
     engine = EmbeddedProcess.start(folder, config, dtype, device, version=version, threads=threads)
     stack.callback(engine.close)
-    return Service(
+    return EngineService(
         engine,
         tokenizers,
         arguments.name or Path(arguments.model).name,

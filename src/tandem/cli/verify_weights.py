@@ -24,7 +24,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.fleet import FleetConfig, parse_address
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
-from tandem.engines.inference.build import KINDS, Terms, build_inference_engine
+from tandem.engines.inference.build import KINDS, ServerTerms, build_inference_engine
 from tandem.models.precision import DTYPES, resolve_dtype
 from tandem.proof.verify_server import Model, find_model, verify_engine
 from tandem.state.machine import usable_cores
@@ -72,7 +72,7 @@ def connect(address: str | None, model: Model, rollout: RolloutConfig, device: s
         raise ConfigError(f"{address}: nothing can attach to servers of kind {kind}")
     dtype = resolve_dtype(rollout.dtype, device)
     version = WeightVersion(model.number)
-    return attach(Terms(rollout, rollout.engine, model.folder, dtype, device, False, version, None), url)
+    return attach(ServerTerms(rollout, rollout.engine, model.folder, dtype, device, False, version, None), url)
 
 
 def run(arguments: argparse.Namespace) -> int:

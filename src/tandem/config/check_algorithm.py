@@ -7,7 +7,7 @@ from tandem.config.algorithm import Component
 from tandem.config.arithmetic import rewards_of
 from tandem.config.experiment import TrainConfig
 from tandem.config.nearest import nearest_names
-from tandem.config.parts import PARTS, Part, part_of
+from tandem.config.parts import PARTS, PartRecord, part_of
 
 TERM = re.compile(r"(?:^|\+)\s*(?:[-\d.eE]+\s*\*\s*)?([A-Za-z_]\w*)(?=\s*(?:\(|\+|$))")
 """The name of each term of a sum of rewards."""
@@ -18,7 +18,7 @@ SEQUENCE = "its ratio is one for the whole trajectory, and a weight of single to
 NAMED = "it judges each named reward by itself"
 
 
-def demands(config: TrainConfig) -> tuple[tuple[str, Part], ...]:
+def demands(config: TrainConfig) -> tuple[tuple[str, PartRecord], ...]:
     """(key=value, record) of the advantage and of the policy loss."""
     advantage, loss = config.algorithm.advantage.name, config.algorithm.policy_loss.name
     return (
@@ -133,7 +133,7 @@ def _whitening(config: TrainConfig) -> Iterator[str]:
         )
 
 
-def _on_policy(config: TrainConfig, choice: str, part: Part) -> Iterator[str]:
+def _on_policy(config: TrainConfig, choice: str, part: PartRecord) -> Iterator[str]:
     if not part.on_policy:
         return
     updates = config.actor.mini_batches * config.actor.epochs_per_batch
@@ -151,7 +151,7 @@ def _on_policy(config: TrainConfig, choice: str, part: Part) -> Iterator[str]:
         )
 
 
-def _weight(config: TrainConfig, choice: str, part: Part) -> Iterator[str]:
+def _weight(config: TrainConfig, choice: str, part: PartRecord) -> Iterator[str]:
     correction = config.algorithm.correction
     if correction.weight == "none":
         return
@@ -167,7 +167,7 @@ def _weight(config: TrainConfig, choice: str, part: Part) -> Iterator[str]:
         )
 
 
-def _named_rewards(config: TrainConfig, choice: str, part: Part) -> Iterator[str]:
+def _named_rewards(config: TrainConfig, choice: str, part: PartRecord) -> Iterator[str]:
     if not part.needs_named_rewards:
         return
     kl = config.algorithm.kl

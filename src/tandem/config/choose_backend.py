@@ -11,7 +11,7 @@ from tandem.config.preference import DistillConfig, training_config
 
 
 @dataclass(frozen=True)
-class Machine:
+class BackendMachine:
     """The machine, as far as it decides which engine generates."""
 
     gpus: int = 0
@@ -24,14 +24,16 @@ class Machine:
     """Kinds of server whose library is there, of `vllm` and `sglang`; the first one is preferred."""
 
 
-class Choice(NamedTuple):
+class BackendChoice(NamedTuple):
     """A `rollout.backend`, and why."""
 
     backend: str
     reason: str
 
 
-def choose_backend(config: Any, machine: Machine, before: str | None = None, written: Iterable[str] = ()) -> Choice:
+def choose_backend(
+    config: Any, machine: BackendMachine, before: str | None = None, written: Iterable[str] = ()
+) -> BackendChoice:
     """``config``: of a run that generates, with `rollout.backend=auto`. ``before``: what the run that goes on has
     generated with so far. ``written``: the keys that the user set himself.
 
@@ -40,22 +42,24 @@ def choose_backend(config: Any, machine: Machine, before: str | None = None, wri
     """
     trained = training_config(config) if isinstance(config, DistillConfig) else config
     if before is not None:
-        return Choice(before, "as the run began")
+        return BackendChoice(before, "as the run began")
     if machine.gpus == 0:
-        return Choice("embedded", "there is no GPU")
+        return BackendChoice("embedded", "there is no GPU")
     if not machine.installed:
-        return Choice("embedded", f"neither vLLM nor SGLang is installed ({install_extra('vllm')}, or docs/servers.md)")
+        return BackendChoice(
+            "embedded", f"neither vLLM nor SGLang is installed ({install_extra('vllm')}, or docs/servers.md)"
+        )
     if trained.memory_limit_gib is not None:
         limit = f"memory_limit_gib={trained.memory_limit_gib:g}"
-        return Choice("embedded", f"{limit}, and a server would take a fixed share of the device while it generates")
+        return BackendChoice("embedded", f"{limit}, and a server would take a fixed share of the device while it generates")
     kind = machine.installed[0]
     shared = placement(trained) == "colocate"
     count = machine.ranks if shared else machine.gpus - machine.ranks
     if count < 1:
-        return Choice("embedded", f"training has all {machine.gpus} GPUs, which leaves none for {kind}")
-    choice = Choice(f"{kind}:d{count}", f"{kind} is installed, and there are GPUs")
+        return BackendChoice("embedded", f"training has all {machine.gpus} GPUs, which leaves none for {kind}")
+    choice = BackendChoice(f"{kind}:d{count}", f"{kind} is installed, and there are GPUs")
     on_gpu = replace(config, device="cuda")
     known = set(problems(on_gpu, written := tuple(written)))
     served = replace(on_gpu, rollout=replace(config.rollout, backend=choice.backend))
     refused = next((problem for problem in problems(served, written) if problem not in known), None)
-    return choice if refused is None else Choice("embedded", refused)
+    return choice if refused is None else BackendChoice("embedded", refused)

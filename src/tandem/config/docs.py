@@ -13,7 +13,7 @@ from tandem.config.data import SourceConfig
 from tandem.config.evaluation import EvaluationConfig, EvaluationData
 from tandem.config.experiment import BaseConfig, SFTConfig, TrainConfig
 from tandem.config.keys import field_types, section
-from tandem.config.parts import PARTS, Part
+from tandem.config.parts import PARTS, PartRecord
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
 from tandem.config.presets import PRESETS
 from tandem.config.terms import Spec
@@ -130,7 +130,7 @@ def _choices() -> Iterator[str]:
         yield from ("", f"### `algorithm.{field}`", "", "| choice | knobs |", "|---|---|", *_knobs(choices))
 
 
-def _knobs(choices: Mapping[str, Part]) -> Iterator[str]:
+def _knobs(choices: Mapping[str, PartRecord]) -> Iterator[str]:
     """A row for each choice."""
     for name, part in choices.items():
         cells = []

@@ -75,7 +75,7 @@ def _shown(bound: float) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
+class PartRecord:
     """The record of one named part. The reasons complete "…, because"; an empty one demands nothing."""
 
     formula: str = ""
@@ -153,7 +153,7 @@ class Part:
         return "chosen" in self.asks
 
 
-PARTS: dict[str, dict[str, Part]] = {
+PARTS: dict[str, dict[str, PartRecord]] = {
     "shaping": {},
     "filter": {},
     "advantage": {},
@@ -167,14 +167,14 @@ PARTS: dict[str, dict[str, Part]] = {
 }
 """Field of `AlgorithmConfig`, in the order in which a batch meets them, or `loss` of `PreferenceConfig` → name → record."""
 
-_OF_FILES: dict[tuple[str, str], Part] = {}
+_OF_FILES: dict[tuple[str, str], PartRecord] = {}
 
 
-def part_of(kind: str, name: str) -> Part:
+def part_of(kind: str, name: str) -> PartRecord:
     """The record of a registered name, or of ``my_file.py:function`` once it was loaded; else one that says nothing."""
-    return PARTS[kind].get(name) or _OF_FILES.get((kind, os.path.abspath(name))) or Part(known=False)
+    return PARTS[kind].get(name) or _OF_FILES.get((kind, os.path.abspath(name))) or PartRecord(known=False)
 
 
-def keep_part(kind: str, name: str, part: Part) -> None:
+def keep_part(kind: str, name: str, part: PartRecord) -> None:
     """Keeps the record of a function in a file, ``my_file.py:function``, for `part_of`."""
     _OF_FILES[kind, os.path.abspath(name)] = part

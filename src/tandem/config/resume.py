@@ -66,7 +66,7 @@ AS_BEFORE = {"rollout.backend": "auto"}
 """Key → its value that asks for whatever the run began with."""
 
 
-class Difference(NamedTuple):
+class KeyDifference(NamedTuple):
     """One key that a run began with another value of."""
 
     path: tuple[str, ...]
@@ -101,7 +101,7 @@ class Difference(NamedTuple):
 
 def differences(
     before: Mapping[str, Any], now: Mapping[str, Any], defaults: Mapping[str, Any], outer: tuple[str, ...] = ()
-) -> Iterator[Difference]:
+) -> Iterator[KeyDifference]:
     """Between two whole configurations as plain data. ``defaults``: what a key has that the older one does not know yet."""
     for name in {**now, **before}:
         old, value = (side.get(name, defaults.get(name)) for side in (before, now))
@@ -109,7 +109,7 @@ def differences(
             inner = defaults.get(name)
             yield from differences(old, value, inner if isinstance(inner, Mapping) else {}, (*outer, name))
         elif old != value and AS_BEFORE.get(".".join((*outer, name)), old) != value:
-            yield Difference((*outer, name), old, value, added=name not in before and name not in defaults)
+            yield KeyDifference((*outer, name), old, value, added=name not in before and name not in defaults)
 
 
 def is_free(key: str) -> bool:

@@ -30,7 +30,7 @@ class Draft:
         """One layer. A component's name is set before its knobs, in whatever order they stand."""
         for item in sorted(assignments, key=lambda a: (len(a.path), a.path[-1] != "name")):
             try:
-                _assign(self.cls, self.tree, item.path, item.value, _Place((), item.source, self))
+                _assign(self.cls, self.tree, item.path, item.value, _KeyPlace((), item.source, self))
             except ConfigError as error:
                 self.errors.append(str(error))
 
@@ -40,14 +40,14 @@ class Draft:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Place:
+class _KeyPlace:
     """A place in the configuration, for error messages and sources."""
 
     prefix: tuple[str, ...]
     source: str
     draft: Draft
 
-    def inside(self, name: str) -> "_Place":
+    def inside(self, name: str) -> "_KeyPlace":
         return dataclasses.replace(self, prefix=(*self.prefix, name))
 
     @property
@@ -61,7 +61,7 @@ class _Place:
         self.draft.sources[self.key] = self.source
 
 
-def _assign(kind: Any, tree: Tree, path: tuple[str, ...], value: Any, place: _Place) -> None:
+def _assign(kind: Any, tree: Tree, path: tuple[str, ...], value: Any, place: _KeyPlace) -> None:
     """Puts one value into the tree of a dataclass ``kind``."""
     if not path:
         if (isinstance(value, Scalar) and value.value is None) or value == {}:
@@ -90,7 +90,7 @@ def _assign(kind: Any, tree: Tree, path: tuple[str, ...], value: Any, place: _Pl
         place.record()
 
 
-def _unknown(place: _Place, rest: tuple[str, ...], value: Any) -> ConfigError:
+def _unknown(place: _KeyPlace, rest: tuple[str, ...], value: Any) -> ConfigError:
     wanted = ".".join((*place.prefix, *rest))
     keys = list(all_keys(place.draft.cls))
     foreign = hint(wanted, keys)
@@ -105,7 +105,7 @@ def _unknown(place: _Place, rest: tuple[str, ...], value: Any) -> ConfigError:
     return ConfigError(f"{text}; {section_name or 'the top level'} has {', '.join(there)}")
 
 
-def _component(tree: Tree, name: str, rest: tuple[str, ...], value: Any, place: _Place) -> None:
+def _component(tree: Tree, name: str, rest: tuple[str, ...], value: Any, place: _KeyPlace) -> None:
     """``rest``: () or (name,) for the choice, (knob,) or (knobs, knob) for one of its knobs."""
     part: Tree = tree.setdefault(name, {"name": None, "knobs": {}})
     if rest in ((), ("name",)):
@@ -129,7 +129,7 @@ def _component(tree: Tree, name: str, rest: tuple[str, ...], value: Any, place: 
     place.record()
 
 
-def _spec(kind: Any, tree: Tree, name: str, rest: tuple[str, ...], value: Any, place: _Place) -> None:
+def _spec(kind: Any, tree: Tree, name: str, rest: tuple[str, ...], value: Any, place: _KeyPlace) -> None:
     """A name of a service, or ``{name: …, knob: …}``, of which `_build` makes one text."""
     if rest and rest[0] in ("by", "recipes"):
         if not isinstance(tree.get(name), dict) or "knobs" in tree[name]:
@@ -144,7 +144,7 @@ def _spec(kind: Any, tree: Tree, name: str, rest: tuple[str, ...], value: Any, p
         place.record()
 
 
-def _mapping(kind: Any, tree: Tree, name: str, rest: tuple[str, ...], value: Any, place: _Place) -> None:
+def _mapping(kind: Any, tree: Tree, name: str, rest: tuple[str, ...], value: Any, place: _KeyPlace) -> None:
     """Free keys and values; single keys are added to those that are there."""
     inner = get_args(kind)[1]
     if len(rest) > 1 and inner is not Any:
@@ -161,7 +161,7 @@ def _mapping(kind: Any, tree: Tree, name: str, rest: tuple[str, ...], value: Any
     place.record()
 
 
-def _value(kind: Any, value: Any, place: _Place) -> Any:
+def _value(kind: Any, value: Any, place: _KeyPlace) -> Any:
     """A coerced value; tuples of dataclasses are built item by item."""
     item = get_args(kind)[0] if get_origin(kind) is tuple else None
     if not (isinstance(item, type) and dataclasses.is_dataclass(item)):
@@ -177,7 +177,7 @@ def _value(kind: Any, value: Any, place: _Place) -> Any:
     return tuple(_item(item, entry, where) for entry, where in zip(items, places, strict=True))
 
 
-def _item(kind: type, value: Any, place: _Place) -> Any:
+def _item(kind: type, value: Any, place: _KeyPlace) -> Any:
     """One element of a tuple of dataclasses, from a mapping, or from its first field alone."""
     first = next(iter(field_types(kind)))
     entries = value if isinstance(value, Mapping) else {first: value}

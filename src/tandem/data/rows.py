@@ -10,7 +10,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.nearest import nearest_names
 from tandem.data.files import RawRow
 from tandem.data.programs import find_layout
-from tandem.data.programs.layout import Layout
+from tandem.data.programs.layout import ProgramLayout
 
 PROMPTS = ("messages", "prompt", "question", "problem", "instruction")
 ANSWERS = ("answer", "solution", "completion", "response")
@@ -45,7 +45,7 @@ def normalise(raw: Sequence[RawRow], config: DatasetConfig, *, source: str, rewa
     return [_row(row, prompt, answer, config.prompt_suffix, source, reward) for row in raw]
 
 
-def _program(raw: RawRow, layout: Layout, config: DatasetConfig) -> RawRow:
+def _program(raw: RawRow, layout: ProgramLayout, config: DatasetConfig) -> RawRow:
     """The row with its tests in the one case format; with the layout's question and reference where no column is named."""
     try:
         tests = layout.tests(raw.columns)

@@ -59,7 +59,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Terms:
+class AskingTerms:
     """The terms on which samples are asked for."""
 
     seed: int = 0
@@ -99,7 +99,7 @@ async def ask(
     engine: GeneratesTokens,
     workflow: RolloutWorkflow,
     asks: Sequence[Ask],
-    terms: Terms,
+    terms: AskingTerms,
     *,
     on_answer: Callable[[Answer], None] | None = None,
     on_issue: Callable[[], None] | None = None,
@@ -144,7 +144,7 @@ async def ask_together(
     engine: InferenceEngine,
     workflow: RolloutWorkflow,
     asks: Sequence[Ask],
-    terms: Terms,
+    terms: AskingTerms,
     *,
     on_answer: Callable[[Answer], None] | None = None,
 ) -> list[Answer]:
@@ -165,7 +165,7 @@ async def _ask_wave(
     engine: InferenceEngine,
     workflow: RolloutWorkflow,
     asks: Sequence[Ask],
-    terms: Terms,
+    terms: AskingTerms,
     on_answer: Callable[[Answer], None] | None,
 ) -> list[Answer]:
     issued, everybody = 0, asyncio.Event()
@@ -199,7 +199,7 @@ async def _ask_one(
     engine: GeneratesTokens,
     workflow: RolloutWorkflow,
     item: Ask,
-    terms: Terms,
+    terms: AskingTerms,
     place: _Place,
     on_issue: Callable[[], None] | None,
 ) -> Answer:

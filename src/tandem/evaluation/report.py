@@ -12,7 +12,7 @@ from tandem.tracking.progress import duration
 EVERY_S = 5.0
 
 
-class Progress:
+class ProgressLine:
     """A line now and then: samples done, accuracy so far, tokens a second, and the time left at the pace so far."""
 
     def __init__(self, total: int, done: int, file: TextIO | None = None):

@@ -20,7 +20,7 @@ SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Call:
+class RewardCall:
     """One judgement."""
 
     row: int
@@ -51,15 +51,15 @@ class RewardCheck:
     unfit: Mapping[int, str]
     """Row → why the reward cannot judge it."""
 
-    references: Sequence[Call]
-    swapped: Sequence[Call]
+    references: Sequence[RewardCall]
+    swapped: Sequence[RewardCall]
     """Each row with the reference of another."""
 
-    repeated: Sequence[tuple[Call, Call]]
+    repeated: Sequence[tuple[RewardCall, RewardCall]]
     """The same answer, twice."""
 
-    stalls: Sequence[Call]
-    forged: Sequence[Call]
+    stalls: Sequence[RewardCall]
+    forged: Sequence[RewardCall]
     deadline_s: float
     per_second: float
     """References judged a second, when all are asked for at once."""
@@ -77,7 +77,7 @@ class Asker:
     def __init__(self, reward: RewardFn, deadline_s: float):
         self.reward, self.deadline_s = reward, deadline_s
 
-    async def call(self, number: int, row: Mapping[str, Any], what: str, answer: str) -> Call:
+    async def call(self, number: int, row: Mapping[str, Any], what: str, answer: str) -> RewardCall:
         """One judgement; a failure is a value, and so is a call that never ends."""
         began = time.monotonic()
         ids = tuple(range(len(answer) // 4))  # four letters a token
@@ -87,16 +87,16 @@ class Asker:
         try:
             result = await asyncio.wait_for(asked, 2 * self.deadline_s + GRACE_S)
         except RewardFailure as failure:
-            return Call(number, what, time.monotonic() - began, failed=failure.reason)
+            return RewardCall(number, what, time.monotonic() - began, failed=failure.reason)
         except TimeoutError:
-            return Call(number, what, time.monotonic() - began, failed="hangs")
-        return Call(number, what, time.monotonic() - began, result.value, result.accuracy)
+            return RewardCall(number, what, time.monotonic() - began, failed="hangs")
+        return RewardCall(number, what, time.monotonic() - began, result.value, result.accuracy)
 
-    async def one_by_one(self, asked: Iterable[tuple[int, Mapping[str, Any], str, str]]) -> list[Call]:
+    async def one_by_one(self, asked: Iterable[tuple[int, Mapping[str, Any], str, str]]) -> list[RewardCall]:
         """Each after the other, so that times are those of the reward alone."""
         return [await self.call(*one) for one in asked]
 
-    async def together(self, asked: Iterable[tuple[int, Mapping[str, Any], str, str]]) -> list[Call]:
+    async def all_at_once(self, asked: Iterable[tuple[int, Mapping[str, Any], str, str]]) -> list[RewardCall]:
         """All at once."""
         return list(await asyncio.gather(*(self.call(*one) for one in asked)))
 
@@ -120,12 +120,12 @@ def check_reward(reward: RewardFn, rows: Sequence[Mapping[str, Any]], deadline_s
             if other != answer
         ]
         references, began = await asker.one_by_one(true), time.monotonic()
-        again = await asker.together(true)
+        again = await asker.all_at_once(true)
         per_second = len(true) / (time.monotonic() - began)
-        swapped = await asker.together(mixed)
-        swapped_again = await asker.together(mixed)
+        swapped = await asker.all_at_once(mixed)
+        swapped_again = await asker.all_at_once(mixed)
         stalls = await asker.one_by_one((*fit[0], what, answer) for what, answer in STALLS.items())
-        forged = await asker.together((number, row, *one) for number, row in fit for one in forgeries(row))
+        forged = await asker.all_at_once((number, row, *one) for number, row in fit for one in forgeries(row))
         pairs = list(zip([*references, *swapped], [*again, *swapped_again], strict=True))
         return RewardCheck(len(rows), unfit, references, swapped, pairs, stalls, forged, deadline_s, per_second)
 
@@ -170,7 +170,7 @@ def problems_of(result: RewardCheck) -> list[str]:
     return said
 
 
-def examples(calls: Sequence[Call]) -> str:
+def examples(calls: Sequence[RewardCall]) -> str:
     """Some of them in words."""
     words = [
         f"row {call.row + 1}, {call.what} ({call.failed or f'{call.value:g}'}, {call.seconds:.2f} s)"

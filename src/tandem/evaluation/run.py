@@ -26,11 +26,11 @@ from tandem.config.services import NAMED
 from tandem.config.terms import read_term
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.check import check_inference_engine
-from tandem.evaluation.asking import Answer, Ask, Terms, ask, ask_together
+from tandem.evaluation.asking import Answer, Ask, AskingTerms, ask, ask_together
 from tandem.evaluation.folder import RESULTS, EvaluationFolder
 from tandem.evaluation.numbers import mean_interval
 from tandem.evaluation.questions import Questions, make_judges, open_questions
-from tandem.evaluation.report import Progress, notes, table
+from tandem.evaluation.report import ProgressLine, notes, table
 from tandem.evaluation.scores import DataScores, Estimate, plain, score_data
 from tandem.flow.process import uses_gpu
 from tandem.flow.services import asks_for_reward, check_names, make_workflow, open_services, refuse_unused
@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Machine:
+class EvaluationMachine:
     """The machine on which answers are computed; it decides about their last bits."""
 
     device: str
@@ -65,7 +65,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Finished:
+class EvaluationResult:
     """A finished evaluation."""
 
     folder: Path
@@ -83,7 +83,7 @@ def evaluation_path(config: EvaluationConfig) -> Path:
 class Checked:
     """An evaluation that can start."""
 
-    machine: Machine
+    machine: EvaluationMachine
     questions: Sequence[Questions]
     services: Services
     workflow: RolloutWorkflow
@@ -146,7 +146,7 @@ def try_evaluation(config: EvaluationConfig) -> None:
         EvaluationFolder.check(path, None)
 
 
-def evaluate_model(resolved: Resolved[Any]) -> Finished:
+def evaluate_model(resolved: Resolved[Any]) -> EvaluationResult:
     """Runs it, or what is left of it.
 
     Raises:
@@ -166,7 +166,7 @@ def evaluate_model(resolved: Resolved[Any]) -> Finished:
             EvaluationFolder.open(evaluation_path(config), settings(config, questions, model, machine, checked.partner))
         )
         answers = folder.recorded(waves)
-        progress = Progress(total, len(answers))
+        progress = ProgressLine(total, len(answers))
         if len(answers) < total:
             warn_of_comparisons(workflow)
             engine = make_engine(config, machine, model)
@@ -184,7 +184,7 @@ def evaluate_model(resolved: Resolved[Any]) -> Finished:
         if progress.made:
             lines.append(progress.summary())
         judged = sum(answer.failed is None for answer in answers)
-        return Finished(folder.path, results, "\n".join(lines), judged)
+        return EvaluationResult(folder.path, results, "\n".join(lines), judged)
 
 
 async def _go_on(
@@ -194,10 +194,10 @@ async def _go_on(
     answers: list[Answer],
     folder: EvaluationFolder,
     config: EvaluationConfig,
-    progress: Progress,
+    progress: ProgressLine,
 ) -> None:
     """All waves that are not recorded, one after the other; ``answers`` grows."""
-    terms = Terms(config.seed, config.episode_timeout_s, config.max_retries, max_concurrent=workflow.at_once)
+    terms = AskingTerms(config.seed, config.episode_timeout_s, config.max_retries, max_concurrent=workflow.at_once)
     before = 0
     for wave in waves:
         before += len(wave)
@@ -211,22 +211,24 @@ async def _go_on(
         answers += found
 
 
-def settle_machine(config: EvaluationConfig) -> Machine:
+def settle_machine(config: EvaluationConfig) -> EvaluationMachine:
     """Device, threads and precision, as resolved here.
 
     Raises:
         ConfigError: `device=cuda` without a GPU.
     """
     device = "cuda" if uses_gpu(config.device) else "cpu"
-    return Machine(device, config.threads or usable_cores(), str(resolve_dtype(config.dtype, device)).removeprefix("torch."))
+    return EvaluationMachine(
+        device, config.threads or usable_cores(), str(resolve_dtype(config.dtype, device)).removeprefix("torch.")
+    )
 
 
-def rollout_of(config: EvaluationConfig, machine: Machine) -> RolloutConfig:
+def rollout_of(config: EvaluationConfig, machine: EvaluationMachine) -> RolloutConfig:
     """The engine's configuration, as a run would have it."""
     return RolloutConfig(dtype=machine.dtype, engine=config.engine)  # type: ignore[arg-type]
 
 
-def make_engine(config: EvaluationConfig, machine: Machine, model: Path) -> InferenceEngine:
+def make_engine(config: EvaluationConfig, machine: EvaluationMachine, model: Path) -> InferenceEngine:
     return build_inference_engine(
         rollout_of(config, machine),
         folder=model,
@@ -237,7 +239,7 @@ def make_engine(config: EvaluationConfig, machine: Machine, model: Path) -> Infe
     )
 
 
-def make_partner(config: EvaluationConfig, machine: Machine, model: Path) -> WritingModel:
+def make_partner(config: EvaluationConfig, machine: EvaluationMachine, model: Path) -> WritingModel:
     """The model that the workflow talks to, awake."""
     settings = replace(config.engine, threads=machine.threads, max_model_len=None)
     dtype = resolve_dtype(config.dtype, machine.device)
@@ -259,7 +261,11 @@ def plan(questions: Sequence[Questions], config: EvaluationConfig) -> list[list[
 
 
 def settings(
-    config: EvaluationConfig, questions: Sequence[Questions], model: Path, machine: Machine, partner: str | None = None
+    config: EvaluationConfig,
+    questions: Sequence[Questions],
+    model: Path,
+    machine: EvaluationMachine,
+    partner: str | None = None,
 ) -> dict[str, Any]:
     """Everything that the answers depend on; an evaluation goes on only where it agrees."""
     named = {name: spec for name in NAMED if (spec := getattr(config, name)) is not None}

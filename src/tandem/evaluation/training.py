@@ -11,7 +11,7 @@ from tandem.api.samples import Group, Sample
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
 from tandem.config.arithmetic import evaluation_places, generating_ranks
 from tandem.config.experiment import TrainConfig
-from tandem.evaluation.asking import Answer, Ask, Terms, ask, ask_together, failed, judged
+from tandem.evaluation.asking import Answer, Ask, AskingTerms, ask, ask_together, failed, judged
 from tandem.evaluation.scores import metrics_of
 from tandem.flow.parts import Rows
 from tandem.flow.session import Session
@@ -38,14 +38,14 @@ async def ask_rows(
     Where the workflow makes a group, its mean counts. It stands outside the staleness gate: evaluation episodes take no
     slot and are never trained on. ``deadline_s`` counts from a sample's turn, of which there are ``max_concurrent`` at once.
     ``together``: as one wave that the engine stands still for, so that two deterministic runs are equal (nothing else may be
-    running). ``on_samples``: see `Terms`. ``part``: of the rows, those to ask; they keep their numbers.
+    running). ``on_samples``: see `AskingTerms`. ``part``: of the rows, those to ask; they keep their numbers.
     """
     asks = [
         Ask(str(row.get("source") or ""), index, sample, row)
         for index, row in list(enumerate(rows))[part]
         for sample in range(n_samples)
     ]
-    terms = Terms(seed=seed, timeout_s=deadline_s, max_concurrent=max_concurrent, on_samples=on_samples)
+    terms = AskingTerms(seed=seed, timeout_s=deadline_s, max_concurrent=max_concurrent, on_samples=on_samples)
     if together and isinstance(engine, InferenceEngine):
         rounds = math.ceil(len(asks) / (max_concurrent or len(asks) or 1))
         terms = replace(terms, timeout_s=deadline_s * max(1, rounds))  # all turns begin at once

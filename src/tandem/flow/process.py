@@ -18,7 +18,7 @@ from tandem.api.activity import activity
 from tandem.api.team import Team
 from tandem.config.arithmetic import placement
 from tandem.config.backend import parse_layout
-from tandem.config.choose_backend import Machine, choose_backend
+from tandem.config.choose_backend import BackendMachine, choose_backend
 from tandem.config.devices import DeviceMap, devices_of
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
@@ -170,7 +170,7 @@ def start_process(config: BaseConfig) -> Process:
 # ------------------------------------------------------------------ rollout.backend=auto
 
 
-def decided(resolved: Resolved[C], machine: Machine | None = None) -> Resolved[C]:
+def decided(resolved: Resolved[C], machine: BackendMachine | None = None) -> Resolved[C]:
     """The same configuration, its backend decided; the source of the key is the reason. ``machine``: another one than this.
 
     Raises:
@@ -187,16 +187,16 @@ def decided(resolved: Resolved[C], machine: Machine | None = None) -> Resolved[C
     return Resolved(replace(config, rollout=rollout), {**resolved.sources, BACKEND: f"auto: {choice.reason}"})
 
 
-def machine_here(config: TrainConfig | DistillConfig) -> Machine:
+def machine_here(config: TrainConfig | DistillConfig) -> BackendMachine:
     """This machine, for a run. Servers are only looked for where there is a GPU.
 
     Raises:
         ConfigError: `device=cuda` where there is none.
     """
     if not uses_gpu(config.device):
-        return Machine()
+        return BackendMachine()
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", parse_layout(config.actor.backend).ranks))
-    return Machine(torch.cuda.device_count(), ranks, installed_servers(config.rollout))
+    return BackendMachine(torch.cuda.device_count(), ranks, installed_servers(config.rollout))
 
 
 def told(resolved: Resolved[TrainConfig | DistillConfig]) -> str:

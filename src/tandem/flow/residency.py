@@ -14,7 +14,7 @@ from tandem.api.failures import WaitTimeout
 from tandem.api.team import Team
 from tandem.flow.plan import Resident
 from tandem.flow.process import Process
-from tandem.flow.sleep_plan import GIB, Moves, Part, SleepPlan, State
+from tandem.flow.sleep_plan import GIB, Moves, Part, SleepPlan, SleepState
 from tandem.flow.state_parts import ENGINE
 from tandem.models.allocator import give_back, mapped_blocks
 from tandem.tracking.statistics import PhaseTimer
@@ -60,7 +60,7 @@ class Residency:
         self.plan = plan if plan is not None and plan.sleeps else None
         self._open_model = open_model
         self._scratch, self._timer, self._idle_timeout_s = scratch, timer, idle_timeout_s
-        self._state = State(set(self.plan.beginning) if self.plan is not None else set())
+        self._state = SleepState(set(self.plan.beginning) if self.plan is not None else set())
         self._models: dict[str, TrainEngine | WritingModel] = {}
         self._engine: InferenceEngine | None = None
         self._deliver_again: Callable[[], None] = lambda: None
@@ -106,14 +106,14 @@ class Residency:
         assert plan is not None, "a budget stays"
         if self.plan is None:  # nothing slept so far
             there = {part for part in plan.parts if part.resident == ENGINE or part.resident in self._models}
-            self._state = State(there, changed={part for part in there if plan.parts[part].leaving})
+            self._state = SleepState(there, changed={part for part in there if plan.parts[part].leaving})
         else:
 
             def stay(parts: set[Part]) -> set[Part]:
                 renamed = {Part(names[part.resident], part.what) for part in parts if part.resident in names}
                 return renamed & set(plan.parts)
 
-            self._state = State(stay(self._state.awake), stay(self._state.changed), stay(self._state.copied))
+            self._state = SleepState(stay(self._state.awake), stay(self._state.changed), stay(self._state.copied))
         self.plan = plan
 
     def enter(self, name: str) -> None:

@@ -22,7 +22,7 @@ from tandem.flow.run import Runner
 from tandem.flow.steps import last_tokens, step_spans
 from tandem.flow.writing import Judged, WritingRole
 from tandem.rewards.combination import Combination, Scored, is_open
-from tandem.rewards.written import Written
+from tandem.rewards.written import WritingReward
 from tandem.rollout.failure_budget import FailureLog, least_samples, too_few
 
 T = TypeVar("T")
@@ -44,13 +44,13 @@ class ModelReader:
         self._chat = ChatEncoder(tokenizer, max_length=max_length)
 
     def conversation(self, sample: Sample, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Implements `Reader.conversation`: the messages of the sample, or those of its row and the completion."""
+        """Implements `ScoreReader.conversation`: the messages of the sample, or those of its row and the completion."""
         return self.chat(_messages(sample, row))
 
     def steps(
         self, sample: Sample, row: Mapping[str, Any], separator: str, *, marker: str = "", place: bool = False
     ) -> dict[str, Any]:
-        """Implements `Reader.steps`. A reply without words is one step, which ends with the last token."""
+        """Implements `ScoreReader.steps`. A reply without words is one step, which ends with the last token."""
         *prompt, reply = _messages(sample, row)
         text = str(reply.get("content") or "")
         spans = step_spans(text, separator)
@@ -83,7 +83,7 @@ class ModelReader:
         return self.text(rendered)
 
     def text(self, text: str) -> dict[str, Any]:
-        """Implements `Reader.text`."""
+        """Implements `ScoreReader.text`."""
         ids = self._chat.encode(text)
         if not ids:
             raise DataFailure("empty_text", "there is nothing for the model to read")
@@ -92,7 +92,7 @@ class ModelReader:
         return _fields(Encoded(ids, [False] + [True] * (len(ids) - 1)))
 
     def trajectory(self, sample: Sample) -> dict[str, Any]:
-        """Implements `Reader.trajectory`."""
+        """Implements `ScoreReader.trajectory`."""
         if not self.same_tokens:
             raise ConfigError(
                 "this model has other tokens than the actor, so it cannot read the actor's: use conversation()"
@@ -184,7 +184,7 @@ class ScoreRole:
             return run_user_code(term.name, function, **named)
 
 
-class GroupScorer:
+class ModelGroupScorer:
     """Gives finished groups the rewards that need a model, one model after another, and then whatever of the reward is added
     when the batch is there. It is false while nothing is."""
 
@@ -232,7 +232,7 @@ class GroupScorer:
         for planned in self.plan.scores:
             stage = self.plan.stage(planned.stage)
             assert stage is not None, "the plan has a stage for each score"
-            if isinstance(planned.score, Written) and planned.score.compares and not training:
+            if isinstance(planned.score, WritingReward) and planned.score.compares and not training:
                 continue  # evaluation judges each sample by itself
             self._add(planned, stage, judged)
         with self.team.together():
@@ -251,7 +251,7 @@ class GroupScorer:
                 role.engine.close()
 
     def generate_again(self) -> None:
-        """Implements `GroupScorer.generate_again`: a model that scored may have taken the engine's memory."""
+        """Implements `ModelGroupScorer.generate_again`: a model that scored may have taken the engine's memory."""
         self.runner.prepare("generate")
 
     def _add(self, planned: PlannedScore, stage: Stage, judged: list[list[Scored | DataFailure | Sample]]) -> None:

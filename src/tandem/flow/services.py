@@ -25,10 +25,10 @@ from tandem.flow.plan import RunPlan
 from tandem.rewards.build import Judge, SumReward, build_reward, judges_of, refuse_only_groups, worker_counts
 from tandem.rewards.majority import AnswerOnly, MajorityVote
 from tandem.rewards.pool import most_workers
-from tandem.rewards.written import Written
+from tandem.rewards.written import WritingReward
 from tandem.rollout.groups import Compared, FirstSamples, MajorityLabels, WholeGroup, WithGreedyBaseline
 from tandem.rollout.own import AGENT_ARGUMENTS, AGENT_KNOBS, AgentWorkflow, FunctionWorkflow, is_agent
-from tandem.rollout.recording.recorder import Recorder
+from tandem.rollout.recording.recorder import SessionRecorder
 from tandem.rollout.workflows import Repeated
 from tandem.tracking.tracker import check_sinks
 
@@ -117,7 +117,7 @@ def make_parts(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokenize
 def open_services(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Services:
     """The objects that rewards, workflows and services may ask for by argument name. They are the caller's to close."""
     named = {name: getattr(config, name) for name in NAMED}
-    recorder = Recorder(tokenizer, chat_template_kwargs=config.chat_template_kwargs)
+    recorder = SessionRecorder(tokenizer, chat_template_kwargs=config.chat_template_kwargs)
     services = Services(named, tokenizer=tokenizer, engine=RunEngine(), recorder=recorder, **_settings(config))
     services.keep(recorder)
     return services
@@ -491,7 +491,7 @@ def refuse_comparing(config: TrainConfig, plan: RunPlan, reward: RewardFn, whole
     Raises:
         ConfigError: it has none; or a greedy baseline, which is compared with nobody, would be judged by fewer terms.
     """
-    written = any(isinstance(one.score, Written) and one.score.compares for one in plan.scores)
+    written = any(isinstance(one.score, WritingReward) and one.score.compares for one in plan.scores)
     if not written and not (isinstance(reward, RewardBySource) and reward.compares):
         return
     why = f"reward={config.reward} has a term that compares the samples of a prompt"

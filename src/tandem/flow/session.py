@@ -31,7 +31,7 @@ from tandem.flow.process import Process
 from tandem.flow.residency import Residency
 from tandem.flow.residents import open_critic, open_model, open_partner, open_reference, open_scores
 from tandem.flow.run import LocalRunner, Runner
-from tandem.flow.scoring import GroupScorer, ScoreRole
+from tandem.flow.scoring import ModelGroupScorer, ScoreRole
 from tandem.flow.services import EpisodeParts, make_parts
 from tandem.flow.sleep_plan import AGAIN, BEGIN
 from tandem.flow.state_parts import sleep_plan_here
@@ -91,7 +91,7 @@ class Session(TrainingSession):
     loader: Loader | Curriculum
     engine: InferenceEngine | None
     meter: EngineMeter
-    scorer: GroupScorer
+    scorer: ModelGroupScorer
 
     @property
     def actor(self) -> Any:
@@ -339,10 +339,10 @@ def open_models(
     return trainer, reference, critic, teacher, scores
 
 
-def make_scorer(config: TrainConfig, plan: RunPlan, roles: Scores, runner: Runner, team: Team) -> GroupScorer:
+def make_scorer(config: TrainConfig, plan: RunPlan, roles: Scores, runner: Runner, team: Team) -> ModelGroupScorer:
     """The scorer, which adds the terms of the reward that need a model or the whole batch."""
     combination = Combination(plan.sums, plan.later, cost=config.constraint.cost)
-    return GroupScorer(plan, roles, combination, runner, team, config.rollout.min_group_size)
+    return ModelGroupScorer(plan, roles, combination, runner, team, config.rollout.min_group_size)
 
 
 def make_constraint(config: TrainConfig, plan: RunPlan) -> Constraint | None:

@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Cost:
+class PartCost:
     """Bytes of a part, and how many of them move."""
 
     num_bytes: int
@@ -87,7 +87,7 @@ class Moves:
 
 
 @dataclass
-class State:
+class SleepState:
     """The parts that are awake, and those that were changed since they were last moved out."""
 
     awake: set[Part]
@@ -113,7 +113,7 @@ STEPS = 3
 class SleepPlan:
     """The parts of a run, its stages, and a budget. See the module."""
 
-    parts: Mapping[Part, Cost]
+    parts: Mapping[Part, PartCost]
     stages: tuple[StageNeeds, ...]
     limit: int | None = None
     """Most bytes awake at once; None: everything stays awake."""
@@ -178,13 +178,13 @@ class SleepPlan:
                 return distance, False
         return len(steps) + 1, False
 
-    def cost(self, part: Part, state: State, stage: str) -> tuple[int, int]:
+    def cost(self, part: Part, state: SleepState, stage: str) -> tuple[int, int]:
         """Bytes that move if the part sleeps now: at once, and when it is needed again."""
         cost, anew = self.parts[part], part in self.stage(stage).gives or self.next_use(part, stage)[1]
         fresh = cost.keeps_copy and part in state.copied and part not in state.changed
         return (0 if fresh else cost.leaving), (0 if anew else cost.coming)
 
-    def moves(self, name: str, state: State, order: Order | None = None) -> Moves:
+    def moves(self, name: str, state: SleepState, order: Order | None = None) -> Moves:
         """The moves before the stage; ``state`` is then as it leaves it."""
         stage, order = self.stage(name), order or self.order
         again = None
@@ -205,7 +205,7 @@ class SleepPlan:
         state.changed |= stage.changes
         return Moves(asleep, woken, again, moved)
 
-    def opening(self, part: Part, state: State) -> Moves:
+    def opening(self, part: Part, state: SleepState) -> Moves:
         """The moves before a model is opened, which sleeps again until a stage needs it."""
         passing = ((part, self.parts[part].opening),)
         stage = StageNeeds(f"open {part}", frozenset({part}), passing=passing, each_step=False)
@@ -214,7 +214,7 @@ class SleepPlan:
         state.copied |= {part for part in (*asleep, part) if self.parts[part].leaving}
         return Moves(asleep)
 
-    def _make_room(self, stage: StageNeeds, state: State, order: Order) -> tuple[Part, ...]:
+    def _make_room(self, stage: StageNeeds, state: SleepState, order: Order) -> tuple[Part, ...]:
         """The parts that sleep so that the stage fits."""
         if self.limit is None:
             return ()
@@ -249,7 +249,7 @@ class SleepPlan:
     def steps(self, order: Order | None = None, count: int = STEPS) -> list[list["Done"]]:
         """The stages of so many steps from the beginning, each with what happens before it and what is awake in it. Stages
         that follow a step now and then follow the last one."""
-        state, order = State(set(self.beginning)), order or self.order
+        state, order = SleepState(set(self.beginning)), order or self.order
         steps = [[self._done(stage, state, order) for stage in self.stages if stage.each_step] for _ in range(count)]
         steps[-1] += [self._done(stage, state, order) for stage in self.stages if stage.now_and_then]
         return steps
@@ -259,7 +259,7 @@ class SleepPlan:
         """Parts that are awake before any other model is opened: those of the inference engine."""
         return frozenset(part for part, cost in self.parts.items() if part.what == "weights" or cost.standing)
 
-    def _done(self, stage: StageNeeds, state: State, order: Order) -> "Done":
+    def _done(self, stage: StageNeeds, state: SleepState, order: Order) -> "Done":
         given = stage.gives & state.awake
         moves = self.moves(stage.name, state, order)
         old = frozenset(state.awake - (stage.gives - (given - set(moves.sleep))))

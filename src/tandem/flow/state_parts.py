@@ -16,7 +16,7 @@ from tandem.config.preference import DistillConfig, training_config
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.flow.plan import Resident, RunPlan, Stage
 from tandem.flow.process import choose_device
-from tandem.flow.sleep_plan import AGAIN, BEGIN, GIB, Cost, Part, SleepPlan, StageNeeds, moved_bytes
+from tandem.flow.sleep_plan import AGAIN, BEGIN, GIB, Part, PartCost, SleepPlan, StageNeeds, moved_bytes
 from tandem.models.footprint import Footprint, adapters_of, cache_bytes, engine_bytes, row_capacity
 from tandem.models.precision import resolve_dtype
 from tandem.models.shape import BYTES, Dtype, Shape, read_shape
@@ -79,7 +79,7 @@ def sleep_plan(
     training = training_config(config) if isinstance(config, DistillConfig) else config
     if not isinstance(training, TrainConfig) or training.memory_limit_gib is None:
         return None
-    parts: dict[Part, Cost] = {}
+    parts: dict[Part, PartCost] = {}
     gradients: dict[str, int] = {}
     for resident in plan.residents:
         if resident.engine is not None and resident.base_of is None:
@@ -110,7 +110,7 @@ def sleep_plan_here(config: BaseConfig, plan: RunPlan) -> SleepPlan | None:
     )
 
 
-def _parts(resident: Resident, found: Footprint, where: Where, ranks: int) -> dict[Part, Cost]:
+def _parts(resident: Resident, found: Footprint, where: Where, ranks: int) -> dict[Part, PartCost]:
     weights, masters = (found.weight_bytes + found.rounded_bytes) * ranks, 4 * found.masters / found.parts * ranks
     beside = BYTES[found.dtype] * found.trunk if found.borrows else 0
     written = masters if resident.changes else float(BYTES[found.dtype] * found.beside_base)
@@ -124,13 +124,13 @@ def _parts(resident: Resident, found: Footprint, where: Where, ranks: int) -> di
             "optimizer": (moments, moments, moments),
         }
     return {
-        Part(resident.name, what): Cost(round(size), round(leaving), round(coming), where.cpu, beside)
+        Part(resident.name, what): PartCost(round(size), round(leaving), round(coming), where.cpu, beside)
         for what, (size, leaving, coming) in costs.items()
         if size
     }
 
 
-def _engine_parts(config: TrainConfig, shape: Shape, where: Where, engines: int) -> dict[Part, Cost]:
+def _engine_parts(config: TrainConfig, shape: Shape, where: Where, engines: int) -> dict[Part, PartCost]:
     """The weights, which are delivered anew, and the most that the cache can take; of so many engines."""
     rollout = config.rollout
     if servers := parse_backend(rollout.backend):
@@ -144,12 +144,12 @@ def _engine_parts(config: TrainConfig, shape: Shape, where: Where, engines: int)
     longest = row_capacity(rollout.engine.max_model_len or shape.context)
     cache = min(rollout.engine.kv_cache_gib * GIB, cache_bytes(shape, dtype, rows * longest))
     return {
-        Part(ENGINE, "weights"): Cost(weights, 0, weights),
-        Part(ENGINE, "kv_cache"): Cost(round(cache) * engines, 0, 0),
+        Part(ENGINE, "weights"): PartCost(weights, 0, weights),
+        Part(ENGINE, "kv_cache"): PartCost(round(cache) * engines, 0, 0),
     }
 
 
-def _server_parts(config: TrainConfig, servers: tuple[Servers, ...], shape: Shape, where: Where) -> dict[Part, Cost]:
+def _server_parts(config: TrainConfig, servers: tuple[Servers, ...], shape: Shape, where: Where) -> dict[Part, PartCost]:
     """On one device: a vLLM or SGLang server takes its share when it starts, and gives all of it back but a little."""
     backend = config.rollout.backend
     if where.device_gib is None:
@@ -161,12 +161,14 @@ def _server_parts(config: TrainConfig, servers: tuple[Servers, ...], shape: Shap
     dtype = where.dtype(config.rollout.dtype)
     weights = max(round(engine_bytes(shape, dtype, cpu=False) / one.tensor) for one in servers)
     return {
-        Part(ENGINE, "weights"): Cost(weights, 0, weights),
-        Part(ENGINE, "kv_cache"): Cost(max(0, share - weights), 0, 0, standing=True),
+        Part(ENGINE, "weights"): PartCost(weights, 0, weights),
+        Part(ENGINE, "kv_cache"): PartCost(max(0, share - weights), 0, 0, standing=True),
     }
 
 
-def _writer_parts(config: TrainConfig, name: str, engine: TrainEngineConfig, shape: Shape, where: Where) -> dict[Part, Cost]:
+def _writer_parts(
+    config: TrainConfig, name: str, engine: TrainEngineConfig, shape: Shape, where: Where
+) -> dict[Part, PartCost]:
     """A judge that writes: its engine is read from its folder anew, and its cache is there while it judges."""
     settings = replace(config.rollout.engine, max_model_len=None)
     rollout = replace(config.rollout, backend="embedded", dtype=engine.dtype, engine=settings)
@@ -177,7 +179,9 @@ def _writer_parts(config: TrainConfig, name: str, engine: TrainEngineConfig, sha
     }
 
 
-def _stages(config: BaseConfig, plan: RunPlan, parts: dict[Part, Cost], gradients: dict[str, int]) -> Iterator[StageNeeds]:
+def _stages(
+    config: BaseConfig, plan: RunPlan, parts: dict[Part, PartCost], gradients: dict[str, int]
+) -> Iterator[StageNeeds]:
     weights = frozenset({Part(ENGINE, "weights")})
     actor = frozenset({Part("actor", "parameters")})
     yield StageNeeds(AGAIN, actor, gives=weights, each_step=False)

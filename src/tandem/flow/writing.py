@@ -23,8 +23,8 @@ from tandem.engines.inference.embedded import EmbeddedEngine
 from tandem.flow.plan import PlannedScore
 from tandem.flow.residency import free_cache
 from tandem.models.tokenizer import load_tokenizer
-from tandem.rewards.outcome import Outcome, compared
-from tandem.rewards.written import PLACE, Place, Written
+from tandem.rewards.outcome import Judgement, compared
+from tandem.rewards.written import PLACE, SamplePlace, WritingReward
 
 SETTLE_S = 0.02
 """Without a new request for so long, all that judge have asked."""
@@ -114,10 +114,10 @@ class Judged(NamedTuple):
 
 
 class WritingRole:
-    """A `Written` reward with the model that it asked for."""
+    """A `WritingReward` reward with the model that it asked for."""
 
     def __init__(self, planned: PlannedScore, engine: WritingModel, team: Team):
-        assert isinstance(planned.score, Written), "its head is text"
+        assert isinstance(planned.score, WritingReward), "its head is text"
         self.planned, self.engine, self.written, self._team = planned, engine, planned.score, team
 
     def score(self, groups: Sequence[Group]) -> list[list[Judged]]:
@@ -161,7 +161,7 @@ class WritingRole:
     async def _judge(self, number: int, group: Group) -> list[Judged]:
         reward = self.written.reward
         if isinstance(reward, GroupReward):
-            PLACE.set(Place(number))
+            PLACE.set(SamplePlace(number))
             try:
                 results = compared(self.written.name, await reward.compare(group.samples, group.data), len(group.samples))
                 return [_judged(result) for result in results]
@@ -170,7 +170,7 @@ class WritingRole:
         return list(await asyncio.gather(*(self._judge_one(reward, number, j, group) for j in range(len(group.samples)))))
 
     async def _judge_one(self, reward: RewardFn, number: int, place: int, group: Group) -> Judged:
-        PLACE.set(Place(number, place))
+        PLACE.set(SamplePlace(number, place))
         sample: Sample = group.samples[place]
         given = {"prompt": sample.prompt_text, "completion": sample.completion_text, "prompt_ids": (), "completion_ids": ()}
         try:
@@ -180,5 +180,5 @@ class WritingRole:
         return _judged(result)
 
 
-def _judged(result: RewardResult | Outcome) -> Judged:
+def _judged(result: RewardResult | Judgement) -> Judged:
     return Judged(result.value, "\n---\n".join(result.words.values()))

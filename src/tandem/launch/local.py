@@ -24,7 +24,7 @@ import psutil
 
 from tandem.launch.kept import KEPT, KeptServers
 from tandem.launch.requests import each_request_once
-from tandem.launch.watch import SILENT_S, WEDGED_S, Ended, Fault, Record, Told, Watch, waits_for_disk, work_of
+from tandem.launch.watch import SILENT_S, WEDGED_S, Fault, LaunchEnd, Record, Told, Watch, waits_for_disk, work_of
 
 PREFIX = "tandem-ranks-"
 
@@ -182,9 +182,9 @@ def _run_once(
     restarts: int,
     grace_s: float,
     patience: Patience,
-) -> Ended:
+) -> LaunchEnd:
     with meeting_folder() as meeting, contextlib.ExitStack() as stack:
-        ranks = Ranks(meeting, watch, kept, patience)
+        ranks = RankProcesses(meeting, watch, kept, patience)
         stack.callback(ranks.close)
         try:
             ranks.start(command, count, restarts)
@@ -193,7 +193,7 @@ def _run_once(
             return ranks.interrupt(grace_s)
 
 
-class Ranks:
+class RankProcesses:
     """The processes of one run."""
 
     def __init__(self, meeting: Meeting, watch: Watch, kept: KeptServers | None = None, patience: Patience = USUAL):
@@ -228,7 +228,7 @@ class Ranks:
                     )
                 )
 
-    def watch(self) -> Ended:
+    def watch(self) -> LaunchEnd:
         """Waits for all; the first that fails, or gets nowhere, ends the others."""
         while not self._failed() and self._alive():
             time.sleep(WATCH_S)
@@ -237,7 +237,7 @@ class Ranks:
             if fault is not None and not self._failed():
                 return self._end_fault(fault)
         if not self._failed():
-            return Ended(0)
+            return LaunchEnd(0)
         self._wait(self._patience.fail_s)
         failed = {rank: self.processes[rank].returncode for rank in self._failed()}
         errors = {rank: self._error(rank) for rank in {0, *failed}}  # rank 0 may have told its error, and be closing
@@ -254,20 +254,20 @@ class Ranks:
         final = code in (EXIT_CONFIG, EXIT_FINAL, EXIT_INTERRUPTED)
         return self._ended(EXIT_FAILED if code == EXIT_FINAL else code, text, cause, may_pass=not final)
 
-    def interrupt(self, grace_s: float = 0.0) -> Ended:
+    def interrupt(self, grace_s: float = 0.0) -> LaunchEnd:
         """Lets all of them close."""
         with contextlib.suppress(KeyboardInterrupt):
             self._signal(signal.SIGTERM)  # a shell's background ignores SIGINT, and so would they
             self._wait(grace_s + INTERRUPT_S)
         left = self._alive()
         if not left and not self._failed():
-            return Ended(0)  # its last step was under way
+            return LaunchEnd(0)  # its last step was under way
         code = self.processes[0].returncode if self.processes and not left else None
         self.kill()
         if left:
             self._end_left()
         failed = code is not None and code > 0 and code != EXIT_INTERRUPTED  # the save on leaving, for one
-        return Ended(EXIT_FAILED if failed else EXIT_INTERRUPTED)
+        return LaunchEnd(EXIT_FAILED if failed else EXIT_INTERRUPTED)
 
     def close(self) -> None:
         """Ends what is left, and forgets the pipes."""
@@ -283,7 +283,7 @@ class Ranks:
             with contextlib.suppress(subprocess.TimeoutExpired):  # a disk that hangs: the kernel ends it when it can
                 process.wait(KILL_S)
 
-    def _end_fault(self, fault: Fault) -> Ended:
+    def _end_fault(self, fault: Fault) -> LaunchEnd:
         """Ends a group that gets nowhere; where each thread of each rank stood is kept."""
         places = self._watch.describe()
         print(f"error: {fault.text}\n{places}", file=sys.stderr)
@@ -313,9 +313,9 @@ class Ranks:
         self.kill()
         self._end_left()
 
-    def _ended(self, code: int, cause: str, rank: int, *, may_pass: bool, stacks: str = "") -> Ended:
+    def _ended(self, code: int, cause: str, rank: int, *, may_pass: bool, stacks: str = "") -> LaunchEnd:
         watch = self._watch
-        return Ended(code, cause, rank, stacks, may_pass, watch.step, watch.has_folder)
+        return LaunchEnd(code, cause, rank, stacks, may_pass, watch.step, watch.has_folder)
 
     def _explained(self, rank: int, failed: dict[int, int], errors: dict[int, dict[str, Any]]) -> str:
         """Why the group ended; told here unless rank 0 has."""

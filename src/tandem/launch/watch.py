@@ -18,7 +18,7 @@ import psutil
 
 
 @dataclass(frozen=True)
-class Ended:
+class LaunchEnd:
     """The end of a group of ranks."""
 
     code: int
@@ -43,7 +43,7 @@ class Ended:
     """True if the run folder was this group's when it failed."""
 
 
-Record = Callable[[Ended, int | None], None]
+Record = Callable[[LaunchEnd, int | None], None]
 """Writes down how a group failed, and the number of the restart that follows; None: it is over."""
 
 

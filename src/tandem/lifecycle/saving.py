@@ -18,7 +18,7 @@ from tandem.config.experiment import BaseConfig
 from tandem.launch.rank import time_to_save_s
 from tandem.lifecycle.oversight import Leaving
 from tandem.lifecycle.recovery import Recovery
-from tandem.lifecycle.summary import Saves, save_if_due
+from tandem.lifecycle.summary import Saveable, save_if_due
 from tandem.state.background import BackgroundSave
 from tandem.state.run_folder import RunFolder
 from tandem.state.snapshot import Snapshots
@@ -53,7 +53,7 @@ class Saving:
         config: BaseConfig,
         run: RunFolder | None,
         steps: int,
-        models: Saves,
+        models: Saveable,
         save_tokenizer: Callable[[Path], object],
         recovery: Recovery,
         late_writer: LateWriter,
@@ -167,7 +167,7 @@ class Saving:
             return "these models are not written from a copy of their state"
         return None
 
-    def _write_beside(self, step: int, models: Saves, copy: State, metrics: Mapping[str, float]) -> Path | None:
+    def _write_beside(self, step: int, models: Saveable, copy: State, metrics: Mapping[str, float]) -> Path | None:
         """In the thread, on rank 0."""
         alone = Team.alone()  # a collective call from here would meet those of training
         return self._save(step, models, partial(self._recovery.write, states=copy, team=alone), metrics, team=alone)
@@ -175,7 +175,7 @@ class Saving:
     def _save(
         self,
         step: int,
-        models: Saves,
+        models: Saveable,
         write_state: Callable[[Path], None],
         metrics: Mapping[str, float],
         *,

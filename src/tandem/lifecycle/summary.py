@@ -25,7 +25,7 @@ from tandem.tracking.tracker import Tracker
 log = logging.getLogger(__name__)
 
 
-class Saves(Protocol):
+class Saveable(Protocol):
     """A training engine, or several."""
 
     def save(self, folder: Path) -> None: ...
@@ -146,7 +146,7 @@ def save_if_due(
     run: RunFolder | None,
     step: int,
     steps: int,
-    engine: Saves,
+    engine: Saveable,
     save_tokenizer: Callable[[Path], object],
     *,
     write_state: Callable[[Path], None] | None = None,

@@ -17,14 +17,14 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from tandem.models import short_attention
 from tandem.models.context_parallel import Context
-from tandem.models.prefixes import Prompt
+from tandem.models.prefixes import PromptCompletions
 from tandem.models.upload import upload
 from tandem.models.varlen import KERNEL, Varlen, takes_kernel
 
 NAME = "tandem_packed"
 
 
-class Run(NamedTuple):
+class LengthRun(NamedTuple):
     """Neighbouring sequences of equal length."""
 
     count: int
@@ -45,7 +45,7 @@ class Packing:
     cu_seqlens: torch.Tensor
     """``[N + 1]`` int32 on the device of the model."""
 
-    runs: tuple[Run | Prompt, ...]
+    runs: tuple[LengthRun | PromptCompletions, ...]
     """In the order of their tokens."""
 
     longest: int
@@ -53,18 +53,18 @@ class Packing:
     context: Context | None = None
     """The ranks that the tokens are divided among; all of them have the same packing, that of all tokens."""
 
-    calls: tuple["Call", ...] = ()
+    calls: tuple["AttentionCall", ...] = ()
     """The variable-length calls on a GPU that together are attention of all tokens."""
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: torch.Tensor) -> "Packing":
         """``cu_seqlens [N + 1]``; empty sequences are fine."""
         lengths = [length for length in cu_seqlens.diff().tolist() if length > 0]
-        runs = tuple(Run(len(list(same)), length) for length, same in itertools.groupby(lengths))
+        runs = tuple(LengthRun(len(list(same)), length) for length, same in itertools.groupby(lengths))
         return cls(cu_seqlens.to(torch.int32), runs, max(lengths, default=0))
 
     @classmethod
-    def from_prompts(cls, cu_seqlens: torch.Tensor, prompts: Sequence[Prompt]) -> "Packing":
+    def from_prompts(cls, cu_seqlens: torch.Tensor, prompts: Sequence[PromptCompletions]) -> "Packing":
         """Prompts with their completions; ``cu_seqlens`` is that of the batch that they came from."""
         longest = max(prompt.length + max(prompt.completions) for prompt in prompts)
         return cls(cu_seqlens.to(torch.int32), tuple(prompts), longest)
@@ -80,11 +80,11 @@ class Packing:
         """The same for a row of which each rank of ``context`` has a piece; ``extra`` tokens behind it fill it up."""
         if extra == 0:
             return replace(self, context=context)
-        runs = (*self.runs, Run(1, extra))
+        runs = (*self.runs, LengthRun(1, extra))
         return Packing(pad(self.cu_seqlens, (0, 1), value=int(self.cu_seqlens[-1]) + extra), runs, self.longest, context)
 
 
-class Call(NamedTuple):
+class AttentionCall(NamedTuple):
     """One variable-length call. The queries of a sequence are the last of its keys."""
 
     cu_queries: torch.Tensor
@@ -99,12 +99,12 @@ class Call(NamedTuple):
     keys: torch.Tensor | None = None
     """The tokens that are asked, those of a shared prompt once for each completion; None: all, in order."""
 
-    def on(self, device: torch.device) -> "Call":
+    def on(self, device: torch.device) -> "AttentionCall":
         """The same with its tensors on a device."""
-        return Call(*(upload(x, device) if isinstance(x, torch.Tensor) else x for x in self))
+        return AttentionCall(*(upload(x, device) if isinstance(x, torch.Tensor) else x for x in self))
 
 
-def plan_calls(runs: Sequence[Run | Prompt]) -> tuple[Call, ...]:
+def plan_calls(runs: Sequence[LengthRun | PromptCompletions]) -> tuple[AttentionCall, ...]:
     """The calls that together are attention of these tokens: one if no prompt is shared; else one for the prompts and what
     has none, and one for the completions, whose keys are those of their prompt and their own.
 
@@ -115,8 +115,8 @@ def plan_calls(runs: Sequence[Run | Prompt]) -> tuple[Call, ...]:
     completions: list[tuple[range, tuple[range, ...]]] = []
     start = 0
     for run in runs:
-        lengths = run.completions if isinstance(run, Prompt) else (run.length,) * run.count
-        prompt = range(start, start + (run.length if isinstance(run, Prompt) else 0))
+        lengths = run.completions if isinstance(run, PromptCompletions) else (run.length,) * run.count
+        prompt = range(start, start + (run.length if isinstance(run, PromptCompletions) else 0))
         start = prompt.stop
         if prompt:
             alone.append((prompt, (prompt,)))
@@ -130,12 +130,12 @@ def plan_calls(runs: Sequence[Run | Prompt]) -> tuple[Call, ...]:
     return tuple(_call(part, indexed=True) for part in (alone, completions) if part)
 
 
-def _call(sequences: Sequence[tuple[range, tuple[range, ...]]], *, indexed: bool) -> Call:
+def _call(sequences: Sequence[tuple[range, tuple[range, ...]]], *, indexed: bool) -> AttentionCall:
     """``sequences``: the tokens that ask, and the ranges of those that are asked. ``indexed``: not all, in order."""
     queries = [len(own) for own, _ in sequences]
     keys = [sum(map(len, parts)) for _, parts in sequences]
     bounds = (torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32) for lengths in (queries, keys))
-    found = Call(*bounds, max(queries), max(keys))
+    found = AttentionCall(*bounds, max(queries), max(keys))
     if not indexed:
         return found
     return found._replace(
@@ -201,7 +201,7 @@ def _attend(
     tensors = [tensor[0].transpose(0, 1).split(sizes) for tensor in (query, key, value)]
     outputs = []
     for run, *parts in zip(packing.runs, *tensors, strict=True):
-        if isinstance(run, Prompt):
+        if isinstance(run, PromptCompletions):
             outputs.append(_shared(run, parts, scale, window, softcap))
             continue
         q, k, v = (part.unflatten(0, (run.count, run.length)).transpose(1, 2) for part in parts)  # [B, heads, S, D]
@@ -223,7 +223,7 @@ def _attend_with_own(
     assert context is not None
     key, value = context.gather_tokens(key), context.gather_tokens(value)
     own = context.rows(key.shape[2])
-    lengths = [run.length for run in packing.runs if isinstance(run, Run) for _ in range(run.count)]
+    lengths = [run.length for run in packing.runs if isinstance(run, LengthRun) for _ in range(run.count)]
     ends = list(itertools.accumulate(lengths))
     # of each sequence: how many tokens are this rank's, and where the last of them ends
     stops = [min(end, own.stop) - (end - length) for end, length in zip(ends, lengths, strict=True)]
@@ -237,7 +237,7 @@ def _attend_with_own(
 
 
 def _shared(
-    prompt: Prompt, parts: Sequence[torch.Tensor], scale: float, window: int | None, softcap: float | None
+    prompt: PromptCompletions, parts: Sequence[torch.Tensor], scale: float, window: int | None, softcap: float | None
 ) -> torch.Tensor:
     """Attention of a prompt and of the completions behind it: q, k, v ``[tokens, heads, D]`` → ``[tokens, heads, D]``.
 
@@ -301,7 +301,7 @@ def attend_by_calls(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    calls: Sequence[Call],
+    calls: Sequence[AttentionCall],
     scale: float,
     window: int | None,
     kernel: Varlen,

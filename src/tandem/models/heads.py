@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from tandem.api.engines import Outputs
 from tandem.config.errors import ConfigError
 from tandem.models.foreign import UNREADABLE, read_generation_config, read_weights, told
-from tandem.models.layout import Layout
+from tandem.models.layout import TokenLayout
 from tandem.models.packed import PackedCausalLM, PackedModel
 
 HEAD = "score.weight"
@@ -24,7 +24,7 @@ HEAD = "score.weight"
 class PackedScalarModel(PackedModel):
     """A transformers sequence classifier with one label, read at every token."""
 
-    def forward(self, layout: Layout) -> Outputs:
+    def forward(self, layout: TokenLayout) -> Outputs:
         """``scores [T]`` float32: position t holds what the head reads from the state *after* token t, for every token.
 
         ``logprobs`` is empty: no logits are computed.
@@ -44,7 +44,7 @@ class PackedActorCritic(PackedCausalLM):
         self.value = nn.Linear(weight.shape[1], 1, bias=False, device=weight.device, dtype=weight.dtype)
         nn.init.zeros_(self.value.weight)
 
-    def forward(self, layout: Layout, entropy: bool = False) -> Outputs:
+    def forward(self, layout: TokenLayout, entropy: bool = False) -> Outputs:
         """`PackedCausalLM.forward`, with ``scores [T]`` as `PackedScalarModel.forward` gives them."""
         states = self.hidden(layout)
         outputs = self.predict(states, layout, entropy)

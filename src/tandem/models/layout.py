@@ -33,7 +33,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Layout:
+class TokenLayout:
     """The layout of T packed tokens, C of which are computed: a prompt that several sequences share is computed once."""
 
     total: int
@@ -61,7 +61,7 @@ def lay_out(
     *,
     device: torch.device,
     context: Context | None = None,
-) -> Layout:
+) -> TokenLayout:
     """The layout of ``input_ids [T]``, ``cu_seqlens [N + 1]``, with its tensors on ``device``.
 
     A prompt is what comes before the first token in ``loss_mask [T]``; causal attention makes its states the same in all
@@ -97,7 +97,7 @@ def lay_out(
         if bool((temperature != 1).any()):
             of_token = torch.repeat_interleave(temperature, cu_seqlens.diff(), output_size=total)[index].float()
         prediction = Prediction(index, before, input_ids[index], of_token)
-    return _on(Layout(total, ids, at, packing, place, prediction), device)
+    return _on(TokenLayout(total, ids, at, packing, place, prediction), device)
 
 
 def _predicted(bounds: list[int], loss_mask: torch.Tensor) -> torch.Tensor:
@@ -107,7 +107,7 @@ def _predicted(bounds: list[int], loss_mask: torch.Tensor) -> torch.Tensor:
     return predicted.nonzero().flatten()
 
 
-def _on(layout: Layout, device: torch.device) -> Layout:
+def _on(layout: TokenLayout, device: torch.device) -> TokenLayout:
     """The same with its tensors on a device."""
 
     def there(tensor: torch.Tensor | None) -> torch.Tensor | None:

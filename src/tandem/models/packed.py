@@ -11,7 +11,7 @@ from tandem.models.architecture import Architecture
 from tandem.models.attention import NAME
 from tandem.models.context_parallel import Context
 from tandem.models.exchanges import sum_parts
-from tandem.models.layout import Layout, lay_out
+from tandem.models.layout import TokenLayout, lay_out
 from tandem.models.logprobs import chunked_logprobs
 from tandem.models.vocabulary import Vocabulary, vocabulary_parallel_logprobs
 
@@ -77,13 +77,13 @@ class PackedModel(nn.Module):
         loss_mask: torch.Tensor,
         temperature: torch.Tensor | None = None,
         device: torch.device | None = None,
-    ) -> Layout:
+    ) -> TokenLayout:
         """The arguments of `forward`, see `lay_out`. ``device``: of the model; None: these tensors are there."""
         return lay_out(
             input_ids, cu_seqlens, loss_mask, temperature, device=device or input_ids.device, context=self.context
         )
 
-    def hidden(self, layout: Layout) -> torch.Tensor:
+    def hidden(self, layout: TokenLayout) -> torch.Tensor:
         """States after each token, normalised, ``[C, H]``; under context parallelism this rank's."""
         return self.model.model(
             input_ids=layout.ids[None],
@@ -94,7 +94,7 @@ class PackedModel(nn.Module):
             packing=layout.packing,
         ).last_hidden_state[0]
 
-    def read_scalar(self, states: torch.Tensor, weight: torch.Tensor, layout: Layout) -> torch.Tensor:
+    def read_scalar(self, states: torch.Tensor, weight: torch.Tensor, layout: TokenLayout) -> torch.Tensor:
         """One number a token, ``[T]`` float32, from ``states [C, H]`` and ``weight [1, H]``."""
         # in float32: bfloat16 has steps of 1/128 between 1 and 2, coarser than what values must tell apart
         scores = (states.float() @ weight.float().T)[:, 0]  # [C]
@@ -115,7 +115,7 @@ class PackedCausalLM(PackedModel):
         super().__init__(model)
         self.chunk_tokens = chunk_tokens
 
-    def forward(self, layout: Layout, entropy: bool = False) -> Outputs:
+    def forward(self, layout: TokenLayout, entropy: bool = False) -> Outputs:
         """Log-probabilities (and entropies) of the tokens in the mask, given what precedes them in their sequence.
 
         Returns ``[T]`` float32 tensors, 0 where nothing is predicted: outside the mask, and at the first token of each
@@ -123,7 +123,7 @@ class PackedCausalLM(PackedModel):
         """
         return self.predict(self.hidden(layout), layout, entropy)
 
-    def predict(self, states: torch.Tensor, layout: Layout, entropy: bool) -> Outputs:
+    def predict(self, states: torch.Tensor, layout: TokenLayout, entropy: bool) -> Outputs:
         """The head of `forward`, from ``states [C, H]``."""
         wanted = layout.prediction
         assert wanted is not None, "a layout with temperatures"

@@ -16,10 +16,11 @@ MIN_SAVING = 0.05
 
 
 @dataclass(frozen=True)
-class Prompt:
+class PromptCompletions:
     """One prompt and the completions behind it, in the order in which their tokens lie in the compact row.
 
-    Example: three samples of a prompt of 40 tokens, of 3, 9 and 5 tokens → ``Prompt(40, (3, 9, 5))``, 57 compact tokens
+    Example: three samples of a prompt of 40 tokens, of 3, 9 and 5 tokens → ``PromptCompletions(40, (3, 9, 5))``, 57 compact
+    tokens
     """
 
     length: int
@@ -35,7 +36,7 @@ class Prompt:
 class Compact:
     """A packed batch without repeated prompts: C tokens for T."""
 
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[PromptCompletions, ...]
     tokens: torch.Tensor
     """``[C]``: which token of the batch stands here."""
 
@@ -80,7 +81,7 @@ def compact(input_ids: torch.Tensor, bounds: Sequence[int], loss_mask: torch.Ten
         completions = [torch.arange(bounds[i] + size, bounds[i + 1]) for i in group]
         for i in group:
             place[bounds[i] : bounds[i] + size] = torch.arange(filled, filled + size)
-        prompts.append(Prompt(size, tuple(len(part) for part in completions)))
+        prompts.append(PromptCompletions(size, tuple(len(part) for part in completions)))
         tokens += [torch.arange(first, first + size), *completions]
         filled += size
         for part in completions:

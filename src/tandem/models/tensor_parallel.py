@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import linear, pad
 
-from tandem.api.state import Part
+from tandem.api.state import TensorPart
 from tandem.models.context_parallel import refuse_uneven_heads
 from tandem.models.exchanges import share, sum_parts
 from tandem.models.packed import PackedModel
@@ -59,7 +59,7 @@ class Pieces:
         start, end = self.bounds(total)
         return whole.narrow(dim, start, end - start)
 
-    def part(self, name: str, part: Part) -> Part:
+    def part(self, name: str, part: TensorPart) -> TensorPart:
         """The place of a part of this rank's piece in the whole; the first rank gives parameters that are not cut."""
         if name not in self.dims:
             return part if self.index == 0 else replace(part, values=part.values.new_empty(0))

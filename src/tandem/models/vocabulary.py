@@ -37,7 +37,7 @@ def vocabulary_parallel_logprobs(
     gradient of ``hidden`` is that of the whole vocabulary.
     """
     settings = (vocabulary, softcap, entropy, chunk_tokens)
-    logprobs, entropies = _Head.apply(hidden, weight, targets, temperature, settings)
+    logprobs, entropies = _ShardedHead.apply(hidden, weight, targets, temperature, settings)
     return HeadOutputs(logprobs, entropies if entropy else None)
 
 
@@ -55,7 +55,7 @@ def _here(targets: torch.Tensor, start: int, count: int) -> tuple[torch.Tensor, 
     return here, at.where(here, 0)
 
 
-class _Head(torch.autograd.Function):
+class _ShardedHead(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

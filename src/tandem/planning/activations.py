@@ -2,7 +2,7 @@
 
 The forms follow the code that computes: transformers' layers with packed attention (`models/attention.py`), the chunked head
 (`models/logprobs.py`). A test counts what autograd really keeps of every architecture and compares. ``shape`` is what one
-rank computes with (`Shape.piece`); where ranks share tokens each has a part of them, ``Spread.context``.
+rank computes with (`Shape.piece`); where ranks share tokens each has a part of them, ``ActivationSettings.context``.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ FLOAT32 = 4
 
 
 @dataclass(frozen=True)
-class Spread:
+class ActivationSettings:
     """The settings of a model that change the activations of one rank."""
 
     checkpointing: bool = False
@@ -29,7 +29,7 @@ class Spread:
     """They gather keys and values, and do not exchange heads."""
 
     @classmethod
-    def of(cls, model: Held) -> "Spread":
+    def of(cls, model: Held) -> "ActivationSettings":
         """The spread of a model."""
         return cls(model.checkpointing, model.selective, model.adapters, model.layout.context, model.gathers_keys)
 
@@ -41,10 +41,10 @@ class Spread:
         return MicroBatch(alone, batch.length)
 
 
-WHOLE = Spread()
+WHOLE = ActivationSettings()
 
 
-def kept_by_layer(shape: Shape, batch: MicroBatch, dtype: Dtype, spread: Spread = WHOLE) -> float:
+def kept_by_layer(shape: Shape, batch: MicroBatch, dtype: Dtype, spread: ActivationSettings = WHOLE) -> float:
     """Bytes that autograd keeps of one layer until its backward pass.
 
     A norm keeps its float32 input and the normalised one; a projection its input; attention the rotated queries and keys,
@@ -83,7 +83,7 @@ def _norm(shape: Shape, dtype: Dtype, adapters: Adapters | None = None) -> int:
     return FLOAT32 + (FLOAT32 if gemma else BYTES[dtype])
 
 
-def _kept_by_attention(shape: Shape, batch: MicroBatch, dtype: Dtype, spread: Spread) -> float:
+def _kept_by_attention(shape: Shape, batch: MicroBatch, dtype: Dtype, spread: ActivationSettings) -> float:
     """Beyond queries, keys, values and one output a token."""
     size = BYTES[dtype]
     if shape.attention_softcap:  # no fused kernel: keys and values for every head, and the scores
@@ -105,7 +105,7 @@ def _kept_by_attention(shape: Shape, batch: MicroBatch, dtype: Dtype, spread: Sp
     return extra
 
 
-def kept(shape: Shape, batch: MicroBatch, dtype: Dtype, spread: Spread = WHOLE) -> float:
+def kept(shape: Shape, batch: MicroBatch, dtype: Dtype, spread: ActivationSettings = WHOLE) -> float:
     """Bytes that autograd keeps of all layers; with checkpointing the input of each (and the results of products and
     attention, where it is selective), and one whole layer at a time."""
     seen = spread.seen(batch)
@@ -120,7 +120,7 @@ def kept(shape: Shape, batch: MicroBatch, dtype: Dtype, spread: Spread = WHOLE) 
     return shape.layers * one + final + rotary - _not_begun(shape, dtype, spread) * tokens
 
 
-def _not_begun(shape: Shape, dtype: Dtype, spread: Spread) -> float:
+def _not_begun(shape: Shape, dtype: Dtype, spread: ActivationSettings) -> float:
     """Bytes of a token that the first layer does not keep: before the first adapter nothing has a gradient."""
     if spread.adapters is None:
         return 0.0
@@ -133,7 +133,7 @@ def _not_begun(shape: Shape, dtype: Dtype, spread: Spread) -> float:
     return found
 
 
-def _results_of_layer(shape: Shape, dtype: Dtype, spread: Spread) -> float:
+def _results_of_layer(shape: Shape, dtype: Dtype, spread: ActivationSettings) -> float:
     """Bytes of a token: what a layer's products and attention give."""
     width = 2 * shape.query + 2 * shape.key + 2 * shape.hidden + 2 * shape.intermediate
     if spread.adapters is not None:
@@ -142,7 +142,7 @@ def _results_of_layer(shape: Shape, dtype: Dtype, spread: Spread) -> float:
     return BYTES[dtype] * width + FLOAT32 * shape.heads
 
 
-def passing(shape: Shape, batch: MicroBatch, dtype: Dtype, *, backward: bool, spread: Spread = WHOLE) -> float:
+def passing(shape: Shape, batch: MicroBatch, dtype: Dtype, *, backward: bool, spread: ActivationSettings = WHOLE) -> float:
     """Bytes that one layer needs for a moment: the widest part of the MLP and its neighbours; gradients in the backward
     pass."""
     seen = spread.seen(batch)

@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from tandem.engines.train.micro_batches import Item, plan
+from tandem.engines.train.micro_batches import PlannedSequence, plan
 from tandem.models.prefixes import MIN_SAVING
 
 MOST_SEQUENCES = 20_000
@@ -107,7 +107,7 @@ def cut(
     taken = max(min(groups, ranks), min(groups, MOST_SEQUENCES // completions))
     items, owner = [], []
     for group in range(taken):
-        items += [Item(group, prompt, length, group if together else None)] * completions
+        items += [PlannedSequence(group, prompt, length, group if together else None)] * completions
         owner += [group] * completions
     planned = [[indices for indices in rank if indices] for rank in plan(items, most, ranks)]
     busiest = max(planned, key=lambda rank: sum(_micro(indices, owner, prompt, length).tokens for indices in rank))

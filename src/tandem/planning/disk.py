@@ -11,7 +11,7 @@ from tandem.planning.held import Held
 
 
 @dataclass(frozen=True)
-class Saves:
+class CheckpointSchedule:
     """When checkpoints are made, and which of them stay."""
 
     every: int | None = None
@@ -55,11 +55,11 @@ class Saves:
         return kept + 1 if due is None else min(len(due), kept + 1)
 
 
-def saves_of(config: BaseConfig, rows: int | None) -> Saves:
+def saves_of(config: BaseConfig, rows: int | None) -> CheckpointSchedule:
     """Those of a configuration, over so many rows of data."""
     wish = config.checkpoint
     known = rows is not None or (config.total_train_epochs is None and config.total_train_steps is not None)
-    return Saves(
+    return CheckpointSchedule(
         every=wish.every_steps,
         at_end=wish.at_end,
         keep_last=wish.keep_last,
@@ -89,7 +89,7 @@ class Checkpoint:
         return self.models + self.adapters + self.state
 
 
-def checkpoint_of(models: Iterable[Held], saves: Saves) -> Checkpoint:
+def checkpoint_of(models: Iterable[Held], saves: CheckpointSchedule) -> Checkpoint:
     """One checkpoint of the models that are trained; whatever the layout, it is whole."""
     trained = [model for model in models if model.trained]
     folders = adapters = state = 0.0

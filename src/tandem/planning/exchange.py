@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from tandem.models.footprint import FLOAT32
 from tandem.models.shape import BYTES
-from tandem.planning.activations import Spread
+from tandem.planning.activations import ActivationSettings
 from tandem.planning.batches import MicroBatch
 from tandem.planning.held import Held
 from tandem.planning.machine import Machine
@@ -64,7 +64,7 @@ def _of_activations(model: Held, batch: MicroBatch, machine: Machine, *, backwar
     """Tensor parallelism sums twice a layer and direction (arXiv:1909.08053), context parallelism trades queries, keys,
     values and outputs once a layer and direction (arXiv:2309.14509), or gathers keys and values."""
     layout, shape, size = model.layout, model.piece, BYTES[model.dtype]
-    spread = Spread.of(model)
+    spread = ActivationSettings.of(model)
     tokens = spread.seen(batch).tokens / layout.context
     passes = 1 + backward * (1 + model.checkpointing)
     summed = 2 * others(layout.tensor) * tokens * shape.hidden

@@ -13,7 +13,7 @@ from tandem.models.footprint import FLOAT32
 from tandem.models.shape import BYTES
 from tandem.planning.batches import Batches, Step
 from tandem.planning.held import Held
-from tandem.planning.items import GIB, Item, Room
+from tandem.planning.items import GIB, MemoryItem, Room
 from tandem.planning.job import Job
 from tandem.planning.machine import Machine
 from tandem.planning.states import bucket
@@ -22,7 +22,9 @@ MAPPED = GIB
 """Larger blocks are mapped, and given back when they are freed."""
 
 
-def of_heap(job: Job, machine: Machine, room: Room, batches: Batches, coming: Iterable[Iterable[Item]]) -> Iterator[Item]:
+def of_heap(
+    job: Job, machine: Machine, room: Room, batches: Batches, coming: Iterable[Iterable[MemoryItem]]
+) -> Iterator[MemoryItem]:
     """Freed memory that the heaps of a CPU's processes keep: one amount for training, one for each embedded engine, each at
     most as much as comes and goes there in one of the phases, and the largest block of training once more."""
     if machine.kind != "cpu":
@@ -59,7 +61,7 @@ def _logits(model: Held, step: Step) -> float:
     return float(FLOAT32 * rows * model.piece.vocab)
 
 
-def of_what_comes(items: Iterable[Item], machine: Machine, room: Room) -> Iterator[Item]:
+def of_what_comes(items: Iterable[MemoryItem], machine: Machine, room: Room) -> Iterator[MemoryItem]:
     """The share of what comes and goes that a GPU's allocator takes beside it."""
     coming = [item for item in items if item.on(0)]
     each = machine.slack * sum(item.each for item in coming if item.every_rank)

@@ -9,7 +9,7 @@ Place = Literal["device", "host"]
 
 
 @dataclass(frozen=True)
-class Item:
+class MemoryItem:
     """Bytes that somebody holds."""
 
     role: str
@@ -47,7 +47,7 @@ class Instant:
     """The items of one phase, at its worst moment, on the device (or machine) that holds most."""
 
     phase: str
-    items: tuple[Item, ...]
+    items: tuple[MemoryItem, ...]
 
     def total(self, place: Place = "device") -> float:
         """Bytes, of the first GPU where they are a device's."""
@@ -77,14 +77,14 @@ class Room:
     ranks: int
     shared: bool
 
-    def item(self, role: str, what: str, each: float, place: Place = "device") -> Item:
+    def item(self, role: str, what: str, each: float, place: Place = "device") -> MemoryItem:
         """An item that each of these ranks holds, ``each`` bytes."""
         if self.shared:
-            return Item(role, what, each * self.ranks, holders=self.ranks)
+            return MemoryItem(role, what, each * self.ranks, holders=self.ranks)
         if place == "host":
-            return Item(role, what, each * self.ranks, "host", holders=self.ranks)
-        return Item(role, what, each, devices=self.ranks)
+            return MemoryItem(role, what, each * self.ranks, "host", holders=self.ranks)
+        return MemoryItem(role, what, each, devices=self.ranks)
 
-    def one(self, role: str, what: str, num_bytes: float, place: Place = "device") -> Item:
+    def one(self, role: str, what: str, num_bytes: float, place: Place = "device") -> MemoryItem:
         """An item that the first rank alone holds, or all of them together."""
-        return Item(role, what, num_bytes, "device" if self.shared else place)
+        return MemoryItem(role, what, num_bytes, "device" if self.shared else place)

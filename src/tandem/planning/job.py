@@ -15,10 +15,10 @@ from tandem.flow.sleep_plan import Part, SleepPlan
 from tandem.flow.state_parts import Where, sleep_plan
 from tandem.lifecycle.summary import COMMANDS
 from tandem.models.shape import Dtype, Shape
-from tandem.planning.disk import Saves, saves_of
+from tandem.planning.disk import CheckpointSchedule, saves_of
 from tandem.planning.held import Held, held, resolved
 from tandem.planning.machine import Machine
-from tandem.rewards.written import Written
+from tandem.rewards.written import WritingReward
 from tandem.rollout.partner import MAX_NEW_TOKENS
 
 
@@ -124,7 +124,7 @@ class Job:
     """Old weights that are kept to verify deliveries."""
 
     verifies: bool = False
-    saves: Saves = field(default_factory=Saves)
+    saves: CheckpointSchedule = field(default_factory=CheckpointSchedule)
     """Checkpoints of the run."""
 
     saves_beside: bool = False
@@ -335,7 +335,7 @@ def _writers(
         writers["partner"] = Writer(engine, Lengths(reads, writes, writes), samples_of_a_step, in_episodes=True)
     for planned in plan.scores:
         written = planned.score
-        if not isinstance(written, Written):
+        if not isinstance(written, WritingReward):
             continue
         model, requests = models[planned.resident], samples_of_a_step * written.requests
         reads = QUESTION_TOKENS + lengths.prompt + lengths.longest * (2 if written.compares else 1)

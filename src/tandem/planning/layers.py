@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from tandem.models.footprint import Adapters
 from tandem.models.shape import BYTES, Dtype, Shape
-from tandem.planning.activations import WHOLE, Spread
+from tandem.planning.activations import WHOLE, ActivationSettings
 from tandem.planning.batches import MicroBatch
 from tandem.planning.cost import ATTENTION, MEMORY, OPERATIONS, PRODUCTS, Cost, total
 from tandem.planning.machine import Machine
@@ -27,7 +27,9 @@ def decode_operations(layers: int, *, shared: bool) -> int:
     return layers * LAYER_OPERATIONS["decode_shared" if shared else "decode"] + STEP_OPERATIONS
 
 
-def layers_forward(shape: Shape, batch: MicroBatch, dtype: Dtype, machine: Machine, spread: Spread = WHOLE) -> Cost:
+def layers_forward(
+    shape: Shape, batch: MicroBatch, dtype: Dtype, machine: Machine, spread: ActivationSettings = WHOLE
+) -> Cost:
     """The forward pass of all layers over one micro-batch, on one rank. ``shape``: what it computes with."""
     batch, share = spread.seen(batch), 1 / spread.context
     rows, size = batch.tokens * share, BYTES[dtype]
@@ -82,7 +84,7 @@ def layers_backward(
     batch: MicroBatch,
     dtype: Dtype,
     machine: Machine,
-    spread: Spread = WHOLE,
+    spread: ActivationSettings = WHOLE,
     *,
     recompute: float | None = None,
 ) -> Cost:

@@ -13,11 +13,11 @@ from tandem.flow.sleep_plan import Part
 from tandem.models.footprint import FLOAT32, cache_bytes, engine_bytes, row_capacity
 from tandem.models.shape import BYTES
 from tandem.planning import activations
-from tandem.planning.activations import Spread
+from tandem.planning.activations import ActivationSettings
 from tandem.planning.batches import Batches, Step, cut
 from tandem.planning.held import Held
 from tandem.planning.holes import of_heap, of_what_comes
-from tandem.planning.items import GIB, Instant, Item, Room
+from tandem.planning.items import GIB, Instant, MemoryItem, Room
 from tandem.planning.job import Generator, Job, Writer
 from tandem.planning.machine import Machine
 from tandem.planning.states import (
@@ -56,9 +56,9 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
     partners = [writer for writer in job.writers.values() if writer.in_episodes]
     steady += [item for one in partners for item in _cache_of(job.judging(one), one.engine, machine)]
     steady += [*_processes(job, machine, room), *_copied(job, room)]
-    coming: dict[str, tuple[Item, ...]] = {}
+    coming: dict[str, tuple[MemoryItem, ...]] = {}
 
-    def add(phase: str, *items: Item) -> None:
+    def add(phase: str, *items: MemoryItem) -> None:
         coming[phase] = items
 
     if job.generator is not None and job.generator.foreign is None:
@@ -90,7 +90,7 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
         add("publish")
     add("save", *_saving(job, room))
 
-    def kept(items: tuple[Item, ...]) -> Iterator[Item]:
+    def kept(items: tuple[MemoryItem, ...]) -> Iterator[MemoryItem]:
         # where models sleep, the heap is given back before each stage, and has what comes in that one alone
         return of_heap(job, machine, room, worst, [items] if job.awake else coming.values())
 
@@ -102,13 +102,13 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
 
 PARTS: dict[str, TrainPart] = {"parameters": "parameters", "parameters, rounded": "parameters", "optimizer": "optimizer"}
 ENGINE_PARTS: dict[str, InferencePart] = {"parameters": "weights", "KV cache": "kv_cache"}
-"""Item → the part that it sleeps with."""
+"""MemoryItem → the part that it sleeps with."""
 
 
 def _worst(
     phase: str,
-    steady: Sequence[Item],
-    coming: tuple[Item, ...],
+    steady: Sequence[MemoryItem],
+    coming: tuple[MemoryItem, ...],
     awake: tuple[frozenset[Part], ...] | None,
     machine: Machine,
 ) -> Instant:
@@ -119,7 +119,7 @@ def _worst(
     return max(instants, key=lambda instant: instant.total())
 
 
-def _without_sleepers(steady: Sequence[Item], awake: frozenset[Part], machine: Machine) -> Iterator[Item]:
+def _without_sleepers(steady: Sequence[MemoryItem], awake: frozenset[Part], machine: Machine) -> Iterator[MemoryItem]:
     """The items without those that sleep, which lie on a disk if the device is the host, and in host memory beside a GPU."""
     for item in steady:
         in_engine = item.role == "engine" or item.what == "KV cache"
@@ -130,7 +130,7 @@ def _without_sleepers(steady: Sequence[Item], awake: frozenset[Part], machine: M
             yield replace(item, place="host", devices=1)
 
 
-def _engine(job: Job, machine: Machine) -> Iterator[Item]:
+def _engine(job: Job, machine: Machine) -> Iterator[MemoryItem]:
     """The embedded engine's weights and cache, or the servers' shares, which stay through all phases."""
     generator = job.generator
     if generator is None:
@@ -141,51 +141,51 @@ def _engine(job: Job, machine: Machine) -> Iterator[Item]:
     yield _weights_of(generator, machine)
     yield from _cache_of(job, generator, machine)
     if generator.adapter and machine.kind == "cpu":  # pages of files, mapped at each update; the system may take them back
-        yield Item("publish", "files of the base", float(generator.shape.stored * generator.shape.parameters()))
+        yield MemoryItem("publish", "files of the base", float(generator.shape.stored * generator.shape.parameters()))
     delivered = delivered_bytes(generator)
     if generator.own_process:  # the segment, or the folder's pages
-        yield Item("engine", "shared weights", delivered, "device" if machine.kind == "cpu" else "host")
+        yield MemoryItem("engine", "shared weights", delivered, "device" if machine.kind == "cpu" else "host")
     if job.kept_versions:
         kept = delivered * job.kept_versions
-        yield Item("verify", "kept versions", kept, "device" if machine.kind == "cpu" else "host")
+        yield MemoryItem("verify", "kept versions", kept, "device" if machine.kind == "cpu" else "host")
 
 
-def _shares(generator: Generator, machine: Machine) -> Iterator[Item]:
+def _shares(generator: Generator, machine: Machine) -> Iterator[MemoryItem]:
     """The memory that vLLM and SGLang servers take of each of their GPUs: the weights, and the rest for the cache."""
     for seat in generator.seats:
         if seat.memory_share is not None:
             share = seat.memory_share * machine.memory_gib * GIB
             weights = min(share, engine_bytes(generator.shape, generator.dtype, cpu=False) / len(seat.devices))
             where = {"devices": len(seat.devices), "first": seat.devices[0]}
-            yield Item(generator.role, "parameters", weights, **where)
-            yield Item(generator.role, "KV cache", share - weights, **where)
+            yield MemoryItem(generator.role, "parameters", weights, **where)
+            yield MemoryItem(generator.role, "KV cache", share - weights, **where)
 
 
-def _weights_of(generator: Generator, machine: Machine) -> Item:
+def _weights_of(generator: Generator, machine: Machine) -> MemoryItem:
     return _of_engines(generator, machine, "parameters", engine_weights(generator, machine))
 
 
-def _cache_of(job: Job, generator: Generator, machine: Machine) -> Iterator[Item]:
+def _cache_of(job: Job, generator: Generator, machine: Machine) -> Iterator[MemoryItem]:
     yield _of_engines(generator, machine, "KV cache", kv_cache(job, generator))
     tables = 1.5 * BYTES[generator.dtype] * generator.max_len * generator.shape.head_dim
     slots = 20.0 * generator.max_running * max(16, job.lengths.longest)
     yield _of_engines(generator, machine, "tables", tables + slots)
 
 
-def _judging(job: Job, writer: Writer, machine: Machine) -> Iterator[Item]:
+def _judging(job: Job, writer: Writer, machine: Machine) -> Iterator[MemoryItem]:
     """A judge writes; its cache is given back when it has."""
     yield from _cache_of(job.judging(writer), writer.engine, machine)
     yield from _generation(writer.engine, machine)
 
 
-def _of_engines(generator: Generator, machine: Machine, what: str, each: float, role: str | None = None) -> Item:
+def _of_engines(generator: Generator, machine: Machine, what: str, each: float, role: str | None = None) -> MemoryItem:
     """The items of each of the engines."""
     role = role or generator.role
     if generator.on_ranks:
         return Room(generator.engines, shared=machine.kind == "cpu").item(role, what, each)
     if generator.seats:  # a GPU each
-        return Item(role, what, each, devices=generator.engines, first=generator.seats[0].devices[0])
-    return Item(role, what, each * generator.engines)
+        return MemoryItem(role, what, each, devices=generator.engines, first=generator.seats[0].devices[0])
+    return MemoryItem(role, what, each * generator.engines)
 
 
 def delivered_bytes(generator: Generator) -> float:
@@ -228,7 +228,7 @@ def kv_cache(job: Job, generator: Generator) -> float:
     return cache_bytes(generator.shape, generator.dtype, kv_tokens(job, generator)[1])
 
 
-def _processes(job: Job, machine: Machine, room: Room) -> Iterator[Item]:
+def _processes(job: Job, machine: Machine, room: Room) -> Iterator[MemoryItem]:
     generator = job.generator
     yield room.item("process", "interpreter and libraries", machine.process_gib * GIB)
     if any(model.layout.zero is not None for model in job.models):
@@ -241,7 +241,7 @@ def _processes(job: Job, machine: Machine, room: Room) -> Iterator[Item]:
         yield room.one("process", "reward workers", machine.worker_gib * GIB * job.workers)
 
 
-def _generation(generator: Generator, machine: Machine) -> Iterator[Item]:
+def _generation(generator: Generator, machine: Machine) -> Iterator[MemoryItem]:
     shape, rows = generator.shape, min(generator.max_running, generator.sequences)
     logits = rows * shape.vocab * (2 * FLOAT32 + (BYTES[generator.dtype] if generator.dtype == "bfloat16" else 0))
     yield _of_engines(generator, machine, "logits", float(logits))
@@ -250,9 +250,9 @@ def _generation(generator: Generator, machine: Machine) -> Iterator[Item]:
     yield _of_engines(generator, machine, "activations", float(chunk))
 
 
-def _scoring(model: Held, step: Step, room: Room) -> Iterator[Item]:
+def _scoring(model: Held, step: Step, room: Room) -> Iterator[MemoryItem]:
     """A pass without gradients."""
-    batch, shape, spread = step.largest, model.piece, Spread.of(model)
+    batch, shape, spread = step.largest, model.piece, ActivationSettings.of(model)
     yield from gathered(model, room)
     layer = activations.passing(shape, batch, model.dtype, backward=False, spread=spread)
     yield room.item(model.role, "activations", layer)
@@ -261,7 +261,7 @@ def _scoring(model: Held, step: Step, room: Room) -> Iterator[Item]:
         yield room.item(model.role, "logits", logits)
 
 
-def _update(model: Held, step: Step, room: Room) -> Iterator[Item]:
+def _update(model: Held, step: Step, room: Room) -> Iterator[MemoryItem]:
     """The worst of these moments: the backward pass begins (everything is kept), or ends (all gradients are there), or the
     last bucket is sent. One that is full is sent on the way; and in the heap of a CPU's process none finds room among what
     the layers have left."""
@@ -274,8 +274,8 @@ def _update(model: Held, step: Step, room: Room) -> Iterator[Item]:
         yield from sent
 
 
-def _backward_begins(model: Held, step: Step, room: Room) -> list[Item]:
-    shape, batch, spread = model.piece, step.largest, Spread.of(model)
+def _backward_begins(model: Held, step: Step, room: Room) -> list[MemoryItem]:
+    shape, batch, spread = model.piece, step.largest, ActivationSettings.of(model)
     kept = activations.kept(shape, batch, model.dtype, spread)
     layer = activations.passing(shape, batch, model.dtype, backward=True, spread=spread)
     items = [*gathered(model, room)]
@@ -298,7 +298,7 @@ def _backward_begins(model: Held, step: Step, room: Room) -> list[Item]:
     ]
 
 
-def _backward_ends(model: Held, step: Step, room: Room) -> list[Item]:
+def _backward_ends(model: Held, step: Step, room: Room) -> list[MemoryItem]:
     """A tied head's gradient waits for the embedding's; over several ranks the sum of both is reduced in float32, of which
     gloo makes a copy."""
     shape, size = model.piece, BYTES[model.dtype]
@@ -314,7 +314,7 @@ def _backward_ends(model: Held, step: Step, room: Room) -> list[Item]:
     return [*items, room.item(model.role, "gradient of the embedding", waiting)]
 
 
-def _publishing(job: Job, machine: Machine) -> Iterator[Item]:
+def _publishing(job: Job, machine: Machine) -> Iterator[MemoryItem]:
     """The engine lays the update out beside what it serves."""
     generator = job.generator
     assert generator is not None
@@ -322,7 +322,7 @@ def _publishing(job: Job, machine: Machine) -> Iterator[Item]:
     zero = job.actor.layout.zero  # below stage 3 each rank of DeepSpeed has all of it, but in the dtype of the computation
     parted = zero == 3 or (zero is not None and job.actor.dtype != "float32")
     if job.actor.fsdp or job.actor.layout.tensor > 1 or parted:
-        yield Item("publish", "one whole tensor", float(FLOAT32 * job.actor.shape.embedding))
+        yield MemoryItem("publish", "one whole tensor", float(FLOAT32 * job.actor.shape.embedding))
     if generator.adapter:
         yield _of_engines(generator, machine, "adapter", float(FLOAT32 * generator.adapter), "publish")
     elif not generator.own_process and generator.delivered != "float32":
@@ -330,7 +330,7 @@ def _publishing(job: Job, machine: Machine) -> Iterator[Item]:
         yield _of_engines(generator, machine, "rounded weights", rounded, "publish")
 
 
-def _copied(job: Job, room: Room) -> Iterator[Item]:
+def _copied(job: Job, room: Room) -> Iterator[MemoryItem]:
     """Bytes that a save beside training writes: masters and moments, and their rounding to the dtype of the checkpoint. The
     copy stays for the next save. Each rank copies its part; norms, which ranks that cut matrices all have, count with
     each."""
@@ -340,7 +340,7 @@ def _copied(job: Job, room: Room) -> Iterator[Item]:
             yield room.one(model.role, "copy that is saved", float(each * model.masters * model.layout.tensor), "host")
 
 
-def _saving(job: Job, room: Room) -> Iterator[Item]:
+def _saving(job: Job, room: Room) -> Iterator[MemoryItem]:
     """The largest model in the dtype of the checkpoint, in host memory; on a CPU in float32 the masters themselves, but for
     what is merged or gathered from several ranks."""
     copied = []

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from tandem.planning.cost import Phase
 from tandem.planning.disk import Checkpoint, checkpoint_of
-from tandem.planning.items import GIB, Instant, Item
+from tandem.planning.items import GIB, Instant, MemoryItem
 from tandem.planning.job import Job
 from tandem.planning.machine import Machine
 from tandem.planning.memory import instants, kv_needed
@@ -65,7 +65,7 @@ class Plan:
         """Peak memory of all devices together; on a CPU the peak itself."""
         return max(instant.of_machine for instant in self.instants) / GIB
 
-    def certain_items(self, instant: Instant, device: int) -> Iterator[Item]:
+    def certain_items(self, instant: Instant, device: int) -> Iterator[MemoryItem]:
         """Items that one GPU must hold whatever the lengths of sequences: weights, moments, gradients, servers' shares; no
         activations, and no cache of our own engine, which grows with need."""
         foreign = self.job.generator is not None and self.job.generator.foreign is not None

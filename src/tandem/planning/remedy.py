@@ -30,7 +30,7 @@ MOST_DEVICES = 1024
 
 
 @dataclass(frozen=True)
-class Change:
+class Remedy:
     """Keys and their new values, and the plan that they give."""
 
     settings: dict[str, Any]
@@ -50,7 +50,7 @@ Replan = Callable[[dict[str, Any]], Plan]
 """The plan of the configuration with these keys replaced."""
 
 
-def nearest(plan: Plan, config: BaseConfig, replan: Replan) -> Change | None:
+def nearest(plan: Plan, config: BaseConfig, replan: Replan) -> Remedy | None:
     """The nearest change that fits; None where the plan fits as it is, or nothing here helps.
 
     Steps are taken in order, mildest first, until it fits; then every step is taken back that is not needed.
@@ -73,7 +73,7 @@ def nearest(plan: Plan, config: BaseConfig, replan: Replan) -> Change | None:
             settings = fewer
     for key in list(settings):
         settings = _milder(key, settings, config, replan)
-    return Change(settings, replan(settings))
+    return Remedy(settings, replan(settings))
 
 
 def _tried(settings: dict[str, Any], replan: Replan) -> Plan | None:
@@ -152,7 +152,7 @@ def _last_resorts(plan: Plan) -> Iterator[dict[str, Any]]:
         yield backend | {"actor.lora.rank": RANK} | ({"critic.lora.rank": RANK} if plan.job.critic is not None else {})
 
 
-def others(plan: Plan, nearest_one: Change | None, replan: Replan) -> list[Change]:
+def others(plan: Plan, nearest_one: Remedy | None, replan: Replan) -> list[Remedy]:
     """Other ways by which the run would fit, each alone: checkpointing, adapters, more ranks, offloading. Empty where it
     fits as it is."""
     if plan.fits:
@@ -168,7 +168,7 @@ def others(plan: Plan, nearest_one: Change | None, replan: Replan) -> list[Chang
     for way in ways:
         tried = None if nearest_one is not None and way == nearest_one.settings else _tried(way, replan)
         if tried is not None and tried.fits:
-            found.append(Change(way, tried))
+            found.append(Remedy(way, tried))
     return found
 
 

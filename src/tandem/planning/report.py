@@ -9,7 +9,7 @@ from tandem.planning.drawing import SMALL_GIB, DeviceUse, drawing, uses
 from tandem.planning.held import Held
 from tandem.planning.items import GIB, Instant
 from tandem.planning.plan import RESERVE, Plan
-from tandem.planning.remedy import Change, spread_over
+from tandem.planning.remedy import Remedy, spread_over
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class Report:
     plan: Plan
     lengths: str
     arithmetic: str
-    change: Change | None
-    others: tuple[Change, ...] = ()
+    change: Remedy | None
+    others: tuple[Remedy, ...] = ()
     """Other changes that would do."""
 
     advice: str = ""
@@ -104,7 +104,7 @@ class Report:
         }
 
 
-def _change(change: Change) -> dict[str, Any]:
+def _change(change: Remedy) -> dict[str, Any]:
     plan = change.plan
     figures = {"peak_gib": plan.peak_gib, "host_gib": plan.host_gib, "step_s": plan.step_s}
     return {"settings": change.settings} | {name: round(figure, 4) for name, figure in figures.items()}

@@ -7,7 +7,7 @@ its rates come from `calibrate` or from the table of `devices`.
 from tandem.config.backend import Layout
 from tandem.models.shape import BYTES, Shape
 from tandem.planning import exchange
-from tandem.planning.activations import Spread
+from tandem.planning.activations import ActivationSettings
 from tandem.planning.batches import Step, cut
 from tandem.planning.cost import BETWEEN, HOST, MEMORY, RANKS, Cost, Phase, total
 from tandem.planning.exchange import Moved
@@ -41,7 +41,7 @@ into one flat tensor, and what was stepped is copied back. Counted in its code, 
 
 def scoring(model: Held, step: Step, machine: Machine) -> Cost:
     """A pass without gradients over all micro-batches."""
-    costs, shape, spread = [], model.piece, Spread.of(model)
+    costs, shape, spread = [], model.piece, ActivationSettings.of(model)
     for batch in step.micro_batches:
         costs.append(layers_forward(shape, batch, model.dtype, machine, spread))
         if model.head != "scalar":
@@ -52,7 +52,7 @@ def scoring(model: Held, step: Step, machine: Machine) -> Cost:
 
 def updating(model: Held, step: Step, machine: Machine, *, recompute: float | None = None) -> Cost:
     """One optimizer step: forward and backward passes, and AdamW."""
-    costs, shape, spread = [], model.piece, Spread.of(model)
+    costs, shape, spread = [], model.piece, ActivationSettings.of(model)
     options = {"entropy": model.entropy, "context": spread.context, "frozen": model.adapters is not None}
     for batch in step.micro_batches:
         costs.append(layers_forward(shape, batch, model.dtype, machine, spread))

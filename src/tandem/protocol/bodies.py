@@ -8,7 +8,7 @@ from aiohttp import web
 
 from tandem.protocol.limits import ServerLimits
 from tandem.protocol.refusal import Refusal
-from tandem.protocol.schema import Invalid, Schema, check_text, checked
+from tandem.protocol.schema import Schema, SchemaError, check_text, checked
 
 _LARGE_BYTES = 1 << 16
 """A body above this is parsed in a thread, so that other requests need not wait."""
@@ -59,7 +59,7 @@ def parse(raw: bytes, schema: Schema, max_depth: int) -> dict[str, Any]:
     check_depth(value, max_depth)
     try:
         return checked(value, schema)
-    except Invalid as failure:
+    except SchemaError as failure:
         raise Refusal(400, str(failure), param=failure.where or None) from None
 
 
@@ -86,7 +86,7 @@ def _check_string(entry: str) -> None:
     if not entry.isascii():
         try:
             check_text(entry, "a string")
-        except Invalid as failure:
+        except SchemaError as failure:
             raise Refusal(400, str(failure)) from None
 
 

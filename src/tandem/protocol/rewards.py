@@ -98,7 +98,7 @@ REWARDS_BODY = record(
 
 
 @dataclass(frozen=True)
-class Layout:
+class RequestShape:
     """The shape in which a kind of server is asked."""
 
     path: str
@@ -230,8 +230,8 @@ def _number(value: Any) -> float:
 
 
 LAYOUTS = {
-    "tandem": Layout("/score", True, _ask_tandem, _read_tandem),
-    "openrlhf": Layout("/get_reward", True, _ask_openrlhf, _read_openrlhf),
-    "slime": Layout("", False, _ask_slime, _read_slime),
-    "vllm": Layout("/classify", True, _ask_vllm, _read_vllm, has_classes=True),
+    "tandem": RequestShape("/score", True, _ask_tandem, _read_tandem),
+    "openrlhf": RequestShape("/get_reward", True, _ask_openrlhf, _read_openrlhf),
+    "slime": RequestShape("", False, _ask_slime, _read_slime),
+    "vllm": RequestShape("/classify", True, _ask_vllm, _read_vllm, has_classes=True),
 }

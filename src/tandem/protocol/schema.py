@@ -14,7 +14,7 @@ _KNOWN |= {"exclusiveMinimum", "minLength", "maxLength", "enum", "anyOf", "descr
 _SHOWN = 80
 
 
-class Invalid(ValueError):
+class SchemaError(ValueError):
     """A value that its schema does not allow; ``where`` is its path, such as ``messages[2].role``."""
 
     def __init__(self, where: str, rule: str):
@@ -53,7 +53,7 @@ def checked(value: Any, schema: Schema, where: str = "") -> Any:
     """The value, whole numbers written as ``2.0`` made integers.
 
     Raises:
-        Invalid: the schema does not allow it; names the place and the rule.
+        SchemaError: the schema does not allow it; names the place and the rule.
     """
     unknown = set(schema) - _KNOWN
     if unknown:
@@ -63,7 +63,7 @@ def checked(value: Any, schema: Schema, where: str = "") -> Any:
     if "enum" in schema:
         if not any(_same(value, entry) for entry in schema["enum"]):
             allowed = ", ".join(map(repr, schema["enum"]))
-            raise Invalid(where, f"must be {'one of ' if len(schema['enum']) > 1 else ''}{allowed}, got {_short(value)}")
+            raise SchemaError(where, f"must be {'one of ' if len(schema['enum']) > 1 else ''}{allowed}, got {_short(value)}")
         return value
     kind = schema.get("type")
     return value if kind is None else _CHECKS[kind](value, schema, where)
@@ -74,7 +74,7 @@ def _any(value: Any, choices: Sequence[Schema], where: str) -> Any:
     for choice in choices:
         try:
             return checked(value, choice, where)
-        except Invalid as failure:
+        except SchemaError as failure:
             failures.append(failure)
     raise max(failures, key=lambda failure: len(failure.where))  # of equals the first: that which is not null
 
@@ -90,7 +90,7 @@ def _short(value: Any) -> str:
 
 def _object(value: Any, schema: Schema, where: str) -> Any:
     if not isinstance(value, dict):
-        raise Invalid(where, f"must be an object, got {_short(value)}")
+        raise SchemaError(where, f"must be an object, got {_short(value)}")
     properties, other = schema.get("properties", {}), schema.get("additionalProperties", True)
     inside = where + "." if where else ""
     result = {}
@@ -99,21 +99,23 @@ def _object(value: Any, schema: Schema, where: str) -> Any:
         if name in properties:
             result[name] = checked(entry, properties[name], inside + name)
         elif other is False:
-            raise Invalid(inside + name[:_SHOWN], f"is not known here; known are {', '.join(sorted(properties)) or 'none'}")
+            raise SchemaError(
+                inside + name[:_SHOWN], f"is not known here; known are {', '.join(sorted(properties)) or 'none'}"
+            )
         else:
             result[name] = checked(entry, {} if other is True else other, inside + name[:_SHOWN])
     for name in schema.get("required", ()):
         if name not in value:
-            raise Invalid(inside + name, "is required")
+            raise SchemaError(inside + name, "is required")
     return result
 
 
 def _array(value: Any, schema: Schema, where: str) -> Any:
     if not isinstance(value, list):
-        raise Invalid(where, f"must be an array, got {_short(value)}")
+        raise SchemaError(where, f"must be an array, got {_short(value)}")
     least, most = schema.get("minItems", 0), schema.get("maxItems", len(value))
     if not least <= len(value) <= most:
-        raise Invalid(where, f"must have {least} to {most} items, got {len(value)}")
+        raise SchemaError(where, f"must have {least} to {most} items, got {len(value)}")
     items = schema.get("items", {})
     if items.get("type") == "integer" and value and all(type(entry) is int for entry in value):
         for extreme in (min(value), max(value)):  # token lists are long: one pass instead of a call for each
@@ -124,14 +126,14 @@ def _array(value: Any, schema: Schema, where: str) -> Any:
 
 def _number(value: Any, schema: Schema, where: str) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Invalid(where, f"must be a number, got {_short(value)}")
+        raise SchemaError(where, f"must be a number, got {_short(value)}")
     for word, rule, right in (
         ("minimum", "at least", lambda bound: value >= bound),
         ("maximum", "at most", lambda bound: value <= bound),
         ("exclusiveMinimum", "above", lambda bound: value > bound),
     ):
         if word in schema and not right(schema[word]):
-            raise Invalid(where, f"must be {rule} {schema[word]}, got {_short(value)}")
+            raise SchemaError(where, f"must be {rule} {schema[word]}, got {_short(value)}")
     return value
 
 
@@ -139,37 +141,37 @@ def _integer(value: Any, schema: Schema, where: str) -> Any:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise Invalid(where, f"must be a whole number, got {_short(value)}")
+        raise SchemaError(where, f"must be a whole number, got {_short(value)}")
     return _number(value, schema, where)
 
 
 def _string(value: Any, schema: Schema, where: str) -> Any:
     if not isinstance(value, str):
-        raise Invalid(where, f"must be a string, got {_short(value)}")
+        raise SchemaError(where, f"must be a string, got {_short(value)}")
     least, most = schema.get("minLength", 0), schema.get("maxLength", len(value))
     if not least <= len(value) <= most:
-        raise Invalid(where, f"must have {least} to {most} characters, got {len(value)}")
+        raise SchemaError(where, f"must have {least} to {most} characters, got {len(value)}")
     check_text(value, where)
     return value
 
 
 def check_text(value: str, where: str) -> None:
-    """Raises `Invalid` for half a character (an unpaired surrogate), which no tokenizer can read."""
+    """Raises `SchemaError` for half a character (an unpaired surrogate), which no tokenizer can read."""
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise Invalid(where, "has half a character (an unpaired surrogate)") from None
+        raise SchemaError(where, "has half a character (an unpaired surrogate)") from None
 
 
 def _boolean(value: Any, schema: Schema, where: str) -> Any:
     if not isinstance(value, bool):
-        raise Invalid(where, f"must be true or false, got {_short(value)}")
+        raise SchemaError(where, f"must be true or false, got {_short(value)}")
     return value
 
 
 def _null(value: Any, schema: Schema, where: str) -> Any:
     if value is not None:
-        raise Invalid(where, f"must be null, got {_short(value)}")
+        raise SchemaError(where, f"must be null, got {_short(value)}")
     return value
 
 

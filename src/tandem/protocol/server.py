@@ -102,7 +102,7 @@ class Server:
 
     @contextlib.asynccontextmanager
     async def listening(self, host: str, port: int) -> AsyncIterator[int]:
-        """Listens inside the block; gives the port. After it, requests that run have `Limits.shutdown_s` to end.
+        """Listens inside the block; gives the port. After it, requests that run have `ServerLimits.shutdown_s` to end.
 
         Raises:
             ConfigError: the address is taken or not of this machine.

@@ -14,16 +14,16 @@ from tandem.api.requests import StopReason
 from tandem.config.errors import ConfigError
 from tandem.config.nearest import nearest_names
 from tandem.protocol.arguments import Unfit, fit
-from tandem.protocol.tool_families import FAMILIES, SYSTEM_BLOCK, Family, Written, family_of
+from tandem.protocol.tool_families import FAMILIES, SYSTEM_BLOCK, CallText, Family, family_of
 from tandem.protocol.turns import Call, CallStatus, Message, Reply
 
 
-class Found(NamedTuple):
+class CallBlock(NamedTuple):
     """One block of calls in a text."""
 
     start: int
     end: int
-    written: tuple[Written, ...]
+    written: tuple[CallText, ...]
     """Empty for one that cannot be read."""
 
     status: CallStatus
@@ -116,7 +116,7 @@ class CallReader:
             stop_reason=stop_reason,
         )
 
-    def find(self, text: str, start: int = 0, *, ended: bool) -> Iterator[Found]:
+    def find(self, text: str, start: int = 0, *, ended: bool) -> Iterator[CallBlock]:
         """The blocks of calls in a text. ``ended``: the turn ends where the text does, and is not cut off there."""
         opening = self._opening.search(text, start)
         while opening is not None:
@@ -124,7 +124,7 @@ class CallReader:
             yield found
             opening = self._opening.search(text, found.end)
 
-    def _one(self, text: str, opening: re.Match[str], ended: bool) -> Found:
+    def _one(self, text: str, opening: re.Match[str], ended: bool) -> CallBlock:
         begin, family = opening.start(), self.family
         try:
             body = family.read(text, opening.end())
@@ -133,17 +133,17 @@ class CallReader:
         else:
             end = self._end_of(text, body.end, ended)
             if end is not None:
-                return Found(begin, end, tuple(body.calls), CallStatus.OK, "")
+                return CallBlock(begin, end, tuple(body.calls), CallStatus.OK, "")
             why = f"the call does not end with {family.closing_text}"
         following = self._opening.search(text, opening.end())
         limit = following.start() if following else len(text)
         if family.closing and not family.end_closes:
             close = self._closing.search(text, opening.end(), limit)
             if close is not None:
-                return Found(begin, close.end(), (), CallStatus.INVALID_JSON, why)
+                return CallBlock(begin, close.end(), (), CallStatus.INVALID_JSON, why)
         elif ended or following:
-            return Found(begin, limit, (), CallStatus.INVALID_JSON, why)
-        return Found(begin, limit, (), CallStatus.UNCLOSED, f"the call has no closing {family.closing_text}")
+            return CallBlock(begin, limit, (), CallStatus.INVALID_JSON, why)
+        return CallBlock(begin, limit, (), CallStatus.UNCLOSED, f"the call has no closing {family.closing_text}")
 
     def _end_of(self, text: str, at: int, ended: bool) -> int | None:
         """Finds where a call ends whose body ends at ``at``; None if its closing mark is missing."""
@@ -154,7 +154,7 @@ class CallReader:
         close = self._closing.match(text, at)
         return close.end() if close else None
 
-    def _judged(self, found: Found, text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
+    def _judged(self, found: CallBlock, text: str, tools: Sequence[Mapping[str, Any]]) -> Iterator[Call]:
         if not found.written:
             yield Call("", status=found.status, text=text, why=f"This is no call that can be read: {found.why}.")
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}

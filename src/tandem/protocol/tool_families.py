@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 
-class Written(NamedTuple):
+class CallText(NamedTuple):
     """A call as it stands in a text."""
 
     name: str
@@ -24,7 +24,7 @@ class Written(NamedTuple):
 class Body(NamedTuple):
     """A reader's result for the text after an opening mark."""
 
-    calls: list[Written]
+    calls: list[CallText]
     end: int
     """The position behind it in the text."""
 
@@ -58,7 +58,7 @@ def _skip_space(text: str, start: int) -> int:
     return start
 
 
-def _as_call(value: Any) -> Written:
+def _as_call(value: Any) -> CallText:
     """``{"name": …, "arguments" or "parameters": {…}}``, also below the key "function"."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
@@ -68,7 +68,7 @@ def _as_call(value: Any) -> Written:
     if not isinstance(name, str):
         raise ValueError('the key "name" is missing or no text')
     own_id = value.get("id")
-    return Written(
+    return CallText(
         name, _as_arguments(value.get("arguments", value.get("parameters"))), own_id if isinstance(own_id, str) else ""
     )
 
@@ -110,7 +110,7 @@ def named_json(name: str) -> ReadBody:
             raise ValueError("the name of the tool is missing")
         value, end = decode_json(text, match.end())
         own_id = match.groupdict().get("id") or ""
-        return Body([Written(match["name"].strip(), _as_arguments(value), own_id)], end)
+        return Body([CallText(match["name"].strip(), _as_arguments(value), own_id)], end)
 
     return read
 
@@ -129,7 +129,7 @@ def tagged(head: str, argument: str, end: str) -> ReadBody:
             match = part
         if (last := ends.match(text, match.end())) is None:
             raise ValueError("the arguments are not written as they should be")
-        return Body([Written(name, arguments)], last.end())
+        return Body([CallText(name, arguments)], last.end())
 
     return read
 
@@ -146,7 +146,7 @@ def bare_keys(quote: str) -> ReadBody:
         if match is None:
             raise ValueError("a call begins with call:NAME{")
         value, end = _value(text, match.end())
-        return Body([Written(match["name"], value)], end)
+        return Body([CallText(match["name"], value)], end)
 
     def _value(text: str, at: int) -> tuple[Any, int]:
         at = _skip_space(text, at)

@@ -19,7 +19,7 @@ from tandem.rewards.combination import alone, is_open, told_raw
 from tandem.rewards.function import AsyncReward, OwnGroupReward, OwnReward, WorkerReward
 from tandem.rewards.outcome import compared, is_async
 from tandem.rewards.pool import WorkerPool
-from tandem.rewards.written import Written
+from tandem.rewards.written import WritingReward
 
 Judge = RewardFn | GroupReward
 
@@ -193,7 +193,7 @@ def refuse_only_groups(spec: str, reward: RewardFn) -> None:
         ConfigError: all terms judge the samples of a prompt together.
     """
     scores = [score for _, _, score in build_scores(spec)]
-    comparing = [score for score in scores if isinstance(score, Written) and score.compares]
+    comparing = [score for score in scores if isinstance(score, WritingReward) and score.compares]
     together = isinstance(reward, SumReward) and not reward.terms and len(scores) == len(comparing)
     if together:
         raise ConfigError(
@@ -214,7 +214,7 @@ def build_scores(spec: str) -> list[tuple[str, Term, Score]]:
             make, key = factory_of("reward", term.name, "reward"), f"reward={term.name}"
             score = Services().make(key, make, term.arguments, {"timeout_s": math.inf} if needs_writer(term) else {})
             if needs_writer(term):
-                score = Written(score, str(term.knobs.get("model")))
+                score = WritingReward(score, str(term.knobs.get("model")))
             assert isinstance(score, Score), "needs_model has seen to it"
             _check_score(term, score)
             scores.append((str(score.name) or term.short_name, term, score))
@@ -228,7 +228,7 @@ def _check_score(term: Term, score: Score) -> None:
         raise ConfigError(f"reward {term.name!r}: its attribute `model` {given}; set self.model = FrozenModel(path, head=…)")
     if not isinstance(model.path, str) or not model.path:
         raise ConfigError(f"reward {term.name!r}: FrozenModel.path must be a folder or a name, got {model.path!r}")
-    heads = ("text",) if isinstance(score, Written) else ("lm", "scalar")
+    heads = ("text",) if isinstance(score, WritingReward) else ("lm", "scalar")
     for name, value, allowed in (("head", model.head, heads), ("dtype", model.dtype, (None, *DTYPES))):
         if value not in allowed:
             raise ConfigError(f"reward {term.name!r}: FrozenModel.{name} must be one of {allowed}, got {value!r}")

@@ -49,7 +49,7 @@ def told_raw(sums: Iterable[Sequence[Term]]) -> frozenset[str]:
 
 
 @dataclass
-class Spread:
+class RunningSpread:
     """Mean and spread of all values so far; the same however they are divided into calls, but for rounding."""
 
     count: int = 0
@@ -105,7 +105,7 @@ class Combination:
         """``sums``: each reward with all of its terms; ``later``: with those that are added here. ``cost``: the name of a
         term that is a part, but does not enter the sum."""
         self.later, self.told, self.cost = later, told_raw(sums.values()), cost
-        self.spreads: dict[str, Spread] = {}
+        self.spreads: dict[str, RunningSpread] = {}
 
     def change(
         self, sums: Mapping[str, Sequence[Term]], later: Mapping[str, Sequence[Term]], *, again: bool = False
@@ -156,13 +156,13 @@ class Combination:
             having = [i for i, part in enumerate(parts) if name in part]
             running = [i for i in having if terms[i][name].options.normalise == "running"]
             if running:
-                spread = self.spreads.setdefault(name, Spread())
+                spread = self.spreads.setdefault(name, RunningSpread())
                 spread.add([x for i in running if samples[i].sample.in_statistics for x in parts[i][name]])
                 for i in running:
                     parts[i][name] = [spread.scale(x) for x in parts[i][name]]
             grouped = [i for i in having if terms[i][name].options.normalise == "group"]
             for _, members in groupby(grouped, lambda i: samples[i].group):
-                together, spread = list(members), Spread()
+                together, spread = list(members), RunningSpread()
                 spread.add([x for i in together if samples[i].sample.in_statistics for x in parts[i][name]])
                 for i in together:
                     parts[i][name] = [spread.scale(x) for x in parts[i][name]]
@@ -196,4 +196,4 @@ class Combination:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Before the first batch."""
-        self.spreads = {n: Spread(int(c), float(mean), float(q)) for n, (c, mean, q) in state["spreads"].items()}
+        self.spreads = {n: RunningSpread(int(c), float(mean), float(q)) for n, (c, mean, q) in state["spreads"].items()}

@@ -10,11 +10,11 @@ from tandem.api.failures import RewardFailure
 from tandem.api.samples import Sample
 from tandem.api.workflow import GroupReward, RewardFn, RewardResult
 from tandem.config.errors import ConfigError
-from tandem.rewards.outcome import Arguments, Outcome, read_outcome
+from tandem.rewards.outcome import Arguments, Judgement, read_outcome
 from tandem.rewards.pool import WorkerPool
 
 
-def as_result(outcome: Outcome) -> RewardResult:
+def as_result(outcome: Judgement) -> RewardResult:
     """The same for the rest of Tandem."""
     return RewardResult(outcome.value, outcome.rewards, outcome.accuracy, outcome.answer, outcome.extracted, outcome.words)
 
@@ -69,7 +69,7 @@ class FunctionReward(RewardFn):
         return as_result(await self._judge(self.arguments.select(given, row)))
 
     @abstractmethod
-    async def _judge(self, arguments: dict[str, Any]) -> Outcome:
+    async def _judge(self, arguments: dict[str, Any]) -> Judgement:
         """Calls the function."""
 
 
@@ -80,7 +80,7 @@ class WorkerReward(FunctionReward):
         super().__init__(function, name)
         self.pool = WorkerPool(spec, name=name, timeout_s=timeout_s, size=workers)
 
-    async def _judge(self, arguments: dict[str, Any]) -> Outcome:
+    async def _judge(self, arguments: dict[str, Any]) -> Judgement:
         return await self.pool.call(arguments)
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class DirectReward(FunctionReward):
         if self.check is not None:
             self.check(row, self.name)
 
-    async def _judge(self, arguments: dict[str, Any]) -> Outcome:
+    async def _judge(self, arguments: dict[str, Any]) -> Judgement:
         try:
             return read_outcome(self.function(**arguments), self.name)
         except RewardFailure:
@@ -121,7 +121,7 @@ class AsyncReward(FunctionReward):
         self.function, self.timeout_s = function, timeout_s
         self._abandoned: set[asyncio.Task[Any]] = set()
 
-    async def _judge(self, arguments: dict[str, Any]) -> Outcome:
+    async def _judge(self, arguments: dict[str, Any]) -> Judgement:
         task = asyncio.ensure_future(self.function(**arguments))
         try:
             done, _ = await asyncio.wait({task}, timeout=self.timeout_s)

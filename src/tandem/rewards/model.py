@@ -9,7 +9,7 @@ from tandem.api.batch import sequence_index
 from tandem.api.engines import TrainEngine
 from tandem.api.lazy_torch import TensorDict, torch
 from tandem.api.samples import Sample
-from tandem.api.scoring import FrozenModel, Reader, Score
+from tandem.api.scoring import FrozenModel, Score, ScoreReader
 from tandem.config.errors import ConfigError
 
 Aggregate = Literal["min", "last", "mean", "product", "none"]
@@ -53,7 +53,7 @@ class ModelReward(Score):
         self.steps, self.marker, self.aggregate = steps, marker or "", aggregate
         self.per_step = steps is not None and aggregate == "none"
 
-    def read(self, sample: Sample, row: Mapping[str, Any], reader: Reader) -> Mapping[str, Any]:
+    def read(self, sample: Sample, row: Mapping[str, Any], reader: ScoreReader) -> Mapping[str, Any]:
         """The conversation, with the ends of its steps if these are judged."""
         if self.steps is None:
             return reader.conversation(sample, row)

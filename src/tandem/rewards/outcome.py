@@ -15,7 +15,7 @@ GIVEN = ("prompt", "completion", "prompt_ids", "completion_ids", "row")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Judgement:
     """A judgement, checked: finite numbers only. (`RewardResult` without torch behind it.)"""
 
     value: float
@@ -78,7 +78,7 @@ def _number(value: Any, what: str) -> float:
     return number
 
 
-def read_outcome(value: Any, name: str) -> Outcome:
+def read_outcome(value: Any, name: str) -> Judgement:
     """Checks what a reward function returned.
 
     A mapping's text under ``answer`` is the answer that was found in the completion, its None that none was found.
@@ -90,7 +90,7 @@ def read_outcome(value: Any, name: str) -> Outcome:
     answer: str | None = None
     extracted: bool | None = None
     words: dict[str, str] = {}
-    if isinstance(value, Outcome) or (module and isinstance(value, module.RewardResult)):
+    if isinstance(value, Judgement) or (module and isinstance(value, module.RewardResult)):
         parts, total, accuracy = dict(value.rewards), value.value, value.accuracy
         answer, extracted = value.answer, value.extracted
         words = {str(judge): str(text) for judge, text in value.words.items()}
@@ -111,10 +111,10 @@ def read_outcome(value: Any, name: str) -> Outcome:
         accuracy = _number(accuracy, f"accuracy of {name}")
         if not 0 <= accuracy <= 1:
             raise RewardFailure("reward_wrong_type", f"accuracy of {name} must lie in 0…1, got {accuracy}")
-    return Outcome(total, rewards, accuracy, answer, extracted, words)
+    return Judgement(total, rewards, accuracy, answer, extracted, words)
 
 
-def compared(name: str, values: Any, count: int) -> list[Outcome]:
+def compared(name: str, values: Any, count: int) -> list[Judgement]:
     """Checks what a reward that compares the samples of a group returned: a number, or a `RewardResult` with words, each.
 
     Raises:

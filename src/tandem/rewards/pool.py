@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tandem.api.failures import RewardFailure
-from tandem.rewards.outcome import Outcome
+from tandem.rewards.outcome import Judgement
 from tandem.workers.process import LOAD_TIMEOUT_S, RemoteError, Silent, Worker, exit_code
 from tandem.workers.trees import computes, usable_cores
 
@@ -55,7 +55,7 @@ class WorkerPool:
         with self._changed:
             return [worker.pid for worker in self._all]
 
-    async def call(self, arguments: dict[str, Any]) -> Outcome:
+    async def call(self, arguments: dict[str, Any]) -> Judgement:
         """Calls the function with keyword arguments.
 
         Raises:
@@ -83,7 +83,7 @@ class WorkerPool:
             worker.release()
         self._all.clear()
 
-    def _call(self, token: str, body: bytes) -> Outcome:
+    def _call(self, token: str, body: bytes) -> Judgement:
         worker = self._take()
         deadline = time.monotonic() + self.timeout_s
         try:
@@ -164,8 +164,8 @@ class WorkerPool:
             return RewardFailure("reward_timeout", f"{self.name} took longer than {limit_s:g} s{when} and was killed")
         return RewardFailure("reward_raised", f"{self.name}: the worker died with exit code {exit_code(code)}{when}")
 
-    def _outcome(self, message: dict[str, Any]) -> Outcome:
+    def _outcome(self, message: dict[str, Any]) -> Judgement:
         if "failure" in message:
             cause = RemoteError(message["traceback"])
             raise RewardFailure(message["failure"], f"{self.name}: {message['message']}") from cause
-        return Outcome(**{name: message[name] for name in ("value", "rewards", "accuracy", "answer", "extracted")})
+        return Judgement(**{name: message[name] for name in ("value", "rewards", "accuracy", "answer", "extracted")})

@@ -12,7 +12,7 @@ from tandem.api.workflow import RewardFn, RewardResult
 from tandem.config.errors import ConfigError
 from tandem.rewards.extraction import after_hashes, boxed, final_answer, gold_answer, last_number, plain_number
 from tandem.rewards.function import DirectReward, as_result, require_answer
-from tandem.rewards.outcome import Outcome
+from tandem.rewards.outcome import Judgement
 from tandem.rewards.pool import WorkerPool
 
 CLOSENESS_WEIGHT = 0.3
@@ -47,8 +47,8 @@ def _require_number(row: Mapping[str, Any], name: str) -> None:
         ) from error
 
 
-def _verdict(right: bool, answer: str | None) -> Outcome:
-    return Outcome(float(right), accuracy=float(right), answer=answer, extracted=answer is not None)
+def _verdict(right: bool, answer: str | None) -> Judgement:
+    return Judgement(float(right), accuracy=float(right), answer=answer, extracted=answer is not None)
 
 
 class MathReward(RewardFn):
@@ -90,7 +90,7 @@ class MathReward(RewardFn):
         self.pool.close()
 
 
-def exact_number(completion: str, row: Mapping[str, Any]) -> Outcome:
+def exact_number(completion: str, row: Mapping[str, Any]) -> Judgement:
     """1 if the last number of the completion is the row's number, else 0."""
     expected, found = _gold_number(row), last_number(completion)
     return _verdict(found is not None and plain_number(found) == expected, found)

@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 Mark = Callable[[Sequence[Mapping[str, Any]]], str]
 
 
-class Place(NamedTuple):
+class SamplePlace(NamedTuple):
     """A sample among those that are judged together."""
 
     group: int = 0
     sample: int = 0
 
 
-PLACE: contextvars.ContextVar[Place] = contextvars.ContextVar("PLACE")
+PLACE: contextvars.ContextVar[SamplePlace] = contextvars.ContextVar("PLACE")
 """The sample that the task judges: requests are admitted in this order, so that those of a group stand side by side."""
 
 
@@ -71,7 +71,7 @@ class EngineJudge:
 
     async def _write(self, ids: tuple[int, ...], vote: int) -> str:
         assert self._engine is not None and self._tokenizer is not None
-        place, digest = PLACE.get(Place()), hashlib.sha256(str(ids).encode()).digest()
+        place, digest = PLACE.get(SamplePlace()), hashlib.sha256(str(ids).encode()).digest()
         key = NoiseKey(0, 0, place.group, place.sample, int.from_bytes(digest[:4], "big"), vote)
         request = LLMRequest(ids, self._gconfig, key, deadline_s=self.patience_s, needs_logprobs=False)
         self.issued += 1
@@ -87,7 +87,7 @@ class EngineJudge:
         """The engine is its owner's to close."""
 
 
-class Written(Score):
+class WritingReward(Score):
     """A reward whose model writes. ``reward`` asks and reads the answers; its client is the `EngineJudge`."""
 
     def __init__(self, reward: RewardFn | GroupReward, path: str):

@@ -16,7 +16,7 @@ from tandem.api.stage import stage
 from tandem.config.algorithm import AlgorithmConfig
 from tandem.config.errors import ConfigError
 from tandem.config.roles import ActorConfig
-from tandem.roles.averages import together
+from tandem.roles.averages import step_metrics
 from tandem.roles.batch_metrics import dropped_metrics, reward_metrics, sample_kl
 from tandem.roles.critic import SharedCritic
 from tandem.roles.mini_batches import mini_batches
@@ -209,7 +209,7 @@ class Actor:
         for part in self.weighted(batch, only_policy=not has_other_terms):
             result = self.engine.train_batch(part, loss, entropy=entropy)
             steps.append(result | {"tokens": float(part["loss_mask"].sum())})
-        metrics = together(steps) if steps else {}
+        metrics = step_metrics(steps) if steps else {}
         metrics |= reward_metrics(batch, shaped=bool(self._credit.shaping)) | dropped_metrics(batch, self._drops(batch))
         metrics |= self._follow_kl(batch)
         self.version += 1

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 PER_STEP = ("loss", "grad_norm")
 
 
-def together(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def step_metrics(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Means of token metrics over the tokens that carried weight, maxima, sums and last values, as each name needs.
 
     ``steps``: what `TrainEngine.train_batch` returned for an `Objective`, with ``tokens``, the number of trained tokens that

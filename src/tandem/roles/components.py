@@ -13,7 +13,7 @@ from tandem.api.lazy_torch import torch
 from tandem.api.plugins import is_file_spec, load_object, run_user_code
 from tandem.config.algorithm import Component
 from tandem.config.errors import ConfigError
-from tandem.config.parts import Part, keep_part
+from tandem.config.parts import PartRecord, keep_part
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Choice:
     knobs: Mapping[str, Any]
     """Those that were set, and the defaults of the others."""
 
-    part: Part
+    part: PartRecord
     """Its record."""
 
     preparation: Choice | None = None

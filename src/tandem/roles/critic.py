@@ -14,7 +14,7 @@ from tandem.api.requests import StopReason
 from tandem.api.stage import stage
 from tandem.config.overlay import either
 from tandem.config.roles import ActorConfig, CriticConfig
-from tandem.roles.averages import together
+from tandem.roles.averages import step_metrics
 from tandem.roles.mini_batches import mini_batches
 from tandem.roles.samples import trained_tokens, with_fields
 
@@ -91,7 +91,7 @@ class Critic(Values):
             weighted = with_fields(part, loss_weights=token_mean(mask) * ~part["dropped"])
             steps.append(self.engine.train_batch(weighted, self.loss) | {"tokens": float(part["loss_mask"].sum())})
         self.updates += 1
-        found = together(steps) if steps else {}
+        found = step_metrics(steps) if steps else {}
         return {f"value/{name}": found[name] for name in _KEPT if name in found} | _fit(inside)
 
     def loss(self, outputs: Outputs, view: TensorDict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

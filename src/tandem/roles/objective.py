@@ -22,7 +22,7 @@ class Objective:
     """``objective(outputs, view) -> losses, metrics``, both per token: the signature of the training engine.
 
     Where the batch has no ``proximal_logprobs``, the policy, detached, stands in: right for one optimizer step a batch.
-    Metrics are 0 at tokens that carry no weight; ``kept`` counts the others, and `averages.together` divides by it.
+    Metrics are 0 at tokens that carry no weight; ``kept`` counts the others, and `averages.step_metrics` divides by it.
     """
 
     policy_loss: Choice

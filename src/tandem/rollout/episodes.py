@@ -17,7 +17,7 @@ from tandem.config.rollout import RolloutConfig
 from tandem.rollout.collate import expired
 from tandem.rollout.episode_engine import EpisodeEngine
 from tandem.rollout.event_loop import BackgroundLoop
-from tandem.rollout.ledger import Prompt
+from tandem.rollout.ledger import PromptId
 from tandem.rollout.returned import check_sample
 from tandem.rollout.wave import Wave
 
@@ -29,7 +29,7 @@ class Episode:
     number: int
     """Order of start; also the id of its group."""
 
-    prompt: Prompt
+    prompt: PromptId
     row: Mapping[str, Any]
     workflow: RolloutWorkflow
     version: int

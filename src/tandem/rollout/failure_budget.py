@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from tandem.api.failures import DataFailure, EpisodeFailure, TandemError
-from tandem.rollout.ledger import Prompt
+from tandem.rollout.ledger import PromptId
 
 logger = logging.getLogger("tandem.rollout")
 
@@ -77,7 +77,7 @@ class FailureBudget:
         self.filtered: Counter[str] = Counter()  # since the last batch
         self._last: deque[tuple[str, str]] = deque(maxlen=NUM_REMEMBERED)  # which prompt, and why
 
-    def remember(self, prompt: Prompt, why: str) -> str:
+    def remember(self, prompt: PromptId, why: str) -> str:
         """Returns the failure as a message names it."""
         self._last.append((f"prompt {prompt.index} of epoch {prompt.epoch}", why))
         return ": ".join(self._last[-1])

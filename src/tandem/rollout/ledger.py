@@ -31,14 +31,14 @@ NO_EPOCH = -2
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptId:
     """Names a prompt: its epoch, and its place in that epoch."""
 
     epoch: int
     index: int
 
     @classmethod
-    def of(cls, row: Mapping[str, Any], count: int) -> "Prompt":
+    def of(cls, row: Mapping[str, Any], count: int) -> "PromptId":
         """The key of a row; ``count``: the number of a row that brings none."""
         epoch, index = row.get("epoch"), row.get("index")
         return cls(epoch, index) if isinstance(epoch, int) and isinstance(index, int) else cls(NO_EPOCH, count)
@@ -52,8 +52,8 @@ class Ledger:
     """
 
     def __init__(self) -> None:
-        self._states: dict[Prompt, State] = {}
-        self._reasons: dict[Prompt, str] = {}
+        self._states: dict[PromptId, State] = {}
+        self._reasons: dict[PromptId, str] = {}
         self._sizes: dict[int, int] = {}
         self._totals: Counter[str] = Counter()
         self._by_epoch: dict[int, Counter[str]] = {}
@@ -62,13 +62,13 @@ class Ledger:
         """Reason → samples that failed in groups that were trained or dropped."""
 
         self._moves = 0  # since everything was last counted anew
-        self._ended: list[Prompt] = []
+        self._ended: list[PromptId] = []
 
     def begin_epoch(self, epoch: int, size: int) -> None:
         """The epoch has ``size`` prompts; those not seen yet count as pending."""
         self._sizes.setdefault(epoch, size)
 
-    def move(self, prompt: Prompt, state: State, reason: str = "") -> None:
+    def move(self, prompt: PromptId, state: State, reason: str = "") -> None:
         """The prompt enters ``state``; ``reason`` belongs to ``dropped``.
 
         Raises:
@@ -93,15 +93,15 @@ class Ledger:
             self._reasons[prompt] = reason
             self._dropped[reason] += 1
 
-    def state(self, prompt: Prompt) -> State:
+    def state(self, prompt: PromptId) -> State:
         """The state of a prompt; one that was never seen is pending."""
         return self._states.get(prompt, "pending")
 
-    def knows(self, prompt: Prompt) -> bool:
+    def knows(self, prompt: PromptId) -> bool:
         """True if it was seen."""
         return prompt in self._states
 
-    def pending(self) -> list[Prompt]:
+    def pending(self) -> list[PromptId]:
         """Prompts that had begun and have to begin anew."""
         return [p for p, state in self._states.items() if state == "pending"] if self._totals["pending"] else []
 
@@ -189,8 +189,8 @@ class Ledger:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes the place of what is here."""
-        self._states = {Prompt(epoch, index): where for epoch, index, where, _ in state["prompts"]}
-        self._reasons = {Prompt(epoch, index): why for epoch, index, where, why in state["prompts"] if where == "dropped"}
+        self._states = {PromptId(epoch, index): where for epoch, index, where, _ in state["prompts"]}
+        self._reasons = {PromptId(epoch, index): why for epoch, index, where, why in state["prompts"] if where == "dropped"}
         self._sizes = dict(state["sizes"])
         self._totals, self._by_epoch, self._dropped = self._counted()
         self._moves, self._ended = 0, []

@@ -11,8 +11,8 @@ from tandem.api.workflow import GeneratesTokens, RewardFn, RolloutWorkflow, mess
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.rollout.deadlines import PLAY, inside, left_for_play
-from tandem.rollout.recording.recorder import Recorder
-from tandem.rollout.recording.session import Session, SessionLimits
+from tandem.rollout.recording.recorder import SessionRecorder
+from tandem.rollout.recording.session import RecordingSession, SessionLimits
 from tandem.rollout.recording.verdict import read_verdict
 
 AGENT_ARGUMENTS = ("base_url", "api_key", "data")
@@ -61,7 +61,7 @@ class AgentWorkflow(RolloutWorkflow):
         own_arguments: Mapping[str, Any],
         reward: RewardFn | None,
         gconfig: GenerationConfig,
-        recorder: Recorder,
+        recorder: SessionRecorder,
         episode_timeout_s: float = 600.0,
         *,
         agent_timeout_s: float | None = None,
@@ -97,7 +97,7 @@ class AgentWorkflow(RolloutWorkflow):
         given = session.reward if returned is None else returned
         return session.sample(**(await judged(self.reward, session, data) if given is None else given))
 
-    async def _run(self, session: Session, data: Mapping[str, Any], seconds: float) -> dict[str, Any] | None:
+    async def _run(self, session: RecordingSession, data: Mapping[str, Any], seconds: float) -> dict[str, Any] | None:
         """Runs the agent and returns what it returned."""
         there = {"base_url": session.base_url, "api_key": session.key, "data": data}
         arguments = self.arguments | {name: there[name] for name in self._takes}
@@ -123,7 +123,7 @@ class AgentWorkflow(RolloutWorkflow):
 
 
 async def judged(
-    reward: RewardFn | None, session: Session, data: Mapping[str, Any], output: str | None = None
+    reward: RewardFn | None, session: RecordingSession, data: Mapping[str, Any], output: str | None = None
 ) -> dict[str, Any]:
     """The verdict of the configured reward on the last reply of a session, or on an ``output`` in its place.
 

@@ -22,7 +22,7 @@ from tandem.rollout.episodes import Episode, EpisodeRunner, finished
 from tandem.rollout.event_loop import BackgroundLoop
 from tandem.rollout.failure_budget import FailureBudget, NoBatch
 from tandem.rollout.gate import StalenessGate
-from tandem.rollout.ledger import NO_EPOCH, Ledger, Prompt
+from tandem.rollout.ledger import NO_EPOCH, Ledger, PromptId
 from tandem.rollout.ranks import OtherRanks
 
 Row = Mapping[str, Any]
@@ -101,7 +101,7 @@ class EpisodePool:
         self._budget = FailureBudget(config.max_data_failures, config.batch_size, max_draws)
         self._submitted: deque[tuple[Row, RolloutWorkflow]] = deque()
         self._source: tuple[Iterator[Row], RolloutWorkflow] | None = None
-        self._again: deque[Prompt] = deque()  # of the source, before its next rows: under way when a run was cut off
+        self._again: deque[PromptId] = deque()  # of the source, before its next rows: under way when a run was cut off
         self._begun_again = 0  # such prompts since the start
         self._running: dict[int, Episode] = {}
         self._waiting: dict[int, Episode] = {}  # in order of arrival
@@ -206,7 +206,7 @@ class EpisodePool:
             self._count = int(state["count"])
             self._budget.load_state_dict(state)
             self.ledger.failed_samples = Counter(state.get("failed_samples", {}))
-            self._again = deque(Prompt(int(epoch), int(index)) for epoch, index in state["again"])
+            self._again = deque(PromptId(int(epoch), int(index)) for epoch, index in state["again"])
             self._begun_again = int(state.get("begun_again", 0)) + len(self._again)
             if self._again:
                 logger.info("%d episodes that were under way when the checkpoint was written begin anew", len(self._again))
@@ -334,7 +334,7 @@ class EpisodePool:
             if item is None:
                 break
             row, workflow = item
-            prompt = Prompt.of(row, self._count)
+            prompt = PromptId.of(row, self._count)
             self.ledger.move(prompt, "running")
             self.gate.submit()
             episode = Episode(self._count, prompt, row, workflow, version)

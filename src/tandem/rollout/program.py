@@ -19,8 +19,8 @@ from tandem.config.generation import GenerationConfig
 from tandem.rollout.command import Command, filled
 from tandem.rollout.deadlines import PROGRAM, inside
 from tandem.rollout.own import judged
-from tandem.rollout.recording.recorder import Recorder
-from tandem.rollout.recording.session import Session, SessionLimits
+from tandem.rollout.recording.recorder import SessionRecorder
+from tandem.rollout.recording.session import RecordingSession, SessionLimits
 from tandem.rollout.recording.verdict import read_verdict
 
 ROW, REWARD = ".tandem/row.json", ".tandem/reward.json"
@@ -52,7 +52,7 @@ class ProgramWorkflow(RolloutWorkflow):
         command: str,
         reward: RewardFn | None,
         gconfig: GenerationConfig,
-        recorder: Recorder,
+        recorder: SessionRecorder,
         sandbox: Sandbox,
         episode_timeout_s: float = 600.0,
         *,
@@ -116,7 +116,7 @@ class ProgramWorkflow(RolloutWorkflow):
             }
         )
 
-    async def _play(self, session: Session, data: Mapping[str, Any]) -> tuple[Outcome, bytes | None]:
+    async def _play(self, session: RecordingSession, data: Mapping[str, Any]) -> tuple[Outcome, bytes | None]:
         """Runs the program; also what it wrote as its reward."""
         address = urlsplit(session.base_url)
         limits = Limits(**vars(self.limits) | {"address": (address.hostname, address.port)})
@@ -130,7 +130,7 @@ class ProgramWorkflow(RolloutWorkflow):
         finally:
             await space.close()
 
-    def _program(self, session: Session, data: Mapping[str, Any]) -> Program:
+    def _program(self, session: RecordingSession, data: Mapping[str, Any]) -> Program:
         """The command with its files and variables for this row."""
         root, keyed = (url.removesuffix("/v1") for url in (session.base_url, session.keyed_url))
         prompt = prompt_of(data)
@@ -183,7 +183,7 @@ class ProgramWorkflow(RolloutWorkflow):
         raise DataFailure(f"program_{REASONS[outcome.status]}", f"{how.get(outcome.status, outcome.status)}: {last}")
 
     async def _verdict(
-        self, session: Session, data: Mapping[str, Any], outcome: Outcome, written: bytes | None
+        self, session: RecordingSession, data: Mapping[str, Any], outcome: Outcome, written: bytes | None
     ) -> dict[str, Any]:
         """The reward with its details."""
         if self.reward_from == "exit":

@@ -34,7 +34,7 @@ LEAVE_TIMEOUT_S = 60.0
 """Longest time for a rank to answer that the batch is complete."""
 
 
-class Line:
+class RankMessages:
     """Messages between this rank and another one of the team, each way in order."""
 
     def __init__(self, team: Team, peer: int):
@@ -75,7 +75,7 @@ class OtherRanks:
     def __init__(self, team: Team, loop: BackgroundLoop, lost: Callable[[Exception], None]):
         """``lost`` is told of a rank that is gone."""
         self._lost = lost
-        self._lines = [Line(team, peer) for peer in range(1, team.size)]
+        self._lines = [RankMessages(team, peer) for peer in range(1, team.size)]
         self._loop = loop
         self._workflow: RolloutWorkflow | None = None
         self._loads = [0] * team.size
@@ -135,7 +135,7 @@ class OtherRanks:
         self._loads[episode.place] -= 1
         self._outcomes.pop(episode.number, None)
 
-    def _listen(self, line: Line) -> None:
+    def _listen(self, line: RankMessages) -> None:
         try:
             while (message := line.receive()) is not END:
                 self._loop.call(self._arrived, *message)
@@ -154,7 +154,7 @@ class Helper:
     def __init__(self, team: Team, loop: BackgroundLoop, runner: EpisodeRunner, patience_s: float):
         """``patience_s``: how long the episodes of a deterministic run may take to issue their requests."""
         self._team, self._loop, self._runner, self._patience_s = team, loop, runner, patience_s
-        self._line = Line(team, 0)
+        self._line = RankMessages(team, 0)
         self._running: dict[int, tuple[Episode, asyncio.Task[None]]] = {}
 
     def serve(self, workflow: RolloutWorkflow) -> None:

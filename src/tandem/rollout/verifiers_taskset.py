@@ -13,7 +13,7 @@ from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.rollout.own import AGENT_ARGUMENTS, AgentWorkflow
-from tandem.rollout.recording.recorder import Recorder
+from tandem.rollout.recording.recorder import SessionRecorder
 from tandem.rollout.recording.session import SessionLimits
 
 PLAYER = Path(__file__).with_name("verifiers_player.py")
@@ -32,7 +32,7 @@ class VerifiersWorkflow(RolloutWorkflow):
     def __init__(
         self,
         gconfig: GenerationConfig,
-        recorder: Recorder,
+        recorder: SessionRecorder,
         episode_timeout_s: float = 600.0,
         *,
         taskset: str,

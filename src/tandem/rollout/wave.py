@@ -8,7 +8,7 @@ from tandem.api.engines import InferenceEngine
 from tandem.api.failures import EngineDied, WaitTimeout
 
 
-class Member(Protocol):
+class WaveEpisode(Protocol):
     """An episode of a wave."""
 
     @property
@@ -30,7 +30,7 @@ class Wave:
     The requests to a model `beside` the engine make turns of their own, each when nobody waits for anything else.
     """
 
-    def __init__(self, engine: InferenceEngine, members: Sequence[Member], before: "Wave | None" = None):
+    def __init__(self, engine: InferenceEngine, members: Sequence[WaveEpisode], before: "Wave | None" = None):
         """``before``: the wave of the same episodes whose turns come first; None: this is the engine's own."""
         self._engine, self._members, self._before = engine, members, before
         self._beside: dict[InferenceEngine, Wave] = {}

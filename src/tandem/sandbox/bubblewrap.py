@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tandem.config.extras import install_extra
 from tandem.sandbox.guest.syscall_filter import is_known
-from tandem.sandbox.jail import ENVIRONMENT, HERE, Jail, Start
+from tandem.sandbox.jail import ENVIRONMENT, HERE, Jail, WorkerStart
 
 _INSIDE = "/tandem"
 ORDINARY_USER = 1_900_000_000
@@ -45,7 +45,7 @@ class Bubblewrap(Jail):
             return "its filter of system calls knows x86_64 and aarch64 only"
         return "" if find_program() else "the program bwrap is not there"
 
-    def start(self, control: int) -> Start:
+    def start(self, control: int) -> WorkerStart:
         """An empty root with the system's programs and Python, all read-only; no network; no other process is seen."""
         program = find_program()
         is_root = os.getuid() == 0
@@ -83,4 +83,4 @@ class Bubblewrap(Jail):
         ]
         arguments += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/"]
         whom = ORDINARY_USER + os.getpid() % 1_000_000 if is_root else -1
-        return Start([str(program), *arguments, "--", *self.python(_INSIDE, control, base="", user=whom)])
+        return WorkerStart([str(program), *arguments, "--", *self.python(_INSIDE, control, base="", user=whom)])

@@ -44,7 +44,7 @@ def system_paths() -> list[str]:
 
 
 @dataclass(frozen=True)
-class Start:
+class WorkerStart:
     """The means to start one worker: its command, and a folder that is its own (empty: it needs none)."""
 
     command: list[str]
@@ -71,7 +71,7 @@ class Jail(ABC):
         """Why it cannot work here, as far as that can be seen without running it; empty if nothing is missing."""
 
     @abstractmethod
-    def start(self, control: int) -> Start:
+    def start(self, control: int) -> WorkerStart:
         """Prepares a worker that is asked over the socket ``control``."""
 
     def python(self, code: Path | str, control: int, **settings: Any) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from tandem.sandbox.bubblewrap import ORDINARY_USER
 from tandem.sandbox.guest import landlock
 from tandem.sandbox.guest.syscall_filter import is_known
-from tandem.sandbox.jail import HERE, Jail, Start
+from tandem.sandbox.jail import HERE, Jail, WorkerStart
 
 PREFIX = "tandem-sandbox-"
 _CHANGE_OF_USER = 1 << 0 | 1 << 1 | 1 << 6 | 1 << 7
@@ -50,12 +50,12 @@ class Landlock(Jail):
             return ""
         return f"the kernel's Landlock is version {version}; {landlock.LEAST_VERSION} is the first that holds back signals"
 
-    def start(self, control: int) -> Start:
+    def start(self, control: int) -> WorkerStart:
         """A worker that is no root, if the Python it needs can be read by somebody else."""
         may_change = may_become_another() and all(is_open_to_all(path) for path in self.paths() if os.path.isdir(path))
         user = ORDINARY_USER + control % 1_000 + 1_000 * (os.getpid() % 10_000) if may_change else -1
         base = make_base(user)
-        return Start(self.python(HERE, control, base=base, user=user), base)
+        return WorkerStart(self.python(HERE, control, base=base, user=user), base)
 
 
 class Unconfined(Jail):
@@ -68,7 +68,7 @@ class Unconfined(Jail):
         """Nothing."""
         return ""
 
-    def start(self, control: int) -> Start:
+    def start(self, control: int) -> WorkerStart:
         """A worker that is whoever starts it."""
         base = make_base(-1)
-        return Start(self.python(HERE, control, base=base, user=-1), base)
+        return WorkerStart(self.python(HERE, control, base=base, user=-1), base)

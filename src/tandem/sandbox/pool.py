@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from tandem.api.failures import SandboxLost
 from tandem.api.sandbox import Limits, Outcome, Program, Sandbox, SandboxProcess, Snapshot, Workspace, check_path
 from tandem.sandbox.jail import Jail
-from tandem.sandbox.worker import Interactive, Session, Worker, packed
+from tandem.sandbox.worker import Interactive, SandboxWorker, TenantSession, packed
 
 ATTEMPTS = 3
 MOST_WORKERS = 16
@@ -26,7 +26,7 @@ class SandboxPool(Sandbox):
     def __init__(self, jail: Jail, size: int | None = None):
         self.name = jail.name
         self._jail = jail
-        self._workers: list[Worker | None] = [None] * (size or min(len(os.sched_getaffinity(0)), MOST_WORKERS))
+        self._workers: list[SandboxWorker | None] = [None] * (size or min(len(os.sched_getaffinity(0)), MOST_WORKERS))
         self._turn = 0
         self._lock = threading.Lock()
         self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = weakref.WeakKeyDictionary()
@@ -38,7 +38,7 @@ class SandboxPool(Sandbox):
         with self._lock:
             return [worker.pid for worker in self._workers if worker is not None and worker.alive]
 
-    def _worker(self) -> Worker:
+    def _worker(self) -> SandboxWorker:
         """The next worker in turn."""
         with self._lock:
             if self._closed:
@@ -48,7 +48,7 @@ class SandboxPool(Sandbox):
             if worker is None or not worker.alive:
                 if worker is not None:
                     worker.kill()  # its folder may be left
-                worker = self._workers[self._turn] = Worker(self._jail)
+                worker = self._workers[self._turn] = SandboxWorker(self._jail)
             return worker
 
     async def run(self, program: Program, limits: Limits | None = None) -> Outcome:
@@ -111,7 +111,7 @@ class SandboxPool(Sandbox):
 class PoolWorkspace(Workspace):
     """A session that stays."""
 
-    def __init__(self, session: Session, limits: Limits):
+    def __init__(self, session: TenantSession, limits: Limits):
         self._session, self._limits = session, limits
         self._one_at_a_time = asyncio.Lock()
 

@@ -76,7 +76,7 @@ def packed(program: Program | None, files: Mapping[str, bytes], path: str) -> by
     return b"".join([_HEADER.pack(len(text)), text, *files.values(), source or b""])
 
 
-class Worker:
+class SandboxWorker:
     """One fork server in its jail. Usable at once: what is asked waits in its socket until it has started.
 
     The kernel ends it with the *thread* that made it, and so with the process, whatever way that ends.
@@ -117,7 +117,7 @@ class Worker:
             return os.pread(self._words, 2000, 0).decode(errors="replace").strip()
         return ""
 
-    async def open(self, limits: Limits) -> "Session":
+    async def open(self, limits: Limits) -> "TenantSession":
         """A session: a place of its own for one tenant.
 
         Raises:
@@ -125,7 +125,7 @@ class Worker:
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connections = Connections(limits.address) if limits.address is not None and self._has_walls else None
-        session = Session(self, ours, connections)
+        session = TenantSession(self, ours, connections)
         try:
             with theirs:
                 message = {"file_mib": limits.file_mib, "address": limits.address}
@@ -170,10 +170,10 @@ class Worker:
             self._words = -1
 
 
-class Session:
+class TenantSession:
     """One tenant's place in a worker; one program at a time."""
 
-    def __init__(self, worker: Worker, channel: socket.socket, connections: Connections | None = None):
+    def __init__(self, worker: SandboxWorker, channel: socket.socket, connections: Connections | None = None):
         """``connections``: for programs that may reach an address."""
         self.worker, self._connections = worker, connections
         self._channel = channel
@@ -258,7 +258,7 @@ class Session:
 class Running:
     """A program under way."""
 
-    def __init__(self, session: Session, limits: Limits, stdout: int, stderr: int):
+    def __init__(self, session: TenantSession, limits: Limits, stdout: int, stderr: int):
         self.session, self._limits = session, limits
         self._began = time.monotonic()
         self.streams = {stdout: bytearray(), stderr: bytearray()}

@@ -14,7 +14,7 @@ from tandem.api.activity import did
 from tandem.api.team import Team
 from tandem.config.errors import TandemError
 from tandem.state.existing import checkpoints, step_of
-from tandem.state.manifest import STATE, Invalid, read_manifest, write_manifest
+from tandem.state.manifest import STATE, InvalidCheckpoint, read_manifest, write_manifest
 from tandem.state.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ def best_of(found: Sequence[Path], metric: str) -> Path | None:
     sign, name = (-1.0, metric[1:]) if metric.startswith("-") else (1.0, metric)
     values: list[tuple[float, int, Path]] = []
     for path in found:
-        with contextlib.suppress(Invalid):
+        with contextlib.suppress(InvalidCheckpoint):
             value = read_manifest(path).metrics.get(name)
             values += [(sign * value, step_of(path), path)] if value is not None else []
     return max(values)[2] if values else None

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from tandem.config.errors import ConfigError, TandemError
 from tandem.state.checkpoint import best_of
 from tandem.state.existing import checkpoints, existing_run, step_of, written_config
-from tandem.state.manifest import FILE, STATE, Invalid, verify
+from tandem.state.manifest import FILE, STATE, InvalidCheckpoint, verify
 from tandem.state.tree import read_tree
 
 log = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ def _whole(path: Path) -> Path:
             return path
         with safe_open(path / WEIGHTS, "pt"):  # which compares its size with what its head says
             return path
-    except Invalid as reason:
+    except InvalidCheckpoint as reason:
         raise ConfigError(f"{path} {reason}") from reason
     except FileNotFoundError:
         raise ConfigError(f"{path} has no {WEIGHTS}") from None

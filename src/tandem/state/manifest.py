@@ -40,7 +40,7 @@ class Manifest:
     format: int = FORMAT
 
 
-class Invalid(ValueError):
+class InvalidCheckpoint(ValueError):
     """Why a folder is no checkpoint that can be resumed; the text begins where "it …" would stand."""
 
 
@@ -56,61 +56,61 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest as it stands, its own digest checked; the files are not read.
 
     Raises:
-        Invalid: there is none, or it is torn, changed or of another format.
+        InvalidCheckpoint: there is none, or it is torn, changed or of another format.
     """
     path = folder / FILE
     if not path.is_file():
-        raise Invalid(
+        raise InvalidCheckpoint(
             "has a model and no state: saved by an older version, by a script, or with checkpoint.resumable=false"
             if (folder / "config.json").is_file()
             else f"has no {FILE}"
         )
     try:
         if path.stat().st_size > MAX_BYTES:
-            raise Invalid(f"has a {FILE} of {path.stat().st_size} bytes, which none of ours has")
+            raise InvalidCheckpoint(f"has a {FILE} of {path.stat().st_size} bytes, which none of ours has")
         body = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(body, dict):
-            raise Invalid(f"has a {FILE} that is no manifest")
+            raise InvalidCheckpoint(f"has a {FILE} that is no manifest")
         digest = body.pop("digest", None)
         if body.get("format") != FORMAT:
-            raise Invalid(f"has format {body.get('format')!r}, and this version reads format {FORMAT}")
+            raise InvalidCheckpoint(f"has format {body.get('format')!r}, and this version reads format {FORMAT}")
         if digest != _digest(body):
-            raise Invalid(f"has a {FILE} that was changed after it was written")
+            raise InvalidCheckpoint(f"has a {FILE} that was changed after it was written")
         files = {_checked(name): (int(size), str(sha)) for name, (size, sha) in body["files"].items()}
         return Manifest(str(body["run"]), int(body["step"]), files, body["metrics"])
     except (OSError, KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
-        if isinstance(error, Invalid):
+        if isinstance(error, InvalidCheckpoint):
             raise
-        raise Invalid(f"has a {FILE} that cannot be read ({type(error).__name__}: {error})") from error
+        raise InvalidCheckpoint(f"has a {FILE} that cannot be read ({type(error).__name__}: {error})") from error
 
 
 def verify(folder: Path, step: int, run: str | None) -> Manifest:
     """Reads every file of a checkpoint and compares it. ``run``: whose it must be; None: anybody's.
 
     Raises:
-        Invalid: the first thing that is not as it was written.
+        InvalidCheckpoint: the first thing that is not as it was written.
     """
     manifest = read_manifest(folder)
     if manifest.step != step:
-        raise Invalid(f"is of step {manifest.step}, and its name says {step}")
+        raise InvalidCheckpoint(f"is of step {manifest.step}, and its name says {step}")
     if run is not None and manifest.run != run:
-        raise Invalid(f"is foreign: made by the run {manifest.run}, and this is {run}")
+        raise InvalidCheckpoint(f"is foreign: made by the run {manifest.run}, and this is {run}")
     for name, (size, _) in manifest.files.items():
         path = folder / name
         if path.is_symlink() or not path.is_file():
-            raise Invalid(f"lacks {name}")
+            raise InvalidCheckpoint(f"lacks {name}")
         if path.stat().st_size != size:
-            raise Invalid(f"is torn: {name} has {path.stat().st_size} of {size} bytes")
+            raise InvalidCheckpoint(f"is torn: {name} has {path.stat().st_size} of {size} bytes")
     own = {path.relative_to(folder).as_posix() for path in (folder / STATE).iterdir()} - {FILE}
     if own - manifest.files.keys():
-        raise Invalid(f"has {min(own - manifest.files.keys())}, which its manifest does not name")
+        raise InvalidCheckpoint(f"has {min(own - manifest.files.keys())}, which its manifest does not name")
     try:
         found = _hashed(folder, list(manifest.files))
     except OSError as error:
-        raise Invalid(f"cannot be read: {error}") from error
+        raise InvalidCheckpoint(f"cannot be read: {error}") from error
     for name, (_, sha) in found.items():
         if sha != manifest.files[name][1]:
-            raise Invalid(f"is damaged: {name} is not what was written (SHA-256 {sha[:12]}…)")
+            raise InvalidCheckpoint(f"is damaged: {name} is not what was written (SHA-256 {sha[:12]}…)")
     return manifest
 
 
@@ -129,7 +129,7 @@ def _checked(name: str) -> str:
     """A path below the checkpoint, as ours are."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name or str(path) != name or "\0" in name:
-        raise Invalid(f"names a file outside of itself: {name!r}")
+        raise InvalidCheckpoint(f"names a file outside of itself: {name!r}")
     return name
 
 
@@ -142,7 +142,7 @@ class NothingToResume(ConfigError):
 
 
 @dataclass(frozen=True)
-class Found:
+class ResumePoint:
     """The checkpoint to go on from."""
 
     path: Path
@@ -161,7 +161,7 @@ class Found:
         return self.manifest.step
 
 
-def newest_valid(folder: Path, run: str | None) -> Found | None:
+def newest_valid(folder: Path, run: str | None) -> ResumePoint | None:
     """The newest checkpoint in ``folder`` whose every byte is as it was written; None where there is none of any kind.
 
     ``run``: whose it must be; None: that is not known.
@@ -179,12 +179,12 @@ def newest_valid(folder: Path, run: str | None) -> Found | None:
     )
 
 
-def newest_of(paths: Sequence[Path], run: str | None) -> tuple[Found | None, tuple[tuple[Path, str], ...]]:
+def newest_of(paths: Sequence[Path], run: str | None) -> tuple[ResumePoint | None, tuple[tuple[Path, str], ...]]:
     """The last of these checkpoints that is whole, and those after it that are not, each with the reason."""
     skipped: list[tuple[Path, str]] = []
     for path in reversed(paths):
         try:
-            return Found(path, verify(path, step_of(path), run), tuple(skipped)), tuple(skipped)
-        except Invalid as reason:
+            return ResumePoint(path, verify(path, step_of(path), run), tuple(skipped)), tuple(skipped)
+        except InvalidCheckpoint as reason:
             skipped.append((path, str(reason)))
     return None, tuple(skipped)

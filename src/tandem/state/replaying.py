@@ -34,7 +34,7 @@ SHOWN = 5
 
 
 @dataclass(frozen=True)
-class Start:
+class ReplayStart:
     """The beginning of a replay."""
 
     checkpoint: Path | None
@@ -53,15 +53,15 @@ class Start:
         return "the beginning" if self.checkpoint is None else self.checkpoint.name
 
 
-def start_of(folder: Path, step: int) -> Start:
+def start_of(folder: Path, step: int) -> ReplayStart:
     """The newest whole checkpoint before the step, whose every byte is read; or the beginning."""
     before = [path for path in checkpoints(folder / "checkpoints") if 0 < step_of(path) < step]
     found, skipped = newest_of(before, str(run_info(folder).get("id") or "") or None)
-    return Start(found and found.path, tuple(f"{path.name} {reason}" for path, reason in skipped))
+    return ReplayStart(found and found.path, tuple(f"{path.name} {reason}" for path, reason in skipped))
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ReplayResult:
     """The result of a step that was run again."""
 
     step: int
@@ -112,7 +112,9 @@ class Leg:
     config: Mapping[str, Any]
 
 
-def legs(folder: Path, start: Start, step: int, config: Mapping[str, Any], given: Sequence[Sequence[str]] = ()) -> list[Leg]:
+def legs(
+    folder: Path, start: ReplayStart, step: int, config: Mapping[str, Any], given: Sequence[Sequence[str]] = ()
+) -> list[Leg]:
     """The configurations under which the steps after ``start`` up to ``step`` ran: `run.json` says from which checkpoint the
     run went on each time, and what was otherwise before. ``config``: the newest; ``given``: paths of the keys that stay as
     they are there."""
@@ -160,7 +162,7 @@ def _set_back(config: Any, key: Mapping[str, Any]) -> None:
         config[last] = copy.deepcopy(key["value"])
 
 
-def prepare_replay(folder: Path, target: Path, start: Start) -> None:
+def prepare_replay(folder: Path, target: Path, start: ReplayStart) -> None:
     """Makes ``target`` a run folder that goes on from there; where that is the beginning, only what the run was changed by.
 
     Nothing is written below ``folder``: its checkpoint is linked. `write_leg` says how it goes on.
@@ -198,7 +200,7 @@ def write_leg(target: Path, leg: Leg, *, is_last: bool) -> Path:
     return path
 
 
-def compare_replay(folder: Path, replayed: Path, start: Start, step: int) -> Outcome:
+def compare_replay(folder: Path, replayed: Path, start: ReplayStart, step: int) -> ReplayResult:
     """Weights, metrics and samples of a step in two run folders. Raises `ConfigError` where the second did not reach it."""
     then, now = read_digests(folder, step), read_digests(replayed, step)
     if then is None or now is None:
@@ -214,7 +216,7 @@ def compare_replay(folder: Path, replayed: Path, start: Start, step: int) -> Out
         *_told("metrics", metrics, len(old)),
         *_told("samples", samples, len(texts)),
     )
-    return Outcome(step, start.name, start.skipped, len(then), len(old), len(texts), differences)
+    return ReplayResult(step, start.name, start.skipped, len(then), len(old), len(texts), differences)
 
 
 def _told(what: str, different: set[str], total: int) -> Iterator[str]:

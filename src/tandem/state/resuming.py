@@ -9,7 +9,7 @@ from typing import Any
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig
 from tandem.config.load import plain_data
-from tandem.config.resume import Difference, differences
+from tandem.config.resume import KeyDifference, differences
 from tandem.state.existing import ExistingRun, existing_run, step_of, written_config
 
 
@@ -22,7 +22,7 @@ class Going:
     """A run that goes on."""
 
     found: ExistingRun
-    changed: tuple[Difference, ...] = ()
+    changed: tuple[KeyDifference, ...] = ()
 
     def describe(self) -> str:
         """The command's next action in words, for the terminal."""
@@ -96,7 +96,7 @@ def _refuse_shorter(found: ExistingRun, total: int | None) -> None:
         )
 
 
-def _changes(folder: Path, config: BaseConfig) -> list[Difference]:
+def _changes(folder: Path, config: BaseConfig) -> list[KeyDifference]:
     """Between the configuration in the folder and this one; none where nothing was written yet."""
     before = written_config(folder, "what the run was", "restore it")
     now = plain_data(config)
@@ -105,7 +105,7 @@ def _changes(folder: Path, config: BaseConfig) -> list[Difference]:
     return list(differences(before, now, plain_data(type(config)()))) if before else []
 
 
-def _disagreement(found: ExistingRun, refused: list[Difference], override: bool) -> str:
+def _disagreement(found: ExistingRun, refused: list[KeyDifference], override: bool) -> str:
     fixed = [difference for difference in refused if not difference.may_change]
     lines = "".join(f"\n  {difference}" for difference in refused)
     if fixed:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-from tandem.api.state import Part
+from tandem.api.state import TensorPart
 from tandem.api.team import Team
 
 MARK_BYTES = 64
@@ -72,7 +72,7 @@ class SharedParts:
             self.copy({})
         return self.share()
 
-    def copy(self, parts: Mapping[str, Part]) -> None:
+    def copy(self, parts: Mapping[str, TensorPart]) -> None:
         """Copies this rank's parts; `whole` gives nothing before `share`.
 
         Raises:

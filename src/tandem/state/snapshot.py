@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tandem.api.failures import NotWritten
-from tandem.api.state import Part, Parted, State, part_of
+from tandem.api.state import Parted, State, TensorPart, part_of
 from tandem.api.team import Team
 from tandem.state.shared_parts import SharedParts
 
@@ -92,7 +92,7 @@ def _spread(value: Any, name: str = "") -> Iterator[tuple[str, Parted | DTensor]
             yield from _spread(item, f"{name}/{i}")
 
 
-def _own(name: str, leaf: Parted | DTensor) -> Part:
+def _own(name: str, leaf: Parted | DTensor) -> TensorPart:
     if isinstance(leaf, DTensor):
         return part_of(leaf)
     if leaf.part is None:

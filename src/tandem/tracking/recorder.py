@@ -52,7 +52,7 @@ class _Step:
     history: dict[int, WeightVersion]
 
 
-class Recorder:
+class StepRecorder:
     """Takes each step as it was trained, and writes it in a thread of its own.
 
     Training waits for nothing but a copy of the chosen sequences: where the disk is slower than training, a step is left

@@ -19,7 +19,7 @@ from tandem.api.weights import WeightVersion
 from tandem.config.terms import read_term
 from tandem.config.tracking import TrackingConfig
 from tandem.tracking.progress import ProgressDisplay, line
-from tandem.tracking.recorder import Recorder
+from tandem.tracking.recorder import StepRecorder
 from tandem.tracking.sinks.base import Sink, SinkRun
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Tracker:
         for sink in config.sinks:
             self._try(f"sink {sink}", self._open, sink, services)
         self._metrics = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self._recorder = Recorder(folder, config.trajectories_per_step, config.trajectories_gib)
+        self._recorder = StepRecorder(folder, config.trajectories_per_step, config.trajectories_gib)
         if not self._metrics.tell():  # a run that begins, perhaps anew
             self._recorder.forget_after(-1)
         self._display = ProgressDisplay(total_steps, self.run_name, file) if progress else None

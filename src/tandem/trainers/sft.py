@@ -30,7 +30,7 @@ def chat_encoder(tokenizer: PreTrainedTokenizerBase, config: BaseConfig) -> Chat
     )
 
 
-class Encoder:
+class ConversationEncoder:
     """Turns rows of `tandem.data.examples.conversations` into sequences, the loss on the assistant's tokens alone."""
 
     keeps_rows_together = False
@@ -47,7 +47,9 @@ class Encoder:
         return [sequence(encoded) for encoded in self.chat.conversation(row["messages"], row["train_from"])]
 
 
-RECIPE = Recipe(reader=conversations, encoder=Encoder, learner=lambda engine, config, reference: LanguageModel(engine))
+RECIPE = Recipe(
+    reader=conversations, encoder=ConversationEncoder, learner=lambda engine, config, reference: LanguageModel(engine)
+)
 
 
 def train(resolved: Resolved[SFTConfig], **how: Any) -> Summary:

@@ -66,10 +66,10 @@ class CollectiveSource(WeightSource):
         rank = store.add(JOINED, 1)
         if rank > self.receivers:
             raise OSError(f"the stream of weights is for {self.receivers} engines, and as many have joined it already")
-        with Group(self.backend, store, rank, self.receivers + 1, self.timeout_s, self.host) as group:
+        with DeliveryGroup(self.backend, store, rank, self.receivers + 1, self.timeout_s, self.host) as group:
             yield from self._take(group)
 
-    def _take(self, group: "Group") -> Iterator[tuple[str, torch.Tensor]]:
+    def _take(self, group: "DeliveryGroup") -> Iterator[tuple[str, torch.Tensor]]:
         device = torch.device(self.device)
         left = sum(torch.Size(a.shape).numel() for a in self.announced) * self.dtype.itemsize
         bucket, place, filled = torch.empty(self.bucket_bytes, dtype=torch.uint8, device=device), 0, 0
@@ -150,7 +150,7 @@ class CollectiveChannel(Channel):
         assert self._store is not None, "put comes before send"
         try:
             self._await_receivers(given_up)
-            with Group(self._backend, self._store, 0, self._receivers + 1, self._timeout_s, self._host) as group:
+            with DeliveryGroup(self._backend, self._store, 0, self._receivers + 1, self._timeout_s, self._host) as group:
                 for bucket in self._buckets(named_tensors, dtype):
                     group.broadcast(bucket, given_up)
         except RuntimeError as error:
@@ -195,7 +195,7 @@ class CollectiveChannel(Channel):
             yield bucket[:filled]
 
 
-class Group:
+class DeliveryGroup:
     """A process group beside the default one, which the trainer may have and an engine does not.
 
     Leaving the ``with`` block closes its connections, so that the others hear of it: nothing else may refer to the group,
@@ -214,7 +214,7 @@ class Group:
         else:
             self._group = dist.ProcessGroupNCCL(store, rank, size, dist.ProcessGroupNCCL.Options())
 
-    def __enter__(self) -> "Group":
+    def __enter__(self) -> "DeliveryGroup":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -30,7 +30,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True)
-class Entry:
+class ShardEntry:
     """One tensor of a file."""
 
     name: str
@@ -49,14 +49,14 @@ class Shard:
     """A complete file."""
 
     path: Path
-    entries: tuple[Entry, ...]
+    entries: tuple[ShardEntry, ...]
 
 
 class ShardFile:
     """A safetensors file that is being written."""
 
     def __init__(self, path: Path, dtype: torch.dtype):
-        self.path, self.entries = path, list[Entry]()
+        self.path, self.entries = path, list[ShardEntry]()
         self._dtype = dtype
         self._header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._header_bytes = len(json.dumps(self._header))
@@ -68,7 +68,7 @@ class ShardFile:
         """Bytes of data so far."""
         return self.entries[-1].end if self.entries else 0
 
-    def append(self, name: str, shape: tuple[int, ...], parts: Iterable[torch.Tensor]) -> Entry:
+    def append(self, name: str, shape: tuple[int, ...], parts: Iterable[torch.Tensor]) -> ShardEntry:
         """Writes one tensor, and digests it on the way."""
         found, end = hashlib.sha256(), self.num_bytes
         for part in parts:
@@ -76,7 +76,7 @@ class ShardFile:
             found.update(data)
             self._file.write(data)
             end += len(data)
-        entry = Entry(name, shape, found.hexdigest(), end)
+        entry = ShardEntry(name, shape, found.hexdigest(), end)
         self._enter(entry)
         return entry
 
@@ -116,7 +116,7 @@ class ShardFile:
         with contextlib.suppress(OSError):
             self._file.close()
 
-    def _enter(self, entry: Entry) -> None:
+    def _enter(self, entry: ShardEntry) -> None:
         begin = self.num_bytes
         self._header[entry.name] = {
             "dtype": DTYPES[self._dtype],

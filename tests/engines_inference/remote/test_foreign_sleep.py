@@ -16,12 +16,12 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.generation import GenerationConfig
 from tandem.config.load import load_config
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
-from tandem.engines.inference.build import Terms, attached, build_fleet
+from tandem.engines.inference.build import ServerTerms, attached, build_fleet
 from tandem.engines.inference.remote.foreign.server import StartTerms
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
 from tandem.flow.plan import plan_run
 from tandem.flow.residency import Residency
-from tandem.flow.sleep_plan import Cost, Part, SleepPlan, StageNeeds
+from tandem.flow.sleep_plan import Part, PartCost, SleepPlan, StageNeeds
 from tandem.flow.state_parts import Where, sleep_plan
 from tandem.tracking.statistics import PhaseTimer
 from tests.engines_inference.remote.clients import KINDS, ask, attach, update_from_folder, update_from_memory
@@ -131,7 +131,9 @@ def test_a_server_that_keeps_its_memory_is_refused_with_the_remedy(kind, folder,
         assert not server.calls and set(ask(engine).versions) == {0}
         engine.close()
         rollout = RolloutConfig(backend=f"{kind[0].protocol.maker.lower()}:d1")
-        terms = Terms(rollout, rollout.engine, folder, torch.float32, "cpu", False, WeightVersion(0, run="r"), sleeps=True)
+        terms = ServerTerms(
+            rollout, rollout.engine, folder, torch.float32, "cpu", False, WeightVersion(0, run="r"), sleeps=True
+        )
         with pytest.raises(ConfigError, match=words):
             attached(terms, kind[0].protocol.maker.lower(), server.url).make()
 
@@ -184,7 +186,7 @@ def test_the_plan_counts_what_a_server_takes_of_the_device(kind, folder):
 
 def test_a_fleet_sleeps_while_others_work_and_generates_with_what_was_published(kind, folder, tmp_path):
     weights, cache, model = Part("engine", "weights"), Part("engine", "kv_cache"), Part("actor", "parameters")
-    parts = {weights: Cost(20, 0, 20), cache: Cost(20, 0, 0, standing=True), model: Cost(24, 24, 24)}
+    parts = {weights: PartCost(20, 0, 20), cache: PartCost(20, 0, 0, standing=True), model: PartCost(24, 24, 24)}
     stages = (
         StageNeeds("generate", frozenset({weights, cache})),
         StageNeeds("update", frozenset({model}), frozenset({model}), passing=((Part("actor", "gradients"), 10),)),
@@ -194,7 +196,7 @@ def test_a_fleet_sleeps_while_others_work_and_generates_with_what_was_published(
     with sleeping(kind, folder) as server:
         rollout = RolloutConfig(backend="attached", fleet=patient(servers=(f"{maker}={server.url}",)))
         version = WeightVersion(0, run="r")
-        terms = Terms(rollout, rollout.engine, folder, torch.float32, "cpu", False, version, sleeps=True)
+        terms = ServerTerms(rollout, rollout.engine, folder, torch.float32, "cpu", False, version, sleeps=True)
         fleet = build_fleet(terms, ())
         until(lambda: fleet.statistics()["fleet/healthy"] == 1)
         residency = Residency(SleepPlan(parts, stages, 44), tmp_path, PhaseTimer(), lambda *_: None)

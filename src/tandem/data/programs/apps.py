@@ -1,7 +1,7 @@
 """APPS (arXiv:2105.09938): competition problems with inputs and outputs, of a program or of a function ``fn_name``."""
 
 from tandem.api.program_tests import ProgramTests, StdinCase
-from tandem.data.programs.layout import FUNCTION, PROGRAM, SAME, Columns, Layout, call_test, fenced, read_json, text
+from tandem.data.programs.layout import FUNCTION, PROGRAM, SAME, Columns, ProgramLayout, call_test, fenced, read_json, text
 
 
 def tests(columns: Columns) -> ProgramTests | None:
@@ -40,4 +40,4 @@ def reference(columns: Columns) -> str | None:
     return fenced(solutions[0]) if solutions else None
 
 
-APPS = Layout("apps", ("question", "solutions", "input_output"), question, tests, reference)
+APPS = ProgramLayout("apps", ("question", "solutions", "input_output"), question, tests, reference)

@@ -1,7 +1,7 @@
 """HumanEval (arXiv:2107.03374): complete a function whose head and docstring are given; ``check(candidate)`` tests it."""
 
 from tandem.api.program_tests import ProgramTests
-from tandem.data.programs.layout import FUNCTION, Columns, Layout, fenced, text
+from tandem.data.programs.layout import FUNCTION, Columns, ProgramLayout, fenced, text
 
 
 def tests(columns: Columns) -> ProgramTests:
@@ -10,7 +10,7 @@ def tests(columns: Columns) -> ProgramTests:
     return ProgramTests((f"{text(columns, 'test')}\ncheck({name})",), (name,), preamble=text(columns, "prompt"))
 
 
-HUMANEVAL = Layout(
+HUMANEVAL = ProgramLayout(
     name="humaneval",
     columns=("task_id", "prompt", "canonical_solution", "test", "entry_point"),
     question=lambda columns: f"Complete this function.\n\n```python\n{text(columns, 'prompt').strip()}\n```{FUNCTION}",

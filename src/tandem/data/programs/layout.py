@@ -29,7 +29,7 @@ def _same(value, expected):
 
 
 @dataclass(frozen=True)
-class Layout:
+class ProgramLayout:
     """One way in which data sets write programs and their tests."""
 
     name: str

@@ -7,7 +7,7 @@ import zlib
 from typing import Any
 
 from tandem.api.program_tests import ProgramTests, StdinCase
-from tandem.data.programs.layout import FUNCTION, PROGRAM, SAME, Columns, Layout, call_test, read_json, text
+from tandem.data.programs.layout import FUNCTION, PROGRAM, SAME, Columns, ProgramLayout, call_test, read_json, text
 
 MOST_BYTES = 1 << 28
 """Largest tests of one problem, unpacked."""
@@ -55,7 +55,7 @@ def question(columns: Columns) -> str:
     return text(columns, "question_content").strip() + begin + (FUNCTION if function_name(columns) else PROGRAM)
 
 
-LIVECODEBENCH = Layout(
+LIVECODEBENCH = ProgramLayout(
     name="livecodebench",
     columns=("question_content", "public_test_cases", "private_test_cases"),
     question=question,

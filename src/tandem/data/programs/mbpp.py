@@ -4,7 +4,7 @@ import ast
 import builtins
 
 from tandem.api.program_tests import ProgramTests, read_program
-from tandem.data.programs.layout import FUNCTION, Columns, Layout, fenced, text
+from tandem.data.programs.layout import FUNCTION, Columns, ProgramLayout, fenced, text
 
 
 def tests(columns: Columns) -> ProgramTests:
@@ -61,7 +61,7 @@ def question(columns: Columns) -> str:
     return f"{text(columns, 'text').strip()}\n\nIt must pass this test:\n{columns['test_list'][0].strip()}{FUNCTION}"
 
 
-MBPP = Layout(
+MBPP = ProgramLayout(
     name="mbpp",
     columns=("text", "code", "test_list"),
     question=question,

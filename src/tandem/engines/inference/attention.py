@@ -300,7 +300,7 @@ class DecodePlan:
 
 
 @dataclass
-class Piece:
+class PrefillSpan:
     """Tokens ``[start, start + count)`` of one row, computed in one prefill pass, after ``prompt_length`` shared ones."""
 
     row: Row
@@ -313,12 +313,12 @@ class Piece:
 class PrefillPlan:
     """Attention of several pieces packed end to end, each to its own row and to the prompt before it."""
 
-    def __init__(self, kernel: Kernel, pieces: Sequence[Piece], windows: set[int | None]):
+    def __init__(self, kernel: Kernel, pieces: Sequence[PrefillSpan], windows: set[int | None]):
         self.kernel = kernel
         self._pieces = pieces
         self._masks = [{window: self._mask(piece, window) for window in windows} for piece in pieces]
 
-    def _mask(self, piece: Piece, window: int | None) -> torch.Tensor | None:
+    def _mask(self, piece: PrefillSpan, window: int | None) -> torch.Tensor | None:
         """Additive ``[1, 1, count, keys]``, or None where the piece is simply causal."""
         before = piece.prompt_length + piece.start
         total = before + piece.count

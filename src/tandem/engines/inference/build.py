@@ -22,13 +22,13 @@ from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.embedded import CAPABILITIES, EmbeddedEngine, EmbeddedProcess
 from tandem.engines.inference.fleet.addresses import DEFAULT_NAME, JOURNAL_NAME
-from tandem.engines.inference.fleet.members import Server
+from tandem.engines.inference.fleet.members import ServerOrigin
 from tandem.engines.inference.fleet.pool import Fleet
 from tandem.engines.inference.remote.foreign.server import ForeignServer
 from tandem.engines.inference.remote.foreign.sglang import SGLangServer
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
 from tandem.engines.inference.remote.foreign.weight_group import group_backend
-from tandem.engines.inference.remote.kept import Keeping, Place
+from tandem.engines.inference.remote.kept import Keeping, ServerPlace
 from tandem.engines.inference.remote.tandem_server import TandemServer, start_tandem_server
 from tandem.models.foreign import read_hf_config
 from tandem.models.heads import refuse_classifier
@@ -38,7 +38,7 @@ logger = logging.getLogger("tandem.fleet")
 
 
 @dataclass(frozen=True)
-class Terms:
+class ServerTerms:
     """The terms on which the servers of a run are made."""
 
     rollout: RolloutConfig
@@ -72,21 +72,21 @@ class Terms:
     def seat(self, name: str) -> Seat | None:
         return None if self.devices is None else self.devices.server(name)
 
-    def place(self, name: str) -> Place | None:
+    def place(self, name: str) -> ServerPlace | None:
         return None if self.keeping is None else self.keeping.place(name)
 
 
 class Kind(NamedTuple):
     """The ways to a server of a kind; None for a way that does not exist."""
 
-    start: Callable[[Terms, str], InferenceEngine] | None
+    start: Callable[[ServerTerms, str], InferenceEngine] | None
     """Starts one; the name is unique in the run."""
 
-    attach: Callable[[Terms, str], InferenceEngine] | None
+    attach: Callable[[ServerTerms, str], InferenceEngine] | None
     """Connects to the one at a URL."""
 
 
-def _embedded(terms: Terms, name: str) -> InferenceEngine:
+def _embedded(terms: ServerTerms, name: str) -> InferenceEngine:
     seat = terms.seat(name)
     return EmbeddedProcess.start(
         terms.folder,
@@ -100,7 +100,7 @@ def _embedded(terms: Terms, name: str) -> InferenceEngine:
     )
 
 
-def _start_tandem(terms: Terms, name: str) -> InferenceEngine:
+def _start_tandem(terms: ServerTerms, name: str) -> InferenceEngine:
     if terms.weights_folder is not None:
         terms.weights_folder.mkdir(parents=True, exist_ok=True)
     return start_tandem_server(
@@ -120,7 +120,7 @@ def _start_tandem(terms: Terms, name: str) -> InferenceEngine:
     )
 
 
-def _attach_tandem(terms: Terms, url: str) -> InferenceEngine:
+def _attach_tandem(terms: ServerTerms, url: str) -> InferenceEngine:
     fleet = terms.rollout.fleet
     return TandemServer.attach(
         url,
@@ -132,7 +132,7 @@ def _attach_tandem(terms: Terms, url: str) -> InferenceEngine:
     )
 
 
-def _start_foreign(server: type[ForeignServer], kind: str, terms: Terms, name: str) -> InferenceEngine:
+def _start_foreign(server: type[ForeignServer], kind: str, terms: ServerTerms, name: str) -> InferenceEngine:
     engine = server.start(
         terms.folder,
         python=python_of(terms.rollout, kind),
@@ -152,7 +152,7 @@ def _start_foreign(server: type[ForeignServer], kind: str, terms: Terms, name: s
     return _able(engine, terms, terms.seat(name))
 
 
-def _attach_foreign(server: type[ForeignServer], terms: Terms, url: str) -> InferenceEngine:
+def _attach_foreign(server: type[ForeignServer], terms: ServerTerms, url: str) -> InferenceEngine:
     fleet = terms.rollout.fleet
     engine = server.attach(
         url,
@@ -167,7 +167,7 @@ def _attach_foreign(server: type[ForeignServer], terms: Terms, url: str) -> Infe
     return _able(engine, terms)
 
 
-def _able(engine: ForeignServer, terms: Terms, seat: Seat | None = None) -> ForeignServer:
+def _able(engine: ForeignServer, terms: ServerTerms, seat: Seat | None = None) -> ForeignServer:
     """The server, if it can sample what the run trains on, and sleep where it must; else it is closed. Raises
     `ConfigError`."""
     try:
@@ -194,22 +194,22 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def started(terms: Terms, kind: str, name: str) -> Server:
+def started(terms: ServerTerms, kind: str, name: str) -> ServerOrigin:
     """A server that the run starts. Raises `ConfigError` where a run cannot start that kind."""
     start = KINDS[kind].start if kind in KINDS else None
     if start is None:
         raise ConfigError(f"rollout.backend={terms.rollout.backend}: a run cannot start servers of kind {kind}")
-    return Server(name, lambda: start(terms, name), owned=True, holds=terms.version.number)
+    return ServerOrigin(name, lambda: start(terms, name), owned=True, holds=terms.version.number)
 
 
-def attached(terms: Terms, kind: str, url: str) -> Server:
+def attached(terms: ServerTerms, kind: str, url: str) -> ServerOrigin:
     """A server that somebody else started. Raises `ConfigError` where a run cannot attach to that kind."""
     attach = KINDS[kind].attach if kind in KINDS else None
     if attach is None:
         raise ConfigError(f"{kind}={url}: a run cannot attach to servers of kind {kind}")
     if terms.rollout.weights.channel == "collective" and kind not in JOINING:
         raise ConfigError(f"{kind}={url} joins no process group; leave rollout.weights.channel=collective out")
-    return Server(f"{kind}={url}", lambda: attach(terms, url), owned=False)
+    return ServerOrigin(f"{kind}={url}", lambda: attach(terms, url), owned=False)
 
 
 def option_words(options: Mapping[str, Knob]) -> list[str]:
@@ -237,7 +237,7 @@ def read_token(file: str | None, key: str) -> str | None:
     return token
 
 
-def log_file(terms: Terms, name: str) -> Path:
+def log_file(terms: ServerTerms, name: str) -> Path:
     """The file of the output of a server that the run starts."""
     return (terms.run_folder or Path.cwd()) / "servers-logs" / f"{name}.log"
 
@@ -284,7 +284,7 @@ def build_inference_engine(
         named = replace(version, run=run or "tandem")
         devices = device_map(rollout, placement, device, ranks)
         more = (run_folder, weights_folder, gconfig, keeping, devices, sleeps)
-        terms = Terms(rollout, config, folder, dtype, device, deterministic, named, *more)
+        terms = ServerTerms(rollout, config, folder, dtype, device, deterministic, named, *more)
         return build_fleet(terms, servers)
     if placement == "decoupled":
         devices = device_map(rollout, placement, device, ranks)
@@ -305,7 +305,7 @@ def device_map(
     return devices_of(rollout, placement, ranks=ranks, devices=torch.cuda.device_count())
 
 
-def build_fleet(terms: Terms, servers: tuple[Servers, ...]) -> Fleet:
+def build_fleet(terms: ServerTerms, servers: tuple[Servers, ...]) -> Fleet:
     """The servers that the run starts, started, and those that it attaches to, on their way.
 
     Raises:

@@ -15,7 +15,7 @@ Result = tuple[int, LLMResponse | Exception]
 """Number of a request, and what became of it."""
 
 
-class Piece(NamedTuple):
+class NewTokens(NamedTuple):
     """Tokens that were drawn since the last piece, of a request that goes on."""
 
     output_ids: tuple[int, ...]
@@ -32,7 +32,7 @@ class Callers:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[LLMResponse]]] = {}
-        self._streams: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Queue[Piece | None]]] = {}
+        self._streams: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Queue[NewTokens | None]]] = {}
         self._end: tuple[str, BaseException | None] | None = None
 
     async def wait(
@@ -55,14 +55,14 @@ class Callers:
 
     async def stream(
         self, request: LLMRequest, submit: Callable[[int, LLMRequest], None], cancel: Callable[[int], None]
-    ) -> AsyncGenerator[Piece | LLMResponse, None]:
+    ) -> AsyncGenerator[NewTokens | LLMResponse, None]:
         """Like `wait`, but yields what is drawn as it is drawn, and last the whole response. Close it to cancel.
 
         Raises:
             EngineDied: the engine has ended, or ends on the way.
         """
         number, future = self._open()
-        pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+        pieces: asyncio.Queue[NewTokens | None] = asyncio.Queue()
         future.add_done_callback(lambda _: pieces.put_nowait(None))
         with self._lock:
             self._streams[number] = (asyncio.get_running_loop(), pieces)
@@ -102,7 +102,7 @@ class Callers:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody can be waiting on it
                 loop.call_soon_threadsafe(_settle, settled)
 
-    def progress(self, drawn: Sequence[tuple[int, Piece]]) -> None:
+    def progress(self, drawn: Sequence[tuple[int, NewTokens]]) -> None:
         """Hands new tokens to the callers that stream; those of nobody are dropped."""
         with self._lock:
             wanted = [(*self._streams[number], piece) for number, piece in drawn if number in self._streams]

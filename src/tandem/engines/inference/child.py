@@ -20,7 +20,16 @@ import torch
 from tandem.api.failures import EngineDied
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.driver import Driver
-from tandem.engines.inference.link import Answer, Call, Died, Finished, Progress, Ready, Start, portable
+from tandem.engines.inference.link import (
+    CallResult,
+    ChildStart,
+    Died,
+    MethodCall,
+    Ready,
+    RequestResults,
+    StreamNews,
+    portable,
+)
 
 WATCH_S = 0.5
 """Seconds between looks at the parent's number while the pipe is silent."""
@@ -35,7 +44,7 @@ class Child:
 
     def run(self) -> None:
         """Loads the model, says `Ready`, and drives the core until told to end."""
-        start: Start = self._receive()
+        start: ChildStart = self._receive()
         if start.device.startswith("cuda:"):
             torch.cuda.set_device(start.device)  # else kernels of our own and of libraries run on the first one
         core = EngineCore(start.folder, start.config, start.dtype, start.device, start.version, start.deterministic)
@@ -44,8 +53,8 @@ class Child:
             threads=start.threads,
             deterministic=start.deterministic,
             keep_kv=start.config.keep_kv_on_update,
-            deliver=lambda results: self.send(Finished(tuple((n, _portable_result(r)) for n, r in results))),
-            progress=lambda drawn: self.send(Progress(tuple(drawn))),
+            deliver=lambda results: self.send(RequestResults(tuple((n, _portable_result(r)) for n, r in results))),
+            progress=lambda drawn: self.send(StreamNews(tuple(drawn))),
         )
         threading.Thread(target=self._read, args=(driver,), name="engine-reader", daemon=True).start()
         self.send(Ready())
@@ -92,12 +101,12 @@ class Child:
         self.send(Died(f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))))
         _vanish()
 
-    def _answer(self, driver: Driver, call: Call) -> None:
+    def _answer(self, driver: Driver, call: MethodCall) -> None:
         assert call.number is not None
         try:
-            self.send(Answer(call.number, value=driver.call(call.method, *call.arguments)))
+            self.send(CallResult(call.number, value=driver.call(call.method, *call.arguments)))
         except Exception as error:  # the worker boundary: the caller gets it
-            self.send(Answer(call.number, error=portable(error)))
+            self.send(CallResult(call.number, error=portable(error)))
 
 
 def _portable_result(result: Any) -> Any:

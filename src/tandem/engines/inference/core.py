@@ -23,7 +23,7 @@ from tandem.engines.inference.passes import Passes
 from tandem.engines.inference.requests import check_request
 from tandem.engines.inference.sampler import SamplingRows
 from tandem.engines.inference.scheduler import Scheduler
-from tandem.engines.inference.sequences import Job, Sequence, SharedPrompt
+from tandem.engines.inference.sequences import Prefill, Sequence, SharedPrompt
 from tandem.engines.inference.slots import Slots
 from tandem.engines.inference.stopping import StopText
 from tandem.models.architecture import Architecture
@@ -202,7 +202,7 @@ class EngineCore:
         slots = torch.tensor([sequence.slot for sequence in starting])
         return self._draw(starting, slots, logits)
 
-    def _run_jobs(self, jobs: list[Job], counter: str) -> list[Job]:
+    def _run_jobs(self, jobs: list[Prefill], counter: str) -> list[Prefill]:
         """One prefill pass over the front of the jobs; returns those that it completed. Hidden states go to their owners."""
         assert self._weights is not None
         taken, pieces = self._scheduler.prefill.next_pieces(jobs)

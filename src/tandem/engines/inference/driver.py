@@ -20,7 +20,7 @@ from tandem.api.engines import InferencePart
 from tandem.api.failures import EngineDied, EpisodeFailure, WaitTimeout, WeightUpdateFailed, WrongWorkflow
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import WeightUpdate, WeightVersion
-from tandem.engines.inference.callers import Piece, Result
+from tandem.engines.inference.callers import NewTokens, Result
 from tandem.engines.inference.core import EngineCore, StagedWeights
 from tandem.engines.inference.staging import stage_update
 from tandem.models.allocator import keep_freed_memory
@@ -45,7 +45,7 @@ class Driver:
         deterministic: bool,
         keep_kv: bool,
         deliver: Callable[[Sequence[Result]], None],
-        progress: Callable[[Sequence[tuple[int, Piece]]], None],
+        progress: Callable[[Sequence[tuple[int, NewTokens]]], None],
     ):
         self._core, self._threads, self._deterministic, self._keep_kv = core, threads, deterministic, keep_kv
         self._deliver, self._progress = deliver, progress
@@ -126,7 +126,7 @@ class Driver:
             tokens, logprobs = self._core.drawn(number, told)
             if tokens:
                 self._told[number] = told + len(tokens)
-                drawn.append((number, Piece(tuple(tokens), tuple(logprobs))))
+                drawn.append((number, NewTokens(tuple(tokens), tuple(logprobs))))
         if drawn:
             self._progress(drawn)
 

@@ -20,11 +20,11 @@ import torch
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.config.rollout import EmbeddedEngineConfig
-from tandem.engines.inference.callers import Callers, Piece
+from tandem.engines.inference.callers import Callers, NewTokens
 from tandem.engines.inference.controlled import Controlled
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.driver import Driver
-from tandem.engines.inference.link import Link, Start
+from tandem.engines.inference.link import ChildStart, Link
 
 CLOSE_TIMEOUT_S = 30.0
 
@@ -48,7 +48,7 @@ class Embedded(Controlled):
     async def agenerate(self, request: LLMRequest) -> LLMResponse:
         return await self._callers.wait(request, self._worker.submit, self._worker.cancel)
 
-    def stream(self, request: LLMRequest) -> AsyncGenerator[Piece | LLMResponse, None]:
+    def stream(self, request: LLMRequest) -> AsyncGenerator[NewTokens | LLMResponse, None]:
         """Like `agenerate`, but yields tokens as they are drawn, and last the whole response; close it to cancel."""
         return self._callers.stream(request, partial(self._worker.submit, stream=True), self._worker.cancel)
 
@@ -120,7 +120,7 @@ class EmbeddedProcess(Embedded):
             WaitTimeout: it was not ready within ``timeout_s``.
         """
         callers = Callers()
-        link = Link.start(Start(folder, config, dtype, device, version, threads, deterministic), callers, timeout_s)
+        link = Link.start(ChildStart(folder, config, dtype, device, version, threads, deterministic), callers, timeout_s)
         return cls(link, callers, version, link.close)
 
     @property

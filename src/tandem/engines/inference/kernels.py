@@ -33,8 +33,8 @@ HEAD_DIMS = (32, 64, 96, 128, 256)
 """Those that attention is compiled for."""
 
 
-class Plan(ctypes.Structure):
-    """``Plan`` of `kernels.cpp`: which tokens attend to which rows."""
+class AttentionPlan(ctypes.Structure):
+    """``AttentionPlan`` of `kernels.cpp`: which tokens attend to which rows."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "dim", "tokens", "tiles")),
@@ -67,7 +67,7 @@ class Kernels:
         self._norm.argtypes = [pointer, pointer, pointer, number, number, real, threads]
         self._gate.argtypes = [pointer, pointer, number, number, threads]
         self._draw.argtypes = [pointer] * 8 + [number, number, threads]
-        self._attend.argtypes = [ctypes.POINTER(Plan), ctypes.POINTER(Layer), threads]
+        self._attend.argtypes = [ctypes.POINTER(AttentionPlan), ctypes.POINTER(Layer), threads]
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """``[T, size]``, each row over its root mean square, times ``weight [size]``."""
@@ -105,7 +105,7 @@ class Kernels:
         self._draw(*given, tokens.data_ptr(), logprobs.data_ptr(), rows, size, torch.get_num_threads())
         return tokens, logprobs
 
-    def attend(self, plan: Plan, layer: Layer) -> None:
+    def attend(self, plan: AttentionPlan, layer: Layer) -> None:
         """Rotates queries and keys, writes keys and values to the cache, and attends; ``layer.out`` is filled."""
         if self._attend(plan, layer, torch.get_num_threads()):
             raise ValueError(f"attention is compiled for head dimensions {HEAD_DIMS}, got {plan.dim}")

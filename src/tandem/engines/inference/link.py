@@ -26,12 +26,12 @@ from tandem.api.portable import survives_pickling
 from tandem.api.requests import LLMRequest
 from tandem.api.weights import WeightVersion
 from tandem.config.rollout import EmbeddedEngineConfig
-from tandem.engines.inference.callers import Callers, Piece, Result
+from tandem.engines.inference.callers import Callers, NewTokens, Result
 from tandem.engines.inference.driver import COMMIT_TIMEOUT_S, CONTROL_TIMEOUT_S
 
 
 @dataclass(frozen=True)
-class Start:
+class ChildStart:
     """To the child, first: what to make."""
 
     folder: Path
@@ -44,7 +44,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Call:
+class MethodCall:
     """To the child: a method of `Driver`, answered under its number if it has one."""
 
     number: int | None
@@ -58,21 +58,21 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Finished:
+class RequestResults:
     """From the child: results of requests, in one message a step."""
 
     results: tuple[Result, ...]
 
 
 @dataclass(frozen=True)
-class Progress:
+class StreamNews:
     """From the child: new tokens of requests that are streamed, in one message a step."""
 
-    drawn: tuple[tuple[int, Piece], ...]
+    drawn: tuple[tuple[int, NewTokens], ...]
 
 
 @dataclass(frozen=True)
-class Answer:
+class CallResult:
     """From the child: what a call gave, or raised."""
 
     number: int
@@ -128,7 +128,7 @@ class Link:
         ]
 
     @classmethod
-    def start(cls, start: Start, callers: Callers, timeout_s: float) -> "Link":
+    def start(cls, start: ChildStart, callers: Callers, timeout_s: float) -> "Link":
         """Starts the process and waits until its model is loaded.
 
         Raises:
@@ -165,7 +165,7 @@ class Link:
 
     def _send(self, method: str, *arguments: Any, number: int | None = None) -> None:
         """Queues a call; all that wait are sent as one. What cannot be pickled raises here, at its sender."""
-        self._outbox.put(pickle.dumps(Call(number, method, arguments)))
+        self._outbox.put(pickle.dumps(MethodCall(number, method, arguments)))
 
     def call(self, method: str, *arguments: Any, timeout_s: float | None = None) -> dict[str, float]:
         """Runs a method of the driver in the engine's process; see `TIMEOUTS_S`.
@@ -257,11 +257,11 @@ class Link:
 
     def _take(self, message: Any) -> None:
         match message:
-            case Finished(results):
+            case RequestResults(results):
                 self._callers.resolve(results)
-            case Progress(drawn):
+            case StreamNews(drawn):
                 self._callers.progress(drawn)
-            case Answer():
+            case CallResult():
                 with self._lock:
                     answer = self._calls.pop(message.number, None)
                 if answer is None:  # it came too late, nobody waits any more

@@ -4,12 +4,12 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 
-from tandem.engines.inference.attention import DecodePlan, Kernel, Piece, PrefillPlan
+from tandem.engines.inference.attention import DecodePlan, Kernel, PrefillPlan, PrefillSpan
 from tandem.engines.inference.decoder import Decoder
 from tandem.engines.inference.fused_weights import FusedWeights
 from tandem.engines.inference.kernels import kernels
 from tandem.engines.inference.row_attention import RowAttention, attends
-from tandem.engines.inference.sequences import Job, Sequence
+from tandem.engines.inference.sequences import Prefill, Sequence
 from tandem.models.architecture import Architecture
 from tandem.models.upload import upload
 
@@ -28,8 +28,8 @@ class Passes:
         self._plan: DecodePlan | RowAttention | None = None
 
     def prefill(
-        self, weights: FusedWeights, jobs: SequenceOf[Job], pieces: SequenceOf[Piece]
-    ) -> list[tuple[Job, torch.Tensor]]:
+        self, weights: FusedWeights, jobs: SequenceOf[Prefill], pieces: SequenceOf[PrefillSpan]
+    ) -> list[tuple[Prefill, torch.Tensor]]:
         """Computes one piece of each job; the jobs that are done now, with the hidden state of their last token."""
         if not jobs:
             return []

@@ -2,9 +2,9 @@
 
 from collections.abc import Collection
 
-from tandem.engines.inference.attention import Piece
+from tandem.engines.inference.attention import PrefillSpan
 from tandem.engines.inference.prefix_index import PrefixIndex
-from tandem.engines.inference.sequences import Job, Sequence, SharedPrompt
+from tandem.engines.inference.sequences import Prefill, Sequence, SharedPrompt
 
 
 class PrefillQueue:
@@ -12,9 +12,9 @@ class PrefillQueue:
 
     def __init__(self, chunk_tokens: int):
         self._chunk = chunk_tokens
-        self.jobs: list[Job] = []
+        self.jobs: list[Prefill] = []
         self._beginnings = PrefixIndex()
-        self._job_of: dict[Sequence | SharedPrompt, Job] = {}
+        self._job_of: dict[Sequence | SharedPrompt, Prefill] = {}
         """The job that fills the owner's row, also after it is done."""
 
     @property
@@ -22,7 +22,7 @@ class PrefillQueue:
         """Prompt tokens that were copied from another row and not computed."""
         return self._beginnings.copied_tokens
 
-    def add(self, job: Job) -> None:
+    def add(self, job: Prefill) -> None:
         """Queues a job, its beginning to be copied where another prompt has the same."""
         self._beginnings.enter(job)
         self._job_of[job.owner] = job
@@ -43,7 +43,7 @@ class PrefillQueue:
         """Nobody may copy from what is there: it is of older weights."""
         self._beginnings.clear()
 
-    def next_pieces(self, jobs: list[Job]) -> tuple[list[Job], list[Piece]]:
+    def next_pieces(self, jobs: list[Prefill]) -> tuple[list[Prefill], list[PrefillSpan]]:
         """The front of the jobs, as many tokens as one prefill pass takes; packed, the last job perhaps in part."""
         room, taken, pieces = self._chunk, [], []
         for job in jobs:
@@ -53,7 +53,7 @@ class PrefillQueue:
                 continue
             count = min(room, len(job.tokens) - job.done)
             base = (job.base.row, len(job.base.tokens)) if job.base is not None else (None, 0)
-            pieces.append(Piece(job.row, job.done, count, *base))
+            pieces.append(PrefillSpan(job.row, job.done, count, *base))
             taken.append(job)
             room -= count
         return taken, pieces

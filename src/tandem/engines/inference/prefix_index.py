@@ -6,7 +6,7 @@ differs is computed. A copy and not a view, so that rows stay dense; it costs a 
 
 from collections.abc import Iterable
 
-from tandem.engines.inference.sequences import Job
+from tandem.engines.inference.sequences import Prefill
 
 SMALLEST = 16
 """Tokens that prompts must have in common for a copy to be made, and that waiting for a longer beginning must gain."""
@@ -19,16 +19,16 @@ class PrefixIndex:
     """Jobs whose rows hold, or will hold, the keys and values of a whole prompt."""
 
     def __init__(self) -> None:
-        self._by_beginning: dict[tuple[int, ...], list[Job]] = {}
+        self._by_beginning: dict[tuple[int, ...], list[Prefill]] = {}
         self.copied_tokens = 0
         """Prompt tokens whose keys and values were copied and not computed."""
 
-    def enter(self, job: Job) -> None:
+    def enter(self, job: Prefill) -> None:
         """Finds the jobs that begin like this one; later ones may copy from it, too."""
         job.alike = self.find(job.prompt)
         self.add(job)
 
-    def copied(self, job: Job) -> bool:
+    def copied(self, job: Prefill) -> bool:
         """Copies what another row has of the job's beginning; False if the job had better wait for more of it.
 
         Waiting is worth it where at least `SMALLEST` tokens more could be copied later; jobs wait for earlier ones only, so
@@ -47,19 +47,19 @@ class PrefixIndex:
             self.copied_tokens += count
         return True
 
-    def find(self, tokens: tuple[int, ...]) -> tuple[tuple[Job, int], ...]:
+    def find(self, tokens: tuple[int, ...]) -> tuple[tuple[Prefill, int], ...]:
         """Jobs that begin alike, and how many tokens each has in common; always fewer than all, since the last token's
         hidden state is wanted."""
         latest = self._by_beginning.get(tokens[:SMALLEST], ())[-_CANDIDATES:]
         found = [(job, min(_common(tokens, job.prompt), len(tokens) - 1)) for job in latest]
         return tuple((job, common) for job, common in found if common >= SMALLEST)
 
-    def add(self, job: Job) -> None:
+    def add(self, job: Prefill) -> None:
         """From now on others may copy from it."""
         if len(job.prompt) > SMALLEST:
             self._by_beginning.setdefault(job.prompt[:SMALLEST], []).append(job)
 
-    def remove(self, jobs: Iterable[Job]) -> None:
+    def remove(self, jobs: Iterable[Prefill]) -> None:
         """Their rows are gone. Whoever waited for one of them computes its prompt itself."""
         for job in jobs:
             job.gone = True

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from tandem.engines.inference.attention import Kernel, Piece
-from tandem.engines.inference.kernels import HEAD_DIMS, Kernels, Layer, Plan
+from tandem.engines.inference.attention import Kernel, PrefillSpan
+from tandem.engines.inference.kernels import HEAD_DIMS, AttentionPlan, Kernels, Layer
 from tandem.engines.inference.kv_cache import Row, Slab
 
 _TILE_QUERIES = 48
@@ -65,10 +65,10 @@ class RowAttention:
         self._addresses = ctypes.c_int64 * len(self._slabs)
         columns = [line.data_ptr() for line in self._table]
         sizes = kernel.heads, kernel.kv_heads, kernel.head_dim, len(order), len(tiles), kernel.scale
-        self._plan = Plan(*sizes, *columns, self._tiles.data_ptr(), self._capacities.data_ptr())
+        self._plan = AttentionPlan(*sizes, *columns, self._tiles.data_ptr(), self._capacities.data_ptr())
 
     @classmethod
-    def of_pieces(cls, kernels: Kernels, kernel: Kernel, pieces: Sequence[Piece]) -> "RowAttention":
+    def of_pieces(cls, kernels: Kernels, kernel: Kernel, pieces: Sequence[PrefillSpan]) -> "RowAttention":
         """For pieces of prompts packed end to end."""
         tokens = [(piece, piece.start + i + 1) for piece in pieces for i in range(piece.count)]
         rows, own = [piece.row for piece, _ in tokens], [length for _, length in tokens]

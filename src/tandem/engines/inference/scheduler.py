@@ -11,7 +11,7 @@ import torch
 from tandem.engines.inference.growth import Growth
 from tandem.engines.inference.kv_cache import KVCache, Pool
 from tandem.engines.inference.prefill_queue import PrefillQueue
-from tandem.engines.inference.sequences import Job, Sequence, SharedPrompt
+from tandem.engines.inference.sequences import Prefill, Sequence, SharedPrompt
 from tandem.engines.inference.slots import Slots
 
 
@@ -114,7 +114,7 @@ class Scheduler:
         if pool == "suffix":
             self._join(sequence)
         elif not sequence.started:
-            self.prefill.add(Job(torch.tensor(tokens), sequence.row, sequence, prompt=tokens))
+            self.prefill.add(Prefill(torch.tensor(tokens), sequence.row, sequence, prompt=tokens))
         self.growth.watch(sequence)
         if sequence.started and len((lost := self._lost(sequence)).tokens):
             self.prefill.add(lost)
@@ -128,7 +128,7 @@ class Scheduler:
         if prompt is None:
             row = self.cache.allocate("prompt", self.cache.capacity_for(len(tokens)))
             prompt = self._prompts[tokens] = SharedPrompt(tokens, row)
-            self.prefill.add(Job(torch.tensor(tokens), row, prompt, prompt=tokens))
+            self.prefill.add(Prefill(torch.tensor(tokens), row, prompt, prompt=tokens))
         else:
             self._read_tokens += len(tokens)
         prompt.members.append(sequence)
@@ -136,13 +136,13 @@ class Scheduler:
         if prompt.hidden is not None and not sequence.started:  # else it starts when the job of its prompt is done
             self.ready.append(sequence)
 
-    def _lost(self, sequence: Sequence) -> Job:
+    def _lost(self, sequence: Sequence) -> Prefill:
         """The tokens that fill the row of a sequence that has drawn some; the newest has no place in it yet."""
         assert sequence.row is not None
         tokens = self.slots.drawn(sequence)[:-1].cpu()
         if sequence.prompt is None:
             tokens = torch.cat((torch.tensor(sequence.request.input_ids), tokens))
-        return Job(tokens, sequence.row, sequence, sequence.prompt)
+        return Prefill(tokens, sequence.row, sequence, sequence.prompt)
 
     def start(self, sequence: Sequence) -> None:
         """The sequence has its first token, or again all that it lost when it gave way."""
@@ -208,11 +208,11 @@ class Scheduler:
         self._prompts.clear()
         self.prefill.stop_copying()
 
-    def recompute_jobs(self) -> tuple[list[Job], list[Job]]:
+    def recompute_jobs(self) -> tuple[list[Prefill], list[Prefill]]:
         """Jobs that rebuild the cache of all that was computed: shared prompts, and then the tokens after them."""
         resumed = [job.owner for job in self.prefill.jobs if isinstance(job.owner, Sequence)]
         prompts = {id(p): p for s in [*self.decoding, *self.ready, *resumed] if (p := s.prompt) is not None}
-        first = [Job(torch.tensor(prompt.tokens), prompt.row, prompt) for prompt in prompts.values()]
+        first = [Prefill(torch.tensor(prompt.tokens), prompt.row, prompt) for prompt in prompts.values()]
         then = [job for job in map(self._lost, self.decoding) if len(job.tokens)]
         return first, then
 

@@ -53,7 +53,7 @@ class Sequence:
 
 
 @dataclass(eq=False)
-class Job:
+class Prefill:
     """Tokens to be run through the model into a row, in one piece or several."""
 
     tokens: torch.Tensor
@@ -68,7 +68,7 @@ class Job:
     prompt: tuple[int, ...] = ()
     """The tokens, where they are a whole prompt that others may begin alike."""
 
-    alike: tuple[tuple["Job", int], ...] = ()
+    alike: tuple[tuple["Prefill", int], ...] = ()
     """Earlier jobs that begin alike, and how many tokens each has in common; empty once the beginning is copied."""
 
     gone: bool = False

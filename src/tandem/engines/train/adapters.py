@@ -34,7 +34,7 @@ def named_weights(config: TrainEngineConfig, holder: Holder, model: PackedModel,
     return kind(config, holder, model, team)
 
 
-class Adapters(TrainedAdapter):
+class EngineAdapters(TrainedAdapter):
     """Those of one model; see `TrainedAdapter`."""
 
     def __init__(self, config: TrainEngineConfig, holder: Holder, model: PackedModel):
@@ -102,13 +102,13 @@ class Adapters(TrainedAdapter):
 class AdaptedWeights(NamedWeights):
     """Masters are the adapters, and heads that are new; all else is frozen, and stays the base's."""
 
-    adapter: Adapters
+    adapter: EngineAdapters
     base: str
 
     def __init__(self, config: TrainEngineConfig, holder: Holder, model: PackedModel, team: Team):
         super().__init__(config, holder, model, team)
         self._folder = resolve(config.path)  # once: a name on the hub may mean other files tomorrow
-        self.adapter, self.base = Adapters(config, holder, model), digest_of_base(self._folder)
+        self.adapter, self.base = EngineAdapters(config, holder, model), digest_of_base(self._folder)
         self._names = self.adapter.names
         heads = {HEAD: PREFIX + HEAD} if PREFIX + HEAD in holder.masters else {}
         self._saved = self.adapter.places | heads

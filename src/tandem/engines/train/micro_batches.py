@@ -13,7 +13,7 @@ from tandem.api.failures import BatchError
 from tandem.models.prefixes import number_prompts
 
 
-class Item(NamedTuple):
+class PlannedSequence(NamedTuple):
     """The plan's knowledge about one sequence."""
 
     prompt: int
@@ -49,7 +49,7 @@ def micro_batches(
     rest = [length - size for length, size in zip(lengths(batch).tolist(), sizes, strict=True)]
     units = batch["unit_id"].tolist() if "unit_id" in batch.keys() else [None] * count
     index = list(range(count)) if chosen is None else chosen.nonzero().flatten().tolist()
-    planned = plan([Item(prompts[i], sizes[i], rest[i], units[i]) for i in index], max_tokens, ranks)[rank]
+    planned = plan([PlannedSequence(prompts[i], sizes[i], rest[i], units[i]) for i in index], max_tokens, ranks)[rank]
     return [[index[i] for i in micro_batch] for micro_batch in planned]
 
 
@@ -74,7 +74,7 @@ def filler() -> TensorDict:
     return TensorDict(columns, batch_size=[])
 
 
-def plan(items: Sequence[Item], max_tokens: int, ranks: int) -> list[list[list[int]]]:
+def plan(items: Sequence[PlannedSequence], max_tokens: int, ranks: int) -> list[list[list[int]]]:
     """Micro-batches of each rank: ``plan[rank][i]`` holds the indices of its sequences.
 
     All ranks get the same number of micro-batches, some of them empty where there are fewer units than ranks. A
@@ -106,13 +106,13 @@ def plan(items: Sequence[Item], max_tokens: int, ranks: int) -> list[list[list[i
     return [[part[rank] for part in rounds] for rank in range(ranks)]
 
 
-def _cost(items: Sequence[Item], indices: Sequence[int]) -> int:
+def _cost(items: Sequence[PlannedSequence], indices: Sequence[int]) -> int:
     """Tokens that these sequences compute together."""
     prompts = {items[i].prompt: items[i].prompt_tokens for i in indices}
     return sum(prompts.values()) + sum(items[i].completion for i in indices)
 
 
-def _blocks(items: Sequence[Item], max_tokens: int, ranks: int) -> list[list[int]]:
+def _blocks(items: Sequence[PlannedSequence], max_tokens: int, ranks: int) -> list[list[int]]:
     """Sequences that go together: units always, and those of one prompt as far as a micro-batch and an even share allow."""
     units: dict[Hashable, list[int]] = defaultdict(list)
     for index, item in enumerate(items):

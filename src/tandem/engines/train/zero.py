@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import pad
 
 from tandem.api.failures import ConfigError
-from tandem.api.state import Part, Parted
+from tandem.api.state import Parted, TensorPart
 from tandem.config.backend import Layout
 from tandem.engines.train.gathering import gather_rows
 from tandem.engines.train.holders import Holder
@@ -189,7 +189,7 @@ class ZeroHolder(Holder):
     def _moment(self, name: str, what: str) -> Parted:
         return Parted(partial(self._gather_moment, name, what), partial(self._held_part, name, what))
 
-    def _held_part(self, name: str, moment: str | None = None) -> Part:
+    def _held_part(self, name: str, moment: str | None = None) -> TensorPart:
         """This rank's part of a master, or of one of its moments: some of the row of its entries."""
         parameter: Any = self.masters[name]  # with attributes of DeepSpeed's
         shape, utils = self._shapes[name], self._deepspeed.utils
@@ -202,7 +202,7 @@ class ZeroHolder(Holder):
             fragment = parameter._hp_mapping  # none where all of it is another rank's
             start = 0 if fragment is None else fragment.lp_fragment_address.start
             values = torch.empty(0) if fragment is None else fragment.get_hp_fragment(moment)
-        return Part(values, (start,), tuple(shape), flat=True)
+        return TensorPart(values, (start,), tuple(shape), flat=True)
 
     def _gather_moment(self, name: str, what: str) -> torch.Tensor:
         return self._deepspeed.utils.safe_get_full_optimizer_state(self.masters[name], what)

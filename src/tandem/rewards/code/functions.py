@@ -41,7 +41,7 @@ CANDIDATE = program_text(candidate, "run_candidate")
 TESTER = program_text(tester, "run_tests")
 
 
-class Ended(Exception):
+class ProcessEnd(Exception):
     """A process that says nothing more; why, as in `REASONS`."""
 
     def __init__(self, reason: str, detail: str = ""):
@@ -49,7 +49,7 @@ class Ended(Exception):
         self.reason, self.detail = reason, detail
 
 
-class Line:
+class LineProcess:
     """A process that is spoken to in lines of JSON, up to a common deadline."""
 
     def __init__(self, process: SandboxProcess, ends: float):
@@ -60,23 +60,23 @@ class Line:
         """Seconds until the deadline.
 
         Raises:
-            Ended: it has passed.
+            ProcessEnd: it has passed.
         """
         left_s = self.ends - time.monotonic()
         if left_s <= 0:
-            raise Ended("timeout")
+            raise ProcessEnd("timeout")
         return left_s
 
     async def tell(self, message: dict[str, Any]) -> None:
         """Sends a message.
 
         Raises:
-            Ended: the process does not read it.
+            ProcessEnd: the process does not read it.
         """
         try:
             await self.process.send(literals.write(message), self.left_s())
         except WaitTimeout:
-            raise Ended("timeout") from None
+            raise ProcessEnd("timeout") from None
         except BrokenPipeError:
             raise await self.why() from None
 
@@ -84,15 +84,15 @@ class Line:
         """The next message.
 
         Raises:
-            Ended: none came, or it is none.
+            ProcessEnd: none came, or it is none.
         """
         while b"\n" not in self.rest:
             if len(self.rest) > MAX_MESSAGE:
-                raise Ended("output", f"a message of more than {MAX_MESSAGE} bytes")
+                raise ProcessEnd("output", f"a message of more than {MAX_MESSAGE} bytes")
             try:
                 piece = await self.process.receive(1 << 16, self.left_s())
             except WaitTimeout:
-                raise Ended("timeout") from None
+                raise ProcessEnd("timeout") from None
             if not piece:
                 raise await self.why()
             self.rest += piece
@@ -100,37 +100,37 @@ class Line:
         try:
             message = json.loads(line)
         except (ValueError, RecursionError):
-            raise Ended("protocol", "no JSON") from None
+            raise ProcessEnd("protocol", "no JSON") from None
         if not isinstance(message, dict):
-            raise Ended("protocol", "no object")
+            raise ProcessEnd("protocol", "no object")
         return message
 
-    async def why(self) -> Ended:
+    async def why(self) -> ProcessEnd:
         """The end of the process; it has closed its output, so it can do no more, whatever else it does."""
         outcome = await self.process.close(min(CLOSED_S, max(0.0, self.ends - time.monotonic())))
         reason = reason_of(outcome)
         if reason == "timeout" and time.monotonic() < self.ends:
             reason = "exit"  # it had closed its output and lived on
-        return Ended(reason, outcome.stderr.decode(errors="replace")[-300:])
+        return ProcessEnd(reason, outcome.stderr.decode(errors="replace")[-300:])
 
 
-class Candidate(Line):
+class Candidate(LineProcess):
     """The side of the answer: every call has a number that is new and random, and one answer."""
 
     async def ask(self, message: dict[str, Any]) -> dict[str, Any]:
         """The reply to a call: ``value`` or ``error``, and what ``changed``.
 
         Raises:
-            Ended: it gave none, or something else; or something more, before or after it.
+            ProcessEnd: it gave none, or something else; or something more, before or after it.
             CannotTell: it returned what is no literal.
         """
         token = secrets.token_hex(8)
         if self.rest:
-            raise Ended("protocol", "it wrote without being asked")
+            raise ProcessEnd("protocol", "it wrote without being asked")
         await self.tell(message | {"id": token})
         reply = await self.hear()
         if self.rest or reply.pop("id", None) != token:
-            raise Ended("protocol", "it did not answer the call, once")
+            raise ProcessEnd("protocol", "it did not answer the call, once")
         if isinstance(reply.get("not_comparable"), str):
             raise CannotTell("not_comparable", reply["not_comparable"][:300])
         error, changed = reply.get("error"), reply.setdefault("changed", [])
@@ -141,7 +141,7 @@ class Candidate(Line):
         elif set(reply) != {"value", "changed"}:
             fine = False
         if not fine:
-            raise Ended("protocol", "its answer has another form")
+            raise ProcessEnd("protocol", "its answer has another form")
         return reply
 
 
@@ -159,7 +159,7 @@ async def judge_functions(
     try:
         processes = await asyncio.gather(*starting)
         ends = time.monotonic() + limits.wall_s
-        answer, tests_side = Candidate(processes[0], ends), Line(processes[1], ends)
+        answer, tests_side = Candidate(processes[0], ends), LineProcess(processes[1], ends)
         verdict = await _judge(answer, tests_side, parts, tests, all_or_none)
     finally:  # to its end, though it is cancelled again meanwhile
         outcomes = await asyncio.shield(asyncio.ensure_future(_end(starting)))
@@ -178,7 +178,9 @@ async def _end(starting: list[asyncio.Future[SandboxProcess]]) -> list[Outcome]:
     return await asyncio.gather(*(process.close() for process in done if isinstance(process, SandboxProcess)))
 
 
-async def _judge(answer: Candidate, side: Line, parts: tuple[str, ...], tests: ProgramTests, all_or_none: bool) -> Verdict:
+async def _judge(
+    answer: Candidate, side: LineProcess, parts: tuple[str, ...], tests: ProgramTests, all_or_none: bool
+) -> Verdict:
     passed: list[bool] = []
     first = ("", "")
     total = len(tests.cases)
@@ -204,7 +206,7 @@ async def _judge(answer: Candidate, side: Line, parts: tuple[str, ...], tests: P
                 raise CannotTell("not_comparable", message["not_comparable"])
             else:
                 raise CannotTell("tests_broken", str(message.get("broken")))
-    except Ended as ended:
+    except ProcessEnd as ended:
         first = first if first[0] else (ended.reason, ended.detail)
     return Verdict.of(passed, total, *first)
 

@@ -25,7 +25,7 @@ MOST_CALLS = 256
 
 
 @dataclass(frozen=True)
-class Limits:
+class EnvironmentLimits:
     """The bounds of an environment."""
 
     workers: int | None = None
@@ -41,7 +41,7 @@ class Limits:
     """A worker that has more after an episode is replaced; one that has twice as much in the middle of one is killed."""
 
 
-class Place:
+class EnvironmentWorker:
     """A worker process with an environment in it."""
 
     def __init__(self, worker: Worker):
@@ -62,15 +62,15 @@ class EnvironmentPool:
             result = await world.step("5")
     """
 
-    def __init__(self, spec: str, knobs: Mapping[str, Any], *, name: str, limits: Limits):
+    def __init__(self, spec: str, knobs: Mapping[str, Any], *, name: str, limits: EnvironmentLimits):
         """``spec``: the class, as ``my_file.py:Name`` or ``package.module:Name``, with plain values as its ``knobs``."""
         self.name, self.limits = name, limits
         self._start = ("tandem.rollout.environments.worker", spec, json.dumps(dict(knobs)))
         # Only so many workers are made at once as there are cores; who waits for one must not keep others from their calls.
         self._takers = ThreadPoolExecutor(usable_cores(), thread_name_prefix=f"environment {name}, start")
         self._callers = ThreadPoolExecutor(limits.workers or MOST_CALLS, thread_name_prefix=f"environment {name}")
-        self._idle: list[Place] = []
-        self._all: set[Place] = set()
+        self._idle: list[EnvironmentWorker] = []
+        self._all: set[EnvironmentWorker] = set()
         self._changed = threading.Condition()
         self._closed = False
 
@@ -124,7 +124,7 @@ class EnvironmentPool:
 
     # ------------------------------------------------------------------ in threads
 
-    def ask(self, place: Place, call: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+    def ask(self, place: EnvironmentWorker, call: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         """Has the environment do something.
 
         Raises:
@@ -145,7 +145,7 @@ class EnvironmentPool:
             raise DataFailure("environment_died", f"{self.name}: an answer without the call's token; it was killed")
         return self._read(place, message)
 
-    def _read(self, place: Place, message: dict[str, Any]) -> dict[str, Any]:
+    def _read(self, place: EnvironmentWorker, message: dict[str, Any]) -> dict[str, Any]:
         if "failure" in message:
             cause = RemoteError(message["traceback"])
             raise DataFailure(message["failure"], f"{self.name}: {message['message']}") from cause
@@ -156,7 +156,7 @@ class EnvironmentPool:
             raise DataFailure("environment_memory", words)
         return message
 
-    def _silence(self, place: Place, why: str, late: str, doing: str) -> DataFailure:
+    def _silence(self, place: EnvironmentWorker, why: str, late: str, doing: str) -> DataFailure:
         if self._closed:
             return DataFailure("environment_died", f"{self.name}: the run ended during a call")
         if why == "late":
@@ -165,7 +165,7 @@ class EnvironmentPool:
         code = exit_code(place.worker.kill(grace_s=1.0))
         return DataFailure("environment_died", f"{self.name}: the worker died with exit code {code} {doing}")
 
-    def _take(self) -> Place:
+    def _take(self) -> EnvironmentWorker:
         """One that is idle, or a new one."""
         while True:
             with self._changed:
@@ -174,7 +174,7 @@ class EnvironmentPool:
                 if self._closed:
                     raise DataFailure("environment_died", f"{self.name}: the run ended before the episode began")
                 is_new = not self._idle
-                place = Place(Worker(*self._start)) if is_new else self._idle.pop()
+                place = EnvironmentWorker(Worker(*self._start)) if is_new else self._idle.pop()
                 self._all.add(place)
             if is_new:
                 break
@@ -195,11 +195,11 @@ class EnvironmentPool:
     def _has_room(self) -> bool:
         return self.limits.workers is None or len(self._all) < self.limits.workers
 
-    def _given_back(self, taking: "Future[Place]") -> None:
+    def _given_back(self, taking: "Future[EnvironmentWorker]") -> None:
         if not taking.cancelled() and taking.exception() is None:
             self._return(taking.result(), True)
 
-    def _return(self, place: Place, is_sound: bool) -> None:
+    def _return(self, place: EnvironmentWorker, is_sound: bool) -> None:
         """After an episode: it waits for the next one, or ends."""
         place.episodes += 1
         too_large = place.memory_mib > self.limits.memory_mib
@@ -215,19 +215,19 @@ class EnvironmentPool:
         with contextlib.suppress(RuntimeError):  # closed meanwhile: `close` ends it
             self._callers.submit(self._end, place, is_sound)
 
-    def _end(self, place: Place, is_sound: bool) -> None:
+    def _end(self, place: EnvironmentWorker, is_sound: bool) -> None:
         if is_sound:
             self._farewell(place)
         self._retire(place)
 
-    def _farewell(self, place: Place) -> None:
+    def _farewell(self, place: EnvironmentWorker) -> None:
         """Has the environment closed; what goes wrong is a warning."""
         try:
             self.ask(place, {"operation": "close"}, self.limits.close_timeout_s)
         except DataFailure as failure:
             log.warning("an environment did not close: %s", failure)
 
-    def _retire(self, place: Place) -> None:
+    def _retire(self, place: EnvironmentWorker) -> None:
         place.worker.kill()
         if place.call is not None:
             wait([place.call])  # its thread reads from the pipes until it sees that the worker is dead
@@ -236,7 +236,7 @@ class EnvironmentPool:
             self._all.discard(place)
             self._changed.notify()
 
-    def call(self, place: Place, call: Mapping[str, Any], timeout_s: float) -> "Future[dict[str, Any]]":
+    def call(self, place: EnvironmentWorker, call: Mapping[str, Any], timeout_s: float) -> "Future[dict[str, Any]]":
         """`ask` in a thread."""
         place.call = self._callers.submit(self.ask, place, call, timeout_s)
         return place.call
@@ -245,7 +245,7 @@ class EnvironmentPool:
 class World:
     """An environment that is lent to one episode."""
 
-    def __init__(self, pool: EnvironmentPool, place: Place):
+    def __init__(self, pool: EnvironmentPool, place: EnvironmentWorker):
         self._pool, self._place = pool, place
         self.is_sound = True
         """False once it failed: nobody else gets it."""

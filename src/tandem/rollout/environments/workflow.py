@@ -19,7 +19,7 @@ from tandem.config.generation import GenerationConfig
 from tandem.rollout.chat import Chat
 from tandem.rollout.deadlines import CLOSE, RESET, STEP, inside, of_environment
 from tandem.rollout.environments.actions import Reading, reader
-from tandem.rollout.environments.pool import EnvironmentPool, Limits, World
+from tandem.rollout.environments.pool import EnvironmentLimits, EnvironmentPool, World
 
 
 class EnvironmentWorkflow(RolloutWorkflow):
@@ -68,7 +68,7 @@ class EnvironmentWorkflow(RolloutWorkflow):
             inside(f"workflow_args.{name}_timeout_s", seconds, of_environment(call, episode_timeout_s), episode_timeout_s)
             for name, (seconds, call) in calls.items()
         )
-        limits = Limits(workers, reset_s, step_s, close_s, max_episodes, memory_mib)
+        limits = EnvironmentLimits(workers, reset_s, step_s, close_s, max_episodes, memory_mib)
         self.pool = environment.shared(
             lambda spec, knobs: EnvironmentPool(spec, knobs, name=environment.name, limits=limits)
         )

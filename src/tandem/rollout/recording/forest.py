@@ -23,7 +23,7 @@ from tandem.rollout.recording.matching import digests, meaning, thought
 Tools = Sequence[Mapping[str, Any]]
 
 
-class Reader(Protocol):
+class ReplyReader(Protocol):
     """Writes a chat as text, and reads a reply; see `tandem.protocol.tool_calls.CallReader`."""
 
     def render(
@@ -150,7 +150,9 @@ class Forest:
         node = forest.add(asked, response, reply)
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, reader: Reader, template_kwargs: Mapping[str, Any] | None = None):
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, reader: ReplyReader, template_kwargs: Mapping[str, Any] | None = None
+    ):
         self._tokenizer, self.reader, self._kwargs = tokenizer, reader, dict(template_kwargs or {})
         self._special = frozenset(tokenizer.all_special_ids)
         self._ends: dict[bytes, list[Node]] = {}

@@ -23,8 +23,8 @@ from tandem.protocol.server import Application, Route, Server
 from tandem.protocol.tool_calls import CallReader
 from tandem.protocol.turns import Turn
 from tandem.rollout.event_loop import BackgroundLoop
-from tandem.rollout.recording.forest import Forest, Reader
-from tandem.rollout.recording.session import Attempt, Retry, Session, SessionLimits
+from tandem.rollout.recording.forest import Forest, ReplyReader
+from tandem.rollout.recording.session import PendingTurn, RecordingSession, Retry, SessionLimits
 from tandem.rollout.recording.verdict import read_verdict
 
 HOST = "127.0.0.1"
@@ -45,7 +45,7 @@ EVENTS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "
 ANYTHING: Mapping[str, Any] = {"type": "object", "additionalProperties": True}
 
 
-class Recorder:
+class SessionRecorder:
     """Opens sessions; the first one starts the server, on the event loop that it is opened on.
 
     Example::
@@ -60,7 +60,7 @@ class Recorder:
         tokenizer: PreTrainedTokenizerBase,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        reader: Reader | None = None,
+        reader: ReplyReader | None = None,
         keep_alive_s: float = KEEP_ALIVE_S,
         max_body_bytes: int = MAX_BODY_BYTES,
     ):
@@ -81,10 +81,10 @@ class Recorder:
         *,
         limits: SessionLimits | None = None,
         side_calls: Literal["skip", "train"] = "skip",
-    ) -> AsyncIterator[Session]:
+    ) -> AsyncIterator[RecordingSession]:
         """A session for the block; behind it the session is over, and its sample can be made."""
         forest = Forest(self._tokenizer, self._reader, self._kwargs)
-        session = Session(forest, engine, gconfig, limits=limits, side_calls=side_calls)
+        session = RecordingSession(forest, engine, gconfig, limits=limits, side_calls=side_calls)
         root = f"http://{HOST}:{await self._listening()}"
         session.base_url, session.keyed_url = f"{root}/v1", f"{root}/sessions/{session.key}/v1"
         self.sessions.open(session)
@@ -98,7 +98,7 @@ class Recorder:
         """Runs an agent in a thread beside that of the engine: one that blocks keeps neither the server nor the engine."""
         return self._agents.start(coroutine)
 
-    def session_of(self, request: web.Request) -> Session:
+    def session_of(self, request: web.Request) -> RecordingSession:
         """The session of a key. The server asks here, so that the recorder lives as long as its server listens."""
         return self.sessions.of(request)
 
@@ -133,14 +133,14 @@ class Sessions:
     """The sessions of a run, by their keys."""
 
     def __init__(self) -> None:
-        self._open: dict[bytes, Session] = {}
+        self._open: dict[bytes, RecordingSession] = {}
         self._ended: OrderedDict[bytes, None] = OrderedDict()
 
-    def open(self, session: Session) -> None:
+    def open(self, session: RecordingSession) -> None:
         """Makes the session's key known from now on."""
         self._open[_digest(session.key)] = session
 
-    def end(self, session: Session) -> None:
+    def end(self, session: RecordingSession) -> None:
         """Its key opens nothing any more."""
         name = _digest(session.key)
         self._open.pop(name, None)
@@ -148,7 +148,7 @@ class Sessions:
         while len(self._ended) > ENDED:
             self._ended.popitem(last=False)
 
-    def of(self, request: web.Request) -> Session:
+    def of(self, request: web.Request) -> RecordingSession:
         """The session of a request, by the key in its path, or as bearer token, or in ``x-api-key``.
 
         Raises:
@@ -237,7 +237,7 @@ class Endpoint(Application):
             return web.json_response(dialect.refused(refusal), status=refusal.status, headers=refusal.headers)
 
     async def _whole(
-        self, dialect: Dialect, turn: Turn, attempt: Attempt, model: str, request: web.Request
+        self, dialect: Dialect, turn: Turn, attempt: PendingTurn, model: str, request: web.Request
     ) -> web.StreamResponse:
         answered = await asyncio.shield(attempt.done)
         response: web.StreamResponse = web.json_response(dialect.answer(turn, answered.reply, **answered.names, model=model))
@@ -248,7 +248,7 @@ class Endpoint(Application):
         return response
 
     async def _stream(
-        self, dialect: Dialect, turn: Turn, attempt: Attempt, model: str, request: web.Request
+        self, dialect: Dialect, turn: Turn, attempt: PendingTurn, model: str, request: web.Request
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers=EVENTS)
         response.force_close()

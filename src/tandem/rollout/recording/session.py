@@ -46,7 +46,7 @@ class Retry:
 
 
 @dataclass(eq=False)
-class Attempt:
+class PendingTurn:
     """One turn that was asked for, and all requests that wait for it."""
 
     turn: Turn
@@ -111,7 +111,7 @@ class Counts:
     """Turns that had to call a tool and called none."""
 
 
-class Session:
+class RecordingSession:
     """Turns of one sample. Lives on one event loop; `close` ends it, and whoever still waits is told so."""
 
     def __init__(
@@ -138,14 +138,14 @@ class Session:
         self.base_url, self.keyed_url = "", ""
         self._engine, self._gconfig = engine, gconfig
         self._limits, self._side_calls = limits or SessionLimits(), side_calls
-        self._attempts: dict[tuple[Any, ...], list[Attempt]] = {}
+        self._attempts: dict[tuple[Any, ...], list[PendingTurn]] = {}
         self._numbers: dict[bytes, set[int]] = {}
         self._started = 0
         self._closed = False
 
     # ------------------------------------------------------------------ turns
 
-    def begin(self, turn: Turn, retry: Retry) -> Attempt:
+    def begin(self, turn: Turn, retry: Retry) -> PendingTurn:
         """The turn that a request asks for: a new one, or the one that it repeats.
 
         A request repeats another if both have the same prompt and the client says so, or nobody waits any more for the
@@ -167,13 +167,13 @@ class Session:
         if turn.max_tokens is not None and turn.max_tokens > self._gconfig.max_new_tokens:
             self.counts.overridden["max_tokens"] += 1
         self._started += 1
-        attempt = Attempt(turn, asked, self._take_number(asked), retry.key, asyncio.get_running_loop().create_future())
+        attempt = PendingTurn(turn, asked, self._take_number(asked), retry.key, asyncio.get_running_loop().create_future())
         attempt.done.add_done_callback(lambda done: done.cancelled() or done.exception())  # looked at, if nobody waits
         self._attempts.setdefault(same, []).append(attempt)
         attempt.task = asyncio.create_task(self._run(attempt, same, tools))
         return attempt
 
-    def took(self, attempt: Attempt) -> None:
+    def took(self, attempt: PendingTurn) -> None:
         """A client read the reply."""
         attempt.taken = True
         attempt.done.result().node.taken = True
@@ -227,7 +227,7 @@ class Session:
             message = f"{running} turns of this session are under way, of at most {self._limits.max_concurrent}"
             raise Refusal(429, message, code="max_concurrent", headers={"Retry-After": "1"})
 
-    def _repeated(self, same: tuple[Any, ...], retry: Retry) -> Attempt | None:
+    def _repeated(self, same: tuple[Any, ...], retry: Retry) -> PendingTurn | None:
         """The turn that a request with this prompt repeats."""
         now = time.monotonic()
         there = [a for a in self._attempts.get(same, ()) if a.ended is None or now - a.ended < RETRY_S]
@@ -242,7 +242,7 @@ class Session:
         used.add(number)
         return number
 
-    async def _run(self, attempt: Attempt, same: tuple[Any, ...], tools: tuple[Mapping[str, Any], ...]) -> None:
+    async def _run(self, attempt: PendingTurn, same: tuple[Any, ...], tools: tuple[Mapping[str, Any], ...]) -> None:
         """Has the turn sampled; whoever waits for it gets the reply, or the reason why there is none."""
         try:
             answered = await self._sampled(attempt, tools)
@@ -258,7 +258,7 @@ class Session:
             if not attempt.done.done():
                 attempt.done.set_exception(_refusal(error))
 
-    async def _sampled(self, attempt: Attempt, tools: tuple[Mapping[str, Any], ...]) -> Answered:
+    async def _sampled(self, attempt: PendingTurn, tools: tuple[Mapping[str, Any], ...]) -> Answered:
         turn, asked, gconfig = attempt.turn, attempt.asked, self._gconfig
         limit = gconfig.max_new_tokens if turn.max_tokens is None else min(turn.max_tokens, gconfig.max_new_tokens)
         stops = tuple(dict.fromkeys((*gconfig.stop, *turn.stops)))

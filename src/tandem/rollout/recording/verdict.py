@@ -9,7 +9,7 @@ MAPPINGS = ("rewards", "metrics")
 
 
 def read_verdict(given: Any) -> dict[str, Any] | None:
-    """The arguments of `Session.sample`, whose reward is then its own; None for no verdict.
+    """The arguments of `RecordingSession.sample`, whose reward is then its own; None for no verdict.
 
     Raises:
         ValueError: it is something else; says what.

@@ -68,8 +68,8 @@ class McpBox(Toolbox):
         if command is not None and (not argv or shutil.which(argv[0]) is None):
             raise ConfigError(f"tool mcp: command={command!r} names no program of this machine")
         make = partial(Piped, argv) if command is not None else partial(Posted, str(url))
-        self._make = partial(Server, make, command or str(url), start_s)
-        self._shared: Server | None = None
+        self._make = partial(McpServer, make, command or str(url), start_s)
+        self._shared: McpServer | None = None
 
     @asynccontextmanager
     async def open(self, data: Mapping[str, Any]) -> Any:
@@ -88,7 +88,7 @@ class McpBox(Toolbox):
             if self.each_episode:
                 server.kill()
 
-    def _tool(self, server: "Server", listed: Mapping[str, Any]) -> Tool:
+    def _tool(self, server: "McpServer", listed: Mapping[str, Any]) -> Tool:
         name = str(listed["name"])
         schema = {key: value for key, value in (listed.get("inputSchema") or {}).items() if key != "$schema"}
         function = {"name": f"{self.prefix}{name}", "description": listed.get("description") or "", "parameters": schema}
@@ -124,7 +124,7 @@ class Connection(ABC):
         return ""
 
 
-class Server:
+class McpServer:
     """A server that is started when it is needed, and again when it has died. Of one event loop."""
 
     def __init__(self, make: Any, name: str, start_s: float):

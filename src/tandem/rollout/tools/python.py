@@ -45,7 +45,7 @@ def python(code: str) -> str:
     Args:
         code: the code
     """
-    raise NotImplementedError  # only described; `Session.run` runs it
+    raise NotImplementedError  # only described; `PythonSession.run` runs it
 
 
 class PythonBox(Toolbox):
@@ -59,14 +59,14 @@ class PythonBox(Toolbox):
     @asynccontextmanager
     async def open(self, data: Mapping[str, Any]) -> Any:
         """Implements `Toolbox.open`. The session begins with the first call."""
-        session = Session(self.sandbox, self.limits)
+        session = PythonSession(self.sandbox, self.limits)
         try:
             yield (Tool(tool_schema(python), session.run),)
         finally:
             await session.close()
 
 
-class Session:
+class PythonSession:
     """A Python that goes on from call to call. One that was cut off is gone, and a new one begins with the next call."""
 
     def __init__(self, sandbox: Sandbox, limits: Limits):

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from tandem.sandbox.guest import kernel, processes, syscall_filter
 from tandem.sandbox.guest.folders import remove
-from tandem.sandbox.guest.session import MESSAGE, Session, Walls, enter_namespaces, reset_signals, wake_on_children
+from tandem.sandbox.guest.session import MESSAGE, GuestSession, Walls, enter_namespaces, reset_signals, wake_on_children
 
 WARM = (
     "abc array bisect cmath collections collections.abc contextlib copy datetime decimal enum fractions functools heapq io "
@@ -29,7 +29,7 @@ Without ``threading``, whose work after a fork costs more than to import it wher
 _NAMESPACES = kernel.CLONE_NEWUSER | kernel.CLONE_NEWNS | kernel.CLONE_NEWPID | kernel.CLONE_NEWIPC
 
 
-class Server:
+class GuestServer:
     """Forks a session for each message, until the socket closes."""
 
     def __init__(self, settings: dict[str, Any]):
@@ -112,7 +112,7 @@ class Server:
             kernel.close_from(3 + len(descriptors))
             if self._walls.has_namespaces:
                 enter_namespaces(message["file_mib"], self._user, self._group)
-            session = Session(channel, self._walls, root, wake_on_children(), parent)
+            session = GuestSession(channel, self._walls, root, wake_on_children(), parent)
             if outside:
                 session.open_door(outside[0], tuple(message["address"]))
             session.serve()
@@ -139,4 +139,4 @@ def main(settings: dict[str, Any]) -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a collection in a child would touch, and so copy, all of it
-    Server(settings).serve()
+    GuestServer(settings).serve()

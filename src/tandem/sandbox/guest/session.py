@@ -68,7 +68,7 @@ def enter_namespaces(file_mib: int, user: int, group: int) -> None:
     kernel.prctl(kernel.PR_SET_DUMPABLE, 0)  # nobody inside may look at this process
 
 
-class Session:
+class GuestSession:
     """Serves the messages of one tenant until its socket closes."""
 
     def __init__(self, channel: int, walls: Walls, root: str, woken: int, parent: int):

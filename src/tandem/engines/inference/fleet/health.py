@@ -23,7 +23,7 @@ import enum
 from dataclasses import dataclass, replace
 
 
-class State(enum.StrEnum):
+class ServerState(enum.StrEnum):
     """The states of a server, as in the drawing above."""
 
     STARTING = "starting"
@@ -34,7 +34,7 @@ class State(enum.StrEnum):
     RETIRED = "retired"
 
 
-SERVING = (State.HEALTHY, State.SUSPECT)
+SERVING = (ServerState.HEALTHY, ServerState.SUSPECT)
 """States in which a server may have requests."""
 
 
@@ -68,7 +68,7 @@ class Health:
     progress: float
     """When it last gave a sign of life: a token."""
 
-    state: State = State.STARTING
+    state: ServerState = ServerState.STARTING
 
     incarnation: int = 0
     """Grows whenever the server is fenced: an answer to a request of an earlier incarnation is late."""
@@ -96,17 +96,17 @@ class Health:
     # ------------------------------------------------------------------ coming
 
     def starts(self, now: float, why: str = "started again") -> "Health":
-        return self._to(State.STARTING, now, why) if self.state == State.FENCED else self
+        return self._to(ServerState.STARTING, now, why) if self.state == ServerState.FENCED else self
 
     def answers(self, now: float, why: str = "it answers") -> "Health":
         """It answers for the first time, or again; nothing is known yet of its weights."""
-        if self.state not in (State.STARTING, State.FENCED):
+        if self.state not in (ServerState.STARTING, ServerState.FENCED):
             return self
-        return replace(self._to(State.STALE, now, why), weights=None, cache=None)
+        return replace(self._to(ServerState.STALE, now, why), weights=None, cache=None)
 
     def delivered(self, version: int) -> "Health":
         """It says that it holds these weights. What its cache holds is another question: see `emptied`."""
-        if self.state in (State.STARTING, State.FENCED, State.RETIRED):
+        if self.state in (ServerState.STARTING, ServerState.FENCED, ServerState.RETIRED):
             return self
         return replace(self, weights=version, cache=self.cache if self.weights == version else None)
 
@@ -116,7 +116,7 @@ class Health:
 
     def admitted(self, now: float, target: int) -> "Health":
         """A stale server made a token; ``target`` is the fleet's version. It stays stale where it holds something else."""
-        return self._if_current(now, target, "current weights, empty cache") if self.state == State.STALE else self
+        return self._if_current(now, target, "current weights, empty cache") if self.state == ServerState.STALE else self
 
     # ------------------------------------------------------------------ serving
 
@@ -125,20 +125,20 @@ class Health:
         if self.state not in SERVING:
             return self
         after = replace(self, progress=now, failures=0)
-        if self.state == State.HEALTHY:
+        if self.state == ServerState.HEALTHY:
             return after
         after = replace(after, tokens=self.tokens + 1)
         return after._if_current(now, target, "it makes tokens again") if after.tokens >= rules.recover_tokens else after
 
     def fails(self, now: float, why: str, rules: Rules, *, fatal: bool = False) -> "Health":
         """A request or a call failed by the server's fault. ``fatal``: it is gone, there is nothing to wait for."""
-        if self.state in (State.FENCED, State.RETIRED):
+        if self.state in (ServerState.FENCED, ServerState.RETIRED):
             return self
         again = self.failed_at is None or now - self.failed_at >= rules.one_failure_s
         after = replace(self, failures=self.failures + again, failed_at=now if again else self.failed_at, tokens=0)
-        if fatal or self.state in (State.STARTING, State.STALE) or after.failures >= rules.max_failures:
+        if fatal or self.state in (ServerState.STARTING, ServerState.STALE) or after.failures >= rules.max_failures:
             return after._fenced(now, why)
-        return after._to(State.SUSPECT, now, why) if self.state == State.HEALTHY else after
+        return after._to(ServerState.SUSPECT, now, why) if self.state == ServerState.HEALTHY else after
 
     def ticks(self, now: float, rules: Rules, *, switching: bool = False) -> "Health":
         """Time passed. ``switching``: it is switching weights, so it may make no token for long without being fenced."""
@@ -148,7 +148,7 @@ class Health:
         why = f"no token for {silent_s:.1f} s"
         if silent_s > rules.stall_timeout_s and not switching:
             return self._fenced(now, why)
-        return replace(self._to(State.SUSPECT, now, why), tokens=0) if self.state == State.HEALTHY else self
+        return replace(self._to(ServerState.SUSPECT, now, why), tokens=0) if self.state == ServerState.HEALTHY else self
 
     def slept(self, seconds: float) -> "Health":
         """So much time does not count: nobody asked it for tokens, or the fleet itself stood still."""
@@ -158,26 +158,26 @@ class Health:
         """The fleet's version is ``target`` from now on; a server that did not take part serves nobody until it holds it."""
         if self.state not in SERVING or self.weights == target:
             return self
-        return self._to(State.STALE, now, f"it missed version {target}")
+        return self._to(ServerState.STALE, now, f"it missed version {target}")
 
     # ------------------------------------------------------------------ going
 
     def retires(self, now: float, why: str) -> "Health":
-        if self.state == State.RETIRED:
+        if self.state == ServerState.RETIRED:
             return self
-        after = self._to(State.RETIRED, now, why)
+        after = self._to(ServerState.RETIRED, now, why)
         return replace(after, incarnation=self.incarnation + 1, weights=None, cache=None)
 
     def _fenced(self, now: float, why: str) -> "Health":
-        after = self._to(State.FENCED, now, why)
+        after = self._to(ServerState.FENCED, now, why)
         return replace(after, incarnation=self.incarnation + 1, weights=None, cache=None, tokens=0)
 
     def _if_current(self, now: float, target: int, why: str) -> "Health":
         if self.weights != target:
-            return self._to(State.STALE, now, f"it holds version {self.weights}, the fleet {target}")
+            return self._to(ServerState.STALE, now, f"it holds version {self.weights}, the fleet {target}")
         if self.cache != target:
-            return self._to(State.STALE, now, "its cache may hold keys of other weights")
-        return replace(self._to(State.HEALTHY, now, why), progress=now, failures=0, tokens=0)
+            return self._to(ServerState.STALE, now, "its cache may hold keys of other weights")
+        return replace(self._to(ServerState.HEALTHY, now, why), progress=now, failures=0, tokens=0)
 
-    def _to(self, state: State, now: float, why: str) -> "Health":
+    def _to(self, state: ServerState, now: float, why: str) -> "Health":
         return self if state == self.state else replace(self, state=state, since=now, why=why)

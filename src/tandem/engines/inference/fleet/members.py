@@ -18,7 +18,7 @@ PACE_MEMORY = 0.9
 
 
 @dataclass(frozen=True)
-class Server:
+class ServerOrigin:
     """The origin of a server of the fleet."""
 
     name: str
@@ -129,7 +129,7 @@ class Attempt:
 class Member:
     """A server as the fleet keeps it; guarded by the roster's lock."""
 
-    server: Server
+    server: ServerOrigin
     health: Health
     engine: InferenceEngine | None = None
     attempts: set[Attempt] = field(default_factory=set)

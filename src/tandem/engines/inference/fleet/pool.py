@@ -23,8 +23,8 @@ from tandem.config.fleet import FleetConfig
 from tandem.engines.inference.controlled import Controlled
 from tandem.engines.inference.driver import cancelled
 from tandem.engines.inference.fleet.addresses import Wanted
-from tandem.engines.inference.fleet.health import State
-from tandem.engines.inference.fleet.members import Attempt, Member, Server
+from tandem.engines.inference.fleet.health import ServerState
+from tandem.engines.inference.fleet.members import Attempt, Member, ServerOrigin
 from tandem.engines.inference.fleet.roster import Roster
 from tandem.engines.inference.fleet.updates import Updates
 from tandem.engines.inference.fleet.watch import Attach, Watcher
@@ -65,7 +65,7 @@ class Fleet(Controlled):
         self._ended = False
 
     @classmethod
-    def start(cls, servers: Sequence[Server], config: FleetConfig, **rest: object) -> "Fleet":
+    def start(cls, servers: Sequence[ServerOrigin], config: FleetConfig, **rest: object) -> "Fleet":
         """Starts the servers of its own, all at once, and waits for them; others join as they answer.
 
         ``rest``: see the class.
@@ -88,7 +88,7 @@ class Fleet(Controlled):
         """Until each serves or has failed: else the first requests would all go to the one that is ready first."""
         with self.roster.changed:
             self.roster.changed.wait_for(
-                lambda: all(member.health.state not in (State.STARTING, State.STALE) for member in members),
+                lambda: all(member.health.state not in (ServerState.STARTING, ServerState.STALE) for member in members),
                 self._config.startup_timeout_s,
             )
 
@@ -228,7 +228,7 @@ class Fleet(Controlled):
 
     # ------------------------------------------------------------------ joining and leaving
 
-    def add(self, server: Server) -> None:
+    def add(self, server: ServerOrigin) -> None:
         """A server joins: it is brought to the current weights before it serves."""
         self._check()
         self.roster.add(server)

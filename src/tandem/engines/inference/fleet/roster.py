@@ -17,8 +17,8 @@ from tandem.api.lines import json_line
 from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.config.fleet import FleetConfig
-from tandem.engines.inference.fleet.health import SERVING, Health, Rules, State
-from tandem.engines.inference.fleet.members import Attempt, Member, Server, first_line, kept
+from tandem.engines.inference.fleet.health import SERVING, Health, Rules, ServerState
+from tandem.engines.inference.fleet.members import Attempt, Member, ServerOrigin, first_line, kept
 from tandem.engines.inference.fleet.router import Router, work_of
 from tandem.engines.inference.threads import Threads
 
@@ -44,7 +44,7 @@ class Journal:
 
         ``alarming``: trouble is a warning; at the fleet's own end it is none.
         """
-        trouble = after.state in (State.SUSPECT, State.FENCED)
+        trouble = after.state in (ServerState.SUSPECT, ServerState.FENCED)
         logger.log(
             logging.WARNING if trouble and alarming else logging.INFO,
             "server %s: %s → %s (%s)%s",
@@ -113,7 +113,7 @@ class Roster:
 
     # ------------------------------------------------------------------ members
 
-    def add(self, server: Server) -> Member:
+    def add(self, server: ServerOrigin) -> Member:
         """A new member, not started yet."""
         with self.lock:
             if server.name in self.members:
@@ -136,9 +136,9 @@ class Roster:
             self._route(member)
             moved = self._give_up(member) if before.incarnation != health.incarnation else 0
             self._write(member, before.state, health.why, moved, time.monotonic() - before.progress)
-            if health.state == State.HEALTHY and member.healthy_at is None:
+            if health.state == ServerState.HEALTHY and member.healthy_at is None:
                 member.healthy_at = time.monotonic()
-            if health.state == State.FENCED:
+            if health.state == ServerState.FENCED:
                 self.counts["fenced"] += 1
                 self.set_back(member)
                 if member.probe is not None:
@@ -185,7 +185,7 @@ class Roster:
                 self.threads.start(getattr(engine, "let_go", engine.close) if spare_kept and kept(engine) else engine.close)
 
     def _route(self, member: Member) -> None:
-        if member.health.state == State.HEALTHY and member.leaves_at is None:
+        if member.health.state == ServerState.HEALTHY and member.leaves_at is None:
             self.router.add(member.name)
             if self.empty_since is not None:
                 logger.info("there is a healthy server: %s", member.name)
@@ -261,7 +261,7 @@ class Roster:
 
     def alive(self, member: Member, incarnation: int, now: float) -> None:
         health = member.health
-        if health.state == State.HEALTHY and not health.failures and now - health.progress < PROGRESS_STEP_S:
+        if health.state == ServerState.HEALTHY and not health.failures and now - health.progress < PROGRESS_STEP_S:
             return
         with self.lock:
             health = member.health
@@ -317,7 +317,7 @@ class Roster:
     def set_paces(self) -> None:
         """Gives servers that take much longer for a token less work: by powers of two of the median of all."""
         with self.lock:
-            known = [m for m in self.members.values() if m.token_s and m.health.state == State.HEALTHY]
+            known = [m for m in self.members.values() if m.token_s and m.health.state == ServerState.HEALTHY]
             if len(known) < 2:
                 return
             usual = statistics.median_low([m.token_s or 0.0 for m in known])

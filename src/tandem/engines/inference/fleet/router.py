@@ -20,7 +20,7 @@ def work_of(prompt_tokens: int, max_new_tokens: int) -> int:
     return 1 + max_new_tokens + prompt_tokens // PROMPT_TOKENS_PER_TOKEN
 
 
-class _Place:
+class _RoutedServer:
     """A server as the router sees it. A server that leaves and joins again gets another place."""
 
     __slots__ = ("live", "name", "pace", "requests", "stamp", "work")
@@ -34,7 +34,7 @@ class _Place:
 class Lease(NamedTuple):
     """A request's share of a server; give it back with `Router.end`."""
 
-    place: _Place
+    place: _RoutedServer
     work: int
 
     @property
@@ -52,8 +52,8 @@ class Router:
     """
 
     def __init__(self, max_affinities: int = MAX_AFFINITIES):
-        self._places: dict[str, _Place] = {}
-        self._affinities: OrderedDict[str, _Place] = OrderedDict()
+        self._places: dict[str, _RoutedServer] = {}
+        self._affinities: OrderedDict[str, _RoutedServer] = OrderedDict()
         self._max_affinities = max_affinities
         self._stamps = 0
 
@@ -66,7 +66,7 @@ class Router:
     def add(self, name: str) -> None:
         """A server may be given work; one that is there already stays as it is."""
         if name not in self._places:
-            place = self._places[name] = _Place(name)
+            place = self._places[name] = _RoutedServer(name)
             self._touch(place)
 
     def remove(self, name: str) -> None:
@@ -113,17 +113,17 @@ class Router:
     def requests(self) -> Mapping[str, int]:
         return {name: place.requests for name, place in self._places.items()}
 
-    def _remember(self, affinity: str, place: _Place) -> None:
+    def _remember(self, affinity: str, place: _RoutedServer) -> None:
         self._affinities[affinity] = place
         self._affinities.move_to_end(affinity)
         if len(self._affinities) > self._max_affinities:
             self._affinities.popitem(last=False)
 
-    def _least(self, avoid: Collection[str]) -> _Place | None:
+    def _least(self, avoid: Collection[str]) -> _RoutedServer | None:
         places = (place for place in self._places.values() if place.name not in avoid)
         return min(places, key=lambda place: (place.work * place.pace, place.stamp), default=None)
 
-    def _touch(self, place: _Place) -> None:
+    def _touch(self, place: _RoutedServer) -> None:
         """Its work has changed: of servers with equal work the others come first."""
         self._stamps += 1
         place.stamp = self._stamps

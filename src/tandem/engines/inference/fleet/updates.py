@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, wait
 from tandem.api.engines import InferenceEngine
 from tandem.api.failures import EngineDied, InfrastructureFailure, WeightUpdateFailed
 from tandem.api.weights import WeightUpdate, WeightVersion
-from tandem.engines.inference.fleet.health import SERVING, State
+from tandem.engines.inference.fleet.health import SERVING, ServerState
 from tandem.engines.inference.fleet.members import Member, first_line
 from tandem.engines.inference.fleet.roster import Roster
 
@@ -179,7 +179,7 @@ class Updates:
                     late = passed > roster.config.stall_timeout_s
                     grace = passed <= roster.config.suspect_after_s or what == "commit"
                     for member in waiting:
-                        if late or (member.health.state == State.SUSPECT and not grace):
+                        if late or (member.health.state == ServerState.SUSPECT and not grace):
                             why = f"it did not {what} though others did; {member.health.why}"
                             roster.fence(member, starts[member], why)
             wait([calls[member] for member in waiting], LOOK_S, FIRST_COMPLETED)

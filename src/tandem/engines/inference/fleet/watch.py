@@ -18,8 +18,8 @@ from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.fleet.addresses import Wanted, read_addresses
-from tandem.engines.inference.fleet.health import SERVING, State
-from tandem.engines.inference.fleet.members import Member, Server, first_line, taken_over
+from tandem.engines.inference.fleet.health import SERVING, ServerState
+from tandem.engines.inference.fleet.members import Member, ServerOrigin, first_line, taken_over
 from tandem.engines.inference.fleet.roster import Roster
 from tandem.engines.inference.fleet.updates import Updates
 
@@ -47,7 +47,7 @@ READ_EVERY_S = 1.0
 STEPS_FORWARD = ("generated_tokens", "prefill_tokens", "recomputed_tokens", "server_tokens")
 """Counters of which any shows that a server is at work; the last is that of other makers' servers."""
 
-Attach = Callable[[str, str], Server]
+Attach = Callable[[str, str], ServerOrigin]
 """Kind and URL → how to attach to that server."""
 
 
@@ -157,12 +157,12 @@ class Watcher:
         if member.health.state in SERVING:
             if not quiet:
                 self._ask_if_silent(member, now)
-        elif member.health.state != State.RETIRED and member.job is None and now >= member.retry_at and not quiet:
+        elif member.health.state != ServerState.RETIRED and member.job is None and now >= member.retry_at and not quiet:
             member.job = asyncio.get_running_loop().create_task(self.bring(member))
 
     def _ask_if_silent(self, member: Member, now: float) -> None:
         health = member.health
-        suspect = health.state == State.SUSPECT
+        suspect = health.state == ServerState.SUSPECT
         if now - health.progress < self._roster.config.probe_every_s and not suspect:
             return
         assert self._loop is not None
@@ -178,7 +178,9 @@ class Watcher:
         """The next step on a member's way. Its failure is the member's, and it is tried again later."""
         roster, before = self._roster, member.health
         try:
-            work = {State.STARTING: self._start, State.FENCED: self._revive, State.STALE: self._join}[before.state]
+            work = {ServerState.STARTING: self._start, ServerState.FENCED: self._revive, ServerState.STALE: self._join}[
+                before.state
+            ]
             await work(member)
         except WeightUpdateFailed as error:  # often it is only being written anew
             roster.set_back(member)
@@ -230,7 +232,7 @@ class Watcher:
         """Starts it, or connects to it, in a thread; for the beginning of a fleet."""
         self.take(member, self.make(member.server))
 
-    def make(self, server: Server) -> InferenceEngine:
+    def make(self, server: ServerOrigin) -> InferenceEngine:
         """In a thread; what comes after the end is closed again."""
         engine = server.make()
         if self._roster.closed:

@@ -50,12 +50,12 @@ class Keeping:
     pipe: int
     """With its end they end."""
 
-    def place(self, name: str) -> "Place":
-        return Place(name, self.folder / f"{name}.json", self.pipe)
+    def place(self, name: str) -> "ServerPlace":
+        return ServerPlace(name, self.folder / f"{name}.json", self.pipe)
 
 
 @dataclass(frozen=True)
-class Place:
+class ServerPlace:
     """The place where one server is kept."""
 
     name: str
@@ -97,7 +97,7 @@ def fingerprint(words: Sequence[str], environment: Mapping[str, str]) -> str:
     return hashlib.sha256(json.dumps([list(words), sorted(environment.items())]).encode()).hexdigest()
 
 
-def keep(place: Place, process: ServerProcess, settings: str, facts: Mapping[str, Any]) -> None:
+def keep(place: ServerPlace, process: ServerProcess, settings: str, facts: Mapping[str, Any]) -> None:
     """Leaves a server that is ready for whoever comes after this process; ``facts`` are what it needs to attach."""
     try:
         process.keep({"settings": settings, **facts})
@@ -107,7 +107,7 @@ def keep(place: Place, process: ServerProcess, settings: str, facts: Mapping[str
     logger.info("%s (process %d) is kept: it outlives this process where that is started again", place.name, process.pid)
 
 
-def take_over(place: Place, settings: str, attach: Callable[[Mapping[str, Any], ServerProcess], S]) -> S | None:
+def take_over(place: ServerPlace, settings: str, attach: Callable[[Mapping[str, Any], ServerProcess], S]) -> S | None:
     """The engine that ``attach`` makes of the server that was kept there, from its facts; None if a new one has to be
     started.
 

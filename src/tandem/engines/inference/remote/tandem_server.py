@@ -25,7 +25,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.controlled import Controlled
-from tandem.engines.inference.remote.kept import CALM_S, Place, fingerprint, keep, take_over, until_calm
+from tandem.engines.inference.remote.kept import CALM_S, ServerPlace, fingerprint, keep, take_over, until_calm
 from tandem.engines.inference.remote.launch import ServerProcess, wait_ready
 from tandem.engines.inference.requests import refuse_unsupported
 from tandem.protocol.client import HttpClient
@@ -306,7 +306,7 @@ def start_tandem_server(
     startup_timeout_s: float = 600.0,
     request_timeout_s: float = 3600.0,
     progress: Callable[[str], None] = lambda words: None,
-    place: Place | None = None,
+    place: ServerPlace | None = None,
 ) -> TandemServer:
     """Starts one on a free port of this machine and waits until it has generated a token; `close` ends it.
 

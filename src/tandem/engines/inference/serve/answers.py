@@ -12,16 +12,16 @@ from typing import Any
 from aiohttp import web
 
 from tandem.api.requests import LLMResponse, StopReason
-from tandem.engines.inference.callers import Piece
-from tandem.engines.inference.serve.questions import Question, chat_question, legacy_question
-from tandem.engines.inference.serve.service import Service, check_finished
+from tandem.engines.inference.callers import NewTokens
+from tandem.engines.inference.serve.questions import CompletionQuestion, chat_question, legacy_question
+from tandem.engines.inference.serve.service import EngineService, check_finished
 from tandem.engines.inference.serve.text import TextStream
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.schema import record
 
 EVENTS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 
-News = tuple[int, Piece | LLMResponse]
+News = tuple[int, NewTokens | LLMResponse]
 
 _INTEGER, _STRING, _OBJECT = {"type": "integer"}, {"type": "string"}, {"type": "object"}
 
@@ -57,32 +57,32 @@ MODELS = record(
 )
 
 
-async def models(service: Service, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
+async def models(service: EngineService, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
     """`/v1/models`: the one that is served."""
     entry = {"id": service.name, "object": "model", "created": service.created, "owned_by": "tandem"}
     return {"object": "list", "data": [entry | {"max_model_len": service.limits.max_tokens}]}
 
 
-async def completions(service: Service, body: dict[str, Any], request: web.Request) -> Any:
+async def completions(service: EngineService, body: dict[str, Any], request: web.Request) -> Any:
     """`/v1/completions`."""
     question = await legacy_question(body, service.tokenizers, service.limits)
-    return await Legacy(service, question).answer(request)
+    return await LegacyAnswer(service, question).answer(request)
 
 
-async def chat_completions(service: Service, body: dict[str, Any], request: web.Request) -> Any:
+async def chat_completions(service: EngineService, body: dict[str, Any], request: web.Request) -> Any:
     """`/v1/chat/completions`."""
     question = await chat_question(body, service.tokenizers, service.limits)
-    return await Chat(service, question).answer(request)
+    return await ChatAnswer(service, question).answer(request)
 
 
-class Answer(ABC):
-    """One answer; what differs between the two protocols is in `Legacy` and `Chat`."""
+class CompletionAnswer(ABC):
+    """One answer; what differs between the two protocols is in `LegacyAnswer` and `ChatAnswer`."""
 
     prefix: str
     whole: str
     chunk: str
 
-    def __init__(self, service: Service, question: Question):
+    def __init__(self, service: EngineService, question: CompletionQuestion):
         self._service, self._question = service, question
         self._decoder = service.tokenizers.decoder
         self._id, self._created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
@@ -194,7 +194,7 @@ class Answer(ABC):
         """The new part of a completion."""
 
 
-class Legacy(Answer):
+class LegacyAnswer(CompletionAnswer):
     """`/v1/completions`."""
 
     prefix, whole, chunk = "cmpl", "text_completion", "text_completion"
@@ -212,7 +212,7 @@ class Legacy(Answer):
         return {"index": number, "text": text, "logprobs": facts, "finish_reason": reason}
 
 
-class Chat(Answer):
+class ChatAnswer(CompletionAnswer):
     """`/v1/chat/completions`."""
 
     prefix, whole, chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"

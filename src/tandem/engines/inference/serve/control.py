@@ -2,8 +2,8 @@
 
 A server belongs to one training run at a time: from `attach` to `release`, which gives it back as it was found. Whoever
 names another run is refused with status 409, so that late words, such as those of a run that gave it back, change nothing.
-A run that was killed gives nothing back: once it was silent for `Limits.owner_silent_s`, the next that attaches gets the
-server.
+A run that was killed gives nothing back: once it was silent for `ServiceLimits.owner_silent_s`, the next that attaches gets
+the server.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from aiohttp import web
 
 from tandem.api.failures import EngineDied, WaitTimeout, WeightUpdateFailed
 from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion, tensor_digest, version_digest
-from tandem.engines.inference.serve.service import Service
+from tandem.engines.inference.serve.service import EngineService
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.schema import Schema, array, optional, record, text
 
@@ -25,10 +25,10 @@ LOG = logging.getLogger("tandem.serve")
 T = TypeVar("T")
 
 
-class Control:
+class ServiceControl:
     """Runs one change at a time. Engine calls wait in threads; a client that leaves does not interrupt one."""
 
-    def __init__(self, service: Service):
+    def __init__(self, service: EngineService):
         self._service = service
         self._turn = asyncio.Lock()
         self._prepared: WeightVersion | None = None

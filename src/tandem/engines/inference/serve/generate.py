@@ -7,7 +7,7 @@ from aiohttp import web
 
 from tandem.api.requests import LLMRequest, NoiseKey
 from tandem.config.generation import GenerationConfig
-from tandem.engines.inference.serve.service import Service
+from tandem.engines.inference.serve.service import EngineService
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.schema import Schema, array, integer, optional, record, text
 
@@ -77,7 +77,7 @@ def request_schema(max_tokens: int, vocab_size: int) -> Schema:
     return record(fields, ("input_ids",))
 
 
-async def generate(service: Service, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
+async def generate(service: EngineService, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
     run = body.get("run")
     if run is not None and run != service.run:
         owner = "no run" if service.run is None else f"run {service.run!r}"

@@ -6,7 +6,7 @@ from tandem.protocol.limits import ServerLimits
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits(ServerLimits):
+class ServiceLimits(ServerLimits):
     """The bounds of every server, and those on completions, weights and the run that owns the engine."""
 
     max_tokens: int

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from tandem.api.failures import EngineDied, WaitTimeout
-from tandem.engines.inference.serve.service import Service
+from tandem.engines.inference.serve.service import EngineService
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
@@ -33,7 +33,7 @@ class Metrics:
         self._requests.labels(route, str(status)).inc()
         self._seconds.labels(route).observe(seconds)
 
-    async def page(self, service: Service, body: dict[str, Any], request: web.Request) -> web.Response:
+    async def page(self, service: EngineService, body: dict[str, Any], request: web.Request) -> web.Response:
         statistics: dict[str, float] = {}
         try:
             statistics = await asyncio.to_thread(service.engine.statistics)

@@ -12,7 +12,7 @@ from typing import Any
 from tandem.api.requests import LLMRequest, NoiseKey
 from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.serve.generate import SEED_LIMIT, STOP_STRINGS, TOP_P
-from tandem.engines.inference.serve.limits import Limits
+from tandem.engines.inference.serve.limits import ServiceLimits
 from tandem.engines.inference.serve.text import Tokenizers
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.schema import Schema, array, integer, optional, record, text
@@ -37,7 +37,7 @@ _TEMPERATURE = {
 
 
 @dataclass(frozen=True)
-class Question:
+class CompletionQuestion:
     """The completions that one request asks for."""
 
     prompts: tuple[tuple[int, ...], ...]
@@ -56,7 +56,7 @@ class Question:
         ]
 
 
-def _common(name: str, vocab_size: int, limits: Limits) -> dict[str, Schema]:
+def _common(name: str, vocab_size: int, limits: ServiceLimits) -> dict[str, Schema]:
     tokens = optional(integer(1, limits.max_tokens))
     return {
         "model": {"enum": [name]},
@@ -75,7 +75,7 @@ def _common(name: str, vocab_size: int, limits: Limits) -> dict[str, Schema]:
     }
 
 
-def completion_schema(name: str, vocab_size: int, limits: Limits) -> Schema:
+def completion_schema(name: str, vocab_size: int, limits: ServiceLimits) -> Schema:
     token = integer(0, vocab_size - 1)
     prompt = text(limits.max_body_bytes, 1)
     ids = array(token, 1, limits.max_tokens)
@@ -88,7 +88,7 @@ def completion_schema(name: str, vocab_size: int, limits: Limits) -> Schema:
     return record(fields, ("model", "prompt"))
 
 
-def chat_schema(name: str, vocab_size: int, limits: Limits) -> Schema:
+def chat_schema(name: str, vocab_size: int, limits: ServiceLimits) -> Schema:
     part = record({"type": {"enum": ["text"]}, "text": text(limits.max_body_bytes)}, ("type", "text"))
     called = record({"name": text(256, 1), "arguments": text(limits.max_body_bytes)}, ("name", "arguments"))
     call = record({"id": text(256), "type": {"enum": ["function"]}, "function": called}, ("type", "function"))
@@ -117,7 +117,7 @@ def chat_schema(name: str, vocab_size: int, limits: Limits) -> Schema:
     return record(fields, ("model", "messages"))
 
 
-async def legacy_question(body: Mapping[str, Any], tokenizers: Tokenizers, limits: Limits) -> Question:
+async def legacy_question(body: Mapping[str, Any], tokenizers: Tokenizers, limits: ServiceLimits) -> CompletionQuestion:
     prompt = body["prompt"]
     prompts = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
     ids = tuple([await tokenizers.encode(p, limits.max_tokens) if isinstance(p, str) else tuple(p) for p in prompts])
@@ -126,7 +126,7 @@ async def legacy_question(body: Mapping[str, Any], tokenizers: Tokenizers, limit
     return _question(body, ids, body.get("max_tokens") or DEFAULT_LEGACY_TOKENS, body.get("logprobs") is not None, limits)
 
 
-async def chat_question(body: Mapping[str, Any], tokenizers: Tokenizers, limits: Limits) -> Question:
+async def chat_question(body: Mapping[str, Any], tokenizers: Tokenizers, limits: ServiceLimits) -> CompletionQuestion:
     if not tokenizers.has_chat_template:
         raise Refusal(400, "this model has no chat template; use /v1/completions", param="messages")
     tools = body.get("tools") if body.get("tool_choice") != "none" else None
@@ -140,8 +140,8 @@ async def chat_question(body: Mapping[str, Any], tokenizers: Tokenizers, limits:
 
 
 def _question(
-    body: Mapping[str, Any], prompts: tuple[tuple[int, ...], ...], max_tokens: int, logprobs: bool, limits: Limits
-) -> Question:
+    body: Mapping[str, Any], prompts: tuple[tuple[int, ...], ...], max_tokens: int, logprobs: bool, limits: ServiceLimits
+) -> CompletionQuestion:
     n, temperature, stop, seed = body.get("n") or 1, body.get("temperature"), body.get("stop"), body.get("seed")
     if n * len(prompts) > limits.max_completions:
         message = f"n times prompts must be at most {limits.max_completions}, got {n} times {len(prompts)}"
@@ -159,7 +159,7 @@ def _question(
         stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
         stop_token_ids=tuple(body.get("stop_token_ids") or ()),
     )
-    return Question(
+    return CompletionQuestion(
         prompts,
         gconfig,
         secrets.randbits(63) if seed is None else seed,

@@ -7,12 +7,12 @@ from aiohttp import web
 
 from tandem.engines.inference.remote.tandem_server import INSTANCE_HEADER
 from tandem.engines.inference.serve import answers
-from tandem.engines.inference.serve.control import DIGESTS, PARTS_SCHEMA, RUN, Control, of_run
+from tandem.engines.inference.serve.control import DIGESTS, PARTS_SCHEMA, RUN, ServiceControl, of_run
 from tandem.engines.inference.serve.generate import ANSWER as GENERATED
 from tandem.engines.inference.serve.generate import VERSION, generate, request_schema
 from tandem.engines.inference.serve.metrics import Metrics
 from tandem.engines.inference.serve.questions import chat_schema, completion_schema
-from tandem.engines.inference.serve.service import Service
+from tandem.engines.inference.serve.service import EngineService
 from tandem.engines.inference.serve.token_route import ANSWER as TOKENS_GENERATED
 from tandem.engines.inference.serve.token_route import request_schema as token_route_schema
 from tandem.engines.inference.serve.token_route import token_route
@@ -25,11 +25,11 @@ _OBJECT: Schema = {"type": "object"}
 _TIMES = record({"pause_s": {"type": "number"}, "recompute_s": {"type": "number"}, "version": VERSION})
 
 
-async def health(service: Service, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
+async def health(service: EngineService, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
     return service.identity()
 
 
-async def ready(service: Service, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
+async def ready(service: EngineService, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
     """`/ready`: 200, or 503 with the reasons."""
     reasons = await service.unready()
     if reasons:
@@ -40,8 +40,8 @@ async def ready(service: Service, body: dict[str, Any], request: web.Request) ->
 class ServedEngine(Application):
     """Completions, tokens and control of one engine."""
 
-    def __init__(self, service: Service):
-        self._service, self.control, self._metrics = service, Control(service), Metrics()
+    def __init__(self, service: EngineService):
+        self._service, self.control, self._metrics = service, ServiceControl(service), Metrics()
         self.limits = service.limits
         self.routes = table(service, self.control, self._metrics)
 
@@ -70,7 +70,7 @@ class ServedEngine(Application):
         await self.control.close()
 
 
-def table(service: Service, control: Control, metrics: Metrics) -> tuple[Route, ...]:
+def table(service: EngineService, control: ServiceControl, metrics: Metrics) -> tuple[Route, ...]:
     limits = service.limits
     facts = service.name, service.vocab_size, limits
     routes: list[Route] = []
@@ -122,7 +122,7 @@ def table(service: Service, control: Control, metrics: Metrics) -> tuple[Route, 
     return tuple(routes)
 
 
-def _control(control: Control, small: int, large: int) -> list[Route]:
+def _control(control: ServiceControl, small: int, large: int) -> list[Route]:
     version = {"version": VERSION}
     folder = text(4096, 1, "Absolute path of a folder with *.safetensors, below one that --weights-root allows.")
     update = record({**version, "folder": folder, "digests": DIGESTS}, ("version", "folder", "digests"))

@@ -15,16 +15,16 @@ from tandem.api.failures import DataFailure, EngineDied, WaitTimeout
 from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey, StopReason
 from tandem.api.weights import WeightVersion
 from tandem.config.generation import GenerationConfig
-from tandem.engines.inference.callers import Piece
+from tandem.engines.inference.callers import NewTokens
 from tandem.engines.inference.embedded import EmbeddedEngine, EmbeddedProcess
 from tandem.engines.inference.remote.tandem_server import PROTOCOL
-from tandem.engines.inference.serve.limits import Limits
+from tandem.engines.inference.serve.limits import ServiceLimits
 from tandem.engines.inference.serve.text import Tokenizers
 from tandem.protocol.refusal import Refusal
 
 
 @dataclass
-class Service:
+class EngineService:
     """One served engine. Lives on one event loop."""
 
     engine: EmbeddedEngine | EmbeddedProcess
@@ -32,7 +32,7 @@ class Service:
     name: str
     folder: Path
     vocab_size: int
-    limits: Limits
+    limits: ServiceLimits
     initial: WeightVersion
     """The version that the engine was made with."""
 
@@ -78,13 +78,13 @@ class Service:
             self._last_token = time.monotonic()
         return responses
 
-    async def stream(self, requests: Sequence[LLMRequest]) -> AsyncGenerator[tuple[int, Piece | LLMResponse], None]:
+    async def stream(self, requests: Sequence[LLMRequest]) -> AsyncGenerator[tuple[int, NewTokens | LLMResponse], None]:
         """(number of the request, what is new of it), and last of each its whole response. Close it to cancel.
 
         Raises:
             Refusal: as `complete`, also on the way.
         """
-        news: asyncio.Queue[tuple[int, Piece | LLMResponse | Exception]] = asyncio.Queue()
+        news: asyncio.Queue[tuple[int, NewTokens | LLMResponse | Exception]] = asyncio.Queue()
         with self._admitted(len(requests)), self._failures():
             tasks = [asyncio.create_task(self._follow(n, request, news)) for n, request in enumerate(requests)]
             try:

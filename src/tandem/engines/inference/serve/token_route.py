@@ -14,7 +14,7 @@ from tandem.api.requests import LLMRequest, LLMResponse, NoiseKey
 from tandem.config.generation import GenerationConfig
 from tandem.engines.inference.serve.answers import finish_reason
 from tandem.engines.inference.serve.generate import SEED_LIMIT, STOP_STRINGS, TEMPERATURE, TOKENS, TOP_P
-from tandem.engines.inference.serve.service import Service, check_finished
+from tandem.engines.inference.serve.service import EngineService, check_finished
 from tandem.protocol.schema import Schema, array, integer, optional, record, text
 
 SESSION_HEADER = "X-Session-ID"
@@ -107,7 +107,7 @@ def request_schema(name: str, vocab_size: int, max_tokens: int) -> Schema:
     return record(fields, ("token_ids",))
 
 
-async def token_route(service: Service, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
+async def token_route(service: EngineService, body: dict[str, Any], request: web.Request) -> dict[str, Any]:
     """One completion of a prompt that is given as tokens."""
     given = {name: value for name, value in (body.get("sampling_params") or {}).items() if value is not None}
     limits, stop, temperature = service.limits, given.get("stop", ()), given.get("temperature", 1.0)

@@ -21,7 +21,7 @@ from tandem.engines.inference.folder import eos_ids
 from tandem.engines.inference.noise import stream_of
 from tandem.engines.inference.remote.foreign.counters import Counters
 from tandem.engines.inference.remote.foreign.labels import Labels
-from tandem.engines.inference.remote.foreign.protocol import Draw, Facts, Piece, ServerProtocol
+from tandem.engines.inference.remote.foreign.protocol import Draw, Facts, ServerProtocol, ServerReply
 from tandem.engines.inference.requests import check_request
 from tandem.engines.inference.stopping import StopText
 from tandem.models.foreign import read_hf_config
@@ -133,15 +133,15 @@ class Completions:
         stop_ids = self._eos | frozenset(gconfig.stop_token_ids)
         return Judge(stop_ids, min(gconfig.max_new_tokens, limit - len(request.input_ids)), watch, gconfig.min_new_tokens)
 
-    def _look(self, judge: Judge, piece: Piece) -> tuple[int, StopReason | None]:
+    def _look(self, judge: Judge, piece: ServerReply) -> tuple[int, StopReason | None]:
         try:
             return judge.look(piece.tokens)
         except ValueError as error:
             raise ServerFailed(f"{self._url} {error}", url=self._url) from error
 
-    async def _next(self, request: LLMRequest, so_far: Sequence[int], room: int, expires: float | None) -> Piece:
+    async def _next(self, request: LLMRequest, so_far: Sequence[int], room: int, expires: float | None) -> ServerReply:
         """One request to the server; without tokens where the deadline passed before it gave any."""
-        nothing = Piece((), (), ())
+        nothing = ServerReply((), (), ())
         left = self._request_timeout_s if expires is None else expires - time.monotonic()
         if left <= 0:
             return nothing
@@ -178,7 +178,7 @@ class Completions:
             stop=gconfig.stop,
         )
 
-    def read(self, answer: Any) -> Piece:
+    def read(self, answer: Any) -> ServerReply:
         """The piece in an answer. Raises `ServerFailed` where there is none."""
         try:
             piece = self._protocol.piece(answer)

@@ -54,7 +54,7 @@ class Draw(NamedTuple):
     """Most probable tokens to report beside the drawn one; only the check at the start asks for some."""
 
 
-class Piece(NamedTuple):
+class ServerReply(NamedTuple):
     """The answer to one request to the server: tokens with their log-probabilities, and the label of the weights of each."""
 
     tokens: tuple[int, ...]
@@ -120,7 +120,7 @@ class ServerProtocol(ABC):
         """The request; ``number`` is its name for `abort`."""
 
     @abstractmethod
-    def piece(self, answer: Any) -> Piece:
+    def piece(self, answer: Any) -> ServerReply:
         """Reads an answer. Raises `KeyError`, `TypeError`, `ValueError` or `IndexError` where it has another shape."""
 
     @abstractmethod

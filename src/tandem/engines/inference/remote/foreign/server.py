@@ -32,7 +32,7 @@ from tandem.engines.inference.remote.foreign.labels import Labels
 from tandem.engines.inference.remote.foreign.protocol import Facts, ServerProtocol
 from tandem.engines.inference.remote.foreign.trials import PROBE_IDS, Whole, ask, try_logprobs
 from tandem.engines.inference.remote.foreign.weight_group import GroupDelivery, Way
-from tandem.engines.inference.remote.kept import Place, fingerprint, keep, take_over
+from tandem.engines.inference.remote.kept import ServerPlace, fingerprint, keep, take_over
 from tandem.engines.inference.remote.launch import CORES, CORES_WORD, ServerProcess, free_port, wait_ready
 from tandem.protocol.client import HttpClient
 
@@ -158,7 +158,7 @@ class ForeignServer(InferenceEngine):
         startup_timeout_s: float = 600.0,
         request_timeout_s: float = 600.0,
         progress: Callable[[str], None] = lambda words: None,
-        place: Place | None = None,
+        place: ServerPlace | None = None,
         sleeps: bool = False,
     ) -> S:
         """Starts a server and waits until it has generated a token; it ends with this object, or with this process.

@@ -12,8 +12,8 @@ from tandem.engines.inference.remote.foreign.protocol import (
     RELOAD_TIMEOUT_S,
     Draw,
     Facts,
-    Piece,
     ServerProtocol,
+    ServerReply,
     labels_of,
 )
 from tandem.engines.inference.remote.foreign.server import IN_SERVER, ForeignServer, StartTerms
@@ -81,14 +81,14 @@ class SGLangProtocol(ServerProtocol):
         body = {"rid": number, "input_ids": list(ids), "sampling_params": params, "return_logprob": True}
         return body | {"top_logprobs_num": draw.top_logprobs} if draw.top_logprobs else body
 
-    def piece(self, answer: Any) -> Piece:
+    def piece(self, answer: Any) -> ServerReply:
         facts = answer["meta_info"]
         tokens = tuple(int(token) for token in answer["output_ids"] or ())
         entries = facts.get("output_token_logprobs") or ()
         if tuple(int(entry[1]) for entry in entries) != tokens:
             raise ValueError(f"{len(tokens)} tokens and log-probabilities of {len(entries)}, not the same ones")
         logprobs = tuple(float(entry[0]) for entry in entries)
-        return Piece(tokens, logprobs, labels_of(facts["weight_versions"], len(tokens)) if tokens else ())
+        return ServerReply(tokens, logprobs, labels_of(facts["weight_versions"], len(tokens)) if tokens else ())
 
     def top(self, answer: Any) -> dict[int, float]:
         first = answer["meta_info"]["output_top_logprobs"][0]

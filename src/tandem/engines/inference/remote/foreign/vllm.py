@@ -16,8 +16,8 @@ from tandem.engines.inference.remote.foreign.protocol import (
     RELOAD_TIMEOUT_S,
     Draw,
     Facts,
-    Piece,
     ServerProtocol,
+    ServerReply,
     labels_of,
 )
 from tandem.engines.inference.remote.foreign.server import IN_SERVER, ForeignServer, StartTerms
@@ -95,14 +95,14 @@ class VllmProtocol(ServerProtocol):
             params["seed"] = draw.seed
         return {"request_id": number, "token_ids": list(ids), "sampling_params": params}
 
-    def piece(self, answer: Any) -> Piece:
+    def piece(self, answer: Any) -> ServerReply:
         (choice,) = answer["choices"]
         tokens = tuple(int(token) for token in choice["token_ids"] or ())
         content = (choice.get("logprobs") or {}).get("content") or ()
         logprobs = tuple(float(one["logprob"]) for one in content)
         if len(logprobs) != len(tokens):
             raise ValueError(f"{len(tokens)} tokens and {len(logprobs)} log-probabilities")
-        return Piece(tokens, logprobs, labels_of(choice.get("weight_versions") or (), len(tokens)))
+        return ServerReply(tokens, logprobs, labels_of(choice.get("weight_versions") or (), len(tokens)))
 
     def top(self, answer: Any) -> dict[int, float]:
         first = answer["choices"][0]["logprobs"]["content"][0]

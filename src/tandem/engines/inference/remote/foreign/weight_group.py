@@ -29,7 +29,7 @@ POLL_S = 0.0005
 _numbers = itertools.count()
 
 
-class Entry(NamedTuple):
+class BucketEntry(NamedTuple):
     """One tensor of a bucket, in JSON's words."""
 
     name: str
@@ -38,12 +38,12 @@ class Entry(NamedTuple):
     offset: int
 
 
-def plan_buckets(tensors: Iterable[Sequence[Any]], most: int | None = None) -> list[list[Entry]]:
+def plan_buckets(tensors: Iterable[Sequence[Any]], most: int | None = None) -> list[list[BucketEntry]]:
     """The buckets in which tensors ``(name, shape, dtype, …)`` travel, in order: at most ``most`` bytes, or one tensor."""
-    plan: list[list[Entry]] = []
+    plan: list[list[BucketEntry]] = []
     end = 0
     for name, shape, dtype, *_ in tensors:
-        entry = Entry(str(name), [int(size) for size in shape], str(dtype), 0)
+        entry = BucketEntry(str(name), [int(size) for size in shape], str(dtype), 0)
         count = -(-num_bytes_of(entry.shape, entry.dtype) // ALIGNED) * ALIGNED
         if not plan or (plan[-1] and end + count > (most or BUCKET_BYTES)):
             plan.append([])
@@ -102,7 +102,7 @@ class WeightGroup:
         self._group = None
 
 
-def flat_buckets(named: Iterator[tuple[str, torch.Tensor]], plan: list[list[Entry]]) -> Iterator[torch.Tensor]:
+def flat_buckets(named: Iterator[tuple[str, torch.Tensor]], plan: list[list[BucketEntry]]) -> Iterator[torch.Tensor]:
     """The bytes of each bucket. The tensors come in the plan's order."""
     for bucket in plan:
         last = bucket[-1]
