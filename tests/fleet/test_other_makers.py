@@ -14,8 +14,7 @@ from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import RolloutConfig
 from tandem.engines.inference.build import ServerTerms, build_fleet
 from tandem.engines.inference.fleet.addresses import JOURNAL_NAME
-from tandem.evaluation.asking import Ask, ask
-from tandem.evaluation.asking import AskingTermsrTerms as AskTerms
+from tandem.evaluation.asking import Ask, AskingTerms, ask
 from tests.engines_inference.remote.wire import SGLangStandIn, VllmStandIn
 from tests.fleet.fleets import generate, healthy, patient, publish, rows, until
 from tests.serve.served import request_of
@@ -98,7 +97,7 @@ def test_an_evaluation_samples_as_the_server_can(kind, folders, tmp_path):
 
     with KINDS[kind](folders[0]) as server:
         fleet = fleet_of([(kind, server)], folders[0], tmp_path)
-        (answer,) = asyncio.run(ask(fleet, Draws(), [Ask("rows", 0, 0, {})], AskTerms()))
+        (answer,) = asyncio.run(ask(fleet, Draws(), [Ask("rows", 0, 0, {})], AskingTerms()))
         fleet.close()
     assert answer.failed == "workflow_returned_none" and len(drawn[0].output_ids) >= 3
 
