@@ -102,14 +102,14 @@ ReadsReward = Literal["last", "midway", "partly"]
 
 
 @runtime_checkable
-class RewardedEpisode(Protocol):
+class EpisodeView(Protocol):
     """The sample that a task makes, as the reward sees it; the whole group where a workflow makes all of it."""
 
     def has_read(self, context: tuple[int, ...], missing: Sequence[str]) -> None:
         """The episode was told a reward of these tokens that lacks terms: they are added when it has ended."""
 
 
-EPISODE: ContextVar[RewardedEpisode | None] = ContextVar("EPISODE", default=None)
+EPISODE: ContextVar[EpisodeView | None] = ContextVar("EPISODE", default=None)
 """The episode of this task."""
 
 

@@ -10,15 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from tandem.api.failures import DataFailure, EpisodeFailure, InfrastructureFailure, WrongWorkflow, as_failure
 from tandem.api.requests import StopReason
 from tandem.api.samples import Group, Sample
-from tandem.api.workflow import (
-    EPISODE,
-    GeneratesTokens,
-    RewardedEpisode,
-    RewardFn,
-    RewardResult,
-    RolloutWorkflow,
-    messages_for,
-)
+from tandem.api.workflow import EPISODE, EpisodeView, GeneratesTokens, RewardFn, RewardResult, RolloutWorkflow, messages_for
 from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.rollout.chat import Chat
@@ -135,7 +127,7 @@ async def one_sample(workflow: RolloutWorkflow, engine: GeneratesTokens, data: M
         DataFailure: it returned None, or a number that is not finite (see `check_sample`).
         WrongWorkflow: it made several samples, or something else.
     """
-    EPISODE.set(engine if isinstance(engine, RewardedEpisode) else None)
+    EPISODE.set(engine if isinstance(engine, EpisodeView) else None)
     try:
         result = await workflow.arun_episode(engine, copy.deepcopy(dict(data)))
     finally:
