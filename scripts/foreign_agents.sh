@@ -5,7 +5,7 @@
 #
 # envs/agents has the Python frameworks, envs/npm the coding agents (where npm is there), envs/verifiers verifiers and uv,
 # envs/games TextArena, SkyRL-gym and reasoning-gym, envs/openenv a server of environments, envs/renderers
-# the library with whose parsers ours is compared.
+# the library with whose parsers ours is compared, envs/datasets Hugging Face's datasets, which loads the records of runs.
 set -eu
 folder=${1:-envs}
 python=${PYTHON:-python3}
@@ -28,6 +28,7 @@ environment verifiers verifiers==0.4.0
 environment games textarena==0.7.4 skyrl-gym==0.4.0 reasoning-gym==0.1.25 psutil
 environment openenv openenv-core==0.3.0
 environment renderers renderers==0.1.12 httpx
+environment datasets datasets==5.2.0
 
 if command -v npm >/dev/null; then
     cd "$folder/npm"

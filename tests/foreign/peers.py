@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 ENVS = Path(os.environ.get("TANDEM_FOREIGN", ROOT / "envs"))
 PYTHON, NODE = ENVS / "agents/bin/python", ENVS / "npm/node_modules/.bin"
 SCRIPTS = Path(__file__).parent / "agents"
-EPISODE_S = 500.0
+EPISODE_S = 800.0
 
 
 def adding(prompt):
@@ -194,7 +194,6 @@ PEERS = (
         "npm/node_modules/.bin/opencode",
         in_a_shell("bash", "command"),
         start=opencode,
-        episodes=1,
         side_calls=1,
         history="appends; asks for a title beside it",
     ),

@@ -14,7 +14,7 @@ from tandem.rollout.recording.recorder import SessionRecorder
 from tests.foreign.forced import GCONFIG, forced_engine, long_model_folder, rescored
 from tests.foreign.peers import PEERS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -56,7 +56,7 @@ def test_an_agent_plays_in_the_sandbox_and_what_it_asked_is_recorded(agent, wall
     try:
         sandbox = choose_sandbox(walls, size=1, readable=[str(folder)])
     except ConfigError as error:
-        pytest.skip(str(error).splitlines()[1])
+        pytest.skip(str(error).splitlines()[-1])
     engine = ScriptedEngine(lambda request, number: "It is four.")
     recorder = SessionRecorder(engine.tokenizer)
     row = {"messages": [{"role": "user", "content": "What is 2 + 2?"}]}

@@ -7,6 +7,7 @@ samples. The lines are written last: a step without them is not recorded.
 import gzip
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -116,7 +117,7 @@ def _of_sample(sample: Sample, index: int, history: Mapping[int, WeightVersion])
         "completion": sample.completion_text,
         "messages": [dict(message) for message in sample.messages],
         "conversations": [[dict(message) for message in one] for one in sample.conversations],
-        "reward": sample.reward,
+        "reward": float(sample.reward),
         "rewards": dict(sample.rewards),
         "raw_rewards": dict(sample.raw_rewards),
         "accuracy": sample.accuracy,
@@ -142,7 +143,8 @@ def describe_dropped(step: int, one: Dropped, history: Mapping[int, WeightVersio
     picks = choose([one.group], 1)
     if picks:
         return _of_group(step, one.group) | _of_sample(picks[0].sample, picks[0].index, history) | reason
-    return _of_group(step, one.group) | {"messages": one.group.data.get("messages") or []} | reason
+    nothing = dict.fromkeys(sorted(FROM_LINES))
+    return nothing | _of_group(step, one.group) | {"messages": one.group.data.get("messages") or []} | reason
 
 
 def mean_advantages(batch: Mapping[str, torch.Tensor]) -> dict[int, float]:
@@ -160,8 +162,27 @@ def mean_advantages(batch: Mapping[str, torch.Tensor]) -> dict[int, float]:
 
 
 def packed_lines(lines: Iterable[Mapping[str, Any]]) -> bytes:
-    """Packs the lines as a file of JSON lines."""
-    return "".join(json_line(line) + "\n" for line in lines).encode("utf-8", errors="replace")
+    """Packs the lines as a file of JSON lines that readers of tables take, too."""
+    packed = []
+    for line in lines:
+        text = json_line(line)
+        packed.append(json_line(_for_tables(line)) if _ODD_NUMBER.search(text) else text)
+    return "".join(text + "\n" for text in packed).encode("utf-8", errors="replace")
+
+
+_ODD_NUMBER = re.compile(r"NaN|Infinity|\d{19}")
+"""Signs of a number that tables have no place for; in a text they do no harm."""
+
+
+def _for_tables(value: Any) -> Any:
+    """Replaces a number that is not finite by nothing, and a whole one of more than 64 bits by its digits."""
+    if isinstance(value, Mapping):
+        return {name: _for_tables(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_for_tables(one) for one in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, int) and not -(2**63) <= value < 2**63 else value
 
 
 def packed_tensors(batch: Mapping[str, torch.Tensor], picks: Sequence[Pick]) -> bytes:
@@ -250,7 +271,8 @@ class RecordedSample:
     """The fields of the batch, by trajectory: ``[S]`` each, or one number; empty if it was not trained."""
 
 
-_FROM_LINES = {field.name for field in fields(RecordedSample)} - {"timings", "trajectories"}
+FROM_LINES = {field.name for field in fields(RecordedSample)} - {"timings", "trajectories"}
+"""The fields that each line has, in whatever order; the others are those of the tensors."""
 
 
 def load_trajectories(run: Path | str, step: int | None = None, *, tensors: bool = True) -> Iterator[RecordedSample]:
@@ -323,7 +345,7 @@ def _samples(folder: Path, step: int, tensors: bool) -> Iterator[RecordedSample]
     with lines_path(folder, step).open(encoding="utf-8") as lines:
         for line in map(json.loads, lines):
             number = line.get("sample_id")
-            told = {name: value for name, value in line.items() if name in _FROM_LINES}
+            told = {name: value for name, value in line.items() if name in FROM_LINES and value is not None}
             yield RecordedSample(
                 **{"step": step, **told},
                 timings=tuple(times.get(number, ())),
