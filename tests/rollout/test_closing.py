@@ -57,3 +57,19 @@ def test_a_coroutine_that_blocks_the_loop_is_left_behind_and_named(caplog):
     until.set()
     (record,) = caplog.records
     assert "blocks (test_closing.py:" in record.getMessage()
+
+
+def test_a_task_that_was_made_as_the_loop_closed_releases_what_it_was_given():
+    loop, released = BackgroundLoop(), []
+
+    async def owner():
+        try:
+            await asyncio.Event().wait()
+        finally:
+            released.append(True)
+
+    tasks = []
+    loop.call(time.sleep, 0.3)  # the next call and the closing stand in one turn of the loop
+    loop.call(lambda: tasks.append(asyncio.ensure_future(owner())))
+    loop.close()
+    assert released == [True] and tasks[0].cancelled()

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Iterable
@@ -88,12 +89,19 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _cancel_all(loop: asyncio.AbstractEventLoop, timeout_s: float, ending: Future[list[asyncio.Task[Any]]]) -> None:
-    """On the loop: cancels all tasks; ``ending`` gets those that have not ended within the time."""
+    """On the loop: cancels all tasks; ``ending`` gets those that have not ended within the time.
+
+    A task that was made just now begins first: cancelled before that, it would never release what it was given, as asyncio's
+    own task for a new connection is given a socket.
+    """
     tasks = asyncio.all_tasks(loop)
-    for task in tasks:
+    new = {task for task in tasks if _is_new(task)}
+    for task in tasks - new:
         task.cancel()
 
     async def wait() -> None:
+        for task in new:  # in the queue of the loop they stand before this coroutine
+            task.cancel()
         done, left = await asyncio.wait(tasks, timeout=timeout_s) if tasks else (set(), set())
         for task in done:
             with contextlib.suppress(asyncio.CancelledError):
@@ -102,6 +110,11 @@ def _cancel_all(loop: asyncio.AbstractEventLoop, timeout_s: float, ending: Futur
 
     if ending.set_running_or_notify_cancel():  # else nobody waits any more
         loop.create_task(wait())
+
+
+def _is_new(task: asyncio.Task[Any]) -> bool:
+    coroutine = task.get_coro()
+    return inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED
 
 
 def _warn(tasks: Iterable[asyncio.Task[Any]], timeout_s: float) -> None:
