@@ -108,7 +108,8 @@ def num_sequences(batch: TensorDict) -> int:
 
 def lengths(batch: TensorDict) -> torch.Tensor:
     """Tokens of each sequence, ``[N]`` int64."""
-    return batch["cu_seqlens"].diff()
+    ends: torch.Tensor = batch["cu_seqlens"]
+    return ends.diff()
 
 
 def sequence_index(batch: TensorDict) -> torch.Tensor:

@@ -38,7 +38,7 @@ class KeyedSum:
         if data.numel() % 8:
             data = torch.nn.functional.pad(data, (0, -data.numel() % 8))
         words = data.view(torch.int64)
-        for some in words.split(WORDS if words.device.type == "cpu" else ROWS * WORDS):
+        for some in torch.split(words, WORDS if words.device.type == "cpu" else ROWS * WORDS):
             for total in self._sums(some):
                 self.value = (self.value * _STEP + total) % 2**64
 
@@ -60,7 +60,7 @@ class KeyedSum:
 def keyed_sum(tensor: torch.Tensor, key: int = _OF_THIS_PROCESS) -> int:
     """The sum of all bytes of a contiguous tensor."""
     total = KeyedSum(key)
-    for piece in tensor.view(-1).view(torch.uint8).split(8 * ROWS * WORDS):
+    for piece in torch.split(tensor.view(-1).view(torch.uint8), 8 * ROWS * WORDS):
         total.add(piece)
     return total.value
 

@@ -51,7 +51,8 @@ def part_of(tensor: torch.Tensor) -> TensorPart:
     assert coordinate is not None, "this rank has no part of it"
     if any(place.is_replicate() and at for place, at in zip(tensor.placements, coordinate, strict=True)):
         local = local.new_empty(0)
-    start = tuple(tensor.__create_chunk_list__()[0].offsets)
+    sharded: Any = tensor  # torch declares no types here
+    start = tuple(sharded.__create_chunk_list__()[0].offsets)
     return TensorPart(local, start, tuple(tensor.shape))
 
 
