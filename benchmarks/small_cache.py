@@ -3,8 +3,9 @@
     python benchmarks/small_cache.py --gsm8k ../shared/data/gsm8k
 
 The same requests on two engines in turn: one reserves what each may draw at most (`deterministic`), the other what
-completions usually take, and makes room by preemption. Each may draw 512 tokens and draws far fewer; their lengths are those
-of a log-normal distribution with a median of 64 tokens. Prints a table, and one JSON object as the last line.
+completions usually take, and makes room by preemption. Each may draw ``--most`` tokens and draws far fewer; their lengths are
+those of a log-normal distribution with a median of 64 tokens. The kind "first requests" is distinct prompts on new engines,
+which do not know what is usual. Prints a table, and one JSON object as the last line.
 """
 
 import argparse
@@ -12,7 +13,9 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +30,6 @@ from tandem.models.allocator import keep_freed_memory
 from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
 
-MOST_TOKENS = 512
 
 
 @dataclass
@@ -35,7 +37,9 @@ class Engine:
     """An engine, and how it reserves rows."""
 
     name: str
+    make: Callable[[], EngineCore]
     core: EngineCore
+    most: int
     number: int = 0
 
     def generate(self, prompts: list[tuple[int, ...]], samples: int, lengths: list[int]) -> dict[str, float]:
@@ -44,7 +48,7 @@ class Engine:
         for place, length in enumerate(lengths):
             self.number += 1
             ends[self.number] = length
-            gconfig = GenerationConfig(max_new_tokens=MOST_TOKENS, min_new_tokens=MOST_TOKENS)
+            gconfig = GenerationConfig(max_new_tokens=self.most, min_new_tokens=self.most)
             noise = NoiseKey(0, 0, place // samples, place % samples)
             self.core.add(self.number, LLMRequest(prompts[place // samples], gconfig, noise))
         before, began, steps, running = self.core.statistics(), time.perf_counter(), 0, 0.0
@@ -69,6 +73,8 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--gsm8k", type=Path, required=True, help="folder with train.jsonl")
     parser.add_argument("--requests", type=int, default=48)
+    parser.add_argument("--most", type=int, default=512, help="tokens that a request may draw")
+    parser.add_argument("--only", help="one of the kinds of work")
     parser.add_argument("--cache-of", type=int, default=6, help="sequences that fit if each reserves all that it may draw")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="float32")
@@ -77,19 +83,24 @@ def main() -> None:
     keep_freed_memory()
     folder, dtype = resolve(arguments.model), getattr(torch, arguments.dtype)
     prompts = gsm8k_prompts(arguments.gsm8k, load_tokenizer(folder), arguments.requests)
+    probe = EngineCore(folder, EmbeddedEngineConfig(kv_cache_gib=2.0), dtype, "cpu", WeightVersion(0))
+    tokens = arguments.cache_of * (arguments.most + 128)
+    config = EmbeddedEngineConfig(kv_cache_gib=2.0 * tokens / probe.statistics()["kv_budget_tokens"])
+    del probe
     engines = []
     for name, deterministic in (("whole rows", True), ("rows that grow", False)):
-        config = EmbeddedEngineConfig(kv_cache_gib=2.0)
-        probe = EngineCore(folder, config, dtype, torch.device("cpu"), WeightVersion(0), deterministic)
-        tokens = arguments.cache_of * (MOST_TOKENS + 128)
-        config = EmbeddedEngineConfig(kv_cache_gib=2.0 * tokens / probe.statistics()["kv_budget_tokens"])
-        engines.append(Engine(name, EngineCore(folder, config, dtype, torch.device("cpu"), WeightVersion(0), deterministic)))
+        make = partial(EngineCore, folder, config, dtype, "cpu", WeightVersion(0), deterministic)
+        engines.append(Engine(name, make, make(), arguments.most))
     draw = random.Random(0)
     found: dict[str, dict[str, list[dict[str, float]]]] = {}
-    for kind, samples in (("distinct prompts", 1), ("groups of 8", 8)):
+    for kind, samples in (("first requests", 1), ("distinct prompts", 1), ("groups of 8", 8)):
+        if arguments.only not in (None, kind):
+            continue
         for repeat in range(arguments.repeats + 1):
-            lengths = [min(MOST_TOKENS, int(draw.lognormvariate(4.16, 0.7)) + 1) for _ in range(arguments.requests)]
+            lengths = [min(arguments.most, int(draw.lognormvariate(4.16, 0.7)) + 1) for _ in range(arguments.requests)]
             for engine in engines:
+                if kind == "first requests":
+                    engine.core = engine.make()
                 result = engine.generate(prompts, samples, lengths)
                 if repeat:  # the first warms up, and teaches what is usual
                     found.setdefault(kind, {}).setdefault(engine.name, []).append(result)

@@ -52,16 +52,27 @@ def test_what_gave_way_and_came_back_is_what_would_have_come_uninterrupted(tmp_p
     assert_same(responses, run(make_core(folder), requests))
 
 
-def test_more_run_at_once_when_completions_turn_out_short(tmp_path):
+def test_more_run_at_once_in_short_rows_before_and_after_completions_turn_out_short(tmp_path):
     folder = tiny_model_folder(tmp_path)
     may_draw_100 = GenerationConfig(max_new_tokens=100)
     running = []
-    for core in (make_core(folder, kv_cache_gib=GIB_OF_512), learnt_short(folder, kv_cache_gib=GIB_OF_512)):
-        for i, prompt in enumerate(prompts([20] * 16)):
+    new, learnt = (make(folder, kv_cache_gib=GIB_OF_512) for make in (make_core, learnt_short))
+    for core, count in ((new, 4), (learnt, 16), (make_core(folder, kv_cache_gib=GIB_OF_512), 16)):
+        for i, prompt in enumerate(prompts([20] * count)):
             core.add(i, LLMRequest(prompt, may_draw_100, NoiseKey(i)))
         core.step()
-        running.append(core.statistics()["running"])
-    assert running == [4, 16]
+        running.append((core.statistics()["running"], core.statistics()["kv_reserved_tokens"]))
+    assert running == [(4, 4 * 128), (16, 16 * 32), (16, 16 * 32)], "whole rows only where all that wait fit so"
+
+
+def test_a_new_engine_with_a_small_cache_draws_the_same_as_one_with_room(tmp_path):
+    """Nothing has ended when the first give way: all may draw, and draw, as many tokens."""
+    folder = tiny_model_folder(tmp_path)
+    requests = of_lengths([100] * 12)
+    core = make_core(folder, kv_cache_gib=GIB_OF_512)
+    responses = run(core, requests)
+    assert 0 < core.statistics()["preempted"] < 40
+    assert_same(responses, run(make_core(folder), requests))
 
 
 def test_a_deterministic_engine_reserves_whole_rows_and_nothing_gives_way(tmp_path):

@@ -1,13 +1,14 @@
 """The share of the cache that a sequence gets when it is admitted, and its growth when that is used up.
 
 A request may ask for far more tokens than it turns out to draw. A row is as long as most of the latest completions were; a
-completion that outgrows it moves to a longer row. When the cache is full, the sequence that came last gives way: it gives
+completion that outgrows it moves to a longer row. Before enough have ended for that, rows are whole if all that wait fit so,
+and short if they do not. When the cache is full, the sequence that came last gives way: it gives
 its rows back, goes to the front of the queue, keeps the tokens that it has drawn, and computes their keys and values again
 when there is room. (vLLM calls this preemption by recomputation: Kwon et al. 2023, section 4.5.)
 """
 
-from collections import deque
-from collections.abc import Iterable
+from collections import Counter, deque
+from collections.abc import Collection, Iterable
 
 import torch
 
@@ -19,7 +20,10 @@ _LATEST = 64
 """Completions that the expected length is learned from."""
 
 _FEWEST = 8
-"""With fewer of them nothing is expected: rows are as long as a sequence can ever get."""
+"""With fewer of them nobody knows what is usual."""
+
+_FIRST_SHARE = 8
+"""As long as nobody does, and the cache is small, a row has room for one in so many of the tokens that may be drawn."""
 
 _SHARE = 0.75
 """This share of the latest completions would have fitted into a new row."""
@@ -40,6 +44,9 @@ class Growth:
         self._limits = torch.full_like(slots.counts, _NO_LIMIT)
         """Tokens drawn by the sequence of each slot, the newest included, with which its row is exactly full."""
 
+        self._roomy = True
+        """All that waited last would have fitted in whole rows."""
+
         self.preempted = 0
         """Number of times that a sequence gave way."""
 
@@ -48,16 +55,30 @@ class Growth:
         if sequence.started:
             self._lengths.append(self._slots.num_drawn(sequence))
 
+    def expect(self, next_ones: Collection[Sequence]) -> None:
+        """Looks at those that may be admitted now, before `capacity` is asked for any of them."""
+        if self._whole or len(self._lengths) >= _FEWEST:
+            return
+        alike = Counter(sequence.request.input_ids for sequence in next_ones)
+        rows = [len(tokens) for tokens, count in alike.items() if count > 1]
+        for sequence in next_ones:
+            tokens = sequence.request.input_ids
+            rows.append(sequence.max_new_tokens + (len(tokens) if alike[tokens] == 1 else 0) - 1)
+        self._roomy = self._cache.fits(map(self._cache.capacity_for, rows))
+
     def capacity(self, before: int, sequence: Sequence) -> int:
         """Capacity of the row for a sequence to be admitted.
 
         ``before``: tokens that stand in the row before the first that is drawn. The last that is drawn is never stored.
         """
         drawn, most = self._slots.num_drawn(sequence), sequence.max_new_tokens
-        expected = most
-        if not self._whole and len(self._lengths) >= _FEWEST:
+        if self._whole:
+            usual = most
+        elif len(self._lengths) >= _FEWEST:
             usual = sorted(self._lengths)[int(_SHARE * (len(self._lengths) - 1))]
-            expected = min(most, max(usual, drawn + 1))
+        else:
+            usual = most if self._roomy and not drawn else drawn + most // _FIRST_SHARE
+        expected = min(most, max(usual, drawn + 1))
         return self._cache.capacity_for(before + max(1, expected - 1))
 
     def watch(self, sequence: Sequence) -> None:

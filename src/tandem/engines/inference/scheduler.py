@@ -5,6 +5,7 @@ the one that came last gives way.
 """
 
 from collections import Counter, deque
+from itertools import islice
 
 import torch
 
@@ -68,6 +69,7 @@ class Scheduler:
         admitted: list[tuple[Sequence, Pool, int]] = []
         planned: list[int] = []
         new_prompts: set[tuple[int, ...]] = set()
+        self.growth.expect(list(islice(self.waiting, self.slots.num_free)))
         while self.waiting and len(admitted) < self.slots.num_free + (self.waiting[0].slot >= 0):
             sequence = self.waiting[0]  # never a later one, or a long request would wait for ever
             tokens = sequence.request.input_ids
