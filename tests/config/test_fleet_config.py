@@ -101,14 +101,14 @@ def test_a_key_that_nothing_would_read_is_refused(items, words):
         ("embedded:d2", "gconfig.min_new_tokens=2"),
         ("vllm:d1", "rollout.engine.kv_cache_gib=4"),
         ("vllm:d1+embedded:d1", "rollout.engine.prefill_chunk_tokens=64"),
-        ("sglang:d1", "rollout.engine.kv_cache_gib=2"),  # the default: it overrules a file
+        ("sglang:d1", "rollout.engine.kv_cache_gib=null"),  # the default: it overrules a file
     ],
 )
 def test_what_some_server_of_the_fleet_reads_is_accepted(backend, item):
     key, _, value = item.partition("=")
     allowed = ["algorithm.allow_truncated_sampling=true"] if key.startswith("gconfig.") else []
     found = load(f"rollout.backend={backend}", item, *allowed)
-    assert dict(leaves(found))[key] == float(value)
+    assert dict(leaves(found))[key] == (None if value == "null" else float(value))
 
 
 def test_what_is_used_is_accepted():
@@ -157,4 +157,4 @@ def test_an_example_can_be_tried_with_any_backend(backend):
     file = Path(__file__).parents[2] / "examples" / "addition_grpo.yaml"
     config = load_config(TrainConfig, file, [f"rollout.backend={backend}"]).config
     kept = "sglang" not in backend and backend != "attached"
-    assert config.rollout.engine.kv_cache_gib == (0.5 if kept else 2)
+    assert config.rollout.engine.kv_cache_gib == (0.5 if kept else None)

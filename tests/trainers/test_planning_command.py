@@ -10,10 +10,14 @@ from contextlib import ExitStack
 import pytest
 
 from tandem.cli.main import main
+from tandem.config.devices import devices_of
 from tandem.config.errors import ConfigError, TandemError
 from tandem.config.experiment import SFTConfig, TrainConfig
 from tandem.config.load import load_config
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig
+from tandem.engines.inference.build import engine_settings
+from tandem.models.footprint import engine_bytes
+from tandem.models.shape import read_shape
 from tandem.planning import calibrate
 from tandem.planning.contention import Contention
 from tandem.planning.devices import device
@@ -176,6 +180,23 @@ def test_a_cache_that_holds_no_sample_is_made_larger():
 
     assert "KV cache" in plan.problems[0]
     assert change is not None and list(change.settings) == ["rollout.engine.kv_cache_gib"]
+
+
+def test_the_plan_has_the_cache_and_the_chunk_that_the_engine_will_have(tmp_path):
+    keys = ["rollout.dtype=bfloat16", "train_dataset.path=addition", "rollout.backend=embedded"]
+    plan, _ = planned(TrainConfig, keys, device("h100"), shape=SMOLLM2)
+    engine, memory = plan.job.generator, plan.machine.memory_gib
+
+    weights = engine_bytes(SMOLLM2, "bfloat16", cpu=False) / 2**30
+    assert engine.kv_cache_gib == pytest.approx(0.4 * memory - 2 * weights)
+    assert engine.prefill_chunk == 8192
+
+    rollout, folder = load_config(TrainConfig, None, keys).config.rollout, tiny_model_folder(tmp_path)
+    devices = devices_of(rollout, "colocate", ranks=1, devices=1)
+    settings = engine_settings(rollout, folder, "cuda", devices, memory)
+    tiny = planned(TrainConfig, keys, device("h100"), shape=read_shape(str(folder)))[0].job.generator
+    assert settings.kv_cache_gib == pytest.approx(tiny.kv_cache_gib, rel=1e-6)
+    assert settings.prefill_chunk_tokens == tiny.prefill_chunk
 
 
 def test_where_nothing_helps_nothing_is_proposed_but_a_device_that_would_do():

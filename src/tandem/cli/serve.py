@@ -19,8 +19,11 @@ from typing import Any
 from tandem.api.weights import WeightVersion
 from tandem.cli.listening import Listening, access_of, add_address, check_address
 from tandem.cli.sampling import add_device_arguments, device_of
+from tandem.config.devices import ALONE
+from tandem.config.engine_memory import CACHE_GIB, CPU_CHUNK, GPU_CHUNK
 from tandem.config.errors import ConfigError, TandemError
-from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
+from tandem.engines.inference.build import device_map, engine_settings
 from tandem.engines.inference.embedded import EmbeddedProcess
 from tandem.engines.inference.serve.limits import ServiceLimits
 from tandem.engines.inference.serve.routes import ServedEngine
@@ -71,9 +74,13 @@ def _add_engine_arguments(engine: Any) -> None:
     own = EmbeddedEngineConfig()
     add_device_arguments(engine)
     engine.add_argument("--max-running", type=int, default=own.max_running, help=f"default: {own.max_running}")
-    engine.add_argument("--kv-cache-gib", type=float, default=own.kv_cache_gib, help=f"default: {own.kv_cache_gib:g}")
-    chunk = own.prefill_chunk_tokens
-    engine.add_argument("--prefill-chunk-tokens", type=int, default=chunk, help=f"prompt tokens a step (default: {chunk})")
+    engine.add_argument(
+        "--kv-cache-gib",
+        type=float,
+        help=f"default: {CACHE_GIB:g} on a CPU; on a GPU {ALONE:.0%}% of it less twice the weights",
+    )
+    chunks = f"{CPU_CHUNK} on a CPU, {GPU_CHUNK} on a GPU"
+    engine.add_argument("--prefill-chunk-tokens", type=int, help=f"prompt tokens a step (default: {chunks})")
     engine.add_argument("--max-model-len", type=int, help="most tokens of prompt and answer (default: the model's context)")
     engine.add_argument("--keep-kv-on-update", action="store_true", help="keep the cache of running requests over an update")
 
@@ -92,7 +99,7 @@ def check(arguments: argparse.Namespace) -> None:
         if value is not None and (value < least or (most is not None and value > most)):
             raise ConfigError(f"{name} must be at least {least}{f' and at most {most}' if most else ''}, got {value}")
     for name, value in (("--request-timeout", arguments.request_timeout), ("--kv-cache-gib", arguments.kv_cache_gib)):
-        if not 0 < value < 1e9:
+        if value is not None and not 0 < value < 1e9:
             raise ConfigError(f"{name} must be above 0, got {value}")
     if arguments.run is not None and not 1 <= len(arguments.run) <= 256:
         raise ConfigError(f"--run must have 1 to 256 characters, got {len(arguments.run)}")
@@ -135,6 +142,8 @@ def _service(arguments: argparse.Namespace, folder: Path, stack: ExitStack) -> E
         keep_kv_on_update=arguments.keep_kv_on_update,
         threads=threads,
     )
+    rollout = RolloutConfig(dtype=arguments.dtype, engine=config)
+    config = engine_settings(rollout, folder, device, device_map(rollout, "colocate", device, 0))
     architecture = Architecture.from_config(read_hf_config(folder))
     limits = ServiceLimits(
         max_tokens=arguments.max_model_len or architecture.max_position_embeddings,

@@ -12,7 +12,7 @@ from tandem.config.fleet import TENSOR, Servers, numbered, parse_backend
 from tandem.config.rollout import RolloutConfig
 
 ALONE, TOGETHER = 0.9, 0.4
-"""Default share of a device's memory that a vLLM or SGLang server reserves: on a device of its own, and on one that it
+"""Default share of a device's memory that a server or the embedded engine takes: of a device of its own, and of one that it
 shares with training."""
 
 
@@ -91,6 +91,13 @@ def devices_of(
         return map_devices(given, ranks=ranks, devices=devices, placement=placement, memory_share=share)
     alone = map_devices((), ranks=ranks, devices=devices, placement=placement)
     return replace(alone, servers=(Seat("embedded-0", (0,)),))
+
+
+def share_of(devices: DeviceMap, server: str | None) -> float:
+    """Default share of its device's memory for an embedded engine, by its seat; without one it is inside the first rank."""
+    training = {device for rank in devices.ranks for device in rank.devices}
+    own = devices.server(server).devices if server is not None else (0,)
+    return TOGETHER if training & set(own) else ALONE
 
 
 def _too_many(servers: Sequence[Servers], wanted: int, ranks: int, devices: int, *, shared: bool) -> str:

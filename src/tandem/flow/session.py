@@ -402,5 +402,5 @@ def make_engine(config: TrainConfig, process: Process, folder: Path, run: str) -
         weights_folder=weights_folder(config),
         gconfig=config.gconfig,
         keeping=None if kept is None else Keeping(*kept),
-        sleeps=config.memory_limit_gib is not None,
+        memory_limit_gib=config.memory_limit_gib,
     )

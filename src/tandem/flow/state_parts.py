@@ -9,6 +9,7 @@ from tandem.api.engines import TrainPart
 from tandem.config.arithmetic import generating_ranks
 from tandem.config.backend import parse_layout
 from tandem.config.devices import TOGETHER
+from tandem.config.engine_memory import cache_gib
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import Servers, parse_backend
@@ -142,7 +143,9 @@ def _engine_parts(config: TrainConfig, shape: Shape, where: Where, engines: int)
     samples = config.gconfig.n_samples * max(rollout.batch_size, round(rollout.batch_size * rollout.oversample))
     rows = min(rollout.engine.max_running, -(-samples // engines))
     longest = row_capacity(rollout.engine.max_model_len or shape.context)
-    cache = min(rollout.engine.kv_cache_gib * GIB, cache_bytes(shape, dtype, rows * longest))
+    device, own = "cpu" if where.cpu else "cuda", weights / GIB
+    gib = cache_gib(rollout.engine, device, memory_gib=config.memory_limit_gib, share=TOGETHER, weights_gib=own)
+    cache = min(gib * GIB, cache_bytes(shape, dtype, rows * longest))
     return {
         Part(ENGINE, "weights"): PartCost(weights, 0, weights),
         Part(ENGINE, "kv_cache"): PartCost(round(cache) * engines, 0, 0),

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 
 from tandem.config.arithmetic import generating_ranks, max_head_offpolicyness, placement, samples_together
 from tandem.config.backend import parse_layout
-from tandem.config.devices import Seat, devices_of
+from tandem.config.devices import DeviceMap, Seat, devices_of, share_of
+from tandem.config.engine_memory import cache_gib, chunk_tokens
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import parse_backend
 from tandem.config.preference import DistillConfig, training_config
@@ -14,9 +15,11 @@ from tandem.flow.plan import Resident, RunPlan, plan_run
 from tandem.flow.sleep_plan import Part, SleepPlan
 from tandem.flow.state_parts import Where, sleep_plan
 from tandem.lifecycle.summary import COMMANDS
+from tandem.models.footprint import engine_bytes
 from tandem.models.shape import Dtype, Shape
 from tandem.planning.disk import CheckpointSchedule, saves_of
 from tandem.planning.held import Held, held, resolved
+from tandem.planning.items import GIB
 from tandem.planning.machine import Machine
 from tandem.rewards.written import WritingReward
 from tandem.rollout.partner import MAX_NEW_TOKENS
@@ -274,16 +277,20 @@ def _generator(config: TrainConfig, actor: Held, machine: Machine, samples: int)
     episodes = (max_head_offpolicyness(config) + 1) * rollout.batch_size
     if not config.async_training:
         episodes = int(rollout.batch_size * rollout.oversample)
+    memory = config.memory_limit_gib or machine.memory_gib
+    dtype: Dtype = "float32" if delivered == "bfloat16" and not machine.fast_bfloat16 else delivered
+    share, own = _share(config, machine), engine_bytes(shape, dtype, cpu=False) / GIB
+    device = "cpu" if machine.kind == "cpu" else "cuda"
     return Generator(
         shape=shape,
         delivered=delivered,
-        dtype="float32" if delivered == "bfloat16" and not machine.fast_bfloat16 else delivered,
+        dtype=dtype,
         engines=max(ranks, sum(one.count for one in servers or () if one.kind in ("embedded", "tandem"))),
         on_ranks=ranks > 1,
         own_process=servers is not None or placement(config) == "decoupled",
-        kv_cache_gib=rollout.engine.kv_cache_gib,
+        kv_cache_gib=cache_gib(rollout.engine, device, memory_gib=memory, share=share, weights_gib=own),
         max_running=rollout.engine.max_running,
-        prefill_chunk=rollout.engine.prefill_chunk_tokens,
+        prefill_chunk=chunk_tokens(rollout.engine, device),
         max_len=rollout.engine.max_model_len or shape.context,
         sequences=min(episodes, rollout.max_concurrent or episodes) * samples,
         adapter=_delivered_adapter(config, actor, kinds),
@@ -298,10 +305,20 @@ def seats_of(config: TrainConfig, machine: Machine) -> tuple[Seat, ...]:
     Raises:
         ConfigError: they are too few.
     """
-    if machine.kind != "gpu":
-        return ()
+    return () if machine.kind == "cpu" else _devices(config, machine).servers
+
+
+def _devices(config: TrainConfig, machine: Machine) -> DeviceMap:
     ranks = parse_layout(config.actor.backend).ranks
-    return devices_of(config.rollout, placement(config), ranks=ranks, devices=max(machine.count, ranks)).servers
+    return devices_of(config.rollout, placement(config), ranks=ranks, devices=max(machine.count, ranks))
+
+
+def _share(config: TrainConfig, machine: Machine) -> float:
+    """Share of a GPU for an embedded engine."""
+    if machine.kind == "cpu":
+        return 0.0
+    devices = _devices(config, machine)
+    return share_of(devices, devices.servers[0].name if devices.servers else None)
 
 
 def _writers(
@@ -322,6 +339,7 @@ def _writers(
             own_process=False,
             max_len=model.shape.context,
             sequences=requests,
+            kv_cache_gib=cache_gib(config.rollout.engine, "cpu"),  # it has no share of its own
             adapter=0,
             foreign=None,
             seats=(),

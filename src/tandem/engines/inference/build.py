@@ -13,9 +13,10 @@ import torch
 from tandem.api.engines import InferenceEngine
 from tandem.api.weights import FolderSource, WeightUpdate, WeightVersion, tensor_digest, version_digest
 from tandem.config.delivery import JOINING
-from tandem.config.devices import DeviceMap, Seat, devices_of
+from tandem.config.devices import DeviceMap, Seat, devices_of, share_of
+from tandem.config.engine_memory import cache_gib, chunk_tokens
 from tandem.config.errors import ConfigError
-from tandem.config.fleet import Servers, numbered, parse_address, parse_backend
+from tandem.config.fleet import Servers, kinds_of, numbered, parse_address, parse_backend
 from tandem.config.generation import GenerationConfig
 from tandem.config.parts import Knob
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
@@ -30,11 +31,15 @@ from tandem.engines.inference.remote.foreign.vllm import VllmServer
 from tandem.engines.inference.remote.foreign.weight_group import group_backend
 from tandem.engines.inference.remote.kept import Keeping, ServerPlace
 from tandem.engines.inference.remote.tandem_server import TandemServer, start_tandem_server
+from tandem.models.footprint import engine_bytes
 from tandem.models.foreign import read_hf_config
 from tandem.models.heads import refuse_classifier
 from tandem.models.precision import resolve_dtype
+from tandem.models.shape import Dtype, read_shape
 
 logger = logging.getLogger("tandem.fleet")
+
+_GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -262,7 +267,7 @@ def build_inference_engine(
     weights_folder: Path | None = None,
     gconfig: GenerationConfig | None = None,
     keeping: Keeping | None = None,
-    sleeps: bool = False,
+    memory_limit_gib: float | None = None,
 ) -> InferenceEngine:
     """The engine, its model loaded from ``folder``; ``threads`` are the run's, see `engine_threads`, and ``ranks`` its ranks
     on this machine.
@@ -270,7 +275,7 @@ def build_inference_engine(
     A fleet writes its fault table and its servers' logs into ``run_folder``, and watches the addresses there; its servers
     belong to ``run``, and may read weights below ``weights_folder``; those that cannot sample by ``gconfig`` are refused.
     ``keeping``: where servers that it starts are taken from if they run already, and left when this process ends.
-    ``sleeps``: servers must give their memory back when they are told to.
+    ``memory_limit_gib``: the run's; with one, servers must give their memory back when they are told to.
 
     Raises:
         ConfigError: `rollout.backend` is not known, or the folder holds a reward model.
@@ -278,22 +283,37 @@ def build_inference_engine(
     servers = parse_backend(rollout.backend)
     refuse_classifier(folder, read_hf_config(folder))
     count = engine_threads(rollout, placement=placement, threads=threads)
-    config = replace(rollout.engine, threads=count)
     dtype, version = resolve_dtype(rollout.dtype, device), WeightVersion(0)
+    devices = device_map(rollout, placement, device, ranks)
+    config = replace(engine_settings(rollout, folder, device, devices, memory_limit_gib), threads=count)
+    sleeps = memory_limit_gib is not None
     if servers is not None:
         named = replace(version, run=run or "tandem")
-        devices = device_map(rollout, placement, device, ranks)
         more = (run_folder, weights_folder, gconfig, keeping, devices, sleeps)
         terms = ServerTerms(rollout, config, folder, dtype, device, deterministic, named, *more)
         return build_fleet(terms, servers)
     if placement == "decoupled":
-        devices = device_map(rollout, placement, device, ranks)
         own = device if devices is None else f"cuda:{devices.server('embedded-0').devices[0]}"
         return EmbeddedProcess.start(folder, config, dtype, own, version=version, threads=count, deterministic=deterministic)
     core = EngineCore(folder, config, dtype, device, version, deterministic)
     return EmbeddedEngine(
         core, version=version, threads=count, deterministic=deterministic, keep_kv=config.keep_kv_on_update
     )
+
+
+def engine_settings(
+    rollout: RolloutConfig, folder: Path, device: str, devices: DeviceMap | None, memory_limit_gib: float | None = None
+) -> EmbeddedEngineConfig:
+    """`rollout.engine` with the cache and the chunk decided that it leaves to the device."""
+    memory_gib, share, weights_gib = None, 0.0, 0.0
+    ours = kinds_of(rollout.backend, rollout.fleet) & {"embedded", "tandem"}
+    if devices is not None and ours and rollout.engine.kv_cache_gib is None:
+        memory_gib = memory_limit_gib or torch.cuda.get_device_properties(0).total_memory / _GIB
+        share = share_of(devices, devices.servers[0].name if devices.servers else None)
+        dtype: Dtype = "float32" if resolve_dtype(rollout.dtype, device) == torch.float32 else "bfloat16"
+        weights_gib = engine_bytes(read_shape(str(folder)), dtype, cpu=False) / _GIB
+    cache = cache_gib(rollout.engine, device, memory_gib=memory_gib, share=share, weights_gib=weights_gib)
+    return replace(rollout.engine, kv_cache_gib=cache, prefill_chunk_tokens=chunk_tokens(rollout.engine, device))
 
 
 def device_map(

@@ -15,6 +15,7 @@ from tandem.api.engines import InferencePart
 from tandem.api.failures import DataFailure
 from tandem.api.requests import LLMRequest, LLMResponse, StopReason
 from tandem.api.weights import WeightVersion
+from tandem.config.engine_memory import chunk_tokens
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.folder import eos_ids, read_tensors
 from tandem.engines.inference.fused_weights import FusedWeights, FusedWeightsBuilder, StagedWeights, compute_dtype
@@ -64,7 +65,7 @@ class EngineCore:
         compute = compute_dtype(dtype, device)
         self._cache = make_cache(a, config, compute, device)
         self._slots = Slots(config.max_running, a.vocab_size, eos_ids(folder, hf_config), device)
-        self._scheduler = Scheduler(self._cache, self._slots, config.prefill_chunk_tokens, whole_rows=deterministic)
+        self._scheduler = Scheduler(self._cache, self._slots, chunk_tokens(config, device.type), whole_rows=deterministic)
         self._passes = Passes(a, dtype, compute, device, self._max_model_len)
         self._last_hidden: dict[Sequence, torch.Tensor] = {}
         """Last hidden states of sequences with a prompt of their own that is done and has no token drawn from it yet."""

@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from tandem.config.engine_memory import cache_gib
 from tandem.config.errors import ConfigError
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.models.architecture import Architecture
@@ -162,10 +163,11 @@ def make_cache(a: Architecture, config: EmbeddedEngineConfig, dtype: torch.dtype
             f"rollout.engine.max_model_len must be at most this model's context ({longest} tokens), "
             f"got {config.max_model_len}; leave it out to use all of it"
         )
-    cache = KVCache(a.num_layers, a.num_kv_heads, a.head_dim, dtype, device, config.kv_cache_gib)
+    gib = cache_gib(config, device.type)
+    cache = KVCache(a.num_layers, a.num_kv_heads, a.head_dim, dtype, device, gib)
     if cache.budget_tokens < 32:
         raise ConfigError(
-            f"rollout.engine.kv_cache_gib={config.kv_cache_gib} holds {cache.budget_tokens} tokens of this model, "
+            f"rollout.engine.kv_cache_gib={gib} holds {cache.budget_tokens} tokens of this model, "
             f"at {cache.bytes_per_token} bytes each; make it larger"
         )
     return cache

@@ -9,6 +9,7 @@ from typing import Any
 
 from tandem.api.engines import InferencePart
 from tandem.api.failures import ServerFailed
+from tandem.config.engine_memory import cache_gib
 from tandem.config.errors import ConfigError
 from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import mapped
 from tandem.engines.inference.remote.foreign.protocol import (
@@ -246,7 +247,7 @@ class VllmServer(ForeignServer):
             words += ["--enable-sleep-mode"]
         environment |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
         if terms.device == "cpu":
-            environment["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(settings.kv_cache_gib)))
+            environment["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, round(cache_gib(settings, terms.device))))
             # Left alone it keeps one core free, which is half of two.
             environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(str(cpu) for cpu in terms.cpus)
             environment |= _preload(terms.python)
