@@ -1,11 +1,13 @@
 """Compilers that fail, folders that cannot be written, and files that cannot be loaded."""
 
 import logging
+from pathlib import Path
 
 import pytest
 import torch
 
 from tandem.config.errors import ConfigError
+from tandem.engines.inference import kernels as module
 from tandem.engines.inference.kernels import kernels
 
 AVX = pytest.mark.skipif(not torch.cpu._is_avx512_bf16_supported(), reason="needs AVX-512 with bfloat16")
@@ -41,6 +43,21 @@ def test_a_compiler_that_fails_is_quoted_and_torch_computes(build, tmp_path):
     found, log = build(CXX=f"{compiler} for_all")
 
     assert found is None and "no memory for for_all" in log
+
+
+@AVX
+def test_a_compiler_that_hangs_is_announced_ended_and_named(build, tmp_path, monkeypatch, capsys):
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\nsleep 60 & echo $! > {tmp_path}/started\nwait\n")
+    compiler.chmod(0o755)
+    monkeypatch.setattr(module, "_BUILD_S", 0.3)
+    found, log = build(CXX=compiler)
+
+    assert found is None and "timed out after 0.3 seconds" in log
+    assert capsys.readouterr().err.count("compiling") == 1
+    started = int((tmp_path / "started").read_text())
+    state = Path(f"/proc/{started}/stat")
+    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z", "what the compiler started is ended"
 
 
 @NEEDS

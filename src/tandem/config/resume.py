@@ -57,7 +57,11 @@ MAY_CHANGE = (
 FIXED = ("rollout.dtype",)
 """Keys that may not change, although they stand below a key that may."""
 
-OTHER_DEFAULTS = {"rollout.min_group_size": (1, None)}
+OTHER_DEFAULTS = {
+    "rollout.min_group_size": (1, None),
+    "rollout.engine.kv_cache_gib": (2.0, None),
+    "rollout.engine.prefill_chunk_tokens": (1024, None),
+}
 """Key → its default in an older version, and now. A run that began with the one goes on with the other: a command that does
 not write the key asks for nothing new."""
 

@@ -22,15 +22,18 @@ from tandem.config.choose_backend import BackendMachine, choose_backend
 from tandem.config.devices import DeviceMap, devices_of
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
-from tandem.config.fleet import FleetConfig
+from tandem.config.fleet import FleetConfig, kinds_of
 from tandem.config.load import Resolved
 from tandem.config.preference import DistillConfig
 from tandem.engines.inference.build import engine_threads, servers_here
 from tandem.engines.inference.check import installed_servers
+from tandem.engines.inference.fused_weights import compute_dtype
+from tandem.engines.inference.kernels import kernels
 from tandem.launch.rank import follow_launcher, has_launcher, meeting_place
 from tandem.models.allocator import keep_freed_memory
+from tandem.models.precision import resolve_dtype
 from tandem.state.resuming import value_before
-from tandem.state.run_folder import run_path
+from tandem.state.run_folder import RunFolder, run_path
 
 log = logging.getLogger(__name__)
 
@@ -202,6 +205,41 @@ def machine_here(config: TrainConfig | DistillConfig) -> BackendMachine:
 def told(resolved: Resolved[TrainConfig | DistillConfig]) -> str:
     """The backend and its reason, in a line."""
     return f"{BACKEND}={resolved.config.rollout.backend} ({resolved.sources.get(BACKEND, 'default')})"
+
+
+# ------------------------------------------------------------------ compiled kernels
+
+
+def kernels_here(config: TrainConfig, device: str) -> str | None:
+    """``compiled`` or ``torch``: the kernels of our own engine in bfloat16 on a CPU; None where there is no choice."""
+    ours = kinds_of(config.rollout.backend, config.rollout.fleet) & {"embedded", "tandem"}
+    if device != "cpu" or not ours:
+        return None
+    dtype = compute_dtype(resolve_dtype(config.rollout.dtype, device), torch.device(device))
+    return None if dtype != torch.bfloat16 else "compiled" if kernels() is not None else "torch"
+
+
+def keep_kernels(config: TrainConfig, process: Process, folder: RunFolder | None) -> None:
+    """Writes down which kernels generate, on rank 0. A run that goes on with others is told so. Collective.
+
+    Raises:
+        ConfigError: it is deterministic, and would compute other numbers.
+    """
+    with process.team.together():
+        now = None if folder is None else kernels_here(config, process.device)
+        if folder is None or now is None or (before := folder.remember("kernels", now)) == now:
+            return
+        remedy = "set TANDEM_KERNELS=0" if before == "torch" else "install g++ (or set CXX), and leave TANDEM_KERNELS=0 out"
+        what = f"{folder.path} has generated with {_KERNELS[before]} so far, and would go on with {_KERNELS[now]}"
+        if config.deterministic:
+            raise ConfigError(
+                f"{what}, which round differently: with deterministic=true that is refused. To go on as before, {remedy}; "
+                "or begin another run with trial_name=…"
+            )
+        log.warning("%s, which round differently. To go on as before, %s", what, remedy)
+
+
+_KERNELS = {"compiled": "the compiled kernels", "torch": "torch's operators"}
 
 
 def log_choice(resolved: Resolved[TrainConfig | DistillConfig], process: Process) -> None:

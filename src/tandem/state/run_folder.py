@@ -191,6 +191,13 @@ class RunFolder:
         self.info["id"] = name
         self._write_info()
 
+    def remember(self, name: str, value: str) -> str:
+        """Writes a fact about the run into `run.json`, unless an earlier time has written it; the first one's value."""
+        if name not in self.info:
+            self.info[name] = value
+            self._write_info()
+        return str(self.info[name])
+
     @property
     def checkpoints(self) -> Path:
         """Folder of the checkpoints, `step_N/` each; it need not exist yet."""
@@ -282,7 +289,8 @@ def _continued(folder: Path, info: dict[str, Any], going: Going) -> dict[str, An
         aside = next(p for n in itertools.count(1) if not (p := folder / f"metrics.lost-{n}.jsonl").exists())
         os.rename(folder / "metrics.jsonl", aside)
         line["lost"] = aside.name
-    kept = {name: before[name] for name in ("id", "started", "restarts") if name in before}
+    facts = ("id", "started", "restarts", *(("kernels",) if found.checkpoints else ()))
+    kept = {name: before[name] for name in facts if name in before}
     return info | kept | {"resumed": [*times_resumed(folder), line]}
 
 

@@ -8,7 +8,8 @@ when there is room. (vLLM calls this preemption by recomputation: Kwon et al. 20
 """
 
 from collections import Counter, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
+from itertools import islice
 
 import torch
 
@@ -23,7 +24,7 @@ _FEWEST = 8
 """With fewer of them nobody knows what is usual."""
 
 _FIRST_SHARE = 8
-"""As long as nobody does, and the cache is small, a row has room for one in so many of the tokens that may be drawn."""
+"""Then, in a small cache, a row has room for one in so many of the tokens that may be drawn."""
 
 _SHARE = 0.75
 """This share of the latest completions would have fitted into a new row."""
@@ -55,10 +56,11 @@ class Growth:
         if sequence.started:
             self._lengths.append(self._slots.num_drawn(sequence))
 
-    def expect(self, next_ones: Collection[Sequence]) -> None:
+    def expect(self, waiting: Iterable[Sequence]) -> None:
         """Looks at those that may be admitted now, before `capacity` is asked for any of them."""
         if self._whole or len(self._lengths) >= _FEWEST:
             return
+        next_ones = list(islice(waiting, self._slots.num_free))
         alike = Counter(sequence.request.input_ids for sequence in next_ones)
         rows = [len(tokens) for tokens, count in alike.items() if count > 1]
         for sequence in next_ones:

@@ -12,7 +12,9 @@ import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -27,7 +29,7 @@ _SOURCE = Path(__file__).with_name("kernels.cpp")
 # Named one by one and not -march=native, so that an object in a shared cache folder runs on every CPU that may load it.
 _FLAGS = ["-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-w", "-mfma", "-mf16c"]
 _FLAGS += [f"-mavx512{part}" for part in ("f", "bw", "vl", "dq", "bf16")]
-_BUILD_S = 300
+_BUILD_S = 120
 
 HEAD_DIMS = (32, 64, 96, 128, 256)
 """Those that attention is compiled for."""
@@ -164,6 +166,15 @@ def _loaded(compiler: list[str]) -> Kernels:
 
 def _built(compiler: list[str], folder: Path) -> Path:
     made = folder / "kernels.so"
+    print("compiling the kernels of generation, once for this machine (up to a minute) …", file=sys.stderr, flush=True)
     command = [*compiler, *_FLAGS, "-o", str(made), str(_SOURCE)]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_S)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True) as compiling:
+        try:
+            out, err = compiling.communicate(timeout=_BUILD_S)
+        except BaseException:
+            os.killpg(compiling.pid, signal.SIGKILL)  # also the programs that the compiler has started
+            raise
+    if compiling.returncode:
+        raise subprocess.CalledProcessError(compiling.returncode, command, out, err)
     return made

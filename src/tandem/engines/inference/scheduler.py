@@ -5,7 +5,6 @@ the one that came last gives way.
 """
 
 from collections import Counter, deque
-from itertools import islice
 
 import torch
 
@@ -59,8 +58,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         self.sequences[sequence.request_id] = sequence
-        self._arrived += 1
-        sequence.arrival = self._arrived
+        sequence.arrival = self._arrived = self._arrived + 1
         self.waiting.append(sequence)
         self._alike[sequence.request.input_ids] += 1
 
@@ -69,7 +67,7 @@ class Scheduler:
         admitted: list[tuple[Sequence, Pool, int]] = []
         planned: list[int] = []
         new_prompts: set[tuple[int, ...]] = set()
-        self.growth.expect(list(islice(self.waiting, self.slots.num_free)))
+        self.growth.expect(self.waiting)
         while self.waiting and len(admitted) < self.slots.num_free + (self.waiting[0].slot >= 0):
             sequence = self.waiting[0]  # never a later one, or a long request would wait for ever
             tokens = sequence.request.input_ids

@@ -1,0 +1,31 @@
+"""The kernels that a run began to generate with, and a machine that has others."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tandem.config.errors import ConfigError
+from tandem.config.experiment import TrainConfig
+from tandem.config.load import load_config
+from tandem.flow.process import Process, keep_kernels
+from tandem.state.run_folder import RunFolder
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "remedy"), [("torch", "compiled", "TANDEM_KERNELS=0"), ("compiled", "torch", "install g")]
+)
+def test_a_run_goes_on_with_the_kernels_it_began_with(tmp_path, monkeypatch, caplog, before, now, remedy):
+    process = Process("cpu", threads=1)
+    config = load_config(TrainConfig, None, ["train_dataset.path=addition", "rollout.backend=embedded"]).config
+    monkeypatch.setattr("tandem.flow.process.kernels_here", lambda *_: found)
+    found = before
+    with RunFolder.open(tmp_path, "one", "run", config_text="") as folder:
+        keep_kernels(config, process, folder)
+        keep_kernels(replace(config, deterministic=True), process, folder)
+        found = now
+        with caplog.at_level("WARNING"):
+            keep_kernels(config, process, folder)
+        assert remedy in caplog.text and json.loads((folder.path / "run.json").read_text())["kernels"] == before
+        with pytest.raises(ConfigError, match=remedy):
+            keep_kernels(replace(config, deterministic=True), process, folder)
