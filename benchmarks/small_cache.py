@@ -31,7 +31,6 @@ from tandem.models.catalog import resolve
 from tandem.models.tokenizer import load_tokenizer
 
 
-
 @dataclass
 class Engine:
     """An engine, and how it reserves rows."""

@@ -1,0 +1,81 @@
+"""The commands of vLLM servers, read by vLLM's own parser.
+
+``TANDEM_VLLM_PYTHON`` names the python of an environment that has vLLM.
+"""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tandem.config.devices import Seat
+from tandem.config.errors import ConfigError
+from tandem.config.rollout import EmbeddedEngineConfig
+from tandem.engines.inference.build import option_words
+from tandem.engines.inference.check import OURS_ALONE, check_options
+from tandem.engines.inference.remote.foreign.server import StartTerms
+from tandem.engines.inference.remote.foreign.vllm import VllmServer
+
+PYTHON = os.environ.get("TANDEM_VLLM_PYTHON")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON, reason="TANDEM_VLLM_PYTHON names no python of an environment that has vLLM"),
+]
+
+PARSE = """
+import json, sys
+try:
+    from vllm.entrypoints.launchers import cli_args
+except ImportError:
+    from vllm.entrypoints.openai import cli_args
+parser = cli_args.make_arg_parser(cli_args.FlexibleArgumentParser())
+read = [parser.parse_args(words) for words in json.load(sys.stdin)]
+for one in read:
+    cli_args.validate_parsed_serve_args(one)
+print(json.dumps([vars(one) for one in read], default=str))
+"""
+
+SETTINGS = EmbeddedEngineConfig(max_running=24, max_model_len=512)
+TERMS = [
+    StartTerms(str(PYTHON), Path("/model"), "float32", "cpu", SETTINGS, (0, 1)),
+    StartTerms(str(PYTHON), Path("/model"), "bfloat16", "cuda", EmbeddedEngineConfig(), ()),
+    StartTerms(str(PYTHON), Path("/model"), "bfloat16", "cuda", SETTINGS, (), Seat("vllm-0", (2, 3), 0.4), True),
+]
+OPTIONS = {"enforce-eager": True, "quantization": "fp8", "max-num-batched-tokens": 4096}
+
+
+def test_vllm_reads_the_commands_of_its_servers_as_they_are_meant():
+    commands = [VllmServer.command(terms, 8123)[0] for terms in TERMS]
+    assert [words[:3] for words in commands] == 3 * [[PYTHON, "-m", "vllm.entrypoints.openai.api_server"]]
+    words = json.dumps([[*words[3:], *option_words(OPTIONS)] for words in commands])
+    done = subprocess.run([str(PYTHON), "-c", PARSE], input=words, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    read = json.loads(done.stdout.strip().splitlines()[-1])
+
+    for found, terms in zip(read, TERMS, strict=True):
+        assert (found["model"], found["served_model_name"]) == ("/model", ["policy"])
+        assert (found["host"], found["port"], found["seed"]) == ("127.0.0.1", 8123, 8123)
+        assert (found["dtype"], found["max_num_seqs"]) == (terms.dtype, terms.settings.max_running)
+        assert found["max_model_len"] == terms.settings.max_model_len
+        assert found["logprobs_mode"] == "processed_logprobs" and found["enable_scale_out"] is True
+        assert found["worker_extension_cls"].startswith("tandem_") and len(found["middleware"]) == 1
+        assert (found["enforce_eager"], found["quantization"], found["max_num_batched_tokens"]) == (True, "fp8", 4096)
+    assert [found["tensor_parallel_size"] for found in read] == [1, 1, 2]
+    assert read[2]["gpu_memory_utilization"] == 0.4 != read[1]["gpu_memory_utilization"]
+    assert [found["enable_sleep_mode"] for found in read] == [False, False, True]
+
+
+def test_options_are_checked_against_what_vllm_lists_itself():
+    check_options("vllm", str(PYTHON), OPTIONS)
+    with pytest.raises(
+        ConfigError, match=r"options\.enforce-eagr is no option of vllm servers; did you mean .*enforce-eager"
+    ):
+        check_options("vllm", str(PYTHON), {"enforce-eagr": True})
+
+
+def test_what_the_run_gives_itself_are_options_of_vllm(monkeypatch):
+    ours = OURS_ALONE["vllm"].split()
+    monkeypatch.setitem(OURS_ALONE, "vllm", "")
+    check_options("vllm", str(PYTHON), dict.fromkeys(ours, 1))
