@@ -24,7 +24,7 @@ def cache_gib(
 
     Args:
         engine: settings of one engine.
-        device: ``cpu``, ``cuda`` or ``cuda:1``.
+        device: ``cpu``; anything else is a GPU.
         memory_gib: all memory of the device, or the part that the run may take; None if the engine has no share of it.
         share: of it, for this engine.
         weights_gib: one copy of its weights.

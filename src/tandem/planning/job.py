@@ -280,7 +280,6 @@ def _generator(config: TrainConfig, actor: Held, machine: Machine, samples: int)
     memory = config.memory_limit_gib or machine.memory_gib
     dtype: Dtype = "float32" if delivered == "bfloat16" and not machine.fast_bfloat16 else delivered
     share, own = _share(config, machine), engine_bytes(shape, dtype, cpu=False) / GIB
-    device = "cpu" if machine.kind == "cpu" else "cuda"
     return Generator(
         shape=shape,
         delivered=delivered,
@@ -288,9 +287,9 @@ def _generator(config: TrainConfig, actor: Held, machine: Machine, samples: int)
         engines=max(ranks, sum(one.count for one in servers or () if one.kind in ("embedded", "tandem"))),
         on_ranks=ranks > 1,
         own_process=servers is not None or placement(config) == "decoupled",
-        kv_cache_gib=cache_gib(rollout.engine, device, memory_gib=memory, share=share, weights_gib=own),
+        kv_cache_gib=cache_gib(rollout.engine, machine.kind, memory_gib=memory, share=share, weights_gib=own),
         max_running=rollout.engine.max_running,
-        prefill_chunk=chunk_tokens(rollout.engine, device),
+        prefill_chunk=chunk_tokens(rollout.engine, machine.kind),
         max_len=rollout.engine.max_model_len or shape.context,
         sequences=min(episodes, rollout.max_concurrent or episodes) * samples,
         adapter=_delivered_adapter(config, actor, kinds),
