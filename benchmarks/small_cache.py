@@ -4,8 +4,8 @@
 
 The same requests on two engines in turn: one reserves what each may draw at most (`deterministic`), the other what
 completions usually take, and makes room by preemption. Each may draw ``--most`` tokens and draws far fewer; their lengths
-are those of a log-normal distribution with a median of 64 tokens. The kind "first requests" is distinct prompts on new engines,
-which do not know what is usual. Prints a table, and one JSON object as the last line.
+are those of a log-normal distribution with a median of 64 tokens. The kind "first requests" is distinct prompts on new
+engines, which do not know what is usual. Prints a table, and one JSON object as the last line.
 """
 
 import argparse
