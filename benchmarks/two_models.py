@@ -1,6 +1,6 @@
 """The record of docs/recipes/two_models.md: gathered from the run folders of its commands, and shown in the page.
 
-python benchmarks/two_models.py --runs runs    # writes two_models.json, of the runs that are there
+python benchmarks/two_models.py --runs runs    # puts the runs that are there into two_models.json
 python benchmarks/two_models.py --render       # table and picture of the page
 """
 
@@ -19,12 +19,13 @@ RECORD = Path(__file__).with_suffix(".json")
 PAGE = ROOT / "docs" / "recipes" / "two_models.md"
 PICTURE = ROOT / "docs" / "pictures" / "two_models.png"
 BLOCK = re.compile(r"(<!-- measured -->\n).*?(<!-- end -->)", re.S)
-RECIPES = {"planner": ("a planner with a worker", 192), "simulated_user": ("a simulated user", 192)}
+RECIPES = {"planner": ("a planner with a worker", 192), "simulated_user": ("a simulated user", 96)}
 """Experiment → its name in the page, and the samples of one evaluation."""
 TRIALS = {"grpo": ("GRPO", "#2563eb"), "control": ("control", "#a1a1aa")}
 KEPT = (
     "step",
     "loss",
+    "accuracy",
     "reward/mean",
     "eval/accuracy",
     "told",
@@ -35,17 +36,15 @@ KEPT = (
 )
 
 
-def gather(runs: Path) -> dict[str, dict[str, list[dict[str, float]]]]:
-    """The lines of `metrics.jsonl` that the page shows, by recipe and trial."""
-    found: dict[str, dict[str, list[dict[str, float]]]] = {}
+def gather(runs: Path, record: dict[str, Any]) -> None:
+    """Put the lines of `metrics.jsonl` that the page shows into the record, by recipe and trial."""
     for recipe in RECIPES:
         for trial in TRIALS:
             file = runs / recipe / trial / "metrics.jsonl"
             lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
             rows = [{key: row[key] for key in KEPT if row.get(key) is not None} for row in map(json.loads, lines)]
             if rows:
-                found.setdefault(recipe, {})[trial] = rows
-    return found
+                record.setdefault(recipe, {})[trial] = rows
 
 
 def table(record: dict[str, Any]) -> str:
@@ -59,7 +58,7 @@ def table(record: dict[str, Any]) -> str:
         for trial, rows in trials.items():
             for row in (row for row in rows if "eval/accuracy" in row):
                 share, step = row["eval/accuracy"], row["step"]
-                last = [one["reward/mean"] for one in rows if step - 3 < one["step"] <= step and "reward/mean" in one]
+                last = [one["accuracy"] for one in rows if step - 3 < one["step"] <= step and "accuracy" in one]
                 trained = f"{100 * sum(last) / len(last):.0f}" if last else "–"
                 right = f"{100 * share:.0f} ± {100 * sqrt(share * (1 - share) / samples):.0f}"
                 lines.append(f"| {name} | {TRIALS[trial][0]} | {step:.0f} | {right} | {trained} |")
@@ -79,11 +78,11 @@ def draw(record: dict[str, Any], path: Path) -> None:
         for trial, rows in record.get(recipe, {}).items():
             name, colour = TRIALS[trial]
             for key, look in (
-                ("reward/mean", {"lw": 1.2, "alpha": 0.6}),
+                ("accuracy", {"lw": 1.2, "alpha": 0.6}),
                 ("eval/accuracy", {"ls": "--", "marker": "D", "ms": 5}),
             ):
                 points = [(row["step"], 100 * row[key]) for row in rows if key in row]
-                where = "in training" if key == "reward/mean" else "test questions"
+                where = "in training" if key == "accuracy" else "test questions"
                 axes.plot(*zip(*points, strict=True), color=colour, label=f"{name}, {where}", **look)
         axes.set(title=f"{title}: right, %", xlabel="step of 4 questions × 8 samples", ylim=(-3, 103))
         axes.spines[["top", "right"]].set_visible(False)
@@ -98,9 +97,10 @@ def main() -> None:
     options = parser.parse_args()
     if not (options.runs or options.render):
         parser.error("give --runs or --render")
-    if options.runs:
-        RECORD.write_text(json.dumps(gather(options.runs), indent=1) + "\n", encoding="utf-8")
     record = json.loads(RECORD.read_text(encoding="utf-8"))
+    if options.runs:
+        gather(options.runs, record)
+        RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     if options.render:
         PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), record), encoding="utf-8")
         draw(record, PICTURE)

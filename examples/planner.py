@@ -1,6 +1,6 @@
 """Two agents: a planner, which is trained, and a worker, another model that stays as it is (docs/recipes/two_models.md).
 
-    python examples/planner.py planner_data     # makes train.jsonl, test.jsonl and shuffled.jsonl, a control
+    python examples/planner.py planner_data     # makes train.jsonl and test.jsonl
     tandem train examples/planner.yaml
 
 The planner reads a story of a journey and passes a country on. The worker sees this country and not the story, and says its
@@ -11,6 +11,7 @@ the capital itself.
 import argparse
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 from tandem import ChatWorkflow
@@ -49,6 +50,14 @@ class Planner(ChatWorkflow):
         return chat.sample(right, accuracy=right, words={"worker": said})
 
 
+class Control(Planner):
+    """The same plans and worker, the rewards of a story dealt out anew among its plans: they say nothing of a plan."""
+
+    async def finish_group(self, samples, data):
+        rewards = random.Random(str(data)).sample([one.reward for one in samples], len(samples))
+        return tuple(replace(one, reward=reward) for one, reward in zip(samples, rewards, strict=True))
+
+
 def seen_by_the_worker(plan):
     """Two questions with their answers, which show how it is done, and the planner's."""
     turns = [
@@ -70,10 +79,8 @@ def main():
     folder, draw = parser.parse_args().folder, random.Random(0)
     rows = list({row["question"]: row for row in (story(draw) for _ in range(600))}.values())
     test, train = rows[:96], rows[96:]
-    answers = draw.sample([row["answer"] for row in train], len(train))
-    shuffled = [row | {"answer": answer} for row, answer in zip(train, answers, strict=True)]
     folder.mkdir(parents=True, exist_ok=True)
-    for name, part in (("train", train), ("test", test), ("shuffled", shuffled)):
+    for name, part in (("train", train), ("test", test)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
         print(f"{folder / name}.jsonl: {len(part)} rows")
 

@@ -1,5 +1,6 @@
 """The recipes of docs/recipes/two_models.md run with tiny models, on the data that they make."""
 
+import asyncio
 import json
 import runpy
 import sys
@@ -7,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tandem.api.requests import LLMResponse, StopReason
+from tandem.api.samples import Sample
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.trainers.rl import train
-from tests.tiny import tiny_model_folder
+from tests.tiny import tiny_model_folder, tiny_tokenizer
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -32,18 +35,57 @@ def made(name, folder, monkeypatch):
     return {file.stem: [json.loads(line) for line in file.read_text().splitlines()] for file in folder.iterdir()}
 
 
-def test_no_story_is_in_two_parts_and_the_control_has_other_answers(tmp_path, monkeypatch):
+def test_no_story_is_in_two_parts(tmp_path, monkeypatch):
     parts = made("planner", tmp_path, monkeypatch)
     assert not {row["question"] for row in parts["train"]} & {row["question"] for row in parts["test"]}
-    same = [a == b for a, b in zip(parts["train"], parts["shuffled"], strict=True)]
-    assert [row["question"] for row in parts["train"]] == [row["question"] for row in parts["shuffled"]]
-    assert sum(same) / len(same) < 0.15
 
 
-def test_the_customer_of_the_control_knows_another_colour_than_the_one_that_counts(tmp_path, monkeypatch):
-    parts = made("simulated_user", tmp_path, monkeypatch)
-    assert all(row["known"] == row["answer"] for row in [*parts["train"], *parts["test"]])
-    assert all(row["known"] != row["answer"] for row in parts["secret"])
+@pytest.mark.parametrize("name", ["planner", "simulated_user"])
+def test_the_control_deals_the_rewards_of_a_group_out_anew(name):
+    control = runpy.run_path(str(EXAMPLES / f"{name}.py"))["Control"]
+    samples = tuple(Sample(trajectories=(), reward=float(i), accuracy=i / 8, prompt_text=str(i)) for i in range(8))
+    groups = [asyncio.run(control.finish_group(None, samples, {"answer": str(seed)})) for seed in range(300)]
+    assert all([one.accuracy for one in group] == [i / 8 for i in range(8)] for group in groups)
+    assert all(sorted(one.reward for one in group) == [float(i) for i in range(8)] for group in groups)
+    # a sample gets the mean of its group, whatever it earned itself
+    means = [sum(group[i].reward for group in groups) / len(groups) for i in range(8)]
+    assert max(abs(mean - 3.5) for mean in means) < 0.6
+
+
+class Talk:
+    """A customer that says a word, and a policy that says two."""
+
+    def __init__(self, tokenizer, said, *turns):
+        self.tokenizer, self.said, self.turns, self.heard = tokenizer, said, list(turns), []
+
+    async def reply(self, engine, messages):
+        self.heard.append(messages[-1]["content"])
+        return self.said
+
+    async def agenerate(self, request):
+        ids = tuple(self.tokenizer(self.turns.pop(0), add_special_tokens=False)["input_ids"])
+        return LLMResponse(request.input_ids, ids, (0.0,) * len(ids), (0,) * len(ids), StopReason.STOP)
+
+
+@pytest.mark.parametrize(
+    ("question", "order", "reward"),
+    [
+        ("Which colour?", "A red cup, thank you.", 1.0),
+        ("Which colour?", "A cup, thank you.", 0.5),
+        ("Which colour?", "A red or blue cup.", 0.5),
+        ("Which colour?", "A red hat.", 0.25),
+        ("A cup.", "A red cup.", 0.75),
+        ("A cup.", "Thank you.", 0.0),
+    ],
+)
+def test_the_clerk_is_rewarded_for_a_question_and_for_the_order(question, order, reward):
+    clerk = runpy.run_path(str(EXAMPLES / "simulated_user.py"))["Clerk"]
+    tokenizer = tiny_tokenizer()
+    talk = Talk(tokenizer, "red", question, order)
+    row = {"messages": [{"role": "user", "content": "I would like a cup."}], "thing": "cup", "answer": "red"}
+    sample = asyncio.run(clerk(partner=talk, reward=None, gconfig=None, tokenizer=tokenizer).arun_episode(talk, row))
+    assert (sample.reward, sample.accuracy) == (reward, float(reward >= 0.75))
+    assert talk.heard == ([f"You want a red cup. {question}"] if "?" in question else [])
 
 
 @pytest.mark.parametrize(
