@@ -52,7 +52,7 @@ def test_importing_tandem_loads_no_torch_and_the_settings_are_there_when_a_name_
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
         "from tandem import Actor, ConfigError, load_config, plan_run\n"
         "assert 'torch' not in sys.modules\n"
-        "from tandem import Session\n"
+        "from tandem import ChatWorkflow\n"
         "from tandem.config import libraries\n"
         "assert 'torch' in sys.modules and not libraries.torch_came_first\n"
         "assert all(name in os.environ for name in libraries.SETTINGS)\n"

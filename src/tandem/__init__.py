@@ -16,7 +16,6 @@ from tandem.config.libraries import set_up
 
 if TYPE_CHECKING:
     from tandem.algorithms.registry import prepared_by
-    from tandem.api.engines import InferenceEngine, TrainEngine
     from tandem.api.environment import InvalidAction
     from tandem.api.failures import DataFailure, InfrastructureFailure, RewardFailure
     from tandem.api.requests import LLMRequest
@@ -28,24 +27,19 @@ if TYPE_CHECKING:
     from tandem.config.experiment import SFTConfig, TrainConfig
     from tandem.config.load import load_config
     from tandem.config.preference import PreferenceConfig, RewardModelConfig
-    from tandem.data.loader import Loader
     from tandem.flow.plan import plan_run
-    from tandem.flow.session import Session
     from tandem.protocol.tool_calls import plain_chat
     from tandem.rewards.build import build_reward
     from tandem.roles.actor import Actor
     from tandem.roles.language_model import LanguageModel
     from tandem.roles.preference import PreferenceLearner
     from tandem.roles.reward_model import RewardModel
-    from tandem.rollout.executor import Rollout
     from tandem.rollout.tools.search import SearchBox
     from tandem.rollout.tools.tool import Tool, Toolbox, ToolFailure, tool_schema
     from tandem.rollout.workflows import ChatWorkflow
-    from tandem.tracking.records import RecordedSample, load_batch, load_trajectories
+    from tandem.tracking.records import load_batch, load_trajectories
     from tandem.tracking.statistics import PhaseTimer, peak_memory_gib
-    from tandem.trainers.opening import Run
     from tandem.trainers.script import open_training
-    from tandem.weights.publisher import WeightPublisher
 
 __version__ = "0.1.0"
 
@@ -57,36 +51,28 @@ __all__ = [
     "FrozenModel",
     "Group",
     "GroupReward",
-    "InferenceEngine",
     "InfrastructureFailure",
     "InvalidAction",
     "LLMRequest",
     "LanguageModel",
-    "Loader",
     "PhaseTimer",
     "PreferenceConfig",
     "PreferenceLearner",
-    "RecordedSample",
     "RewardFailure",
     "RewardFn",
     "RewardModel",
     "RewardModelConfig",
     "RewardResult",
-    "Rollout",
     "RolloutWorkflow",
-    "Run",
     "SFTConfig",
     "Sample",
     "Score",
     "SearchBox",
-    "Session",
     "Tool",
     "ToolFailure",
     "Toolbox",
     "TrainConfig",
-    "TrainEngine",
     "Trajectory",
-    "WeightPublisher",
     "build_reward",
     "load_batch",
     "load_config",
@@ -102,7 +88,6 @@ __all__ = [
 
 _MODULES = {
     "algorithms.registry": ("prepared_by",),
-    "api.engines": ("InferenceEngine", "TrainEngine"),
     "api.environment": ("InvalidAction",),
     "api.failures": ("DataFailure", "InfrastructureFailure", "RewardFailure"),
     "api.requests": ("LLMRequest",),
@@ -114,24 +99,19 @@ _MODULES = {
     "config.experiment": ("SFTConfig", "TrainConfig"),
     "config.load": ("load_config",),
     "config.preference": ("PreferenceConfig", "RewardModelConfig"),
-    "data.loader": ("Loader",),
     "flow.plan": ("plan_run",),
-    "flow.session": ("Session",),
     "protocol.tool_calls": ("plain_chat",),
     "rewards.build": ("build_reward",),
     "roles.actor": ("Actor",),
     "roles.language_model": ("LanguageModel",),
     "roles.preference": ("PreferenceLearner",),
     "roles.reward_model": ("RewardModel",),
-    "rollout.executor": ("Rollout",),
     "rollout.tools.search": ("SearchBox",),
     "rollout.tools.tool": ("Tool", "ToolFailure", "Toolbox", "tool_schema"),
     "rollout.workflows": ("ChatWorkflow",),
-    "tracking.records": ("RecordedSample", "load_batch", "load_trajectories"),
+    "tracking.records": ("load_batch", "load_trajectories"),
     "tracking.statistics": ("PhaseTimer", "peak_memory_gib"),
-    "trainers.opening": ("Run",),
     "trainers.script": ("open_training",),
-    "weights.publisher": ("WeightPublisher",),
 }
 """The place of each public name, for `__getattr__`; the imports above say the same to editors and to mypy. A test
 compares."""
