@@ -112,22 +112,31 @@ def test_models_on_one_of_two_ranks_give_the_same_batches_and_metrics_as_on_both
     assert all(torch.equal(first[name].nan_to_num(), second[name].nan_to_num()) for name in first)
 
 
-class Refuses:
-    """A model that fails on rank 1."""
+class RefusesEntropy:
+    """A model that gives numbers of its first rank, and fails on rank 1 if it is asked for the entropy."""
 
     def forward(self, batch, *, entropy=False):
-        if dist.get_rank() == 1:
+        if entropy and dist.get_rank() == 1:
             raise OSError("the device is gone")
-        return Outputs(torch.zeros(3))
+        return Outputs(torch.full((3,), float(dist.get_rank())))
 
 
-def failing(ranks):
-    team = form_team((0, 1), Team())
-    engine = TeamEngine(Refuses() if team.member else None, Team())
+def on_ranks(chosen, ranks):
+    """What a model on some of three ranks gives to all; how its failure reaches them; and whose team that is."""
+    everyone = Team()
+    team = form_team(chosen, everyone)
+    engine = TeamEngine(RefusesEntropy() if team.member else None, everyone, min(chosen))
+    logprobs = engine.forward(random_batch([3])).logprobs.tolist()
     with pytest.raises((RankFailed, OSError)) as failure:
-        engine.forward(random_batch([3]))
-    return type(failure.value).__name__
+        engine.forward(random_batch([3]), entropy=True)
+    again = form_team(tuple(reversed(chosen)), everyone) is team and form_team((0, 1, 2), everyone) is everyone
+    return logprobs, type(failure.value).__name__, team.main, again
 
 
-def test_a_model_that_fails_on_one_of_its_ranks_fails_on_all_ranks(tmp_path):
-    assert on(3, failing, out=tmp_path) == ["RankFailed", "OSError", "RankFailed"]
+@pytest.mark.parametrize("chosen", [(0, 1), (1, 2)], ids=str)
+def test_a_model_on_any_of_the_ranks_gives_and_fails_to_all_of_them(tmp_path, chosen):
+    outcomes = on(3, on_ranks, chosen, out=tmp_path)
+    assert [logprobs for logprobs, *_ in outcomes] == [[float(chosen[0])] * 3] * 3
+    assert [failure for _, failure, *_ in outcomes] == ["RankFailed", "OSError", "RankFailed"]
+    assert [main for _, _, main, _ in outcomes] == [rank == chosen[0] for rank in range(3)]
+    assert all(again for *_, again in outcomes)

@@ -38,6 +38,9 @@ class Team:
     def __init__(self, group: dist.ProcessGroup | None = None):
         """``group``: the ranks; None stands for all that there are when a method is called."""
         self.group = group
+        self.parts: dict[tuple[int, ...], Team] = {}
+        """Teams of some of its ranks, by these: their groups are made once."""
+
         self._single = False
 
     @classmethod
@@ -71,14 +74,14 @@ class Team:
         """True on the team's first rank. Of all ranks it is the one that logs and writes."""
         return self.rank == 0
 
-    def share(self, make: Callable[[], T]) -> T:
-        """Gives every rank the result of ``make``, which only the first rank calls.
+    def share(self, make: Callable[[], T], source: int = 0) -> T:
+        """Gives every rank the result of ``make``, which only one rank calls: the first, or that of place ``source``.
 
         The result must be picklable. A batch is sent column by column, and then lies on the CPU.
 
         Raises:
-            Exception: on the first rank, the error of ``make``; on the others the same if it is a `TandemError`, otherwise
-                `RankFailed`.
+            Exception: on the rank that calls it, the error of ``make``; on the others the same if it is a `TandemError`,
+                otherwise `RankFailed`.
         """
         if self._is_one():
             return make()
@@ -93,12 +96,12 @@ class Team:
             items = sorted((str(name), column) for name, column in result.items())
             return _Columns(tuple((name, column.dtype, tuple(column.shape)) for name, column in items))
 
-        result = self._send(describe)
+        result = self._send(describe, source)
         if not isinstance(result, _Columns):
             return result
         columns = {}
         for name, dtype, shape in result.columns:
-            columns[name] = self._broadcast(None if batch is None else batch[name], shape, dtype).cpu()
+            columns[name] = self._broadcast(None if batch is None else batch[name], shape, dtype, source).cpu()
         return TensorDict(columns, batch_size=[])
 
     def gather(self, own: T) -> list[T]:
@@ -176,11 +179,11 @@ class Team:
             return error
         return RankFailed(f"rank {dist.get_rank()} failed: {type(error).__name__}: {error}")
 
-    def _send(self, make: Callable[[], T]) -> T:
-        """The first rank's object on all ranks; see `share`."""
-        source = dist.get_global_rank(self.group, 0) if self.group is not None else 0
+    def _send(self, make: Callable[[], T], place: int = 0) -> T:
+        """One rank's object on all ranks; see `share`."""
+        source = self._global_rank(place)
         message: list[Any] = [None, None]
-        if self.main:
+        if self.rank == place:
             try:
                 message[0] = make()
             except Exception as error:  # the worker boundary: the others would wait for a broadcast that never comes
@@ -194,13 +197,19 @@ class Team:
         result: T = message[0]
         return result
 
-    def _broadcast(self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """The first rank's tensor on all ranks, where the group communicates; None on the others."""
+    def _broadcast(
+        self, tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, place: int = 0
+    ) -> torch.Tensor:
+        """One rank's tensor on all ranks, where the group communicates; None on the others."""
         gpu = dist.get_backend(self.group) == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
         tensor = torch.empty(shape, dtype=dtype, device=device) if tensor is None else tensor.to(device).contiguous()
-        dist.broadcast(tensor, src=dist.get_global_rank(self.group, 0) if self.group is not None else 0, group=self.group)
+        dist.broadcast(tensor, src=self._global_rank(place), group=self.group)
         return tensor
+
+    def _global_rank(self, place: int) -> int:
+        """The rank in the run of a place in the team."""
+        return place if self.group is None else dist.get_global_rank(self.group, place)
 
     def _is_one(self) -> bool:
         if not self.member:

@@ -62,7 +62,7 @@ def open_model(
         return build()
     with process.team.together():
         engine = build() if team.member else None
-    return TeamEngine(engine, process.team)
+    return TeamEngine(engine, process.team, min(resident.ranks))
 
 
 def open_scores(

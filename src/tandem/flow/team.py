@@ -1,4 +1,4 @@
-"""Who works with whom: all ranks of a run, or the first few of them, on which a model sits that is spread over fewer."""
+"""Who works with whom: all ranks of a run, or some of them, on which a model sits that is spread over fewer."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,9 +17,14 @@ T = TypeVar("T")
 
 
 def form_team(ranks: Sequence[int], everyone: Team) -> Team:
-    """The team of these ranks, of which rank 0 is one. Collective over ``everyone``, all ranks of the run."""
-    assert ranks[0] == 0, "rank 0 hands on what a model on some of the ranks gives"
-    return everyone if len(ranks) == everyone.size else Team(dist.new_group(list(ranks)))
+    """The team of these ranks, whose main is the lowest. Collective over ``everyone``, all ranks of the run."""
+    chosen = tuple(sorted(set(ranks)))
+    assert chosen and chosen[0] >= 0 and chosen[-1] < everyone.size, f"ranks {chosen} of {everyone.size}"
+    if len(chosen) == everyone.size:
+        return everyone
+    if chosen not in everyone.parts:
+        everyone.parts[chosen] = Team(dist.new_group(list(chosen)))
+    return everyone.parts[chosen]
 
 
 def form_generators(ranks: Sequence[int], everyone: Team, patience_s: float) -> Team | None:
@@ -36,17 +41,17 @@ class TeamEngine(TrainEngine):
     Roles and scripts call it on all ranks, as they call a model that sits on all. A failure of one rank reaches all.
     """
 
-    def __init__(self, engine: TrainEngine | None, everyone: Team):
-        """``engine``: the model, on the ranks that it sits on; rank 0 is one of them. ``everyone``: all ranks."""
-        self.engine, self._everyone = engine, everyone
+    def __init__(self, engine: TrainEngine | None, everyone: Team, first: int = 0):
+        """``engine``: the model, on the ranks that it sits on, of which ``first`` is the lowest. ``everyone``: all ranks."""
+        self.engine, self._everyone, self._first = engine, everyone, first
 
     def _everywhere(self, compute: Callable[[TrainEngine], T]) -> T:
-        """The result on all ranks. The ranks of the model all compute it and get the same, so rank 0 hands its own on."""
+        """The result on all ranks. The ranks of the model all compute it and get the same; the first hands its own on."""
         result: Any = None
         with self._everyone.together():
             if self.engine is not None:
                 result = compute(self.engine)
-        return self._everyone.share(lambda: result)
+        return self._everyone.share(lambda: result, self._first)
 
     def train_batch(self, batch: TensorDict, loss_fn: LossFn, *, entropy: bool = False) -> dict[str, float]:
         """Implements `TrainEngine.train_batch`."""
@@ -112,7 +117,7 @@ class TeamEngine(TrainEngine):
             self.engine.load_state_dict(state)
 
     def late_writer(self, state: Mapping[str, Any]) -> Callable[[Path], None] | None:
-        """Implements `TrainEngine.late_writer`, on rank 0."""
+        """Implements `TrainEngine.late_writer`, on the first rank of the model."""
         return None if self.engine is None else self.engine.late_writer(state)
 
     def offload(self, parts: tuple[TrainPart, ...], scratch: Path | None = None) -> int:
