@@ -13,11 +13,12 @@ from tandem.config.errors import ConfigError
 from tandem.config.fleet import FleetConfig
 from tandem.config.rollout import EmbeddedEngineConfig, RolloutConfig
 from tandem.engines.inference.build import option_words
-from tandem.engines.inference.check import check_options
+from tandem.engines.inference.check import check_inference_engine, check_options
 from tandem.engines.inference.remote.foreign.server import StartTerms
 from tandem.engines.inference.remote.foreign.sglang import SGLangServer
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
 from tandem.engines.inference.remote.tandem_server import _command
+from tests.tiny import tiny_model_folder
 
 # backend, ranks, devices, placement → devices of each server, or words of the refusal
 TABLE = [
@@ -133,3 +134,9 @@ def test_options_of_servers_are_asked_of_their_own_command():
         check_options("tandem", sys.executable, {"port": 1})
     with pytest.raises(ConfigError, match="cannot be checked"):
         check_options("vllm", sys.executable, {"enforce-eager": True})
+
+
+def test_servers_whose_devices_cannot_share_out_the_heads_are_refused(tmp_path):
+    model = tiny_model_folder(tmp_path)
+    with pytest.raises(ConfigError, match=r"vllm:d1t3 spreads each server over 3 devices.* possible: t1"):
+        check_inference_engine(RolloutConfig(backend="vllm:d1t3"), model, "cuda")

@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
     model = tiny_model_folder(folder, kind="llama")
     (folder / "my_reward.py").write_text(blocks("py")[0])
-    keys = "experiment_name=addition trial_name=first actor.optimizer.lr=0.01 actor.dtype=float32 rollout.dtype=float32"
+    keys = "experiment_name=addition trial_name=grpo actor.optimizer.lr=0.01 actor.dtype=float32 rollout.dtype=float32"
     keys += " rollout.batch_size=4 rollout.engine.kv_cache_gib=0.05 gconfig.n_samples=4 gconfig.max_new_tokens=8 threads=1"
     keys += " train_dataset.path=addition valid_dataset.path=addition evaluate.every_steps=null total_train_steps=12"
     keys += " tracking.plot_every_steps=null algorithm.filter=dynamic_sampling deterministic=true actor.mini_batches=2"

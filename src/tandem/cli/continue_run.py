@@ -4,8 +4,8 @@ The configuration is read from the run's folder; `key=value` changes it. Learnin
 with --override. Repeating the command that began the run does the same.
 
 examples:
-  tandem continue runs/addition/first
-  tandem continue runs/addition/first total_train_steps=200 --override
+  tandem continue runs/addition/grpo
+  tandem continue runs/addition/grpo total_train_steps=200 --override
 """
 
 import argparse
@@ -19,7 +19,7 @@ FOLDER_KEYS = ("run.root", "experiment_name", "trial_name")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, such as runs/addition/first")
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, such as runs/addition/grpo")
     parser.add_argument("keys", nargs="*", metavar="key=value", help="values to change from here on")
     add_choices_of_a_run(parser)
 

@@ -27,7 +27,7 @@ class NoAnswer(TandemError):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, such as runs/addition/first")
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, such as runs/addition/grpo")
     parser.add_argument("action", nargs="?", help=f"{', '.join(ACTIONS)}; nothing shows what was changed")
     parser.add_argument("value", nargs="?", help="NAME=NUMBER, a term, or a name")
     parser.add_argument(

@@ -6,8 +6,8 @@ with the best value of `checkpoint.keep_best`. With --dtype the weights are roun
 For a run with LoRA, the adapter is merged into the model; --no-merge writes only the adapter, in peft's format.
 
 examples:
-  tandem export runs/addition/first models/adder
-  tandem export runs/addition/first@40 models/adder --dtype float32
+  tandem export runs/addition/grpo models/adder
+  tandem export runs/addition/grpo@10 models/adder --dtype float32
   tandem export runs/addition/lora adapters/adder --no-merge
 """
 

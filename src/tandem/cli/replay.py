@@ -6,8 +6,8 @@ touched.
 in between are run again.
 
 examples:
-  tandem replay runs/addition/first --step 40
-  tandem replay runs/addition/first --step 40 actor.optimizer.lr=1e-5
+  tandem replay runs/addition/grpo --step 10
+  tandem replay runs/addition/grpo --step 10 actor.optimizer.lr=1e-5
 
 exit codes: 0 the same, 1 different (or failed), 2 it cannot be run again; says why
 """
@@ -33,7 +33,7 @@ DIFFERENT = 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, such as runs/addition/first")
+    parser.add_argument("run", metavar="RUN", type=Path, help="the run's folder, such as runs/addition/grpo")
     parser.add_argument("keys", nargs="*", metavar="key=value", help="values to change in the replay")
     parser.add_argument("--step", type=int, required=True, metavar="N", help="the step to run again; the first is 1")
     parser.add_argument("--json", action="store_true", help="print the outcome as one JSON object")

@@ -2,10 +2,10 @@
 --tokens, what each token contributed. Docs: docs/records.md.
 
 examples:
-  tandem trajectories runs/addition/first
-  tandem trajectories runs/addition/first --step 12 --sort reward --json
-  tandem trajectories runs/addition/first --step 12 --sample 3 --tokens
-  tandem trajectories runs/addition/first --step all --dropped
+  tandem trajectories runs/addition/grpo
+  tandem trajectories runs/addition/grpo --step 12 --sort reward --json
+  tandem trajectories runs/addition/grpo --step 12 --sample 3 --tokens
+  tandem trajectories runs/addition/grpo --step all --dropped
 """
 
 import argparse

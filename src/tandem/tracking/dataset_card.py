@@ -1,4 +1,4 @@
-"""The page that lets Hugging Face's `datasets` load the records of a run: `load_dataset("runs/addition/first")`.
+"""The page that lets Hugging Face's `datasets` load the records of a run: `load_dataset("runs/addition/grpo")`.
 
 That library takes the types of the columns from the first lines that it sees, and a column that is empty there, such as
 `why`, could hold nothing later. The page names the types: one for each field of a `RecordedSample` that lines have.

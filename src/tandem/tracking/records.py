@@ -278,7 +278,7 @@ FROM_LINES = {field.name for field in fields(RecordedSample)} - {"timings", "tra
 def load_trajectories(run: Path | str, step: int | None = None, *, tensors: bool = True) -> Iterator[RecordedSample]:
     """The recorded samples of a step, or of all steps in order. ``tensors``: whether those of the batch are read too.
 
-    Example: ``best = max(load_trajectories("runs/addition/first", step=12), key=lambda sample: sample.reward or 0)``
+    Example: ``best = max(load_trajectories("runs/addition/grpo", step=12), key=lambda sample: sample.reward or 0)``
 
     Raises:
         ConfigError: there is no such folder or step; names the steps that are recorded.
@@ -309,7 +309,7 @@ def require_step(folder: Path, step: int) -> int:
     """Passes a step that is recorded."""
     steps = recorded_steps(folder)
     if not folder.is_dir():
-        raise ConfigError(f"there is no folder {folder}; give the folder of a run, such as runs/addition/first")
+        raise ConfigError(f"there is no folder {folder}; give the folder of a run, such as runs/addition/grpo")
     if not steps:
         raise ConfigError(
             f"{folder} has no recorded step: it is no run folder, no step of it has ended, or "

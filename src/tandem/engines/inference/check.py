@@ -56,6 +56,8 @@ def check_inference_engine(rollout: RolloutConfig, folder: Path, device: str) ->
         gate(architecture.activation)
         dtype = compute_dtype(resolve_dtype(rollout.dtype, device), torch.device(device))
         make_cache(architecture, rollout.engine, dtype, torch.device(device))
+    for one in servers or ():
+        _check_tensor_parallel(one.tensor, architecture, rollout.backend)
     for kind in dict.fromkeys(one.kind for one in servers or ()):
         if kind in MAKERS:
             _check_library(kind, python_of(rollout, kind), rollout.backend)
@@ -63,6 +65,19 @@ def check_inference_engine(rollout: RolloutConfig, folder: Path, device: str) ->
             check_options(kind, python_of(rollout, kind), rollout.fleet.options)
     for key in ("token_file", "admin_token_file"):
         read_token(getattr(rollout.fleet, key), key)
+
+
+def _check_tensor_parallel(devices: int, architecture: Architecture, backend: str) -> None:
+    """Passes if the heads of a model can be dealt to so many devices; vLLM and SGLang repeat a head of keys and values, but
+    cut none.
+    """
+    heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
+    if heads % devices or (kv_heads % devices and devices % kv_heads):
+        sizes = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+        raise ConfigError(
+            f"rollout.backend={backend} spreads each server over {devices} devices, and this model's {heads} heads with "
+            f"{kv_heads} of keys and values cannot be dealt to them; possible: t{', t'.join(map(str, sizes))}"
+        )
 
 
 def installed_servers(rollout: RolloutConfig) -> tuple[str, ...]:
