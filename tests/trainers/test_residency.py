@@ -18,6 +18,7 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.train.build import build_train_engine
+from tandem.flow.sleep_plan import GIB
 from tandem.models.shape import read_shape
 from tandem.planning.calibrate import waking
 from tandem.planning.job import job_of
@@ -93,6 +94,8 @@ def test_what_the_run_moves_is_what_the_plan_says(models, tmp_path):
     planned = {name.replace(": ", "_").replace(" ", "_"): gib for name, gib in plan.moved_gib_by_stage.items()}
     assert moved == {f"memory/moved_gib/{name}": pytest.approx(gib) for name, gib in planned.items()}
     assert 0 < last["memory/moved_optimizer_gib"] < last["memory/moved_gib"]
+    begun = sum(done.begun for done in job.sleeping.steady())
+    assert begun and last["memory/ahead_gib"] == pytest.approx(begun / GIB)
     seconds = [value for name, value in last.items() if name.startswith("time/switch_s/")]
     assert sum(seconds) == pytest.approx(last["time/switch_s"], rel=0.05)
     assert 0 < last["time/switch_optimizer_s"] < last["time/switch_s"]

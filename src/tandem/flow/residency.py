@@ -36,6 +36,8 @@ class _Switch:
     """The bytes of optimizer state among ``moved``."""
 
     optimizer_s: float = 0.0
+    ahead: int = 0
+    """The bytes that there was room for, and that began to wake beside the stage, for the next one."""
 
 
 class Residency:
@@ -66,6 +68,7 @@ class Residency:
         self._deliver_again: Callable[[], None] = lambda: None
         self._switches: dict[str, _Switch] = {}
         self._switch = self._switches.setdefault(START, _Switch())
+        self._begun: list[Part] = []
 
     def add_engine(self, engine: InferenceEngine | None) -> None:
         """The inference engine; None on ranks that have none."""
@@ -77,6 +80,7 @@ class Residency:
 
     def open(self, resident: Resident, process: Process, *, optimizer_steps: int = 0) -> TrainEngine:
         """Makes room for a model and opens it as `open_model` does. Under a budget it sleeps until a stage needs it."""
+        self._put_back(keep=frozenset())
         part = Part(resident.name, "parameters")
         trunk = None if resident.trunk_of is None else self._models[resident.trunk_of]
         sleeps = self.plan is not None and part in self.plan.parts
@@ -100,6 +104,7 @@ class Residency:
     def change(self, plan: SleepPlan | None, names: Mapping[str, str]) -> None:
         """From now on another plan counts, in which some models are new and some are gone. ``names``: of those that stay,
         as they are called now → as they will be."""
+        self._put_back(keep=frozenset())
         self._models = {names[old]: model for old, model in self._models.items() if old in names}
         if self.plan is None and (plan is None or not plan.sleeps):
             return
@@ -124,6 +129,7 @@ class Residency:
         began = time.perf_counter()
         with self._timer("switch"):
             give_back()  # gradients and activations of the stage before are no part of what is planned
+            self._put_back(keep=self.plan.stage(name).awake)
             moves = self.plan.moves(name, self._state)
             if moves.again is not None:
                 self._do(moves.again)
@@ -131,6 +137,12 @@ class Residency:
                     self._deliver_again()
                 switch.moved += self.plan.parts[Part(ENGINE, "weights")].coming
             self._do(moves)
+            for part, size in self.plan.ahead(name, self._state):
+                model = self._models.get(part.resident)
+                if isinstance(model, TrainEngine):
+                    model.begin_onload(part.what, size / self.plan.parts[part].num_bytes)  # type: ignore[arg-type]
+                    self._begun.append(part)
+                    switch.ahead += size
         switch.seconds += time.perf_counter() - began
 
     @contextlib.contextmanager
@@ -159,6 +171,7 @@ class Residency:
         found = {
             "memory/moved_gib": sum(switch.moved for switch in switches.values()) / GIB,
             "memory/moved_optimizer_gib": sum(switch.optimizer_moved for switch in switches.values()) / GIB,
+            "memory/ahead_gib": sum(switch.ahead for switch in switches.values()) / GIB,
             "time/switch_optimizer_s": sum(switch.optimizer_s for switch in switches.values()),
         }
         for name, switch in switches.items():
@@ -180,6 +193,14 @@ class Residency:
             elif part.resident in self._models:
                 with self._counted(part) as moved:
                     moved.append(self._models[part.resident].onload((part.what,)))  # type: ignore[arg-type]
+
+    def _put_back(self, keep: frozenset[Part]) -> None:
+        """Puts parts that began to wake for another stage back to sleep, so that the plan counts again. ``keep``: what wakes
+        now."""
+        for part in self._begun:
+            if part not in keep:
+                self._sleep(part)
+        self._begun.clear()
 
     def _sleep(self, part: Part) -> None:
         if part.resident in self._models:

@@ -11,7 +11,7 @@ from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.config.fleet import parse_backend
 from tandem.config.preference import DistillConfig, training_config
 from tandem.config.terms import read_term
-from tandem.flow.plan import Resident, RunPlan, plan_run
+from tandem.flow.plan import Resident, RunPlan, Stage, plan_run
 from tandem.flow.sleep_plan import Part, SleepPlan
 from tandem.flow.state_parts import Where, sleep_plan
 from tandem.lifecycle.summary import COMMANDS
@@ -142,6 +142,9 @@ class Job:
     awake: Mapping[str, tuple[frozenset[Part], ...]] = field(default_factory=dict)
     """Phase of memory → the parts that are awake in each of its stages; empty: all are, in all phases."""
 
+    begun: Mapping[str, int] = field(default_factory=dict)
+    """Phase of memory → bytes that wake for the next one meanwhile."""
+
     writers: Mapping[str, Writer] = field(default_factory=dict)
     """Those of the models that are judges that write, or the partner."""
 
@@ -205,6 +208,7 @@ def job_of(
         job,
         sleeping=sleeping,
         awake=_awake(plan, sleeping) if sleeping is not None and sleeping.sleeps else {},
+        begun={} if sleeping is None else _begun(plan, sleeping),
         groups=training.rollout.batch_size,
         generated=samples,
         trained=training.algorithm.update_samples or training.gconfig.n_samples,
@@ -245,14 +249,28 @@ def _awake(plan: RunPlan, sleeping: SleepPlan) -> dict[str, tuple[frozenset[Part
     awake: dict[str, tuple[frozenset[Part], ...]] = {}
     done = {one.stage.name: one.awake for one in sleeping.steady()}
     for stage in plan.stages:
-        names = [stage.name]
-        if stage.kind in ("score", "pass"):
-            names = [f"score: {name}" for name in stage.awake]
-        elif stage.kind == "update":
-            names = [f"{what}: {name}" for name in stage.awake for what in ("update", "optimizer")]
-        for name in names:
+        for name in _phases(stage):
             awake[name] = (*awake.get(name, ()), done[stage.name])
     return awake
+
+
+def _phases(stage: Stage) -> list[str]:
+    """The phases of memory that a stage has."""
+    if stage.kind in ("score", "pass"):
+        return [f"score: {name}" for name in stage.awake]
+    if stage.kind == "update":
+        return [f"{what}: {name}" for name in stage.awake for what in ("update", "optimizer")]
+    return [stage.name]
+
+
+def _begun(plan: RunPlan, sleeping: SleepPlan) -> dict[str, int]:
+    """The most bytes that wake for the next stage, in each phase of memory in which any do."""
+    begun = {one.stage.name: one.begun for one in sleeping.steady() if one.begun}
+    found: dict[str, int] = {}
+    for stage in plan.stages:
+        for name in _phases(stage) if stage.name in begun else ():
+            found[name] = max(found.get(name, 0), begun[stage.name])
+    return found
 
 
 def _with_entropy(config: BaseConfig, plan: RunPlan) -> bool:

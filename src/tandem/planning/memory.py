@@ -89,6 +89,8 @@ def instants(job: Job, machine: Machine) -> tuple[Instant, ...]:
     elif job.generator is not None and job.generator.seats:
         add("publish")
     add("save", *_saving(job, room))
+    for phase, size in job.begun.items():
+        add(phase, *coming.get(phase, ()), MemoryItem("next stage", "parts that begin to wake", float(size)))
 
     def kept(items: tuple[MemoryItem, ...]) -> Iterator[MemoryItem]:
         # where models sleep, the heap is given back before each stage, and has what comes in that one alone

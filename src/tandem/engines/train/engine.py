@@ -59,11 +59,10 @@ class SpreadEngine(TrainEngine):
             ConfigError: the model cannot be opened, or the group has another size than ``config.backend`` says.
             WeightsChanged: the trunk has other numbers.
         """
-        self.config, self.total_steps, self.device = config, total_steps, torch.device(device)
+        self.config, self.total_steps, self.head, self.device = config, total_steps, head, torch.device(device)
         self.dtype = resolve_dtype(config.dtype, self.device)
         self.ranks = form_ranks(config.backend, process_group, self.device, key)
         self.world_size = self.ranks.layout.ranks
-        self.head = head
         self.model, self._holder = open_spread(config, self.ranks, self.device, self.dtype, head, trained, adapter)
         self._optimizer = Optimizer(self._holder, config.optimizer, total_steps, self.ranks)
         self._weights = named_weights(config, self._holder, self.model, self.ranks.team)
@@ -88,8 +87,7 @@ class SpreadEngine(TrainEngine):
         for number, indices in enumerate(planned, 1):
             self._holder.accumulate(last=number == len(planned))
             loss = self._loss(batch, indices, loss_fn, entropy, totals)
-            # gradients are averaged over ranks, the step needs their sum
-            self._holder.backward(loss * self.ranks.sums)
+            self._holder.backward(loss * self.ranks.sums)  # gradients are averaged over ranks, the step needs their sum
         with torch.no_grad():
             for indices in self._micro_batches(batch, ~weighted):
                 self._loss(batch, indices, loss_fn, entropy, totals)
@@ -107,8 +105,7 @@ class SpreadEngine(TrainEngine):
     @torch.no_grad()
     def forward(self, batch: TensorDict, *, entropy: bool = False) -> Outputs:
         self._require("parameters")
-        bounds = batch["cu_seqlens"].tolist()
-        names = self._given(entropy)
+        bounds, names = batch["cu_seqlens"].tolist(), self._given(entropy)
         found = torch.zeros(len(names), bounds[-1], device=self.device)
         for indices in self._micro_batches(batch):
             outputs = self._compute(select(batch, indices) if indices else filler(), entropy)
@@ -220,6 +217,9 @@ class SpreadEngine(TrainEngine):
 
     def onload(self, parts: tuple[TrainPart, ...]) -> int:
         return self._memory.onload(parts)
+
+    def begin_onload(self, part: TrainPart, share: float) -> None:
+        self._memory.begin_onload(part, share)
 
     def num_bytes(self) -> dict[TrainPart, int]:
         return self._memory.num_bytes()
