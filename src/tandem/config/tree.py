@@ -90,6 +90,14 @@ def _assign(kind: Any, tree: Tree, path: tuple[str, ...], value: Any, place: _Ke
         place.record()
 
 
+NO_TURNS = (
+    "only the models of `tandem train` and `tandem distill` take turns in one memory: what is trained on rows is needed as a "
+    "whole in each step. Smaller is a model with actor.lora.rank (whose own base is the reference of preferences), or spread "
+    "over more ranks: actor.backend=fsdp:dN; `tandem plan` says what fits"
+)
+"""The reason why training on rows has no `memory_limit_gib`, and the remedy."""
+
+
 def _unknown(place: _KeyPlace, rest: tuple[str, ...], value: Any) -> ConfigError:
     wanted = ".".join((*place.prefix, *rest))
     keys = list(all_keys(place.draft.cls))
@@ -98,6 +106,8 @@ def _unknown(place: _KeyPlace, rest: tuple[str, ...], value: Any) -> ConfigError
         return ConfigError(f"unknown key {wanted}={plain(value)} ({place.source}): {foreign}")
     close = nearest_keys(wanted, keys) or nearest_keys(place.key, keys)
     text = f"unknown key {wanted}={plain(value)} ({place.source})"
+    if wanted == "memory_limit_gib" and "actor.path" in keys:
+        return ConfigError(f"{text}; {NO_TURNS}")
     if close:
         return ConfigError(f"{text}; did you mean {' or '.join(close)}?")
     section_name = ".".join(place.prefix[:-1])
