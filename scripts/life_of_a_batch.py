@@ -33,8 +33,8 @@ WALK = [
     (
         "src/tandem/roles/actor.py",
         "Proximal log-probabilities where they are needed, advantages (next line), what is chosen among the tokens of the "
-        "whole batch (`tokens.py`), then mini-batches (`mini_batches.py`) with the weight of each token in the global "
-        "batch; several trajectories may be one sample (`samples.py`).",
+        "whole batch (`tokens.py`), then mini-batches with the weight of each token in the global batch; several "
+        "trajectories may be one sample (`samples.py` for both).",
     ),
     ("src/tandem/roles/credit.py", "Rewards are shaped and become the advantage of each token."),
     ("src/tandem/roles/objective.py", "The loss of each token: policy loss, behaviour correction, KL, entropy."),

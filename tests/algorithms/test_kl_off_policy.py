@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.algorithms.kl import adapted, k1, k2, k3, k3_plus
+from tandem.algorithms.kl import adapt_coefficient, k1, k2, k3, k3_plus
 from tandem.algorithms.ratios import log_ratio
 
 VOCABULARY = 5
@@ -75,4 +75,4 @@ def test_k3_plus_has_the_value_of_k3_and_the_gradient_of_k2():
     [(6.0, 1.0), (6.6, 1 + 0.1 * 0.064), (60.0, 1 + 0.2 * 0.064), (0.0, 1 - 0.2 * 0.064), (-3.0, 1 - 0.2 * 0.064)],
 )
 def test_the_coefficient_follows_the_kl_with_a_bounded_error(kl, factor):
-    assert adapted(0.1, kl, target=6.0, num_samples=64, horizon=1000) == pytest.approx(0.1 * factor)
+    assert adapt_coefficient(0.1, kl, target=6.0, num_samples=64, horizon=1000) == pytest.approx(0.1 * factor)

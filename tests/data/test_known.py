@@ -4,7 +4,7 @@ import pytest
 
 from tandem.config.errors import ConfigError
 from tandem.config.services import SERVICES
-from tandem.data.known import KNOWN, find_benchmark, locate, named, recognise
+from tandem.data.known import KNOWN, benchmark_of, find_benchmark, locate, recognise
 
 
 @pytest.mark.parametrize(
@@ -12,7 +12,7 @@ from tandem.data.known import KNOWN, find_benchmark, locate, named, recognise
     [("gsm8k", "gsm8k"), ("GSM8K", "gsm8k"), ("MATH_500", "math500"), ("human-eval", "humaneval"), ("aime_2024", "aime24")],
 )
 def test_a_name_is_found_whatever_its_case_and_dashes(name, found):
-    assert named(name) is KNOWN[found]
+    assert benchmark_of(name) is KNOWN[found]
 
 
 @pytest.mark.parametrize(

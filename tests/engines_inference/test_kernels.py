@@ -14,7 +14,7 @@ from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.attention import DecodePlan, Kernel, PrefillPlan, PrefillSpan
 from tandem.engines.inference.core import EngineCore
 from tandem.engines.inference.decoder import _rotary_table, _rotate
-from tandem.engines.inference.drawing import drawn
+from tandem.engines.inference.drawing import draw_tokens
 from tandem.engines.inference.kernels import kernels
 from tandem.engines.inference.kv_cache import KVCache
 from tandem.engines.inference.row_attention import RowAttention
@@ -171,7 +171,7 @@ def test_every_token_is_drawn_as_often_as_it_is_probable():
     uniforms = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000
     tokens, _ = kernels().draw(logits, torch.ones(2000), uniforms, None, None)
 
-    assert torch.equal(tokens, drawn(torch.softmax(logits.float(), dim=-1), uniforms))
+    assert torch.equal(tokens, draw_tokens(torch.softmax(logits.float(), dim=-1), uniforms))
 
 
 def test_logits_that_are_not_numbers_give_a_log_probability_that_is_none():

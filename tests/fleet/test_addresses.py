@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tandem.cli.fleet import known, watched_by
+from tandem.cli.fleet import last_rows, watched_by
 from tandem.cli.main import main
 from tandem.config.errors import ConfigError
 from tandem.config.fleet import Address, parse_address
@@ -81,7 +81,7 @@ class TestCommand:
         assert "moved 3" in lines[1]
         assert main(["fleet", "list", "--json", str(run)]) == 0
         assert [json.loads(line)["to"] for line in capsys.readouterr().out.splitlines()] == ["healthy", "fenced"]
-        assert "old" not in known(run)
+        assert "old" not in last_rows(run)
 
     def test_add_and_remove_write_what_the_run_watches(self, run, capsys):
         assert main(["fleet", "add", str(ONE), str(run)]) == 0

@@ -12,7 +12,7 @@ from tandem.config.load import load_config
 from tandem.config.preference import DistillConfig, PreferenceConfig, RewardModelConfig, training_config
 from tandem.config.roles import CriticConfig
 from tandem.flow.declarations import added, declaration, weights_to
-from tandem.flow.draw import drawn, mermaid, text
+from tandem.flow.draw import draw_plan, mermaid, text
 from tandem.flow.parts import open_rows
 from tandem.flow.plan import plan_run
 from tandem.flow.process import start_process
@@ -240,9 +240,9 @@ def test_the_picture_and_the_flowchart_show_where_weights_go():
         ("refresh", "reference"),
         ("publish", "engine"),
     ]
-    words = [text.get_text() for text in drawn(plan).axes[0].texts]
+    words = [text.get_text() for text in draw_plan(plan).axes[0].texts]
     assert words.count("weights") == 2 == mermaid(plan).count('==>|"weights"|')
-    assert drawn(plan_of(kind=SFTConfig)).axes[0].texts and not list(weights_to(plan_of(kind=SFTConfig)))
+    assert draw_plan(plan_of(kind=SFTConfig)).axes[0].texts and not list(weights_to(plan_of(kind=SFTConfig)))
 
 
 def test_text_and_flowchart_name_every_model_and_stage_and_the_fields_between_them():

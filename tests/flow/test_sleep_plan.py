@@ -11,7 +11,7 @@ from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.flow.plan import plan_run
 from tandem.flow.sleep_plan import Part, PartCost, SleepPlan, SleepState, StageNeeds, moved_bytes
-from tandem.flow.state_parts import Where, sleep_plan, told
+from tandem.flow.state_parts import Where, describe_sleep, sleep_plan
 from tandem.models.shape import Shape
 from tests.tiny import tiny_model_folder
 
@@ -173,7 +173,7 @@ def test_what_does_not_sleep_is_refused_with_a_limit(tmp_path):
 
 def test_a_plan_is_told_stage_by_stage(tmp_path):
     config = config_of(tmp_path, "algorithm=ppo", "algorithm.kl.coefficient=0.1", "memory_limit_gib=0.0009")
-    words = told(plan_of(config))
+    words = describe_sleep(plan_of(config))
     assert "everything awake would take" in words and "A step moves" in words and "(save)" in words
     config = config_of(tmp_path, "algorithm=ppo", "algorithm.kl.coefficient=0.1", "memory_limit_gib=0.0008")
     assert "While 'generate' runs, 0.1 MiB that the next stage needs begin to wake" in told(plan_of(config))

@@ -12,7 +12,7 @@ from tandem.api.requests import LLMResponse, StopReason
 from tandem.protocol.dialects.chat import answer, read
 from tandem.protocol.tool_calls import CallReader
 from tandem.protocol.turns import Call, CallStatus, Reply, Turn
-from tandem.rollout.recording.forest import Forest, shown, visible
+from tandem.rollout.recording.forest import Forest, visible, visible_message
 from tandem.rollout.recording.matching import meaning
 from tests.rollout.scripted import untruthful
 from tests.rollout.test_chat import FORGETFUL
@@ -88,7 +88,7 @@ class Client:
         self.log.append((asked, response))
         read_reply = self.forest.reader.read(ids, turn.tools, prompt=asked.text, stop_reason=reason)
         reply = visible(read_reply, [STOP_TEXT] if reason == StopReason.STOP else [])
-        node = self.forest.add(asked, response, shown(reply), self.number)
+        node = self.forest.add(asked, response, visible_message(reply), self.number)
         continues = reason == StopReason.STOP and self.keeps(reply) and not (end == "stop text" and reply.calls)
         self.turns.append((len(self.history) + 1, node, continues))
         usage = {"prompt_tokens": len(asked.input_ids), "completion_tokens": len(ids)}

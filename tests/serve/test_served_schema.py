@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tandem.engines.inference.serve.questions import CHAT_WITHOUT_EFFECT, LEGACY_WITHOUT_EFFECT, WITHOUT_EFFECT
-from tandem.protocol.schema import SchemaError, array, checked, integer, optional, record, text
+from tandem.protocol.schema import SchemaError, array, check_value, integer, optional, record, text
 from tests.serve.served import TOKEN
 
 COMPLETIONS = ["/v1/completions", "/v1/chat/completions", "/generate", "/inference/v1/generate"]
@@ -52,7 +52,7 @@ def values(schema):
 def refused_at(body, schema):
     """The place that the check names; None where it names none."""
     try:
-        checked(body, schema)
+        check_value(body, schema)
     except SchemaError as failure:
         return failure.where
     return None
@@ -73,7 +73,7 @@ def test_the_document_is_json_schema_that_the_check_knows(guarded, operations):
     assert document["openapi"] == "3.1.0" and len(operations) == 4
     for path, schema in operations.items():
         with pytest.raises(SchemaError):
-            checked(None, schema, path)
+            check_value(None, schema, path)
 
 
 @pytest.mark.parametrize("path", COMPLETIONS)
@@ -151,14 +151,14 @@ SHAPE = record({"a": integer(0, 9), "b": optional(array(text(2, 1), 1, 2)), "c":
 )
 def test_a_refusal_names_the_place_and_the_rule(value, where, rule):
     with pytest.raises(SchemaError, match=rule) as failure:
-        checked(value, SHAPE)
+        check_value(value, SHAPE)
     assert failure.value.where == where
 
 
 def test_whole_numbers_written_as_fractions_are_integers():
-    assert checked({"a": 2.0}, SHAPE) == {"a": 2} and isinstance(checked({"a": 2.0}, SHAPE)["a"], int)
+    assert check_value({"a": 2.0}, SHAPE) == {"a": 2} and isinstance(check_value({"a": 2.0}, SHAPE)["a"], int)
 
 
 def test_a_schema_with_an_unknown_word_is_a_mistake_of_ours():
     with pytest.raises(TypeError, match="pattern"):
-        checked("a", {"type": "string", "pattern": "a"})
+        check_value("a", {"type": "string", "pattern": "a"})

@@ -14,7 +14,7 @@ from tandem.models.lora import put_adapters
 from tandem.models.packed import PackedCausalLM
 from tandem.models.shape import Shape, read_shape
 from tandem.planning import activations
-from tandem.planning.batches import MicroBatch, cut
+from tandem.planning.batches import MicroBatch, cut_step
 from tests.tiny import KINDS, tiny_config, tiny_model
 from tests.trainers.planning import HAND, LLAMA_8B, SMOLLM2
 
@@ -104,7 +104,7 @@ def test_activations_are_what_autograd_keeps(kind, groups, dtype):
     model = PackedCausalLM(tiny_model(kind, dtype=getattr(torch, dtype), **overrides))
     shape, batch = Shape.of(model.architecture), MicroBatch(groups, COMPLETION)
 
-    said = activations.kept(shape, batch, dtype) + activations.head_kept(shape, batch, dtype)
+    said = activations.activation_bytes(shape, batch, dtype) + activations.head_kept(shape, batch, dtype)
 
     assert said == pytest.approx(kept_really(model, groups), rel=0.06)
 
@@ -118,7 +118,7 @@ def test_activations_beside_adapters_are_what_autograd_keeps(kind, dtype, groups
     shape, batch = Shape.of(model.architecture), MicroBatch(groups, COMPLETION)
     spread = activations.ActivationSettings(adapters=adapters_of(LoRAConfig(rank=4, target_modules=modules), shape))
 
-    said = activations.kept(shape, batch, dtype, spread) + activations.head_kept(shape, batch, dtype)
+    said = activations.activation_bytes(shape, batch, dtype, spread) + activations.head_kept(shape, batch, dtype)
 
     assert said == pytest.approx(kept_really(model, groups), rel=0.06)
 
@@ -126,7 +126,7 @@ def test_activations_beside_adapters_are_what_autograd_keeps(kind, dtype, groups
 def test_checkpointing_keeps_the_inputs_of_all_layers_and_one_whole_layer():
     batch = MicroBatch(((PROMPT, 1),), COMPLETION)
     whole, sparse = (
-        activations.kept(SMOLLM2, batch, "float32", activations.ActivationSettings(checkpointing=flag))
+        activations.activation_bytes(SMOLLM2, batch, "float32", activations.ActivationSettings(checkpointing=flag))
         for flag in (False, True)
     )
 
@@ -144,14 +144,14 @@ def test_the_head_holds_a_chunk_of_logits_whatever_the_batch():
 
 
 def test_micro_batches_are_cut_by_the_engines_own_rule():
-    step = cut(4, 3, 10, 5, most=50)
+    step = cut_step(4, 3, 10, 5, most=50)
 
     assert step.count == 2 and {batch.tokens for batch in step.micro_batches} == {50}
     assert step.micro_batches[0].groups == ((10, 3), (10, 3)) and step.largest.predicted == 30
 
 
 def test_a_very_large_batch_is_cut_in_part_and_counted_whole():
-    whole, part = cut(1000, 4, 10, 5, most=300), cut(100_000, 4, 10, 5, most=300)
+    whole, part = cut_step(1000, 4, 10, 5, most=300), cut_step(100_000, 4, 10, 5, most=300)
 
     assert part.count == pytest.approx(100 * whole.count, rel=0.01) and part.largest.tokens <= 300
 

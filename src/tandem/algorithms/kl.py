@@ -13,7 +13,7 @@ from tandem.algorithms.registry import KL
 from tandem.api.lazy_torch import torch
 
 MOST_CHANGE = 0.2
-"""Bound of the relative error that `adapted` reacts to."""
+"""Bound of the relative error that `adapt_coefficient` reacts to."""
 
 
 @KL.register("k1")
@@ -48,7 +48,7 @@ def k3_plus(
     return found if ratio is None else ratio.detach() * found
 
 
-def adapted(coefficient: float, kl: float, target: float, num_samples: int, horizon: float) -> float:
+def adapt_coefficient(coefficient: float, kl: float, target: float, num_samples: int, horizon: float) -> float:
     """The coefficient after a batch: β(1 + clip(kl/target − 1, ±0.2)·n/horizon) (arXiv:1909.08593).
 
     ``kl``: mean over the batch's samples of the KL summed over their tokens.

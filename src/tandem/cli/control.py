@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     if run_info(folder).get("command", "train") != "train":
         raise ConfigError(f"{folder} is a run of `tandem {run_info(folder)['command']}`; only `tandem train` has a reward")
     if arguments.action is None:
-        print(shown(folder))
+        print(current_reward(folder))
         return 0
     change = Change(arguments.action, str(arguments.value or "").strip())
     if not change.value:
@@ -75,7 +75,7 @@ def refuse_ended(folder: Path) -> None:
     raise ConfigError(f"{folder} {where}; `tandem continue {folder}` lets it go on")
 
 
-def shown(folder: Path) -> str:
+def current_reward(folder: Path) -> str:
     """The reward as it is, its changes, and those that wait."""
     made = changes(folder, str(run_info(folder).get("id") or "") or None)
     reward = str(made[-1]["reward"]) if made else load_config(TrainConfig, folder / "config.yaml").config.reward

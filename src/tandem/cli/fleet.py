@@ -52,8 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     elif remove_address(watched, server):
         print(f"{server} leaves once it has finished what it has ({watched})")
     else:
-        if server not in known(folder):
-            raise ConfigError(f"the run has no server {server}; it has {', '.join(known(folder)) or 'none'}")
+        if server not in last_rows(folder):
+            raise ConfigError(f"the run has no server {server}; it has {', '.join(last_rows(folder)) or 'none'}")
         ask_to_leave(watched, server)
         print(f"{server} leaves once it has finished what it has ({watched})")
     return 0
@@ -68,7 +68,7 @@ def watched_by(folder: Path) -> Path:
     return Path(watch).expanduser() if watch else folder / DEFAULT_NAME
 
 
-def known(folder: Path) -> dict[str, dict[str, Any]]:
+def last_rows(folder: Path) -> dict[str, dict[str, Any]]:
     """The last row of each server in the fault table, by name; those that were retired are left out."""
     journal, last = folder / JOURNAL_NAME, {}
     for line in journal.read_text(encoding="utf-8").split("\n") if journal.is_file() else ():
@@ -82,7 +82,7 @@ def known(folder: Path) -> dict[str, dict[str, Any]]:
 
 def show(folder: Path, *, as_json: bool) -> int:
     """Prints the servers, as the fault table last saw them."""
-    servers = known(folder)
+    servers = last_rows(folder)
     if as_json:
         for row in servers.values():
             print(json.dumps(row, ensure_ascii=False))

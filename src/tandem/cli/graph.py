@@ -29,10 +29,10 @@ def run(arguments: argparse.Namespace) -> int:
     plan = plan_run(config)
     slept = ""
     if getattr(config, "memory_limit_gib", None) is not None:
-        from tandem.flow.state_parts import sleep_plan_here, told  # noqa: PLC0415 — imports torch
+        from tandem.flow.state_parts import describe_sleep, sleep_plan_here  # noqa: PLC0415 — imports torch
 
         sleeping = sleep_plan_here(config, plan)
-        slept = "" if sleeping is None else told(sleeping)
+        slept = "" if sleeping is None else describe_sleep(sleeping)
     print(mermaid(plan) if arguments.mermaid else text(plan))
     if slept and not arguments.mermaid:
         print(slept)

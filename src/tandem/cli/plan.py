@@ -22,7 +22,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.load import load_config
 from tandem.engines.inference.check import installed_servers
-from tandem.flow.process import decided, told
+from tandem.flow.process import backend_line, decided
 from tandem.models.shape import read_shape
 from tandem.planning.calibrate import this_machine
 from tandem.planning.devices import DEVICES, device
@@ -97,7 +97,7 @@ def make_report(arguments: argparse.Namespace) -> Report:
         title=f"Plan of {file or 'this configuration'}",
         plan=plan,
         lengths=known.said,
-        arithmetic="\n".join([_arithmetic(config, known), *([told(resolved)] if on_gpus else [])]),
+        arithmetic="\n".join([_arithmetic(config, known), *([backend_line(resolved)] if on_gpus else [])]),
         change=change,
         others=tuple(others(plan, change, plan_with)),
         advice=_advice(plan, change),

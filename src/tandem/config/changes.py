@@ -60,14 +60,14 @@ def changed_reward(spec: str, change: Change) -> str:
             if len(terms) == 1:
                 raise ConfigError(f"{change}: it is the only term of the reward; add another one first")
             terms = [term for term in terms if term.label != change.value]
-    text = written(terms)
+    text = sum_text(terms)
     read_terms(text)  # two of one name, a gate that nothing opens any more
     if parse_terms(text) != terms:
         raise ConfigError(f"{change}: the reward cannot be written as a sum ({text}); move the file to a plainer path")
     return text
 
 
-def written(terms: Sequence[Term]) -> str:
+def sum_text(terms: Sequence[Term]) -> str:
     """The terms as one text."""
     return " + ".join(term.spelling if term.weight == 1.0 else f"{term.weight!r}*{term.spelling}" for term in terms)
 

@@ -130,7 +130,7 @@ def _plain(name: str) -> str:
     return name.lower().replace("_", "-")
 
 
-def named(name: str) -> Benchmark | None:
+def benchmark_of(name: str) -> Benchmark | None:
     """The benchmark of that name or alias, whatever its case and dashes; None if there is none."""
     wanted = _plain(name)
     return next((known for known in KNOWN.values() if wanted in (known.name, *known.aliases)), None)
@@ -143,7 +143,7 @@ def recognise(path: str, rows: Iterable[Mapping[str, Any]] = ()) -> Benchmark | 
     """
     by_hub = next((known for known in KNOWN.values() if path.partition(":")[0] == known.hub.partition(":")[0]), None)
     place = Path(path)
-    found = by_hub or named(place.stem) or (named(place.parent.name) if place.suffix else None)
+    found = by_hub or benchmark_of(place.stem) or (benchmark_of(place.parent.name) if place.suffix else None)
     first = next(iter(rows), None)
     if found is None and first is not None:
         return next((known for known in KNOWN.values() if known.reward == "code" and set(known.columns) <= set(first)), None)
@@ -156,7 +156,7 @@ def find_benchmark(name: str) -> Benchmark:
     Raises:
         ConfigError: there is none; tells the nearest.
     """
-    found = named(name)
+    found = benchmark_of(name)
     if found is None:
         raise ConfigError(f"no benchmark is called {name!r}; {nearest_names(name, KNOWN)}, and none")
     return found
@@ -170,7 +170,7 @@ def locate(path: str, root: str | None) -> tuple[str, bool]:
     """
     if Path(path).expanduser().exists() or is_procedural(path):
         return path, False
-    known = named(path)
+    known = benchmark_of(path)
     if known is not None:
         if root is None:
             return known.hub, True

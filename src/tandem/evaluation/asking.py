@@ -225,7 +225,7 @@ async def _ask_one(
             samples = _samples(result)
             if terms.on_samples is not None:
                 terms.on_samples(item, samples)
-            return judged(item, samples)
+            return answer_of(item, samples)
         except (EngineDied, WrongWorkflow):
             raise
         except Exception as error:  # the episode boundary: a sample that fails is counted, and the others go on
@@ -234,7 +234,7 @@ async def _ask_one(
             failure = as_failure(error)
             if limit.expired():
                 failure = DataFailure("deadline", f"not done after {terms.timeout_s:g} s")
-            return failed(item, failure)
+            return failure_answer(item, failure)
         finally:
             handle.end()
     raise AssertionError("unreachable: the last attempt returns")
@@ -253,7 +253,7 @@ def _samples(result: Group | Sample | None) -> Sequence[Sample]:
     return samples
 
 
-def judged(item: Ask, samples: Sequence[Sample]) -> Answer:
+def answer_of(item: Ask, samples: Sequence[Sample]) -> Answer:
     """The judgement of a sample; of a group that a workflow made as a whole, the mean: it gives no one answer, and was cut
     where any sample was."""
     first = samples[0]
@@ -286,6 +286,6 @@ def judged(item: Ask, samples: Sequence[Sample]) -> Answer:
     )
 
 
-def failed(item: Ask, failure: EpisodeFailure) -> Answer:
+def failure_answer(item: Ask, failure: EpisodeFailure) -> Answer:
     log.warning("%s, row %d, sample %d failed: %s", item.data, item.row, item.sample, failure)
     return Answer(item.data, item.row, item.sample, failed=failure.reason, error=str(failure))

@@ -48,7 +48,7 @@ class ProgressLine:
         print(text, file=self.file, flush=True)
 
 
-def shown(estimate: Estimate) -> str:
+def interval_text(estimate: Estimate) -> str:
     """`31.2 % [28.1, 34.5]`."""
     return f"{100 * estimate.value:.1f} % [{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
 
@@ -64,13 +64,13 @@ def table(results: Mapping[str, DataScores], average: Mapping[str, Estimate]) ->
     heads = [f"avg@{several}" if name == "accuracy" and several > 1 else name for name in names]
     lines = [["data", "rows", *(heads or ["reward"]), "truncated", "no answer", "failed", "tokens"]]
     for data, scores in results.items():
-        measured = [shown(scores.measures[name]) if name in scores.measures else "–" for name in names]
+        measured = [interval_text(scores.measures[name]) if name in scores.measures else "–" for name in names]
         ending = [share(scores.truncated), share(scores.extraction_failed), str(sum(scores.failed.values()))]
         lines.append(
             [data, str(scores.rows), *(measured or [f"{scores.reward:.4g}"]), *ending, f"{scores.completion_length:.0f}"]
         )
     if average:
-        lines.append(["mean", "", *(shown(average[name]) if name in average else "–" for name in names), *[""] * 4])
+        lines.append(["mean", "", *(interval_text(average[name]) if name in average else "–" for name in names), *[""] * 4])
     return aligned(lines)
 
 

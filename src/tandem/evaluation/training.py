@@ -11,7 +11,7 @@ from tandem.api.samples import Group, Sample
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
 from tandem.config.arithmetic import evaluation_places, generating_ranks
 from tandem.config.experiment import TrainConfig
-from tandem.evaluation.asking import Answer, Ask, AskingTerms, ask, ask_together, failed, judged
+from tandem.evaluation.asking import Answer, Ask, AskingTerms, answer_of, ask, ask_together, failure_answer
 from tandem.evaluation.scores import metrics_of
 from tandem.flow.parts import Rows
 from tandem.flow.session import Session
@@ -102,4 +102,4 @@ def _of_all(shares: Sequence[tuple[list[Answer], Made]], *, first: bool) -> tupl
 
 def _scored(item: Ask, outcome: Group | DataFailure) -> Answer:
     """The answer with the rewards that need a model."""
-    return failed(item, outcome) if isinstance(outcome, DataFailure) else judged(item, outcome.samples)
+    return failure_answer(item, outcome) if isinstance(outcome, DataFailure) else answer_of(item, outcome.samples)

@@ -64,10 +64,10 @@ def picture(plan: RunPlan, path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
-    drawn(plan).savefig(path, dpi=120, format="png")
+    draw_plan(plan).savefig(path, dpi=120, format="png")
 
 
-def drawn(plan: RunPlan) -> "Figure":
+def draw_plan(plan: RunPlan) -> "Figure":
     """The picture: a thin line from a stage to each model that it needs, a thick arrow where weights go."""
     from matplotlib.figure import Figure  # noqa: PLC0415 — takes a second to import
     from matplotlib.patches import FancyBboxPatch  # noqa: PLC0415

@@ -202,7 +202,7 @@ def machine_here(config: TrainConfig | DistillConfig) -> BackendMachine:
     return BackendMachine(torch.cuda.device_count(), ranks, installed_servers(config.rollout))
 
 
-def told(resolved: Resolved[TrainConfig | DistillConfig]) -> str:
+def backend_line(resolved: Resolved[TrainConfig | DistillConfig]) -> str:
     """The backend and its reason, in a line."""
     return f"{BACKEND}={resolved.config.rollout.backend} ({resolved.sources.get(BACKEND, 'default')})"
 
@@ -244,6 +244,6 @@ _KERNELS = {"compiled": "the compiled kernels", "torch": "torch's operators"}
 
 def log_choice(resolved: Resolved[TrainConfig | DistillConfig], process: Process) -> None:
     """Writes the decision into the log of the run, whose folder is open, and on the terminal where there are GPUs."""
-    log.info("%s", told(resolved))
+    log.info("%s", backend_line(resolved))
     if process.is_main and process.device != "cpu":
-        print(told(resolved), file=sys.stderr)
+        print(backend_line(resolved), file=sys.stderr)

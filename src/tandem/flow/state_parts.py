@@ -238,7 +238,7 @@ def _needed(stage: Stage, name: str, config: BaseConfig) -> Iterator[Part]:
         yield Part(name, "optimizer")
 
 
-def told(plan: SleepPlan) -> str:
+def describe_sleep(plan: SleepPlan) -> str:
     """The plan of sleeping in words, for `--dry-run` and `tandem graph`."""
     assert plan.limit is not None
     largest = plan.largest

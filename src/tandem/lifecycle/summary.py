@@ -16,7 +16,7 @@ from tandem.config.preference import DistillConfig, PreferenceConfig, RewardMode
 from tandem.flow.draw import text
 from tandem.flow.plan import RunPlan
 from tandem.flow.process import Process
-from tandem.flow.state_parts import sleep_plan_here, told
+from tandem.flow.state_parts import describe_sleep, sleep_plan_here
 from tandem.state.checkpoint import CheckpointFailed, save_checkpoint
 from tandem.state.resuming import Examine, refuse_existing
 from tandem.state.run_folder import RunFolder
@@ -58,7 +58,7 @@ def announce(
         print(line)
     sleeping = sleep_plan_here(config, plan)
     if sleeping is not None:
-        print(told(sleeping))
+        print(describe_sleep(sleeping))
     return Summary(folder=None, steps=0)
 
 
@@ -119,7 +119,7 @@ def check_run_folder(config: BaseConfig, examine: Examine) -> None:
     RunFolder.check(config.run.root, config.experiment_name, config.trial_name, examine)
 
 
-def ended(summary: Summary, run: RunFolder | None, steps: int) -> Summary:
+def end_run(summary: Summary, run: RunFolder | None, steps: int) -> Summary:
     """The summary of a run of ``steps``; one that was told to stop earlier goes on some other time."""
     if run is not None and summary.steps < steps:
         run.finish("interrupted")

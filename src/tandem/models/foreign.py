@@ -46,7 +46,7 @@ UNREADABLE = (
 """Errors that libraries raise on files that are not what their names say; no refusal, and so no error of ours alone."""
 
 
-def told(error: Exception) -> str:
+def error_words(error: Exception) -> str:
     """In words; of an error whose text is only a key or a type also its kind."""
     if "trust_remote_code" in str(error):
         return "it brings code of its own (auto_map), which is not run here; give a model that transformers knows without"
@@ -65,7 +65,7 @@ def read_hf_config(place: str | os.PathLike[str]) -> PretrainedConfig:
         refuse_absurd(Path(place))
         return AutoConfig.from_pretrained(place, trust_remote_code=False)
     except UNREADABLE as error:
-        raise ConfigError(f"config.json of {place} cannot be read: {told(error)}") from error
+        raise ConfigError(f"config.json of {place} cannot be read: {error_words(error)}") from error
 
 
 def read_generation_config(folder: Path) -> GenerationConfig | None:
@@ -79,7 +79,7 @@ def read_generation_config(folder: Path) -> GenerationConfig | None:
     try:
         return GenerationConfig.from_pretrained(folder)
     except UNREADABLE as error:
-        raise ConfigError(f"generation_config.json of {folder} cannot be read: {told(error)}") from error
+        raise ConfigError(f"generation_config.json of {folder} cannot be read: {error_words(error)}") from error
 
 
 def refuse_absurd(folder: Path) -> None:
@@ -118,7 +118,7 @@ def read_weights(kind: Any, folder: Path, config: PretrainedConfig, dtype: torch
                 trust_remote_code=False,
             )
     except UNREADABLE as error:
-        raise ConfigError(f"the weights in {folder} cannot be read: {told(error)}") from error
+        raise ConfigError(f"the weights in {folder} cannot be read: {error_words(error)}") from error
     return model, report["missing_keys"]
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from tandem.api.engines import Outputs
 from tandem.config.errors import ConfigError
-from tandem.models.foreign import UNREADABLE, read_generation_config, read_weights, told
+from tandem.models.foreign import UNREADABLE, error_words, read_generation_config, read_weights
 from tandem.models.layout import TokenLayout
 from tandem.models.packed import PackedCausalLM, PackedModel
 
@@ -166,7 +166,7 @@ def _special_tokens(folder: Path) -> list[int]:
         first = sorted(special, key=lambda token: ("pad" not in token["content"].lower(), token["id"]))
         return [int(token["id"]) for token in first]
     except UNREADABLE as error:
-        raise ConfigError(f"{file} cannot be read: {told(error)}") from error
+        raise ConfigError(f"{file} cannot be read: {error_words(error)}") from error
 
 
 def _as_set(tokens: int | list[int] | None) -> set[int]:

@@ -133,7 +133,7 @@ def fill_adapters(packed: PackedModel, tensors: Mapping[str, torch.Tensor]) -> N
             parameter.copy_(given[name])
 
 
-def adapted(packed: PackedModel) -> dict[str, LoRALinear]:
+def lora_matrices(packed: PackedModel) -> dict[str, LoRALinear]:
     """The matrices that have an adapter, by the name in ``packed``."""
     return {name: module for name, module in packed.named_modules() if isinstance(module, LoRALinear)}
 
@@ -141,7 +141,7 @@ def adapted(packed: PackedModel) -> dict[str, LoRALinear]:
 @contextlib.contextmanager
 def without_adapters(packed: PackedModel) -> Iterator[None]:
     """A block in which the model computes as it would without its adapters."""
-    layers = adapted(packed).values()
+    layers = lora_matrices(packed).values()
     for layer in layers:
         layer.enabled = False
     try:

@@ -19,7 +19,7 @@ from tandem.api.activity import did
 from tandem.config.errors import ConfigError
 from tandem.models.attention import NAME
 from tandem.models.catalog import resolve
-from tandem.models.foreign import UNREADABLE, no_progress_bars, no_report, read_generation_config, told
+from tandem.models.foreign import UNREADABLE, error_words, no_progress_bars, no_report, read_generation_config
 from tandem.models.heads import (
     HEAD,
     PackedActorCritic,
@@ -126,7 +126,7 @@ def tensors_of(folder: Path) -> dict[str, Any] | None:
             return dict(_slices(folder, ["model.safetensors"]))
         return None
     except UNREADABLE as error:
-        raise ConfigError(f"the weights in {folder} cannot be read: {told(error)}") from error
+        raise ConfigError(f"the weights in {folder} cannot be read: {error_words(error)}") from error
 
 
 def _slices(folder: Path, names: list[str]) -> Iterator[tuple[str, Any]]:
@@ -143,7 +143,7 @@ def _empty(kind: Any, config: Any, folder: Path) -> nn.Module:
         with no_progress_bars(), no_report(), torch.device("meta"):
             model = kind.from_config(config, dtype=torch.float32, attn_implementation=NAME, trust_remote_code=False)
     except UNREADABLE as error:
-        raise ConfigError(f"config.json of {folder} describes no model: {told(error)}") from error
+        raise ConfigError(f"config.json of {folder} describes no model: {error_words(error)}") from error
     if getattr(config, "tie_word_embeddings", False) and hasattr(model, "lm_head"):
         model.lm_head.weight = model.get_input_embeddings().weight
     return model.eval()

@@ -80,7 +80,7 @@ class Pieces:
         return torch.cat(found)[:total].movedim(0, dim).contiguous()
 
 
-def cut(packed: PackedModel, group: dist.ProcessGroup, key: str = "actor.backend") -> Pieces:
+def cut_matrices(packed: PackedModel, group: dist.ProcessGroup, key: str = "actor.backend") -> Pieces:
     """Leaves this rank its piece of every matrix, and makes the model compute with the others of ``group``.
 
     Works on a model without memory (device ``meta``) too. ``key``: where the layout was written, for errors.

@@ -8,7 +8,7 @@ from types import TracebackType
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tandem.config.errors import ConfigError
-from tandem.models.foreign import UNREADABLE, read_hf_config, refuse_absurd, told
+from tandem.models.foreign import UNREADABLE, error_words, read_hf_config, refuse_absurd
 
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -29,7 +29,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         with _PlainErrors():
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except UNREADABLE as error:
-        raise ConfigError(f"the tokenizer in {folder} cannot be read: {told(error)}") from error
+        raise ConfigError(f"the tokenizer in {folder} cannot be read: {error_words(error)}") from error
 
 
 class _PlainErrors(contextlib.AbstractContextManager[None]):

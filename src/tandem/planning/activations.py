@@ -105,7 +105,7 @@ def _kept_by_attention(shape: Shape, batch: MicroBatch, dtype: Dtype, spread: Ac
     return extra
 
 
-def kept(shape: Shape, batch: MicroBatch, dtype: Dtype, spread: ActivationSettings = WHOLE) -> float:
+def activation_bytes(shape: Shape, batch: MicroBatch, dtype: Dtype, spread: ActivationSettings = WHOLE) -> float:
     """Bytes that autograd keeps of all layers; with checkpointing the input of each (and the results of products and
     attention, where it is selective), and one whole layer at a time."""
     seen = spread.seen(batch)

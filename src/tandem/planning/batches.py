@@ -97,7 +97,7 @@ class Batches:
     score: dict[str, Step]
 
 
-def cut(
+def cut_step(
     groups: int, completions: int, prompt: int, length: int, *, most: int, ranks: int = 1, together: bool = False
 ) -> Step:
     """``groups`` prompts with ``completions`` each, cut into micro-batches of at most ``most`` tokens for each rank.

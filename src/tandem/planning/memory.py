@@ -14,7 +14,7 @@ from tandem.models.footprint import FLOAT32, cache_bytes, engine_bytes, row_capa
 from tandem.models.shape import BYTES
 from tandem.planning import activations
 from tandem.planning.activations import ActivationSettings
-from tandem.planning.batches import Batches, Step, cut
+from tandem.planning.batches import Batches, Step, cut_step
 from tandem.planning.held import Held
 from tandem.planning.holes import of_heap, of_what_comes
 from tandem.planning.items import GIB, Instant, MemoryItem, Room
@@ -40,7 +40,9 @@ def batches_of(job: Job, length: int) -> Batches:
     def of(model: Held, groups: int) -> Step:
         # ranks that share tokens take so many times as many together
         most, layout = model.max_tokens * model.layout.context, model.layout
-        return cut(groups, job.trained, job.lengths.prompt, length, most=most, ranks=layout.batches, together=job.together)
+        return cut_step(
+            groups, job.trained, job.lengths.prompt, length, most=most, ranks=layout.batches, together=job.together
+        )
 
     update = {m.role: of(m, -(-job.groups // m.mini_batches)) for m in job.models if m.trained}
     return Batches(update, {m.role: of(m, job.groups) for m in job.models})
@@ -278,7 +280,7 @@ def _update(model: Held, step: Step, room: Room) -> Iterator[MemoryItem]:
 
 def _backward_begins(model: Held, step: Step, room: Room) -> list[MemoryItem]:
     shape, batch, spread = model.piece, step.largest, ActivationSettings.of(model)
-    kept = activations.kept(shape, batch, model.dtype, spread)
+    kept = activations.activation_bytes(shape, batch, model.dtype, spread)
     layer = activations.passing(shape, batch, model.dtype, backward=True, spread=spread)
     items = [*gathered(model, room)]
     if step.count > 1:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.flow.state_parts import told
+from tandem.flow.state_parts import describe_sleep
 from tandem.planning.drawing import SMALL_GIB, DeviceUse, drawing, uses
 from tandem.planning.held import Held
 from tandem.planning.items import GIB, Instant
@@ -219,7 +219,7 @@ def _memory(plan: Plan) -> Iterator[str]:
 def _sleep(plan: Plan) -> Iterator[str]:
     """Lines about the parts that sleep between the stages, under a memory limit."""
     if plan.job.sleeping is not None:
-        yield told(plan.job.sleeping)
+        yield describe_sleep(plan.job.sleeping)
 
 
 def _verdict(report: Report) -> Iterator[str]:

@@ -8,7 +8,7 @@ from tandem.config.backend import Layout
 from tandem.models.shape import BYTES, Shape
 from tandem.planning import exchange
 from tandem.planning.activations import ActivationSettings
-from tandem.planning.batches import Step, cut
+from tandem.planning.batches import Step, cut_step
 from tandem.planning.cost import BETWEEN, HOST, MEMORY, RANKS, Cost, Phase, total
 from tandem.planning.exchange import Moved
 from tandem.planning.generating import decode, prefill, publishing
@@ -184,7 +184,7 @@ def dense_step(shape: Shape, *, length: int, sequences: int, ranks: int, machine
     """One optimizer step of supervised training on whole sequences, every token predicted; for comparison with what others
     published. ``sequences``: of each rank. ``recompute``: the share of the forward pass that is done again."""
     most = length * sequences
-    step = cut(sequences, 1, 0, length, most=most)
+    step = cut_step(sequences, 1, 0, length, most=most)
     model = Held(
         role="actor",
         shape=shape,

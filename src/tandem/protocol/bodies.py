@@ -8,7 +8,7 @@ from aiohttp import web
 
 from tandem.protocol.limits import ServerLimits
 from tandem.protocol.refusal import Refusal
-from tandem.protocol.schema import Schema, SchemaError, check_text, checked
+from tandem.protocol.schema import Schema, SchemaError, check_text, check_value
 
 _LARGE_BYTES = 1 << 16
 """A body above this is parsed in a thread, so that other requests need not wait."""
@@ -58,7 +58,7 @@ def parse(raw: bytes, schema: Schema, max_depth: int) -> dict[str, Any]:
         raise Refusal(400, f"the body is no JSON: {error}") from None
     check_depth(value, max_depth)
     try:
-        return checked(value, schema)
+        return check_value(value, schema)
     except SchemaError as failure:
         raise Refusal(400, str(failure), param=failure.where or None) from None
 

@@ -49,7 +49,7 @@ def _described(description: str) -> dict[str, str]:
     return {"description": description} if description else {}
 
 
-def checked(value: Any, schema: Schema, where: str = "") -> Any:
+def check_value(value: Any, schema: Schema, where: str = "") -> Any:
     """The value, whole numbers written as ``2.0`` made integers.
 
     Raises:
@@ -73,7 +73,7 @@ def _any(value: Any, choices: Sequence[Schema], where: str) -> Any:
     failures = []
     for choice in choices:
         try:
-            return checked(value, choice, where)
+            return check_value(value, choice, where)
         except SchemaError as failure:
             failures.append(failure)
     raise max(failures, key=lambda failure: len(failure.where))  # of equals the first: that which is not null
@@ -97,13 +97,13 @@ def _object(value: Any, schema: Schema, where: str) -> Any:
     for name, entry in value.items():
         check_text(name, inside + _short(name))
         if name in properties:
-            result[name] = checked(entry, properties[name], inside + name)
+            result[name] = check_value(entry, properties[name], inside + name)
         elif other is False:
             raise SchemaError(
                 inside + name[:_SHOWN], f"is not known here; known are {', '.join(sorted(properties)) or 'none'}"
             )
         else:
-            result[name] = checked(entry, {} if other is True else other, inside + name[:_SHOWN])
+            result[name] = check_value(entry, {} if other is True else other, inside + name[:_SHOWN])
     for name in schema.get("required", ()):
         if name not in value:
             raise SchemaError(inside + name, "is required")
@@ -119,9 +119,9 @@ def _array(value: Any, schema: Schema, where: str) -> Any:
     items = schema.get("items", {})
     if items.get("type") == "integer" and value and all(type(entry) is int for entry in value):
         for extreme in (min(value), max(value)):  # token lists are long: one pass instead of a call for each
-            checked(extreme, items, f"{where}[…]")
+            check_value(extreme, items, f"{where}[…]")
         return value
-    return [checked(entry, items, f"{where}[{number}]") for number, entry in enumerate(value)]
+    return [check_value(entry, items, f"{where}[{number}]") for number, entry in enumerate(value)]
 
 
 def _number(value: Any, schema: Schema, where: str) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 from tandem.api.failures import RewardFailure
 from tandem.rewards.outcome import read_outcome
-from tandem.workers.child import Answering, failed, load_function, serve
+from tandem.workers.child import Answering, failure_message, load_function, serve
 
 
 def judge(function: Callable[..., Any], name: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -13,9 +13,9 @@ def judge(function: Callable[..., Any], name: str, arguments: dict[str, Any]) ->
     try:
         outcome = read_outcome(function(**arguments), name)
     except RewardFailure as failure:
-        return failed(failure.reason, failure, str(failure).removeprefix(f"{failure.reason}: "))
+        return failure_message(failure.reason, failure, str(failure).removeprefix(f"{failure.reason}: "))
     except BaseException as error:  # the reward boundary: sys.exit() in a reward is a failure of the reward
-        return failed("reward_raised", error)
+        return failure_message("reward_raised", error)
     return {
         "value": outcome.value,
         "rewards": outcome.rewards,

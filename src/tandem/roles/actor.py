@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from tandem.algorithms.kl import adapted
+from tandem.algorithms.kl import adapt_coefficient
 from tandem.api.batch import per_token, select
 from tandem.api.engines import TrainEngine
 from tandem.api.failures import BatchError
@@ -19,10 +19,9 @@ from tandem.config.roles import ActorConfig
 from tandem.roles.averages import step_metrics
 from tandem.roles.batch_metrics import dropped_metrics, reward_metrics, sample_kl
 from tandem.roles.critic import SharedCritic
-from tandem.roles.mini_batches import mini_batches
 from tandem.roles.parts import AlgorithmParts, choose_parts
 from tandem.roles.reference import Reference
-from tandem.roles.samples import samples_of, trained_tokens, with_fields
+from tandem.roles.samples import mini_batches, samples_of, trained_tokens, with_fields
 from tandem.roles.tokens import kl_in_reward, needs_proximal
 
 log = logging.getLogger(__name__)
@@ -227,7 +226,7 @@ class Actor:
             return {}
         distance, count = sample_kl(batch)
         found = {"kl/sample": distance, "kl/coefficient": self.kl_coefficient}
-        self.kl_coefficient = adapted(self.kl_coefficient, distance, kl.target, count, kl.horizon)
+        self.kl_coefficient = adapt_coefficient(self.kl_coefficient, distance, kl.target, count, kl.horizon)
         return found
 
     def _check_age(self, batch: TensorDict) -> None:

@@ -15,8 +15,7 @@ from tandem.api.stage import stage
 from tandem.config.overlay import either
 from tandem.config.roles import ActorConfig, CriticConfig
 from tandem.roles.averages import step_metrics
-from tandem.roles.mini_batches import mini_batches
-from tandem.roles.samples import trained_tokens, with_fields
+from tandem.roles.samples import mini_batches, trained_tokens, with_fields
 
 _KEPT = ("loss", "grad_norm", "lr", "skipped", "clip_fraction")
 

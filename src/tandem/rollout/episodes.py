@@ -197,7 +197,7 @@ Scored = tuple[Episode, Group | DataFailure]
 """An episode, and what the rewards that need a model made of its group."""
 
 
-async def finished(scored: Sequence[Scored], timeout_s: float) -> list[Group | DataFailure]:
+async def finish_groups(scored: Sequence[Scored], timeout_s: float) -> list[Group | DataFailure]:
     """The groups after the `finish_group` of workflows that wait for such rewards, all at the same time."""
 
     async def finish(episode: Episode, outcome: Group | DataFailure) -> Group | DataFailure:

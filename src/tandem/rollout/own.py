@@ -95,7 +95,7 @@ class AgentWorkflow(RolloutWorkflow):
         if returned is not None and session.reward is not None:
             raise DataFailure("two_rewards", "the agent returned a reward, and sent one to …/reward; do one of both")
         given = session.reward if returned is None else returned
-        return session.sample(**(await judged(self.reward, session, data) if given is None else given))
+        return session.sample(**(await judge_reply(self.reward, session, data) if given is None else given))
 
     async def _run(self, session: RecordingSession, data: Mapping[str, Any], seconds: float) -> dict[str, Any] | None:
         """Runs the agent and returns what it returned."""
@@ -122,7 +122,7 @@ class AgentWorkflow(RolloutWorkflow):
             raise WrongWorkflow(f"agent {self.name} must return a number, a dict with 'reward', or None: {wrong}") from wrong
 
 
-async def judged(
+async def judge_reply(
     reward: RewardFn | None, session: RecordingSession, data: Mapping[str, Any], output: str | None = None
 ) -> dict[str, Any]:
     """The verdict of the configured reward on the last reply of a session, or on an ``output`` in its place.

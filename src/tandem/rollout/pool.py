@@ -18,7 +18,7 @@ from tandem.api.samples import Dropped, Group
 from tandem.api.team import Team
 from tandem.api.workflow import RolloutWorkflow
 from tandem.config.rollout import RolloutConfig
-from tandem.rollout.episodes import Episode, EpisodeRunner, finished
+from tandem.rollout.episodes import Episode, EpisodeRunner, finish_groups
 from tandem.rollout.event_loop import BackgroundLoop
 from tandem.rollout.failure_budget import FailureBudget, NoBatch
 from tandem.rollout.gate import StalenessGate
@@ -128,7 +128,8 @@ class EpisodePool:
     def judge(self, wish: Wish) -> bool:
         """Judges the candidates that were scored. True if too few groups are left, so that more have to be generated."""
         scored = list(zip(wish.candidates, wish.outcomes, strict=True))
-        judged = self.loop.run(finished(scored, self._config.episode_timeout_s))  # without the lock, which the loop needs
+        # without the lock, which the loop needs
+        judged = self.loop.run(finish_groups(scored, self._config.episode_timeout_s))
         with self.changed:
             for (episode, _), outcome in zip(scored, judged, strict=True):
                 self._judge(episode, outcome)

@@ -18,7 +18,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.rollout.command import Command, filled
 from tandem.rollout.deadlines import PROGRAM, inside
-from tandem.rollout.own import judged
+from tandem.rollout.own import judge_reply
 from tandem.rollout.recording.recorder import SessionRecorder
 from tandem.rollout.recording.session import RecordingSession, SessionLimits
 from tandem.rollout.recording.verdict import read_verdict
@@ -189,14 +189,14 @@ class ProgramWorkflow(RolloutWorkflow):
         if self.reward_from == "exit":
             return {"reward": float(outcome.status == "ok"), "accuracy": float(outcome.status == "ok"), "own_reward": True}
         if self.reward_from == "output":
-            return await judged(self.reward, session, data, outcome.stdout.decode(errors="replace"))
+            return await judge_reply(self.reward, session, data, outcome.stdout.decode(errors="replace"))
         if self.reward_from == "said":
             if written is not None and session.reward is not None:
                 raise DataFailure("two_rewards", f"the program posted a reward and wrote one to {REWARD}; do one of both")
             said = session.reward if written is None else _read_reward(written)
             if said is not None:
                 return said
-        return await judged(self.reward, session, data)
+        return await judge_reply(self.reward, session, data)
 
 
 def prompt_of(data: Mapping[str, Any]) -> str:

@@ -38,7 +38,7 @@ def save_checkpoint(
     keep_every: int | None = None,
     keep_best: str | None = None,
 ) -> Path | None:
-    """Saves `checkpoints/step_<step>/` and returns it; prunes all but those that `kept` names.
+    """Saves `checkpoints/step_<step>/` and returns it; prunes all but those that `checkpoints_to_keep` names.
 
     ``write_model`` and ``save_tokenizer`` write into the folder that they are given, which lies hidden beside the
     checkpoints, is flushed to disk and then renamed: nobody ever sees half a checkpoint. ``write_state`` writes what
@@ -126,7 +126,9 @@ def _all_or_nothing(run: RunFolder | None, step: int, temporary: Path) -> Iterat
         raise
 
 
-def kept(folder: Path, keep_last: int | None, keep_every: int | None = None, keep_best: str | None = None) -> set[Path]:
+def checkpoints_to_keep(
+    folder: Path, keep_last: int | None, keep_every: int | None = None, keep_best: str | None = None
+) -> set[Path]:
     """The newest ``keep_last`` checkpoints (None: all), those whose step is a multiple of ``keep_every``, and the one where
     the metric ``keep_best`` is highest, or lowest with a minus sign before its name."""
     found = checkpoints(folder)
@@ -139,7 +141,7 @@ def kept(folder: Path, keep_last: int | None, keep_every: int | None = None, kee
 
 
 def best_of(found: Sequence[Path], metric: str) -> Path | None:
-    """The checkpoint with the best value, the latest of equals; None where none knows the metric. See `kept`."""
+    """The checkpoint with the best value, the latest of equals; None where none knows the metric."""
     sign, name = (-1.0, metric[1:]) if metric.startswith("-") else (1.0, metric)
     values: list[tuple[float, int, Path]] = []
     for path in found:
@@ -150,8 +152,8 @@ def best_of(found: Sequence[Path], metric: str) -> Path | None:
 
 
 def prune(folder: Path, keep_last: int | None, keep_every: int | None = None, keep_best: str | None = None) -> None:
-    """Removes the checkpoints that are not `kept`. One that cannot be removed is only warned about."""
-    stays = kept(folder, keep_last, keep_every, keep_best)
+    """Removes the checkpoints that `checkpoints_to_keep` does not name. One that cannot be removed is only warned about."""
+    stays = checkpoints_to_keep(folder, keep_last, keep_every, keep_best)
     for old in [path for path in checkpoints(folder) if path not in stays]:
         doomed = old.with_name(f".{old.name}.partial")  # renamed first, so that a kill leaves no half checkpoint
         try:

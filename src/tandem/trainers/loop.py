@@ -21,7 +21,7 @@ from tandem.flow.training import TrainingSession
 from tandem.lifecycle.oversight import Oversight
 from tandem.lifecycle.recovery import Recovery, recovery_of
 from tandem.lifecycle.saving import Saving
-from tandem.lifecycle.summary import Summary, announce, check_run_folder, ended, telling_step
+from tandem.lifecycle.summary import Summary, announce, check_run_folder, end_run, telling_step
 from tandem.lifecycle.weight_record import record_weights
 from tandem.planning.drawing import drawing
 from tandem.rollout.failure_budget import NoBatch
@@ -75,7 +75,7 @@ def run_training(
         record = partial(record_weights, team, run.folder, models.named_weights)
         session.runner.learn({"record": record, "save": saving.save})
         summary = loop(session, run, min(run.steps, until or run.steps), recovery, saving, oversight, control)
-        return ended(summary, run.folder, run.steps)
+        return end_run(summary, run.folder, run.steps)
 
 
 def step(session: TrainingSession) -> tuple[dict[str, float], TensorDict]:

@@ -110,7 +110,7 @@ def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
-def failed(reason: str, error: BaseException, message: str = "") -> dict[str, Any]:
+def failure_message(reason: str, error: BaseException, message: str = "") -> dict[str, Any]:
     """Makes a message of what went wrong. ``message``: it in words; by default type, text and place of the error."""
     text = "".join(traceback.format_exception(error))[-8000:]
     return {"failure": reason, "message": message or _describe(error), "traceback": text}
@@ -146,7 +146,7 @@ def serve(requests: int, answers: int, load: Callable[[], Answering], *, reason:
     try:
         answer = load()
     except BaseException as error:  # the worker boundary: a file that cannot be loaded
-        _send(answers, failed(reason, error))
+        _send(answers, failure_message(reason, error))
         return
     _send(answers, {"ready": True})
     kept = children_of(worker)

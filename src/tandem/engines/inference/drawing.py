@@ -9,7 +9,7 @@ import torch
 _BLOCK = 256
 
 
-def drawn(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
+def draw_tokens(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """The token at which the cumulative sum of ``[B, V]`` (not normalised) passes ``uniforms`` of the whole; ``[B]``."""
     size = probabilities.shape[-1]
     if size % _BLOCK:
@@ -31,7 +31,7 @@ def _first_above(cumulative: torch.Tensor, targets: torch.Tensor) -> torch.Tenso
     return torch.searchsorted(cumulative, targets, right=True).clamp(max=cumulative.shape[-1] - 1)
 
 
-def drawn_of_most_probable(
+def draw_most_probable(
     probabilities: torch.Tensor, uniforms: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor, width: int = 1024
 ) -> torch.Tensor:
     """Draws from the ``top_k`` most probable tokens, or the smallest set whose probability reaches ``top_p``; ``[R]``.
@@ -54,5 +54,5 @@ def drawn_of_most_probable(
     wide = kept[:, -1] & (top_k > width)
     if width < size and bool(wide.any()):
         rest = wide.nonzero().flatten()
-        picked[rest] = drawn_of_most_probable(probabilities[rest], uniforms[rest], top_p[rest], top_k[rest], width=size)
+        picked[rest] = draw_most_probable(probabilities[rest], uniforms[rest], top_p[rest], top_k[rest], width=size)
     return picked

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from tandem.engines.inference.drawing import drawn, drawn_of_most_probable
+from tandem.engines.inference.drawing import draw_most_probable, draw_tokens
 from tandem.engines.inference.kernels import kernels
 
 
@@ -86,14 +86,14 @@ def sample(
         whole = torch.logsumexp(logits[forbidden.limited], dim=-1)
         logits[forbidden.rows, forbidden.tokens] = float("-inf")
     probabilities = torch.softmax(logits, dim=-1)
-    tokens = drawn(probabilities, uniforms)
+    tokens = draw_tokens(probabilities, uniforms)
     if rows.top_p is not None and rows.top_k is not None:
         truncated = rows.truncated
         if truncated is None:
             truncated = ((rows.top_p < 1.0) | (rows.top_k < logits.shape[-1])).nonzero().flatten()
         if len(truncated):
             args = probabilities[truncated], uniforms[truncated], rows.top_p[truncated], rows.top_k[truncated]
-            tokens[truncated] = drawn_of_most_probable(*args)
+            tokens[truncated] = draw_most_probable(*args)
     if rows.greedy is not None:
         tokens = torch.where(rows.greedy, logits.argmax(dim=-1), tokens)  # logits: equal probabilities may hide a difference
     logprobs = probabilities.gather(-1, tokens[:, None]).squeeze(-1).log()

@@ -20,7 +20,7 @@ from tandem.models.adapter_beside import ADAPTER, digest_of_base
 from tandem.models.adapter_folder import Base, read_adapter, refuse_other_base, write_adapter
 from tandem.models.catalog import resolve
 from tandem.models.heads import HEAD
-from tandem.models.lora import A, B, adapted, merged, without_adapters
+from tandem.models.lora import A, B, lora_matrices, merged, without_adapters
 from tandem.models.packed import PackedModel
 from tandem.models.streaming import tensors_of
 
@@ -39,7 +39,7 @@ class EngineAdapters(TrainedAdapter):
 
     def __init__(self, config: TrainEngineConfig, holder: Holder, model: PackedModel):
         self._config, self._holder, self._model = config, holder, model
-        self.layers = {name.removeprefix(PREFIX): layer for name, layer in adapted(model).items()}
+        self.layers = {name.removeprefix(PREFIX): layer for name, layer in lora_matrices(model).items()}
         """Hugging Face name of a matrix's module → the module."""
 
         self.places = {f"{name}.{which}.weight": f"{PREFIX}{name}.{which}" for name in self.layers for which in (A, B)}

@@ -26,7 +26,7 @@ from tandem.models.load import load_causal_lm, load_scalar_model
 from tandem.models.lora import fill_adapters, put_adapters
 from tandem.models.packed import PackedModel
 from tandem.models.streaming import PREFIX, Unfilled, open_unfilled
-from tandem.models.tensor_parallel import cut
+from tandem.models.tensor_parallel import cut_matrices
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def open_spread(
             unfilled = replace(unfilled, files=files)
     if ranks.context is not None:
         model.context = replace(ranks.context, way=_context_way(config, ranks, model))
-    pieces = None if ranks.tensor is None else cut(model, ranks.tensor, ranks.key)
+    pieces = None if ranks.tensor is None else cut_matrices(model, ranks.tensor, ranks.key)
     if config.compile:
         compile_layers(model, device)
 

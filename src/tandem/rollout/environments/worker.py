@@ -15,7 +15,7 @@ from numbers import Real
 from typing import Any
 
 from tandem.api.environment import InvalidAction, StepResult
-from tandem.workers.child import Answering, failed, load_function, serve
+from tandem.workers.child import Answering, failure_message, load_function, serve
 
 MAX_CHARACTERS = 100_000
 """A longer observation is an error of the environment: no model could read it."""
@@ -37,11 +37,11 @@ def _answering(player: "Player") -> Answering:
         except InvalidAction as error:
             return {"invalid": str(error) or "That is no action.", "memory_mib": memory_mib()}
         except WrongType as error:
-            return failed("environment_wrong_type", error, str(error))
+            return failure_message("environment_wrong_type", error, str(error))
         except FloatingPointError as error:
-            return failed("environment_not_finite", error, str(error))
+            return failure_message("environment_not_finite", error, str(error))
         except BaseException as error:  # the worker boundary: sys.exit() in an environment is its failure
-            return failed("environment_raised", error)
+            return failure_message("environment_raised", error)
 
     return answer
 

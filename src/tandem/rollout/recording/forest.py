@@ -257,7 +257,7 @@ class Forest:
         if written.strip() == node.said.strip():
             return True
         ids = self._encode(written)
-        read = shown(self.reader.read(ids, tools, prompt=prompt, stop_reason=StopReason.STOP))
+        read = visible_message(self.reader.read(ids, tools, prompt=prompt, stop_reason=StopReason.STOP))
         return meaning(read) == meaning(node.reply) and thought(read) == thought(node.reply)
 
     # ------------------------------------------------------------------ harvesting
@@ -341,14 +341,14 @@ class Forest:
         return self._decode([last])
 
 
-def shown(reply: Reply, stops: Sequence[str] = ()) -> dict[str, Any]:
+def visible_message(reply: Reply, stops: Sequence[str] = ()) -> dict[str, Any]:
     """The assistant's message that a client is shown: a call that cannot be carried out is text of its turn, and a text that
     ends the turn is not."""
     return visible(reply, stops).message()
 
 
 def visible(reply: Reply, stops: Sequence[str] = ()) -> Reply:
-    """The reply as a client is shown it; see `shown`."""
+    """The reply as a client is shown it; see `visible_message`."""
     content = reply.content
     for text in dict.fromkeys(call.text for call in reply.calls if call.status != CallStatus.OK):
         content += text

@@ -17,7 +17,7 @@ from tandem.api.workflow import GeneratesTokens
 from tandem.config.generation import GenerationConfig
 from tandem.protocol.refusal import Refusal
 from tandem.protocol.turns import Reply, Turn
-from tandem.rollout.recording.forest import Asked, Forest, Node, Unrenderable, shown, visible
+from tandem.rollout.recording.forest import Asked, Forest, Node, Unrenderable, visible, visible_message
 
 RETRY_S = 600.0
 """A turn that ended longer ago is not given to a retry."""
@@ -273,7 +273,7 @@ class RecordingSession:
         reply = visible(reply, stops if response.stop_reason == StopReason.STOP else ())
         if turn.tool_choice == "required" and not reply.calls:
             self.counts.without_call += 1
-        node = self.forest.add(asked, response, shown(reply), attempt.noise)
+        node = self.forest.add(asked, response, visible_message(reply), attempt.noise)
         usage = {"prompt_tokens": len(asked.input_ids), "completion_tokens": len(response.output_ids)}
         return Answered(turn, reply, node, f"{attempt.noise:016x}", usage)
 

@@ -20,7 +20,7 @@ MACHINE = platform.machine()
 _libc = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock: a clone must not come back without it
 
 
-def checked(result: int, what: str) -> int:
+def check_result(result: int, what: str) -> int:
     """The result of a call.
 
     Raises:
@@ -35,19 +35,19 @@ def checked(result: int, what: str) -> int:
 def syscall(number: int, *arguments: object) -> int:
     """A system call by its number; integers are passed as 64 bits."""
     longs = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in arguments]
-    return checked(_libc.syscall(ctypes.c_long(number), *longs), f"system call {number}")
+    return check_result(_libc.syscall(ctypes.c_long(number), *longs), f"system call {number}")
 
 
 def prctl(option: int, *arguments: object) -> int:
     """prctl(2)."""
     padded = [ctypes.c_ulong(a) if isinstance(a, int) else a for a in (*arguments, 0, 0, 0, 0)[:4]]
-    return checked(_libc.prctl(ctypes.c_int(option), *padded), f"prctl {option}")
+    return check_result(_libc.prctl(ctypes.c_int(option), *padded), f"prctl {option}")
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
     """mount(2)."""
     arguments = [source.encode(), target.encode(), kind.encode() or None, ctypes.c_ulong(flags), options.encode() or None]
-    checked(_libc.mount(*arguments), f"mount {kind or source} on {target}")
+    check_result(_libc.mount(*arguments), f"mount {kind or source} on {target}")
 
 
 def clone(flags: int) -> int:

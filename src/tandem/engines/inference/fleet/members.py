@@ -34,7 +34,7 @@ class ServerOrigin:
     """Number of the version that it holds when it was just made, its cache empty; None: nobody knows."""
 
 
-def kept(engine: InferenceEngine) -> bool:
+def is_kept(engine: InferenceEngine) -> bool:
     """True if its server outlives this process, so that others can take it over."""
     return bool(getattr(getattr(engine, "process", None), "kept", False))
 

@@ -18,7 +18,7 @@ from tandem.api.requests import LLMRequest, LLMResponse
 from tandem.api.weights import WeightUpdate, WeightVersion
 from tandem.config.fleet import FleetConfig
 from tandem.engines.inference.fleet.health import SERVING, Health, Rules, ServerState
-from tandem.engines.inference.fleet.members import Attempt, Member, ServerOrigin, first_line, kept
+from tandem.engines.inference.fleet.members import Attempt, Member, ServerOrigin, first_line, is_kept
 from tandem.engines.inference.fleet.router import Router, work_of
 from tandem.engines.inference.threads import Threads
 
@@ -182,7 +182,9 @@ class Roster:
             del self.members[member.name]
             engine = member.engine
             if engine is not None:
-                self.threads.start(getattr(engine, "let_go", engine.close) if spare_kept and kept(engine) else engine.close)
+                self.threads.start(
+                    getattr(engine, "let_go", engine.close) if spare_kept and is_kept(engine) else engine.close
+                )
 
     def _route(self, member: Member) -> None:
         if member.health.state == ServerState.HEALTHY and member.leaves_at is None:
