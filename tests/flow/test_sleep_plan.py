@@ -176,4 +176,4 @@ def test_a_plan_is_told_stage_by_stage(tmp_path):
     words = describe_sleep(plan_of(config))
     assert "everything awake would take" in words and "A step moves" in words and "(save)" in words
     config = config_of(tmp_path, "algorithm=ppo", "algorithm.kl.coefficient=0.1", "memory_limit_gib=0.0008")
-    assert "While 'generate' runs, 0.1 MiB that the next stage needs begin to wake" in told(plan_of(config))
+    assert "While 'generate' runs, 0.1 MiB that the next stage needs begin to wake" in describe_sleep(plan_of(config))
