@@ -117,6 +117,9 @@ class _Dispatch(TorchDispatchMode):
         there = {id(x.inner): x for x in leaves if isinstance(x, OnGpu)}
         name = func.overloadpacket.__name__
         home = _is_home(func, args, kwargs)
+        if home and name == "copy_" and len(args) > 2 and args[2] and args[0].data_ptr() in self.pinned:
+            args[0].copy_(args[1].inner)
+            return args[0]
         self._check(name, args, kwargs, leaves, home)
         inner_args, inner_kwargs = tree_map(lambda x: x.inner if isinstance(x, OnGpu) else x, (args, kwargs))
         if _is_gpu(inner_kwargs.get("device")):
@@ -207,6 +210,16 @@ class _Functions(TorchFunctionMode):
         tensor.inner[tuple(part.inner if isinstance(part, OnGpu) else part for part in parts)] = value
 
 
+class _Event:
+    """Waits for what came before it."""
+
+    def record(self, stream):
+        pass
+
+    def synchronize(self):
+        _Dispatch.current.waits.add("event")
+
+
 @contextlib.contextmanager
 def pretended_gpu() -> Iterator[Waits]:
     """Inside, ``cuda:0`` is a device. Gives the waits, which may be cleared (``waits.places.clear()``)."""
@@ -214,8 +227,11 @@ def pretended_gpu() -> Iterator[Waits]:
     _Dispatch.current = dispatch = _Dispatch(waits)
     start, torch.cuda._lazy_init = torch.cuda._lazy_init, lambda: None  # C++ asks for it when it reads a device
     ability, torch.cuda.get_device_capability = torch.cuda.get_device_capability, lambda device=None: (9, 0)
+    event, torch.cuda.Event = torch.cuda.Event, _Event
+    stream, torch.cuda.current_stream = torch.cuda.current_stream, lambda device=None: None
     try:
         with _Functions(dispatch), dispatch:
             yield waits
     finally:
+        torch.cuda.Event, torch.cuda.current_stream = event, stream
         torch.cuda._lazy_init, torch.cuda.get_device_capability = start, ability

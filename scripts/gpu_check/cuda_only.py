@@ -16,7 +16,7 @@ CUDA_LINES = {
     "engines/train/ranks.py": "one process that keeps its shards in host memory makes a group of its own, over nccl",
     "models/attention.py": "bfloat16 attention over packed sequences and shared prompts by a varlen kernel",
     "models/varlen.py": "the kernel is not taken by GPUs older than Ampere",
-    "models/upload.py": "copies to the device from locked memory, which the host does not wait for",
+    "models/upload.py": "copies to the device from locked memory and back to it, which the host does not wait for",
     "state/machine.py": "names the GPUs in run.json",
     "state/snapshot.py": "the copy of a state goes into locked memory, and is waited for",
     "evaluation/run.py": "device=cuda, and auto",

@@ -59,6 +59,6 @@ def test_a_gpu_draws_what_the_cpu_draws_and_makes_the_host_wait_once_for_each_dr
     for i, (_, logprobs) in on_gpu.items():
         assert logprobs == pytest.approx(on_cpu[i][1], abs=1e-4)
     for found in of_steps:  # a round may draw twice: first tokens behind a prefill, and those of a decode step
-        assert {name.partition(" in ")[2].rpartition(":")[0] for name in found} <= {"slots.py:_home"}, found
+        assert {name.partition(" in ")[2].rpartition(":")[0] for name in found} <= {"upload.py:wait"}, found
         assert sum(found.values()) <= 2
     assert min(sum(found.values()) for found in of_steps) <= 1

@@ -30,6 +30,7 @@ from tandem.engines.inference.stopping import StopText
 from tandem.models.architecture import Architecture
 from tandem.models.foreign import read_hf_config
 from tandem.models.tokenizer import load_tokenizer
+from tandem.models.upload import upload
 
 __all__ = ["EngineCore", "StagedWeights"]
 
@@ -44,6 +45,8 @@ class EngineCore:
     """Continuous batching over a slab cache.
 
     ``deterministic``: what a request gets is the same to the bit whatever runs beside it, for more memory (`Growth`).
+    ``reads_late``: the host sees the tokens of a step once the next one is on its way, so that the device never waits.
+    A sequence that has ended draws one token more, which is dropped. By default on a GPU.
 
     Example: ``core.add(0, LLMRequest((1, 2, 3), GenerationConfig()))``, then ``core.step()`` while ``core.has_work``.
     """
@@ -56,8 +59,13 @@ class EngineCore:
         device: torch.device | str,
         version: WeightVersion,
         deterministic: bool = False,
+        reads_late: bool | None = None,
     ):
         device = torch.device(device)
+        self._late = device.type != "cpu" if reads_late is None else reads_late
+        self._finished: Finished = []
+        """Requests that ended between two rounds."""
+
         self._tokenizer: PreTrainedTokenizerBase | None = None  # loaded once a request has stop strings
         self.folder, self.device, self._dtype = folder, device, dtype
         a = self._architecture = Architecture.from_config(hf_config := read_hf_config(folder))
@@ -70,19 +78,8 @@ class EngineCore:
         self._last_hidden: dict[Sequence, torch.Tensor] = {}
         """Last hidden states of sequences with a prompt of their own that is done and has no token drawn from it yet."""
 
-        self._counters = dict.fromkeys(
-            (
-                "generated_tokens",
-                "prefill_tokens",
-                "recomputed_tokens",
-                "steps",
-                "busy_s",
-                "prefill_s",
-                "decode_s",
-                "cancelled",
-            ),
-            0.0,
-        )
+        counted = "generated_tokens prefill_tokens recomputed_tokens steps busy_s prefill_s decode_s cancelled"
+        self._counters = dict.fromkeys(counted.split(), 0.0)
         self._version = version
         self._weights: FusedWeights | None = self.stage(read_tensors(folder)).weights
 
@@ -95,7 +92,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._scheduler.sequences)
+        return bool(self._scheduler.sequences or self._finished)
 
     def add(self, request_id: int, request: LLMRequest) -> None:
         """Queues a request.
@@ -146,17 +143,20 @@ class EngineCore:
         if self._weights is None:
             raise RuntimeError("the weights sleep; deliver them anew (stage, swap) before the next step")
         began = time.perf_counter()
-        finished = self._expire()
-        scheduler = self._scheduler
+        finished, self._finished = self._finished + self._expire(), []
+        scheduler, unread = self._scheduler, len(self._slots.unread)
         scheduler.admit()
         if scheduler.prefill.jobs or scheduler.ready:
             finished += self._prefill()
         self._counters["prefill_s"] += time.perf_counter() - began
         middle = time.perf_counter()
+        if unread and scheduler.growth.full(scheduler.decoding):  # who gives way must have all its tokens
+            finished, unread = finished + self._read(), 0
         scheduler.make_room()
         pending = scheduler.num_running - len(scheduler.decoding)
         if scheduler.decoding and pending * _EAGER_PREFILL <= len(scheduler.decoding):
             finished += self._decode()
+        finished += self._read(unread)
         self._counters["decode_s"] += time.perf_counter() - middle
         self._counters["busy_s"] += time.perf_counter() - began
         self._counters["steps"] += 1
@@ -224,13 +224,14 @@ class EngineCore:
             self._passes.advance()
         assert self._weights is not None
         places = self._batch_slots
-        logits = self._passes.decode(self._weights, slots.last[places], slots.positions[places] - 1)
+        logits = self._passes.decode(self._weights, slots.last[self._batch_places], slots.positions[places] - 1)
         return self._draw(self._batch, places, logits, self._sampling)
 
     def _make_batch(self) -> None:
         """The sequences that decode now; valid until one joins or leaves."""
         batch = self._batch = self._scheduler.ordered()
         self._batch_slots = torch.tensor([sequence.slot for sequence in batch])
+        self._batch_places = upload(self._batch_slots, self.device)
         self._sampling = self._slots.sampling(self._batch_slots)
         self._passes.plan(batch, self._slots.positions[self._batch_slots].tolist())
         self._scheduler.changed = False
@@ -245,19 +246,30 @@ class EngineCore:
     def _draw(
         self, batch: list[Sequence], slots: torch.Tensor, logits: torch.Tensor, rows: SamplingRows | None = None
     ) -> Finished:
-        """Draws a token for each sequence of the batch and ends those that are done."""
+        """Draws a token for each sequence of the batch, and ends those that are done, if their tokens are read at once."""
         rows = self._slots.sampling(slots) if rows is None else rows
-        stopped, full = self._slots.draw(slots, logits, rows, self._version.number)
-        self._counters["generated_tokens"] += len(batch)
-        ended = dict.fromkeys(full, StopReason.LENGTH) | dict.fromkeys(stopped, StopReason.STOP)
-        for i, sequence in enumerate(batch):
-            if sequence.stop_text is not None and self._says_stop(sequence):
-                ended[i] = StopReason.STOP
-        return self._end([(batch[i], reason) for i, reason in sorted(ended.items())])
+        self._slots.draw(batch, slots, logits, rows, self._version.number)
+        if not self._late:
+            return self._read()
+        self._scheduler.leave([batch[i] for i in self._slots.at_limit(slots)])  # before it is known what they drew
+        return []
 
-    def _says_stop(self, sequence: Sequence) -> bool:
+    def _read(self, count: int | None = None) -> Finished:
+        """Reads the tokens of the oldest draws, or of all, and ends the sequences that are done."""
+        finished: Finished = []
+        for _ in range(len(self._slots.unread) if count is None else count):
+            batch, tokens, stopped, full = self._slots.record()
+            self._counters["generated_tokens"] += len(batch)
+            ended = dict.fromkeys(full, StopReason.LENGTH) | dict.fromkeys(stopped, StopReason.STOP)
+            for i, sequence in enumerate(batch):
+                if sequence.stop_text is not None and self._says_stop(sequence, int(tokens[i])):
+                    ended[i] = StopReason.STOP
+            finished += self._end([(batch[i], reason) for i, reason in sorted(ended.items())])
+        return finished
+
+    def _says_stop(self, sequence: Sequence, token: int) -> bool:
         assert sequence.stop_text is not None
-        token, count = int(self._slots.last[sequence.slot]), int(self._slots.counts[sequence.slot])
+        count = self._slots.num_drawn(sequence)
         return sequence.stop_text.add(token) and count >= sequence.request.gconfig.min_new_tokens
 
     # ------------------------------------------------------------------ weights and memory
@@ -288,6 +300,7 @@ class EngineCore:
         began = time.perf_counter()
         self._weights, self._version = staged.weights, version
         scheduler = self._scheduler
+        self._finished += self._read()
         if keep_kv:
             scheduler.stop_sharing()
         else:

@@ -152,6 +152,12 @@ class Scheduler:
         self.decoding.append(sequence)
         self.changed = True
 
+    def leave(self, sequences: list[Sequence]) -> None:
+        """These draw no more, and keep what they hold until they end."""
+        if sequences:
+            self.decoding = [one for one in self.decoding if one not in sequences]
+            self.changed = True
+
     def make_room(self) -> None:
         """Sequences whose rows are full get longer ones, the first come first; the last come give way for that."""
         for sequence in self.growth.full(self.decoding):

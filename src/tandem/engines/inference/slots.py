@@ -1,7 +1,7 @@
 """Tables with one line a running sequence: what a step reads and writes as tensors, so that no token costs Python.
 
-They are in the host's memory. A step sends the device what it needs of them, and waits for it once: for the tokens. Lists
-are made of them once, when a sequence ends.
+They are in the host's memory. A step sends the device what it needs of them, and waits for it once: for the tokens, on a GPU
+for those of the step before. Lists are made of them once, when a sequence ends.
 """
 
 from collections.abc import Iterable
@@ -11,10 +11,11 @@ import torch
 
 from tandem.api.failures import NonFinite
 from tandem.api.requests import LLMResponse, NoiseKey, StopReason
+from tandem.engines.inference.drawn import DrawnTokens
 from tandem.engines.inference.noise import stream_of, uniform
 from tandem.engines.inference.sampler import Forbidden, SamplingRows, sample
 from tandem.engines.inference.sequences import Sequence
-from tandem.models.upload import upload
+from tandem.models.upload import Download, upload
 
 _NO_TOKEN = -1
 
@@ -31,8 +32,8 @@ class Slots:
         def table(dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.zeros((count, *shape), dtype=dtype)
 
-        self.last = table(torch.long)
-        """Newest token, not yet in the cache."""
+        self.last = table(torch.long).to(device)
+        """Newest token, not yet in the cache; on the device, where the next step begins with it."""
 
         self.positions = table(torch.long)
         """Absolute position of the next token to be drawn."""
@@ -40,12 +41,18 @@ class Slots:
         self.counts = table(torch.long)
         """Tokens drawn so far."""
 
+        self._known = table(torch.long)
+        """The number of them that the host has seen: all, or all but those of the latest steps."""
+
         self._limits, self._minimums = table(torch.long), table(torch.long)
         self._streams, self._top_k = table(torch.long), table(torch.long)
         self._temperatures, self._top_p = table(torch.float32), table(torch.float32)
         self._first_temperatures = table(torch.float32)
         self._greedy = table(torch.bool)
         self._stop = table(torch.long, max(1, len(self._eos)))
+        self.unread: list[DrawnTokens] = []
+        """Draws whose tokens the host has not seen yet; the oldest first."""
+
         self._tokens, self._versions = table(torch.long, 16), table(torch.long, 16)
         self._logprobs = table(torch.float32, 16)
 
@@ -57,7 +64,7 @@ class Slots:
         slot = sequence.slot = self._free.pop()
         sequence.clock.mark("admitted")
         request, gconfig = sequence.request, sequence.request.gconfig
-        self.positions[slot], self.counts[slot] = len(request.input_ids), 0
+        self.positions[slot], self.counts[slot], self._known[slot] = len(request.input_ids), 0, 0
         self._limits[slot], self._minimums[slot] = sequence.max_new_tokens, gconfig.min_new_tokens
         key = request.noise_key if request.noise_key is not None else NoiseKey(seed=0, sample=sequence.request_id)
         self._streams[slot] = stream_of(key)
@@ -97,15 +104,10 @@ class Slots:
         )
 
     def draw(
-        self, slots: torch.Tensor, logits: torch.Tensor, rows: SamplingRows, version: int
-    ) -> tuple[list[int], list[int]]:
-        """Draws and records the next token of ``slots [B]`` from ``logits [B, V]``, which are on the device.
-
-        Returns:
-            Places in ``slots`` that ended with a stop token, and those that reached their limit.
-
-        Raises:
-            NonFinite: the logits are not numbers.
+        self, batch: list[Sequence], slots: torch.Tensor, logits: torch.Tensor, rows: SamplingRows, version: int
+    ) -> None:
+        """Draws the next token of ``slots [B]``, the lines of ``batch``, from ``logits [B, V]``, which are on the device.
+        The host waits for nothing; `record` does.
         """
         forbidden = self._forbidden(slots) if rows.minimums else None
         positions, counts = self.positions[slots], self.counts[slots]
@@ -114,24 +116,48 @@ class Slots:
                 rows, temperatures=torch.where(self._there(counts == 0), rows.first_temperatures, rows.temperatures)
             )
         uniforms = self._there(uniform(self._streams[slots], positions))
-        tokens, logprobs = _home(*sample(logits, uniforms, rows, forbidden))
-        self._tokens[slots, counts] = tokens
-        self._logprobs[slots, counts] = logprobs
-        self._versions[slots, counts] = version
-        self.last[slots] = tokens
+        found = sample(logits, uniforms, rows, forbidden)
+        self.last[self._there(slots)] = found[0]
         self.positions[slots] = positions + 1
         self.counts[slots] = counts + 1
+        sent = found if self._device.type == "cpu" else (torch.stack([one.double() for one in found]),)
+        self.unread.append(DrawnTokens(batch, slots, counts, version, tuple(map(Download, sent))))
+
+    def at_limit(self, slots: torch.Tensor) -> list[int]:
+        """Places in ``slots`` that have drawn all that they may."""
+        return (self.counts[slots] >= self._limits[slots]).nonzero().flatten().tolist()
+
+    def record(self) -> tuple[list[Sequence], torch.Tensor, list[int], list[int]]:
+        """Writes down the tokens of the oldest draw. Those of sequences that have ended meanwhile are dropped.
+
+        Returns:
+            The sequences that are left, their tokens, places among them that ended with a stop token, and places that
+            reached their limit.
+
+        Raises:
+            NonFinite: the logits are not numbers.
+        """
+        drawn = self.unread.pop(0)
+        tokens, logprobs = drawn.home()
+        batch, slots, counts = drawn.batch, drawn.slots, drawn.counts
+        if len(left := [i for i, sequence in enumerate(batch) if sequence.slot >= 0]) < len(batch):
+            batch = [batch[i] for i in left]
+            tokens, logprobs, slots, counts = tokens[left], logprobs[left], slots[left], counts[left]
+        self._tokens[slots, counts] = tokens
+        self._logprobs[slots, counts] = logprobs
+        self._versions[slots, counts] = drawn.version
+        self._known[slots] = counts + 1
         stopped = (tokens[:, None] == self._stop[slots]).any(dim=-1)
         full = (counts + 1 >= self._limits[slots]) & ~stopped
         ended = torch.stack((stopped, full, logprobs.isnan()))
         if not bool(ended.any()):
-            return [], []
+            return batch, tokens, [], []
         if bool(ended[2].any()):
             raise NonFinite(
-                f"version {version} of the weights gives logits that are not finite, so no token can be drawn; lower "
+                f"version {drawn.version} of the weights gives logits that are not finite, so no token can be drawn; lower "
                 "actor.optimizer.lr, or give a model that is whole"
             )
-        return ended[0].nonzero().flatten().tolist(), ended[1].nonzero().flatten().tolist()
+        return batch, tokens, ended[0].nonzero().flatten().tolist(), ended[1].nonzero().flatten().tolist()
 
     def _there(self, tensor: torch.Tensor) -> torch.Tensor:
         return upload(tensor, self._device)
@@ -146,19 +172,19 @@ class Slots:
 
     def num_drawn(self, sequence: Sequence) -> int:
         """Tokens drawn so far; none before it has a slot."""
-        return int(self.counts[sequence.slot]) if sequence.slot >= 0 else 0
+        return int(self._known[sequence.slot]) if sequence.slot >= 0 else 0
 
     def drawn(self, sequence: Sequence) -> torch.Tensor:
         """Tokens drawn so far, ``[n]``."""
-        return self._tokens[sequence.slot, : int(self.counts[sequence.slot])]
+        return self._tokens[sequence.slot, : int(self._known[sequence.slot])]
 
     def drawn_since(self, sequence: Sequence, start: int) -> tuple[list[int], list[float]]:
         """Tokens from number ``start`` on, and their log-probabilities."""
-        new = slice(start, int(self.counts[sequence.slot]))
+        new = slice(start, int(self._known[sequence.slot]))
         return self._tokens[sequence.slot, new].tolist(), self._logprobs[sequence.slot, new].tolist()
 
     def response(self, sequence: Sequence, reason: StopReason) -> LLMResponse:
-        count = int(self.counts[sequence.slot])
+        count = int(self._known[sequence.slot])
         tokens, logprobs, versions = (
             t[sequence.slot, :count].tolist() for t in (self._tokens, self._logprobs, self._versions)
         )
@@ -174,14 +200,6 @@ class Slots:
             gconfig.temperature,
             untrained_tokens=min(count, int(hot)),
         )
-
-
-def _home(tokens: torch.Tensor, logprobs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both ``[B]`` on the host, in one copy: float64 holds either exactly."""
-    if tokens.device.type == "cpu":
-        return tokens, logprobs
-    both = torch.stack((tokens.double(), logprobs.double())).cpu()
-    return both[0].long(), both[1].float()
 
 
 def _widened(table: torch.Tensor, columns: int, fill: int) -> torch.Tensor:
