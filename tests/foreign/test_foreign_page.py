@@ -7,7 +7,8 @@ from pathlib import Path
 from tandem.protocol.dialects import DIALECTS
 from tests.foreign import peers
 
-PAGE = (Path(__file__).parents[2] / "docs/agents_foreign.md").read_text()
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs/agents_foreign.md").read_text()
 
 
 def test_the_table_lists_the_agents_that_are_tested():
@@ -16,6 +17,13 @@ def test_the_table_lists_the_agents_that_are_tested():
         for peer in peers.PEERS
     ]
     assert [line for line in PAGE.splitlines() if line in rows] == rows
+
+
+def test_the_versions_are_those_that_are_installed():
+    script = (ROOT / "scripts/foreign_agents.sh").read_text()
+    block = script.partition("environment agents")[2].partition("environment verifiers")[0]
+    pinned = re.findall(r"([\w-]+)(?:\[\w+\])?==([\d.]+)", block) + re.findall(r"(@?[\w/-]+)@([\d.]+)", script)
+    assert len(pinned) == 10 and [name for name, version in pinned if f"{name} {version}" not in PAGE] == []
 
 
 def test_the_lines_of_an_agent_are_those_that_run():
