@@ -110,7 +110,7 @@ BESIDE = {
         "rollout/ranks",
         "rollout/replay",
     ),
-    "to check, or when something failed": ("engines/inference/requests", "rollout/failure_budget", "rollout/returned"),
+    "to check, or when something failed": ("engines/inference/requests", "rollout/failure_budget", "rollout/sample_checks"),
     "for metrics": ("engines/train/totals", "roles/averages", "roles/batch_metrics", "rollout/statistics"),
     "on the way back": ("engines/inference/fused_weights",),
 }

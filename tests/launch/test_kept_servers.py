@@ -12,14 +12,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tandem.engines.inference.remote.kept import ServerPlace, take_over
+from tandem.engines.inference.remote.keeping import ServerPlace, take_over
 from tandem.launch import local
 from tandem.launch.local import run_ranks
 from tests.zygote import gone
 
 RANK = """
 import os, pathlib, signal, sys, time
-from tandem.engines.inference.remote.kept import Keeping, keep, take_over
+from tandem.engines.inference.remote.keeping import Keeping, keep, take_over
 from tandem.engines.inference.remote.launch import ServerProcess
 from tandem.launch.rank import follow_launcher, kept_servers, restarts
 
@@ -52,7 +52,7 @@ follow_launcher()
 
 LAUNCHER = """
 import sys
-from tandem.engines.inference.remote.kept import ServerPlace, take_over
+from tandem.engines.inference.remote.keeping import ServerPlace, take_over
 from tandem.launch import local
 patience = local.Patience(restart_s=float(sys.argv[1]))
 sys.exit(local.run_ranks([sys.executable, "-c", sys.argv[2]], 1, max_restarts=1, patience=patience))
@@ -188,8 +188,8 @@ if not again: die()
 
 def test_one_that_hangs_does_not_hold_the_ranks_up(said, tmp_path, capfd):
     lines = """
-from tandem.engines.inference.remote import kept
-kept.TAKE_OVER_S = 0.5
+from tandem.engines.inference.remote import keeping
+keeping.TAKE_OVER_S = 0.5
 
 
 def take_over(place, settings, attach, original=take_over):

@@ -10,7 +10,7 @@ import torch
 from tandem.api.failures import DataFailure, WrongWorkflow
 from tandem.api.samples import Sample, Trajectory
 from tandem.api.workflow import RolloutWorkflow
-from tandem.rollout.returned import check_sample
+from tandem.rollout.sample_checks import check_sample
 from tandem.rollout.workflows import Repeated
 
 NAN, INF = math.nan, math.inf

@@ -6,9 +6,9 @@ from dataclasses import replace
 from tandem.config.backend import Layout, parse_layout
 from tandem.models.footprint import Adapters
 from tandem.models.shape import Shape
-from tandem.planning.held import Held
 from tandem.planning.job import Generator, Job, Lengths
 from tandem.planning.machine import Machine
+from tandem.planning.planned_model import PlannedModel
 
 SMOLLM2 = Shape("llama", 30, 576, 1536, 9, 3, 64, 49152, 8192, tied=True)
 LLAMA_8B = Shape("llama", 32, 4096, 14336, 32, 8, 128, 128256, 8192)
@@ -41,11 +41,11 @@ def round_machine(**changes) -> Machine:
     return replace(machine, **changes)
 
 
-def held(role="actor", shape=HAND, *, ranks=1, backend=None, **changes) -> Held:
+def held(role="actor", shape=HAND, *, ranks=1, backend=None, **changes) -> PlannedModel:
     """A trained model in float32 on one rank, or spread as ``backend`` says; its layout may be a whole machine's."""
     layout = Layout(data=ranks) if backend is None else parse_layout(backend)
     usual = {"head": "lm", "dtype": "float32", "trained": True, "max_tokens": 1000, "chunk_tokens": 16, "layout": layout}
-    return Held(role=role, shape=shape, **usual | changes)
+    return PlannedModel(role=role, shape=shape, **usual | changes)
 
 
 def adapters(rank=2, shape=HAND, **changes) -> Adapters:

@@ -13,12 +13,12 @@ from tandem.planning.activations import ActivationSettings
 from tandem.planning.batches import MicroBatch
 from tandem.planning.disk import CheckpointSchedule, checkpoint_of
 from tandem.planning.exchange import of_micro_batch, of_step
-from tandem.planning.held import held as held_of
 from tandem.planning.items import Room
 from tandem.planning.job import Lengths, job_of
 from tandem.planning.layers import layers_backward, layers_forward
 from tandem.planning.memory import instants
 from tandem.planning.plan import make_plan
+from tandem.planning.planned_model import planned_model
 from tandem.planning.seconds import phases
 from tandem.planning.states import gradients_between, states
 from tandem.trainers.lengths import known_lengths
@@ -56,7 +56,7 @@ def folder(tmp_path_factory):
 
 def planned_of(config, head="lm"):
     """The model of a training engine's configuration, as the plan sees it."""
-    return held_of("actor", config, round_machine(), read_shape(config.path), head=head)
+    return planned_model("actor", config, round_machine(), read_shape(config.path), head=head)
 
 
 def test_adapters_by_hand():

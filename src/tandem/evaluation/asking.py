@@ -14,7 +14,7 @@ from tandem.api.requests import NoiseKey, StopReason
 from tandem.api.samples import Group, Sample
 from tandem.api.workflow import EPISODE, GeneratesTokens, RolloutWorkflow
 from tandem.rollout.episode_engine import EpisodeEngine
-from tandem.rollout.returned import check_sample
+from tandem.rollout.sample_checks import check_sample
 from tandem.rollout.wave import Wave
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from tandem.flow.run import Runner
 from tandem.flow.steps import last_tokens, step_spans
 from tandem.flow.writing import Judged, WritingRole
 from tandem.rewards.combination import Combination, Scored, is_open
-from tandem.rewards.written import WritingReward
+from tandem.rewards.engine_judge import WritingReward
 from tandem.rollout.failure_budget import FailureLog, least_samples, too_few
 
 T = TypeVar("T")

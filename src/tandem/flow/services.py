@@ -23,9 +23,9 @@ from tandem.config.recipes import sum_of, sums_of
 from tandem.config.services import NAMED
 from tandem.flow.plan import RunPlan
 from tandem.rewards.build import Judge, SumReward, build_reward, judges_of, refuse_only_groups, worker_counts
+from tandem.rewards.engine_judge import WritingReward
 from tandem.rewards.majority import AnswerOnly, MajorityVote
 from tandem.rewards.pool import most_workers
-from tandem.rewards.written import WritingReward
 from tandem.rollout.groups import Compared, FirstSamples, MajorityLabels, WholeGroup, WithGreedyBaseline
 from tandem.rollout.own import AGENT_ARGUMENTS, AGENT_KNOBS, AgentWorkflow, FunctionWorkflow, is_agent
 from tandem.rollout.recording.recorder import SessionRecorder

@@ -20,7 +20,7 @@ from tandem.config.experiment import TrainConfig
 from tandem.data.curriculum import Curriculum
 from tandem.data.loader import Loader
 from tandem.engines.inference.build import build_inference_engine
-from tandem.engines.inference.remote.kept import Keeping
+from tandem.engines.inference.remote.keeping import Keeping
 from tandem.flow.balance import make_balance
 from tandem.flow.critic import Models
 from tandem.flow.delivery import make_proof, make_publisher, weights_folder

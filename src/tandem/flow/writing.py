@@ -23,8 +23,8 @@ from tandem.engines.inference.embedded import EmbeddedEngine
 from tandem.flow.plan import PlannedScore
 from tandem.flow.residency import free_cache
 from tandem.models.tokenizer import load_tokenizer
+from tandem.rewards.engine_judge import PLACE, SamplePlace, WritingReward
 from tandem.rewards.outcome import Judgement, compared
-from tandem.rewards.written import PLACE, SamplePlace, WritingReward
 
 SETTLE_S = 0.02
 """Without a new request for so long, all that judge have asked."""

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 import psutil
 
-from tandem.launch.kept import KEPT, KeptServers
+from tandem.launch.kept_servers import KEPT, KeptServers
 from tandem.launch.requests import each_request_once
 from tandem.launch.watch import SILENT_S, WEDGED_S, Fault, LaunchEnd, Record, Told, Watch, waits_for_disk, work_of
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.config.errors import TandemError
-from tandem.launch.kept import KEPT
+from tandem.launch.kept_servers import KEPT
 from tandem.launch.local import ERROR, FAILED, LAUNCHER, RENDEZVOUS, RESTARTS, STACKS, STACKS_SIGNAL, TELL
 
 LOOK_S = 0.5
@@ -47,7 +47,7 @@ def restarts() -> int:
 
 
 def kept_servers() -> tuple[Path, int] | None:
-    """Folder and pipe for servers that may outlive this rank, see `launch/kept.py`; None where nobody would take them
+    """Folder and pipe for servers that may outlive this rank, see `kept_servers.py`; None where nobody would take them
     over."""
     ends = _kept()
     return None if ends is None else (Path(ends[2]), int(ends[0]))

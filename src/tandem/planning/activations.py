@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tandem.models.footprint import Adapters
 from tandem.models.shape import BYTES, Dtype, Shape
 from tandem.planning.batches import MicroBatch
-from tandem.planning.held import Held
+from tandem.planning.planned_model import PlannedModel
 
 FLOAT32 = 4
 
@@ -29,7 +29,7 @@ class ActivationSettings:
     """They gather keys and values, and do not exchange heads."""
 
     @classmethod
-    def of(cls, model: Held) -> "ActivationSettings":
+    def of(cls, model: PlannedModel) -> "ActivationSettings":
         """The spread of a model."""
         return cls(model.checkpointing, model.selective, model.adapters, model.layout.context, model.gathers_keys)
 

@@ -7,7 +7,7 @@ from tandem.config.arithmetic import total_steps
 from tandem.config.experiment import BaseConfig
 from tandem.models.footprint import FLOAT32
 from tandem.models.shape import BYTES
-from tandem.planning.held import Held
+from tandem.planning.planned_model import PlannedModel
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Checkpoint:
         return self.models + self.adapters + self.state
 
 
-def checkpoint_of(models: Iterable[Held], saves: CheckpointSchedule) -> Checkpoint:
+def checkpoint_of(models: Iterable[PlannedModel], saves: CheckpointSchedule) -> Checkpoint:
     """One checkpoint of the models that are trained; whatever the layout, it is whole."""
     trained = [model for model in models if model.trained]
     folders = adapters = state = 0.0

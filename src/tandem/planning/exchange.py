@@ -11,8 +11,8 @@ from tandem.models.footprint import FLOAT32
 from tandem.models.shape import BYTES
 from tandem.planning.activations import ActivationSettings
 from tandem.planning.batches import MicroBatch
-from tandem.planning.held import Held
 from tandem.planning.machine import Machine
+from tandem.planning.planned_model import PlannedModel
 
 
 class Moved(NamedTuple):
@@ -36,12 +36,12 @@ def others(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def of_micro_batch(model: Held, batch: MicroBatch, machine: Machine, *, backward: bool) -> Moved:
+def of_micro_batch(model: PlannedModel, batch: MicroBatch, machine: Machine, *, backward: bool) -> Moved:
     """One forward pass, and the backward pass behind it."""
     return _of_parameters(model, backward=backward) + _of_activations(model, batch, machine, backward=backward)
 
 
-def _of_parameters(model: Held, *, backward: bool) -> Moved:
+def _of_parameters(model: PlannedModel, *, backward: bool) -> Moved:
     """FSDP gathers all for the forward pass, and the layers again for the backward pass; stage 3 all of it twice."""
     size, share, zero = BYTES[model.dtype], others(model.parts), model.layout.zero
     whole = size * (model.masters + model.base)
@@ -60,7 +60,7 @@ def _of_parameters(model: Held, *, backward: bool) -> Moved:
     return Moved()
 
 
-def _of_activations(model: Held, batch: MicroBatch, machine: Machine, *, backward: bool) -> Moved:
+def _of_activations(model: PlannedModel, batch: MicroBatch, machine: Machine, *, backward: bool) -> Moved:
     """Tensor parallelism sums twice a layer and direction (arXiv:1909.08053), context parallelism trades queries, keys,
     values and outputs once a layer and direction (arXiv:2309.14509), or gathers keys and values."""
     layout, shape, size = model.layout, model.piece, BYTES[model.dtype]
@@ -77,7 +77,7 @@ def _of_activations(model: Held, batch: MicroBatch, machine: Machine, *, backwar
     return Moved(between=moved)
 
 
-def of_step(model: Held) -> Moved:
+def of_step(model: PlannedModel) -> Moved:
     """Once a step: gradients are summed over shards, their sums over replicas; DeepSpeed gathers what it has moved."""
     share, zero, replicas = others(model.parts), model.layout.zero, model.layout.replicas
     part = FLOAT32 * model.masters / model.parts

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from tandem.models.footprint import FLOAT32
 from tandem.models.shape import BYTES
 from tandem.planning.batches import Batches, Step
-from tandem.planning.held import Held
 from tandem.planning.items import GIB, MemoryItem, Room
 from tandem.planning.job import Job
 from tandem.planning.machine import Machine
+from tandem.planning.planned_model import PlannedModel
 from tandem.planning.states import bucket
 
 MAPPED = GIB
@@ -42,7 +42,7 @@ def of_heap(
     yield room.item("process", "hole of the largest block", min(largest, float(MAPPED)))
 
 
-def largest_block(model: Held, batches: Batches) -> float:
+def largest_block(model: PlannedModel, batches: Batches) -> float:
     """Bytes of the largest tensor that comes and goes: logits of a chunk, the gradient of the embedding, what is gathered of
     it, what DeepSpeed sends."""
     step = batches.update.get(model.role) or batches.score[model.role]
@@ -56,7 +56,7 @@ def largest_block(model: Held, batches: Batches) -> float:
     return max(blocks)
 
 
-def _logits(model: Held, step: Step) -> float:
+def _logits(model: PlannedModel, step: Step) -> float:
     rows = min(model.chunk_tokens, -(-step.largest.predicted // model.layout.context))
     return float(FLOAT32 * rows * model.piece.vocab)
 

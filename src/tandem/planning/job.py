@@ -18,10 +18,10 @@ from tandem.lifecycle.summary import COMMANDS
 from tandem.models.footprint import engine_bytes
 from tandem.models.shape import Dtype, Shape
 from tandem.planning.disk import CheckpointSchedule, saves_of
-from tandem.planning.held import Held, held, resolved
 from tandem.planning.items import GIB
 from tandem.planning.machine import Machine
-from tandem.rewards.written import WritingReward
+from tandem.planning.planned_model import PlannedModel, planned_model, resolved
+from tandem.rewards.engine_judge import WritingReward
 from tandem.rollout.partner import MAX_NEW_TOKENS
 
 
@@ -102,7 +102,7 @@ class Job:
     """A run, as far as it costs anything."""
 
     kind: str
-    models: tuple[Held, ...]
+    models: tuple[PlannedModel, ...]
     """The trained ones and the frozen ones; the actor comes first."""
 
     lengths: Lengths
@@ -153,17 +153,17 @@ class Job:
         return replace(self, lengths=writer.lengths, groups=writer.requests, generated=1)
 
     @property
-    def actor(self) -> Held:
+    def actor(self) -> PlannedModel:
         """The model that is trained."""
         return self.models[0]
 
     @property
-    def frozen(self) -> tuple[Held, ...]:
+    def frozen(self) -> tuple[PlannedModel, ...]:
         """Models that only score."""
         return tuple(model for model in self.models if not model.trained)
 
     @property
-    def critic(self) -> Held | None:
+    def critic(self) -> PlannedModel | None:
         """A critic with a model of its own."""
         return next((model for model in self.models if model.role == "critic"), None)
 
@@ -177,7 +177,7 @@ def job_of(
         ConfigError: what the engines themselves would refuse.
     """
     plan, training = plan_run(config), training_config(config) if isinstance(config, DistillConfig) else config
-    models: list[Held] = []
+    models: list[PlannedModel] = []
     for resident in plan.residents:
         if resident.engine is not None:
             models.append(_held(resident, models, _with_entropy(training, plan), machine, read))
@@ -221,14 +221,14 @@ def job_of(
 
 
 def _held(
-    resident: Resident, before: list[Held], with_entropy: bool, machine: Machine, read: Callable[[str], Shape]
-) -> Held:
+    resident: Resident, before: list[PlannedModel], with_entropy: bool, machine: Machine, read: Callable[[str], Shape]
+) -> PlannedModel:
     """A resident with a train engine; the base of one ``before`` it is no second model."""
     owner = next((model for model in before if model.role == resident.base_of), None)
     if owner is not None:
         return replace(owner, role=resident.name, head="lm", trained=False, adapters=None, own=False)
     assert resident.engine is not None
-    return held(
+    return planned_model(
         resident.name,
         resident.engine,
         machine,
@@ -285,7 +285,7 @@ def _saves_beside(config: BaseConfig) -> bool:
     return wish.every_steps is not None and wish.asynchronous and wish.resumable
 
 
-def _generator(config: TrainConfig, actor: Held, machine: Machine, samples: int) -> Generator:
+def _generator(config: TrainConfig, actor: PlannedModel, machine: Machine, samples: int) -> Generator:
     rollout, shape = config.rollout, actor.shape
     servers = parse_backend(rollout.backend)
     kinds = {one.kind for one in servers or ()}
@@ -339,14 +339,14 @@ def _share(config: TrainConfig, machine: Machine) -> float:
 
 
 def _writers(
-    config: TrainConfig, plan: RunPlan, models: Mapping[str, Held], lengths: Lengths, machine: Machine, samples: int
+    config: TrainConfig, plan: RunPlan, models: Mapping[str, PlannedModel], lengths: Lengths, machine: Machine, samples: int
 ) -> dict[str, Writer]:
     """Two judges of one model share its engine, and are counted as the larger one. A partner is counted as one that is asked
     once by each sample and reads the question and the longest answer."""
     writers: dict[str, Writer] = {}
     samples_of_a_step = config.rollout.batch_size * samples
 
-    def engine_of(model: Held, requests: int) -> Generator:
+    def engine_of(model: PlannedModel, requests: int) -> Generator:
         return replace(
             _generator(config, model, machine, 1),
             delivered=model.dtype,
@@ -387,7 +387,7 @@ def kept_tokens(writer: Writer) -> int:
     return writer.requests * (writer.lengths.prompt + writer.lengths.longest)
 
 
-def _delivered_adapter(config: TrainConfig, actor: Held, kinds: set[str]) -> int:
+def _delivered_adapter(config: TrainConfig, actor: PlannedModel, kinds: set[str]) -> int:
     """Parameters of the adapter that goes to the engines alone: only our own take one, and not from a folder or a group."""
     alone = kinds <= {"embedded"} and not config.rollout.fleet.servers and config.rollout.weights.channel == "auto"
     return actor.adapters.parameters(actor.shape) if actor.adapters is not None and alone else 0

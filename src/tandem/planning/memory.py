@@ -15,11 +15,11 @@ from tandem.models.shape import BYTES
 from tandem.planning import activations
 from tandem.planning.activations import ActivationSettings
 from tandem.planning.batches import Batches, Step, cut_step
-from tandem.planning.held import Held
 from tandem.planning.holes import of_heap, of_what_comes
 from tandem.planning.items import GIB, Instant, MemoryItem, Room
 from tandem.planning.job import Generator, Job, Writer
 from tandem.planning.machine import Machine
+from tandem.planning.planned_model import PlannedModel
 from tandem.planning.states import (
     BUCKET,
     gathered,
@@ -37,7 +37,7 @@ TOKENIZER_BYTES = 1000
 def batches_of(job: Job, length: int) -> Batches:
     """The micro-batches of each model's passes when completions have ``length`` tokens."""
 
-    def of(model: Held, groups: int) -> Step:
+    def of(model: PlannedModel, groups: int) -> Step:
         # ranks that share tokens take so many times as many together
         most, layout = model.max_tokens * model.layout.context, model.layout
         return cut_step(
@@ -254,7 +254,7 @@ def _generation(generator: Generator, machine: Machine) -> Iterator[MemoryItem]:
     yield _of_engines(generator, machine, "activations", float(chunk))
 
 
-def _scoring(model: Held, step: Step, room: Room) -> Iterator[MemoryItem]:
+def _scoring(model: PlannedModel, step: Step, room: Room) -> Iterator[MemoryItem]:
     """A pass without gradients."""
     batch, shape, spread = step.largest, model.piece, ActivationSettings.of(model)
     yield from gathered(model, room)
@@ -265,7 +265,7 @@ def _scoring(model: Held, step: Step, room: Room) -> Iterator[MemoryItem]:
         yield room.item(model.role, "logits", logits)
 
 
-def _update(model: Held, step: Step, room: Room) -> Iterator[MemoryItem]:
+def _update(model: PlannedModel, step: Step, room: Room) -> Iterator[MemoryItem]:
     """The worst of these moments: the backward pass begins (everything is kept), or ends (all gradients are there), or the
     last bucket is sent. One that is full is sent on the way; and in the heap of a CPU's process none finds room among what
     the layers have left."""
@@ -278,7 +278,7 @@ def _update(model: Held, step: Step, room: Room) -> Iterator[MemoryItem]:
         yield from sent
 
 
-def _backward_begins(model: Held, step: Step, room: Room) -> list[MemoryItem]:
+def _backward_begins(model: PlannedModel, step: Step, room: Room) -> list[MemoryItem]:
     shape, batch, spread = model.piece, step.largest, ActivationSettings.of(model)
     kept = activations.activation_bytes(shape, batch, model.dtype, spread)
     layer = activations.passing(shape, batch, model.dtype, backward=True, spread=spread)
@@ -302,7 +302,7 @@ def _backward_begins(model: Held, step: Step, room: Room) -> list[MemoryItem]:
     ]
 
 
-def _backward_ends(model: Held, step: Step, room: Room) -> list[MemoryItem]:
+def _backward_ends(model: PlannedModel, step: Step, room: Room) -> list[MemoryItem]:
     """A tied head's gradient waits for the embedding's; over several ranks the sum of both is reduced in float32, of which
     gloo makes a copy."""
     shape, size = model.piece, BYTES[model.dtype]

@@ -10,10 +10,10 @@ from tandem.config.errors import ConfigError
 from tandem.config.experiment import BaseConfig, TrainConfig
 from tandem.models.shape import BYTES
 from tandem.planning.devices import DEVICES
-from tandem.planning.held import Held
 from tandem.planning.items import GIB
 from tandem.planning.memory import engine_weights, kv_needed, kv_tokens
 from tandem.planning.plan import Plan
+from tandem.planning.planned_model import PlannedModel
 from tandem.planning.states import state_bytes
 
 SMALLEST_CHUNK = 64
@@ -133,7 +133,7 @@ def steps(plan: Plan, config: BaseConfig) -> Iterator[dict[str, Any]]:
     yield from _last_resorts(plan)
 
 
-def spread_over(actor: Held, ranks: int) -> str:
+def spread_over(actor: PlannedModel, ranks: int) -> str:
     """The actor's backend over another number of ranks, all of which shard."""
     return f"fsdp:d{ranks}" if actor.layout.zero is None else f"deepspeed:zero3:d{ranks}"
 

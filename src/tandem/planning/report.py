@@ -6,9 +6,9 @@ from typing import Any
 
 from tandem.flow.state_parts import describe_sleep
 from tandem.planning.drawing import SMALL_GIB, DeviceUse, drawing, uses
-from tandem.planning.held import Held
 from tandem.planning.items import GIB, Instant
 from tandem.planning.plan import RESERVE, Plan
+from tandem.planning.planned_model import PlannedModel
 from tandem.planning.remedy import Remedy, spread_over
 
 
@@ -144,12 +144,12 @@ def _model(report: Report) -> Iterator[str]:
         )
 
 
-def _shared(model: Held) -> str:
+def _shared(model: PlannedModel) -> str:
     own = (model.masters + model.base) / 1e6
     return f"; its weights are those of {model.trunk_of}, in memory once, but for {own:,.2f} M of its head and adapters"
 
 
-def _trained(model: Held) -> str:
+def _trained(model: PlannedModel) -> str:
     if not model.trained:
         return "frozen" if model.adapters is None else f"frozen with adapters of rank {model.adapters.rank}"
     if model.adapters is None:

@@ -12,11 +12,11 @@ from tandem.planning.batches import Step, cut_step
 from tandem.planning.cost import BETWEEN, HOST, MEMORY, RANKS, Cost, Phase, total
 from tandem.planning.exchange import Moved
 from tandem.planning.generating import decode, prefill, publishing
-from tandem.planning.held import Held
 from tandem.planning.job import Job
 from tandem.planning.layers import head, layers_backward, layers_forward
 from tandem.planning.machine import Machine
 from tandem.planning.memory import Batches, batches_of
+from tandem.planning.planned_model import PlannedModel
 
 SCORES = ("reference", "values", "proximal", "baseline", "teacher")
 """Passes without gradients, whose times are fitted together."""
@@ -39,7 +39,7 @@ ZERO_BYTES = 24
 into one flat tensor, and what was stepped is copied back. Counted in its code, not measured."""
 
 
-def scoring(model: Held, step: Step, machine: Machine) -> Cost:
+def scoring(model: PlannedModel, step: Step, machine: Machine) -> Cost:
     """A pass without gradients over all micro-batches."""
     costs, shape, spread = [], model.piece, ActivationSettings.of(model)
     for batch in step.micro_batches:
@@ -50,7 +50,7 @@ def scoring(model: Held, step: Step, machine: Machine) -> Cost:
     return _bounded(total(costs), machine) * step.times
 
 
-def updating(model: Held, step: Step, machine: Machine, *, recompute: float | None = None) -> Cost:
+def updating(model: PlannedModel, step: Step, machine: Machine, *, recompute: float | None = None) -> Cost:
     """One optimizer step: forward and backward passes, and AdamW."""
     costs, shape, spread = [], model.piece, ActivationSettings.of(model)
     options = {"entropy": model.entropy, "context": spread.context, "frozen": model.adapters is not None}
@@ -68,7 +68,7 @@ def updating(model: Held, step: Step, machine: Machine, *, recompute: float | No
     return total([passes, optimizer(model, machine, max(1.0, step.count))])
 
 
-def optimizer(model: Held, machine: Machine, micro_batches: float) -> Cost:
+def optimizer(model: PlannedModel, machine: Machine, micro_batches: float) -> Cost:
     """Sums of gradients, their norm, AdamW, and the rounded copy of the weights."""
     count, parts = model.masters, model.parts
     summed = parts if model.sync_each or model.layout.zero in (2, 3) else 1
@@ -185,7 +185,7 @@ def dense_step(shape: Shape, *, length: int, sequences: int, ranks: int, machine
     published. ``sequences``: of each rank. ``recompute``: the share of the forward pass that is done again."""
     most = length * sequences
     step = cut_step(sequences, 1, 0, length, most=most)
-    model = Held(
+    model = PlannedModel(
         role="actor",
         shape=shape,
         head="lm",

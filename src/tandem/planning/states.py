@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from tandem.models.footprint import FLOAT32
 from tandem.models.shape import BYTES
-from tandem.planning.held import Held
 from tandem.planning.items import MemoryItem, Place, Room
+from tandem.planning.planned_model import PlannedModel
 
 NORM_BYTES = 12
 """Bytes for each number of the largest gradient while its norm is taken: its square in float32, and that in float64."""
@@ -19,7 +19,7 @@ BUCKET = 50_000_000
 """Most numbers that DeepSpeed sends at a time, and fetches ahead under stage 3 (`tandem.engines.train.zero_library`)."""
 
 
-def states(model: Held, room: Room) -> Iterator[MemoryItem]:
+def states(model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
     """Weights and moments, which stay through all phases."""
     if not model.own:
         return
@@ -34,7 +34,7 @@ def states(model: Held, room: Room) -> Iterator[MemoryItem]:
         yield room.item(model.role, "optimizer", model.optimizer_bytes, place)
 
 
-def _zero_states(model: Held, room: Room) -> Iterator[MemoryItem]:
+def _zero_states(model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
     """Stages 1 and 2: the whole model, whose flat form the parameters are views of; stage 3: a part of it, the buffer that
     gradients are summed into, which a frozen model has too, and from the first step on the bucket that they are sent in."""
     whole, stage = model.masters, model.layout.zero
@@ -49,17 +49,17 @@ def _zero_states(model: Held, room: Room) -> Iterator[MemoryItem]:
         yield room.item(model.role, "optimizer", 2 * FLOAT32 * whole / model.parts)
 
 
-def bucket(model: Held) -> int:
+def bucket(model: PlannedModel) -> int:
     """Numbers that DeepSpeed sends at a time."""
     return min(model.masters, BUCKET)
 
 
-def state_bytes(model: Held) -> float:
+def state_bytes(model: PlannedModel) -> float:
     """Bytes of one rank: weights and moments, wherever they lie."""
     return sum(item.num_bytes for item in states(model, Room(1, shared=True)))
 
 
-def gathered(model: Held, room: Room) -> Iterator[MemoryItem]:
+def gathered(model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
     """Parameters that are whole while it computes: with FSDP everything outside the layers, the layer that computes and the
     next one; with stage 3 what DeepSpeed fetches ahead, too, and of the largest of it the copy that gloo makes."""
     whole = model.masters + model.base
@@ -73,7 +73,7 @@ def gathered(model: Held, room: Room) -> Iterator[MemoryItem]:
         yield room.item(model.role, "gathered parameters", BYTES[model.dtype] * numbers)
 
 
-def gradients_between(model: Held, room: Room) -> Iterator[MemoryItem]:
+def gradients_between(model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
     """From the second micro-batch of a step on: summed where they are not divided yet, else a part of them."""
     if model.layout.zero is None:
         whole = not model.sync_each or model.parts == 1
@@ -82,7 +82,7 @@ def gradients_between(model: Held, room: Room) -> Iterator[MemoryItem]:
         yield _gradients(model, room, FLOAT32 * model.masters / (1 if model.layout.zero == 1 else model.parts))
 
 
-def gradients_at_the_end(model: Held, room: Room, micro_batches: float) -> Iterator[MemoryItem]:
+def gradients_at_the_end(model: PlannedModel, room: Room, micro_batches: float) -> Iterator[MemoryItem]:
     """When a backward pass ends: of a step with several micro-batches the last but one, which sums nothing over ranks."""
     if model.layout.zero is not None:
         yield from _zero_gradients(model, room)
@@ -92,7 +92,7 @@ def gradients_at_the_end(model: Held, room: Room, micro_batches: float) -> Itera
         yield _gradients(model, room, FLOAT32 * model.masters / model.parts)
 
 
-def _zero_gradients(model: Held, room: Room) -> Iterator[MemoryItem]:
+def _zero_gradients(model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
     """Gradients move into a bucket, which is sent in float32, and a part of what comes back is kept. Stage 3 has its bucket
     and its part at all times."""
     if model.layout.zero == 3:
@@ -107,7 +107,7 @@ def _zero_gradients(model: Held, room: Room) -> Iterator[MemoryItem]:
     yield room.item(model.role, "buckets", float(rounded * sent))
 
 
-def gradients_sent(model: Held, room: Room) -> Iterator[MemoryItem]:
+def gradients_sent(model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
     """Stage 3 sends its bucket when the backward pass is over, or the bucket full: in float32, laid out anew by rank, of
     which gloo makes a copy."""
     if model.layout.zero == 3:
@@ -115,7 +115,7 @@ def gradients_sent(model: Held, room: Room) -> Iterator[MemoryItem]:
         yield room.item(model.role, "bucket, laid out", float(copies * FLOAT32 * bucket(model)))
 
 
-def gradients_of_the_step(model: Held, room: Room) -> Iterator[MemoryItem]:
+def gradients_of_the_step(model: PlannedModel, room: Room) -> Iterator[MemoryItem]:
     """While the optimizer works. DeepSpeed joins the pieces in one tensor beside them."""
     pieces = 1 if model.layout.zero is None else 1 + (model.layout.zero < 3)
     yield _gradients(model, room, pieces * FLOAT32 * model.masters / model.parts)
@@ -127,9 +127,9 @@ def gradients_of_the_step(model: Held, room: Room) -> Iterator[MemoryItem]:
     yield norm
 
 
-def _gradients(model: Held, room: Room, each: float) -> MemoryItem:
+def _gradients(model: PlannedModel, room: Room, each: float) -> MemoryItem:
     return room.item(model.role, "gradients", each, _place(model))
 
 
-def _place(model: Held) -> Place:
+def _place(model: PlannedModel) -> Place:
     return "host" if model.offload else "device"

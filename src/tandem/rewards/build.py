@@ -16,10 +16,10 @@ from tandem.config.errors import ConfigError
 from tandem.config.services import SERVICES, service_of
 from tandem.config.terms import Options, Term, read_terms
 from tandem.rewards.combination import alone, is_open, told_raw
+from tandem.rewards.engine_judge import WritingReward
 from tandem.rewards.function import AsyncReward, OwnGroupReward, OwnReward, WorkerReward
 from tandem.rewards.outcome import compared, is_async
 from tandem.rewards.pool import WorkerPool
-from tandem.rewards.written import WritingReward
 
 Judge = RewardFn | GroupReward
 

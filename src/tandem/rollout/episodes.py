@@ -18,7 +18,7 @@ from tandem.rollout.collate import expired
 from tandem.rollout.episode_engine import EpisodeEngine
 from tandem.rollout.event_loop import BackgroundLoop
 from tandem.rollout.ledger import PromptId
-from tandem.rollout.returned import check_sample
+from tandem.rollout.sample_checks import check_sample
 from tandem.rollout.wave import Wave
 
 

@@ -15,7 +15,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.rollout.chat import Chat
 from tandem.rollout.failure_budget import FailureLog, counted, least_samples, too_few
-from tandem.rollout.returned import check_sample
+from tandem.rollout.sample_checks import check_sample
 
 
 class ChatWorkflow(RolloutWorkflow):

@@ -12,7 +12,7 @@ from tandem.api.weights import WeightVersion
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.remote.foreign.server import IN_SERVER
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
-from tandem.engines.inference.remote.kept import Keeping
+from tandem.engines.inference.remote.keeping import Keeping
 from tandem.engines.inference.remote.launch import Cores
 from tests.engines_inference.remote.clients import ask
 from tests.engines_inference.remote.test_keys import MAKERS

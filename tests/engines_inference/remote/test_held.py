@@ -10,7 +10,7 @@ from tandem.api.failures import ServerFailed
 from tandem.api.requests import StopReason
 from tandem.api.weights import WeightVersion, tensor_digest
 from tandem.engines.inference.remote.foreign.completions import Judge
-from tandem.engines.inference.remote.foreign.held import HeldDigests, changed, compare
+from tandem.engines.inference.remote.foreign.expected_digests import HeldDigests, changed, compare
 from tandem.engines.inference.remote.foreign.in_server.tandem_vllm_worker import pack_again
 from tandem.engines.inference.remote.foreign.labels import Labels
 from tandem.engines.inference.remote.foreign.protocol import labels_of

@@ -29,7 +29,7 @@ from tandem.engines.inference.remote.foreign.server import ForeignServer
 from tandem.engines.inference.remote.foreign.sglang import SGLangServer
 from tandem.engines.inference.remote.foreign.vllm import VllmServer
 from tandem.engines.inference.remote.foreign.weight_group import group_backend
-from tandem.engines.inference.remote.kept import Keeping, ServerPlace
+from tandem.engines.inference.remote.keeping import Keeping, ServerPlace
 from tandem.engines.inference.remote.tandem_server import TandemServer, start_tandem_server
 from tandem.models.footprint import engine_bytes
 from tandem.models.foreign import read_hf_config

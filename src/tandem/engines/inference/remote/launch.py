@@ -2,7 +2,7 @@
 
 Between the run and the server stands a keeper (`keeper.py`), which ends the server and its descendants when this process
 closes it, and also when this process is killed: nobody is left who would hold memory or a port. A server that is kept
-(`kept.py`) outlives this process, for the ranks that are started in its place.
+(`keeping.py`) outlives this process, for the ranks that are started in its place.
 """
 
 import contextlib

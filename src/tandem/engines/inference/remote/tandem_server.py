@@ -25,7 +25,7 @@ from tandem.config.errors import ConfigError
 from tandem.config.generation import GenerationConfig
 from tandem.config.rollout import EmbeddedEngineConfig
 from tandem.engines.inference.controlled import Controlled
-from tandem.engines.inference.remote.kept import CALM_S, ServerPlace, fingerprint, keep, take_over, until_calm
+from tandem.engines.inference.remote.keeping import CALM_S, ServerPlace, fingerprint, keep, take_over, until_calm
 from tandem.engines.inference.remote.launch import ServerProcess, wait_ready
 from tandem.engines.inference.requests import refuse_unsupported
 from tandem.protocol.client import HttpClient
@@ -312,7 +312,7 @@ def start_tandem_server(
 
     ``weights_roots``: it takes weights from folders below these. ``seat``: the GPU that it may use, see `map_devices`.
     ``options``: more words of its command. ``place``: where it is taken from if it runs already, see
-    `kept.py`, and left for others.
+    `keeping.py`, and left for others.
 
     Raises:
         EngineDied: it ended before; with the end of its log.

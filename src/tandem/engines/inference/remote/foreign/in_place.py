@@ -15,7 +15,7 @@ from tandem.api.engines import InferencePart
 from tandem.api.failures import EngineDied, ServerFailed, WeightUpdateFailed
 from tandem.api.weights import WeightUpdate, WeightVersion, version_digest
 from tandem.engines.inference.remote.foreign.counters import Counters
-from tandem.engines.inference.remote.foreign.held import HeldDigests, changed, compare
+from tandem.engines.inference.remote.foreign.expected_digests import HeldDigests, changed, compare
 from tandem.engines.inference.remote.foreign.labels import Labels
 from tandem.engines.inference.remote.foreign.protocol import ServerProtocol
 from tandem.engines.inference.remote.foreign.spool import Spool

@@ -32,7 +32,7 @@ from tandem.engines.inference.remote.foreign.labels import Labels
 from tandem.engines.inference.remote.foreign.protocol import Facts, ServerProtocol
 from tandem.engines.inference.remote.foreign.trials import PROBE_IDS, Whole, ask, try_logprobs
 from tandem.engines.inference.remote.foreign.weight_group import GroupDelivery, Way
-from tandem.engines.inference.remote.kept import ServerPlace, fingerprint, keep, take_over
+from tandem.engines.inference.remote.keeping import ServerPlace, fingerprint, keep, take_over
 from tandem.engines.inference.remote.launch import CORES, CORES_WORD, ServerProcess, free_port, wait_ready
 from tandem.protocol.client import HttpClient
 
@@ -165,7 +165,7 @@ class ForeignServer(InferenceEngine):
 
         ``cpus``: the cores that it may use; None lets it compute on ``settings.threads`` of them, the next server on others.
         ``seat``: the GPUs that it may use, see `map_devices`. ``options``: more words of its command, such as
-        ``("--enforce-eager",)``. ``place``: where it is taken from if it runs already, and left for others (`kept.py`).
+        ``("--enforce-eager",)``. ``place``: where it is taken from if it runs already, and left for others (`keeping.py`).
         ``sleeps``: it must be able to sleep, which needs a GPU.
 
         Raises:

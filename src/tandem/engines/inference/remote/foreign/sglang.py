@@ -18,7 +18,7 @@ from tandem.engines.inference.remote.foreign.protocol import (
 )
 from tandem.engines.inference.remote.foreign.server import IN_SERVER, ForeignServer, StartTerms
 from tandem.engines.inference.remote.foreign.weight_group import TIMEOUT_S, WeightGroup, plan_buckets
-from tandem.engines.inference.remote.kept import CALM_S
+from tandem.engines.inference.remote.keeping import CALM_S
 
 _DTYPES = {"half": "float16", "float": "float32"}
 

@@ -23,7 +23,7 @@ from tandem.engines.inference.remote.foreign.protocol import (
 )
 from tandem.engines.inference.remote.foreign.server import IN_SERVER, ForeignServer, StartTerms
 from tandem.engines.inference.remote.foreign.weight_group import TIMEOUT_S, WeightGroup, flat_buckets, plan_buckets
-from tandem.engines.inference.remote.kept import CALM_S
+from tandem.engines.inference.remote.keeping import CALM_S
 
 _EMPTY = "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"
 """SHA-256 of nothing: on a CPU the server keeps its matrices in a layout of its own, and an empty tensor in their place."""

@@ -11,7 +11,7 @@ from tandem.planning.machine import Machine
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held(Footprint):
+class PlannedModel(Footprint):
     """A model in a training engine, with what its passes cost."""
 
     role: str
@@ -45,7 +45,7 @@ class Held(Footprint):
         return self.layout.ranks
 
 
-def held(
+def planned_model(
     role: str,
     config: TrainEngineConfig,
     machine: Machine,
@@ -59,7 +59,7 @@ def held(
     epochs: int = 1,
     entropy: bool = False,
     key: str = "actor.backend",
-) -> Held:
+) -> PlannedModel:
     """A model in a training engine of this configuration. ``key``: where its backend was written. ``changes``: False for a
     model whose weights stay what they are. ``trunk_of``: the model whose trunk it shares.
 
@@ -70,7 +70,7 @@ def held(
     dtype = resolved(config.dtype, machine)
     _refuse(role, config, layout, dtype, shape, machine, key)
     exchanges = config.context_parallel == "all_to_all" or (config.context_parallel == "auto" and _divides(shape, layout))
-    return Held(
+    return PlannedModel(
         role=role,
         shape=shape,
         head=head,
