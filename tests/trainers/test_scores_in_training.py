@@ -425,7 +425,7 @@ def test_a_score_of_the_wrong_shape_says_what_was_expected(overrides, models):
 
 
 def test_without_a_run_that_holds_models_such_a_reward_is_refused(models):
-    with pytest.raises(ConfigError, match="needs a model, which only `tandem train` holds"):
+    with pytest.raises(ConfigError, match="needs a model, which `tandem train` and `tandem eval` hold"):
         build_reward(f"math + model(path={models}/judge)", timeout_s=1)
 
 

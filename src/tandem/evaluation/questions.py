@@ -122,18 +122,28 @@ def _digest(row: Mapping[str, Any], suffix: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+def specs_of(questions: Sequence[Questions]) -> list[str]:
+    """The sums that judge rows, those of the first data set first."""
+    return list(dict.fromkeys(name for one in questions for name in sums_of(one.reward)))
+
+
 def make_judges(
-    questions: Sequence[Questions], timeout_s: float, services: Services | None = None, *, asked: bool = True
+    questions: Sequence[Questions],
+    timeout_s: float,
+    services: Services | None = None,
+    *,
+    asked: bool = True,
+    models_later: bool = False,
 ) -> RewardBySource:
     """The reward of each data set, as one; every row is checked. ``services``: what a reward may ask for by name.
-    ``asked``: False where the workflow does without, as one with an environment.
+    ``asked``: False where the workflow does without, as one with an environment. ``models_later``: see `build_reward`.
 
     Raises:
         ConfigError: an unknown reward, or a row that lacks what it needs, an answer for example; says which row.
     """
     by_name = {
-        name: build_reward(name, timeout_s=timeout_s, services=services)
-        for name in dict.fromkeys(name for one in questions for name in sums_of(one.reward))
+        name: build_reward(name, timeout_s=timeout_s, services=services, models_later=models_later)
+        for name in specs_of(questions)
     }
     judges = RewardBySource(questions[0].reward, by_name)
     try:

@@ -6,12 +6,13 @@ Consumes rows; produces `samples.jsonl` and `results.json`. A wave waits for its
 import contextlib
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from tandem.api.engines import InferenceEngine
 from tandem.api.plugins import is_file_spec
@@ -24,15 +25,19 @@ from tandem.config.load import Resolved, plain_data
 from tandem.config.rollout import RolloutConfig
 from tandem.config.services import NAMED
 from tandem.config.terms import read_term
+from tandem.config.train_engine import TrainEngineConfig
 from tandem.engines.inference.build import build_inference_engine
 from tandem.engines.inference.check import check_inference_engine
 from tandem.evaluation.asking import Answer, Ask, AskingTerms, ask, ask_together
 from tandem.evaluation.folder import RESULTS, EvaluationFolder
 from tandem.evaluation.numbers import mean_interval
-from tandem.evaluation.questions import Questions, make_judges, open_questions
+from tandem.evaluation.questions import Questions, make_judges, open_questions, specs_of
 from tandem.evaluation.report import ProgressLine, notes, table
 from tandem.evaluation.scores import DataScores, Estimate, plain, score_data
+from tandem.evaluation.scoring import KeptSamples, open_scorer, paths_of
+from tandem.flow.plan import RunPlan, plan_scores
 from tandem.flow.process import uses_gpu
+from tandem.flow.residents import check_scores
 from tandem.flow.services import asks_for_reward, check_names, make_workflow, open_services, refuse_unused
 from tandem.flow.writing import WritingModel
 from tandem.models.catalog import describing, fingerprint, resolve
@@ -87,6 +92,13 @@ class Checked:
     questions: Sequence[Questions]
     services: Services
     workflow: RolloutWorkflow
+    tokenizer: PreTrainedTokenizerBase
+    asked: TrainConfig
+    """The same as a run would be asked for it."""
+
+    rewards: RunPlan
+    """The rewards that need a model."""
+
     partner: str | None = None
     """The path of the model that the workflow talks to."""
 
@@ -100,9 +112,12 @@ def check_evaluation(config: EvaluationConfig) -> Checked:
     """
     asked = TrainConfig(
         reward=config.reward or TrainConfig.reward,
+        reward_timeout_s=config.reward_timeout_s,
         workflow=config.workflow,
         workflow_args=config.workflow_args,
-        rollout=RolloutConfig(episode_timeout_s=config.episode_timeout_s),
+        actor=TrainEngineConfig(path=config.model, dtype=config.dtype),
+        device=config.device,
+        rollout=RolloutConfig(episode_timeout_s=config.episode_timeout_s, engine=config.engine),
         **{name: getattr(config, name) for name in NAMED},
         system_prompt=config.system_prompt,
         chat_template_kwargs=config.chat_template_kwargs,
@@ -119,12 +134,17 @@ def check_evaluation(config: EvaluationConfig) -> Checked:
     if partner is not None:
         check_chat_template(load_tokenizer(describing(partner)))
         check_inference_engine(rollout_of(config, machine), describing(partner), machine.device)
-    services = open_services(asked, tokenizer)
+    rewards = plan_scores(asked.actor, specs_of(questions), config.device)
+    later = bool(rewards.scores)
+    if later:
+        check_scores(asked, rewards, tokenizer)
+    services, asks = open_services(asked, tokenizer), asks_for_reward(asked)
     try:
-        judges = services.keep(make_judges(questions, config.reward_timeout_s, services, asked=asks_for_reward(asked)))
+        judges = make_judges(questions, config.reward_timeout_s, services, asked=asks, models_later=later)
+        judges = services.keep(judges)
         workflow = make_workflow(asked, services, judges, config.gconfig)
         refuse_unused(asked, services)
-        return Checked(machine, questions, services, workflow, partner)
+        return Checked(machine, questions, services, workflow, tokenizer, asked, rewards, partner)
     except BaseException:
         services.close()
         raise
@@ -141,7 +161,7 @@ def try_evaluation(config: EvaluationConfig) -> None:
     path = evaluation_path(config)
     if path.exists():
         model = resolve(config.model)  # what its folder was made with can only be compared with all of the model
-        EvaluationFolder.check(path, settings(config, checked.questions, model, checked.machine, checked.partner))
+        EvaluationFolder.check(path, settings(config, checked, model))
     else:
         EvaluationFolder.check(path, None)
 
@@ -162,9 +182,7 @@ def evaluate_model(resolved: Resolved[Any]) -> EvaluationResult:
         stack.callback(checked.services.close)
         model = resolve(config.model)
         torch.set_num_threads(machine.threads)
-        folder = stack.enter_context(
-            EvaluationFolder.open(evaluation_path(config), settings(config, questions, model, machine, checked.partner))
-        )
+        folder = stack.enter_context(EvaluationFolder.open(evaluation_path(config), settings(config, checked, model)))
         answers = folder.recorded(waves)
         progress = ProgressLine(total, len(answers))
         if len(answers) < total:
@@ -176,8 +194,17 @@ def evaluate_model(resolved: Resolved[Any]) -> EvaluationResult:
                 partner = make_partner(config, machine, resolve(checked.partner))
                 stack.callback(partner.close)
                 checked.services.get("partner").start(partner.engine, partner.tokenizer)
+            scorer = None
+            if checked.rewards.scores:
+                scorer = open_scorer(checked.asked, checked.rewards, checked.tokenizer, machine.device, machine.threads)
+                stack.callback(scorer.close)
             with contextlib.closing(BackgroundLoop()) as loop:  # bounded at its end, whatever a user's coroutine does
-                loop.run(_go_on(engine, workflow, waves, answers, folder, config, progress))
+                for wave in left(waves, len(answers)):
+                    made = KeptSamples()
+                    found = loop.run(_ask(engine, workflow, wave, config, progress, None if scorer is None else made))
+                    found = found if scorer is None else made.scored(scorer, found)
+                    folder.append(found)
+                    answers += found
         results, scores, average = conclude(answers, questions, config)
         folder.finish(results)
         lines = [table(scores, average), *notes(scores), f"Results and samples: {folder.path}"]
@@ -187,28 +214,26 @@ def evaluate_model(resolved: Resolved[Any]) -> EvaluationResult:
         return EvaluationResult(folder.path, results, "\n".join(lines), judged)
 
 
-async def _go_on(
+def left(waves: Sequence[Sequence[Ask]], recorded: int) -> Iterator[Sequence[Ask]]:
+    """The waves that are not recorded."""
+    for number, wave in enumerate(waves):
+        if sum(map(len, waves[: number + 1])) > recorded:
+            yield wave
+
+
+async def _ask(
     engine: InferenceEngine,
     workflow: RolloutWorkflow,
-    waves: Sequence[Sequence[Ask]],
-    answers: list[Answer],
-    folder: EvaluationFolder,
+    wave: Sequence[Ask],
     config: EvaluationConfig,
     progress: ProgressLine,
-) -> None:
-    """All waves that are not recorded, one after the other; ``answers`` grows."""
-    terms = AskingTerms(config.seed, config.episode_timeout_s, config.max_retries, max_concurrent=workflow.at_once)
-    before = 0
-    for wave in waves:
-        before += len(wave)
-        if before <= len(answers):
-            continue
-        if config.deterministic:
-            found = await ask_together(engine, workflow, wave, terms, on_answer=progress.answered)
-        else:
-            found = await ask(engine, workflow, wave, terms, on_answer=progress.answered)
-        folder.append(found)
-        answers += found
+    made: KeptSamples | None,
+) -> list[Answer]:
+    """``made``: takes what the episodes made, for rewards that need a model."""
+    keep = None if made is None else made.keep
+    terms = AskingTerms(config.seed, config.episode_timeout_s, config.max_retries, workflow.at_once, keep)
+    asking = ask_together if config.deterministic else ask
+    return await asking(engine, workflow, wave, terms, on_answer=progress.answered)
 
 
 def settle_machine(config: EvaluationConfig) -> EvaluationMachine:
@@ -260,25 +285,22 @@ def plan(questions: Sequence[Questions], config: EvaluationConfig) -> list[list[
     return waves
 
 
-def settings(
-    config: EvaluationConfig,
-    questions: Sequence[Questions],
-    model: Path,
-    machine: EvaluationMachine,
-    partner: str | None = None,
-) -> dict[str, Any]:
+def settings(config: EvaluationConfig, checked: Checked, model: Path) -> dict[str, Any]:
     """Everything that the answers depend on; an evaluation goes on only where it agrees."""
+    questions, partner, paths = checked.questions, checked.partner, paths_of(checked.rewards)
     named = {name: spec for name in NAMED if (spec := getattr(config, name)) is not None}
     terms = [read_term(spec, key) for key, spec in {"workflow": config.workflow, **named}.items()]
     specs = [*(term.name for term in terms), *(one.reward for one in questions)]
+    models = {name: fingerprint(resolve(path)) for name, path in paths.items()}
     return {
         "config": plain_data(config),
         "data": {one.name: {"rows": len(one.rows), "digest": one.digest, "reward": one.reward} for one in questions},
         "row_digests": {one.name: " ".join(one.digests) for one in questions},
         "model_fingerprint": fingerprint(model),
         "partner_fingerprint": None if partner is None else fingerprint(resolve(partner)),
+        **({"reward_fingerprints": models} if models else {}),
         "files": file_digests(specs),
-        "machine": asdict(machine),
+        "machine": asdict(checked.machine),
         "versions": library_versions(),
     }
 

@@ -6,18 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from tandem.api.engines import InferenceEngine
-from tandem.api.failures import DataFailure
-from tandem.api.samples import Group, Sample
+from tandem.api.samples import Sample
 from tandem.api.workflow import GeneratesTokens, RolloutWorkflow
 from tandem.config.arithmetic import evaluation_places, generating_ranks
 from tandem.config.experiment import TrainConfig
-from tandem.evaluation.asking import Answer, Ask, AskingTerms, answer_of, ask, ask_together, failure_answer
+from tandem.evaluation.asking import Answer, Ask, AskingTerms, ask, ask_together
 from tandem.evaluation.scores import metrics_of
+from tandem.evaluation.scoring import Groups, KeptSamples
 from tandem.flow.parts import Rows
 from tandem.flow.session import Session
-
-Made = dict[tuple[int, int], tuple[Ask, Group]]
-"""Row and sample → what was asked, and what came of it."""
 
 
 async def ask_rows(
@@ -60,11 +57,8 @@ def evaluate(config: TrainConfig, session: Session, rows: Rows) -> dict[str, flo
     ranks other than 0. Collective.
     """
     answers: list[Answer] = []
-    made: Made = {}
+    made = KeptSamples()
     generating = generating_ranks(config)
-
-    def keep(item: Ask, samples: Sequence[Sample]) -> None:
-        made[item.row, item.sample] = item, Group(tuple(samples), source=item.data, data=item.columns)
 
     with session.team.together():
         if session.engine is not None:
@@ -79,27 +73,19 @@ def evaluate(config: TrainConfig, session: Session, rows: Rows) -> dict[str, flo
                     n_samples=config.evaluate.n_samples,
                     max_concurrent=evaluation_places(config),
                     together=config.deterministic,
-                    on_samples=keep if session.scorer else None,
+                    on_samples=made.keep if session.scorer else None,
                 )
             )
     if len(generating) > 1:
-        answers, made = _of_all(session.team.gather((answers, made)), first=session.team.main)
+        answers, made.groups = _of_all(session.team.gather((answers, made.groups)), first=session.team.main)
     if session.scorer:
-        ordered = sorted(made.items())  # not as they arrived: how they are packed must not depend on timing
-        outcomes = session.scorer([group for _, (_, group) in ordered], training=False)
-        scored = {place: _scored(item, outcome) for (place, (item, _)), outcome in zip(ordered, outcomes, strict=True)}
-        answers = [scored.get((answer.row, answer.sample), answer) for answer in answers]
+        answers = made.scored(session.scorer, answers)
     return metrics_of(answers, config.evaluate.n_samples) if answers else {}
 
 
-def _of_all(shares: Sequence[tuple[list[Answer], Made]], *, first: bool) -> tuple[list[Answer], Made]:
+def _of_all(shares: Sequence[tuple[list[Answer], Groups]], *, first: bool) -> tuple[list[Answer], Groups]:
     """The answers of all ranks, in the order of one rank. On the first one; others have nothing."""
     if not first:
         return [], {}
     answers = sorted((answer for own, _ in shares for answer in own), key=lambda answer: (answer.row, answer.sample))
     return answers, {place: one for _, own in shares for place, one in own.items()}
-
-
-def _scored(item: Ask, outcome: Group | DataFailure) -> Answer:
-    """The answer with the rewards that need a model."""
-    return failure_answer(item, outcome) if isinstance(outcome, DataFailure) else answer_of(item, outcome.samples)

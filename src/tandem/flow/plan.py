@@ -6,7 +6,7 @@ opens no model and touches no tensor.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -235,7 +235,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
     partner = _partner(config)
     residents += partner
     generating = ("engine", *(resident.name for resident in partner))
-    scores, frozen, sums = _scores(config, {resident.name for resident in residents})
+    scores, frozen, sums = _scores(actor, rewards_of(config), {resident.name for resident in residents})
     residents += frozen
     constraint = config.constraint.cost
     stepwise = [one.name for one in scores if one.score.per_step]
@@ -247,7 +247,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
     proximal = teacher is not None or needs_proximal(config.algorithm, updates, parts.tokens)
     stages = [
         Stage("generate", "rollout", "prepare_batch", "collect", "generate", generating, _collecting(config)),
-        *(Stage(one.stage, one.name, "score", "score", "score", (one.resident,)) for one in scores),
+        *_scoring(scores),
         *_verification(config),
         *([_pass("reference", "reference", "compute_logprobs", "reference")] if "reference" in names else []),
         *([_pass("values", "critic", "compute_values", "critic" if "critic" in names else "actor")] if values else []),
@@ -285,7 +285,24 @@ def _collecting(config: TrainConfig) -> str:
 Scores = tuple[tuple[PlannedScore, ...], list[Resident], dict[str, tuple[Term, ...]]]
 
 
-def _scores(config: TrainConfig, taken: set[str]) -> Scores:
+def plan_scores(actor: TrainEngineConfig, specs: Sequence[str], device: str) -> RunPlan:
+    """The plan of an evaluation without training: the rewards that need a model, as stages, and their models. ``actor``: the
+    model that is evaluated, whose settings the others take. ``specs``: the sums that judge rows, the first those that name
+    none. ``device``: `auto`, `cpu` or `cuda`.
+
+    Raises:
+        ConfigError: see `plan_run`.
+    """
+    scores, frozen, sums = _scores(actor, specs, {"actor", "partner"})
+    return RunPlan(tuple(share_trunks(frozen, device)), tuple(_scoring(scores)), scores=scores, sums=sums, reward=specs[0])
+
+
+def _scoring(scores: Iterable[PlannedScore]) -> Iterator[Stage]:
+    for one in scores:
+        yield Stage(one.stage, one.name, "score", "score", "score", (one.resident,))
+
+
+def _scores(actor: TrainEngineConfig, specs: Iterable[str], taken: set[str]) -> Scores:
     """The rewards that need a model, the models that they need, and the terms of each sum under their names in metrics.
 
     Raises:
@@ -294,7 +311,7 @@ def _scores(config: TrainConfig, taken: set[str]) -> Scores:
     scores: dict[str, PlannedScore] = {}
     residents: dict[FrozenModel, Resident] = {}
     sums: dict[str, tuple[Term, ...]] = {}
-    for spec in rewards_of(config):
+    for spec in specs:
         terms = read_terms(spec)
         plain = {term.label for term in terms if not needs_model(term)}
         if both := plain & scores.keys():
@@ -313,7 +330,7 @@ def _scores(config: TrainConfig, taken: set[str]) -> Scores:
             taken = taken | {name}
             wanted = score.model
             if wanted not in residents:
-                residents[wanted] = _judge(config.actor, name, wanted)
+                residents[wanted] = _judge(actor, name, wanted)
             scores[name] = PlannedScore(name, term, score, residents[wanted].name, {spec: here})
     return _gates_first(scores), list(residents.values()), sums
 

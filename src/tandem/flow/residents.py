@@ -9,19 +9,23 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.engines import TrainEngine
 from tandem.api.services import NOTHING
+from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.train_engine import TrainEngineConfig
+from tandem.engines.inference.check import check_inference_engine
 from tandem.engines.train.build import build_train_engine
 from tandem.flow.critic import check_same_tokens, differing_token
 from tandem.flow.plan import Resident, RunPlan
-from tandem.flow.process import Process
+from tandem.flow.process import Process, choose_device
 from tandem.flow.residency import Residency
 from tandem.flow.scoring import ModelReader, ScoreRole
+from tandem.flow.services import reads_reward
 from tandem.flow.team import TeamEngine, form_team
 from tandem.flow.writing import WritingModel, WritingRole
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import describing, resolve
 from tandem.models.foreign import read_hf_config
+from tandem.models.heads import is_classifier
 from tandem.models.precision import resolve_dtype
 from tandem.models.tokenizer import check_chat_template, load_tokenizer
 from tandem.roles.critic import Critic, SharedCritic
@@ -98,6 +102,40 @@ def open_scores(
         vocabulary = Architecture.from_config(read_hf_config(describing(path))).vocab_size
         roles[planned.name] = ScoreRole(planned, engine, reader, vocabulary, timeout_s=config.reward_timeout_s)
     return roles
+
+
+def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Passes if the rewards that need a model can be had where this run asks for them.
+
+    Raises:
+        ConfigError: a reward is asked for in the middle of an episode, or replaced by a vote; or a model has
+            no chat template.
+    """
+    first = next((term.label for terms in plan.later.values() for term in terms), None)
+    if first is None:
+        return
+    how = "a model scores" if any(one.name == first for one in plan.scores) else "has options that count"
+    why = f"the reward has {first!r}, which {how} when the episode has ended"
+    if reads_reward(config) == "midway":
+        raise ConfigError(
+            f"{why}, and workflow={config.workflow} reads the whole reward in the middle of an episode; use terms that are "
+            "there at once (models behind a server: judge(url=…), remote(url=…)), or workflow=rlvr"
+        )
+    if config.algorithm.labels == "majority":
+        raise ConfigError(f"{why}, and algorithm.labels=majority judges by a vote; leave one of them out")
+    for planned in plan.scores:
+        resident = plan.resident(planned.resident)
+        assert resident is not None and resident.engine is not None, "the plan names the model of each score"
+        path = planned.score.model.path
+        if resident.head == "scalar" and not is_classifier(read_hf_config(describing(path))):
+            raise ConfigError(
+                f"reward {planned.name!r}: {path} is no reward model, because it has no trained head that scores; give the "
+                "folder of a checkpoint that `tandem reward` wrote, or a sequence classifier of one label"
+            )
+        if resident.head == "text":
+            embedded = replace(config.rollout, backend="embedded")
+            check_inference_engine(embedded, describing(path), choose_device(config))
+        open_reader(resident.engine.path, tokenizer, chats=planned.reads_chats)
 
 
 def open_partner(config: TrainConfig, plan: RunPlan, process: Process, residency: Residency) -> WritingModel | None:

@@ -155,7 +155,7 @@ def build_reward(
     model = next((term for term in terms if needs_model(term)), None)
     if model is not None and not models_later:
         raise ConfigError(
-            f"reward {spec!r}: {model.short_name} needs a model, which only `tandem train` holds; leave it out"
+            f"reward {spec!r}: {model.short_name} needs a model, which `tandem train` and `tandem eval` hold; leave it out"
         )
     batch = next((term for term in terms if term.options.normalise), None)
     if batch is not None and not models_later:

@@ -25,12 +25,11 @@ from tandem.flow.delivery import weights_folder
 from tandem.flow.parts import Rows, open_rows
 from tandem.flow.plan import RunPlan
 from tandem.flow.process import choose_device, devices_here
-from tandem.flow.residents import open_reader
-from tandem.flow.services import EpisodeParts, asks_for_reward, check_names, check_rows, make_parts, reads_reward
+from tandem.flow.residents import check_scores
+from tandem.flow.services import EpisodeParts, asks_for_reward, check_names, check_rows, make_parts
 from tandem.models.architecture import Architecture
 from tandem.models.catalog import describing, resolve
 from tandem.models.foreign import read_hf_config
-from tandem.models.heads import is_classifier
 from tandem.models.lora import refuse_unknown_targets
 from tandem.models.precision import resolve_dtype
 from tandem.models.shape import Shape
@@ -128,40 +127,6 @@ def check_cost(config: TrainConfig, plan: RunPlan, rows: Sequence[Mapping[str, A
             f"constraint.cost={cost}: no row of train_dataset is judged by a reward with this term, so nothing would be "
             "limited; add it to a recipe that rows have, or leave constraint out"
         )
-
-
-def check_scores(config: TrainConfig, plan: RunPlan, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Passes if the rewards that need a model can be had where this run asks for them.
-
-    Raises:
-        ConfigError: a reward is asked for in the middle of an episode, or replaced by a vote; or a model has
-            no chat template.
-    """
-    first = next((term.label for terms in plan.later.values() for term in terms), None)
-    if first is None:
-        return
-    how = "a model scores" if any(one.name == first for one in plan.scores) else "has options that count"
-    why = f"the reward has {first!r}, which {how} when the episode has ended"
-    if reads_reward(config) == "midway":
-        raise ConfigError(
-            f"{why}, and workflow={config.workflow} reads the whole reward in the middle of an episode; use terms that are "
-            "there at once (models behind a server: judge(url=…), remote(url=…)), or workflow=rlvr"
-        )
-    if config.algorithm.labels == "majority":
-        raise ConfigError(f"{why}, and algorithm.labels=majority judges by a vote; leave one of them out")
-    for planned in plan.scores:
-        resident = plan.resident(planned.resident)
-        assert resident is not None and resident.engine is not None, "the plan names the model of each score"
-        path = planned.score.model.path
-        if resident.head == "scalar" and not is_classifier(read_hf_config(describing(path))):
-            raise ConfigError(
-                f"reward {planned.name!r}: {path} is no reward model, because it has no trained head that scores; give the "
-                "folder of a checkpoint that `tandem reward` wrote, or a sequence classifier of one label"
-            )
-        if resident.head == "text":
-            embedded = replace(config.rollout, backend="embedded")
-            check_inference_engine(embedded, describing(path), choose_device(config))
-        open_reader(resident.engine.path, tokenizer, chats=planned.reads_chats)
 
 
 def check_partner(config: TrainConfig, plan: RunPlan, device: str) -> None:
