@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class ModelReader:
-    """Reads samples in the tokens of one model; see `tandem.api.scoring.Reader`."""
+    """Reads samples in the tokens of one model; see `tandem.api.scoring.ScoreReader`."""
 
     def __init__(
         self,

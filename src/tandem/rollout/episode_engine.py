@@ -97,7 +97,7 @@ class EpisodeEngine:
             self._wave.look()
 
     def has_read(self, context: tuple[int, ...], missing: Sequence[str]) -> None:
-        """Implements `tandem.api.workflow.Episode.has_read`."""
+        """Implements `tandem.api.workflow.EpisodeView.has_read`."""
         self._read.append((context, missing))
 
     def _refuse_going_on(self, request: LLMRequest) -> None:
