@@ -4,7 +4,10 @@ import asyncio
 import json
 import random
 import time
+from contextlib import asynccontextmanager
+from pathlib import Path
 
+from tandem import Tool, Toolbox, tool_schema
 from tests.tiny import VOCAB_SIZE, tiny_model_folder, tiny_tokenizer
 
 CALLS = 40
@@ -44,11 +47,28 @@ async def halve(number: int) -> float:
     return number / 2
 
 
-async def tarry(number: int) -> int:
-    """Tells the number again after a while: longer than a step takes, so that updates come between two turns.
+class Tarry(Toolbox):
+    """`halve`, but one call at a time waits for the end of the run's next step: its chat goes on under other weights."""
 
-    Args:
-        number: any
-    """
-    await asyncio.sleep(0.08 * (number % 44))
-    return number
+    waits = False
+
+    def __init__(self, *, root: str):
+        self.root = Path(root)
+
+    def steps(self):
+        """Steps that have ended, of all runs below the folder."""
+        return sum(path.read_text().count("\n") for path in self.root.glob("**/metrics.jsonl"))
+
+    @asynccontextmanager
+    async def open(self, data):
+        async def run(arguments):
+            if not Tarry.waits:
+                Tarry.waits, before = True, self.steps()
+                try:
+                    while self.steps() == before:
+                        await asyncio.sleep(0.01)
+                finally:
+                    Tarry.waits = False
+            return str(await halve(**arguments))
+
+        yield [Tool(tool_schema(halve), run)]
