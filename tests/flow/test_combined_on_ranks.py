@@ -55,15 +55,17 @@ def judged(out, ranks):
     process, rows = Process("cpu", 1, dist.get_rank() if ranks > 1 else 0, ranks), open_rows(config)
     with open_session(config, process, rows, total_steps(config, len(rows.train)), "run") as session:
         batch = session.runner.call(session.plan.stages[0])
-        return {name: batch[name] for name in ("reward", "rewards/even", "rewards/judge", "rewards/compare")}
+        asked = [session.scorer.roles[name].written.client.issued for name in ("judge", "compare")]
+        return {name: batch[name] for name in ("reward", "rewards/even", "rewards/judge", "rewards/compare")}, asked
 
 
 @pytest.mark.slow
-def test_judges_of_the_run_say_the_same_on_two_ranks_as_on_one(tmp_path):
+def test_each_of_two_ranks_judges_its_share_and_all_is_as_on_one(tmp_path):
     tiny_model_folder(tmp_path)
     judge_folder(tmp_path / "alone", says="Score: 7")
     judge_folder(tmp_path / "pairs", says="Verdict: A")
-    alone, (first, second) = alone_and_on_two(judged, tmp_path, out=tmp_path)
+    (alone, asked), ((first, of_first), (second, of_second)) = alone_and_on_two(judged, tmp_path, out=tmp_path)
+    assert all(one and two and one + two == all_ for one, two, all_ in zip(of_first, of_second, asked, strict=True))
     for name, values in alone.items():
         assert torch.equal(values, first[name]) and torch.equal(first[name], second[name])
         assert len(values.unique()) > 1  # the gates are open for some samples only, so a mixed-up place would show

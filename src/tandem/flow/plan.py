@@ -66,12 +66,14 @@ class Resident:
     """It takes over the actor's weights every so many steps; None if it never does."""
 
     generating: tuple[int, ...] = (0,)
-    """The ranks that it sits on if it is the inference engine."""
+    """The ranks that it sits on if it is the inference engine, or a model that writes."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that it sits on: the first ones, as many as its layout has, or those that generate."""
-        return self.generating if self.engine is None else tuple(range(parse_layout(self.engine.backend, self.key).ranks))
+        if self.engine is None or self.head == "text":
+            return self.generating
+        return tuple(range(parse_layout(self.engine.backend, self.key).ranks))
 
     @property
     def changes(self) -> bool:
@@ -236,7 +238,8 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
     residents += partner
     generating = ("engine", *(resident.name for resident in partner))
     scores, frozen, sums = _scores(actor, rewards_of(config), {resident.name for resident in residents})
-    residents += frozen
+    ranks = generating_ranks(config)
+    residents += [dataclasses.replace(one, generating=ranks) if one.head == "text" else one for one in frozen]
     constraint = config.constraint.cost
     stepwise = [one.name for one in scores if one.score.per_step]
     advantage = config.algorithm.advantage.name
@@ -262,7 +265,7 @@ def _reinforcement(config: TrainConfig, teacher: Resident | None = None) -> RunP
         Stage("publish", "publisher", "publish", "deliver", "update_weights", ("actor", "engine")),
         *_keeping(config, generating, residents),
     ]
-    every = (*share_trunks(residents, config.device), Resident("engine", generating=generating_ranks(config)))
+    every = (*share_trunks(residents, config.device), Resident("engine", generating=ranks))
     return RunPlan(
         every,
         tuple(stages),
@@ -380,7 +383,8 @@ def _penalty(config: TrainConfig) -> Iterator[Stage]:
 
 
 def _judge(actor: TrainEngineConfig, name: str, wanted: FrozenModel) -> Resident:
-    """The model that a reward asks for. One that writes sits on rank 0, in an engine that reads its weights itself."""
+    """The model that a reward asks for. One that writes sits on each rank that generates, in an engine that reads
+    its weights itself."""
     engine = _frozen(actor, wanted)
     if wanted.head == "text":
         return Resident(name, dataclasses.replace(engine, backend="fsdp:d1", offload=False), "text")

@@ -9,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tandem.api.engines import TrainEngine
 from tandem.api.services import NOTHING
+from tandem.config.arithmetic import generating_ranks
 from tandem.config.errors import ConfigError
 from tandem.config.experiment import TrainConfig
 from tandem.config.train_engine import TrainEngineConfig
@@ -152,10 +153,11 @@ def open_partner(config: TrainConfig, plan: RunPlan, process: Process, residency
 
 def _open_writer(config: TrainConfig, engine: TrainEngineConfig, process: Process) -> WritingModel:
     """A judge or a partner, which write; its engine starts when it is first needed."""
-    settings = replace(config.rollout.engine, threads=process.generation_threads("colocate", 1), max_model_len=None)
-    dtype, threads = resolve_dtype(engine.dtype, process.device), settings.threads or 1
-    folder = resolve(engine.path)
-    return WritingModel(folder, settings, dtype, process.device, threads=threads, member=process.is_main)
+    ranks = generating_ranks(config)
+    threads = process.generation_threads("colocate", len(ranks))
+    settings = replace(config.rollout.engine, threads=threads, max_model_len=None)
+    folder, dtype = resolve(engine.path), resolve_dtype(engine.dtype, process.device)
+    return WritingModel(folder, settings, dtype, process.device, threads=threads, member=process.rank in ranks)
 
 
 def open_reader(path: str, actor: PreTrainedTokenizerBase, *, chats: bool = True) -> ModelReader:

@@ -175,7 +175,8 @@ def _writer_parts(
     """A judge that writes: its engine is read from its folder anew, and its cache is there while it judges."""
     settings = replace(config.rollout.engine, max_model_len=None)
     rollout = replace(config.rollout, backend="embedded", dtype=engine.dtype, engine=settings)
-    own = _engine_parts(replace(config, rollout=rollout), shape, where, 1)
+    engines = len(generating_ranks(config)) if where.cpu else 1  # each rank that generates judges its share
+    own = _engine_parts(replace(config, rollout=rollout), shape, where, engines)
     return {
         Part(name, "parameters"): own[Part(ENGINE, "weights")],
         Part(name, "kv_cache"): own[Part(ENGINE, "kv_cache")],

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -34,7 +34,7 @@ GRACE_S = 5.0
 
 
 class WritingModel:
-    """One model on rank 0, opened when it is needed and closed to sleep."""
+    """One model on each rank that generates, opened when it is needed and closed to sleep."""
 
     def __init__(
         self, folder: Path, settings: EmbeddedEngineConfig, dtype: torch.dtype, device: str, *, threads: int, member: bool
@@ -121,22 +121,29 @@ class WritingRole:
         self.planned, self.engine, self.written, self._team = planned, engine, planned.score, team
 
     def score(self, groups: Sequence[Group]) -> list[list[Judged]]:
-        """The judgements of each group's samples, on rank 0. Collective. Ends within the judge's patience."""
+        """The judgements of each group's samples. Collective; rank 0 brings the groups, and each rank with an engine judges
+        its share of them. Ends within the judge's patience."""
+        members = self._team.gather(self.engine.member)
+        engines, place = sum(members), sum(members[: self._team.rank])
+        shared = list(enumerate(self._team.share(lambda: groups)))
+        share = dict(shared[place::engines] if self.engine.member else ())
+        judged: dict[int, list[Judged]] = {}
         with self._team.together():
-            if not self.engine.member:
-                return []
-            with ThreadPoolExecutor(1) as thread:  # the caller may stand in a loop already, as in a notebook
-                return thread.submit(asyncio.run, self._judge_all(groups)).result()
-        raise AssertionError("unreachable: the block returns or raises")
+            if share:
+                with ThreadPoolExecutor(1) as thread:  # the caller may stand in a loop already, as in a notebook
+                    found = thread.submit(asyncio.run, self._judge_all(share)).result()
+                judged = dict(zip(share, found, strict=True))
+        whole = {number: one for some in self._team.gather(judged) for number, one in some.items()}
+        return [whole[number] for number in range(len(shared))]
 
-    async def _judge_all(self, groups: Sequence[Group]) -> list[list[Judged]]:
-        """All groups as one wave, the samples of a group side by side, so that they share their prompt."""
+    async def _judge_all(self, groups: Mapping[int, Group]) -> list[list[Judged]]:
+        """Groups by their numbers as one wave, the samples of a group side by side, so that they share their prompt."""
         engine, client = self.engine.engine(), self.written.client
         client.use(engine, self.engine.tokenizer)
         until = time.monotonic() + client.patience_s + GRACE_S
         engine.pause()
         try:
-            tasks = [asyncio.ensure_future(self._judge(i, group)) for i, group in enumerate(groups)]
+            tasks = [asyncio.ensure_future(self._judge(i, group)) for i, group in groups.items()]
             issued = -1
             while issued != client.issued:
                 issued = client.issued
@@ -149,7 +156,7 @@ class WritingRole:
         hanging = Judged(RewardFailure("judge_timeout", f"{client.name}: no answer within patience_s={client.patience_s:g}"))
         judged = [
             [hanging] * len(group.samples) if task in late else task.result()
-            for group, task in zip(groups, tasks, strict=True)
+            for group, task in zip(groups.values(), tasks, strict=True)
         ]
         died = any(isinstance(j.value, RewardFailure) and j.value.reason == "judge_died" for group in judged for j in group)
         if late or died:

@@ -344,15 +344,15 @@ def _writers(
     """Two judges of one model share its engine, and are counted as the larger one. A partner is counted as one that is asked
     once by each sample and reads the question and the longest answer."""
     writers: dict[str, Writer] = {}
-    samples_of_a_step = config.rollout.batch_size * samples
+    samples_of_a_step, ranks = config.rollout.batch_size * samples, len(generating_ranks(config))
 
     def engine_of(model: PlannedModel, requests: int) -> Generator:
         return replace(
             _generator(config, model, machine, 1),
             delivered=model.dtype,
             dtype="float32" if model.dtype == "bfloat16" and not machine.fast_bfloat16 else model.dtype,
-            engines=1,
-            on_ranks=False,
+            engines=ranks,  # each judges its share
+            on_ranks=ranks > 1,
             own_process=False,
             max_len=model.shape.context,
             sequences=requests,
