@@ -1,6 +1,8 @@
-"""Reads replies with the parsers of the library renderers: cases as JSON in, what was found as JSON out.
+"""Reads replies with the parsers of the library renderers, and asks its bridges: cases as JSON in, answers as JSON out.
 
-A case is {"renderer", "text", "tools"}; found are [status, name, arguments] of each call.
+A case is {"renderer", "text", "tools"}; the answer is [status, name, arguments] of each call. With "prompt" and "messages"
+the answer is the text of the next prompt, the reply in it as it was sampled; null where the bridge refuses. It
+takes earlier thinking as kept, as our context is that only grows.
 """
 
 import json
@@ -46,8 +48,15 @@ def main():
         name = case["renderer"]
         if name not in readers:
             tokenizer = Characters()
-            readers[name] = tokenizer, create_renderer(tokenizer, config_from_name(name))
+            known = type(config_from_name(name))
+            config = known(thinking_retention="all") if "prompt" in case else known()
+            readers[name] = tokenizer, create_renderer(tokenizer, config)
         tokenizer, renderer = readers[name]
+        if "prompt" in case:
+            sampled = [tokenizer.encode(case[name]) for name in ("prompt", "text")]
+            bridged = renderer.bridge_to_next_turn(*sampled, case["messages"], tools=case["tools"])
+            found.append(None if bridged is None else tokenizer.decode(bridged.token_ids))
+            continue
         parsed = renderer.parse_response(tokenizer.encode(case["text"]), tools=case["tools"])
         found.append([[str(call.status), call.name, call.arguments] for call in parsed.tool_calls])
     json.dump(found, sys.stdout)
