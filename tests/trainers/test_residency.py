@@ -1,6 +1,7 @@
 """Models that take turns in one memory: the run is the one in which all of them stay awake, in less memory."""
 
 import functools
+import itertools
 import json
 import math
 import runpy
@@ -70,6 +71,17 @@ def test_a_run_whose_models_sleep_is_the_run_in_which_all_are_awake_to_the_bit(m
         last = rows(asleep.folder)[-1]
         assert last["memory/moved_gib"] > 0 and last["time/switch_s"] > 0
     assert "memory/moved_gib" not in rows(awake.folder)[-1]
+
+
+@pytest.mark.slow
+@pytest.mark.invariant
+def test_three_reward_models_that_take_turns_give_the_same_in_each_of_their_orders(tmp_path):
+    names = (*JUDGES, "third")
+    make_models(tmp_path, names)
+    awake = outcome(run(tmp_path / "awake", tmp_path, order=names).folder)
+    for order in itertools.permutations(names):
+        asleep = run(tmp_path / "-".join(order), tmp_path, TIGHT, order=order).folder
+        assert outcome(asleep) == awake and rows(asleep)[-1]["memory/moved_gib"] > 0
 
 
 def test_groups_that_are_drawn_again_find_the_engine_awake(models, tmp_path):
